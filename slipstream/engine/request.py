@@ -1,0 +1,59 @@
+"""A request as the engine sees it: tokens, sampling parameters and a deficit. No torch here.
+
+A request has no phase. It knows tokens (the prompt, then what was sampled) and has computed some of
+them; the difference is its deficit, and every step gives it up to its deficit of work. Prefill, chunked
+context, reuse of cached blocks and resuming after preemption are all this one rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. The defaults are greedy.
+
+    `temperature` 0 means greedy, whatever the rest says. `top_k` 0, `top_p` 1 and `min_p` 0 mean off.
+    Repetition looks at the prompt and the output; presence and frequency at the output only.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 64 bits; the caller draws one when the user gave none
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0  # end ids cannot win before this many tokens are out
+    end_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not appear
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
+    log_probs: bool = False  # the chosen token's log-probability
+    top_log_probs: int = 0  # how many of the most likely tokens to report besides
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature <= 0.0 or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """What a client submits. `request_id` is the caller's own number, unique among the live ones."""
+
+    request_id: int
+    prompt: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0  # higher goes first; equal ones in order of arrival
+    deadline: float | None = None  # on time.monotonic()'s clock, which the processes of a machine share
+    adapter: int = 0  # 0: none
+    cache_salt: str = ""  # tenants with different salts never share cached blocks

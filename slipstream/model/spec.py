@@ -1,0 +1,162 @@
+"""What a model is, as plain data: the shape and options of one transformer.
+
+Every supported family is a set of values of `ModelSpec`. The JSON form (`to_config`, `from_config`) uses
+the key names of TensorRT-LLM's unified checkpoint where it has one, so that tools which read those files
+find what they expect.
+
+Tensor names, in a checkpoint and in an engine (weights are [out_features, in_features]):
+
+    transformer.vocab_embedding.weight                [vocab, hidden]
+    transformer.position_embedding.weight             [positions, hidden]      learned positions only
+    transformer.layers.N.input_layernorm.weight       [hidden]                 (+ .bias with layer norm)
+    transformer.layers.N.attention.qkv.weight         [(heads + 2 kv_heads) * head_size, hidden] (+ .bias)
+    transformer.layers.N.attention.q_layernorm.weight [head_size]              qk-norm only, k_ likewise
+    transformer.layers.N.attention.dense.weight       [hidden, heads * head_size]                (+ .bias)
+    transformer.layers.N.post_layernorm.weight        [hidden]                 (+ .bias with layer norm)
+    transformer.layers.N.mlp.fc.weight                [ffn, hidden]  the activated half          (+ .bias)
+    transformer.layers.N.mlp.gate.weight              [ffn, hidden]  the multiplied half, gated mlp only
+    transformer.layers.N.mlp.proj.weight              [hidden, ffn]                              (+ .bias)
+    transformer.ln_f.weight                           [hidden]                 (+ .bias with layer norm)
+    lm_head.weight                                    [vocab, hidden]          absent when tied
+
+An engine holds `mlp.gate_up.weight` [2 * ffn, hidden] (rows of fc, then rows of gate) in place of the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context. Unused fields keep their default."""
+
+    kind: Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
+    factor: float = 1.0
+    original_positions: int = 0
+    low_frequency_factor: float = 1.0  # llama3
+    high_frequency_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn, longrope: scale of cos and sin; None: the formula's own
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn
+    short_factors: tuple[float, ...] = ()  # longrope
+    long_factors: tuple[float, ...] = ()  # longrope
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    architecture: str  # the Hugging Face class name, such as "LlamaForCausalLM"
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn_size: int
+    max_positions: int
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    gated_mlp: bool = True
+    norm: Literal["rms", "layer"] = "rms"
+    norm_epsilon: float = 1e-6
+    position: Literal["rope", "learned"] = "rope"
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rotary_fraction: float = 1.0  # the leading share of a head that is rotated
+    qkv_bias: bool = False
+    dense_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+    sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    sliding_layers: tuple[bool, ...] | None = None  # which layers slide; None: all, when there is a window
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.sliding_layers is not None and len(self.sliding_layers) != self.layers:
+            raise ValueError(f"sliding_layers names {len(self.sliding_layers)} layers, the model has {self.layers}")
+
+    @property
+    def q_size(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * self.head_size
+
+    @property
+    def qkv_size(self) -> int:
+        return self.q_size + 2 * self.kv_size
+
+    def window_of_layer(self, layer: int) -> int | None:
+        slides = self.sliding_layers is None or self.sliding_layers[layer]
+        return self.sliding_window if slides else None
+
+    def parameters(self) -> int:
+        """How many weights the model has; what a decode step must read."""
+        attention = self.hidden_size * self.qkv_size + self.q_size * self.hidden_size
+        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.ffn_size
+        head = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        return self.layers * (attention + mlp) + self.vocab_size * self.hidden_size + head
+
+    def to_config(self) -> dict[str, Any]:
+        """The JSON form, under the unified checkpoint's key names."""
+        return {key: _plain(getattr(self, field)) for field, key in _CONFIG_KEYS.items()}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ModelSpec:
+        """Read `to_config`'s form; keys that are not the spec's are left alone."""
+        missing = [key for key in _REQUIRED_KEYS if key not in config]
+        if missing:
+            raise ValueError(f"model config lacks {', '.join(missing)}")
+        values = {field: config[key] for field, key in _CONFIG_KEYS.items() if key in config}
+        scaling = values.get("rope_scaling")
+        if scaling is not None:
+            scaling = dict(scaling)
+            for factors in ("short_factors", "long_factors"):
+                scaling[factors] = tuple(scaling.get(factors, ()))
+            values["rope_scaling"] = RopeScaling(**scaling)
+        if values.get("sliding_layers") is not None:
+            values["sliding_layers"] = tuple(values["sliding_layers"])
+        return cls(**values)
+
+
+_CONFIG_KEYS = {
+    "architecture": "architecture",
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_size": "head_size",
+    "ffn_size": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "activation": "hidden_act",
+    "gated_mlp": "gated_mlp",
+    "norm": "norm",
+    "norm_epsilon": "norm_epsilon",
+    "position": "position_embedding_type",
+    "rope_theta": "rotary_base",
+    "rope_scaling": "rotary_scaling",
+    "rotary_fraction": "rotary_pct",
+    "qkv_bias": "attn_bias",
+    "dense_bias": "dense_bias",
+    "mlp_bias": "mlp_bias",
+    "qk_norm": "qk_layernorm",
+    "tied_embeddings": "share_embedding_table",
+    "sliding_window": "sliding_window",
+    "sliding_layers": "sliding_layers",
+}
+_REQUIRED_KEYS = [_CONFIG_KEYS[name] for name in
+                  ("architecture", "vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_size",
+                   "ffn_size", "max_positions")]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, RopeScaling):
+        return {key: _plain(item) for key, item in asdict(value).items()}
+    return list(value) if isinstance(value, tuple) else value
