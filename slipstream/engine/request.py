@@ -57,3 +57,53 @@ class GenerateRequest:
     deadline: float | None = None  # on time.monotonic()'s clock, which the processes of a machine share
     adapter: int = 0  # 0: none
     cache_salt: str = ""  # tenants with different salts never share cached blocks
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request inside the engine. `0 <= computed <= known`; it finishes exactly once, with one reason.
+
+        |--------- prompt ---------|---- sampled ----|- pending -|
+        0                                       len(tokens)    known
+        |------------- computed -------------|----- deficit -----|
+    """
+
+    request: GenerateRequest
+    arrival: int  # order of submission; kept through preemption
+    tokens: list[int]  # what the host knows: the prompt and the sampled tokens that came back
+    pending: int = 0  # sampled by launched plans whose results are not applied yet
+    computed: int = 0  # positions that launched plans compute
+    settled: int = 0  # positions that applied plans have computed: their keys and values are written
+    row: int = -1
+    generation: int = -1
+    blocks: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)  # chain of full blocks' names, as far as it was needed
+    named: int = 0  # how many of its blocks were offered to the pool under their names
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def limit(self) -> int:
+        """How many tokens it may come to know."""
+        return self.prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens) + self.pending
+
+    @property
+    def deficit(self) -> int:
+        """What is left to compute. The last allowed token needs no computing: nothing follows it."""
+        return self.known - self.computed if self.known < self.limit else 0
+
+    def finish(self, reason: FinishReason) -> None:
+        assert self.finish_reason is None, f"request {self.request.request_id} finished twice"
+        self.finish_reason = reason

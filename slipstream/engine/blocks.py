@@ -1,0 +1,138 @@
+"""Who holds which block of the KV cache. No torch here.
+
+    every block is in exactly one place:      free        never used, or its content is worthless
+                                              idle        nobody holds it, but its content has a name
+                                              held        one or more requests read it
+
+A block's name is the hash of all tokens up to its end (with the adapter and the tenant's salt at the
+root), so equal prefixes meet in the same blocks. Only full blocks whose content is written get a name.
+Block 0 is the null block: padding reads it, nobody is given it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+NULL_BLOCK = 0
+
+
+class OutOfBlocks(Exception):
+    """More blocks were asked for than can be handed out; the caller must check `available` first."""
+
+
+def root_name(adapter: int, salt: str) -> bytes:
+    """Where a chain of block names begins; two tenants or adapters never share a chain."""
+    return hashlib.sha256(f"{adapter}\0{salt}".encode()).digest()
+
+
+def next_name(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The name of the block that holds `tokens` after everything that `parent` names."""
+    return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
+
+
+class BlockPool:
+    def __init__(self, total_blocks: int, block_tokens: int, reuse: bool = True) -> None:
+        self.total_blocks = total_blocks  # the null block not counted
+        self.block_tokens = block_tokens
+        self.reuse = reuse
+        # Handed out from the end: low numbers first, in runs, so that tables tend to be contiguous.
+        self._free = list(range(total_blocks, 0, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._references = [0] * (total_blocks + 1)
+        self._names: list[bytes | None] = [None] * (total_blocks + 1)
+        self._blocks: dict[bytes, int] = {}
+
+    @property
+    def available(self) -> int:
+        """How many blocks can be handed out now."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def cached(self) -> int:
+        """How many of them hold content that a later request may reuse."""
+        return len(self._idle)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def find(self, names: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest known prefix of a chain of names. Nothing is taken."""
+        found = []
+        for name in names:
+            block = self._blocks.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def idle_among(self, blocks: Iterable[int]) -> int:
+        """How many of these taking would remove from `available`."""
+        return sum(1 for block in blocks if block in self._idle)
+
+    def take(self, blocks: Iterable[int]) -> None:
+        """Hold found blocks: once more for those already held."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._idle[block]
+            self._references[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` blocks of no content, forgetting the least recently used names if need be."""
+        if count > self.available:
+            raise OutOfBlocks(f"{count} blocks asked for, {self.available} available")
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._idle.popitem(last=False)
+                self._forget(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def name(self, block: int, name: bytes) -> None:
+        """The block is full and written: from now on others may find it under this name."""
+        if not self.reuse or self._names[block] is not None or name in self._blocks:
+            return  # another block holds the same content already: this one stays nameless
+        self._names[block] = name
+        self._blocks[name] = block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give up one hold on each. A table is released whole: its tail becomes the first to be forgotten."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._names[block] is None:
+                    self._free.append(block)
+                else:
+                    self._idle[block] = None
+
+    def _forget(self, block: int) -> None:
+        name = self._names[block]
+        assert name is not None
+        del self._blocks[name]
+        self._names[block] = None
+
+    def check_integrity(self, tables: Iterable[Sequence[int]] = ()) -> None:
+        """Raise if a block is lost, in two places, or held by other than the given tables."""
+        held = [0] * (self.total_blocks + 1)
+        for table in tables:
+            for block in table:
+                held[block] += 1
+        if held != self._references:
+            wrong = [b for b in range(self.total_blocks + 1) if held[b] != self._references[b]]
+            raise AssertionError(f"blocks {wrong[:8]}: tables and reference counts differ")
+        free, idle = set(self._free), set(self._idle)
+        holders = {b for b in range(1, self.total_blocks + 1) if self._references[b] > 0}
+        if len(free) != len(self._free) or free & idle or free & holders or idle & holders:
+            raise AssertionError("a block is in two places")
+        if len(free) + len(idle) + len(holders) != self.total_blocks:
+            raise AssertionError(f"{self.total_blocks - len(free) - len(idle) - len(holders)} blocks are lost")
+        if any(self._names[b] is not None for b in free) or any(self._names[b] is None for b in idle):
+            raise AssertionError("a free block has a name, or an idle one has none")
+        if {b: n for b, n in enumerate(self._names) if n is not None} != {b: n for n, b in self._blocks.items()}:
+            raise AssertionError("names and blocks disagree")

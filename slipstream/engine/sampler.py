@@ -1,0 +1,128 @@
+"""From logits to tokens, row by row of parameters.
+
+A token is a function of its row's logits, parameters, seed and position alone: the same whatever else is in
+the batch, and again after preemption. Rows that ask for nothing special cost one argmax for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.engine.plan import StepResult
+from slipstream.engine.request import SamplingParams
+from slipstream.engine.rows import Rows
+from slipstream.kernels import sampling
+
+
+class Sampled(NamedTuple):
+    tokens: Tensor  # [samples] int64
+    best: Tensor  # [samples] the largest logit a row could choose from; not finite when there was none
+    log_probs: Tensor | None  # [samples]
+    top: list[tuple[int, Tensor, Tensor]]  # (index, tokens [n], log-probabilities [n])
+
+
+def sample(logits: Tensor, rows: list[int], lengths: list[int], state: Rows) -> Sampled:
+    """logits: float32 [samples, vocab], overwritten; lengths: how many tokens each row knows."""
+    parameters = [state.sampling[row] for row in rows]
+    raw = None
+    if any(p.log_probs or p.top_log_probs for p in parameters):
+        raw = logits.log_softmax(dim=-1)  # of the model's own logits, before any parameter changes them
+    for index, (row, p) in enumerate(zip(rows, parameters, strict=True)):
+        _adjust(logits[index], p, row, lengths[index], state)
+    _penalise(logits, rows, lengths, parameters, state)
+    best, tokens = logits.max(dim=-1)
+    drawn = [index for index, p in enumerate(parameters) if not p.greedy]
+    if drawn:
+        tokens = _draw(logits, tokens, drawn, [parameters[i] for i in drawn], [lengths[i] for i in drawn])
+    return Sampled(tokens, best, *_log_probs(raw, tokens, parameters))
+
+
+def to_result(sampled: Sampled) -> StepResult:
+    """The one place where the device is waited for."""
+    result = StepResult(tokens=sampled.tokens.tolist())
+    if sampled.log_probs is not None:
+        result.log_probs = sampled.log_probs.tolist()
+    for index, tokens, log_probs in sampled.top:
+        result.top_log_probs[index] = list(zip(tokens.tolist(), log_probs.tolist(), strict=True))
+    for index, value in enumerate(sampled.best.tolist()):
+        if not math.isfinite(value):
+            result.errors[index] = (
+                "the request's parameters leave no token to choose" if value == -math.inf
+                else "the model produced logits that are not finite"
+            )
+    return result
+
+
+def _adjust(logits: Tensor, p: SamplingParams, row: int, length: int, state: Rows) -> None:
+    """What concerns single tokens of one row: bias, bad words, the minimum length. logits: [vocab]"""
+    bias, bad_words, end_ids = state.bias[row], state.bad_words[row], state.end_ids[row]
+    if bias is not None:
+        logits.index_add_(0, *bias)
+    if bad_words is not None:
+        logits[bad_words.banned(state.tokens[row], length)] = -math.inf
+    if end_ids is not None and length - state.prompt_tokens[row] < p.min_tokens:
+        logits[end_ids] = -math.inf
+
+
+def _penalise(
+    logits: Tensor, rows: list[int], lengths: list[int], parameters: list[SamplingParams], state: Rows
+) -> None:
+    chosen = [index for index, p in enumerate(parameters) if p.penalised]
+    if not chosen:
+        return
+    longest = max(lengths[i] for i in chosen)
+    history = state.tokens[[rows[i] for i in chosen], :longest]  # [chosen, longest]
+    position = torch.arange(longest, device=logits.device)
+    column = _column(logits.device)
+    known = position < column([lengths[i] for i in chosen])
+    output = known & (position >= column([state.prompt_tokens[rows[i]] for i in chosen]))
+    values = logits[chosen]
+    seen = torch.zeros_like(values).scatter_add_(1, history, known.float()) > 0
+    counts = torch.zeros_like(values).scatter_add_(1, history, output.float())
+    repetition = column([parameters[i].repetition_penalty for i in chosen])
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(seen, repeated, values)
+    values -= column([parameters[i].frequency_penalty for i in chosen]) * counts
+    values -= column([parameters[i].presence_penalty for i in chosen]) * (counts > 0)
+    logits[chosen] = values
+
+
+def _draw(
+    logits: Tensor, tokens: Tensor, drawn: list[int], parameters: list[SamplingParams], lengths: list[int]
+) -> Tensor:
+    column = _column(logits.device)
+    keys = [sampling.noise_key(p.seed, length) for p, length in zip(parameters, lengths, strict=True)]
+    tokens[drawn] = sampling.draw(
+        logits if len(drawn) == len(logits) else logits[drawn],
+        column([p.temperature for p in parameters]),
+        column([p.top_k for p in parameters]),
+        column([p.top_p for p in parameters]),
+        column([p.min_p for p in parameters]),
+        column(keys),
+    )
+    return tokens
+
+
+def _log_probs(
+    raw: Tensor | None, tokens: Tensor, parameters: list[SamplingParams]
+) -> tuple[Tensor | None, list[tuple[int, Tensor, Tensor]]]:
+    if raw is None:
+        return None, []
+    chosen = raw.gather(-1, tokens[:, None]).flatten()
+    top = []
+    for index, p in enumerate(parameters):
+        if p.top_log_probs:
+            values, ids = raw[index].topk(p.top_log_probs)
+            top.append((index, ids, values))
+    return chosen, top
+
+
+def _column(device: torch.device):
+    def column(values: list[int] | list[float]) -> Tensor:
+        return torch.tensor(values, device=device)[:, None]
+
+    return column

@@ -1,0 +1,100 @@
+"""From weights and settings to an engine that can serve: memory sized, everything touched once."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch import Tensor
+
+from slipstream.engine.blocks import BlockPool
+from slipstream.engine.loop import EngineLoop
+from slipstream.engine.messages import EngineInfo
+from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.runner import Runner
+from slipstream.engine.scheduler import Scheduler
+from slipstream.engine.settings import EngineSettings
+from slipstream.model.spec import ModelSpec
+from slipstream.model.transformer import Transformer
+
+# A CPU computes about this many prompt tokens before the requests beside them notice the wait.
+_CPU_STEP_TOKENS = 512
+# A CPU machine's memory is shared with everything else on it; this much cache serves 16 long chats.
+_CPU_CACHE_BYTES = 512 * 2**20
+_WARM_UP_REQUEST = -1
+
+
+def create_engine(
+    spec: ModelSpec,
+    tensors: dict[str, Tensor],
+    settings: EngineSettings,
+    longest_sequence: int,
+) -> EngineLoop:
+    """An engine over these weights. `longest_sequence`: what the engine folder allows, prompt and output."""
+    began = time.monotonic()
+    device = torch.device("cpu" if settings.device == "auto" else settings.device)
+    torch.set_num_threads(settings.threads or usable_cores())
+    dtype = getattr(torch, _dtype_name(settings.dtype))
+    longest = min(longest_sequence, settings.max_sequence_tokens or longest_sequence)
+    weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    model = Transformer(spec, tensors, dtype, device, positions=longest)
+    tensors.clear()  # what was laid out anew need not be held twice
+    blocks = _pool_blocks(spec, settings, dtype, longest)
+    runner = Runner(model, blocks, settings.block_tokens, settings.max_rows, longest)
+    scheduler = Scheduler(
+        BlockPool(blocks, settings.block_tokens, settings.reuse),
+        settings.max_rows,
+        settings.step_tokens or _CPU_STEP_TOKENS,
+        longest,
+        spec.vocab_size,
+        settings.policy,
+        settings.chunked,
+    )
+    warm_up(spec, runner, longest)
+    info = EngineInfo(
+        vocab_size=spec.vocab_size,
+        max_sequence_tokens=longest,
+        max_rows=settings.max_rows,
+        total_blocks=blocks,
+        block_tokens=settings.block_tokens,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        weight_bytes=weight_bytes,
+        cache_bytes=runner.cache.nbytes,
+        load_seconds=time.monotonic() - began,
+    )
+    return EngineLoop(scheduler, runner, info)
+
+
+def warm_up(spec: ModelSpec, runner: Runner, longest: int) -> None:
+    """Run one short request through the runner alone, so that the first user does not pay for first calls."""
+    pool = BlockPool(runner.cache.shape[2] // runner.block_tokens - 1, runner.block_tokens, reuse=False)
+    scheduler = Scheduler(pool, 1, longest, longest, spec.vocab_size)
+    tokens = min(16, longest - 2)
+    scheduler.add(GenerateRequest(_WARM_UP_REQUEST, [0] * tokens, SamplingParams(max_tokens=2)))
+    while (plan := scheduler.plan()) is not None:
+        scheduler.commit(plan, runner.launch(plan).result())
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0))
+
+
+def _dtype_name(dtype: str) -> str:
+    if dtype == "auto":
+        return "float32"  # the caller, who can probe the machine safely, decides on bfloat16
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {dtype!r}")
+    return dtype
+
+
+def _pool_blocks(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, longest: int) -> int:
+    """How many blocks the pool has: what was asked for, else a fixed share of memory; one sequence at least."""
+    size = settings.block_tokens
+    if settings.cache_tokens is not None:
+        return max(1, settings.cache_tokens // size)
+    token_bytes = 2 * spec.layers * spec.kv_size * dtype.itemsize
+    affordable = _CPU_CACHE_BYTES // (token_bytes * size)
+    return max(affordable, -(-longest // size))

@@ -1,0 +1,22 @@
+"""The non-linear middle of the feed-forward part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+}
+
+
+def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """x: [tokens, 2 * ffn], the activated half first → [tokens, ffn]."""
+    activated, multiplied = x.chunk(2, dim=-1)
+    return activation(activated).mul_(multiplied)

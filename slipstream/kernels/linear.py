@@ -1,0 +1,80 @@
+"""Matrix products with stored weights: dense, int8 and int4. x: [tokens, in_features] → [tokens, out_features].
+
+On CPU a decode step is bound by reading the weights, so bf16 weights are laid out once the way oneDNN reads
+them, and int8 and int4 ones go through torch's weight-only kernels. Those kernels are made for few tokens;
+for many, the weights are expanded for the one product, which costs less than it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Product = Callable[[Tensor], Tensor]
+
+# Above this many tokens expanding quantised weights beats the weight-only kernels (benchmarks/kernels.py).
+_EXPAND_ABOVE_TOKENS = 48
+
+
+def dense(weight: Tensor, bias: Tensor | None) -> Product:
+    """weight: [out, in], bias: [out] or None."""
+    if _packs(weight):
+        # The second argument is only a hint at the number of tokens; the layout serves every number.
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return lambda x: functional.linear(x, weight, bias)
+
+
+def int8(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
+    """weight: int8 [out, in], scales: [out]; an element is worth weight × its row's scale."""
+    weight, scales = weight.contiguous(), scales.to(dtype)
+
+    def product(x: Tensor) -> Tensor:
+        if x.shape[0] > _EXPAND_ABOVE_TOKENS or not _weight_only_runs(x):
+            return functional.linear(x, weight.to(dtype) * scales[:, None], bias)
+        y = torch.ops.aten._weight_int8pack_mm(x, weight, scales)
+        return y if bias is None else y.add_(bias)
+
+    return product
+
+
+def int4(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
+    """weight: uint8 [out, in / 2], element 2j in the low four bits; scales: [out, in / group].
+
+    An element is worth (value - 8) × the scale of its group.
+    """
+    group = weight.shape[1] * 2 // scales.shape[1]
+    values = unpack_int4(weight)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 1)
+    # The kernel wants [groups, out, (scale, offset)], and takes the value as (q - 8) × scale + offset.
+    pairs = torch.stack((scales.t(), torch.zeros_like(scales.t())), dim=-1).to(dtype).contiguous()
+
+    def product(x: Tensor) -> Tensor:
+        if x.shape[0] > _EXPAND_ABOVE_TOKENS or not _weight_only_runs(x):
+            return functional.linear(x, expand_int4(weight, scales, dtype), bias)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, pairs)
+        return y if bias is None else y.add_(bias)
+
+    return product
+
+
+def unpack_int4(weight: Tensor) -> Tensor:
+    """uint8 [out, in / 2] → uint8 [out, in] with values 0..15."""
+    return torch.stack((weight & 15, weight >> 4), dim=-1).flatten(1)
+
+
+def expand_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights that the four-bit values stand for: [out, in]."""
+    values = unpack_int4(weight).to(dtype).sub_(8)
+    return (values.unflatten(1, (scales.shape[1], -1)) * scales.to(dtype)[..., None]).flatten(1)
+
+
+def _packs(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+
+
+def _weight_only_runs(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16

@@ -1,0 +1,102 @@
+"""Drawing tokens from logits: seeded noise, and the narrowing of the choice by top-k, top-p and min-p.
+
+A draw adds Gumbel noise to the scaled logits and takes the largest. The noise of a token is a hash of
+(seed, position, token), so a draw never depends on the other rows of the batch, and need only be made
+for tokens that are still in the choice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LOW_32_BITS = 0xFFFFFFFF
+_LOW_64_BITS = 0xFFFFFFFFFFFFFFFF
+
+# Top-p alone looks at this many tokens first: their mass nearly always exceeds p, and sorting all costs more.
+_FIRST_LOOK = 1024
+
+
+def noise_key(seed: int, position: int) -> int:
+    """32 bits that stand for a seed at a position."""
+    mixed = _mix_64((seed & _LOW_64_BITS) ^ _mix_64(position + 1))
+    return mixed >> 32
+
+
+def gumbel(tokens: Tensor, keys: Tensor) -> Tensor:
+    """tokens: int64 [rows, n] or [n]; keys: int64 [rows, 1] → float32 noise [rows, n]."""
+    bits = _mix_32(_mix_32(tokens) ^ keys) >> 8
+    uniform = (bits.float() + 0.5) * 2.0**-24  # strictly between 0 and 1
+    return -torch.log(-torch.log(uniform))
+
+
+def draw(
+    logits: Tensor,  # [rows, vocab] float32
+    temperature: Tensor,  # [rows, 1], above 0
+    top_k: Tensor,  # [rows, 1] int64, 0: off
+    top_p: Tensor,  # [rows, 1], 1: off
+    min_p: Tensor,  # [rows, 1], 0: off
+    keys: Tensor,  # [rows, 1] int64
+) -> Tensor:
+    """→ tokens [rows]. Temperature first, then top-k, top-p within it, min-p against the likeliest."""
+    scaled = logits / temperature
+    narrow = ((top_k > 0) | (top_p < 1.0)).flatten()
+    if not bool(narrow.any()):
+        return _draw_from_all(scaled, min_p, keys)
+    tokens = torch.empty(len(scaled), dtype=torch.int64, device=logits.device)
+    if not bool(narrow.all()):
+        tokens[~narrow] = _draw_from_all(scaled[~narrow], min_p[~narrow], keys[~narrow])
+    rows = narrow.nonzero().flatten()
+    tokens[rows] = _draw_narrowed(scaled[rows], top_k[rows], top_p[rows], min_p[rows], keys[rows])
+    return tokens
+
+
+def _draw_from_all(scaled: Tensor, min_p: Tensor, keys: Tensor) -> Tensor:
+    if bool((min_p > 0).any()):
+        floor = scaled.max(dim=-1, keepdim=True).values + torch.log(min_p)
+        scaled = scaled.masked_fill(scaled < floor, float("-inf"))
+    tokens = torch.arange(scaled.shape[-1], device=scaled.device)
+    return (scaled + gumbel(tokens, keys)).argmax(dim=-1)
+
+
+def _draw_narrowed(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor) -> Tensor:
+    vocab = scaled.shape[-1]
+    by_p_alone = top_k == 0
+    width = int(torch.where(by_p_alone, _FIRST_LOOK, top_k).max().clamp(max=vocab))
+    values, tokens = scaled.topk(width, dim=-1)  # largest first
+    total = torch.where(by_p_alone, scaled.logsumexp(dim=-1, keepdim=True), float("nan"))
+    kept, reached = _keep(values, top_k, top_p, min_p, total)
+    if width < vocab and not bool((reached | ~by_p_alone).all()):
+        values, tokens = scaled.sort(dim=-1, descending=True)
+        kept, _ = _keep(values, top_k, top_p, min_p, total)
+    scores = values.masked_fill(~kept, float("-inf")) + gumbel(tokens, keys)
+    return tokens.gather(-1, scores.argmax(dim=-1, keepdim=True)).flatten()
+
+
+def _keep(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the sorted values stay in the choice, and whether top-p was reached within them."""
+    rank = torch.arange(values.shape[-1], device=values.device)
+    kept = (rank < top_k) | (top_k == 0)
+    values = values.masked_fill(~kept, float("-inf"))
+    # Top-p counts the mass of what top-k left; without top-k, of the whole vocabulary (`total`).
+    mass = torch.where(top_k == 0, total, values.logsumexp(dim=-1, keepdim=True))
+    probability = torch.exp(values - mass)
+    cumulative = probability.cumsum(dim=-1)
+    kept = kept & ((cumulative - probability < top_p) | (top_p >= 1.0))
+    kept = kept & (probability >= min_p * probability[:, :1])
+    kept[:, 0] = True
+    return kept, cumulative[:, -1:] >= top_p
+
+
+def _mix_32(x: Tensor) -> Tensor:
+    """A bijection on 32 bits in which every input bit moves every output bit; x: int64 holding 32 bits."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW_32_BITS
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW_32_BITS
+    return x ^ (x >> 16)
+
+
+def _mix_64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _LOW_64_BITS
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _LOW_64_BITS
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _LOW_64_BITS
+    return x ^ (x >> 31)

@@ -1,0 +1,72 @@
+"""From the tensors of an engine to callable products, whatever form a weight is stored in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels import linear
+
+
+class Tensors:
+    """The tensors of an engine, each taken exactly once; what is missing or left over is an error that names it."""
+
+    def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._left = dict(tensors)
+        self._missing: list[str] = []
+        self.dtype = dtype
+        self.device = device
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A parameter in the run's type, on its device."""
+        tensor = self._take(name)
+        if tensor is None:
+            return torch.empty(0)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, the model's config says {shape}")
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+    def product(self, name: str, outputs: int, inputs: int, bias: bool) -> linear.Product:
+        """The product with weight `name`.weight, dense or quantised as the engine holds it."""
+        offset = self.take(f"{name}.bias", (outputs,)) if bias else None
+        scales = self._left.pop(f"{name}.scales", None)
+        if scales is None:
+            weight = self.take(f"{name}.weight", (outputs, inputs))
+            return linear.dense(weight, offset) if weight.numel() else _nothing
+        weight = self._take(f"{name}.weight")
+        if weight is None:
+            return _nothing
+        weight, scales = weight.to(self.device), scales.to(self.device)
+        if weight.dtype == torch.int8 and tuple(weight.shape) == (outputs, inputs):
+            return linear.int8(weight, scales, offset, self.dtype)
+        if weight.dtype == torch.uint8 and tuple(weight.shape) == (outputs, inputs // 2):
+            return linear.int4(weight, scales, offset, self.dtype)
+        raise ValueError(f"{name}.weight: {weight.dtype} {tuple(weight.shape)} is no form of [{outputs}, {inputs}]")
+
+    def has(self, name: str) -> bool:
+        return name in self._left
+
+    def close(self) -> None:
+        """Say what did not fit, if anything."""
+        problems = []
+        if self._missing:
+            problems.append(f"missing tensors: {_some(self._missing)}")
+        if self._left:
+            problems.append(f"unknown tensors: {_some(sorted(self._left))}")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def _take(self, name: str) -> Tensor | None:
+        tensor = self._left.pop(name, None)
+        if tensor is None:
+            self._missing.append(name)
+        return tensor
+
+
+def _nothing(x: Tensor) -> Tensor:
+    raise AssertionError("a model with missing tensors is never run")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:6])
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

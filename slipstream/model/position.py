@@ -1,0 +1,116 @@
+"""Rotary frequencies of every scaling kind, as one table over all positions.
+
+A table holds, for each position, cos and sin of position × frequency for every pair of a head. Scalings
+that depend on the length of the sequence (dynamic, longrope) are resolved per position: the token at
+position p is turned as in a sequence of p + 1 tokens. So a token's key never depends on how its prompt was
+cut into steps.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from slipstream.model.spec import ModelSpec, RopeScaling
+
+
+def rotary_size(spec: ModelSpec) -> int:
+    return int(spec.head_size * spec.rotary_fraction)
+
+
+def rotary_table(spec: ModelSpec, positions: int) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine, each [positions, rotary_size] in float32 (see kernels.rotary.rotate)."""
+    size = rotary_size(spec)
+    position = torch.arange(positions, dtype=torch.float32)
+    frequencies, scale = _frequencies(spec, size, position)  # [positions or 1, size / 2]
+    angles = position[:, None] * frequencies
+    cosine, sine = angles.cos() * scale, angles.sin() * scale
+    return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
+
+
+def _frequencies(spec: ModelSpec, size: int, position: Tensor) -> tuple[Tensor, float]:
+    """Frequencies [positions or 1, size / 2] and the factor on cos and sin."""
+    plain = _plain_frequencies(spec.rope_theta, size)[None, :]
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return plain, 1.0
+    original = scaling.original_positions or spec.max_positions
+    if scaling.kind == "linear":
+        return plain / scaling.factor, 1.0
+    if scaling.kind == "dynamic":
+        return _dynamic(spec.rope_theta, size, scaling.factor, original, position), 1.0
+    if scaling.kind == "llama3":
+        return _llama3(plain, scaling, original), 1.0
+    if scaling.kind == "yarn":
+        return _yarn(plain, scaling, spec.rope_theta, size, original), _yarn_scale(scaling)
+    if scaling.kind == "longrope":
+        return _longrope(plain, scaling, original, position), _longrope_scale(scaling, spec, original)
+    raise ValueError(f"unknown rope scaling {scaling.kind!r}")
+
+
+def _plain_frequencies(theta: float, size: int) -> Tensor:
+    return 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
+
+
+def _dynamic(theta: float, size: int, factor: float, original: int, position: Tensor) -> Tensor:
+    """The base grows with the length once the sequence is longer than the trained context."""
+    length = (position + 1).clamp(min=original).double()
+    base = theta * ((factor * length / original) - (factor - 1)) ** (size / (size - 2))
+    exponent = torch.arange(0, size, 2, dtype=torch.float64) / size
+    return (1.0 / (base[:, None] ** exponent)).float()
+
+
+def _llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tensor:
+    """Long wavelengths are stretched, short ones kept, those between blended."""
+    wavelength = 2 * math.pi / plain
+    longest = original / scaling.low_frequency_factor
+    shortest = original / scaling.high_frequency_factor
+    stretched = torch.where(wavelength > longest, plain / scaling.factor, plain)
+    smooth = (original / wavelength - scaling.low_frequency_factor) / (
+        scaling.high_frequency_factor - scaling.low_frequency_factor
+    )
+    blended = (1 - smooth) * plain / scaling.factor + smooth * plain
+    between = (wavelength <= longest) & (wavelength >= shortest)
+    return torch.where(between, blended, stretched)
+
+
+def _yarn(plain: Tensor, scaling: RopeScaling, theta: float, size: int, original: int) -> Tensor:
+    """Dimensions that turn often within the trained context are kept, those that turn rarely are stretched."""
+
+    def dimension(rotations: float) -> float:
+        return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001  # a step, not a division by zero
+    ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)[None, :]
+    return plain / scaling.factor * ramp + plain * (1 - ramp)
+
+
+def _yarn_scale(scaling: RopeScaling) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+    return mscale(1.0)
+
+
+def _longrope(plain: Tensor, scaling: RopeScaling, original: int, position: Tensor) -> Tensor:
+    short = plain / torch.tensor(scaling.short_factors, dtype=torch.float32)
+    long = plain / torch.tensor(scaling.long_factors, dtype=torch.float32)
+    return torch.where((position < original)[:, None], short, long)
+
+
+def _longrope_scale(scaling: RopeScaling, spec: ModelSpec, original: int) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    factor = spec.max_positions / original
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

@@ -1,0 +1,260 @@
+"""Properties of the scheduler and the block pool, on plain Python objects: no model, milliseconds a run."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.engine.blocks import BlockPool, next_name, root_name
+from slipstream.engine.plan import StepResult
+from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.scheduler import Scheduler
+
+END = 3
+
+
+def next_token(history: list[int]) -> int:
+    """A stand-in for the model: the next token follows from all before it."""
+    return (sum(history) * 31 + len(history) * 7) % 50
+
+
+def expected_answer(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        token = next_token(tokens)
+        if token == END:
+            break
+        tokens.append(token)
+    return tokens[len(prompt):]
+
+
+class Device:
+    """Keeps what a rank keeps, from plans alone, and checks that every plan can be carried out."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+
+    def run(self, plan) -> StepResult:
+        size = self.scheduler.blocks.block_tokens
+        for start in plan.starts:
+            self.tokens[start.row] = list(start.tokens)
+            self.tables[start.row] = list(start.blocks)
+            self.computed[start.row] = len(start.blocks) * size
+        for row, block in zip(plan.appended_rows, plan.appended_blocks, strict=True):
+            self.tables[row].append(block)
+        assert 0 < plan.tokens <= self.scheduler.step_tokens
+        assert len(set(plan.rows)) == len(plan.rows)
+        drawn = []
+        for row, position, count, samples in zip(plan.rows, plan.positions, plan.counts, plan.samples, strict=True):
+            assert position == self.computed[row], "a row computes without gaps"
+            self.computed[row] += count
+            assert self.computed[row] <= len(self.tokens[row])
+            assert len(self.tables[row]) * size >= self.computed[row], "blocks for all it computes"
+            if samples:
+                assert self.computed[row] == len(self.tokens[row])
+                token = next_token(self.tokens[row])
+                self.tokens[row].append(token)
+                drawn.append(token)
+        return StepResult(tokens=drawn)
+
+
+class Harness:
+    """Scheduler and device with up to `depth` plans in flight, as the loop runs them."""
+
+    def __init__(self, scheduler: Scheduler, depth: int) -> None:
+        self.scheduler, self.depth = scheduler, depth
+        self.device = Device(scheduler)
+        self.flight: list = []
+        self.answers: dict[int, list[int]] = {}
+        self.reasons: dict[int, str] = {}
+
+    def turn(self) -> None:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.flight.append((plan, self.device.run(plan)))
+        if self.flight and (plan is None or len(self.flight) >= self.depth):
+            self.scheduler.commit(*self.flight.pop(0))
+        self.collect()
+        self.scheduler.check_integrity()
+
+    def collect(self) -> None:
+        outputs = self.scheduler.take_outputs()
+        if outputs is None:
+            return
+        tokens = iter(outputs.tokens)
+        for request_id, count, reason in zip(
+            outputs.request_ids, outputs.token_counts, outputs.finish_reasons, strict=True
+        ):
+            assert request_id not in self.reasons, "nothing is told of a finished request"
+            self.answers.setdefault(request_id, []).extend(itertools.islice(tokens, count))
+            if reason:
+                self.reasons[request_id] = reason
+
+    def run_dry(self, turns: int = 3000) -> None:
+        for _ in range(turns):
+            if not self.scheduler.has_work() and not self.flight:
+                return
+            self.turn()
+        raise AssertionError("the scheduler makes no progress")
+
+
+def make_scheduler(blocks=24, block_tokens=4, rows=4, budget=16, policy="guaranteed_no_evict", reuse=True,
+                   chunked=True, clock=lambda: 0.0) -> Scheduler:
+    pool = BlockPool(blocks, block_tokens, reuse)
+    return Scheduler(pool, rows, budget, max_sequence_tokens=64, vocab_size=50, policy=policy, chunked=chunked,
+                     clock=clock)
+
+
+prompts = st.lists(st.integers(0, 3), min_size=1, max_size=30)  # few values: prefixes often meet
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), prompts, st.integers(1, 30), st.integers(0, 2)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.tuples(st.just("turn"), st.integers(1, 6)),
+    ),
+    min_size=5, max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(events, st.sampled_from(["guaranteed_no_evict", "max_utilization"]), st.booleans(), st.booleans(),
+       st.integers(1, 2), st.integers(17, 30))
+def test_any_traffic_is_answered_right_and_every_block_returns(story, policy, reuse, chunked, depth, blocks):
+    scheduler = make_scheduler(blocks=blocks, policy=policy, reuse=reuse, chunked=chunked)
+    harness = Harness(scheduler, depth)
+    asked: dict[int, tuple[list[int], int]] = {}
+    cancelled = set()
+    for event in story:
+        if event[0] == "add":
+            request_id = len(asked)
+            asked[request_id] = (event[1], event[2])
+            sampling = SamplingParams(max_tokens=event[2], end_ids=(END,))
+            scheduler.add(GenerateRequest(request_id, event[1], sampling, priority=event[3]))
+        elif event[0] == "cancel":
+            if event[1] in asked and event[1] not in harness.reasons:
+                cancelled.add(event[1])
+                scheduler.cancel(event[1])
+        else:
+            for _ in range(event[1]):
+                harness.turn()
+    harness.run_dry()
+    assert set(harness.reasons) == set(asked)
+    for request_id, (prompt, max_tokens) in asked.items():
+        answer = expected_answer(prompt, max_tokens)
+        told = harness.answers[request_id]
+        if request_id in cancelled:
+            assert harness.reasons[request_id] == "cancelled"
+            assert told == answer[: len(told)]
+        else:
+            assert told == answer
+            assert harness.reasons[request_id] == ("length" if len(answer) == max_tokens else "stop")
+    stats = scheduler.stats()
+    assert stats.free_blocks == blocks
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.finished == len(asked)
+
+
+def test_running_out_of_blocks_preempts_only_under_max_utilization():
+    for policy, preempts in (("guaranteed_no_evict", False), ("max_utilization", True)):
+        harness = Harness(make_scheduler(blocks=10, policy=policy), depth=1)
+        for request_id in range(4):
+            harness.scheduler.add(GenerateRequest(request_id, [1, request_id] * 3, SamplingParams(max_tokens=25)))
+        harness.run_dry()
+        assert (harness.scheduler.stats().preemptions > 0) is preempts
+        assert [len(harness.answers[r]) for r in range(4)] == [25] * 4
+
+
+def test_a_long_prompt_is_spread_over_steps_beside_a_running_request():
+    scheduler = make_scheduler(budget=8)
+    harness = Harness(scheduler, depth=1)
+    scheduler.add(GenerateRequest(0, [1], SamplingParams(max_tokens=20)))
+    harness.turn()
+    scheduler.add(GenerateRequest(1, list(range(4, 24)), SamplingParams(max_tokens=1)))
+    plan = scheduler.plan()
+    assert plan is not None
+    assert plan.counts == [1, 7], "the running request keeps its token, the prompt takes what is left"
+    assert plan.samples == [True, False]
+
+
+def test_a_second_request_reuses_the_first_ones_blocks_but_computes_one_token():
+    scheduler = make_scheduler()
+    harness = Harness(scheduler, depth=1)
+    prompt = list(range(4, 16))  # exactly three blocks
+    for request_id in range(2):
+        scheduler.add(GenerateRequest(request_id, prompt, SamplingParams(max_tokens=2)))
+        harness.run_dry()
+    assert scheduler.stats().cached_prompt_tokens == 8
+    assert harness.answers[0] == harness.answers[1]
+
+
+@pytest.mark.parametrize("salt,adapter", [("other tenant", 0), ("", 7)])
+def test_tenants_and_adapters_never_share_blocks(salt, adapter):
+    scheduler = make_scheduler()
+    harness = Harness(scheduler, depth=1)
+    prompt = list(range(4, 17))
+    scheduler.add(GenerateRequest(0, prompt, SamplingParams(max_tokens=2)))
+    harness.run_dry()
+    scheduler.add(GenerateRequest(1, prompt, SamplingParams(max_tokens=2), cache_salt=salt, adapter=adapter))
+    harness.run_dry()
+    assert scheduler.stats().cached_prompt_tokens == 0
+
+
+def test_higher_priority_is_admitted_first_and_equals_keep_their_order():
+    scheduler = make_scheduler(rows=1)
+    for request_id, priority in enumerate([0, 5, 5, 9]):
+        scheduler.add(GenerateRequest(request_id, [1], SamplingParams(max_tokens=1), priority=priority))
+    harness = Harness(scheduler, depth=1)
+    harness.run_dry()
+    assert list(harness.reasons) == [3, 1, 2, 0]
+
+
+def test_a_deadline_ends_waiting_and_running_requests():
+    now = [0.0]
+    scheduler = make_scheduler(rows=1, clock=lambda: now[0])
+    harness = Harness(scheduler, depth=1)
+    for request_id in range(2):
+        scheduler.add(GenerateRequest(request_id, [1], SamplingParams(max_tokens=20), deadline=5.0))
+    harness.turn()
+    now[0] = 6.0
+    harness.run_dry()
+    assert harness.reasons == {0: "timeout", 1: "timeout"}
+    assert len(harness.answers[0]) == 1
+    assert harness.answers[1] == []
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "words"), [
+    ([], 1, "no tokens"),
+    ([1], 0, "max_tokens"),
+    ([1] * 60, 5, "64 tokens"),
+    ([50], 1, "token id 50"),
+    ([-1], 1, "token id -1"),
+])
+def test_a_request_that_can_never_run_is_answered_at_once(prompt, max_tokens, words):
+    scheduler = make_scheduler()
+    scheduler.add(GenerateRequest(7, prompt, SamplingParams(max_tokens=max_tokens)))
+    outputs = scheduler.take_outputs()
+    assert outputs is not None
+    assert outputs.finish_reasons == ["error"]
+    assert words in outputs.errors[7]
+    assert not scheduler.has_work()
+
+
+def test_pool_forgets_the_least_recently_used_tail_first():
+    pool = BlockPool(3, 4)
+    names = []
+    for index in range(3):
+        names.append(next_name(names[-1] if names else root_name(0, ""), [index] * 4))
+    table = pool.allocate(3)
+    for block, name in zip(table, names, strict=True):
+        pool.name(block, name)
+    pool.release(table)
+    assert (pool.available, pool.cached) == (3, 3)
+    pool.allocate(1)
+    assert pool.find(names) == table[:2]
+    pool.check_integrity([[table[2]]])
+    with pytest.raises(AssertionError):
+        pool.check_integrity([])
