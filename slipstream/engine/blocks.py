@@ -12,6 +12,7 @@ Block 0 is the null block: padding reads it, nobody is given it.
 from __future__ import annotations
 
 import hashlib
+import heapq
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -38,8 +39,8 @@ class BlockPool:
         self.total_blocks = total_blocks  # the null block not counted
         self.block_tokens = block_tokens
         self.reuse = reuse
-        # Handed out from the end: low numbers first, in runs, so that tables tend to be contiguous.
-        self._free = list(range(total_blocks, 0, -1))
+        # A heap: the lowest number is handed out first, so that tables tend to be runs of blocks.
+        self._free = list(range(1, total_blocks + 1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._references = [0] * (total_blocks + 1)
         self._names: list[bytes | None] = [None] * (total_blocks + 1)
@@ -86,7 +87,7 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             if self._free:
-                block = self._free.pop()
+                block = heapq.heappop(self._free)
             else:
                 block, _ = self._idle.popitem(last=False)
                 self._forget(block)
@@ -107,7 +108,7 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 if self._names[block] is None:
-                    self._free.append(block)
+                    heapq.heappush(self._free, block)
                 else:
                     self._idle[block] = None
 

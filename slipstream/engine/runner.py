@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from slipstream.engine import sampler
 from slipstream.engine.plan import StepPlan, StepResult
@@ -29,7 +28,7 @@ class Runner:
         self.block_tokens = block_tokens
         self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
         slots = (total_blocks + 1) * block_tokens  # with the null block
-        self.cache = torch.zeros(model.cache_shape(slots), dtype=model.dtype, device=model.device)
+        self.cache = model.new_cache(slots)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Handle:
@@ -60,9 +59,6 @@ class Runner:
         return Step(
             token_ids=self.rows.tokens[torch.from_numpy(row_of_token), token_positions],
             positions=token_positions,
-            attention=plan_attention(tables[rows], positions, counts, slots, self.block_tokens),
+            attention=plan_attention(tables[rows], positions, counts, slots, self.block_tokens, self.cache),
             samples=torch.from_numpy((ends - 1)[np.array(plan.samples)]),
         )
-
-    def row_tokens(self, row: int, length: int) -> Tensor:
-        return self.rows.tokens[row, :length]

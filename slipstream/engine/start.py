@@ -51,7 +51,7 @@ def create_engine(
         settings.policy,
         settings.chunked,
     )
-    warm_up(spec, runner, longest)
+    warm_up(spec, runner, blocks, longest)
     info = EngineInfo(
         vocab_size=spec.vocab_size,
         max_sequence_tokens=longest,
@@ -67,11 +67,11 @@ def create_engine(
     return EngineLoop(scheduler, runner, info)
 
 
-def warm_up(spec: ModelSpec, runner: Runner, longest: int) -> None:
+def warm_up(spec: ModelSpec, runner: Runner, total_blocks: int, longest: int) -> None:
     """Run one short request through the runner alone, so that the first user does not pay for first calls."""
-    pool = BlockPool(runner.cache.shape[2] // runner.block_tokens - 1, runner.block_tokens, reuse=False)
+    pool = BlockPool(total_blocks, runner.block_tokens, reuse=False)
     scheduler = Scheduler(pool, 1, longest, longest, spec.vocab_size)
-    tokens = min(16, longest - 2)
+    tokens = min(16, longest - 2, total_blocks * runner.block_tokens - 2)
     scheduler.add(GenerateRequest(_WARM_UP_REQUEST, [0] * tokens, SamplingParams(max_tokens=2)))
     while (plan := scheduler.plan()) is not None:
         scheduler.commit(plan, runner.launch(plan).result())

@@ -1,8 +1,9 @@
 """Attention of a step's new tokens over the paged cache, and the writing of their keys and values.
 
-A cache layer is [slots, kv_heads, head_size]; slot = block × block_tokens + offset. An `AttentionPlan` is made
-once a step and serves every layer. Rows that compute one token (decode) are taken together, gathered and
-masked to a common length; rows that compute several are taken one by one.
+A cache layer is [kv_heads, slots, head_size]; slot = block × block_tokens + offset. With heads outermost, the
+blocks of a row gather into one contiguous matrix a head, which is what matrix products are fast on. An
+`AttentionPlan` is made once a step and serves every layer. Rows that compute one token (decode) are taken
+together, gathered and masked to a common length; rows that compute several are taken one by one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from torch.nn import functional
 
 # Rows of very different lengths are not gathered together: the short ones would be padded at a cost.
 _MOST_PADDING = 2.0
+# From this many cached tokens on, two batched products beat torch's fused attention for single queries.
+_PRODUCTS_FROM_TOKENS = 512
+# Queries of a prompt taken at once; larger tiles compute more that is masked away, smaller ones call more often.
+_TILE_TOKENS = 64
 
 
 @dataclass(slots=True)
@@ -23,9 +28,9 @@ class DecodeGroup:
     """Rows of one new token each."""
 
     tokens: Tensor | slice  # which tokens of the step
-    slots: Tensor | slice  # [rows * length]: where their keys and values lie, padded with the null block's
+    where: Tensor | slice  # [rows * kv_heads * blocks] blocks to gather, or the one row's slots when they are a run
     rows: int
-    length: int
+    length: int  # what the rows are padded to
     lengths: Tensor  # [rows]
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window
 
@@ -35,17 +40,22 @@ class PrefillRow:
     """One row of several new tokens."""
 
     tokens: slice
-    slots: Tensor | slice  # [length]
+    where: Tensor | slice  # [kv_heads * blocks] blocks to gather, or slots when they are a run
     start: int  # tokens that were computed before this step
     length: int
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window
 
 
 @dataclass(slots=True)
 class AttentionPlan:
     slots: Tensor  # [tokens]: where the step's own keys and values go
+    block_tokens: int
     decodes: list[DecodeGroup]
     prefills: list[PrefillRow]
+
+
+def cache_shape(layers: int, slots: int, kv_heads: int, head_size: int) -> tuple[int, ...]:
+    """Layers, keys and values, then one layer's keys."""
+    return (layers, 2, kv_heads, slots, head_size)
 
 
 def plan_attention(
@@ -54,78 +64,106 @@ def plan_attention(
     counts: np.ndarray,  # [rows of the step]: tokens each computes
     slots: Tensor,  # [tokens]
     block_tokens: int,
+    cache: Tensor,  # of cache_shape
 ) -> AttentionPlan:
     """Host work that depends on rows and blocks, never on tokens one by one."""
+    heads, cache_blocks = cache.shape[2], cache.shape[3] // block_tokens
     offsets = np.concatenate(([0], np.cumsum(counts)))
     lengths = positions + counts
-    plan = AttentionPlan(slots, [], [])
-    single = np.flatnonzero(counts == 1)
-    for members in _similar(single, lengths):
-        plan.decodes.append(_decode_group(members, tables, lengths, offsets, block_tokens))
+    plan = AttentionPlan(slots, block_tokens, [], [])
+    for members in _similar(np.flatnonzero(counts == 1), lengths):
+        blocks = -(-int(lengths[members].max()) // block_tokens)
+        where, length = _where(tables[members, :blocks], lengths[members], block_tokens, heads, cache_blocks)
+        tokens = _tokens(offsets[members])
+        plan.decodes.append(DecodeGroup(tokens, where, len(members), length, torch.from_numpy(lengths[members])))
     for row in np.flatnonzero(counts > 1):
         length = int(lengths[row])
-        plan.prefills.append(PrefillRow(
-            tokens=slice(int(offsets[row]), int(offsets[row + 1])),
-            slots=_slots_of(tables[row], length, block_tokens),
-            start=int(positions[row]),
-            length=length,
-        ))
+        table = tables[row : row + 1, : -(-length // block_tokens)]
+        where, _ = _where(table, lengths[row : row + 1], block_tokens, heads, cache_blocks)
+        tokens = slice(int(offsets[row]), int(offsets[row + 1]))
+        plan.prefills.append(PrefillRow(tokens, where, int(positions[row]), length))
     return plan
 
 
 def write_cache(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """keys, values: [slots, kv_heads, head_size]; k, v: [tokens, kv_heads, head_size]; slots: [tokens]."""
-    keys.index_copy_(0, slots, k)
-    values.index_copy_(0, slots, v)
+    """keys, values: [kv_heads, slots, head_size]; k, v: [tokens, kv_heads, head_size]; slots: [tokens]."""
+    keys.index_copy_(1, slots, k.transpose(0, 1))
+    values.index_copy_(1, slots, v.transpose(0, 1))
 
 
 def attend(
     q: Tensor,  # [tokens, heads, head_size]
     k: Tensor,  # [tokens, kv_heads, head_size], already written to the cache
     v: Tensor,
-    keys: Tensor,  # [slots, kv_heads, head_size]
+    keys: Tensor,  # [kv_heads, slots, head_size]
     values: Tensor,
     plan: AttentionPlan,
     window: int | None,
 ) -> Tensor:
     """→ [tokens, heads, head_size]"""
+    if len(plan.decodes) == 1 and not plan.prefills:
+        return _attend_decode(q, keys, values, plan.decodes[0], plan.block_tokens, window)
     output = torch.empty_like(q)
     for group in plan.decodes:
-        output[group.tokens] = _attend_decode(q[group.tokens], keys, values, group, window)
+        output[group.tokens] = _attend_decode(q[group.tokens], keys, values, group, plan.block_tokens, window)
     for row in plan.prefills:
-        output[row.tokens] = _attend_prefill(q[row.tokens], k, v, keys, values, row, window)
+        if row.start == 0:  # all it looks at was computed in this step
+            seen_k, seen_v = k[row.tokens].transpose(0, 1), v[row.tokens].transpose(0, 1)
+        else:
+            seen_k, seen_v = (_gather(t, row.where, 1, plan.block_tokens)[0, :, : row.length] for t in (keys, values))
+        output[row.tokens] = _attend_prefill(q[row.tokens], seen_k, seen_v, row, window)
     return output
 
 
-def _attend_decode(q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, window: int | None) -> Tensor:
+def _attend_decode(
+    q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, block_tokens: int, window: int | None
+) -> Tensor:
+    """q: [rows, heads, head_size] → the same shape."""
     rows, heads, size = q.shape
-    kv_heads = keys.shape[1]
-    shape = (rows, group.length, kv_heads, size)
-    k = keys[group.slots].view(shape).transpose(1, 2)
-    v = values[group.slots].view(shape).transpose(1, 2)
+    k, v = (_gather(t, group.where, rows, block_tokens) for t in (keys, values))  # [rows, kv_heads, length, size]
     if window not in group.masks:
         group.masks[window] = _decode_mask(group, window, q.dtype)
+    mask = group.masks[window]
     # The queries that share a key head stand as several queries of one head: keys are read once for all.
-    grouped = q.view(rows, kv_heads, heads // kv_heads, size)
-    out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=group.masks[window])
+    grouped = q.reshape(rows, len(keys), heads // len(keys), size)
+    if rows * group.length < _PRODUCTS_FROM_TOKENS:
+        out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
+    else:
+        scores = torch.matmul(grouped * size**-0.5, k.transpose(2, 3))
+        weights = torch.softmax(scores if mask is None else scores.add_(mask), dim=-1)
+        out = torch.matmul(weights, v)
     return out.reshape(rows, heads, size)
 
 
-def _attend_prefill(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, window: int | None
-) -> Tensor:
-    if row.start == 0:  # all it looks at was computed in this step
-        k, v = k[row.tokens], v[row.tokens]
-    else:
-        k, v = keys[row.slots], values[row.slots]
-    if window not in row.masks:
-        row.masks[window] = _prefill_mask(row, window, q.device)
-    mask = row.masks[window]
-    out = functional.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None],
-        attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out[0].transpose(0, 1)
+def _attend_prefill(q: Tensor, k: Tensor, v: Tensor, row: PrefillRow, window: int | None) -> Tensor:
+    """q: [new tokens, heads, head_size]; k, v: [kv_heads, length, head_size] → as q.
+
+    Queries are taken in tiles: a tile leaves out the keys after it, and its scores stay in the cache.
+    """
+    count, heads, size = q.shape
+    group = heads // len(k)
+    by_key_head = (q * size**-0.5).view(count, len(k), group, size).transpose(0, 1)
+    output = torch.empty_like(q)
+    for begin in range(0, count, _TILE_TOKENS):
+        end = min(begin + _TILE_TOKENS, count)
+        first, last = row.start + begin, row.start + end  # positions of the tile's queries
+        oldest = 0 if window is None else max(0, first - window + 1)
+        queries = by_key_head[:, begin:end].reshape(len(k), -1, size)
+        scores = torch.bmm(queries, k[:, oldest:last].transpose(1, 2)).view(len(k), end - begin, group, -1)
+        scores += _tile_mask(first, last, oldest, window, q.dtype, q.device)[:, None, :]
+        weights = torch.softmax(scores, dim=-1).view(len(k), -1, last - oldest)
+        tile = torch.bmm(weights, v[:, oldest:last]).view(len(k), end - begin, heads // len(k), size)
+        output[begin:end] = tile.transpose(0, 1).reshape(end - begin, heads, size)
+    return output
+
+
+def _gather(cache: Tensor, where: Tensor | slice, rows: int, block_tokens: int) -> Tensor:
+    """cache: [kv_heads, slots, head_size] → [rows, kv_heads, length, head_size]; no copy when slots are a run."""
+    heads, _, size = cache.shape
+    if isinstance(where, slice):
+        return cache[None, :, where]
+    blocks = cache.view(-1, block_tokens * size)  # [kv_heads * blocks, …]
+    return blocks.index_select(0, where).view(rows, heads, -1, size)
 
 
 def _similar(rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
@@ -140,34 +178,22 @@ def _similar(rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     return groups
 
 
-def _decode_group(
-    members: np.ndarray, tables: np.ndarray, lengths: np.ndarray, offsets: np.ndarray, block_tokens: int
-) -> DecodeGroup:
-    first = offsets[members]
-    contiguous = first[-1] - first[0] == len(first) - 1
-    tokens = slice(int(first[0]), int(first[-1]) + 1) if contiguous else torch.from_numpy(first)
-    if len(members) == 1:
-        length = int(lengths[members[0]])
-        slots = _slots_of(tables[members[0]], length, block_tokens)
-    else:
-        blocks = -(-int(lengths[members].max()) // block_tokens)
-        length = blocks * block_tokens
-        slots = _block_slots(tables[members, :blocks], block_tokens)
-    return DecodeGroup(tokens, slots, len(members), length, torch.from_numpy(lengths[members]))
+def _tokens(first: np.ndarray) -> Tensor | slice:
+    """Which tokens of the step; a plain slice when they follow each other."""
+    if first[-1] - first[0] == len(first) - 1:
+        return slice(int(first[0]), int(first[-1]) + 1)
+    return torch.from_numpy(first)
 
 
-def _slots_of(table: np.ndarray, length: int, block_tokens: int) -> Tensor | slice:
-    """Where a row's first `length` tokens lie; a plain slice when its blocks follow each other."""
-    blocks = table[: -(-length // block_tokens)]
-    if blocks[-1] - blocks[0] == len(blocks) - 1 and (np.diff(blocks) == 1).all():
-        start = int(blocks[0]) * block_tokens
-        return slice(start, start + length)
-    return _block_slots(blocks[None, :], block_tokens)[:length]
-
-
-def _block_slots(tables: np.ndarray, block_tokens: int) -> Tensor:
-    slots = tables[:, :, None].astype(np.int64) * block_tokens + np.arange(block_tokens)
-    return torch.from_numpy(slots.reshape(-1))
+def _where(
+    tables: np.ndarray, lengths: np.ndarray, block_tokens: int, heads: int, cache_blocks: int
+) -> tuple[Tensor | slice, int]:
+    """How to gather these rows, and the length they are padded to."""
+    if len(tables) == 1 and (np.diff(tables[0]) == 1).all():
+        start = int(tables[0, 0]) * block_tokens
+        return slice(start, start + int(lengths[0])), int(lengths[0])
+    by_head = tables[:, None, :].astype(np.int64) + (np.arange(heads) * cache_blocks)[None, :, None]
+    return torch.from_numpy(by_head.reshape(-1)), tables.shape[1] * block_tokens
 
 
 def _decode_mask(group: DecodeGroup, window: int | None, dtype: torch.dtype) -> Tensor | None:
@@ -182,13 +208,13 @@ def _decode_mask(group: DecodeGroup, window: int | None, dtype: torch.dtype) -> 
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None, None, :]
 
 
-def _prefill_mask(row: PrefillRow, window: int | None, device: torch.device) -> Tensor | None:
-    """[new tokens, length] of bool; None when plain causal attention from position 0 is meant."""
-    if row.start == 0 and (window is None or window >= row.length):
-        return None
-    query = torch.arange(row.start, row.length, device=device)[:, None]
-    position = torch.arange(row.length, device=device)[None, :]
-    seen = position <= query
+def _tile_mask(
+    first: int, last: int, oldest: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[last - first, last - oldest]: 0 where a query may look, -inf elsewhere."""
+    query = torch.arange(first, last, device=device)[:, None]
+    position = torch.arange(oldest, last, device=device)[None, :]
+    hidden = position > query
     if window is not None:
-        seen &= position > query - window
-    return seen
+        hidden |= position <= query - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))

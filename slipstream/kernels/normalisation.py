@@ -1,4 +1,4 @@
-"""Normalisation of hidden states: [tokens, hidden] → [tokens, hidden]."""
+"""Normalisation of hidden states: [tokens, hidden] in float32 → [tokens, hidden] in the type of the weight."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.nn import functional
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x: [..., size], weight: [size]. The mean square is taken in float32 whatever the type of x."""
-    return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
+    """x: [..., size], weight: [size]. Computed in float32 whatever the types are."""
+    return functional.rms_norm(x.float(), (x.shape[-1],), None, epsilon).to(weight.dtype) * weight
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """x: [..., size], weight and bias: [size]."""
-    return torch.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+    """x: [..., size], weight and bias: [size]. Computed in float32 whatever the types are."""
+    return torch.layer_norm(x.float(), (x.shape[-1],), weight.float(), bias.float(), epsilon).to(weight.dtype)

@@ -33,10 +33,10 @@ class Tensors:
         if scales is None:
             weight = self.take(f"{name}.weight", (outputs, inputs))
             return linear.dense(weight, offset) if weight.numel() else _nothing
-        weight = self._take(f"{name}.weight")
-        if weight is None:
+        stored = self._take(f"{name}.weight")
+        if stored is None:
             return _nothing
-        weight, scales = weight.to(self.device), scales.to(self.device)
+        weight, scales = stored.to(self.device), scales.to(self.device)
         if weight.dtype == torch.int8 and tuple(weight.shape) == (outputs, inputs):
             return linear.int8(weight, scales, offset, self.dtype)
         if weight.dtype == torch.uint8 and tuple(weight.shape) == (outputs, inputs // 2):

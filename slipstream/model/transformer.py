@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.kernels import linear
 from slipstream.kernels.activation import ACTIVATIONS, gated
-from slipstream.kernels.attention import AttentionPlan, attend, write_cache
+from slipstream.kernels.attention import AttentionPlan, attend, cache_shape, write_cache
 from slipstream.kernels.normalisation import layer_norm, rms_norm
 from slipstream.kernels.rotary import rotate
 from slipstream.model.linear import Tensors
@@ -47,19 +48,20 @@ class Transformer:
         self.layers = [Layer(spec, index, source) for index in range(spec.layers)]
         self.final_norm = _norm(spec, source, "transformer.ln_f")
         if spec.tied_embeddings and not source.has("lm_head.weight"):
-            tensors = {"lm_head.weight": self.embedding}
-            self.head = Tensors(tensors, dtype, device).product("lm_head", spec.vocab_size, spec.hidden_size, False)
+            self.head = linear.dense(self.embedding, None)
         else:
             self.head = source.product("lm_head", spec.vocab_size, spec.hidden_size, False)
         source.close()
 
-    def cache_shape(self, slots: int) -> tuple[int, ...]:
-        """Layers, keys and values, then the shape of one layer's keys."""
-        return (self.spec.layers, 2, slots, self.spec.kv_heads, self.spec.head_size)
+    def new_cache(self, slots: int) -> Tensor:
+        """Keys and values of all layers, in the layout that attention wants."""
+        shape = cache_shape(self.spec.layers, slots, self.spec.kv_heads, self.spec.head_size)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def __call__(self, step: Step, cache: Tensor) -> Tensor:
-        """cache: [layers, 2, slots, kv_heads, head_size] → logits [samples, vocab] in float32."""
-        hidden = functional.embedding(step.token_ids, self.embedding)
+        """cache: [layers, 2, kv_heads, slots, head_size] → logits [samples, vocab] in float32."""
+        # The residual stream stays in float32: in bf16 every addition to it would round away what layers add.
+        hidden = functional.embedding(step.token_ids, self.embedding).float()
         turn: tuple[Tensor, Tensor] | None = None
         if self.position_embedding is not None:
             hidden = hidden + functional.embedding(step.positions, self.position_embedding)
@@ -98,7 +100,7 @@ class Layer:
     def attention(
         self, x: Tensor, turn: tuple[Tensor, Tensor] | None, cache: Tensor, plan: AttentionPlan
     ) -> Tensor:
-        """x: [tokens, hidden]; cache: [2, slots, kv_heads, head_size] → [tokens, hidden]"""
+        """x: [tokens, hidden]; cache: [2, kv_heads, slots, head_size] → [tokens, hidden]"""
         spec = self.spec
         heads = self.qkv(x).view(-1, spec.heads + 2 * spec.kv_heads, spec.head_size)
         qk, v = heads[:, : spec.heads + spec.kv_heads], heads[:, spec.heads + spec.kv_heads :]

@@ -191,7 +191,7 @@ def test_a_second_request_reuses_the_first_ones_blocks_but_computes_one_token():
     assert harness.answers[0] == harness.answers[1]
 
 
-@pytest.mark.parametrize("salt,adapter", [("other tenant", 0), ("", 7)])
+@pytest.mark.parametrize(("salt", "adapter"), [("other tenant", 0), ("", 7)])
 def test_tenants_and_adapters_never_share_blocks(salt, adapter):
     scheduler = make_scheduler()
     harness = Harness(scheduler, depth=1)

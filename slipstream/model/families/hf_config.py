@@ -1,0 +1,131 @@
+"""What the Hugging Face configs of all families share: sizes, activations and rotary positions, in every
+generation of their spelling.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from slipstream.model.families.family import UnsupportedModel
+from slipstream.model.spec import ModelSpec, RopeScaling
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+_ROPE_KINDS = {"su": "longrope", "longrope": "longrope", "linear": "linear", "dynamic": "dynamic",
+               "yarn": "yarn", "llama3": "llama3"}
+
+
+def required(config: dict[str, Any], key: str) -> Any:
+    if config.get(key) is None:
+        raise UnsupportedModel(f"the model's config.json has no {key!r}")
+    return config[key]
+
+
+def activation(name: str) -> Any:
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModel(f"activation {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def decoder_spec(architecture: str, config: dict[str, Any], *, default_positions: int, **options: Any) -> ModelSpec:
+    """A rotary, RMS-normed, gated decoder; `options` are the family's own values of `ModelSpec`."""
+    heads = required(config, "num_attention_heads")
+    hidden = required(config, "hidden_size")
+    positions = config.get("max_position_embeddings") or default_positions
+    rope = _rope_dictionary(config)
+    scaling = _rope_scaling(rope, config, positions)
+    options.setdefault("head_size", config.get("head_dim") or hidden // heads)
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=required(config, "vocab_size"),
+        hidden_size=hidden,
+        layers=required(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        ffn_size=required(config, "intermediate_size"),
+        max_positions=_stretched_positions(positions, scaling),
+        activation=activation(config.get("hidden_act") or "silu"),
+        norm_epsilon=float(config.get("rms_norm_eps") or 1e-6),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_scaling=scaling,
+        rotary_fraction=float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        **options,
+    )
+
+
+def sliding_options(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """`sliding_window` and `sliding_layers` as the Qwen configs say it: by `layer_types` where it is given,
+    otherwise the layers from `max_window_layers` on."""
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    if window is None:
+        return {}
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        slides = tuple(layer >= first for layer in range(layers))
+    else:
+        slides = tuple(kind == "sliding_attention" for kind in kinds)
+    if not any(slides):
+        return {}
+    return {"sliding_window": int(window), "sliding_layers": None if all(slides) else slides}
+
+
+def _rope_dictionary(config: dict[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UnsupportedModel("rotary positions that differ between layers are not supported")
+    return rope
+
+
+def _rope_scaling(rope: dict[str, Any], config: dict[str, Any], positions: int) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind not in _ROPE_KINDS:
+        raise UnsupportedModel(f"rope type {kind!r} is not supported; supported: default, {', '.join(_ROPE_KINDS)}")
+    kind = _ROPE_KINDS[kind]
+    # linear and dynamic stretch the config's own max_position_embeddings; the others say what was trained
+    original = positions
+    if kind in ("llama3", "yarn", "longrope"):
+        original = (config.get("original_max_position_embeddings")
+                    or rope.get("original_max_position_embeddings") or positions)
+    factor = rope.get("factor") or positions / original
+    return RopeScaling(
+        kind=kind,  # type: ignore[arg-type]  # the table above holds the literal's values only
+        factor=float(factor),
+        original_positions=int(original),
+        low_frequency_factor=float(rope.get("low_freq_factor") or 1.0),
+        high_frequency_factor=float(rope.get("high_freq_factor") or 4.0),
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        attention_factor=_attention_factor(kind, rope, float(factor), int(original)),
+        mscale=rope.get("mscale"),
+        mscale_all_dim=rope.get("mscale_all_dim"),
+        truncate=bool(rope.get("truncate", True)),
+        short_factors=tuple(float(value) for value in rope.get("short_factor") or ()),
+        long_factors=tuple(float(value) for value in rope.get("long_factor") or ()),
+    )
+
+
+def _attention_factor(kind: str, rope: dict[str, Any], factor: float, original: int) -> float | None:
+    """longrope's own formula needs the factor that the config gives, or the ratio of the two lengths."""
+    given = rope.get("attention_factor")
+    if kind != "longrope" or given is not None:
+        return given
+    return 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def _stretched_positions(positions: int, scaling: RopeScaling | None) -> int:
+    """The context the model serves: configs with linear, dynamic or yarn scaling often give the trained one."""
+    if scaling is None or scaling.kind in ("llama3", "longrope"):
+        return int(positions)
+    return max(int(positions), int(scaling.original_positions * scaling.factor))

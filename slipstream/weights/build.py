@@ -1,0 +1,158 @@
+"""Source or checkpoint → engine folder, in one stream: a few rows of one tensor are in memory at a time.
+
+Deciding that there is nothing to do, or that a model cannot be built, reads headers only and imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.version import VERSION
+from slipstream.weights.engine_config import (
+    CONFIG_NAME,
+    FORMAT,
+    BuildLimits,
+    EngineFolderError,
+    config_document,
+    read_engine_config,
+)
+from slipstream.weights.parameters import (
+    DTYPE_CODES,
+    EngineParameter,
+    Quantisation,
+    choose_quantisation,
+    engine_layout,
+    engine_parameters,
+    scales_name,
+)
+from slipstream.weights.source import Source, check_source
+from slipstream.weights.sources import open_source
+from slipstream.weights.stream import ByteMeter, Progress, check_disk, no_progress, parameter_rows, tensor_bytes
+from slipstream.weights.tensor_file import TensorFileError, file_size, read_header, write_tensors
+from slipstream.weights.whole_folder import whole_folder
+
+if TYPE_CHECKING:
+    import torch
+
+_WEIGHTS_NAME = "rank0.engine"
+
+
+def build_engine(
+    source: str | Path | Source,
+    output: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    weight_only: str | None = None,
+    limits: BuildLimits | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Build an engine folder at `output` and return it; the same build again does nothing.
+
+    `dtype` "auto" keeps a 16-bit type that the weights have already, else it means bfloat16. `weight_only` is
+    None, "int8" or "int4". SourceError, UnsupportedModel and ValueError say in one line why it cannot be done.
+    """
+    output = Path(output)
+    progress = progress or no_progress
+    opened = open_source(str(source), progress) if isinstance(source, str | Path) else source
+    plan = _plan(opened, dtype, weight_only, limits)
+    if _is_built(output, plan):
+        return output
+    check_disk(output, file_size(engine_layout(opened.spec, plan.dtype, plan.quantisation)))
+    with whole_folder(output, CONFIG_NAME, _old_files(output)) as staging:
+        _write_folder(opened, plan, staging, progress)
+    return output
+
+
+@dataclass(frozen=True)
+class _Plan:
+    dtype: str
+    quantisation: Quantisation
+    limits: BuildLimits
+    request: str  # a hash of everything that decides what the folder will hold
+
+
+def _plan(source: Source, dtype: str, weight_only: str | None, limits: BuildLimits | None) -> _Plan:
+    dtype = (source.dtype or "bfloat16") if dtype == "auto" else dtype
+    if dtype not in DTYPE_CODES:
+        raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPE_CODES)}")
+    check_source(source)
+    limits = limits or BuildLimits.for_model(source.spec)
+    quantisation = choose_quantisation(source.spec, weight_only)
+    wanted = [VERSION, FORMAT, source.fingerprint(), dtype, asdict(quantisation), asdict(limits)]
+    return _Plan(dtype, quantisation, limits, hashlib.sha256(json.dumps(wanted).encode()).hexdigest())
+
+
+def _is_built(output: Path, plan: _Plan) -> bool:
+    """Whether the folder holds this very build, all of its files present and its weights whole."""
+    try:
+        config = read_engine_config(output)
+        if config.path != output or config.request != plan.request:
+            return False
+        read_header(output / _WEIGHTS_NAME)
+    except (EngineFolderError, TensorFileError):
+        return False  # nothing there, or nothing usable: the build replaces it
+    return all((output / name).is_file() for name in config.files)
+
+
+def _old_files(output: Path) -> list[str]:
+    try:
+        config = read_engine_config(output)
+    except EngineFolderError:
+        return []
+    return list(config.files) if config.path == output else []
+
+
+def _write_folder(source: Source, plan: _Plan, staging: Path, progress: Progress) -> None:
+    files = {}
+    for name, content in source.tokenizer_files().items():
+        (staging / name).write_bytes(content)
+        files[name] = hashlib.sha256(content).hexdigest()
+    layout = engine_layout(source.spec, plan.dtype, plan.quantisation)
+    meter = ByteMeter("weights", sum(slot.nbytes for slot in layout.values()), progress)
+    pieces = _engine_pieces(source, plan)
+    files[_WEIGHTS_NAME] = write_tensors(staging / _WEIGHTS_NAME, layout, pieces, meter.add)
+    own: dict[str, Any] = {
+        "content_hash": _content_hash(source, plan, files),
+        "files": files,
+        "source": source.label,
+        "request": plan.request,
+    }
+    document = config_document(
+        VERSION, source.spec, plan.dtype, plan.quantisation, plan.limits, source.generation, own)
+    (staging / CONFIG_NAME).write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _content_hash(source: Source, plan: _Plan, files: dict[str, str]) -> str:
+    """Equal for folders that behave the same, whatever they were made from."""
+    what = [source.spec.to_config(), asdict(plan.limits), asdict(source.generation), sorted(files.items())]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+def _engine_pieces(source: Source, plan: _Plan) -> Iterator[tuple[str, memoryview]]:
+    for parameter in engine_parameters(source.spec, plan.quantisation):
+        rows = parameter_rows(source, parameter.parts)
+        if parameter.quantised:
+            yield from _quantised_pieces(parameter, rows, plan.quantisation)
+        else:
+            for block in rows:
+                yield parameter.name, tensor_bytes(block, plan.dtype)
+
+
+def _quantised_pieces(
+    parameter: EngineParameter, rows: Iterator[torch.Tensor], quantisation: Quantisation
+) -> Iterator[tuple[str, memoryview]]:
+    import torch
+
+    from slipstream.weights.quantise import quantise_rows
+
+    scales = []
+    for block in rows:
+        weight, block_scales = quantise_rows(block, quantisation)
+        scales.append(block_scales)
+        yield parameter.name, tensor_bytes(weight, str(weight.dtype).removeprefix("torch."))
+    yield scales_name(parameter.name), tensor_bytes(torch.cat(scales), "float32")

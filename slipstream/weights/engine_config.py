@@ -1,0 +1,150 @@
+"""An engine folder's config.json, read and checked without torch: what the server process needs to know."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.model.spec import ModelSpec
+from slipstream.weights.parameters import DTYPE_CODES, Quantisation
+
+FORMAT = 1  # of the folder; a reader refuses newer ones
+CONFIG_NAME = "config.json"
+_REBUILD = "import the model again, or build the engine again from its checkpoint"
+
+
+class EngineFolderError(ValueError):
+    """The folder cannot be used as an engine. The text is one line: the file, what is wrong, what to do."""
+
+
+@dataclass(frozen=True)
+class BuildLimits:
+    """What the engine was built to serve at most; lengths are in tokens."""
+
+    max_input_len: int
+    max_seq_len: int
+    max_batch_size: int = 64
+    max_num_tokens: int = 8192
+    max_beam_width: int = 1
+
+    @classmethod
+    def for_model(cls, spec: ModelSpec) -> BuildLimits:
+        return cls(max_input_len=spec.max_positions, max_seq_len=spec.max_positions)
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    end_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    pad_id: int | None = None
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    path: Path  # where config.json was found
+    spec: ModelSpec
+    dtype: str  # "bfloat16", "float16" or "float32"
+    quantisation: Quantisation
+    build: BuildLimits
+    generation: GenerationDefaults
+    content_hash: str
+    files: dict[str, str]  # name: sha256, of every other file of the folder
+    request: str  # what the builder was asked for, hashed; the same again need not be built
+
+
+def read_engine_config(path: str | Path) -> EngineConfig:
+    """Read and check the config of an engine folder; EngineFolderError says what is wrong in one line."""
+    folder = find_engine_folder(Path(path))
+    config_path = folder / CONFIG_NAME
+    config = _load_json(config_path)
+    own = config.get("slipstream")
+    if not isinstance(own, dict) or "pretrained_config" not in config:
+        raise EngineFolderError(f"{config_path}: not an engine of Slipstream ({_foreign_kind(config)}); {_REBUILD}")
+    if own.get("format") != FORMAT:
+        raise EngineFolderError(
+            f"{config_path}: engine format {own.get('format')!r}, this release reads {FORMAT}; "
+            f"upgrade slipstream, or {_REBUILD}"
+        )
+    try:
+        return _parse(folder, config, own)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise EngineFolderError(f"{config_path}: damaged: {reason}; {_REBUILD}") from error
+
+
+def find_engine_folder(path: Path) -> Path:
+    """The folder itself, its only `*-gpu` child (trtllm-build's habit), or the parent of a missing `N-gpu`."""
+    if (path / CONFIG_NAME).is_file():
+        return path
+    children = [child for child in path.glob("*-gpu") if (child / CONFIG_NAME).is_file()]
+    if len(children) == 1:
+        return children[0]
+    if path.name.endswith("-gpu") and (path.parent / CONFIG_NAME).is_file():
+        return path.parent
+    what = "no such folder" if not path.exists() else f"no {CONFIG_NAME} in it"
+    raise EngineFolderError(f"{path}: not an engine folder: {what}; {_REBUILD}")
+
+
+def config_document(
+    version: str, spec: ModelSpec, dtype: str, quantisation: Quantisation, limits: BuildLimits,
+    generation: GenerationDefaults, own: dict[str, Any],
+) -> dict[str, Any]:
+    """The whole of config.json, as `read_engine_config` reads it."""
+    return {
+        "version": version,
+        "pretrained_config": {
+            **spec.to_config(),
+            "dtype": dtype,
+            "logits_dtype": "float32",
+            "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+            "quantization": {"quant_algo": quantisation.algorithm, "group_size": quantisation.group_size},
+        },
+        "build_config": asdict(limits),
+        "generation": {**asdict(generation), "end_ids": list(generation.end_ids)},
+        "slipstream": {"format": FORMAT, **own},
+    }
+
+
+def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineConfig:
+    pretrained, generation = config["pretrained_config"], config["generation"]
+    quantisation = pretrained["quantization"]
+    if pretrained["dtype"] not in DTYPE_CODES:
+        raise ValueError(f"dtype {pretrained['dtype']!r} is not one of {', '.join(DTYPE_CODES)}")
+    if quantisation["quant_algo"] not in (None, "W8A16", "W4A16"):
+        raise ValueError(f"quantisation {quantisation['quant_algo']!r} is not known to this release")
+    known = BuildLimits.__dataclass_fields__
+    return EngineConfig(
+        path=folder,
+        spec=ModelSpec.from_config(pretrained),
+        dtype=pretrained["dtype"],
+        quantisation=Quantisation(quantisation["quant_algo"], quantisation["group_size"]),
+        build=BuildLimits(**{key: int(value) for key, value in config["build_config"].items() if key in known}),
+        generation=GenerationDefaults(tuple(generation["end_ids"]), generation["bos_id"], generation["pad_id"]),
+        content_hash=own["content_hash"],
+        files=dict(own["files"]),
+        request=own.get("request", ""),
+    )
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EngineFolderError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise EngineFolderError(f"{path}: damaged: not JSON; {_REBUILD}") from error
+    if not isinstance(config, dict):
+        raise EngineFolderError(f"{path}: damaged: not a JSON object; {_REBUILD}")
+    return config
+
+
+def _foreign_kind(config: dict[str, Any]) -> str:
+    if "pretrained_config" in config or "builder_config" in config:
+        return "it was compiled by TensorRT-LLM for one GPU and release"
+    if "architectures" in config or "model_type" in config:
+        return "it is a Hugging Face model"
+    if "architecture" in config:
+        return "it is a checkpoint"
+    return "its config.json is another program's"

@@ -1,0 +1,247 @@
+"""A model in a GGUF file: its metadata read as a config, its tensors dequantised as they are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gguf import quants
+from gguf.constants import GGMLQuantizationType
+
+from slipstream.model.families.family import Recipe, UnsupportedModel, WeightMap, collapse_layer
+from slipstream.model.families.registry import FAMILIES, name_list
+from slipstream.model.spec import ModelSpec, RopeScaling
+from slipstream.weights.engine_config import GenerationDefaults
+from slipstream.weights.gguf_file import GgufFile, read_gguf
+from slipstream.weights.parameters import Shape
+from slipstream.weights.source import SourceError, row_blocks
+
+if TYPE_CHECKING:
+    import torch
+
+_WEIGHTS = WeightMap(
+    layer_prefix="blk.{layer}.",
+    layers={
+        "input_layernorm": ("attn_norm",),
+        "attention.qkv": ("attn_q", "attn_k", "attn_v"),
+        "attention.q_layernorm": ("attn_q_norm",),
+        "attention.k_layernorm": ("attn_k_norm",),
+        "attention.dense": ("attn_output",),
+        "post_layernorm": ("ffn_norm",),
+        "mlp.fc": ("ffn_gate",),
+        "mlp.gate": ("ffn_up",),
+        "mlp.proj": ("ffn_down",),
+    },
+    outer={
+        "transformer.vocab_embedding": "token_embd",
+        "transformer.position_embedding": "position_embd",
+        "transformer.ln_f": "output_norm",
+        "lm_head": "output",
+    },
+    ignored=(r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight"),  # read into the spec
+)
+# the converter already turned GPT-2's matrices round and left its q, k and v joined
+_GPT2_WEIGHTS = replace(_WEIGHTS, layers={**_WEIGHTS.layers, "attention.qkv": ("attn_qkv",), "mlp.fc": ("ffn_up",)})
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
+_PLAIN = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}
+
+
+class GgufSource:
+    def __init__(self, path: Path, label: str) -> None:
+        self.label = label
+        self.file = read_gguf(path)
+        self.architecture = _architecture(self.file)
+        self._map = _GPT2_WEIGHTS if self.architecture == "gpt2" else _WEIGHTS
+        try:
+            self.spec = read_spec(self.file, self.architecture)
+        except (SourceError, UnsupportedModel):
+            raise
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise SourceError(f"{path}: damaged: its metadata contradicts itself: {error}") from error
+        self.generation = _generation(self.file.metadata)
+
+    @property
+    def dtype(self) -> str | None:
+        kinds = {tensor.kind for tensor in self.file.tensors.values()}
+        if kinds <= {GGMLQuantizationType.F32, GGMLQuantizationType.F16} and GGMLQuantizationType.F16 in kinds:
+            return "float16"
+        return "bfloat16" if GGMLQuantizationType.BF16 in kinds else None
+
+    def shapes(self) -> Mapping[str, Shape]:
+        return {name: tensor.shape for name, tensor in self.file.tensors.items() if not self._map.ignores(name)}
+
+    def recipe(self, parameter: str) -> Recipe:
+        return self._map.recipe(parameter)
+
+    def read_rows(self, name: str) -> Iterator[torch.Tensor]:
+        import torch
+
+        tensor = self.file.tensors[name]
+        if len(tensor.shape) == 1:
+            yield torch.from_numpy(self._unpermuted(name, self._values(name, 0, 1).reshape(-1)))
+            return
+        rows = tensor.shape[0]
+        # a head's rows stay together, because the file may hold them in another order
+        for start, stop in row_blocks(rows, 4 * tensor.shape[-1], self.spec.head_size):
+            yield torch.from_numpy(self._unpermuted(name, self._values(name, start, stop)))
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        from slipstream.weights.gguf_tokenizer import tokenizer_files
+
+        return tokenizer_files(self.file.metadata, self.generation, self.spec.max_positions)
+
+    def fingerprint(self) -> str:
+        """Of the header its bytes (they hold the config and the tokenizer); of the rest size and time of change."""
+        first = min((tensor.offset for tensor in self.file.tensors.values()), default=0)
+        digest = hashlib.sha256(self.file.data[:first])
+        stat = self.file.path.stat()
+        digest.update(f"{stat.st_size}:{stat.st_mtime_ns}".encode())
+        return digest.hexdigest()
+
+    def _values(self, name: str, start: int, stop: int) -> np.ndarray:
+        raw = self.file.raw_rows(name, start, stop)
+        kind = self.file.tensors[name].kind
+        if kind in _PLAIN:
+            return raw.view(_PLAIN[kind]).copy()  # the map is read-only, torch wants memory it may write
+        try:
+            return quants.dequantize(raw, kind)
+        except NotImplementedError as error:
+            raise SourceError(f"{self.label}: tensor {name} has type {kind.name}, which is not supported") from error
+
+    def _unpermuted(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Llama files interleave the two halves of each rotary head of q and k; put them one after the other."""
+        if self.architecture != "llama" or not (".attn_q." in name or ".attn_k." in name):
+            return rows
+        half = self.spec.head_size // 2
+        pairs = rows.reshape(-1, half, 2, *rows.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def read_spec(file: GgufFile, architecture: str) -> ModelSpec:
+    """The metadata said as a Hugging Face config, read by the family, completed by which tensors there are."""
+    family = next(family for family in FAMILIES if family.name == architecture)
+    config = _gpt2_config(file) if architecture == "gpt2" else _decoder_config(file, architecture)
+    spec = family.spec(config)
+    names = file.tensors
+    spec = replace(
+        spec,
+        tied_embeddings="output.weight" not in names,
+        qkv_bias=f"blk.0.attn_{'qkv' if architecture == 'gpt2' else 'q'}.bias" in names,
+        dense_bias="blk.0.attn_output.bias" in names,
+        mlp_bias="blk.0.ffn_down.bias" in names,
+    )
+    if "rope_freqs.weight" in names:
+        # Llama 3.1's scaling as a list of divisors; longrope with one list for all lengths says the same
+        divisors = tuple(file.floats("rope_freqs.weight").tolist())
+        scaling = RopeScaling("longrope", 1.0, spec.max_positions, attention_factor=1.0,
+                              short_factors=divisors, long_factors=divisors)
+        spec = replace(spec, rope_scaling=scaling)
+    return spec
+
+
+def _architecture(file: GgufFile) -> str:
+    architecture = str(file.metadata.get("general.architecture", "(none named)"))
+    if int(file.metadata.get("split.count", 1)) > 1:
+        raise SourceError(f"{file.path}: one of several parts; join them with llama-gguf-split --merge first")
+    if architecture not in _ARCHITECTURES:
+        unknown = {collapse_layer(name) for name in file.tensors
+                   if not (_WEIGHTS.knows(name) or _GPT2_WEIGHTS.knows(name))}
+        names = f"; tensors that match no known name: {name_list(unknown)}" if unknown else ""
+        raise UnsupportedModel(f"GGUF architecture {architecture} is not supported; "
+                               f"supported: {', '.join(_ARCHITECTURES)}{names}")
+    if int(file.metadata.get(f"{architecture}.expert_count", 0)) > 0:
+        raise UnsupportedModel(f"GGUF architecture {architecture} with a mixture of experts is not supported")
+    if "token_embd.weight" not in file.tensors:
+        raise SourceError(f"{file.path}: has no tensor token_embd.weight: it is not a whole model")
+    return architecture
+
+
+def _decoder_config(file: GgufFile, architecture: str) -> dict[str, Any]:
+    value = _Values(file, architecture)
+    heads = value.same("attention.head_count")
+    hidden = value.required("embedding_length")
+    head_size = value.get("attention.key_length") or hidden // heads
+    return {
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": value.required("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": value.same("attention.head_count_kv") or heads,
+        "head_dim": head_size,
+        "intermediate_size": value.same("feed_forward_length"),
+        "max_position_embeddings": value.required("context_length"),
+        "rms_norm_eps": value.required("attention.layer_norm_rms_epsilon"),
+        "rope_theta": value.get("rope.freq_base") or 10000.0,
+        "partial_rotary_factor": (value.get("rope.dimension_count") or head_size) / head_size,
+        "rope_scaling": _rope_scaling(file, value),
+    }
+
+
+def _gpt2_config(file: GgufFile) -> dict[str, Any]:
+    value = _Values(file, "gpt2")
+    return {
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "n_embd": value.required("embedding_length"),
+        "n_layer": value.required("block_count"),
+        "n_head": value.required("attention.head_count"),
+        "n_inner": value.required("feed_forward_length"),
+        "n_positions": value.required("context_length"),
+        "layer_norm_epsilon": value.required("attention.layer_norm_epsilon"),
+    }
+
+
+def _rope_scaling(file: GgufFile, value: _Values) -> dict[str, Any] | None:
+    kind = value.get("rope.scaling.type")
+    linear = value.get("rope.scale_linear")  # the spelling of old files
+    if kind in (None, "none"):
+        return {"rope_type": "linear", "factor": linear} if linear and linear != 1.0 else None
+    scaling = {
+        "rope_type": kind,
+        "factor": value.get("rope.scaling.factor"),
+        "original_max_position_embeddings": value.get("rope.scaling.original_context_length"),
+    }
+    for length in ("short", "long"):
+        name = f"rope_factors_{length}.weight"
+        if name in file.tensors:
+            scaling[f"{length}_factor"] = file.floats(name).tolist()
+    return scaling
+
+
+class _Values:
+    """The metadata of one architecture: its keys stand behind the architecture's name."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        self._file = file
+        self._prefix = f"{architecture}."
+
+    def get(self, key: str) -> Any:
+        return self._file.metadata.get(self._prefix + key)
+
+    def required(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise SourceError(f"{self._file.path}: its metadata has no {self._prefix + key}")
+        return value
+
+    def same(self, key: str) -> Any:
+        """A value that may be given layer by layer, and must then be the same for all."""
+        value = self.get(key)
+        if not isinstance(value, np.ndarray):
+            return value
+        if len(set(value.tolist())) != 1:
+            raise UnsupportedModel(f"GGUF with a {self._prefix + key} that differs between layers is not supported")
+        return value[0].item()
+
+
+def _generation(metadata: dict[str, Any]) -> GenerationDefaults:
+    ids = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
+    if ids[1] is None:  # files from before the key exist; the token's name says it
+        tokens = metadata.get("tokenizer.ggml.tokens", [])
+        ids += [tokens.index(name) for name in ("<|eot_id|>", "<|im_end|>") if name in tokens]
+    end_ids = tuple(dict.fromkeys(int(number) for number in ids if number is not None))
+    bos, pad = metadata.get("tokenizer.ggml.bos_token_id"), metadata.get("tokenizer.ggml.padding_token_id")
+    return GenerationDefaults(end_ids, bos, pad)

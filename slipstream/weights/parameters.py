@@ -1,0 +1,151 @@
+"""Which parameters a model has, in a checkpoint and in an engine, with their shapes. No torch here.
+
+A checkpoint holds the names of `model/spec.py`. An engine holds the same with `mlp.fc` and `mlp.gate` fused
+into `mlp.gate_up`, and with the linears quantised on request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from slipstream.model.spec import ModelSpec
+
+Shape = tuple[int, ...]
+ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+              "F8_E4M3": 1, "F8_E5M2": 1}
+DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_LINEARS = (".attention.qkv.weight", ".attention.dense.weight", ".mlp.gate_up.weight", ".mlp.fc.weight",
+            ".mlp.proj.weight")
+_GROUP_SIZES = (64, 32)  # of int4, the better compressed first
+_EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """`algorithm`: None, "W8A16" (a scale a row) or "W4A16" (a scale a group of `group_size` inputs)."""
+
+    algorithm: str | None = None
+    group_size: int = 0
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """The place of one tensor in a file: its type by the safetensors code, and its shape."""
+
+    dtype: str
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * prod(self.shape)
+
+
+@dataclass(frozen=True)
+class EngineParameter:
+    """One parameter of an engine and the checkpoint parameters whose rows it joins."""
+
+    name: str
+    parts: tuple[str, ...]
+    shape: Shape
+    quantised: bool
+
+
+def choose_quantisation(spec: ModelSpec, weight_only: str | None) -> Quantisation:
+    """`weight_only`: None, "int8" or "int4". The group of int4 must divide the inputs of every linear."""
+    if weight_only is None:
+        return Quantisation()
+    if weight_only == "int8":
+        return Quantisation("W8A16")
+    if weight_only != "int4":
+        raise ValueError(f"weight-only precision {weight_only!r} is not one of int8, int4")
+    inputs = (spec.hidden_size, spec.q_size, spec.ffn_size)
+    for size in _GROUP_SIZES:
+        if all(count % size == 0 for count in inputs):
+            return Quantisation("W4A16", size)
+    raise ValueError(f"int4 needs sizes that are multiples of {_GROUP_SIZES[-1]}; this model's linears take "
+                     f"{', '.join(map(str, sorted(set(inputs))))} inputs: use int8")
+
+
+def checkpoint_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Every parameter of the model under its checkpoint name, in the order files hold them."""
+    shapes: dict[str, Shape] = {_EMBEDDING: (spec.vocab_size, spec.hidden_size)}
+    if spec.position == "learned":
+        shapes["transformer.position_embedding.weight"] = (spec.max_positions, spec.hidden_size)
+    for layer in range(spec.layers):
+        shapes.update(_layer_shapes(spec, f"transformer.layers.{layer}."))
+    shapes.update(_norm("transformer.ln_f", spec))
+    if not spec.tied_embeddings:
+        shapes[_HEAD] = (spec.vocab_size, spec.hidden_size)
+    return shapes
+
+
+def _layer_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
+    yield from _norm(f"{prefix}input_layernorm", spec)
+    yield from _linear(f"{prefix}attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias)
+    if spec.qk_norm:
+        yield f"{prefix}attention.q_layernorm.weight", (spec.head_size,)
+        yield f"{prefix}attention.k_layernorm.weight", (spec.head_size,)
+    yield from _linear(f"{prefix}attention.dense", spec.hidden_size, spec.q_size, spec.dense_bias)
+    yield from _norm(f"{prefix}post_layernorm", spec)
+    yield from _linear(f"{prefix}mlp.fc", spec.ffn_size, spec.hidden_size, spec.mlp_bias)
+    if spec.gated_mlp:
+        yield from _linear(f"{prefix}mlp.gate", spec.ffn_size, spec.hidden_size, spec.mlp_bias)
+    yield from _linear(f"{prefix}mlp.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
+
+
+def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (outputs, inputs)
+    if bias:
+        yield f"{name}.bias", (outputs,)
+
+
+def _norm(name: str, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (spec.hidden_size,)
+    if spec.norm == "layer":
+        yield f"{name}.bias", (spec.hidden_size,)
+
+
+def engine_parameters(spec: ModelSpec, quantisation: Quantisation) -> list[EngineParameter]:
+    """The parameters of an engine, in file order."""
+    shapes = checkpoint_shapes(spec)
+    parameters = []
+    for name, shape in shapes.items():
+        parts: tuple[str, ...] = (name,)
+        if spec.gated_mlp and ".mlp.gate." in name:
+            continue  # joined to the fc before it
+        if spec.gated_mlp and ".mlp.fc." in name:
+            parts = (name, name.replace(".mlp.fc.", ".mlp.gate."))
+            name = name.replace(".mlp.fc.", ".mlp.gate_up.")
+            shape = (2 * shape[0], *shape[1:])
+        quantised = quantisation.algorithm is not None and (name.endswith(_LINEARS) or name == _HEAD)
+        parameters.append(EngineParameter(name, parts, shape, quantised))
+    if quantisation.algorithm is not None and spec.tied_embeddings:
+        # the head is read whole every step, the embedding a row a token: only the head gains from few bits
+        parameters.append(EngineParameter(_HEAD, (_EMBEDDING,), shapes[_EMBEDDING], True))
+    return parameters
+
+
+def engine_layout(spec: ModelSpec, dtype: str, quantisation: Quantisation) -> dict[str, TensorSlot]:
+    """Every tensor of an engine file, in file order; `dtype` as in "bfloat16"."""
+    layout: dict[str, TensorSlot] = {}
+    for parameter in engine_parameters(spec, quantisation):
+        if parameter.quantised:
+            layout.update(_quantised_slots(parameter, quantisation))
+        else:
+            layout[parameter.name] = TensorSlot(DTYPE_CODES[dtype], parameter.shape)
+    return layout
+
+
+def scales_name(weight: str) -> str:
+    return weight.removesuffix(".weight") + ".scales"
+
+
+def _quantised_slots(parameter: EngineParameter, quantisation: Quantisation) -> dict[str, TensorSlot]:
+    rows, columns = parameter.shape
+    scales = scales_name(parameter.name)
+    if quantisation.algorithm == "W8A16":
+        return {parameter.name: TensorSlot("I8", (rows, columns)), scales: TensorSlot("F32", (rows,))}
+    groups = columns // quantisation.group_size
+    return {parameter.name: TensorSlot("U8", (rows, columns // 2)), scales: TensorSlot("F32", (rows, groups))}

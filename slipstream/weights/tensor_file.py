@@ -1,0 +1,142 @@
+"""The safetensors container, torch-free: a checked header reader and a writer that streams.
+
+The library's own `save_file` wants every tensor in memory at once. Here the header is written first, from the
+shapes alone, and the bytes follow one tensor after another, hashed on the way.
+
+    | 8 bytes: header length n | n bytes: JSON, padded with spaces | tensor bytes, in order, no gaps |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.weights.parameters import ITEM_BYTES, TensorSlot
+
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_POINTER_START = b"version "  # what git leaves in a large file's place when git-lfs did not fetch it
+_DATA_ALIGNMENT = 64  # the first tensor starts at a cache line, and so do those after it for usual sizes
+
+
+class TensorFileError(ValueError):
+    """The file is not a whole safetensors file. The text names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    slots: dict[str, TensorSlot]
+    digest: str  # sha256 of the header's bytes: names, types, shapes and places
+    file_bytes: int
+
+
+def read_header(path: Path) -> TensorHeader:
+    """Names, types and shapes of a file, after checking that the file holds all the bytes it promises."""
+    try:
+        file_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            first = file.read(8)
+            if first == _POINTER_START:
+                raise TensorFileError(f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` there")
+            length = int.from_bytes(first, "little")
+            if file_bytes < 8 or length > min(_MAX_HEADER_BYTES, file_bytes - 8):
+                raise TensorFileError(f"{path}: not a safetensors file, or cut short in its header")
+            raw = file.read(length)
+    except OSError as error:
+        raise TensorFileError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        entries = json.loads(raw)
+    except ValueError as error:  # UnicodeDecodeError is one, too
+        raise TensorFileError(f"{path}: not a safetensors file: its header is not JSON") from error
+    if not isinstance(entries, dict):
+        raise TensorFileError(f"{path}: not a safetensors file: its header is not a table")
+    entries.pop("__metadata__", None)
+    slots = _checked_slots(path, entries, file_bytes - 8 - length)
+    return TensorHeader(slots, hashlib.sha256(raw).hexdigest(), file_bytes)
+
+
+def _checked_slots(path: Path, entries: dict[str, Any], data_bytes: int) -> dict[str, TensorSlot]:
+    slots = {}
+    end_of_last = 0
+    for name, begin, end, entry in sorted(_offsets(path, entries), key=lambda item: item[1:3]):
+        if entry["dtype"] not in ITEM_BYTES:
+            raise TensorFileError(f"{path}: tensor {name} has type {entry['dtype']}, which is not supported")
+        slot = TensorSlot(entry["dtype"], tuple(entry["shape"]))
+        if begin != end_of_last or end - begin != slot.nbytes:
+            raise TensorFileError(f"{path}: damaged: tensor {name} does not occupy the bytes its shape needs")
+        end_of_last = end
+        slots[name] = slot
+    if end_of_last != data_bytes:
+        raise TensorFileError(
+            f"{path}: holds {data_bytes} bytes of tensors where its header says {end_of_last}: "
+            f"{'cut short' if data_bytes < end_of_last else 'bytes follow the last tensor'}"
+        )
+    return slots
+
+
+def _offsets(path: Path, entries: dict[str, Any]) -> list[tuple[str, int, int, dict[str, Any]]]:
+    found = []
+    for name, entry in entries.items():
+        try:
+            begin, end = entry["data_offsets"]
+            valid = isinstance(entry["dtype"], str) and all(
+                isinstance(number, int) and number >= 0 for number in (begin, end, *entry["shape"]))
+        except (TypeError, KeyError, ValueError):
+            valid = False
+        if not valid:
+            raise TensorFileError(f"{path}: damaged: the header's entry for {name} cannot be read")
+        found.append((name, begin, end, entry))
+    return found
+
+
+def header_bytes(layout: Mapping[str, TensorSlot]) -> bytes:
+    """The first bytes of a file with these tensors in this order."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, slot in layout.items():
+        entries[name] = {"dtype": slot.dtype, "shape": list(slot.shape), "data_offsets": [offset, offset + slot.nbytes]}
+        offset += slot.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _DATA_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def file_size(layout: Mapping[str, TensorSlot]) -> int:
+    return len(header_bytes(layout)) + sum(slot.nbytes for slot in layout.values())
+
+
+def write_tensors(
+    path: Path,
+    layout: Mapping[str, TensorSlot],
+    pieces: Iterable[tuple[str, Any]],
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> str:
+    """Write the file and return its sha256. `pieces` are (tensor name, buffer) in layout order; one tensor may
+    come in several. Each tensor must be filled exactly: too few, too many or out of order is an error."""
+    remaining = {name: slot.nbytes for name, slot in layout.items() if slot.nbytes}
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        header = header_bytes(layout)
+        file.write(header)
+        digest.update(header)
+        for name, piece in pieces:
+            view = memoryview(piece).cast("B")
+            if not len(view):
+                continue
+            if name != next(iter(remaining), None) or len(view) > remaining[name]:
+                raise ValueError(f"{path.name}: tensor {name} was written twice, out of order or too long")
+            file.write(view)
+            digest.update(view)
+            on_bytes(len(view))
+            remaining[name] -= len(view)
+            if not remaining[name]:
+                del remaining[name]
+        if remaining:
+            raise ValueError(f"{path.name}: tensors were not written: {', '.join(remaining)}")
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()

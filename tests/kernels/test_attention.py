@@ -1,0 +1,90 @@
+"""Paged attention against the plain formula, on random mixes of rows with the edges in."""
+
+import math
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.kernels import attention
+from slipstream.kernels.attention import attend, cache_shape, plan_attention, write_cache
+
+BLOCK = 4
+
+
+def reference(q, k, v, start, window):
+    """q: [n, heads, d]; k, v: [length, kv_heads, d], in float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    scores = torch.einsum("nhd,lhd->hnl", q, k) / math.sqrt(q.shape[-1])
+    query = torch.arange(start, start + len(q))[:, None]
+    position = torch.arange(len(k))[None, :]
+    seen = position <= query
+    if window is not None:
+        seen &= position > query - window
+    return torch.einsum("hnl,lhd->nhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
+
+
+# Each row: (tokens before this step, tokens in it); 1 is a decode, the edges of a block are 3, 4, 5.
+rows = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 3, 4, 5, 9, 64, 65, 130])), min_size=1, max_size=6)
+
+
+@settings(max_examples=120, deadline=None)
+@given(rows, st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.sampled_from([None, 1, 5, 8, 100]), st.booleans(),
+       st.sampled_from([1, 10**9]), st.integers(0, 1000))
+def test_equals_the_formula(mix, heads, window, scattered, products_from, seed):
+    with mock.patch.object(attention, "_PRODUCTS_FROM_TOKENS", products_from):
+        check_against_formula(mix, heads, window, scattered, seed)
+
+
+def check_against_formula(mix, heads, window, scattered, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q_heads, kv_heads = heads
+    lengths = [start + count for start, count in mix]
+    blocks = [-(-length // BLOCK) for length in lengths]
+    total = sum(blocks) + 1
+    order = torch.randperm(total - 1, generator=generator) + 1 if scattered else torch.arange(1, total)
+    tables = np.zeros((len(mix), max(blocks)), dtype=np.int32)
+    taken = 0
+    for row, count in enumerate(blocks):
+        tables[row, :count] = order[taken : taken + count].numpy()
+        taken += count
+    cache = torch.randn(cache_shape(1, total * BLOCK, kv_heads, 8), generator=generator)
+    keys, values = cache[0]
+    flat = [(row, p) for row, (start, count) in enumerate(mix) for p in range(start, start + count)]
+    slots = torch.tensor([int(tables[r, p // BLOCK]) * BLOCK + p % BLOCK for r, p in flat])
+    q = torch.randn(len(flat), q_heads, 8, generator=generator)
+    k, v = (torch.randn(len(flat), kv_heads, 8, generator=generator) for _ in range(2))
+    write_cache(keys, values, k, v, slots)
+    plan = plan_attention(tables, np.array([s for s, _ in mix]), np.array([c for _, c in mix]), slots, BLOCK, cache)
+    out = attend(q, k, v, keys, values, plan, window)
+    offset = 0
+    for row, (start, count) in enumerate(mix):
+        where = torch.tensor([int(tables[row, p // BLOCK]) * BLOCK + p % BLOCK for p in range(start + count)])
+        expected = reference(q[offset : offset + count].double(), keys[:, where].double().transpose(0, 1),
+                             values[:, where].double().transpose(0, 1), start, window)
+        assert torch.allclose(out[offset : offset + count].double(), expected, atol=1e-5)
+        offset += count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_reads_the_null_block_and_changes_nothing(dtype):
+    """Rows of different lengths share a gather; poison in the null block must not reach any of them."""
+    torch.manual_seed(0)
+    cache = torch.randn(cache_shape(1, 10 * BLOCK, 2, 8)).to(dtype)
+    cache[..., :BLOCK, :] = 1e4
+    keys, values = cache[0]
+    tables = np.array([[1, 2, 3], [4, 5, 0]], dtype=np.int32)
+    q, k, v = torch.randn(2, 2, 8).to(dtype), torch.randn(2, 2, 8).to(dtype), torch.randn(2, 2, 8).to(dtype)
+    slots = torch.tensor([1 * BLOCK + 10, 4 * BLOCK + 5])  # row 0 at position 10, row 1 at position 5
+    write_cache(keys, values, k, v, slots)
+    plan = plan_attention(tables, np.array([10, 5]), np.array([1, 1]), slots, BLOCK, cache)
+    together = attend(q, k, v, keys, values, plan, None)
+    for row, position in enumerate((10, 5)):
+        one = plan_attention(tables[row : row + 1], np.array([position]), np.array([1]), slots[row : row + 1], BLOCK,
+                             cache)
+        alone = attend(q[row : row + 1], k[row : row + 1], v[row : row + 1], keys, values, one, None)
+        assert torch.allclose(alone[0].float(), together[row].float(), atol=1e-5 if dtype == torch.float32 else 2e-2)

@@ -1,0 +1,52 @@
+"""Products with stored weights against the plain product with the weights they stand for."""
+
+import pytest
+import torch
+
+from slipstream.kernels import linear
+
+SHAPES = [(64, 64), (96, 128), (160, 192)]
+TOKENS = [1, 3, 8, 100]
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
+def test_dense(outputs, inputs, tokens, bias, dtype, tolerance):
+    torch.manual_seed(0)
+    weight, x = torch.randn(outputs, inputs).to(dtype), torch.randn(tokens, inputs).to(dtype)
+    offset = torch.randn(outputs).to(dtype) if bias else None
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    assert relative_error(linear.dense(weight, offset)(x), expected) < tolerance
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8(outputs, inputs, tokens, dtype):
+    torch.manual_seed(0)
+    weight = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    scales, bias = torch.rand(outputs) / 100, torch.randn(outputs).to(dtype)
+    x = torch.randn(tokens, inputs).to(dtype)
+    expected = x.double() @ (weight.double() * scales.double()[:, None]).t() + bias.double()
+    assert relative_error(linear.int8(weight, scales, bias, dtype)(x), expected) < 1e-2
+
+
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int4(outputs, inputs, tokens, group, dtype):
+    torch.manual_seed(0)
+    values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    weight = values[:, ::2] | (values[:, 1::2] << 4)
+    scales = torch.rand(outputs, inputs // group) / 10
+    meant = (values.double() - 8) * scales.double().repeat_interleave(group, dim=1)
+    assert torch.allclose(linear.expand_int4(weight, scales, torch.float32).double(), meant, atol=1e-5)
+    x = torch.randn(tokens, inputs).to(dtype)
+    assert relative_error(linear.int4(weight, scales, None, dtype)(x), x.double() @ meant.t()) < 1e-2

@@ -1,0 +1,88 @@
+"""The draw: right distribution, same draw in any company, choice narrowed as transformers narrows it."""
+
+import math
+
+import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from slipstream.kernels import sampling
+
+VOCAB = 300
+
+
+def columns(rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    return (torch.full((rows, 1), temperature), torch.full((rows, 1), top_k), torch.full((rows, 1), top_p),
+            torch.full((rows, 1), min_p))
+
+
+def keys(seeds, position=5):
+    return torch.tensor([sampling.noise_key(seed, position) for seed in seeds])[:, None]
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float, int]:
+    expected = probabilities * counts.sum()
+    kept = expected >= 5
+    return float(((counts - expected) ** 2 / expected)[kept].sum()), int(kept.sum()) - 1
+
+
+def test_draws_follow_the_softmax():
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(1)) * 2
+    draws = 20000
+    tokens = sampling.draw(logits.expand(draws, -1), *columns(draws, temperature=0.7), keys(range(draws)))
+    statistic, freedom = chi_square(torch.bincount(tokens, minlength=40).double(),
+                                    (logits[0] / 0.7).softmax(-1).double())
+    # Five standard deviations of the chi-square distribution: a wrong scale or noise is far outside.
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_consecutive_positions_of_one_seed_are_independent():
+    draws = 20000
+    uniform = torch.zeros(1, 16)
+    position_keys = torch.tensor([sampling.noise_key(123, p) for p in range(draws)])[:, None]
+    tokens = sampling.draw(uniform.expand(draws, -1), *columns(draws), position_keys)
+    pairs = torch.bincount(tokens[:-1] * 16 + tokens[1:], minlength=256).double()
+    statistic, freedom = chi_square(pairs, torch.full((256,), 1 / 256, dtype=torch.double))
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_a_draw_is_the_same_in_any_company():
+    torch.manual_seed(2)
+    logits = torch.randn(6, VOCAB) * 3
+    settings = [torch.tensor(v)[:, None] for v in (
+        [1.0, 0.5, 2.0, 1.0, 0.9, 1.3], [0, 5, 0, 20, 1, 0], [1.0, 1.0, 0.6, 0.9, 0.5, 1.0],
+        [0.0, 0.0, 0.0, 0.1, 0.0, 0.2])]
+    together = sampling.draw(logits, *settings, keys(range(6)))
+    for row in range(6):
+        alone = sampling.draw(logits[row : row + 1], *(s[row : row + 1] for s in settings), keys([row]))
+        assert alone.tolist() == together[row : row + 1].tolist()
+
+
+def test_the_choice_is_narrowed_as_transformers_narrows_it():
+    torch.manual_seed(3)
+    logits = torch.randn(1, VOCAB) * 3
+    for temperature, top_k, top_p, min_p in [(1.0, 7, 1.0, 0.0), (0.8, 0, 0.6, 0.0), (1.5, 20, 0.7, 0.0),
+                                             (1.0, 0, 0.95, 0.0), (1.0, 0, 1.0, 0.3), (0.7, 30, 0.9, 0.05)]:
+        warped = TemperatureLogitsWarper(temperature)(None, logits)
+        if top_k:
+            warped = TopKLogitsWarper(top_k)(None, warped)
+        if top_p < 1:
+            warped = TopPLogitsWarper(top_p)(None, warped)
+        if min_p:
+            warped = MinPLogitsWarper(min_p)(None, warped)
+        probabilities = warped.softmax(-1)[0]
+        draws = 4000
+        tokens = sampling.draw(logits.expand(draws, -1), *columns(draws, temperature, top_k, top_p, min_p),
+                               keys(range(draws)))
+        assert set(tokens.tolist()) <= set(probabilities.nonzero().flatten().tolist())
+        statistic, freedom = chi_square(torch.bincount(tokens, minlength=VOCAB).double(), probabilities.double())
+        assert statistic < freedom + 5 * math.sqrt(2 * max(freedom, 1)) + 1e-9
+
+
+def test_top_p_beyond_the_first_look_sorts_the_whole_vocabulary():
+    vocab = 5000  # flat: the likeliest 1024 hold a fifth of the mass
+    logits = torch.linspace(0, 0.1, vocab)[None]
+    draws = 2000
+    tokens = sampling.draw(logits.expand(draws, -1), *columns(draws, top_p=0.9), keys(range(draws)))
+    kept = TopPLogitsWarper(0.9)(None, logits)[0].isfinite()
+    assert kept[tokens].all()
+    assert (tokens < vocab - 1024).float().mean() > 0.7

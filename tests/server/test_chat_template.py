@@ -1,0 +1,243 @@
+"""Rendered conversations against transformers' apply_chat_template, on the shapes that templates have."""
+
+import functools
+import json
+
+import pytest
+import text_samples as samples
+
+from slipstream.server.text.chat import ChatError, encode_chat, render_chat
+from slipstream.server.text.tokenizer import Tokenizer
+
+CHATML = (
+    "{%- for message in messages -%}\n    {{- '<|im_start|>' + message.role + '\\n' + message.content | trim"
+    " + '<|im_end|>' + '\\n' -}}\n{%- endfor -%}\n{%- if add_generation_prompt -%}\n"
+    "    {{- '<|im_start|>assistant\\n' -}}\n{%- endif -%}\n"
+)
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\\n' }}"
+    "{% endif %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA3 = """\
+{% set loop_messages = messages %}
+{% for message in loop_messages %}
+    {% set content = '<|im_start|>' + message['role'] + '<|tool|>\n\n' + message['content'] | trim + '<|im_end|>' %}
+    {% if loop.index0 == 0 %}
+        {% set content = bos_token + content %}
+    {% endif %}
+    {{ content }}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant<|tool|>\n\n' }}
+{% endif %}
+"""
+MISTRAL = """\
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('After the optional system message, roles must alternate user/assistant') }}
+    {%- endif %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.first and system_message is defined %}
+            {{- " [INST] " + system_message + "\\n\\n" + message["content"] + " [/INST]" }}
+        {%- else %}
+            {{- " [INST] " + message["content"] + " [/INST]" }}
+        {%- endif %}
+    {%- elif message["role"] == "assistant" %}
+        {{- " " + message["content"] + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+TOOLS = """\
+{%- macro describe(tool, depth=0) -%}
+    {{- tool.function.name }}: {{ tool | tojson(indent=2) -}}
+{%- endmacro -%}
+{%- set ns = namespace(seen=0, last=messages | length - 1) -%}
+{%- if tools %}
+{{- "# Tools\n" }}
+{%- for tool in tools %}{{- describe(tool) ~ "\n" }}{%- endfor %}
+{%- endif %}
+{%- for message in messages[::-1] if message.role != 'system' %}
+    {%- set ns.seen = ns.seen + 1 %}
+    {%- if loop.index > 2 %}{% break %}{% endif %}
+    {%- if message.content is string %}
+        {{- '<|im_start|>' ~ message.role ~ ' ' ~ loop.index ~ '/' ~ loop.length ~ '\n' }}
+        {%- generation %}{{- message.content.split('</think>')[-1].lstrip('\n') }}{% endgeneration %}
+    {%- else %}
+        {%- for part in message.content %}{{- part.text | default('-') }}{% endfor %}
+    {%- endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\n{"name": "' + call.name + '", "arguments": ' + call.arguments | tojson + '}' }}
+    {%- endfor %}
+{%- else %}
+    {{- 'nobody' }}
+{%- endfor %}
+{{- ns.seen }} {{ messages | map(attribute='role') | join(', ') }} {{ strftime_now('%Y') | length }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think></think>' }}{%- endif %}
+"""
+TEMPLATES = {"chatml": CHATML, "smollm2": SMOLLM2, "llama3": LLAMA3, "mistral": MISTRAL, "tools": TOOLS}
+
+CONVERSATIONS = {
+    "one": [{"role": "user", "content": "Hello <b>&'\" 日本 🎉"}],
+    "spaces": [{"role": "user", "content": "  leading\nand trailing \n"}],
+    "system": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "<think>\nhm</think>\n4"},
+        {"role": "user", "content": "Sure?"},
+    ],
+}
+TOOL_LIST = [{"type": "function", "function": {"name": "add", "parameters": {"a": "<number>", "ü": [1, 2]}}}]
+
+
+@functools.cache
+def folder_of(name: str):
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    folder = samples.write_folder(f"chat_{name}", samples.byte_level_tokenizer(), config=config)
+    (folder / "chat_template.jinja").write_text(TEMPLATES[name])
+    return folder
+
+
+@functools.cache
+def ours(name: str) -> Tokenizer:
+    return Tokenizer.load(folder_of(name))
+
+
+@functools.cache
+def theirs(name: str):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder_of(name))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("tools", [None, TOOL_LIST])
+def test_equal_to_transformers(name, conversation, prompt, tools):
+    messages = CONVERSATIONS[conversation]
+    options = {"add_generation_prompt": prompt, "tools": tools}
+    rendered = render_chat(ours(name), messages, **options)
+    assert rendered == theirs(name).apply_chat_template(messages, tokenize=False, **options)
+    ids = theirs(name).apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+    assert encode_chat(ours(name), rendered) == ids
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral"])
+def test_a_template_that_writes_the_beginning_of_text_gets_no_second(name):
+    tokenizer = ours(name)
+    rendered = render_chat(tokenizer, CONVERSATIONS["one"])
+    assert encode_chat(tokenizer, rendered).count(tokenizer.bos_id) == 1
+    assert tokenizer.encode(rendered, add_special_tokens=True).count(tokenizer.bos_id) == 1
+
+
+def test_content_in_parts_and_tool_calls():
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image"}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": "<1>"}}]},
+    ]
+    expected = theirs("tools").apply_chat_template(messages, tokenize=False)
+    assert render_chat(ours("tools"), messages, add_generation_prompt=False) == expected
+    assert '"arguments": {"a": "<1>"}' in expected
+
+
+def test_a_templates_own_variables():
+    rendered = render_chat(ours("tools"), CONVERSATIONS["one"], variables={"enable_thinking": False})
+    assert rendered.endswith("<think></think>")
+    assert not render_chat(ours("tools"), CONVERSATIONS["one"]).endswith("<think></think>")
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "add_generation_prompt"])
+def test_variables_cannot_replace_what_is_ours(name):
+    with pytest.raises(ChatError, match=f"'{name}' cannot be given"):
+        render_chat(ours("chatml"), CONVERSATIONS["one"], variables={name: "x"})
+
+
+# --- where the template is found ---
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config.json": {"chat_template": "config"}}, "config"),
+        ({"tokenizer_config.json": {"chat_template": "config"}, "chat_template.jinja": "file"}, "file"),
+        ({"chat_template.json": {"chat_template": "json"}}, "json"),
+        (
+            {"tokenizer_config.json": {"chat_template": [
+                {"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"},
+            ]}},
+            "plain",
+        ),
+    ],
+)  # fmt: skip
+def test_places_of_a_template(tmp_path, files, expected):
+    samples.byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    for name, content in files.items():
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert render_chat(tokenizer, CONVERSATIONS["one"]) == expected
+    with_tools = "with tools" if expected == "plain" else expected
+    assert render_chat(tokenizer, CONVERSATIONS["one"], tools=TOOL_LIST) == with_tools
+
+
+def test_no_template_says_how_to_give_one():
+    with pytest.raises(ChatError, match=r"has no chat template; put one .* chat_template.jinja"):
+        render_chat(Tokenizer.load(samples.byte_level()), CONVERSATIONS["one"])
+
+
+# --- what cannot be rendered, in one line ---
+
+
+def template(source: str, tmp_path) -> Tokenizer:
+    samples.byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(source)
+    return Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('no\nsystem role') }}", "the chat template failed: no system role"),
+        ("\n{% for %}", "the chat template is not valid at line 2: "),
+        ("{{ messages[0].nothing.more }}", "the chat template failed: 'dict object' has no attribute 'nothing'"),
+        ("{{ messages[0].content + 1 }}", "the chat template failed: "),
+        ("{% include 'other' %}", "the chat template failed: "),
+        ("{{ 1 / 0 }}", "the chat template failed: division by zero"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, source, message):
+    with pytest.raises(ChatError) as caught:
+        render_chat(template(source, tmp_path), CONVERSATIONS["one"])
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "at least one message"),
+        ("hello", "must be a list"),
+        (["hello"], r"messages\[0\] must be an object"),
+        ([{"role": "user", "content": "x"}, {"content": "x"}], r"messages\[1\] has no 'role'"),
+    ],
+)
+def test_messages_that_are_none(messages, message):
+    with pytest.raises(ChatError, match=message):
+        render_chat(ours("chatml"), messages)
+
+
+def test_the_conversation_is_not_changed_by_the_template(tmp_path):
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(ChatError):
+        render_chat(template("{{ messages.append(1) }}", tmp_path), messages)
+    with pytest.raises(ChatError):
+        render_chat(template("{{ messages[0].update(role='system') }}", tmp_path), messages)
+    assert messages == [{"role": "user", "content": "x"}]

@@ -1,0 +1,328 @@
+"""The text path over an engine that says given tokens: what is sent in, what comes out, when it is cancelled."""
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+import pytest
+import text_samples as samples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.engine.messages import EngineInfo
+from slipstream.engine.request import SamplingParams
+from slipstream.server.generation import Delta
+from slipstream.server.text import pipeline
+from slipstream.server.text.chat import ChatError
+from slipstream.server.text.folder import TokenizerError
+from slipstream.server.text.pipeline import PromptError, TextDelta, TextGenerator, TextRequest, bad_word_tokens
+from slipstream.server.text.tokenizer import Tokenizer
+
+INFO = EngineInfo(
+    vocab_size=1000, max_sequence_tokens=64, max_rows=4, total_blocks=8, block_tokens=32,
+    device="cpu", dtype="float32", weight_bytes=0, cache_bytes=0, load_seconds=0.0,
+)  # fmt: skip
+
+
+@dataclass
+class SpokenGeneration:
+    """Gives out its deltas one a read, then waits for ever, as an engine with more to say would."""
+
+    deltas: list[Delta]
+    request_id: int = 1
+    cancelled: list[str] = field(default_factory=list)
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        self.cancelled.append(reason)
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if not self.deltas:
+            await asyncio.Event().wait()
+        return self.deltas.pop(0)
+
+
+@dataclass
+class SpokenEngine:
+    deltas: list[Delta] = field(default_factory=list)
+    info: EngineInfo | None = INFO
+    ready: bool = True
+
+    def submit(self, prompt, sampling, *, priority=0, deadline=None, cache_salt=""):
+        self.prompt, self.sampling = prompt, sampling
+        self.rest = (priority, deadline, cache_salt)
+        self.generation = SpokenGeneration(list(self.deltas))
+        return self.generation
+
+
+@functools.cache
+def load(kind: str = "byte_level") -> Tokenizer:
+    return Tokenizer.load(samples.ALL[kind]())
+
+
+def speak(text: str, *more: Delta, chunk: int = 1, kind: str = "byte_level") -> list[Delta]:
+    ids = load(kind).encode(text, False)
+    return [*(Delta(tokens=ids[i : i + chunk]) for i in range(0, len(ids), chunk)), *more]
+
+
+async def collect(engine: SpokenEngine, request: TextRequest, kind: str = "byte_level") -> list[TextDelta]:
+    async with asyncio.timeout(10), aclosing(TextGenerator(load(kind), engine).generate(request)) as deltas:
+        return [delta async for delta in deltas]
+
+
+def text_of(deltas: list[TextDelta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+async def test_tokens_become_text_until_the_engine_is_done():
+    engine = SpokenEngine(speak("hello 日本 world", Delta(finish_reason="length", cached_tokens=3)))
+    deltas = await collect(engine, TextRequest("the dog"))
+    assert text_of(deltas) == "hello 日本 world"
+    assert [delta.finish_reason for delta in deltas] == [""] * (len(deltas) - 1) + ["length"]
+    assert [token for delta in deltas for token in delta.tokens] == load().encode("hello 日本 world", False)
+    assert deltas[-1].cached_tokens == 3
+    assert {delta.prompt_tokens for delta in deltas} == {len(engine.prompt)}
+    assert engine.prompt == load().encode("the dog")
+    assert engine.generation.cancelled == []
+
+
+async def test_what_a_detokenizer_holds_comes_with_the_last_delta():
+    half = load().encode("日", False)[:-1] or pytest.skip("one token")
+    deltas = await collect(SpokenEngine([Delta(tokens=half), Delta(finish_reason="length")]), TextRequest("x"))
+    assert [delta.text for delta in deltas] == ["", "\ufffd"]
+
+
+# --- stop words ---
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=samples.texts, chunk=st.integers(1, 7), stops=st.lists(st.text("ab <日", max_size=3), max_size=3))
+def test_text_is_cut_at_the_first_stop_word_and_the_engine_told(text, chunk, stops):
+    engine = SpokenEngine(speak(text, Delta(finish_reason="length"), chunk=chunk))
+    deltas = asyncio.run(collect(engine, TextRequest("x", stop_words=stops)))
+    whole = load().decode(load().encode(text, False))
+    found = [whole.find(stop) for stop in stops if stop and stop in whole]
+    assert text_of(deltas) == (whole[: min(found)] if found else whole)
+    assert deltas[-1].finish_reason == ("stop" if found else "length")
+    ended_first = not engine.generation.deltas  # the stop word was certain only with the engine's last delta
+    assert engine.generation.cancelled == (["stop"] if found and not ended_first else [])
+
+
+async def test_nothing_after_a_stop_word_is_reported():
+    ids = [token for letter in "abENDxy" for token in load().encode(letter, False)]
+    numbers = [float(-i) for i in range(len(ids))]
+    tops = [[(token, -0.5)] for token in ids]
+    delta = Delta(tokens=ids, log_probs=numbers, top_log_probs=tops)
+    engine = SpokenEngine([delta])
+    (last,) = await collect(engine, TextRequest("x", stop_words=["END"]))
+    assert last.text == "ab"
+    assert last.tokens == ids[:5]
+    assert last.log_probs == numbers[:5]
+    assert last.top_log_probs == tops[:5]
+    assert last.finish_reason == "stop"
+    assert engine.generation.cancelled == ["stop"]
+
+
+async def test_a_stop_word_that_ends_with_the_engines_last_token():
+    engine = SpokenEngine(speak("ab", Delta(tokens=load().encode("c", False), finish_reason="length")))
+    deltas = await collect(engine, TextRequest("x", stop_words=["bc", "abcd"]))
+    assert (text_of(deltas), deltas[-1].finish_reason) == ("a", "stop")
+    assert engine.generation.cancelled == []
+
+
+# --- the end of text ---
+
+
+async def test_the_end_token_is_no_text_even_where_special_tokens_are_shown():
+    end = load().eos_id
+    for skip in (True, False):
+        engine = SpokenEngine(speak("hi", Delta(tokens=[end], finish_reason="stop")))
+        deltas = await collect(engine, TextRequest("x", skip_special_tokens=skip))
+        assert text_of(deltas) == "hi"
+        assert engine.sampling.end_ids == (end,)
+
+
+async def test_an_end_id_of_the_request_that_is_an_ordinary_word():
+    (the,) = load().encode(" the", False)
+    engine = SpokenEngine(speak("hi", Delta(tokens=[the], finish_reason="stop")))
+    deltas = await collect(engine, TextRequest("x", replace(SamplingParams(), end_ids=(the,))))
+    assert text_of(deltas) == "hi"
+    assert engine.sampling.end_ids == (the,)
+
+
+async def test_ignoring_the_end():
+    engine = SpokenEngine(speak("a<|im_end|>b", Delta(finish_reason="length")))
+    deltas = await collect(engine, TextRequest("x", ignore_end=True))
+    assert engine.sampling.end_ids == ()
+    assert text_of(deltas) == "ab"
+
+
+async def test_special_tokens_are_shown_on_request():
+    engine = SpokenEngine(speak("a<|im_start|>b", Delta(finish_reason="length")))
+    assert text_of(await collect(engine, TextRequest("x", skip_special_tokens=False))) == "a<|im_start|>b"
+
+
+# --- what goes to the engine ---
+
+
+async def test_parameters_reach_the_engine_and_the_output_fits():
+    engine = SpokenEngine([Delta(finish_reason="length")])
+    sampling = SamplingParams(max_tokens=1000, temperature=0.5, seed=7, end_ids=(3, 4))
+    request = TextRequest([5] * 60, sampling, priority=2, deadline=9.5, cache_salt="tenant")
+    await collect(engine, request)
+    assert engine.prompt == [5] * 60
+    assert engine.sampling == replace(sampling, max_tokens=4)
+    assert engine.rest == (2, 9.5, "tenant")
+
+
+async def test_max_tokens_that_fit_are_kept():
+    engine = SpokenEngine([Delta(finish_reason="length")])
+    await collect(engine, TextRequest([5] * 10, SamplingParams(max_tokens=54)))
+    assert engine.sampling.max_tokens == 54
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ("", PromptError, "The prompt is empty"),
+        ([], PromptError, "The prompt is empty"),
+        ([5] * 64, PromptError, r"^Prompt length \(64\) exceeds maximum input length \(63\)\.$"),
+        ([5, -1], TokenizerError, "token id -1 "),
+        ([5, 10**9], TokenizerError, "token id 1000000000 "),
+        ("a\ud800", TokenizerError, "not valid Unicode"),
+    ],
+)
+async def test_prompts_that_cannot_run_never_reach_the_engine(prompt, error, message):
+    engine = SpokenEngine()
+    with pytest.raises(error, match=message):
+        await collect(engine, TextRequest(prompt))
+    assert not hasattr(engine, "prompt")
+
+
+async def test_the_longest_prompt_that_fits_has_room_for_one_token():
+    engine = SpokenEngine([Delta(finish_reason="length")])
+    await collect(engine, TextRequest([5] * 63, SamplingParams(max_tokens=9)))
+    assert engine.sampling.max_tokens == 1
+
+
+async def test_an_empty_prompt_is_fine_where_the_model_begins_with_a_token():
+    engine = SpokenEngine([Delta(finish_reason="length")])
+    await collect(engine, TextRequest(""), "llama2_json")
+    assert engine.prompt == [1]
+
+
+async def test_special_tokens_are_not_added_when_not_wanted():
+    engine = SpokenEngine([Delta(finish_reason="length")])
+    await collect(engine, TextRequest("hello", add_special_tokens=False), "llama2_json")
+    assert engine.prompt == load("llama2_json").encode("hello", False)
+    assert 1 not in engine.prompt
+
+
+async def test_an_engine_that_is_not_there_answers_for_itself():
+    class Gone(SpokenEngine):
+        def submit(self, *args, **kwargs):
+            raise ConnectionError("it is loading")
+
+    with pytest.raises(ConnectionError, match="it is loading"):
+        await collect(Gone(info=None), TextRequest("x"))
+
+
+async def test_long_texts_are_tokenised_beside_the_event_loop(monkeypatch):
+    import threading
+
+    threads = []
+    original = Tokenizer.encode
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, *args: threads.append(threading.current_thread()) or original(self, *args)
+    )
+    for prompt in ("a", "a " * pipeline._LONG_TEXT_CHARS):
+        await collect(SpokenEngine([Delta(finish_reason="length")], info=None), TextRequest(prompt))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+# --- bad words ---
+
+
+def words_of(kind: str, word: str) -> set[str]:
+    """The texts whose tokens are forbidden, as seen in the middle of a text."""
+    tokenizer = load(kind)
+    before = tokenizer.encode("x", False)
+    return {tokenizer.decode([*before, *ids])[1:] for ids in bad_word_tokens(tokenizer, [word])}
+
+
+@pytest.mark.parametrize("kind", samples.SERVED)
+def test_bad_words_are_forbidden_with_and_without_a_space(kind):
+    assert words_of(kind, "dog") == {"dog", " dog"}
+
+
+@pytest.mark.parametrize("kind", samples.SERVED)
+def test_bad_words_have_no_special_tokens_and_no_repeats(kind):
+    tokenizer = load(kind)
+    sequences = bad_word_tokens(tokenizer, ["dog", "", "dog", "日本"])
+    assert len(sequences) == len(set(sequences))
+    assert all(sequences)
+    assert not any(token in tokenizer.special_ids for sequence in sequences for token in sequence)
+
+
+async def test_bad_words_join_those_given_as_tokens():
+    engine = SpokenEngine([Delta(finish_reason="length")])
+    dog = bad_word_tokens(load(), ["dog"])
+    sampling = SamplingParams(bad_words=((9, 9), dog[0]))
+    await collect(engine, TextRequest("x", sampling, bad_words=["dog", ""]))
+    assert engine.sampling.bad_words == ((9, 9), *dog)
+
+
+# --- the reader leaves ---
+
+
+async def test_closing_the_iterator_cancels_at_once():
+    engine = SpokenEngine(speak("hello world"))
+    deltas = TextGenerator(load(), engine).generate(TextRequest("x"))
+    await anext(deltas)
+    assert engine.generation.cancelled == []
+    await deltas.aclose()
+    assert engine.generation.cancelled == ["cancelled"]
+
+
+async def test_a_reader_that_is_cancelled_while_it_waits_cancels_the_request():
+    engine = SpokenEngine([])
+    task = asyncio.create_task(collect(engine, TextRequest("x")))
+    while not hasattr(engine, "generation"):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.generation.cancelled == ["cancelled"]
+
+
+async def test_an_error_of_the_engine_is_passed_on():
+    engine = SpokenEngine(speak("hi", Delta(finish_reason="error", error="out of memory")))
+    deltas = await collect(engine, TextRequest("x"))
+    assert (text_of(deltas), deltas[-1].finish_reason, deltas[-1].error) == ("hi", "error", "out of memory")
+
+
+async def test_a_token_that_no_vocabulary_has_fails_the_request_and_cancels_it():
+    engine = SpokenEngine([Delta(tokens=[10**6])])
+    with pytest.raises(TokenizerError, match="token id 1000000 "):
+        await collect(engine, TextRequest("x"))
+    assert engine.generation.cancelled == ["cancelled"]
+
+
+# --- conversations ---
+
+
+async def test_chat_prompt_is_the_rendered_conversation_without_added_tokens(tmp_path):
+    folder = samples.write_folder("pipeline_chat", samples.byte_level_tokenizer(), config={
+        "bos_token": "<|endoftext|>", "add_bos_token": True,
+        "chat_template": "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+    })  # fmt: skip
+    tokenizer = Tokenizer.load(folder)
+    generator = TextGenerator(tokenizer, SpokenEngine())
+    ids = await generator.chat_prompt([{"role": "user", "content": "hello"}])
+    assert ids == tokenizer.encode("<|endoftext|><|im_start|>hello<|im_end|>", False)
+    with pytest.raises(ChatError, match="at least one message"):
+        await generator.chat_prompt([])

@@ -1,0 +1,121 @@
+"""GGUF files written by the gguf package, from transformers models, as llama.cpp's converter lays them out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+_NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
+}
+
+
+def gguf_name(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if module in _NAMES:
+        return f"{_NAMES[module]}.{kind}"
+    _, _, layer, inner = module.split(".", 3)
+    return f"blk.{layer}.{_NAMES[inner]}.{kind}"
+
+
+def interleave_halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    """What the converter does to Llama's q and k: the two halves of a head, row by row in turn."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def gguf_tensors(model: Any) -> dict[str, np.ndarray]:
+    config = model.config
+    tensors = {}
+    for name, value in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = value.float().numpy()
+        if ".c_" in name and array.ndim == 2:
+            array = np.ascontiguousarray(array.T)
+        if config.model_type == "llama" and ".q_proj" in name:
+            array = interleave_halves(array, config.num_attention_heads)
+        if config.model_type == "llama" and ".k_proj" in name:
+            array = interleave_halves(array, config.num_key_value_heads)
+        tensors[gguf_name(name)] = array
+    return tensors
+
+
+def write_gguf(path: Path, model: Any, kind: Kind = Kind.F32, extra: dict[str, np.ndarray] | None = None,
+               metadata: dict[str, Any] | None = None, packed: dict[str, tuple[np.ndarray, Kind]] | None = None,
+               ) -> dict[str, np.ndarray]:
+    """Write the model; matrices in `kind`, vectors in F32, `packed` tensors as they are given. Returns the tensors
+    as a reader should find them. `metadata` comes last and wins over what the model's config says."""
+    entries = {**_sizes(model.config), **(metadata or {})}
+    writer = gguf.GGUFWriter(path, model.config.model_type)
+    for key, value in entries.items():
+        _write_value(writer, key, value)
+    stored = {}
+    for name, array in {**gguf_tensors(model), **(extra or {})}.items():
+        used = kind if array.ndim == 2 else Kind.F32
+        rows, used = (packed or {}).get(name, (gguf.quants.quantize(array, used), used))
+        writer.add_tensor(name, rows, raw_dtype=used)
+        stored[name] = gguf.quants.dequantize(rows, used).reshape(array.shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    kind = config.model_type
+    sizes = {
+        f"{kind}.block_count": config.num_hidden_layers,
+        f"{kind}.context_length": config.max_position_embeddings,
+        f"{kind}.embedding_length": config.hidden_size,
+        f"{kind}.attention.head_count": config.num_attention_heads,
+    }
+    if kind == "gpt2":
+        return {**sizes, "gpt2.feed_forward_length": 4 * config.n_embd,
+                "gpt2.attention.layer_norm_epsilon": config.layer_norm_epsilon}
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {
+        **sizes,
+        f"{kind}.feed_forward_length": config.intermediate_size,
+        f"{kind}.attention.head_count_kv": config.num_key_value_heads,
+        f"{kind}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{kind}.attention.key_length": head_size,
+        f"{kind}.rope.dimension_count": head_size,
+        f"{kind}.rope.freq_base": config.rope_parameters["rope_theta"],
+    }
+
+
+def _write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def plain_tokenizer(vocabulary: int) -> dict[str, Any]:
+    """The least a GGUF file must say about its tokenizer."""
+    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": [f"t{number}" for number in range(vocabulary)],
+            "tokenizer.ggml.eos_token_id": 5}
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.weights.build import build_engine
+from slipstream.weights.checkpoint import write_checkpoint
+from slipstream.weights.engine_config import read_engine_config
+from slipstream.weights.parameters import checkpoint_shapes
+from slipstream.weights.source import SourceError, check_source
+from slipstream.weights.sources import open_source
+
+SaveModel = Callable[..., tuple[Path, Any]]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_the_way_through_a_checkpoint_gives_the_same_engine(
+    save_model: SaveModel, tmp_path: Path, family: str
+) -> None:
+    folder, _ = save_model(family, eos_token_id=[3, 4])
+    (folder / "tokenizer.json").write_text("{}")
+    checkpoint = write_checkpoint(open_source(str(folder)), tmp_path / "checkpoint", dtype="float32")
+    assert sorted(path.name for path in checkpoint.iterdir()) == [
+        "config.json", "generation_config.json", "rank0.safetensors", "tokenizer.json"]
+    direct = read_engine_config(build_engine(folder, tmp_path / "direct", weight_only="int8"))
+    classic = read_engine_config(build_engine(checkpoint, tmp_path / "classic", weight_only="int8"))
+    assert classic.content_hash == direct.content_hash
+    assert classic.generation.end_ids == (3, 4)
+
+
+def test_names_shapes_and_config(save_model: SaveModel, tmp_path: Path) -> None:
+    folder, model = save_model("llama")
+    source = open_source(str(folder))
+    checkpoint = write_checkpoint(source, tmp_path / "checkpoint", dtype="float16")
+    tensors = load_file(checkpoint / "rank0.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == checkpoint_shapes(source.spec)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    state = model.state_dict()
+    layer = "transformer.layers.1."
+    assert torch.equal(tensors[layer + "mlp.fc.weight"], state["model.layers.1.mlp.gate_proj.weight"].half())
+    assert torch.equal(tensors[layer + "mlp.gate.weight"], state["model.layers.1.mlp.up_proj.weight"].half())
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert config["architecture"] == "LlamaForCausalLM"
+    assert (config["dtype"], config["num_hidden_layers"], config["rotary_base"]) == ("float16", 2, 10000.0)
+
+
+def test_missing_and_extra_tensors_of_a_checkpoint_are_named(save_model: SaveModel, tmp_path: Path) -> None:
+    folder, _ = save_model("llama")
+    checkpoint = write_checkpoint(open_source(str(folder)), tmp_path / "checkpoint")
+    tensors = load_file(checkpoint / "rank0.safetensors")
+    tensors["stranger"] = tensors.pop("transformer.ln_f.weight")
+    save_file(tensors, checkpoint / "rank0.safetensors")
+    with pytest.raises(SourceError, match=r"missing transformer\.ln_f\.weight; unexpected stranger"):
+        check_source(open_source(str(checkpoint)))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda config: config.pop("slipstream"), "not a checkpoint that this release"),
+    (lambda config: config.pop("hidden_size"), "lacks hidden_size"),
+    (lambda config: config.pop("generation"), "damaged: 'generation'"),
+])
+def test_a_foreign_or_damaged_checkpoint_is_refused(
+    save_model: SaveModel, tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    folder, _ = save_model("llama")
+    checkpoint = write_checkpoint(open_source(str(folder)), tmp_path / "checkpoint")
+    config = json.loads((checkpoint / "config.json").read_text())
+    change(config)
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match=message):
+        open_source(str(checkpoint))
+
+
+def test_a_type_that_is_not_one_is_refused(save_model: SaveModel, tmp_path: Path) -> None:
+    folder, _ = save_model("llama")
+    with pytest.raises(ValueError, match="dtype 'int8'"):
+        write_checkpoint(open_source(str(folder)), tmp_path / "checkpoint", dtype="int8")

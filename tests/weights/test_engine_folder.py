@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.weights.build import build_engine
+from slipstream.weights.engine_config import BuildLimits, EngineFolderError, GenerationDefaults, read_engine_config
+from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.parameters import Quantisation
+from slipstream.weights.sources import open_source
+
+
+@pytest.fixture
+def engine(save_model: Callable[..., Any], tmp_path: Path) -> Path:
+    folder, _ = save_model("llama", eos_token_id=[3, 4], bos_token_id=1)
+    limits = BuildLimits(max_input_len=50, max_seq_len=100, max_batch_size=3, max_num_tokens=70, max_beam_width=2)
+    return build_engine(folder, tmp_path / "engine", limits=limits)
+
+
+def edit_config(engine: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((engine / "config.json").read_text())
+    change(config)
+    (engine / "config.json").write_text(json.dumps(config))
+
+
+def test_config_comes_back_as_it_was_built(engine: Path, tmp_path: Path) -> None:
+    folder = read_engine_folder(engine)
+    assert folder.spec == open_source(str(tmp_path / "hf-llama")).spec
+    assert (folder.path, folder.dtype, folder.quantisation) == (engine, "bfloat16", Quantisation())
+    assert folder.build == BuildLimits(50, 100, 3, 70, 2)
+    assert folder.generation == GenerationDefaults((3, 4), 1, None)
+    assert vars(read_engine_config(engine)) == vars(folder)
+    document = json.loads((engine / "config.json").read_text())
+    assert document["pretrained_config"]["mapping"] == {"world_size": 1, "tp_size": 1, "pp_size": 1}
+    assert document["pretrained_config"]["quantization"] == {"quant_algo": None, "group_size": 0}
+    assert document["slipstream"]["format"] == 1
+    assert document["slipstream"]["source"] == str(tmp_path / "hf-llama")
+
+
+def test_config_reader_needs_no_torch(engine: Path) -> None:
+    code = ("import sys; from slipstream.weights.engine_config import read_engine_config; "
+            "read_engine_config(sys.argv[1]); assert 'torch' not in sys.modules and 'numpy' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code, str(engine)], check=True)
+
+
+def test_gpu_child_and_missing_gpu_child_are_found(engine: Path, tmp_path: Path) -> None:
+    assert read_engine_config(engine / "1-gpu").path == engine
+    parent = tmp_path / "engines"
+    parent.mkdir()
+    engine.rename(parent / "1-gpu")
+    assert read_engine_config(parent).path == parent / "1-gpu"
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda config: config["slipstream"].update(format=2), "engine format 2, this release reads 1; upgrade"),
+    (lambda config: config.pop("slipstream"), "compiled by TensorRT-LLM"),
+    (lambda config: config.pop("generation"), "damaged: lacks 'generation'"),
+    (lambda config: config["pretrained_config"].pop("hidden_size"), "model config lacks hidden_size"),
+    (lambda config: config["pretrained_config"].update(dtype="float8"), "dtype 'float8'"),
+    (lambda config: config["pretrained_config"]["quantization"].update(quant_algo="FP8"), "quantisation 'FP8'"),
+    (lambda config: config["build_config"].update(max_seq_len="many"), "damaged.*many"),
+    (lambda config: config["pretrained_config"].update(num_key_value_heads=3), "multiple of kv_heads"),
+])
+def test_a_config_that_cannot_be_used_is_one_line(engine: Path, change: Any, message: str) -> None:
+    edit_config(engine, change)
+    with pytest.raises(EngineFolderError, match=message) as refusal:
+        read_engine_folder(engine)
+    assert str(engine / "config.json") in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ("{", "not JSON"), ("[]", "not a JSON object"), ('{"architectures": ["X"]}', "Hugging Face model"),
+    ('{"architecture": "X"}', "a checkpoint"), ("{}", "another program's"),
+])
+def test_a_foreign_config_is_recognised(engine: Path, content: str, message: str) -> None:
+    (engine / "config.json").write_text(content)
+    with pytest.raises(EngineFolderError, match=message):
+        read_engine_config(engine)
+
+
+def test_a_folder_without_config_and_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(EngineFolderError, match=r"no config\.json in it"):
+        read_engine_config(tmp_path)
+    with pytest.raises(EngineFolderError, match="no such folder"):
+        read_engine_config(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cut short"),
+    (lambda path: path.write_bytes(path.read_bytes()[:100]), "cut short in its header"),
+    (lambda path: path.write_bytes(b"ftrt" + bytes(5000)), "not a safetensors file"),
+    (lambda path: path.unlink(), "missing"),
+])
+def test_damaged_weights_are_one_line(engine: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(engine / "rank0.engine")
+    with pytest.raises(EngineFolderError, match=message) as refusal:
+        read_engine_folder(engine)
+    assert "rank0.engine" in str(refusal.value)
+    assert "import the model again" in str(refusal.value)
+
+
+def test_weights_of_another_model_are_refused_by_name(engine: Path) -> None:
+    path = engine / "rank0.engine"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    del tensors["transformer.ln_f.weight"]
+    tensors["stranger"] = torch.zeros(1)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].float()
+    save_file(tensors, path)
+    with pytest.raises(EngineFolderError, match=r"lacks transformer\.ln_f\.weight; has unknown stranger; "
+                                                r"has another shape or type for lm_head\.weight"):
+        read_engine_folder(engine)
+
+
+def test_tensors_are_mapped_and_aligned(engine: Path) -> None:
+    tensors = read_engine_folder(engine).tensors()
+    assert tensors["transformer.vocab_embedding.weight"].data_ptr() % 64 == 0
+    with pytest.raises(EngineFolderError, match=r"rank1\.engine: missing"):
+        read_engine_folder(engine).tensors(1)

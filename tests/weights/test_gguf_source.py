@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import as_tensor, plain_tokenizer, write_gguf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import VOCABULARY, config_of, expected_tensors, random_model
+
+from slipstream.model.families.family import UnsupportedModel
+from slipstream.model.spec import RopeScaling
+from slipstream.weights import source as source_module
+from slipstream.weights.build import build_engine
+from slipstream.weights.engine_config import GenerationDefaults
+from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.gguf_file import read_gguf
+from slipstream.weights.gguf_source import GgufSource
+from slipstream.weights.hf_folder import HuggingFaceFolder
+from slipstream.weights.source import SourceError
+
+TOKENIZER = plain_tokenizer(VOCABULARY)
+
+
+def engine_of(path: Path) -> dict[str, torch.Tensor]:
+    return read_engine_folder(build_engine(path, path.parent / "engine", dtype="float32")).tensors()
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("llama", {}), ("llama", {"tie_word_embeddings": True}), ("llama", {"attention_bias": True}),
+    ("llama", {"head_dim": 32}), ("qwen2", {}), ("qwen3", {}), ("gpt2", {}),
+])
+def test_a_file_gives_the_engine_of_the_model_it_was_made_of(
+    tmp_path: Path, family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "BLOCK_BYTES", 5000)  # several blocks a tensor, heads kept together
+    model = random_model(config_of(family, **options))
+    write_gguf(tmp_path / "model.gguf", model, metadata=TOKENIZER)
+    found, expected = engine_of(tmp_path / "model.gguf"), expected_tensors(model)
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_spec_is_that_of_the_hugging_face_folder(tmp_path: Path, family: str) -> None:
+    model = random_model(config_of(family))
+    model.save_pretrained(tmp_path / "hf")
+    write_gguf(tmp_path / "model.gguf", model, metadata=TOKENIZER)
+    expected = HuggingFaceFolder(tmp_path / "hf", "hf").spec
+    found = GgufSource(tmp_path / "model.gguf", "gguf").spec
+    assert found.norm_epsilon == pytest.approx(expected.norm_epsilon, rel=1e-6)
+    assert {**found.to_config(), "norm_epsilon": 0} == {**expected.to_config(), "norm_epsilon": 0}
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
+def test_quantised_tensors(tmp_path: Path, kind: Kind) -> None:
+    model = random_model(config_of("qwen2"))
+    stored = write_gguf(tmp_path / "model.gguf", model, kind, metadata=TOKENIZER)
+    found = engine_of(tmp_path / "model.gguf")
+    layer = "transformer.layers.1."
+    assert torch.equal(found["transformer.vocab_embedding.weight"], as_tensor(stored["token_embd.weight"]))
+    assert torch.equal(found[layer + "mlp.proj.weight"], as_tensor(stored["blk.1.ffn_down.weight"]))
+    joined = np.concatenate([stored[f"blk.1.attn_{part}.weight"] for part in "qkv"])
+    assert torch.equal(found[layer + "attention.qkv.weight"], as_tensor(joined))
+    original = model.state_dict()["model.layers.1.mlp.down_proj.weight"]
+    assert (found[layer + "mlp.proj.weight"] - original).norm() < 0.12 * original.norm()
+
+
+def test_q4_1_by_the_formats_own_definition(tmp_path: Path) -> None:
+    """A block: scale and minimum as half floats, then 16 bytes; value i is in the low nibble of byte i for i < 16,
+    in the high nibble of byte i - 16 after that."""
+    model = random_model(config_of("qwen2"))
+    write_gguf(tmp_path / "model.gguf", model, Kind.Q4_1, metadata=TOKENIZER)
+    file = read_gguf(tmp_path / "model.gguf")
+    block = file.raw_rows("token_embd.weight", 3, 4)[0, :20].tobytes()
+    scale, minimum = np.frombuffer(block[:4], np.float16).astype(np.float32)
+    levels = [byte & 15 for byte in block[4:]] + [byte >> 4 for byte in block[4:]]
+    found = engine_of(tmp_path / "model.gguf")["transformer.vocab_embedding.weight"][3, :32]
+    assert torch.equal(found, torch.tensor([scale * level + minimum for level in levels]))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
+def test_k_quants(tmp_path: Path, kind: Kind) -> None:
+    """The package cannot write these; any bytes whose half floats are finite are a valid tensor."""
+    path = tmp_path / "model.gguf"
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(3).integers(0, 60, (VOCABULARY, 256 // values * size), dtype=np.uint8)
+    stored = write_gguf(path, random_model(config_of("qwen2", hidden_size=256)), metadata=TOKENIZER,
+                        packed={"token_embd.weight": (blocks, kind)})
+    expected = stored["token_embd.weight"]
+    assert np.isfinite(expected).all()
+    assert len(np.unique(expected)) > 100
+    assert torch.equal(engine_of(path)["transformer.vocab_embedding.weight"], as_tensor(expected))
+
+
+def test_rope_divisors_become_a_scaling_of_all_lengths(tmp_path: Path) -> None:
+    divisors = np.linspace(1, 8, 8, dtype=np.float32)
+    model = random_model(config_of("llama"))
+    write_gguf(tmp_path / "model.gguf", model, extra={"rope_freqs.weight": divisors}, metadata=TOKENIZER)
+    source = GgufSource(tmp_path / "model.gguf", "gguf")
+    listed = tuple(divisors.tolist())
+    assert source.spec.rope_scaling == RopeScaling(
+        "longrope", 1.0, 128, attention_factor=1.0, short_factors=listed, long_factors=listed)
+    assert "rope_freqs.weight" not in source.shapes()
+
+
+@pytest.mark.parametrize(("metadata", "scaling", "positions"), [
+    ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, RopeScaling("linear", 4.0, 128), 512),
+    ({"llama.rope.scale_linear": 2.0}, RopeScaling("linear", 2.0, 128), 256),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
+      "llama.rope.scaling.original_context_length": 32}, RopeScaling("yarn", 4.0, 32), 128),
+    ({"llama.rope.scaling.type": "none"}, None, 128),
+])
+def test_rope_scaling_of_the_metadata(
+    tmp_path: Path, metadata: dict[str, Any], scaling: RopeScaling | None, positions: int
+) -> None:
+    write_gguf(tmp_path / "model.gguf", random_model(config_of("llama")), metadata={**TOKENIZER, **metadata})
+    spec = GgufSource(tmp_path / "model.gguf", "gguf").spec
+    assert (spec.rope_scaling, spec.max_positions) == (scaling, positions)
+
+
+@pytest.mark.parametrize(("metadata", "expected"), [
+    ({"tokenizer.ggml.eos_token_id": 5}, GenerationDefaults((5,))),
+    ({"tokenizer.ggml.eot_token_id": 6, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.padding_token_id": 0},
+     GenerationDefaults((5, 6), 1, 0)),
+    ({"tokenizer.ggml.eot_token_id": 5}, GenerationDefaults((5,))),
+    ({"tokenizer.ggml.tokens": ["a", "<|eot_id|>"]}, GenerationDefaults((5, 1))),
+])
+def test_end_ids(tmp_path: Path, metadata: dict[str, Any], expected: GenerationDefaults) -> None:
+    write_gguf(tmp_path / "model.gguf", random_model(config_of("llama")), metadata={**TOKENIZER, **metadata})
+    assert GgufSource(tmp_path / "model.gguf", "gguf").generation == expected
+
+
+@pytest.mark.parametrize(("metadata", "error", "message"), [
+    ({"llama.expert_count": 8}, UnsupportedModel, "mixture of experts"),
+    ({"split.count": 3}, SourceError, "one of several parts"),
+    ({"llama.attention.head_count_kv": [2, 1]}, UnsupportedModel, "differs between layers"),
+    ({"llama.attention.head_count": 5}, SourceError, "contradicts itself: heads"),
+    ({"llama.block_count": 4_000_000_000}, SourceError, "4000000000 layers, the weights are only 21 tensors"),
+])
+def test_what_cannot_be_served_is_refused(tmp_path: Path, metadata: Any, error: Any, message: str) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, random_model(config_of("llama")), metadata=metadata)
+    with pytest.raises(error, match=message):
+        source_module.check_source(GgufSource(path, "gguf"))
+
+
+def test_unsupported_architecture_names_its_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "mamba")
+    for name in ("token_embd.weight", "blk.0.ssm_in.weight", "blk.1.ssm_in.weight"):
+        writer.add_tensor(name, np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModel, match=r"mamba is not supported; supported: llama, qwen2, qwen3, gpt2; "
+                                               r"tensors that match no known name: blk\.N\.ssm_in\.weight$"):
+        GgufSource(path, "gguf")
+
+
+@pytest.fixture(scope="module")
+def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    write_gguf(path, random_model(config_of("llama", num_hidden_layers=1)), metadata=TOKENIZER)
+    return path
+
+
+@pytest.mark.parametrize(("keep", "message"), [(0, "not a GGUF"), (3, "not a GGUF"), (12, "cut short"),
+                                               (500, "cut short"), (-1, "cut short: tensor .* ends at byte")])
+def test_cut_files(tmp_path: Path, small_file: Path, keep: int, message: str) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(small_file.read_bytes()[:keep])
+    with pytest.raises(SourceError, match=message):
+        GgufSource(path, "gguf")
+
+
+def test_old_versions_and_big_endian_are_refused(tmp_path: Path, small_file: Path) -> None:
+    content = small_file.read_bytes()
+    for version in (b"\x01\0\0\0", b"\0\0\0\x03"):
+        path = tmp_path / "old.gguf"
+        path.write_bytes(content[:4] + version + content[8:])
+        with pytest.raises(SourceError, match="GGUF version"):
+            GgufSource(path, "gguf")
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes=st.lists(st.tuples(st.integers(4, 3000), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_mutated_header_is_read_or_refused_never_anything_else(
+    small_file: Path, changes: list[tuple[int, int]]
+) -> None:
+    content = bytearray(small_file.read_bytes())
+    for place, value in changes:
+        content[place] = value
+    path = small_file.with_name("mutated.gguf")
+    path.write_bytes(content)
+    with contextlib.suppress(SourceError, UnsupportedModel):  # anything else fails the test
+        source_module.check_source(GgufSource(path, "gguf"))

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_server import FakeHub, serve
+from tiny_models import expected_tensors
+
+from slipstream.model.families.family import UnsupportedModel
+from slipstream.weights.build import build_engine
+from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.known_models import open_known_model
+from slipstream.weights.source import SourceError
+from slipstream.weights.sources import open_source
+
+SaveModel = Callable[..., tuple[Path, Any]]
+
+
+@pytest.fixture
+def hub(save_model: SaveModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    folder, _ = save_model("llama", shard="40KB")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "consolidated.safetensors").write_bytes(b"a copy in another layout")
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    (folder / "original").mkdir()
+    (folder / "original" / "params.json").write_text("{}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for variable in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(variable, raising=False)
+    with serve(FakeHub({"org/tiny": folder, "org/closed": folder}, gated={"org/closed"}, token="secret")) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        yield hub
+
+
+@pytest.mark.parametrize("text", ["hf:org/tiny", "org/tiny"])
+def test_a_hub_id_is_downloaded_without_what_is_not_needed(hub: FakeHub, tmp_path: Path, text: str) -> None:
+    engine = build_engine(text, tmp_path / "engine", dtype="float32")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf-llama")
+    found = read_engine_folder(engine).tensors()
+    for name, tensor in expected_tensors(model).items():
+        assert torch.equal(found[name], tensor), name
+    assert (engine / "tokenizer.json").is_file()
+    assert json.loads((engine / "config.json").read_text())["slipstream"]["source"] == "hf:org/tiny"
+    assert hub.downloaded() >= {"config.json", "tokenizer.json", "model.safetensors.index.json"}
+    assert not hub.downloaded() & {"consolidated.safetensors", "pytorch_model.bin", "params.json"}
+
+
+def test_what_was_downloaded_is_not_downloaded_again(hub: FakeHub) -> None:
+    open_source("hf:org/tiny")
+    hub.requests.clear()
+    assert open_source("hf:org/tiny").spec.layers == 2
+    assert hub.downloaded() == set()
+
+
+def test_an_unsupported_model_costs_one_small_download(hub: FakeHub) -> None:
+    folder = hub.folders["org/tiny"]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["OPTForCausalLM"]}))
+    with pytest.raises(UnsupportedModel, match=r"OPTForCausalLM is not supported; supported: LlamaForCausalLM"):
+        open_source("hf:org/tiny")
+    assert hub.downloaded() == {"config.json"}
+
+
+def test_a_gated_model_says_how_to_get_in_and_the_token_opens_it(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SourceError, match=r"^org/closed: .*accept its licence.*HF_TOKEN") as refusal:
+        open_source("hf:org/closed")
+    assert "\n" not in str(refusal.value)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert open_source("hf:org/closed").spec.layers == 2
+
+
+def test_a_model_that_is_not_there(hub: FakeHub) -> None:
+    with pytest.raises(SourceError, match=r"^org/absent: no such model at the hub, or it is private"):
+        open_source("org/absent")
+
+
+def test_a_repository_without_a_model(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "README.md").write_text("no model")
+    hub.folders["org/empty"] = tmp_path / "empty"
+    with pytest.raises(SourceError, match=r"^org/empty: .*no config\.json"):
+        open_source("org/empty")
+
+
+def test_only_pickled_weights(hub: FakeHub) -> None:
+    for path in hub.folders["org/tiny"].glob("model*"):
+        path.unlink()
+    with pytest.raises(SourceError, match=r"no model\.safetensors"):
+        open_source("org/tiny")
+
+
+def test_without_a_network_the_copy_serves_and_its_absence_is_said(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_source("hf:org/tiny")
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+    assert open_source("hf:org/tiny").spec.layers == 2
+    with pytest.raises(SourceError, match=r"^org/other: the hub cannot be reached .*--source"):
+        open_source("hf:org/other")
+
+
+def test_a_known_name_is_found_in_the_cache_without_asking_the_hub(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.folders["meta-llama/Llama-2-7b-hf"] = hub.folders["org/tiny"]
+    assert open_known_model("llama-2-7b").spec.layers == 2
+    assert "config.json" in hub.downloaded()
+    hub.requests.clear()
+    source = open_source("llama-2-7b")
+    assert (source.label, source.spec.layers, hub.requests) == ("hf:meta-llama/Llama-2-7b-hf", 2, [])
+
+
+def test_a_model_folder_mounted_at_the_caches_place_is_used(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(hub.folders["org/tiny"]))
+    assert open_source("llama-2-7b").spec.layers == 2
+    assert hub.requests == []
+    with pytest.raises(SourceError, match="no such model"):  # the folder is a Llama, not a Mistral
+        open_source("mistral-7b")

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from slipstream.cli.import_model import import_model
+from slipstream.cli.list_models import list_models, tree_text
+from slipstream.cli.remove_model import remove_model
+from slipstream.weights.engine_config import read_engine_config
+from slipstream.weights.parameters import Quantisation
+
+SaveModel = Callable[..., tuple[Path, Any]]
+app = typer.Typer()
+app.command("import")(import_model)
+app.command("list")(list_models)
+app.command("remove")(remove_model)
+
+TREE = """models/
+├── ensemble/
+│   ├── 1/
+│   └── config.pbtxt
+├── postprocessing/
+│   ├── 1/
+│   └── config.pbtxt
+├── preprocessing/
+│   ├── 1/
+│   └── config.pbtxt
+├── tensorrt_llm/
+│   ├── 1/
+│   └── config.pbtxt
+└── tiny/
+    ├── 1/
+    └── config.pbtxt
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("ENGINE_DEST_PATH", raising=False)
+
+    def call(*words: object) -> Any:
+        return CliRunner().invoke(app, [*map(str, words), "--repo", str(tmp_path / "models")])
+
+    return call
+
+
+def test_import_builds_the_engine_and_writes_the_repository(
+    save_model: SaveModel, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    folder, _ = save_model("llama")
+    result = run("import", "-m", "tiny", "-s", folder, "--backend", "tensorrtllm")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith(f"triton - INFO - Current repo at {tmp_path / 'models'}:\n{TREE}\n")
+    assert "triton - INFO - Building weights: 100% of 0 MB\n" in result.stdout
+    engine = tmp_path / "home" / "engines" / "tiny"
+    assert read_engine_config(engine).spec.layers == 2
+    assert str(engine) in (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert run("list").stdout == f"triton - INFO - Current repo at {tmp_path / 'models'}:\n{TREE}\n"
+
+
+def test_engine_place_types_and_quantisation_follow_the_user(
+    save_model: SaveModel, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = save_model("llama")
+    monkeypatch.setenv("ENGINE_DEST_PATH", str(tmp_path / "engines"))
+    result = run("import", "-m", "tiny", "--source", f"local:{folder}", "--dtype", "float16", "--use_weight_only",
+                 "--weight_only_precision", "int4")
+    assert result.exit_code == 0, result.output
+    config = read_engine_config(tmp_path / "engines" / "tiny")
+    assert (config.dtype, config.quantisation) == ("float16", Quantisation("W4A16", 32))
+
+
+def test_a_second_import_finds_the_engine(save_model: SaveModel, tmp_path: Path, run: Callable[..., Any]) -> None:
+    folder, _ = save_model("llama")
+    run("import", "-m", "tiny", "-s", folder)
+    again = run("import", "-m", "tiny", "-s", folder)
+    assert (again.exit_code, again.stdout) == (1, "")
+    assert again.stderr.startswith(f"triton - ERROR - Found existing model at {tmp_path / 'models' / 'tiny'}")
+    assert run("remove", "-m", "all").exit_code == 0
+    third = run("import", "-m", "tiny", "-s", folder)
+    assert third.exit_code == 0
+    assert third.stdout.startswith(f"triton - WARNING - Found existing engine(s) at {tmp_path / 'home'}")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["-m", "nosuch"], "nosuch is not a known model; known: smollm2-135m"),
+    (["-m", "../up", "-s", "x"], "'../up' cannot be a model's name"),
+    (["-m", "all", "-s", "x"], "'all' cannot be a model's name"),
+    (["-m", "ensemble", "-s", "x"], "'ensemble' cannot be a model's name"),
+    (["-m", "tiny", "-s", "/no/such/place"], "/no/such/place: no such folder or file"),
+    (["-m", "tiny", "--backend", "vllm"], "backend 'vllm' is not supported"),
+])
+def test_refusals_are_one_line_and_exit_code_1(
+    tmp_path: Path, run: Callable[..., Any], words: list[str], message: str
+) -> None:
+    result = run("import", *words)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"triton - ERROR - {message}")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "models").exists()
+
+
+def test_remove_one_and_all(save_model: SaveModel, tmp_path: Path, run: Callable[..., Any]) -> None:
+    folder, _ = save_model("llama")
+    run("import", "-m", "tiny", "-s", folder)
+    models = tmp_path / "models"
+    (models / "notes").mkdir()
+    one = run("remove", "-m", "tiny")
+    assert one.stdout.startswith(f"triton - INFO - Removing model tiny at {models / 'tiny'}\n")
+    assert not (models / "tiny").exists()
+    assert run("remove", "-m", "all").exit_code == 0
+    assert [path.name for path in models.iterdir()] == ["notes"]  # not a model
+
+
+@pytest.mark.parametrize("name", ["absent", "folder", "..", ".", "../models", "", "*"])
+def test_remove_of_what_is_no_model(tmp_path: Path, run: Callable[..., Any], name: str) -> None:
+    (tmp_path / "models" / "folder").mkdir(parents=True)
+    (tmp_path / "config.pbtxt").touch()  # even if what the name leads to were a model
+    (tmp_path / "models" / "config.pbtxt").touch()
+    result = run("remove", "-m", name)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("triton - ERROR - No model folder exists at ")
+    assert (tmp_path / "models" / "folder").is_dir()
+
+
+def test_list_of_no_repository(tmp_path: Path, run: Callable[..., Any]) -> None:
+    result = run("list")
+    assert result.exit_code == 1
+    assert result.stderr == f"triton - ERROR - No model repository exists at {tmp_path / 'models'}\n"
+
+
+def test_tree_does_not_follow_links(tmp_path: Path) -> None:
+    (tmp_path / "repo" / "a").mkdir(parents=True)
+    (tmp_path / "repo" / "a" / "loop").symlink_to(tmp_path / "repo")
+    assert tree_text(tmp_path / "repo") == "repo/\n└── a/\n    └── loop/\n"
