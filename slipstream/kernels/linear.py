@@ -42,15 +42,13 @@ def int8(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 
 
 def int4(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
-    """weight: uint8 [out, in / 2], element 2j in the low four bits; scales: [out, in / group].
+    """weight: uint8 [out, in / 2], element 2j in the low four bits; scales: [out, in / group, (scale, offset)].
 
-    An element is worth (value - 8) × the scale of its group.
+    An element is worth (value - 8) × the scale of its group + the offset of its group.
     """
     group = weight.shape[1] * 2 // scales.shape[1]
-    values = unpack_int4(weight)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 1)
-    # The kernel wants [groups, out, (scale, offset)], and takes the value as (q - 8) × scale + offset.
-    pairs = torch.stack((scales.t(), torch.zeros_like(scales.t())), dim=-1).to(dtype).contiguous()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(weight).int(), 1)
+    pairs = scales.transpose(0, 1).to(dtype).contiguous()  # the kernel wants groups outermost
 
     def product(x: Tensor) -> Tensor:
         if x.shape[0] > _EXPAND_ABOVE_TOKENS or not _weight_only_runs(x):
@@ -68,8 +66,8 @@ def unpack_int4(weight: Tensor) -> Tensor:
 
 def expand_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights that the four-bit values stand for: [out, in]."""
-    values = unpack_int4(weight).to(dtype).sub_(8)
-    return (values.unflatten(1, (scales.shape[1], -1)) * scales.to(dtype)[..., None]).flatten(1)
+    values = unpack_int4(weight).to(dtype).sub_(8).unflatten(1, (scales.shape[1], -1))
+    return torch.addcmul(scales[..., 1:].to(dtype), values, scales[..., :1].to(dtype)).flatten(1)
 
 
 def _packs(weight: Tensor) -> bool:

@@ -43,6 +43,13 @@ class Tensors:
             return linear.int4(weight, scales, offset, self.dtype)
         raise ValueError(f"{name}.weight: {weight.dtype} {tuple(weight.shape)} is no form of [{outputs}, {inputs}]")
 
+    def peek(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """A dense weight that a product will take too; None when it is quantised or missing."""
+        tensor = self._left.get(name)
+        if tensor is None or tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            return None
+        return tensor.to(device=self.device, dtype=self.dtype)
+
     def has(self, name: str) -> bool:
         return name in self._left
 

@@ -19,6 +19,9 @@ from slipstream.model.position import rotary_table
 from slipstream.model.spec import ModelSpec
 
 
+_SHARPENED = 32  # tokens whose logits are computed again; more than can tie at the top
+
+
 @dataclass(slots=True)
 class Step:
     """What one forward pass computes."""
@@ -47,10 +50,7 @@ class Transformer:
             self.cosine, self.signed_sine = (t.to(device=device, dtype=dtype)[:, None, :] for t in (cosine, sine))
         self.layers = [Layer(spec, index, source) for index in range(spec.layers)]
         self.final_norm = _norm(spec, source, "transformer.ln_f")
-        if spec.tied_embeddings and not source.has("lm_head.weight"):
-            self.head = linear.dense(self.embedding, None)
-        else:
-            self.head = source.product("lm_head", spec.vocab_size, spec.hidden_size, False)
+        self.head = Head(spec, source, self.embedding)
         source.close()
 
     def new_cache(self, slots: int) -> Tensor:
@@ -69,7 +69,39 @@ class Transformer:
             turn = (self.cosine[step.positions], self.signed_sine[step.positions])
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             hidden = layer(hidden, turn, layer_cache, step.attention)
-        return self.head(self.final_norm(hidden[step.samples])).float()
+        return self.head(self.final_norm(hidden[step.samples]))
+
+
+class Head:
+    """From normalised hidden states [samples, hidden] to logits [samples, vocab] in float32."""
+
+    def __init__(self, spec: ModelSpec, source: Tensors, embedding: Tensor) -> None:
+        self.rows: Tensor | None = None  # [vocab, hidden], where products come out rounded to 16 bits
+        if spec.tied_embeddings:  # a quantised engine holds a head of its own all the same
+            self.rows = embedding
+        else:
+            self.rows = source.peek("lm_head.weight", (spec.vocab_size, spec.hidden_size))
+        if spec.tied_embeddings and not source.has("lm_head.weight"):
+            self.product = linear.dense(embedding, None)
+        else:
+            self.product = source.product("lm_head", spec.vocab_size, spec.hidden_size, False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits = self.product(x).float()
+        if x.dtype == torch.float32 or self.rows is None or x.device.type != "cpu":
+            return logits
+        return sharpen(logits, x, self.rows)
+
+
+def sharpen(logits: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+    """Compute the likeliest tokens' logits again in float32: logits [samples, vocab], x [samples, hidden].
+
+    A 16-bit logit near 16 is a multiple of 1/16, so that the best tokens tie or trade places. What matters is
+    decided among few of them, and few rows of the weight cost next to nothing to read again.
+    """
+    best = logits.topk(min(_SHARPENED, logits.shape[-1]), dim=-1).indices  # [samples, n]
+    exact = torch.bmm(rows[best].float(), x.float()[:, :, None])[:, :, 0]
+    return logits.scatter_(1, best, exact)
 
 
 class Layer:

@@ -136,7 +136,7 @@ def _content_hash(source: Source, plan: _Plan, files: dict[str, str]) -> str:
 def _engine_pieces(source: Source, plan: _Plan) -> Iterator[tuple[str, memoryview]]:
     for parameter in engine_parameters(source.spec, plan.quantisation):
         rows = parameter_rows(source, parameter.parts)
-        if parameter.quantised:
+        if parameter.bits:
             yield from _quantised_pieces(parameter, rows, plan.quantisation)
         else:
             for block in rows:
@@ -152,7 +152,7 @@ def _quantised_pieces(
 
     scales = []
     for block in rows:
-        weight, block_scales = quantise_rows(block, quantisation)
+        weight, block_scales = quantise_rows(block, parameter.bits, quantisation.group_size)
         scales.append(block_scales)
         yield parameter.name, tensor_bytes(weight, str(weight.dtype).removeprefix("torch."))
     yield scales_name(parameter.name), tensor_bytes(torch.cat(scales), "float32")

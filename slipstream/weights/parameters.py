@@ -18,16 +18,21 @@ ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16"
 DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _LINEARS = (".attention.qkv.weight", ".attention.dense.weight", ".mlp.gate_up.weight", ".mlp.fc.weight",
             ".mlp.proj.weight")
-_GROUP_SIZES = (64, 32)  # of int4, the better compressed first
+_GROUP_SIZE = 32  # of int4: what keeps a small model itself; larger groups lose more than they save
+_HEAD_BITS = 8  # whatever the linears get: four bits a weight cost the choice of token more than they save
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """`algorithm`: None, "W8A16" (a scale a row) or "W4A16" (a scale a group of `group_size` inputs)."""
+    """`algorithm`: None, "W8A16" (a scale a row) or "W4A16" (scale and offset a group of `group_size` inputs)."""
 
     algorithm: str | None = None
     group_size: int = 0
+
+    @property
+    def bits(self) -> int:
+        return {None: 0, "W8A16": 8, "W4A16": 4}[self.algorithm]
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class EngineParameter:
     name: str
     parts: tuple[str, ...]
     shape: Shape
-    quantised: bool
+    bits: int  # of a weight-only quantised linear; 0: stored as it is
 
 
 def choose_quantisation(spec: ModelSpec, weight_only: str | None) -> Quantisation:
@@ -61,10 +66,9 @@ def choose_quantisation(spec: ModelSpec, weight_only: str | None) -> Quantisatio
     if weight_only != "int4":
         raise ValueError(f"weight-only precision {weight_only!r} is not one of int8, int4")
     inputs = (spec.hidden_size, spec.q_size, spec.ffn_size)
-    for size in _GROUP_SIZES:
-        if all(count % size == 0 for count in inputs):
-            return Quantisation("W4A16", size)
-    raise ValueError(f"int4 needs sizes that are multiples of {_GROUP_SIZES[-1]}; this model's linears take "
+    if all(count % _GROUP_SIZE == 0 for count in inputs):
+        return Quantisation("W4A16", _GROUP_SIZE)
+    raise ValueError(f"int4 needs sizes that are multiples of {_GROUP_SIZE}; this model's linears take "
                      f"{', '.join(map(str, sorted(set(inputs))))} inputs: use int8")
 
 
@@ -119,11 +123,13 @@ def engine_parameters(spec: ModelSpec, quantisation: Quantisation) -> list[Engin
             parts = (name, name.replace(".mlp.fc.", ".mlp.gate."))
             name = name.replace(".mlp.fc.", ".mlp.gate_up.")
             shape = (2 * shape[0], *shape[1:])
-        quantised = quantisation.algorithm is not None and (name.endswith(_LINEARS) or name == _HEAD)
-        parameters.append(EngineParameter(name, parts, shape, quantised))
-    if quantisation.algorithm is not None and spec.tied_embeddings:
+        bits = quantisation.bits if name.endswith(_LINEARS) else 0
+        if name == _HEAD and quantisation.bits:
+            bits = _HEAD_BITS
+        parameters.append(EngineParameter(name, parts, shape, bits))
+    if quantisation.bits and spec.tied_embeddings:
         # the head is read whole every step, the embedding a row a token: only the head gains from few bits
-        parameters.append(EngineParameter(_HEAD, (_EMBEDDING,), shapes[_EMBEDDING], True))
+        parameters.append(EngineParameter(_HEAD, (_EMBEDDING,), shapes[_EMBEDDING], _HEAD_BITS))
     return parameters
 
 
@@ -131,7 +137,7 @@ def engine_layout(spec: ModelSpec, dtype: str, quantisation: Quantisation) -> di
     """Every tensor of an engine file, in file order; `dtype` as in "bfloat16"."""
     layout: dict[str, TensorSlot] = {}
     for parameter in engine_parameters(spec, quantisation):
-        if parameter.quantised:
+        if parameter.bits:
             layout.update(_quantised_slots(parameter, quantisation))
         else:
             layout[parameter.name] = TensorSlot(DTYPE_CODES[dtype], parameter.shape)
@@ -145,7 +151,7 @@ def scales_name(weight: str) -> str:
 def _quantised_slots(parameter: EngineParameter, quantisation: Quantisation) -> dict[str, TensorSlot]:
     rows, columns = parameter.shape
     scales = scales_name(parameter.name)
-    if quantisation.algorithm == "W8A16":
+    if parameter.bits == 8:
         return {parameter.name: TensorSlot("I8", (rows, columns)), scales: TensorSlot("F32", (rows,))}
     groups = columns // quantisation.group_size
-    return {parameter.name: TensorSlot("U8", (rows, columns // 2)), scales: TensorSlot("F32", (rows, groups))}
+    return {parameter.name: TensorSlot("U8", (rows, columns // 2)), scales: TensorSlot("F32", (rows, groups, 2))}

@@ -1,0 +1,266 @@
+"""A model's config.pbtxt as frozen data: names, tensors, parameters, batching, ensemble steps, versions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from slipstream.repository.pbtxt import PbtxtError, parse_pbtxt
+from slipstream.repository.problems import Problems
+from slipstream.repository.schema import VARIABLE_DEFAULTS, Reading
+
+CONFIG_NAME = "config.pbtxt"
+MAX_CONFIG_BYTES = 4 << 20
+_PLACEHOLDER = re.compile(r"\$\{([^{}\s]*)\}")
+_TRUE = ("true", "1")
+_FALSE = ("false", "0")
+
+
+@dataclass(frozen=True)
+class TensorConfig:
+    name: str
+    data_type: str  # as the file says it: TYPE_INT32, TYPE_STRING, …
+    dims: tuple[int, ...]  # without the batch dimension
+    reshape: tuple[int, ...] | None = None
+    optional: bool = False
+    allow_ragged_batch: bool = False
+
+    @property
+    def datatype(self) -> str:
+        """As the wire says it: INT32, BYTES, …"""
+        return "BYTES" if self.data_type == "TYPE_STRING" else self.data_type.removeprefix("TYPE_")
+
+
+@dataclass(frozen=True)
+class InstanceGroup:
+    name: str
+    kind: str
+    count: int
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class QueuePolicy:
+    timeout_action: str = "REJECT"
+    default_timeout_microseconds: int = 0
+    allow_timeout_override: bool = False
+    max_queue_size: int = 0  # 0: no limit
+
+
+@dataclass(frozen=True)
+class DynamicBatching:
+    preferred_batch_size: tuple[int, ...] = ()
+    max_queue_delay_microseconds: int = 0
+    preserve_ordering: bool = False
+    priority_levels: int = 0
+    default_priority_level: int = 0
+    queue_policy: QueuePolicy = QueuePolicy()
+
+
+@dataclass(frozen=True)
+class EnsembleStep:
+    model_name: str
+    model_version: int
+    input_map: Mapping[str, str]  # the step's tensor → the ensemble's tensor
+    output_map: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class VersionPolicy:
+    kind: Literal["latest", "all", "specific"] = "latest"
+    number: int = 1  # of the latest
+    versions: tuple[int, ...] = ()  # the specific ones
+
+    def choose(self, present: tuple[int, ...]) -> tuple[int, ...]:
+        if self.kind == "all":
+            return tuple(sorted(present))
+        if self.kind == "specific":
+            return tuple(sorted(set(present) & set(self.versions)))
+        return tuple(sorted(present)[-self.number :])
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    file: Path
+    name: str
+    platform: str
+    backend: str
+    max_batch_size: int
+    inputs: tuple[TensorConfig, ...]
+    outputs: tuple[TensorConfig, ...]
+    parameters: Mapping[str, str]  # as written; `parameter` knows what "not set" looks like
+    instance_groups: tuple[InstanceGroup, ...]
+    dynamic_batching: DynamicBatching | None
+    ensemble_steps: tuple[EnsembleStep, ...]
+    decoupled: bool
+    version_policy: VersionPolicy
+    document: Mapping[str, Any]  # the whole, as `/config` shows it
+    lines: Mapping[str, int] = field(repr=False, default_factory=dict)
+    unfilled: frozenset[str] = frozenset()  # fields that hold a template variable nobody filled
+
+    @property
+    def is_ensemble(self) -> bool:
+        return self.platform == "ensemble" or bool(self.ensemble_steps)
+
+    @property
+    def input_names(self) -> frozenset[str]:
+        return frozenset(tensor.name for tensor in self.inputs)
+
+    @property
+    def output_names(self) -> frozenset[str]:
+        return frozenset(tensor.name for tensor in self.outputs)
+
+    def line(self, key: str) -> int:
+        return self.lines.get(key, 0)
+
+    def parameter(self, name: str) -> str | None:
+        """The value, or None where it is absent, empty or an unfilled `${…}`."""
+        value = self.parameters.get(name, "")
+        return None if value == "" or _PLACEHOLDER.fullmatch(value) else value
+
+    def flag(self, name: str) -> bool | None:
+        """A boolean parameter; None where it is not set or is no boolean (upstream keeps its default then)."""
+        value = (self.parameter(name) or "").lower()
+        return True if value in _TRUE else False if value in _FALSE else None
+
+
+def read_model_config(folder: Path, problems: Problems) -> ModelConfig | None:
+    """The config of one model folder. What is wrong goes to `problems`; None where nothing can be made of it."""
+    file = folder / CONFIG_NAME
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            problems.error(file, 0, "", f"larger than {MAX_CONFIG_BYTES} bytes")
+            return None
+        tree = parse_pbtxt(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.error(file, 0, "", f"cannot be read: {error.strerror}")
+        return None
+    except UnicodeDecodeError:
+        problems.error(file, 0, "", "is not UTF-8 text")
+        return None
+    except PbtxtError as error:
+        problems.error(file, error.line, "", error.text)
+        return None
+    reading = Reading(str(file), problems)
+    document = reading.message("ModelConfig", tree)
+    _fill(document, reading)
+    _check(document, reading, folder.name)
+    return _build(file, document, reading)
+
+
+def _fill(document: dict[str, Any], reading: Reading) -> None:
+    """Quoted `"${…}"`: a default in the fields that have one, a warning everywhere."""
+    for key in ("name", "platform", "backend"):
+        match = _PLACEHOLDER.fullmatch(document[key])
+        if match:
+            document[key] = VARIABLE_DEFAULTS.get(match.group(1), "")
+            reading.unfilled.add(key)
+            _warn_unfilled(reading, key, match.group(1), document[key])
+    for key, parameter in document["parameters"].items():
+        match = _PLACEHOLDER.fullmatch(parameter["string_value"])
+        if match:
+            reading.unfilled.add(f"parameters.{key}")
+            _warn_unfilled(reading, f"parameters.{key}", match.group(1), "")
+
+
+def _warn_unfilled(reading: Reading, key: str, variable: str, default: str) -> None:
+    meaning = f"using the default ({default})" if default else "using the default"
+    reading.problems.warn(reading.file, reading.lines.get(key, 0), key, f"${{{variable}}} was not filled: {meaning}")
+
+
+def _check(document: dict[str, Any], reading: Reading, folder_name: str) -> None:
+    if not document["name"]:
+        document["name"] = folder_name
+    if document["name"] != folder_name:
+        _error(reading, "name", f"'{document['name']}' is not the name of the model's folder, '{folder_name}'")
+    if document["max_batch_size"] < 0:
+        _error(reading, "max_batch_size", f"must be 0 or more, not {document['max_batch_size']}")
+    for group in ("input", "output"):
+        seen: set[str] = set()
+        for position, tensor in enumerate(document[group]):
+            _check_tensor(reading, f"{group}[{position}]", tensor, seen)
+    for position, step in enumerate(document.get("ensemble_scheduling", {}).get("step", [])):
+        if not step["model_name"]:
+            _error(reading, f"ensemble_scheduling.step[{position}]", "model_name is missing")
+
+
+def _check_tensor(reading: Reading, key: str, tensor: dict[str, Any], seen: set[str]) -> None:
+    name = tensor["name"]
+    if not name:
+        _error(reading, key, "name is missing")
+    elif name in seen:
+        _error(reading, f"{key}.name", f"'{name}' is given more than once")
+    seen.add(name)
+    if tensor["data_type"] == "TYPE_INVALID" and f"{key}.data_type" not in reading.lines:
+        _error(reading, key, f"data_type of '{name}' is missing")
+    if not tensor["dims"]:
+        _error(reading, key, f"dims of '{name}' is missing")
+    for dim in tensor["dims"]:
+        if dim < 1 and dim != -1:
+            _error(reading, f"{key}.dims", f"a dimension of '{name}' must be -1 or at least 1, not {dim}")
+
+
+def _error(reading: Reading, key: str, text: str) -> None:
+    reading.problems.error(reading.file, reading.lines.get(key, 0), key, text)
+
+
+def _build(file: Path, document: dict[str, Any], reading: Reading) -> ModelConfig:
+    batching = document.get("dynamic_batching")
+    return ModelConfig(
+        file=file,
+        name=document["name"],
+        platform=document["platform"],
+        backend=document["backend"],
+        max_batch_size=document["max_batch_size"],
+        inputs=tuple(_tensor(tensor) for tensor in document["input"]),
+        outputs=tuple(_tensor(tensor) for tensor in document["output"]),
+        parameters={key: value["string_value"] for key, value in document["parameters"].items()},
+        instance_groups=tuple(
+            InstanceGroup(group["name"], group["kind"], group["count"], tuple(group["gpus"]))
+            for group in document["instance_group"]
+        ),
+        dynamic_batching=None if batching is None else _dynamic_batching(batching),
+        ensemble_steps=tuple(
+            EnsembleStep(step["model_name"], step["model_version"], step["input_map"], step["output_map"])
+            for step in document.get("ensemble_scheduling", {}).get("step", [])
+        ),
+        decoupled=document.get("model_transaction_policy", {}).get("decoupled", False),
+        version_policy=_version_policy(document.get("version_policy", {})),
+        document=document,
+        lines=reading.lines,
+        unfilled=frozenset(reading.unfilled),
+    )
+
+
+def _tensor(tensor: dict[str, Any]) -> TensorConfig:
+    reshape = tensor.get("reshape")
+    return TensorConfig(
+        name=tensor["name"],
+        data_type=tensor["data_type"],
+        dims=tuple(tensor["dims"]),
+        reshape=None if reshape is None else tuple(reshape["shape"]),
+        optional=tensor.get("optional", False),
+        allow_ragged_batch=tensor.get("allow_ragged_batch", False),
+    )
+
+
+def _dynamic_batching(batching: dict[str, Any]) -> DynamicBatching:
+    return DynamicBatching(
+        preferred_batch_size=tuple(batching["preferred_batch_size"]),
+        max_queue_delay_microseconds=batching["max_queue_delay_microseconds"],
+        preserve_ordering=batching["preserve_ordering"],
+        priority_levels=batching["priority_levels"],
+        default_priority_level=batching["default_priority_level"],
+        queue_policy=QueuePolicy(**batching.get("default_queue_policy", {})),
+    )
+
+
+def _version_policy(policy: dict[str, Any]) -> VersionPolicy:
+    if "all" in policy:
+        return VersionPolicy("all")
+    if "specific" in policy:
+        return VersionPolicy("specific", versions=tuple(policy["specific"]["versions"]))
+    return VersionPolicy("latest", number=max(1, policy.get("latest", {}).get("num_versions", 1)))

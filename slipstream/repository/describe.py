@@ -1,0 +1,44 @@
+"""A model's configuration as `/config` shows it: the file's fields, with what the server fills in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.repository.config import ModelConfig
+from slipstream.repository.schema import MESSAGES
+
+
+def config_document(config: ModelConfig, decoupled: bool) -> dict[str, Any]:
+    filled = dict(config.document)
+    filled.setdefault("version_policy", {"latest": {"num_versions": 1}})
+    if decoupled:
+        filled["model_transaction_policy"] = {"decoupled": True}
+    if not config.is_ensemble:
+        filled["optimization"] = _optimization(filled.get("optimization", {}))
+        filled["instance_group"] = _instance_groups(config, filled["instance_group"])
+        if config.backend == "python" and not filled["default_model_filename"]:
+            filled["default_model_filename"] = "model.py"
+    return {name: filled[name] for name in MESSAGES["ModelConfig"] if name in filled}
+
+
+def _optimization(given: dict[str, Any]) -> dict[str, Any]:
+    defaults = {
+        "priority": "PRIORITY_DEFAULT",
+        "input_pinned_memory": {"enable": True},
+        "output_pinned_memory": {"enable": True},
+        "gather_kernel_buffer_threshold": 0,
+        "eager_batching": False,
+    }
+    merged = {**defaults, **given}
+    return {name: merged[name] for name in MESSAGES["Optimization"] if name in merged}
+
+
+def _instance_groups(config: ModelConfig, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    empty = {
+        "name": "", "kind": "KIND_CPU", "count": 1, "gpus": [], "secondary_devices": [], "profile": [],
+        "passive": False, "host_policy": "",
+    }  # fmt: skip
+    named = []
+    for position, group in enumerate(groups or [empty]):
+        named.append({**group, "name": group["name"] or f"{config.name}_{position}", "count": group["count"] or 1})
+    return named

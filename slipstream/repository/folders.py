@@ -1,0 +1,72 @@
+"""Where engines and tokenizers lie: paths as repositories of every generation write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.repository.config import ModelConfig
+from slipstream.repository.problems import Problems
+from slipstream.weights.engine_config import EngineConfig, EngineFolderError, find_engine_folder, read_engine_config
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def candidate_folders(value: str, repository: Path, config: ModelConfig) -> list[Path]:
+    """A relative path counts from the working folder, then from the repository, then from the model's folder."""
+    path = Path(value).expanduser()
+    if path.is_absolute():
+        return [path]
+    return [Path.cwd() / path, repository / path, config.file.parent / path]
+
+
+def find_engine(
+    config: ModelConfig, given: tuple[str, str] | None, version: int, repository: Path, problems: Problems
+) -> EngineConfig | None:
+    """The engine that `given` (parameter, value) names or, unset, the one in the model's version folder."""
+    key = f"parameters.{given[0]}" if given else "parameters.gpt_model_path"
+    try:
+        if given is None:
+            return read_engine_config(_engine_beside_model(config.file.parent / str(version)))
+        return read_engine_config(_engine_at(candidate_folders(given[1], repository, config)))
+    except EngineFolderError as error:
+        problems.error(config.file, config.line(key), key, str(error))
+        return None
+
+
+def _engine_at(candidates: list[Path]) -> Path:
+    missing: EngineFolderError | None = None
+    for candidate in candidates:
+        try:
+            return find_engine_folder(candidate)
+        except EngineFolderError as error:
+            if missing is None or candidate.exists():
+                missing = error
+    assert missing is not None
+    if len(candidates) > 1:
+        looked = ", ".join(str(candidate) for candidate in candidates)
+        raise EngineFolderError(f"{missing} (looked at {looked})")
+    raise missing
+
+
+def _engine_beside_model(version_folder: Path) -> Path:
+    children = [child.parent for child in version_folder.glob("*/config.json")]
+    if not (version_folder / "config.json").is_file() and len(children) == 1:
+        return children[0]
+    return find_engine_folder(version_folder)
+
+
+def find_tokenizer(config: ModelConfig | None, value: str | None, engine: Path, repository: Path,
+                   problems: Problems) -> Path:
+    """The folder that `tokenizer_dir` names, when it is there; an engine folder carries its tokenizer anyway."""
+    if config is None or value is None:
+        return engine
+    for candidate in candidate_folders(value, repository, config):
+        if any((candidate / name).is_file() for name in TOKENIZER_FILES):
+            return candidate
+    key = "parameters.tokenizer_dir"
+    text = f"no tokenizer files at '{value}'"
+    if any((engine / name).is_file() for name in TOKENIZER_FILES):
+        problems.warn(config.file, config.line(key), key, f"{text}; using the engine's own tokenizer")
+    else:
+        problems.error(config.file, config.line(key), key, f"{text}, and the engine folder {engine} has none")
+    return engine

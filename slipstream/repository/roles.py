@@ -1,0 +1,137 @@
+"""Which part of a language model each model of a repository plays, told by its tensors, not by its name.
+
+Tensor names changed over four generations of repositories. `ENGINE_FIELDS` and its neighbours translate each of
+them to one set of field names (those of the generate endpoint), which the rest of the server speaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from slipstream.repository.config import ModelConfig
+
+ENGINE_BACKENDS = ("tensorrtllm", "inflight_batcher_llm")
+
+
+class Role(StrEnum):
+    PREPROCESSING = "preprocessing"
+    ENGINE = "engine"
+    POSTPROCESSING = "postprocessing"
+    ENSEMBLE = "ensemble"  # of the three above
+    BLS = "bls"  # the three above behind one model
+    OTHER = "other"  # somebody's own model
+
+
+PREPROCESSING_FIELDS = {
+    "QUERY": "text_input",
+    "REQUEST_OUTPUT_LEN": "max_tokens",
+    "BAD_WORDS_DICT": "bad_words",
+    "STOP_WORDS_DICT": "stop_words",
+    "EMBEDDING_BIAS_WORDS": "embedding_bias_words",
+    "EMBEDDING_BIAS_WEIGHTS": "embedding_bias_weights",
+    "END_ID": "end_id",
+    "PAD_ID": "pad_id",
+    "DECODER_QUERY": "decoder_text_input",
+    "IMAGE_BYTES": "image_bytes_input",
+    "IMAGE_URL": "image_url_input",
+    "VIDEO_BYTES": "video_bytes_input",
+    "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
+}
+
+# Engine tensors that are spelled differently from the field; all others have the field's name.
+ENGINE_FIELDS = {
+    "request_output_len": "max_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "runtime_top_p_min": "top_p_min",
+    "runtime_top_p_decay": "top_p_decay",
+    "runtime_top_p_reset_ids": "top_p_reset_ids",
+    "len_penalty": "length_penalty",
+    "streaming": "stream",
+    "min_tokens": "min_length",
+    "seed": "random_seed",
+}
+
+POSTPROCESSING_FIELDS = {
+    "OUTPUT": "text_output",
+    "OUT_CUM_LOG_PROBS": "cum_log_probs",
+    "OUT_OUTPUT_LOG_PROBS": "output_log_probs",
+    "OUT_CONTEXT_LOGITS": "context_logits",
+    "OUT_GENERATION_LOGITS": "generation_logits",
+}
+
+_LATER_SPELLINGS = {"min_tokens": "min_length", "seed": "random_seed"}
+
+BLS_INPUTS = frozenset(
+    {
+        "text_input", "decoder_text_input", "image_input", "image_bytes_input", "image_url_input",
+        "video_bytes_input", "max_tokens", "bad_words", "stop_words", "exclude_input_in_output", "end_id",
+        "pad_id", "top_k", "top_p", "temperature", "length_penalty", "repetition_penalty", "min_length",
+        "min_tokens", "presence_penalty", "frequency_penalty", "random_seed", "seed", "return_log_probs",
+        "return_context_logits", "return_generation_logits", "num_return_sequences", "beam_width", "stream",
+        "prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id", "embedding_bias_words",
+        "embedding_bias_weights", "num_draft_tokens", "use_draft_logits", "lora_task_id", "lora_weights",
+        "lora_config", "return_kv_cache_reuse_stats", "return_perf_metrics", "guided_decoding_guide_type",
+        "guided_decoding_guide", "return_num_input_tokens", "return_num_output_tokens",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TextFields:
+    """What the tensors of a text-to-text model mean: the name on the wire → the field."""
+
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+def role_of(config: ModelConfig) -> Role:
+    if config.is_ensemble:
+        return Role.ENSEMBLE
+    inputs, outputs = config.input_names, config.output_names
+    if {"input_ids", "request_output_len"} <= inputs and "output_ids" in outputs:
+        return Role.ENGINE
+    if config.backend in ENGINE_BACKENDS:
+        return Role.ENGINE  # its tensors are wrong, which the reader of engines reports
+    if config.backend != "python":
+        return Role.OTHER
+    if "QUERY" in inputs and "INPUT_ID" in outputs:
+        return Role.PREPROCESSING
+    if "TOKENS_BATCH" in inputs and "OUTPUT" in outputs:
+        return Role.POSTPROCESSING
+    if {"text_input", "max_tokens"} <= inputs <= BLS_INPUTS and "text_output" in outputs:
+        return Role.BLS
+    return Role.OTHER
+
+
+def engine_fields(config: ModelConfig) -> dict[str, str]:
+    return {name: ENGINE_FIELDS.get(name, name) for name in config.input_names}
+
+
+def bls_fields(config: ModelConfig) -> TextFields:
+    inputs = {name: _LATER_SPELLINGS.get(name, name) for name in config.input_names}
+    return TextFields(inputs, {name: name for name in config.output_names})
+
+
+def ensemble_fields(config: ModelConfig, roles: Mapping[str, Role]) -> TextFields:
+    """Follow the wires: an ensemble's tensor means what the step's tensor it is tied to means.
+
+    A tensor that no known step reads keeps its own name, and is refused when a request brings it.
+    """
+    inputs = {name: name for name in config.input_names}
+    outputs = {name: name for name in config.output_names}
+    for step in config.ensemble_steps:
+        role = roles.get(step.model_name)
+        for tensor, name in step.input_map.items():
+            if name in inputs and role is Role.PREPROCESSING:
+                inputs[name] = PREPROCESSING_FIELDS.get(tensor, tensor)
+            elif name in inputs and role is Role.ENGINE:
+                inputs.update({name: ENGINE_FIELDS.get(tensor, tensor)} if inputs[name] == name else {})
+        for tensor, name in step.output_map.items():
+            if name in outputs and role is Role.POSTPROCESSING:
+                outputs[name] = POSTPROCESSING_FIELDS.get(tensor, tensor)
+            elif name in outputs and role is Role.ENGINE:
+                outputs[name] = tensor
+    return TextFields(inputs, outputs)

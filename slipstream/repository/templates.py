@@ -1,0 +1,117 @@
+"""Config.pbtxt templates of our own, with upstream's template variables, and writing a repository from them.
+
+Each folder of a repository appears whole or not at all: it is written beside its place and renamed into it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+
+from slipstream.repository.config import CONFIG_NAME
+
+VERSION = "1"
+FIXED_NAMES = ("preprocessing", "postprocessing", "tensorrt_llm", "ensemble")
+BLS_TEMPLATE = "tensorrt_llm_bls"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_VARIABLE = re.compile(r"\$\{([^{}\s]*)\}")
+
+
+class RepositoryExists(Exception):
+    """Something is where a model would be written. Nothing was changed."""
+
+
+def template(name: str) -> str:
+    return resources.files("slipstream.repository").joinpath("templates", f"{name}.pbtxt").read_text("utf-8")
+
+
+def variables(text: str) -> list[str]:
+    """The template variables of a text, each once, in order."""
+    return list(dict.fromkeys(_VARIABLE.findall(text)))
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Replace `${name}` where `values` has the name; the others stay for somebody else to fill."""
+    return _VARIABLE.sub(lambda match: values.get(match.group(1), match.group(0)), text)
+
+
+def write_repository(
+    repo: Path, model_name: str, engine_dir: Path, tokenizer_dir: Path, max_batch_size: int
+) -> list[Path]:
+    """Write the five models that serve one engine; NAME is the text-to-text model the user asks for."""
+    if not _NAME.fullmatch(model_name) or model_name in FIXED_NAMES:
+        raise ValueError(f"'{model_name}' cannot be a model's name here")
+    folders = {model_name: BLS_TEMPLATE, **{name: name for name in FIXED_NAMES}}
+    _refuse_existing(repo, model_name, folders)
+    values = _values(model_name, engine_dir, tokenizer_dir, max_batch_size)
+    repo.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    try:
+        for name, source in folders.items():
+            _write_model(repo / name, _fill_all(template(source), values))
+            written.append(repo / name)
+    except BaseException:
+        for folder in written:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return written
+
+
+def _refuse_existing(repo: Path, model_name: str, folders: Mapping[str, str]) -> None:
+    if (repo / model_name).exists():
+        raise RepositoryExists(f"Found existing model at {repo / model_name / VERSION}, skipping repo add.")
+    taken = sorted(name for name in folders if (repo / name).exists())
+    if taken:
+        # Replacing them would make the model that uses them answer with another one's weights.
+        raise RepositoryExists(
+            f"{repo} already holds the {', '.join(taken)} of another model, skipping repo add. "
+            "Remove that model first, or import into another repository."
+        )
+
+
+def _values(model_name: str, engine_dir: Path, tokenizer_dir: Path, max_batch_size: int) -> dict[str, str]:
+    return {
+        "bls_model_name": model_name,
+        "engine_dir": _quotable(engine_dir),
+        "tokenizer_dir": _quotable(tokenizer_dir),
+        "triton_max_batch_size": str(max_batch_size),
+        "triton_backend": "tensorrtllm",
+        "batching_strategy": "inflight_fused_batching",
+        "decoupled_mode": "True",
+        "exclude_input_in_output": "True",
+        "max_queue_delay_microseconds": "0",
+        "preprocessing_instance_count": "1",
+        "postprocessing_instance_count": "1",
+        "bls_instance_count": "1",
+        "tensorrt_llm_model_name": "tensorrt_llm",
+    }
+
+
+def _quotable(path: Path) -> str:
+    return str(path.absolute()).replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _fill_all(text: str, values: Mapping[str, str]) -> str:
+    """What has no value is written as "": not set, and no `${…}` is left to wonder about."""
+    return fill(text, {**dict.fromkeys(variables(text), ""), **values})
+
+
+def _write_model(folder: Path, config: str) -> None:
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        unfinished.chmod(0o755)  # mkdtemp's 0700 would hide the model from a server run by another user
+        (unfinished / VERSION).mkdir()
+        (unfinished / CONFIG_NAME).write_text(config, encoding="utf-8")
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def template_names() -> Iterator[str]:
+    for entry in sorted(resources.files("slipstream.repository").joinpath("templates").iterdir(), key=lambda e: e.name):
+        yield entry.name.removesuffix(".pbtxt")

@@ -1,0 +1,98 @@
+"""The few things the HTTP routes need of ASGI: bodies within a limit, whole answers, and noticing who has left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from typing import Any
+
+from slipstream.server.errors import InferenceError
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+
+MAX_BODY_BYTES = 64 << 20
+JSON = b"application/json"
+TEXT = b"text/plain"
+EVENTS = b"text/event-stream; charset=utf-8"
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it had sent everything."""
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+async def read_body(scope: Scope, receive: Receive) -> bytes:
+    """The whole body. One that is too big is read to its end, unkept, so that the client gets to see the answer."""
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size <= MAX_BODY_BYTES:
+            pieces.append(piece)
+        else:
+            pieces.clear()
+        if size > 4 * MAX_BODY_BYTES or not message.get("more_body", False):
+            break
+    if size > MAX_BODY_BYTES:
+        raise too_big(max(size, int(header(scope, b"content-length") or 0)))
+    return b"".join(pieces)
+
+
+def too_big(size: int) -> InferenceError:
+    return InferenceError(
+        f"request JSON size of {size} bytes exceeds the maximum allowed input size of {MAX_BODY_BYTES} bytes. "
+        "Use --http-max-input-size to increase the limit."
+    )
+
+
+async def send_whole(
+    send: Send, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()
+) -> None:
+    """An answer with its length."""
+    fixed = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": fixed})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def start_chunked(send: Send, status: int, content_type: bytes) -> None:
+    """An answer in chunks: each `send_chunk` is one of them."""
+    headers = [(b"content-type", content_type), (b"transfer-encoding", b"chunked")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def send_chunk(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def end_chunks(send: Send) -> None:
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work; cancel it as soon as the client is gone. The body must have been read."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_client_gone(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+    finally:
+        watcher.cancel()
+        task.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _client_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

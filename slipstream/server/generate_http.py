@@ -1,0 +1,48 @@
+"""How the answers of a model become the answer of generate (one) and generate_stream (an event each)."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+from slipstream.server.asgi import EVENTS, JSON, Send, end_chunks, send_chunk, start_chunked
+from slipstream.server.errors import InferenceError
+from slipstream.server.generate_response import EXACTLY_ONE, write_response
+from slipstream.server.inference import InferRequest, InferResponse, ServedModel
+from slipstream.server.json_text import write_error
+
+
+async def answer_once(model: ServedModel, request: InferRequest, send: Send) -> None:
+    """The status is the first answer's, a second answer only changes the body: that is Triton's way."""
+    first: InferResponse | None = None
+    more = False
+    async with aclosing(model.infer(request)) as responses:
+        async for response in responses:
+            if first is not None:
+                more = True
+                break
+            first = response
+            if response.error is not None:
+                break
+    failed = first is not None and first.error is not None
+    body = write_error(EXACTLY_ONE) if first is None or more else write_response(request, first)
+    await start_chunked(send, 400 if failed else 200, JSON)
+    await send_chunk(send, body)
+    await end_chunks(send)
+
+
+async def answer_stream(model: ServedModel, request: InferRequest, send: Send) -> None:
+    started = False
+    async with aclosing(model.infer(request)) as responses:
+        try:
+            async for response in responses:
+                if not started:
+                    await start_chunked(send, 200 if response.error is None else 400, EVENTS)
+                    started = True
+                await send_chunk(send, b"data: " + write_response(request, response) + b"\n\n")
+        except InferenceError as error:
+            if not started:
+                raise
+            await send_chunk(send, b"data: " + write_error(error.message) + b"\n\n")
+    if not started:
+        await start_chunked(send, 200, EVENTS)
+    await end_chunks(send)

@@ -1,0 +1,179 @@
+"""The bounds of every generation field, in one table, checked before anything runs; errors name the field.
+
+Fields go by the names of the generate endpoint (`roles.py` translates each repository generation's tensors into
+them); an error says the name the client used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.repository.config import ModelConfig
+from slipstream.server.errors import Code, InferenceError
+from slipstream.server.inference import InferRequest
+from slipstream.server.tensors import Tensor
+
+LARGEST_INT = 2**31 - 1
+LONGEST_TOKEN_CHARACTERS = 256  # a prompt with more characters than this a token cannot fit, unread
+
+
+@dataclass(frozen=True)
+class Range:
+    """A number: `low` ≤ value ≤ `high`, and finite; `above` excludes `low` itself."""
+
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+
+    def refuses(self, value: float) -> str:
+        """What the value must be, where it is not; otherwise nothing."""
+        if not math.isfinite(value):
+            return "must be a finite number"
+        too_low = self.low is not None and (value <= self.low if self.above else value < self.low)
+        if not too_low and (self.high is None or value <= self.high):
+            return ""
+        if self.high is None or self.high == LARGEST_INT:
+            return f"must be {'>' if self.above else '>='} {self.low:g}"
+        if self.low is None:
+            return f"must be <= {self.high:g}"
+        return f"must be {'over' if self.above else 'at least'} {self.low:g} and at most {self.high:g}"
+
+
+@dataclass(frozen=True)
+class Words:
+    """A list of strings."""
+
+    count: int
+    bytes: int  # of each
+
+
+NUMBERS: Mapping[str, Range] = {
+    "max_tokens": Range(0, LARGEST_INT, above=True),
+    "min_length": Range(0, LARGEST_INT),
+    "end_id": Range(-1, LARGEST_INT),
+    "pad_id": Range(-1, LARGEST_INT),
+    "top_k": Range(0, LARGEST_INT),
+    "top_p": Range(0.0, 1.0),
+    "temperature": Range(0.0, None),
+    "length_penalty": Range(),
+    "repetition_penalty": Range(0.0, 100.0, above=True),
+    "presence_penalty": Range(-100.0, 100.0),
+    "frequency_penalty": Range(-100.0, 100.0),
+    "random_seed": Range(0, 2**64 - 1),
+    "embedding_bias_weights": Range(-1e4, 1e4),
+    "embedding_bias": Range(-1e4, 1e4),
+    "input_lengths": Range(0, LARGEST_INT, above=True),
+}
+
+LISTS: Mapping[str, Words] = {
+    "bad_words": Words(256, 1024),
+    "stop_words": Words(64, 1024),
+    "embedding_bias_words": Words(1024, 1024),
+}
+
+# Upstream takes these, and this server does not work on them yet. The value that asks for nothing passes.
+LATER: Mapping[str, Any] = {
+    "beam_width": 1, "num_return_sequences": 1, "beam_search_diversity_rate": 0.0,
+    "return_context_logits": False, "return_generation_logits": False,
+    "return_kv_cache_reuse_stats": False, "return_perf_metrics": False,
+    "return_num_input_tokens": False, "return_num_output_tokens": False,
+    "prompt_embedding_table": None, "prompt_vocab_size": 0, "prompt_table_extra_id": 0, "prompt_table_extra_ids": None,
+    "num_draft_tokens": 0, "use_draft_logits": False, "draft_input_ids": None, "draft_logits": None,
+    "draft_acceptance_threshold": None,
+    "lora_task_id": 0, "lora_weights": None, "lora_config": None,
+    "top_p_min": 1e-6, "top_p_decay": 1.0, "top_p_reset_ids": -1,
+    "stop": False, "decoder_text_input": b"",
+    "guided_decoding_guide_type": b"", "guided_decoding_guide": b"",
+}  # fmt: skip
+
+# Without an effect on the one sequence of a request, so that any value is as good as another.
+HARMLESS = frozenset({"early_stopping"})
+
+TAKEN_AS_THEY_ARE = frozenset({
+    "text_input", "stream", "return_log_probs", "exclude_input_in_output", "input_ids", "stop_words_list",
+    "bad_words_list",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A field a request brought: the client's name for it, and its tensor."""
+
+    name: str
+    tensor: Tensor
+
+    @property
+    def value(self) -> Any:
+        return self.tensor.first
+
+
+def check_batch(request: InferRequest, config: ModelConfig) -> None:
+    """A request is one prompt; in-flight batching is what puts requests together."""
+    if config.max_batch_size > 0 and any(tensor.shape[0] != 1 for tensor in request.inputs.values()):
+        raise InferenceError("Inflight batching backend expects requests with batch size of 1.")
+
+
+def given_fields(request: InferRequest, names: Mapping[str, str]) -> dict[str, Given]:
+    """The request's fields, each within its bounds. `names`: the wire's name → the field."""
+    fields = {names.get(name, name): Given(name, tensor) for name, tensor in request.inputs.items()}
+    for field, given in fields.items():
+        _check(field, given)
+    return fields
+
+
+def _check(field: str, given: Given) -> None:
+    if field in NUMBERS:
+        _check_numbers(NUMBERS[field], given)
+    elif field in LISTS:
+        _check_words(LISTS[field], given)
+    elif field in LATER:
+        _check_later(LATER[field], given)
+    elif field not in TAKEN_AS_THEY_ARE and field not in HARMLESS:
+        raise InferenceError(f"{given.name} is not supported by this server", Code.UNSUPPORTED)
+
+
+def _check_numbers(bound: Range, given: Given) -> None:
+    for value in given.tensor.data:
+        rule = bound.refuses(value)
+        if rule:
+            raise InferenceError(f"{given.name} {rule}, got {value}")
+
+
+def _check_words(bound: Words, given: Given) -> None:
+    words = given.tensor.data
+    if len(words) > bound.count:
+        raise InferenceError(f"{given.name} must hold at most {bound.count} words, got {len(words)}")
+    longest = max((len(word) for word in words), default=0)
+    if longest > bound.bytes:
+        raise InferenceError(f"a word of {given.name} must have at most {bound.bytes} bytes, got {longest}")
+
+
+def _check_later(nothing: Any, given: Given) -> None:
+    if not given.tensor.data:
+        return
+    value = given.value
+    same = nothing is not None and (
+        math.isclose(value, nothing, rel_tol=1e-6) if isinstance(nothing, float) else value == nothing
+    )
+    if not same:
+        shown = f" {value}" if isinstance(value, (bool, int, float)) else ""
+        raise InferenceError(f"{given.name}{shown} is not supported by this server yet", Code.UNSUPPORTED)
+
+
+def require(fields: Mapping[str, Given], field: str, name: str) -> Given:
+    """Triton counts inputs only, so that a required one may still be missing."""
+    given = fields.get(field)
+    if given is None or not given.tensor.data:
+        raise InferenceError(f"{name} is required")
+    return given
+
+
+def check_prompt_length(given: Given, max_input_tokens: int) -> None:
+    """Refuse, without reading it, a text that no tokenizer could make short enough."""
+    size = len(given.value)
+    if size > max_input_tokens * LONGEST_TOKEN_CHARACTERS:
+        text = f"Prompt length (over {max_input_tokens}, {given.name} has {size} bytes)"
+        raise InferenceError(f"{text} exceeds maximum input length ({max_input_tokens}).")

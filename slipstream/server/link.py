@@ -1,0 +1,186 @@
+"""The link between the server and its engine process: a Unix socket that only this user can open.
+
+A message is one byte that names its kind and the msgpack form of one dataclass of `engine/messages.py` or
+`engine/request.py`. Both ends decode into those types and refuse anything else; nothing here can name
+code to run. The server end lives on an event loop; the engine end blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
+from slipstream.engine.request import GenerateRequest
+
+EXIT_WITH_REASON = 70  # exit code of an engine process that has sent `EngineFailed`
+_LONGEST_PATH = 100  # of a Unix socket; the kernel's limit is 107 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    """What the engine process is told on its command line, as JSON."""
+
+    socket: str
+    engine_folder: str
+    settings: dict[str, Any]
+    parent_process: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """The engine's last message: why it leaves."""
+
+    reason: str
+
+
+ToEngine = GenerateRequest | Cancel | Shutdown
+FromEngine = EngineInfo | StepOutputs | EngineStats | EngineFailed
+
+_TO_ENGINE: dict[bytes, type] = {b"G": GenerateRequest, b"C": Cancel, b"Q": Shutdown}
+_FROM_ENGINE: dict[bytes, type] = {b"I": EngineInfo, b"O": StepOutputs, b"S": EngineStats, b"F": EngineFailed}
+_KINDS = _TO_ENGINE | _FROM_ENGINE
+_KIND_OF = {message_type: kind for kind, message_type in _KINDS.items()}
+_DECODERS: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(message_type) for kind, message_type in _KINDS.items()
+}
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class LinkError(Exception):
+    """A frame that is no message of ours, or one that goes the other way."""
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _KIND_OF[type(message)] + _ENCODER.encode(message)
+
+
+def decode_to_engine(frame: bytes) -> ToEngine:
+    return _decode(frame, _TO_ENGINE)
+
+
+def decode_from_engine(frame: bytes) -> FromEngine:
+    return _decode(frame, _FROM_ENGINE)
+
+
+def _decode(frame: bytes, allowed: dict[bytes, type]) -> Any:
+    kind = frame[:1]
+    if kind not in allowed:
+        raise LinkError(f"unexpected kind of message on the link: {kind!r}")
+    try:
+        return _DECODERS[kind].decode(memoryview(frame)[1:])
+    except msgspec.MsgspecError as error:
+        raise LinkError(f"damaged {allowed[kind].__name__} on the link: {error}") from error
+
+
+class ServerEnd:
+    """The server's end, made before there is an event loop so that the engine can start loading at once."""
+
+    def __init__(self) -> None:
+        self._folder = _private_folder()
+        self.path = self._folder / "engine"
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        _configure(self._socket, linger_ms=0)
+        self._socket.bind(f"ipc://{self.path}")
+        os.chmod(self.path, 0o600)
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._on_message: Callable[[FromEngine], None] | None = None
+
+    def attach(self, on_message: Callable[[FromEngine], None]) -> None:
+        """Call `on_message` on the running event loop for each message, those that already wait included."""
+        self._event_loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._event_loop.add_reader(self._socket.FD, self.receive_waiting)
+        self.receive_waiting()
+
+    def send(self, message: ToEngine) -> bool:
+        """False when nobody is at the other end; whoever watches the process will tell its requests."""
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # zmq's descriptor is edge triggered and sending may eat the edge, so look once more.
+        if self._event_loop is not None and self._socket.poll(0):
+            self._event_loop.call_soon(self.receive_waiting)
+        return True
+
+    def receive_waiting(self) -> None:
+        """Hand over everything that has arrived."""
+        while not self._socket.closed and self._on_message is not None:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_message(decode_from_engine(frame))
+
+    def close(self) -> None:
+        if self._socket.closed:
+            return
+        if self._event_loop is not None and not self._event_loop.is_closed():
+            self._event_loop.remove_reader(self._socket.FD)
+        self._socket.close()
+        self._context.term()
+        self.hide()
+
+    def hide(self) -> None:
+        """Remove the socket from the file system. Once both ends have met it is needed no more, and a
+        server that is killed later leaves nothing behind."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class EngineEnd:
+    """The engine's end: it blocks while the engine has nothing to do."""
+
+    def __init__(self, path: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        _configure(self._socket, linger_ms=1000)
+        self._socket.connect(f"ipc://{path}")
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(encode(message))
+
+    def wait(self, seconds: float | None) -> bool:
+        """Sleep until a message waits, or for this long."""
+        return bool(self._socket.poll(None if seconds is None else round(seconds * 1000)))
+
+    def receive_waiting(self) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            messages.append(decode_to_engine(frame))
+
+    def close(self) -> None:
+        """Leave once what was sent has gone out, or after a second."""
+        self._socket.close()
+        self._context.term()
+
+
+def _private_folder() -> Path:
+    """A new folder that only this user may enter (mkdtemp sees to it), its path short enough for a socket."""
+    folder = tempfile.mkdtemp(prefix="slipstream-")
+    if len(folder) > _LONGEST_PATH - len("/engine"):
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="slipstream-", dir="/tmp")
+    return Path(folder)
+
+
+def _configure(socket: zmq.Socket, linger_ms: int) -> None:
+    # No limit on queued messages: with one a full queue would look like a dead peer to a sender that
+    # must not block. What can be queued is bounded by the requests the server admits.
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.LINGER, linger_ms)

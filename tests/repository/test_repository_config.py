@@ -1,0 +1,177 @@
+"""One config.pbtxt: every problem at once with its line, and unfilled variables as their defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.repository.config import ModelConfig, VersionPolicy, read_model_config
+from slipstream.repository.describe import config_document
+from slipstream.repository.problems import Problems
+from slipstream.repository.schema import ENUMS, MESSAGES
+
+INPUT = 'input [ { name: "a" data_type: TYPE_INT32 dims: [ -1 ] } ]\n'
+
+
+def read(folder: Path, text: str, name: str = "m") -> tuple[ModelConfig | None, Problems]:
+    model = folder / name
+    model.mkdir(exist_ok=True)
+    (model / "config.pbtxt").write_text(text, encoding="utf-8")
+    problems = Problems()
+    return read_model_config(model, problems), problems
+
+
+def said(problems: Problems) -> list[str]:
+    """The problems without the folder they were found in."""
+    return [str(problem).partition("config.pbtxt:")[2] for problem in problems.found]
+
+
+def test_reads_what_a_configuration_says(tmp_path: Path) -> None:
+    config, problems = read(
+        tmp_path,
+        """
+        name: "m" backend: "python" max_batch_size: 8
+        model_transaction_policy { decoupled: True }
+        input [
+          { name: "text" data_type: TYPE_STRING dims: [ -1 ] },
+          { name: "k" data_type: TYPE_UINT64 dims: [ 1 ] reshape: { shape: [ ] } optional: true }
+        ]
+        output: [ { name: "out" data_type: TYPE_FP32 dims: [ -1, 4 ] } ]
+        instance_group [ { count: 2 kind: KIND_CPU } ]
+        dynamic_batching { preferred_batch_size: [ 4 8 ] max_queue_delay_microseconds: 100
+                           default_queue_policy { max_queue_size: 7 timeout_action: DELAY } }
+        version_policy { specific { versions: [ 1, 3 ] } }
+        parameters { key: "flag" value { string_value: "TRUE" } }
+        """,
+    )
+    assert config is not None
+    assert said(problems) == []
+    assert (config.name, config.backend, config.max_batch_size, config.decoupled) == ("m", "python", 8, True)
+    text, k = config.inputs
+    assert (text.datatype, text.dims, text.optional, text.reshape) == ("BYTES", (-1,), False, None)
+    assert (k.datatype, k.dims, k.optional, k.reshape) == ("UINT64", (1,), True, ())
+    assert config.outputs[0].dims == (-1, 4)
+    assert [(group.kind, group.count) for group in config.instance_groups] == [("KIND_CPU", 2)]
+    assert config.dynamic_batching is not None
+    assert config.dynamic_batching.preferred_batch_size == (4, 8)
+    assert config.dynamic_batching.queue_policy.max_queue_size == 7
+    assert config.dynamic_batching.queue_policy.timeout_action == "DELAY"
+    assert config.version_policy.choose((1, 2, 3)) == (1, 3)
+    assert config.flag("flag") is True
+
+
+def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+    _, problems = read(
+        tmp_path,
+        'name: "other"\n'
+        "max_batch_size: many\n"
+        "decoupld: true\n"
+        "input [\n"
+        '  { name: "a" data_tpye: TYPE_INT32 dims: [ 1 ] },\n'
+        '  { name: "b" data_type: TYPE_INT33 dims: [ 0 ] },\n'
+        '  { name: "b" data_type: TYPE_INT32 }\n'
+        "]\n"
+        "instance_group [ { count: 99999999999 } ]\n"
+        "model_transaction_policy { decoupled: maybe }\n"
+        "parameters: 7\n"
+        "backend: python\n",
+    )
+    assert all(problem.fatal for problem in problems.found)
+    assert [(problem.line, problem.key) for problem in sorted(problems.found, key=lambda p: (p.line, p.key))] == [
+        (1, "name"),
+        (2, "max_batch_size"),
+        (3, "decoupld"),
+        (5, "input[0]"),
+        (5, "input[0].data_tpye"),
+        (6, "input[1].data_type"),
+        (6, "input[1].dims"),
+        (7, "input[2]"),
+        (7, "input[2].name"),
+        (9, "instance_group[0].count"),
+        (10, "model_transaction_policy.decoupled"),
+        (11, "parameters"),
+        (12, "backend"),
+    ]
+    lines = "\n".join(said(problems))
+    assert "input[0].data_tpye: there is no such field; did you mean 'data_type'?" in lines
+    assert "expected one of TYPE_INVALID, TYPE_BOOL" in lines
+    assert "did you mean 'TYPE_INT32'?" in lines
+    assert "max_batch_size: expected an integer, got many" in lines
+    assert "99999999999 is not within -2147483648 to 2147483647" in lines
+    assert "backend: expected a string in quotes, got python" in lines
+
+
+def test_file_that_is_no_text_is_a_problem_not_a_crash(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.pbtxt").write_bytes(b"\xff\xfe\x00")
+    problems = Problems()
+    assert read_model_config(folder, problems) is None
+    assert [problem.text for problem in problems.errors] == ["is not UTF-8 text"]
+
+
+@pytest.mark.parametrize(
+    ("field", "key", "expected"),
+    [
+        ("model_transaction_policy { decoupled: ${decoupled_mode} }", "model_transaction_policy.decoupled", False),
+        ("instance_group [ { count: ${bls_instance_count} } ]", "instance_group.count", 1),
+        (
+            "dynamic_batching { max_queue_delay_microseconds: ${max_queue_delay_microseconds} }",
+            "dynamic_batching.max_queue_delay_microseconds",
+            0,
+        ),
+        (
+            "dynamic_batching { default_queue_policy { max_queue_size: ${max_queue_size} } }",
+            "dynamic_batching.default_queue_policy.max_queue_size",
+            0,
+        ),
+        ("dynamic_batching { preferred_batch_size: [ ${triton_max_batch_size} ] }",
+         "dynamic_batching.preferred_batch_size", []),
+        ('backend: "${triton_backend}"', "backend", "tensorrtllm"),
+        ("output [ { name: \"l\" data_type: ${logits_datatype} dims: [ 1 ] } ]", "output.data_type", "TYPE_FP32"),
+    ],
+)  # fmt: skip
+def test_variable_nobody_filled_means_its_default_with_one_warning(
+    tmp_path: Path, field: str, key: str, expected: object
+) -> None:
+    config, problems = read(tmp_path, INPUT + field)
+    assert config is not None
+    value: object = config.document
+    for part in key.split("."):
+        value = value[0] if isinstance(value, list) else value
+        assert isinstance(value, dict)
+        value = value[part]
+    assert value == expected
+    assert problems.errors == ()
+    assert len(problems.warnings) == 1
+    assert "was not filled" in problems.warnings[0].text
+    assert problems.warnings[0].line == 2
+
+
+def test_string_parameter_nobody_filled_is_not_set_and_still_shown(tmp_path: Path) -> None:
+    config, problems = read(
+        tmp_path,
+        'parameters { key: "a" value { string_value: "${a}" } }\n'
+        'parameters { key: "b" value { string_value: "" } }\n'
+        'parameters { key: "c" value { string_value: "no" } }\n'
+        'parameters { key: "d" value { string_value: "False" } }\n',
+    )
+    assert config is not None
+    assert [config.parameter(name) for name in "abcx"] == [None, None, "no", None]
+    assert [config.flag(name) for name in "abcdx"] == [None, None, None, False, None]
+    assert config_document(config, False)["parameters"]["a"] == {"string_value": "${a}"}
+    assert [warning.key for warning in problems.warnings] == ["parameters.a"]
+
+
+def test_version_policies() -> None:
+    assert VersionPolicy().choose((1, 3, 2)) == (3,)
+    assert VersionPolicy("latest", 2).choose((1, 3, 2)) == (2, 3)
+    assert VersionPolicy("all").choose((3, 1)) == (1, 3)
+    assert VersionPolicy("specific", versions=(2, 9)).choose((1, 2)) == (2,)
+
+
+def test_every_type_of_the_schema_is_declared() -> None:
+    scalars = {"string", "bool", "float", "int32", "uint32", "int64", "uint64"}
+    used = {kind.rpartition(" ")[2] for message in MESSAGES.values() for kind in message.values()}
+    assert used - scalars - set(ENUMS) - set(MESSAGES) == set()

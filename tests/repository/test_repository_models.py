@@ -1,0 +1,271 @@
+"""A whole repository: roles, paths, settings, wiring of every generation, and all its problems in one report."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from tiny_text import write_engine_folder
+
+from slipstream.engine.settings import EngineSettings
+from slipstream.repository.models import Repository, inspect_repository, read_repository
+from slipstream.repository.problems import RepositoryError
+from slipstream.repository.roles import BLS_INPUTS, Role
+from slipstream.repository.templates import fill, template, template_names
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    return write_engine_folder(tmp_path / "engines" / "1-gpu", max_batch_size=12)
+
+
+def write_templates(repo: Path, values: dict[str, str], names: list[str] | None = None) -> Path:
+    """Templates filled only with `values`: the rest stays `${…}`, as in many a real repository."""
+    for name in names or list(template_names()):
+        folder = repo / name
+        (folder / "1").mkdir(parents=True)
+        filled = fill(template(name), {"bls_model_name": "tensorrt_llm_bls", **values})
+        (folder / "config.pbtxt").write_text(filled)
+    return repo
+
+
+def change(repo: Path, model: str, old: str, new: str) -> None:
+    file = repo / model / "config.pbtxt"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def test_templates_left_unfilled_serve_with_defaults(tmp_path: Path, engine: Path) -> None:
+    """Seed 004 fills the engine's folder and nothing else; upstream cannot even parse that."""
+    repository = read_repository(write_templates(tmp_path / "repo", {"engine_dir": str(engine)}))
+    assert all(model.config.max_batch_size == 12 for model in repository.models.values())  # the engine's
+    model = repository.engines["tensorrt_llm"]
+    assert not model.decoupled
+    assert not model.exclude_input_in_output
+    assert model.add_special_tokens
+    assert model.skip_special_tokens
+    assert model.tokenizer_folder == engine
+    assert model.settings == EngineSettings()
+    unfilled = [problem for problem in repository.warnings if "was not filled" in problem.text]
+    warned = {(Path(problem.file).parent.name, problem.key) for problem in unfilled}
+    assert ("tensorrt_llm", "max_batch_size") in warned
+    assert ("tensorrt_llm", "backend") in warned
+    assert ("preprocessing", "parameters.tokenizer_dir") in warned
+    assert len(warned) == len(unfilled)  # one each
+    others = [problem.text for problem in repository.warnings if problem not in unfilled]
+    assert others == ["is not set: answers begin with the prompt, as upstream's do; True leaves it out"]
+
+
+def test_parameters_reach_the_engine(tmp_path: Path, engine: Path) -> None:
+    values = {
+        "engine_dir": str(engine), "max_tokens_in_paged_kv_cache": "2560", "kv_cache_free_gpu_mem_fraction": "0.5",
+        "batch_scheduler_policy": "max_utilization", "enable_kv_cache_reuse": "False", "enable_chunked_context": "0",
+        "exclude_input_in_output": "True", "normalize_log_probs": "false", "add_special_tokens": "false",
+        "skip_special_tokens": "False", "decoupled_mode": "true",
+    }  # fmt: skip
+    model = read_repository(write_templates(tmp_path / "repo", values)).engines["tensorrt_llm"]
+    assert model.settings == EngineSettings(
+        cache_tokens=2560, cache_memory_fraction=0.5, policy="max_utilization", reuse=False, chunked=False
+    )
+    assert (model.exclude_input_in_output, model.normalize_log_probs, model.decoupled) == (True, False, True)
+    assert (model.add_special_tokens, model.skip_special_tokens) == (False, False)
+
+
+def test_parameter_that_cannot_be_read_keeps_its_default_and_warns(tmp_path: Path, engine: Path) -> None:
+    values = {"engine_dir": str(engine), "kv_cache_free_gpu_mem_fraction": "half", "enable_kv_cache_reuse": "perhaps"}
+    repository = read_repository(write_templates(tmp_path / "repo", values))
+    assert repository.engines["tensorrt_llm"].settings == EngineSettings()
+    said = [problem.text for problem in repository.warnings if "using the default" in problem.text]
+    assert [text for text in said if "was not filled" not in text] == [
+        "expected a number over 0 and up to 1, got 'half'; using the default",
+        "expected true or false, got 'perhaps'; using the default",
+    ]
+
+
+def test_parameter_without_an_effect_here_is_named(tmp_path: Path, engine: Path) -> None:
+    values = {"max_attention_window_size": "2560", "decoding_mode": "top_k", "max_beam_width": "4"}
+    values["engine_dir"] = str(engine)
+    repository = read_repository(write_templates(tmp_path / "repo", values))
+    said = {problem.key: problem.text for problem in repository.warnings if "no effect" in problem.text}
+    assert said == {
+        "parameters.max_beam_width": "'4' has no effect on this server yet",
+        "parameters.max_attention_window_size": "'2560' has no effect on this server yet",
+    }
+
+
+def test_queue_limit_is_the_engines(tmp_path: Path, engine: Path) -> None:
+    repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine)})
+    change(repo, "tensorrt_llm", "dynamic_batching {", "dynamic_batching { default_queue_policy { max_queue_size: 9 }")
+    assert read_repository(repo).engines["tensorrt_llm"].max_queue_size == 9
+
+
+@pytest.mark.parametrize("place", ["cwd", "repository", "model"])
+def test_relative_path_is_looked_for_in_three_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    repo = write_templates(tmp_path / "repo", {"engine_dir": "my/engine", "tokenizer_dir": "my/engine"})
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    bases = {"cwd": tmp_path / "work", "repository": repo, "model": repo / "tensorrt_llm"}
+    folder = write_engine_folder(bases[place] / "my" / "engine")
+    model = read_repository(repo).engines["tensorrt_llm"]
+    assert model.engine.path == folder
+    assert model.tokenizer_folder == folder
+
+
+def test_engine_folder_may_be_the_parent_or_a_child(tmp_path: Path, engine: Path) -> None:
+    child = write_templates(tmp_path / "child", {"engine_dir": str(engine.parent)})
+    assert read_repository(child).engines["tensorrt_llm"].engine.path == engine
+    other = write_engine_folder(tmp_path / "flat")
+    parent = write_templates(tmp_path / "parent", {"engine_dir": str(other / "1-gpu")})
+    assert read_repository(parent).engines["tensorrt_llm"].engine.path == other
+
+
+@pytest.mark.parametrize("inside", [".", "1-gpu", "anything"])
+def test_engine_in_the_version_folder_needs_no_path(tmp_path: Path, inside: str) -> None:
+    repo = write_templates(tmp_path / "repo", {})
+    (repo / "tensorrt_llm" / "1").rmdir()
+    folder = write_engine_folder(repo / "tensorrt_llm" / "1" / inside)
+    assert read_repository(repo).engines["tensorrt_llm"].engine.path.samefile(folder)
+
+
+def test_tokenizer_that_is_not_there_is_the_engines(tmp_path: Path, engine: Path) -> None:
+    values = {"engine_dir": str(engine), "tokenizer_dir": "meta-llama/Llama-2-7b-hf"}
+    repository = read_repository(write_templates(tmp_path / "repo", values))
+    assert repository.engines["tensorrt_llm"].tokenizer_folder == engine
+    assert any("using the engine's own tokenizer" in problem.text for problem in repository.warnings)
+
+
+def test_all_problems_of_a_repository_come_at_once(tmp_path: Path) -> None:
+    repo = write_templates(tmp_path / "repo", {"engine_dir": "/nowhere", "batching_strategy": "inflight_bathing"})
+    change(repo, "preprocessing", "data_type: TYPE_STRING dims: [ -1 ] }", "data_type: TYPE_STRING dim: [ -1 ] }")
+    change(repo, "ensemble", 'model_name: "postprocessing"', 'model_name: "postprocesing"')
+    change(repo, "tensorrt_llm_bls", '"${tensorrt_llm_model_name}"', '"no_such_engine"')
+    (repo / "mine").mkdir()
+    (repo / "mine" / "config.pbtxt").write_text('backend: "python"')
+    with pytest.raises(RepositoryError) as caught:
+        read_repository(repo)
+    found = {(Path(problem.file).parent.name, problem.key) for problem in caught.value.problems}
+    assert found >= {
+        ("preprocessing", "input[0].dim"),
+        ("preprocessing", "input[0]"),
+        ("ensemble", "ensemble_scheduling.step[2].model_name"),
+        ("tensorrt_llm", "parameters.gpt_model_path"),
+        ("tensorrt_llm", "parameters.gpt_model_type"),
+        ("tensorrt_llm_bls", "parameters.tensorrt_llm_model_name"),
+        ("mine", ""),
+    }
+    report = str(caught.value)
+    line = (repo / "tensorrt_llm" / "config.pbtxt").read_text().splitlines()
+    number = next(i for i, text in enumerate(line, 1) if "gpt_model_path" in text)
+    assert f"tensorrt_llm/config.pbtxt:{number}: parameters.gpt_model_path: /nowhere: not an engine folder" in report
+    assert "Invalid gpt_model_type 'inflight_bathing'" in report
+    assert "did you mean 'inflight_batching'?" in report
+    assert "did you mean 'dims'?" in report
+
+
+def test_unknown_parameter_is_named_with_the_likely_one(tmp_path: Path, engine: Path) -> None:
+    repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine)})
+    change(repo, "tensorrt_llm", '"enable_kv_cache_reuse"', '"enable_kv_cache_resue"')
+    said = [str(problem) for problem in read_repository(repo).warnings if "no such parameter" in problem.text]
+    assert len(said) == 1
+    assert "parameters.enable_kv_cache_resue" in said[0]
+    assert "did you mean 'enable_kv_cache_reuse'?" in said[0]
+
+
+def test_code_in_a_repository_is_not_executed(tmp_path: Path, engine: Path) -> None:
+    repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine)})
+    for model in repo.iterdir():
+        (model / "1" / "model.py").write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')\nraise SystemExit\n")
+    read_repository(repo)
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_models_somebody_else_serves_are_not_a_problem(tmp_path: Path) -> None:
+    folder = tmp_path / "repo" / "mine"
+    (folder / "2").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text('backend: "python"')
+    assert read_repository(tmp_path / "repo", served_elsewhere=["mine"]).models["mine"].versions == (2,)
+    assert len(inspect_repository(tmp_path / "repo")[1].errors) == 1
+
+
+def test_missing_version_folder_of_an_ensemble_is_forgiven(tmp_path: Path, engine: Path) -> None:
+    repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine)})
+    (repo / "ensemble" / "1").rmdir()
+    (repo / "preprocessing" / "1").rmdir()
+    repository = read_repository(repo)
+    assert repository.models["ensemble"].versions == repository.models["preprocessing"].versions == (1,)
+    said = [problem.file for problem in repository.warnings if "no version folder" in problem.text]
+    assert said == [str(repo / "preprocessing")]
+
+
+@pytest.mark.parametrize("path", ["nowhere", "empty"])
+def test_nothing_to_serve_is_said(tmp_path: Path, path: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RepositoryError, match=r"no such folder|no model in it"):
+        read_repository(tmp_path / path)
+
+
+def september_2023(repo: Path, engine: Path) -> Repository:
+    """The oldest generation: another backend name, unsigned lengths, numbered ensemble tensors."""
+    write_templates(repo, {"engine_dir": str(engine), "triton_backend": "inflight_batcher_llm"})
+    (repo / "tensorrt_llm_bls" / "config.pbtxt").unlink()
+    (repo / "ensemble" / "config.pbtxt").write_text(
+        """
+        name: "ensemble" platform: "ensemble" max_batch_size: 128
+        input [ { name: "INPUT_0" data_type: TYPE_STRING dims: [ -1 ] },
+                { name: "INPUT_1" data_type: TYPE_UINT32 dims: [ -1 ] },
+                { name: "INPUT_2" data_type: TYPE_STRING dims: [ -1 ] },
+                { name: "INPUT_3" data_type: TYPE_STRING dims: [ -1 ] },
+                { name: "runtime_top_k" data_type: TYPE_UINT32 dims: [ 1 ] optional: true },
+                { name: "len_penalty" data_type: TYPE_FP32 dims: [ 1 ] optional: true },
+                { name: "streaming" data_type: TYPE_BOOL dims: [ 1 ] optional: true } ]
+        output [ { name: "OUTPUT_0" data_type: TYPE_STRING dims: [ -1, -1 ] } ]
+        ensemble_scheduling { step [
+          { model_name: "preprocessing" model_version: -1
+            input_map { key: "QUERY" value: "INPUT_0" } input_map { key: "REQUEST_OUTPUT_LEN" value: "INPUT_1" }
+            input_map { key: "BAD_WORDS_DICT" value: "INPUT_2" } input_map { key: "STOP_WORDS_DICT" value: "INPUT_3" }
+            output_map { key: "INPUT_ID" value: "_IDS" } },
+          { model_name: "tensorrt_llm" model_version: -1
+            input_map { key: "input_ids" value: "_IDS" } input_map { key: "runtime_top_k" value: "runtime_top_k" }
+            input_map { key: "len_penalty" value: "len_penalty" } input_map { key: "streaming" value: "streaming" }
+            output_map { key: "output_ids" value: "_OUT" } },
+          { model_name: "postprocessing" model_version: -1
+            input_map { key: "TOKENS_BATCH" value: "_OUT" } output_map { key: "OUTPUT" value: "OUTPUT_0" } }
+        ] }
+        """
+    )
+    return read_repository(repo)
+
+
+def test_tensors_mean_what_they_are_wired_to(tmp_path: Path, engine: Path) -> None:
+    chain = september_2023(tmp_path / "repo", engine).chains["ensemble"]
+    assert chain.fields.inputs == {
+        "INPUT_0": "text_input",
+        "INPUT_1": "max_tokens",
+        "INPUT_2": "bad_words",
+        "INPUT_3": "stop_words",
+        "runtime_top_k": "top_k",
+        "len_penalty": "length_penalty",
+        "streaming": "stream",
+    }
+    assert chain.fields.outputs == {"OUTPUT_0": "text_output"}
+
+
+def test_ensemble_of_the_templates_means_what_its_names_say(tmp_path: Path, engine: Path) -> None:
+    repository = read_repository(write_templates(tmp_path / "repo", {"engine_dir": str(engine)}))
+    fields = repository.chains["ensemble"].fields
+    assert fields.inputs == {name: name for name in repository.models["ensemble"].config.input_names}
+    assert fields.outputs == {name: name for name in repository.models["ensemble"].config.output_names}
+    assert repository.models["tensorrt_llm_bls"].config.input_names <= BLS_INPUTS
+
+
+@pytest.mark.parametrize("backend", ["tensorrtllm", "inflight_batcher_llm", "python"])
+def test_engine_model_is_known_by_its_tensors(tmp_path: Path, engine: Path, backend: str) -> None:
+    repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine), "triton_backend": backend})
+    assert read_repository(repo).models["tensorrt_llm"].role is Role.ENGINE

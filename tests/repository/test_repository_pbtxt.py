@@ -1,0 +1,122 @@
+"""The text format: what is written is what is read, and every error knows its line."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.repository.pbtxt import MAX_DEPTH, Field, Message, PbtxtError, Scalar, parse_pbtxt
+
+Tree = list[tuple[str, "str | Tree | tuple[str, str]"]]
+
+names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+scalars = st.one_of(
+    st.tuples(st.just("string"), texts),
+    st.tuples(st.just("number"), st.integers(-(2**40), 2**40).map(str)),
+    st.tuples(st.just("number"), st.sampled_from(["1.5", "-2.5e-3", "0x1f", "1e9", ".5", "3f"])),
+    st.tuples(st.just("word"), st.sampled_from(["true", "False", "TYPE_INT32", "inf"])),
+    st.tuples(st.just("placeholder"), st.from_regex(r"[a-z_]{1,8}", fullmatch=True)),
+)
+trees = st.recursive(
+    st.lists(st.tuples(names, scalars), max_size=4),
+    lambda children: st.lists(st.tuples(names, st.one_of(scalars, children)), max_size=4),
+    max_leaves=12,
+)
+
+
+def write_string(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
+    return f'"{escaped}"'
+
+
+def write(tree: Tree, choice: st.DataObject | None = None, indent: str = "") -> str:
+    """The tree as text; `choice` picks among the spellings that mean the same."""
+    pick = (lambda options: choice.draw(st.sampled_from(options))) if choice else (lambda options: options[0])
+    lines = []
+    for name, value in tree:
+        if isinstance(value, list):
+            opening, closing = pick(["{}", "<>"])
+            colon = pick(["", ":"])
+            lines.append(f"{indent}{name}{colon} {opening}\n{write(value, choice, indent + '  ')}{indent}{closing}")
+        else:
+            kind, text = value
+            written = {"string": write_string(text), "placeholder": f"${{{text}}}"}.get(kind, text)
+            listed = pick([written, f"[ {written} ]", f"[{written},]"])
+            lines.append(f"{indent}{name}: {listed}{pick(['', ',', ';', '  # why'])}")
+    return "".join(line + pick(["\n", "\n\n"]) for line in lines)
+
+
+def as_tree(message: Message) -> Tree:
+    return [
+        (item.name, as_tree(item.value) if isinstance(item.value, Message) else (item.value.kind, item.value.text))
+        for item in message.fields
+    ]
+
+
+@settings(deadline=None)
+@given(trees, st.data())
+def test_written_in_any_spelling_and_read_back_is_the_same(tree: Tree, data: st.DataObject) -> None:
+    assert as_tree(parse_pbtxt(write(tree, data))) == tree
+
+
+@settings(deadline=None)
+@given(st.text(max_size=60))
+def test_any_text_parses_or_says_where_it_does_not(text: str) -> None:
+    line = 1
+    try:
+        parse_pbtxt(text)
+    except PbtxtError as error:
+        line = error.line
+    assert 1 <= line <= text.count("\n") + 1
+
+
+def test_lines_are_those_of_the_file() -> None:
+    message = parse_pbtxt('# a comment\nname: "x"\ninput [\n  { name: "a" },\n  { name: "b" }\n]\n')
+    assert [(item.name, item.line) for item in message.fields] == [("name", 2), ("input", 4), ("input", 5)]
+
+
+def test_list_is_a_field_repeated() -> None:
+    expected = tuple(Field("dims", Scalar("number", text, 1), 1) for text in ("-1", "2"))
+    assert parse_pbtxt("dims: [ -1, 2 ]").fields == expected
+    assert parse_pbtxt("dims: [ -1 2 ]").fields == expected
+    assert parse_pbtxt("dims: -1 dims: 2").fields == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (r'"a" "b"', "ab"),
+        ("'it''s'", "its"),
+        (r'"\x41\102\u0043"', "ABC"),
+        (r'"\xc3\xa9 \U0001F600"', "é 😀"),
+        (r'"tab\there\\ \"q\""', 'tab\there\\ "q"'),
+        ('"${tokenizer_dir}"', "${tokenizer_dir}"),
+    ],
+)
+def test_strings(written: str, text: str) -> None:
+    assert as_tree(parse_pbtxt(f"a: {written}")) == [("a", ("string", text))]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ('name: "x"\nbackend "python"', 2, "expected ':' or '{' after 'backend'"),
+        ('name: "x\nbackend: "y"', 1, "a string is not closed on its line"),
+        ("input [ {\n name: 1\n", 3, "'}' is missing before the end of the file"),
+        ("a: 1\n}", 2, "expected the name of a field, got }"),
+        ("a:\nb: 1", 2, "expected the name of a field, got :"),
+        ("max_batch_size: ${x", 1, "a '${' placeholder is not closed"),
+        ("a: @", 1, "unexpected character '@'"),
+        (r'a: "\q"', 1, r"unknown escape '\q'"),
+        (r'a: "\9"', 1, r"unknown escape '\9'"),
+        (r'a: "\xff"', 1, "a string is not UTF-8"),
+        ("a {" * (MAX_DEPTH + 1), 1, f"more than {MAX_DEPTH} levels"),
+    ],
+)
+def test_errors_name_the_line(text: str, line: int, says: str) -> None:
+    with pytest.raises(PbtxtError) as caught:
+        parse_pbtxt(text)
+    assert caught.value.line == line
+    assert says in caught.value.text

@@ -1,0 +1,116 @@
+"""Templates of our own: a written repository reads back clean, appears whole or not at all, and replaces nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from tiny_text import write_engine_folder
+
+from slipstream.repository import templates
+from slipstream.repository.models import read_repository
+from slipstream.repository.roles import Role
+from slipstream.repository.templates import (
+    RepositoryExists,
+    fill,
+    template,
+    template_names,
+    variables,
+    write_repository,
+)
+
+FOLDERS = ["ensemble", "llama", "postprocessing", "preprocessing", "tensorrt_llm"]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    return write_engine_folder(tmp_path / 'an "odd" \\ engine', max_batch_size=16)
+
+
+def test_written_repository_reads_back_without_a_warning(tmp_path: Path, engine: Path) -> None:
+    written = write_repository(tmp_path / "repo", "llama", engine, engine, 16)
+    assert sorted(folder.name for folder in written) == FOLDERS
+    assert sorted(folder.name for folder in (tmp_path / "repo").iterdir()) == FOLDERS
+    assert all((folder / "1").is_dir() and (folder / "config.pbtxt").is_file() for folder in written)
+    repository = read_repository(tmp_path / "repo")
+    assert repository.warnings == ()
+    assert {name: model.role for name, model in repository.models.items()} == {
+        "llama": Role.BLS,
+        "ensemble": Role.ENSEMBLE,
+        "preprocessing": Role.PREPROCESSING,
+        "postprocessing": Role.POSTPROCESSING,
+        "tensorrt_llm": Role.ENGINE,
+    }
+    assert all(model.config.max_batch_size == 16 for model in repository.models.values())
+    model = repository.engines["tensorrt_llm"]
+    assert (model.engine.path, model.tokenizer_folder) == (engine, engine)
+    assert (model.decoupled, model.exclude_input_in_output, model.add_special_tokens) == (True, True, True)
+    assert repository.models["tensorrt_llm"].config.parameter("gpt_model_type") == "inflight_fused_batching"
+    assert repository.chains["llama"].decoupled
+    assert repository.chains["ensemble"].decoupled
+    assert repository.chains["llama"].placeholders
+
+
+def test_existing_model_is_refused_in_the_words_of_triton_cli(tmp_path: Path, engine: Path) -> None:
+    write_repository(tmp_path, "llama", engine, engine, 4)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("config.pbtxt")}
+    with pytest.raises(RepositoryExists) as caught:
+        write_repository(tmp_path, "llama", engine, engine, 8)
+    assert str(caught.value) == f"Found existing model at {tmp_path}/llama/1, skipping repo add."
+    with pytest.raises(RepositoryExists, match="already holds the ensemble, postprocessing, preproc"):
+        write_repository(tmp_path, "other", engine, engine, 8)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("config.pbtxt")} == before
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "tensorrt_llm", ".hidden", "a b"])
+def test_name_that_cannot_be_a_folder_of_its_own_is_refused(tmp_path: Path, engine: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be a model's name"):
+        write_repository(tmp_path / "repo", name, engine, engine, 4)
+    assert not (tmp_path / "repo").exists()
+
+
+def test_failure_half_way_leaves_nothing(tmp_path: Path, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, made = templates._write_model, []
+
+    def fail_at_the_third(folder: Path, config: str) -> None:
+        made.append(folder)
+        if len(made) == 3:
+            raise OSError("no space left on device")
+        real(folder, config)
+
+    monkeypatch.setattr(templates, "_write_model", fail_at_the_third)
+    with pytest.raises(OSError, match="no space"):
+        write_repository(tmp_path / "repo", "llama", engine, engine, 4)
+    assert list((tmp_path / "repo").iterdir()) == []
+
+
+def test_unfinished_folder_is_no_model(tmp_path: Path, engine: Path) -> None:
+    write_repository(tmp_path / "repo", "llama", engine, engine, 4)
+    (tmp_path / "repo" / ".llama.x7").mkdir()
+    assert read_repository(tmp_path / "repo").warnings == ()
+
+
+def test_fill_leaves_what_it_was_not_given() -> None:
+    assert fill("a: ${x} b: ${y}", {"x": "1"}) == "a: 1 b: ${y}"
+    assert variables("${a} ${b} ${a}") == ["a", "b"]
+
+
+def test_templates_have_upstreams_variables() -> None:
+    assert list(template_names()) == ["ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls"]
+    needed = {
+        "preprocessing": {"tokenizer_dir", "triton_max_batch_size", "add_special_tokens"},
+        "postprocessing": {"tokenizer_dir", "triton_max_batch_size", "postprocessing_instance_count"},
+        "ensemble": {"triton_max_batch_size"},
+        "tensorrt_llm_bls": {"decoupled_mode", "bls_instance_count", "accumulate_tokens", "tensorrt_llm_model_name"},
+        "tensorrt_llm": {
+            "triton_backend", "decoupled_mode", "max_queue_delay_microseconds", "batching_strategy", "engine_dir",
+            "max_tokens_in_paged_kv_cache", "kv_cache_free_gpu_mem_fraction", "exclude_input_in_output",
+            "enable_kv_cache_reuse", "enable_chunked_context", "batch_scheduler_policy", "max_beam_width",
+        },
+    }  # fmt: skip
+    for name, wanted in needed.items():
+        assert wanted <= set(variables(template(name))), name

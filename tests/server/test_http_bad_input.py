@@ -1,0 +1,216 @@
+"""Bad input gets the recorded status and text, and a stream running beside it does not change by a byte."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from http_support import Connection, RunningServer, post, request_bytes
+from tiny_text import EchoEngine, text_registry, write_engine_folder
+
+from slipstream.repository.models import read_repository
+from slipstream.repository.templates import write_repository
+from slipstream.server.asgi import MAX_BODY_BYTES
+from slipstream.server.health import ServerState
+from slipstream.server.http import create_app
+
+GENERATE = "/v2/models/ensemble/generate"
+CANARY = json.dumps({"text_input": "canary 🐤 ", "max_tokens": 400, "stream": True}).encode()
+COUNTS = "expected number of inputs between 2 and 24 but got"
+PARSING = "failed to parse the request JSON buffer: "
+IN_ENSEMBLE = "in ensemble 'ensemble', "
+
+
+class Bad(NamedTuple):
+    what: str
+    body: bytes
+    status: int
+    framing: str
+    text: str
+    path: str = GENERATE
+
+
+def fields(**given: Any) -> bytes:
+    return json.dumps({"text_input": "abc", "max_tokens": 4, **given}).encode()
+
+
+def unparsed(what: str, body: bytes, text: str, path: str = GENERATE) -> Bad:
+    return Bad(what, body, 500, "content-length", text, path)
+
+
+def refused(what: str, body: bytes, text: str) -> Bad:
+    """By the model, as an answer."""
+    return Bad(what, body, 400, "chunked", IN_ENSEMBLE + text)
+
+
+TABLE = [
+    unparsed("empty body", b"", PARSING + "The document is empty. at 0"),
+    unparsed("no JSON", b"hello", PARSING + "Invalid value. at 0"),
+    unparsed("half a JSON", b'{"text_input": "a"', PARSING + "Missing a comma or '}' after an object member. at 18"),
+    unparsed("an array", b"[]", "attempt to get members for non-object"),
+    unparsed("half a surrogate pair", rb'{"text_input":"\ud83d"}',
+             PARSING + "The surrogate pair in string is invalid. at 15"),
+    unparsed("deeply nested", b"[" * 200_000, PARSING + "More than 128 levels of arrays and objects. at 128"),
+    Bad("missing field", b'{"text_input": "abc"}', 400, "content-length",
+        f"[request id: <id_unknown>] {COUNTS} 1 inputs for model 'ensemble'. Got input(s) ['text_input'], but missing "
+        "required input(s) ['max_tokens']. Please provide all required input(s)."),
+    Bad("no field", b'{"id": "r7"}', 400, "content-length",
+        f"[request id: r7] {COUNTS} 0 inputs for model 'ensemble'. Got input(s) [], but missing required input(s) "
+        "['text_input','max_tokens']. Please provide all required input(s)."),
+    refused("missing field behind an optional one", b'{"text_input": "abc", "top_k": 1}', "max_tokens is required"),
+    Bad("field twice", b'{"text_input":"a","text_input":"b","max_tokens":1}', 400, "content-length",
+        "[request id: <id_unknown>] input 'text_input' already exists in request"),
+    Bad("unknown field of a kind that cannot be", fields(flavour=["mint"]), 400, "content-length",
+        "parameter 'flavour' has invalid type. It should be either 'int', 'bool', or 'string'."),
+    unparsed("number as text", fields(max_tokens="4"),
+             "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer"),
+    unparsed("text as number", fields(text_input=5),
+             "Unable to parse JSON bytes array: attempt to access JSON non-string as string"),
+    unparsed("float as integer", fields(max_tokens=2.5),
+             "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer"),
+    unparsed("number as boolean", fields(stream=1),
+             "Unable to parse 'data': attempt to access JSON non-boolean as boolean"),
+    unparsed("negative seed", fields(random_seed=-1),
+             "Unable to parse 'data': attempt to access JSON non-unsigned-integer as unsigned-integer"),
+    unparsed("id that is no string", fields(id=7), "Unable to parse 'id': attempt to access JSON non-string as string"),
+    Bad("two values for one", fields(temperature=[0.5, 0.6]), 400, "content-length",
+        "[request id: <id_unknown>] input 'max_tokens' batch size does not match other inputs for 'ensemble'"),
+    Bad("tensor that JSON cannot hold", fields(prompt_embedding_table=[1.0]), 400, "content-length",
+        "receiving FP16 data via JSON is not supported. "
+        "Please use the binary data format for input prompt_embedding_table"),
+    refused("max_tokens 0", fields(max_tokens=0), "max_tokens must be > 0, got 0"),
+    refused("max_tokens negative", fields(max_tokens=-1), "max_tokens must be > 0, got -1"),
+    refused("max_tokens beyond INT32, which wraps", fields(max_tokens=3_000_000_000),
+            "max_tokens must be > 0, got -1294967296"),
+    refused("NaN temperature", fields(temperature=float("nan")), "temperature must be a finite number, got nan"),
+    refused("infinite temperature", fields(temperature=1e300), "temperature must be a finite number, got inf"),
+    refused("negative top_k", fields(top_k=-1), "top_k must be >= 0, got -1"),
+    refused("beams", fields(beam_width=2), "beam_width 2 is not supported by this server yet"),
+    refused("too many stop words", fields(stop_words=["x"] * 100), "stop_words must hold at most 64 words, got 100"),
+    refused("prompt too long", fields(text_input="x" * 5000),
+            "Prompt length (5000) exceeds maximum input length (4095)."),
+    refused("prompt much too long", fields(text_input="x" * (2 << 20)),
+            f"Prompt length (over 4095, text_input has {2 << 20} bytes) exceeds maximum input length (4095)."),
+    Bad("unknown model", fields(), 404, "content-length", "Request for unknown model: 'nope' is not found",
+        "/v2/models/nope/generate"),
+    Bad("unknown version", fields(), 404, "content-length",
+        "Request for unknown model: 'ensemble' version 9 is not found", "/v2/models/ensemble/versions/9/generate"),
+    Bad("absurd version", fields(), 404, "content-length",
+        f"Request for unknown model: 'ensemble' version {'9' * 30} is not found",
+        f"/v2/models/ensemble/versions/{'9' * 30}/generate"),
+]  # fmt: skip
+
+
+class Stage(NamedTuple):
+    port: int
+    engine: EchoEngine
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    folder = tmp_path_factory.mktemp("bad")
+    write_repository(folder / "repo", "llama", *[write_engine_folder(folder / "engine")] * 2, 64)
+    engine = EchoEngine(delay=0.002)
+    app = create_app(text_registry(read_repository(folder / "repo"), engine), ServerState([engine]))
+    with RunningServer(app) as server:
+        yield Stage(server.port, engine)
+
+
+def canary(port: int) -> list[bytes]:
+    answer = post(port, "/v2/models/llama/generate_stream", CANARY)
+    assert answer.status == 200
+    return answer.chunks
+
+
+def check(port: int, bad: Bad) -> None:
+    answer = post(port, bad.path, bad.body)
+    assert json.loads(answer.body) == {"error": bad.text}, bad.what
+    assert (answer.status, answer.framing) == (bad.status, bad.framing), bad.what
+    assert answer.header("content-type") == "application/json", bad.what
+
+
+def test_bad_input_is_told_and_the_canary_sings_on(stage: Stage) -> None:
+    """The whole table, and bodies that are too big, while a stream runs; the stream is the one of a quiet server."""
+    quiet = canary(stage.port)
+    disturbed: list[list[bytes]] = []
+    thread = threading.Thread(target=lambda: disturbed.append(canary(stage.port)))
+    stage.engine.hold_end = True  # the canary is not done before the table is
+    thread.start()
+    try:
+        for bad in TABLE:
+            check(stage.port, bad)
+    finally:
+        stage.engine.hold_end = False
+    thread.join()
+    assert disturbed == [quiet]
+    assert len(quiet) == 400
+
+
+@pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.what)
+def test_streaming_tells_the_same(stage: Stage, bad: Bad) -> None:
+    """What is wrong before a model runs is JSON; what a model refuses is an event."""
+    answer = post(stage.port, bad.path + "_stream", bad.body)
+    assert (answer.status, answer.framing) == (bad.status, bad.framing)
+    expected = "application/json" if bad.framing == "content-length" else "text/event-stream; charset=utf-8"
+    assert answer.header("content-type") == expected
+    body = answer.body.removeprefix(b"data: ") if bad.framing == "chunked" else answer.body
+    assert json.loads(body) == {"error": bad.text}
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_body_over_the_limit_is_refused_with_its_size(stage: Stage, chunked: bool) -> None:
+    size = MAX_BODY_BYTES + 1
+    piece = b" " * (1 << 20)
+    head = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % size
+    with Connection(stage.port) as connection:
+        connection.send(b"POST " + GENERATE.encode() + b" HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
+        for _ in range(64):
+            connection.send(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
+        connection.send(b"1\r\n \r\n0\r\n\r\n" if chunked else b" ")
+        answer = connection.answer()
+        assert answer is not None
+        text = (
+            f"request JSON size of {size} bytes exceeds the maximum allowed input size of {MAX_BODY_BYTES} bytes. "
+            "Use --http-max-input-size to increase the limit."
+        )
+        assert (answer.status, json.loads(answer.body)) == (400, {"error": text})
+        connection.send(request_bytes("POST", GENERATE, [], fields()))  # the connection is still good
+        after = connection.answer()
+        assert after is not None
+        assert after.status == 200
+
+
+def test_huge_body_that_waits_to_be_told_is_not_asked_for(stage: Stage) -> None:
+    with Connection(stage.port) as connection:
+        head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {10**12}\r\nExpect: 100-continue\r\n\r\n"
+        connection.send(head.encode())
+        answer = connection.answer()
+        assert answer is not None
+        assert (answer.status, answer.interim) == (400, b"")
+        assert f"request JSON size of {10**12} bytes".encode() in answer.body
+
+
+def test_million_tiny_chunks_are_cut_off(stage: Stage) -> None:
+    with Connection(stage.port) as connection:
+        head = b"POST " + GENERATE.encode() + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        try:
+            connection.send(head + b"1\r\n \r\n" * 200_000)
+            assert connection.head() is None
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # closed while we were still sending
+    assert post(stage.port, GENERATE, fields()).status == 200
+
+
+def test_bad_requests_leave_nothing_in_the_engine(stage: Stage) -> None:
+    before = len(stage.engine.submitted)
+    for bad in TABLE:
+        post(stage.port, bad.path, bad.body)
+    assert len(stage.engine.submitted) == before

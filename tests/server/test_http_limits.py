@@ -1,0 +1,155 @@
+"""The table of bounds and the meaning of the sampling fields."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from slipstream.engine.request import SamplingParams
+from slipstream.repository.pbtxt import Message, Scalar, parse_pbtxt
+from slipstream.repository.roles import ENGINE_FIELDS
+from slipstream.repository.templates import template
+from slipstream.server.errors import InferenceError
+from slipstream.server.inference import InferRequest
+from slipstream.server.limits import HARMLESS, LATER, LISTS, NUMBERS, TAKEN_AS_THEY_ARE, given_fields
+from slipstream.server.sampling import never_ends, pack_words, sampling_params, word_ids
+from slipstream.server.tensors import Tensor
+
+DATATYPES = {bool: "BOOL", int: "INT32", float: "FP32", bytes: "BYTES"}
+
+
+def request(**fields: object) -> InferRequest:
+    inputs = {}
+    for name, value in fields.items():
+        data = value if isinstance(value, list) else [value]
+        inputs[name] = Tensor(name, DATATYPES[type(data[0])] if data else "BYTES", (1, len(data)), data)
+    return InferRequest("m", "1", inputs)
+
+
+def sampling(**fields: object) -> SamplingParams:
+    return sampling_params(given_fields(request(max_tokens=8, **fields), {}), lambda word: list(word.encode()))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("max_tokens", 0, "max_tokens must be > 0, got 0"),
+        ("max_tokens", -5, "max_tokens must be > 0, got -5"),
+        ("min_length", -1, "min_length must be >= 0, got -1"),
+        ("top_k", -1, "top_k must be >= 0, got -1"),
+        ("top_p", 1.5, "top_p must be at least 0 and at most 1, got 1.5"),
+        ("top_p", -0.1, "top_p must be at least 0 and at most 1, got -0.1"),
+        ("temperature", -1.0, "temperature must be >= 0, got -1.0"),
+        ("temperature", math.nan, "temperature must be a finite number, got nan"),
+        ("temperature", math.inf, "temperature must be a finite number, got inf"),
+        ("repetition_penalty", 0.0, "repetition_penalty must be over 0 and at most 100, got 0.0"),
+        ("presence_penalty", 101.0, "presence_penalty must be at least -100 and at most 100, got 101.0"),
+        ("frequency_penalty", math.nan, "frequency_penalty must be a finite number, got nan"),
+        ("length_penalty", -math.inf, "length_penalty must be a finite number, got -inf"),
+        ("end_id", -2, "end_id must be >= -1, got -2"),
+        ("embedding_bias_weights", [1.0, math.nan], "embedding_bias_weights must be a finite number, got nan"),
+        ("stop_words", [b"x"] * 65, "stop_words must hold at most 64 words, got 65"),
+        ("bad_words", [b"x" * 1025], "a word of bad_words must have at most 1024 bytes, got 1025"),
+        ("beam_width", 4, "beam_width 4 is not supported by this server yet"),
+        ("beam_width", 0, "beam_width 0 is not supported by this server yet"),
+        ("return_context_logits", True, "return_context_logits True is not supported by this server yet"),
+        ("return_generation_logits", True, "return_generation_logits True is not supported by this server yet"),
+        ("num_draft_tokens", 3, "num_draft_tokens 3 is not supported by this server yet"),
+        ("lora_task_id", 7, "lora_task_id 7 is not supported by this server yet"),
+        ("lora_config", [0, 0, 8], "lora_config 0 is not supported by this server yet"),
+        ("prompt_vocab_size", 2, "prompt_vocab_size 2 is not supported by this server yet"),
+        ("decoder_text_input", b"x", "decoder_text_input is not supported by this server yet"),
+        ("runtime_top_p_decay", 0.5, "runtime_top_p_decay 0.5 is not supported by this server yet"),
+        ("flux_capacitor", 1.21, "flux_capacitor is not supported by this server"),
+    ],
+)
+def test_value_out_of_bounds_is_refused_by_name(field: str, value: object, text: str) -> None:
+    with pytest.raises(InferenceError) as caught:
+        given_fields(request(**{field: value}), ENGINE_FIELDS)
+    assert caught.value.message == text
+
+
+def test_every_number_has_a_bound_that_refuses_something() -> None:
+    for field, bound in NUMBERS.items():
+        assert bound.refuses(math.nan), field
+    assert NUMBERS["random_seed"].refuses(2**64 - 1) == ""
+
+
+def test_error_says_the_clients_own_name_of_a_field() -> None:
+    with pytest.raises(InferenceError, match="request_output_len must be > 0, got 0"):
+        given_fields(request(request_output_len=0), ENGINE_FIELDS)
+
+
+def test_values_that_ask_for_nothing_pass() -> None:
+    values = {name: value for name, value in LATER.items() if value is not None}
+    assert set(given_fields(request(**values), {})) == set(values)
+
+
+def test_every_input_of_the_templates_has_a_place_in_the_tables() -> None:
+    """A field that is in none of them would be refused, or worse, ignored."""
+    known = {*NUMBERS, *LISTS, *LATER, *HARMLESS, *TAKEN_AS_THEY_ARE}
+    for name in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble"):
+        for item in parse_pbtxt(template(name)).fields:
+            if item.name == "input" and isinstance(item.value, Message):
+                tensor = next(f.value for f in item.value.fields if f.name == "name")
+                assert isinstance(tensor, Scalar)
+                assert ENGINE_FIELDS.get(tensor.text, tensor.text) in known, tensor.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "greedy", "temperature", "top_k", "top_p"),
+    [
+        ({}, True, 0.0, 0, 1.0),
+        ({"top_k": 0, "top_p": 0.0}, True, 0.0, 0, 1.0),
+        ({"temperature": 0.0, "top_p": 0.9}, True, 0.0, 0, 0.9),
+        ({"temperature": 0.7}, False, 0.7, 0, 1.0),
+        ({"top_k": 1, "temperature": 0.7}, True, 0.0, 1, 1.0),
+        ({"top_k": 40}, False, 1.0, 40, 1.0),
+        ({"top_p": 0.5}, False, 1.0, 0, 0.5),
+        ({"temperature": 0.5, "top_k": 5, "top_p": 0.9}, False, 0.5, 5, 0.9),
+        ({"top_k": 0, "top_p": 0.5}, False, 1.0, 0, 0.5),
+    ],
+)
+def test_how_the_next_token_is_chosen(
+    fields: dict[str, object], greedy: bool, temperature: float, top_k: int, top_p: float
+) -> None:
+    params = sampling(**fields)
+    assert params.greedy is greedy
+    assert (params.temperature, params.top_k, params.top_p) == (temperature, top_k, top_p)
+
+
+def test_seed_is_the_clients_or_a_new_one_each_time() -> None:
+    assert sampling(random_seed=42).seed == 42
+    assert sampling(random_seed=0).seed == 0
+    assert len({sampling(temperature=1.0).seed for _ in range(8)}) == 8
+    assert all(0 <= sampling().seed < 2**64 for _ in range(8))
+
+
+def test_the_other_fields_arrive() -> None:
+    params = sampling(
+        min_length=3, repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=-0.5, end_id=7, pad_id=9,
+        return_log_probs=True, embedding_bias_words=[b"ab", b"b"], embedding_bias_weights=[2.0, -1.0],
+    )  # fmt: skip
+    assert (params.max_tokens, params.min_tokens, params.end_ids, params.log_probs) == (8, 3, (7,), True)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.5, 0.25, -0.5)
+    assert dict(params.logit_bias) == {ord("a"): 2.0, ord("b"): 1.0}  # added where words share a token
+
+
+def test_end_id_minus_one_never_ends() -> None:
+    fields = given_fields(request(max_tokens=1, end_id=-1), {})
+    assert never_ends(fields)
+    assert sampling(end_id=-1).end_ids == ()
+    assert not never_ends(given_fields(request(max_tokens=1), {}))
+
+
+def test_word_lists_in_the_engines_layout() -> None:
+    words = [(1, 2, 3), (4, 5)]
+    length, flat = pack_words(words)
+    assert (length, flat) == (5, [1, 2, 3, 4, 5, 3, 5, -1, -1, -1])
+    assert word_ids(Tensor("w", "INT32", (1, 2, 5), flat)) == words
+    assert pack_words([]) == (1, [0, -1])
+    assert word_ids(Tensor("w", "INT32", (1, 2, 0), [])) == []
+    for ends in ([4, 9], [3, 1]):
+        with pytest.raises(InferenceError, match="offsets"):
+            word_ids(Tensor("w", "INT32", (1, 2, 2), [1, 2, *ends]))

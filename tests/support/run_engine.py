@@ -1,0 +1,91 @@
+"""Engines over tiny or real folders, run to the end in the test's own process."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slipstream.engine.loop import EngineLoop
+from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.settings import EngineSettings
+from slipstream.kernels.attention import plan_attention
+from slipstream.model.transformer import Step, Transformer
+from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.load import start_engine
+
+BLOCK = 16
+
+
+class Answers(dict[int, list[int]]):
+    """Tokens by request id, with how each ended and what was told beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: dict[int, str] = {}
+        self.log_probs: dict[int, list[float]] = {}
+        self.top_log_probs: dict[int, list[list[tuple[int, float]]]] = {}
+        self.cached: dict[int, int] = {}
+        self.errors: dict[int, str] = {}
+
+
+def run_all(loop: EngineLoop, requests: list[GenerateRequest]) -> Answers:
+    answers = Answers()
+    for request in requests:
+        loop.submit(request)
+    while loop.has_work():
+        outputs = loop.step()
+        if outputs is None:
+            continue
+        tokens, log_probs = iter(outputs.tokens), iter(outputs.log_probs)
+        for request_id, count, reason, cached in zip(
+            outputs.request_ids, outputs.token_counts, outputs.finish_reasons, outputs.cached_tokens, strict=True
+        ):
+            answers.setdefault(request_id, []).extend(itertools.islice(tokens, count))
+            answers.log_probs.setdefault(request_id, []).extend(itertools.islice(log_probs, count))
+            answers.cached[request_id] = cached
+            if reason:
+                answers.reasons[request_id] = reason
+        for request_id, tops in outputs.top_log_probs.items():
+            answers.top_log_probs.setdefault(request_id, []).extend(tops)
+        answers.errors.update(outputs.errors)
+    loop.check_integrity()
+    assert loop.stats().free_blocks == loop.stats().total_blocks
+    return answers
+
+
+def generate(loop: EngineLoop, prompts: list[list[int]], **sampling) -> list[list[int]]:
+    parameters = SamplingParams(**sampling)
+    answers = run_all(loop, [GenerateRequest(i, prompt, parameters) for i, prompt in enumerate(prompts)])
+    return [answers[i] for i in range(len(prompts))]
+
+
+def engine(folder: Path, dtype: str = "float32", **settings) -> EngineLoop:
+    return start_engine(folder, EngineSettings(dtype=dtype, **settings))
+
+
+def all_logits(folder: Path, dtype: torch.dtype, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Logits at every position of every sequence: [tokens, vocab] each."""
+    opened = read_engine_folder(folder)
+    longest = max(map(len, sequences))
+    model = Transformer(opened.spec, opened.tensors(), dtype, torch.device("cpu"), positions=longest)
+    blocks = -(-longest // BLOCK)
+    found = []
+    for sequence in sequences:
+        cache = model.new_cache((blocks + 1) * BLOCK)
+        tables = np.arange(1, blocks + 1, dtype=np.int32)[None]
+        count = len(sequence)
+        slots = torch.arange(BLOCK, BLOCK + count)
+        attention = plan_attention(tables, np.array([0]), np.array([count]), slots, BLOCK, cache)
+        step = Step(torch.tensor(sequence), torch.arange(count), attention, torch.arange(count))
+        with torch.inference_mode():
+            found.append(model(step, cache))
+    return found
+
+
+def greedy_choices(model, sequences: list[list[int]]) -> list[list[int]]:
+    """What a transformers model would choose after every prefix of every sequence."""
+    with torch.inference_mode():
+        return [model(torch.tensor([sequence])).logits[0].argmax(-1).tolist() for sequence in sequences]
