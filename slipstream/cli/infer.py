@@ -1,0 +1,123 @@
+"""`slipstream infer`: send one prompt, print the text as it comes."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+
+class Protocol(StrEnum):
+    HTTP = "http"
+    GRPC = "grpc"
+
+
+class InferError(Exception):
+    """What to tell the user in place of an answer."""
+
+
+def infer(
+    model: Annotated[str, typer.Option("-m", "--model", help="The model to ask.")],
+    prompt: Annotated[str, typer.Option("--prompt", help="What to ask it.")],
+    protocol: Annotated[Protocol, typer.Option("-i", "--protocol")] = Protocol.HTTP,
+    url: Annotated[str, typer.Option("-u", "--url", help="The server's host.")] = "localhost",
+    port: Annotated[int | None, typer.Option("-p", "--port", help="8000, or 8001 with grpc.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="The longest answer, in tokens.")] = 128,
+) -> None:
+    if protocol is Protocol.HTTP:
+        pieces = stream_http(f"{url}:{port or 8000}", model, prompt, max_tokens)
+    else:
+        pieces = stream_grpc(f"{url}:{port or 8001}", model, prompt, max_tokens)
+    try:
+        for piece in pieces:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None  # leaving closes the connection, and the server stops generating
+    except InferError as error:
+        typer.echo(f"slipstream - ERROR - {error}", err=True)
+        raise typer.Exit(1) from None
+    finally:
+        sys.stdout.write("\n")
+
+
+def stream_http(address: str, model: str, prompt: str, max_tokens: int) -> Iterator[str]:
+    import httpx
+
+    url = f"http://{address}/v2/models/{model}/generate_stream"
+    body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True}
+    unlimited_wait = httpx.Timeout(10.0, read=None)  # a long prompt may take a while before the first token
+    try:
+        with httpx.stream("POST", url, json=body, timeout=unlimited_wait, trust_env=False) as response:
+            if not response.is_success:
+                raise InferError(_error_text(response.read()) or f"the server answered {response.status_code}")
+            for line in response.iter_lines():
+                if line.startswith("data:"):
+                    yield _text_of(json.loads(line.removeprefix("data:")))
+    except httpx.ConnectError as error:
+        raise InferError(_nobody(address)) from error
+    except httpx.HTTPError as error:
+        raise InferError(f"the connection to {address} broke: {error}") from error
+
+
+def _text_of(event: dict[str, Any]) -> str:
+    if "error" in event:
+        raise InferError(str(event["error"]))
+    text = event.get("text_output", "")
+    return text if isinstance(text, str) else "\n".join(str(one) for one in text)
+
+
+def _error_text(body: bytes) -> str:
+    """From `{"error": …}`, alone or as an event; empty when the body is something else."""
+    try:
+        return str(json.loads(body.removeprefix(b"data:"))["error"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def stream_grpc(address: str, model: str, prompt: str, max_tokens: int) -> Iterator[str]:
+    import grpc
+
+    from slipstream.server.protocol import messages
+
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        call = channel.stream_stream(
+            f"/{messages.SERVICE}/ModelStreamInfer",
+            request_serializer=messages.ModelInferRequest.SerializeToString,
+            response_deserializer=messages.ModelStreamInferResponse.FromString,
+        )
+        request = messages.ModelInferRequest(model_name=model)
+        text = prompt.encode()
+        _add_input(request, "text_input", "BYTES", struct.pack("<I", len(text)) + text)
+        _add_input(request, "max_tokens", "INT32", struct.pack("<i", max_tokens))
+        _add_input(request, "stream", "BOOL", b"\x01")
+        try:
+            for answer in call(iter([request])):
+                if answer.error_message:
+                    raise InferError(answer.error_message)
+                yield _text_output(answer.infer_response)
+        except grpc.RpcError as error:
+            refused = error.code() is grpc.StatusCode.UNAVAILABLE
+            raise InferError(_nobody(address) if refused else error.details()) from error
+
+
+def _add_input(request: Any, name: str, datatype: str, raw: bytes) -> None:
+    request.inputs.add(name=name, datatype=datatype, shape=[1, 1])
+    request.raw_input_contents.append(raw)
+
+
+def _text_output(response: Any) -> str:
+    outputs = zip(response.outputs, response.raw_output_contents, strict=True)
+    for output, raw in outputs:
+        if output.name == "text_output":
+            return bytes(raw[4:]).decode(errors="replace")  # one element behind its length
+    return ""
+
+
+def _nobody(address: str) -> str:
+    return f"no server answers at {address}; start one with: slipstream start"

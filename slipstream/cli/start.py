@@ -1,0 +1,92 @@
+"""`slipstream start`: serve a model repository; without one, bring in the default model first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.cli.list_models import DEFAULT_REPOSITORY
+from slipstream.server.engine_child import child_environment
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+class DataType(StrEnum):
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def start(
+    repo: Annotated[
+        Path | None,
+        typer.Option("--repo", "--model-repository", "--model-store", help="The folder that holds the models."),
+    ] = None,
+    address: Annotated[str, typer.Option("--address", help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option("--http-port")] = 8000,
+    grpc_port: Annotated[int, typer.Option("--grpc-port")] = 8001,
+    metrics_port: Annotated[int, typer.Option("--metrics-port")] = 8002,
+    exit_timeout: Annotated[
+        float, typer.Option("--exit-timeout-secs", help="How long running requests may take to finish at exit.")
+    ] = 30.0,
+    server_timeout: Annotated[
+        float, typer.Option("--server-timeout", help="How long the engine may take to start, in seconds.")
+    ] = 300.0,
+    watchdog: Annotated[
+        float, typer.Option("--watchdog-secs", help="How long a busy engine may be silent before it is replaced.")
+    ] = 60.0,
+    dtype: Annotated[DataType, typer.Option("--dtype", help="What the engine computes in.")] = DataType.AUTO,
+    device: Annotated[Device, typer.Option("--device")] = Device.AUTO,
+) -> None:
+    repository = repo.expanduser() if repo is not None else _default_repository()
+    from slipstream.server.engine_client import Supervision
+    from slipstream.server.lifecycle import ServerOptions, StartFailed, run_server
+
+    options = ServerOptions(
+        repository=repository,
+        address=address,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        exit_timeout_seconds=exit_timeout,
+        engine_settings=_overrides(dtype, device),
+        supervision=Supervision(silence_seconds=watchdog, start_seconds=server_timeout),
+    )
+    try:
+        code = run_server(options)
+    except StartFailed as error:
+        typer.echo(f"error: {error}", err=True)
+        code = 1
+    raise typer.Exit(code)
+
+
+def _overrides(dtype: DataType, device: Device) -> dict[str, str]:
+    given = {"dtype": dtype.value, "device": device.value}
+    return {name: value for name, value in given.items() if value != "auto"}
+
+
+def _default_repository() -> Path:
+    """~/models; when there is nothing in it, the default model is brought in."""
+    repository = DEFAULT_REPOSITORY.expanduser()
+    if not any(repository.glob("*/config.pbtxt")):
+        typer.echo(f"No model repository at {repository}: importing {DEFAULT_MODEL}, the default model.")
+        # In a process of its own: building an engine needs torch, which the server never loads.
+        command = [sys.executable, "-P", "-m", "slipstream.cli.main", "import", "-m", DEFAULT_MODEL]
+        code = subprocess.call([*command, "--repo", str(repository)], env=child_environment())
+        if code != 0:
+            remedy = "import another model with: slipstream import -m NAME --source PATH"
+            typer.echo(f"error: {DEFAULT_MODEL} could not be imported, for the reason above; {remedy}", err=True)
+            raise typer.Exit(code)
+    return repository

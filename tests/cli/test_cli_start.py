@@ -1,0 +1,106 @@
+"""`slipstream start`: what it decides before it serves. tests/server/test_lifecycle.py has the serving."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.cli import main as command
+from slipstream.cli import start as start_module
+from slipstream.server import lifecycle
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The options the server would have been run with."""
+    seen = []
+
+    def run_server(options):
+        seen.append(options)
+        return 0
+
+    monkeypatch.setattr(lifecycle, "run_server", run_server)
+    return seen
+
+
+@pytest.fixture
+def imports(monkeypatch):
+    """The commands that would have been run, and their exit code."""
+    seen = {"commands": [], "code": 0}
+
+    def call(arguments, env):
+        seen["commands"].append(arguments[1:])
+        return seen["code"]
+
+    monkeypatch.setattr(start_module.subprocess, "call", call)
+    return seen
+
+
+def test_the_defaults_are_tritons_ports_on_the_loopback_address(home, served):
+    result = runner.invoke(command.app, ["start", "--repo", "/some/models"])
+    assert result.exit_code == 0
+    (options,) = served
+    assert options.repository == Path("/some/models")
+    assert (options.address, options.http_port, options.grpc_port, options.metrics_port) == (
+        "127.0.0.1", 8000, 8001, 8002,
+    )  # fmt: skip
+    assert options.exit_timeout_seconds == 30
+    assert options.engine_settings == {}
+
+
+@pytest.mark.parametrize("spelling", ["--repo", "--model-repository", "--model-store"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_every_spelling_of_the_repository(home, served, spelling, joined):
+    arguments = [f"{spelling}=/x"] if joined else [spelling, "/x"]
+    assert runner.invoke(command.app, ["start", *arguments]).exit_code == 0
+    assert served[0].repository == Path("/x")
+
+
+def test_overrides_reach_the_engine_and_its_supervisor(home, served):
+    given = ["--dtype", "float32", "--device", "cpu", "--watchdog-secs", "5", "--server-timeout", "7"]
+    runner.invoke(command.app, ["start", "--repo", "/x", *given])
+    assert served[0].engine_settings == {"dtype": "float32", "device": "cpu"}
+    assert (served[0].supervision.silence_seconds, served[0].supervision.start_seconds) == (5, 7)
+
+
+def test_without_a_repository_the_default_model_is_imported_first(home, served, imports):
+    result = runner.invoke(command.app, ["start"])
+    assert result.exit_code == 0
+    assert imports["commands"] == [
+        ["-P", "-m", "slipstream.cli.main", "import", "-m", "smollm2-135m", "--repo", str(home / "models")]
+    ]
+    assert served[0].repository == home / "models"
+    assert "smollm2-135m" in result.output
+
+
+def test_an_existing_repository_is_served_as_it_is(home, served, imports):
+    (home / "models" / "mine").mkdir(parents=True)
+    (home / "models" / "mine" / "config.pbtxt").touch()
+    assert runner.invoke(command.app, ["start"]).exit_code == 0
+    assert imports["commands"] == []
+
+
+def test_an_import_that_fails_ends_it_with_the_way_out(home, served, imports):
+    imports["code"] = 1
+    result = runner.invoke(command.app, ["start"])
+    assert result.exit_code == 1
+    assert served == []
+    assert "slipstream import -m NAME --source PATH" in result.output.splitlines()[-1]
+
+
+def test_a_failure_is_one_last_line_and_exit_code_1(home, monkeypatch):
+    def run_server(options):
+        raise lifecycle.StartFailed("the cause; the remedy")
+
+    monkeypatch.setattr(lifecycle, "run_server", run_server)
+    result = runner.invoke(command.app, ["start", "--repo", "/x"])
+    assert result.exit_code == 1
+    assert result.output == "error: the cause; the remedy\n"

@@ -1,0 +1,74 @@
+"""The embedded default model, from its real weights: the answers of transformers, read from the same file."""
+
+import pytest
+import torch
+from run_engine import all_logits, engine, generate, greedy_choices
+
+from slipstream.weights.build import build_engine
+from slipstream.weights.known_models import DEFAULT_MODEL, KNOWN_MODELS, packaged_file
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n    ",
+    "Q: What is machine learning?\nA:",
+    "The three laws of thermodynamics are",
+    "1, 2, 3, 4, 5,",
+    "Water boils at",
+    "In 1969, Neil Armstrong",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "<|im_start|>user\nWrite a haiku about rain.<|im_end|>\n<|im_start|>assistant\n",
+    "El perro corre por",
+]
+"""More than ten: prose, code, numbers, dialogue, another language."""
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_HOME", str(tmp_path_factory.mktemp("home")))
+        yield packaged_file(DEFAULT_MODEL, KNOWN_MODELS[DEFAULT_MODEL])
+
+
+@pytest.fixture(scope="module")
+def oracle(gguf):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(gguf, tmp_path_factory):
+    return build_engine(gguf, tmp_path_factory.mktemp("smollm2") / "engine", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def sequences(folder):
+    """Prompts with 128 greedy tokens of ours behind each."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROMPTS]
+    answers = generate(engine(folder, max_rows=16), prompts, max_tokens=128)
+    return [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def chosen(oracle, sequences):
+    return greedy_choices(oracle, [prompt + answer for prompt, answer in sequences])
+
+
+def test_greedy_tokens_are_those_of_transformers(sequences, chosen):
+    for (prompt, answer), theirs in zip(sequences, chosen, strict=True):
+        assert answer == theirs[len(prompt) - 1 : -1]
+
+
+def test_bfloat16_agrees_on_99_percent_of_tokens(gguf, sequences, chosen, tmp_path):
+    halved = build_engine(gguf, tmp_path / "engine", dtype="bfloat16")
+    logits = all_logits(halved, torch.bfloat16, [prompt + answer for prompt, answer in sequences])
+    same = total = 0
+    for (prompt, answer), ours, theirs in zip(sequences, logits, chosen, strict=True):
+        window = slice(len(prompt) - 1, -1)  # teacher-forced along the greedy answer
+        same += sum(a == b for a, b in zip(ours.argmax(-1).tolist()[window], theirs[window], strict=True))
+        total += len(answer)
+    assert same / total >= 0.99, f"{same} of {total}"

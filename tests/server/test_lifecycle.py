@@ -1,0 +1,230 @@
+"""The life of a whole server, as a process: start, serve, lose its engine, drain, leave nothing behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from tiny_server import HERE, MODEL, ROOT, TinyServer, children_of, is_running, make_repository, wait_for
+
+
+@pytest.fixture
+def serve(tmp_path):
+    servers = []
+
+    def start(*options, engine="fine"):
+        server = TinyServer(make_repository(tmp_path, engine), tmp_path / "tmp", *options)
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def generate(server, prompt="5", max_tokens=3, milliseconds=0):
+    body = {"text_input": prompt, "max_tokens": max_tokens, "random_seed": milliseconds}
+    return httpx.post(f"{server.url}/v2/models/{MODEL}/generate", json=body, timeout=30)
+
+
+class Stream(threading.Thread):
+    """A client of generate_stream that keeps what it was told."""
+
+    def __init__(self, server, prompt, max_tokens, milliseconds):
+        super().__init__(daemon=True)
+        self.url = f"{server.url}/v2/models/{MODEL}/generate_stream"
+        self.body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True, "random_seed": milliseconds}
+        self.events = []
+        self.cut = False  # the connection ended before the answer did
+        self.start()
+
+    def run(self):
+        try:
+            with httpx.stream("POST", self.url, json=self.body, timeout=60) as response:
+                for line in response.iter_lines():
+                    if line:
+                        self.events.append(json.loads(line.removeprefix("data:")))
+        except httpx.RemoteProtocolError:
+            self.cut = True
+
+    @property
+    def text(self):
+        return "".join(event.get("text_output", "") for event in self.events)
+
+    def wait_begun(self):
+        wait_for(lambda: self.events)
+        return self
+
+    def finish(self):
+        self.join(60)
+        assert not self.is_alive()
+        return self
+
+
+def ready(server):
+    return httpx.get(f"{server.url}/v2/health/ready").status_code
+
+
+def counting(first, count):
+    return " ".join(str(number) for number in range(first, first + count))
+
+
+def test_it_starts_answers_and_leaves_nothing(serve):
+    server = serve().wait_started()
+    started = [line for line in server.lines if "] Started " in line]
+    assert [line.split("] ")[1].split(" at ")[0] for line in started] == [
+        "Started GRPCInferenceService",
+        "Started HTTPService",
+        "Started Metrics Service",
+    ]
+    for line in started:
+        socket.create_connection(("127.0.0.1", int(line.rpartition(":")[2]))).close()
+    assert ready(server) == 200
+    assert generate(server).json()["text_output"] == "6 7 8"
+    metrics = httpx.get(f"http://127.0.0.1:{server.ports['Metrics Service']}/metrics").text
+    assert f'nv_inference_request_success{{model="{MODEL}",version="1"}} 1' in metrics
+    assert '{kv_cache_block_type="max",model="tensorrt_llm",version="1"} 128' in metrics
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_exit() == 0
+    assert server.left_behind() == []
+
+
+def test_the_curl_it_prints_works(serve):
+    server = serve().wait_started()
+    command = next(line for line in server.lines if "curl" in line).partition("curl")[2]
+    found = subprocess.run(f"curl{command}", shell=True, capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout).get("model_name") == MODEL, found.stdout
+    assert any("/docs" in line and "/metrics" in line for line in server.lines)
+
+
+def test_sigterm_lets_every_admitted_stream_finish_and_refuses_new_work(serve):
+    server = serve().wait_started()
+    streams = [Stream(server, str(start), 100, 10).wait_begun() for start in range(0, 80, 10)]
+    server.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: ready(server) == 400)
+    refused = generate(server)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "shutting down" in refused.json()["error"]
+    for start, stream in zip(range(0, 80, 10), streams, strict=True):
+        assert stream.finish().text.split() == counting(start + 1, 100).split()
+        assert not stream.cut
+    assert server.wait_exit() == 0
+    assert server.left_behind() == []
+
+
+def test_streams_that_do_not_end_in_time_are_told_and_given_up(serve):
+    server = serve("--exit-timeout-secs", "0.5").wait_started()
+    stream = Stream(server, "1", 2000, 20).wait_begun()
+    server.process.send_signal(signal.SIGINT)
+    assert stream.finish().events[-1] == {"error": "the server is shutting down"}
+    assert server.wait_exit() == 0
+
+
+def test_a_second_signal_ends_it_at_once(serve):
+    server = serve().wait_started()
+    engine = server.engine_process()
+    stream = Stream(server, "1", 2000, 20).wait_begun()
+    server.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: ready(server) == 400)
+    assert stream.is_alive()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_exit() == 128 + signal.SIGTERM
+    assert stream.finish().cut
+    assert not is_running(engine)
+    assert server.left_behind() == []
+
+
+def test_killing_the_server_takes_the_engine_along(serve):
+    server = serve().wait_started()
+    engine = server.engine_process()
+    assert is_running(engine)
+    server.process.kill()
+    wait_for(lambda: not is_running(engine))
+    assert server.left_behind() == []  # the socket's file went when the two had met
+
+
+def test_a_killed_engine_fails_its_streams_with_the_reason_and_comes_back(serve):
+    server = serve().wait_started()
+    stream = Stream(server, "1", 2000, 20).wait_begun()
+    first = server.engine_process()
+    os.kill(first, signal.SIGKILL)
+    assert "killed by SIGKILL" in stream.finish().events[-1]["error"]
+    wait_for(lambda: ready(server) == 200)
+    assert generate(server).json()["text_output"] == "6 7 8"
+    assert server.engine_process() != first
+
+
+def test_an_engine_that_keeps_dying_ends_the_server_with_a_failure(serve):
+    server = serve().wait_started()
+    for _ in range(4):
+        wait_for(lambda: ready(server) == 200 or server.process.poll() is not None)
+        assert "SIGKILL" in generate(server, "902").text
+    assert server.wait_exit() == 1
+    assert server.lines[-1].startswith("error: the engine failed for good: it died more than 3 times in 10 minutes")
+    assert server.left_behind() == []
+
+
+def test_an_engine_that_hangs_is_replaced(serve):
+    server = serve("--watchdog-secs", "1").wait_started()
+    assert "no sign of life for 1 s" in generate(server, "901").text
+    wait_for(lambda: ready(server) == 200)
+    assert generate(server).json()["text_output"] == "6 7 8"
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(serve, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = serve("--http-port", str(port))
+        assert server.wait_exit() == 1
+    assert f"cannot use 127.0.0.1:{port}" in server.lines[-1]
+    assert "--http-port" in server.lines[-1]
+    assert not any("engine" in line for line in server.lines[:-1])
+
+
+def test_a_repository_that_is_not_there_is_the_last_line(tmp_path):
+    server = TinyServer(tmp_path / "nowhere", tmp_path / "tmp")
+    assert server.wait_exit() == 1
+    assert str(tmp_path / "nowhere") in server.lines[-1]
+    assert server.lines[-1].startswith("error: cannot serve the model repository")
+
+
+def test_an_engine_that_cannot_start_is_the_last_line(serve):
+    server = serve(engine="bad")
+    assert server.wait_exit() == 1
+    assert server.lines[-1] == "error: the engine did not start: ValueError: this engine folder is bad by order"
+    assert server.left_behind() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_engine_loads_ends_it_cleanly(serve, number):
+    server = serve(engine="slow")
+    wait_for(lambda: server.engine_process())
+    engine = server.engine_process()
+    server.process.send_signal(number)
+    assert server.wait_exit() == 0
+    assert not is_running(engine)
+    assert server.left_behind() == []
+
+
+def test_the_server_process_never_loads_torch(serve):
+    server = serve().wait_started()
+    generate(server)
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert children_of(server.process.pid) == [server.engine_process()]
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_infer_prints_the_text_of_a_running_server(serve, protocol):
+    server = serve().wait_started()
+    port = server.ports["HTTPService" if protocol == "http" else "GRPCInferenceService"]
+    command = [sys.executable, str(HERE / "tiny_server.py"), "infer", "-m", MODEL, "--prompt", "7", "-i", protocol]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    arguments = ["-u", "127.0.0.1", "-p", str(port), "--max-tokens", "4"]
+    found = subprocess.run(command + arguments, env=environment, capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "8 9 10 11\n", "")

@@ -1,0 +1,112 @@
+"""The CPU trial, with commands that crash on purpose in place of the real one."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from slipstream.engine.settings import EngineSettings
+from slipstream.server import cpu_probe
+from slipstream.server.cpu_probe import CpuChoice, choose
+
+NATIVE = ("Some CPU", frozenset({"avx512f", "avx512_bf16"}))
+PLAIN = ("Some CPU", frozenset({"avx2"}))
+
+
+@pytest.fixture(autouse=True)
+def no_limit_from_outside(monkeypatch):
+    monkeypatch.delenv(cpu_probe.ISA_VARIABLE, raising=False)
+
+
+class Trials:
+    """Commands that work only for the given choices, and die of SIGILL otherwise."""
+
+    def __init__(self, *working):
+        self.working = working
+        self.tried = []
+
+    def __call__(self, choice):
+        self.tried.append(choice)
+        crash = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+        check = f"import os; assert os.environ.get({cpu_probe.ISA_VARIABLE!r}, '') == {choice.isa!r}"
+        return [sys.executable, "-S", "-c", check if choice in self.working else crash]
+
+
+def test_a_cpu_that_computes_bfloat16_uses_it(tmp_path):
+    assert choose(Trials(CpuChoice("bfloat16")), NATIVE, tmp_path) == CpuChoice("bfloat16")
+
+
+def test_a_crash_leads_to_the_next_candidate_under_its_limit(tmp_path):
+    limited = CpuChoice("bfloat16", "AVX512_CORE_BF16")
+    assert choose(Trials(limited, CpuChoice("float32")), NATIVE, tmp_path) == limited
+
+
+def test_when_every_bfloat16_crashes_it_is_float32(tmp_path):
+    assert choose(Trials(CpuChoice("float32")), NATIVE, tmp_path) == CpuChoice("float32")
+
+
+def test_without_the_instructions_bfloat16_is_not_even_tried(tmp_path):
+    trials = Trials(*cpu_probe.CANDIDATES)
+    assert choose(trials, PLAIN, tmp_path) == CpuChoice("float32")
+    assert trials.tried == [CpuChoice("float32")]
+
+
+def test_when_nothing_works_the_answer_is_still_an_answer(tmp_path, capfd):
+    assert choose(Trials(), NATIVE, tmp_path) == CpuChoice("float32")
+    assert "no number format passed" in capfd.readouterr().err
+
+
+def test_a_trial_that_hangs_counts_as_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_probe, "TIME_LIMIT_SECONDS", 0.2)
+
+    def command(choice):
+        return ["true"] if choice.dtype == "float32" else ["sleep", "600"]
+
+    assert choose(command, NATIVE, tmp_path) == CpuChoice("float32")
+
+
+def test_the_second_time_nothing_is_tried(tmp_path):
+    first = choose(Trials(CpuChoice("bfloat16")), NATIVE, tmp_path)
+    again = Trials()
+    assert choose(again, NATIVE, tmp_path) == first
+    assert again.tried == []
+    stored = json.loads((tmp_path / "cpu-probe.json").read_text())
+    assert list(stored.values()) == [{"dtype": "bfloat16", "isa": ""}]
+
+
+def test_another_cpu_is_tried_anew_and_both_are_remembered(tmp_path):
+    choose(Trials(CpuChoice("bfloat16")), NATIVE, tmp_path)
+    trials = Trials(CpuChoice("float32"))
+    assert choose(trials, PLAIN, tmp_path) == CpuChoice("float32")
+    assert len(json.loads((tmp_path / "cpu-probe.json").read_text())) == 2
+
+
+def test_a_damaged_cache_is_replaced(tmp_path, capfd):
+    (tmp_path / "cpu-probe.json").write_text('{"half')
+    assert choose(Trials(CpuChoice("float32")), PLAIN, tmp_path) == CpuChoice("float32")
+    assert "cannot use" in capfd.readouterr().err
+    assert len(json.loads((tmp_path / "cpu-probe.json").read_text())) == 1
+
+
+def test_the_settings_win_over_the_trial(monkeypatch):
+    monkeypatch.setattr(cpu_probe, "choose", lambda: pytest.fail("tried although told"))
+    for settings in (EngineSettings(dtype="float32"), EngineSettings(device="cuda")):
+        assert cpu_probe.prepare(settings) == settings
+
+
+def test_the_choice_reaches_the_settings_and_the_environment(monkeypatch):
+    monkeypatch.setattr(cpu_probe, "choose", lambda: CpuChoice("bfloat16", "AVX512_CORE_BF16"))
+    monkeypatch.setenv(cpu_probe.ISA_VARIABLE, "")
+    assert cpu_probe.prepare(EngineSettings(device="cpu")).dtype == "bfloat16"
+    assert os.environ[cpu_probe.ISA_VARIABLE] == "AVX512_CORE_BF16"
+
+
+def test_the_real_trial_passes_in_float32(tmp_path):
+    assert choose(cpu_probe.trial_command, PLAIN, tmp_path) == CpuChoice("float32")
+
+
+def test_model_and_flags_are_read_from_the_first_processor(tmp_path):
+    file = tmp_path / "cpuinfo"
+    file.write_text("model name\t: A\nflags\t\t: fpu avx2\n\nmodel name\t: B\nflags\t\t: none\n")
+    assert cpu_probe.read_cpu(file) == ("A", frozenset({"fpu", "avx2"}))

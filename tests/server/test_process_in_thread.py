@@ -1,0 +1,98 @@
+"""The in-process engine: the same surface, no process."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+import scripted_engine as scripted
+
+from slipstream.engine.request import SamplingParams
+from slipstream.server.generation import EngineUnavailable
+from slipstream.server.in_process import InProcessEngine
+
+
+@pytest.fixture
+def loop():
+    return scripted.ScriptedLoop()
+
+
+@pytest.fixture
+def engine(loop):
+    engine = InProcessEngine(loop)
+    yield engine
+    engine.close()
+
+
+async def collect(generation):
+    tokens, last = [], None
+    async with asyncio.timeout(30):
+        async for last in generation:
+            tokens += last.tokens
+    return tokens, last
+
+
+async def test_requests_get_their_tokens(engine):
+    assert engine.ready
+    results = await asyncio.gather(
+        *(collect(engine.submit([n], SamplingParams(max_tokens=15))) for n in (1, 50, 100))
+    )
+    assert [tokens for tokens, _ in results] == [list(range(n + 1, n + 16)) for n in (1, 50, 100)]
+    assert {last.finish_reason for _, last in results} == {"length"}
+
+
+async def test_cancel(engine):
+    generation = engine.submit([1], SamplingParams(max_tokens=10**6, seed=1))
+    await anext(generation)
+    generation.cancel()
+    assert (await collect(generation))[1].finish_reason == "cancelled"
+
+
+def test_one_engine_serves_one_event_loop_after_another(engine):
+    for start in (1, 2, 3):
+        tokens, _ = asyncio.run(_one(engine, start))
+        assert tokens == [start + 1, start + 2, start + 3]
+
+
+async def _one(engine, start):
+    return await collect(engine.submit([start], SamplingParams(max_tokens=3)))
+
+
+def test_requests_of_a_closed_event_loop_are_cancelled(engine, loop):
+    async def leave_behind():
+        engine.submit([1], SamplingParams(max_tokens=10**6, seed=1))
+
+    asyncio.run(leave_behind())
+    deadline = time.monotonic() + 30
+    while (loop.cancelled == 0 or loop.running) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (loop.cancelled, len(loop.running), engine.outstanding) == (1, 0, 0)
+
+
+async def test_an_idle_engine_does_not_turn(engine, loop):
+    await collect(engine.submit([1], SamplingParams(max_tokens=3)))
+    steps = loop.steps
+    await asyncio.sleep(0.3)
+    assert loop.steps == steps
+
+
+async def test_a_failing_step_fails_every_request_with_the_reason_and_closes_the_door(engine, capfd):
+    bystander = engine.submit([1], SamplingParams(max_tokens=10**6, seed=1))
+    await anext(bystander)
+    culprit = engine.submit([scripted.RAISE], SamplingParams())
+    for generation in (bystander, culprit):
+        last = (await collect(generation))[1]
+        assert last.error == "the engine failed: RuntimeError: raised by order"
+    assert not engine.ready
+    with pytest.raises(EngineUnavailable, match="raised by order"):
+        engine.submit([1], SamplingParams())
+    assert "Traceback" in capfd.readouterr().err
+
+
+async def test_close_fails_what_is_in_flight_and_ends_the_thread(loop):
+    engine = InProcessEngine(loop)
+    generation = engine.submit([1], SamplingParams(max_tokens=10**6, seed=1))
+    await anext(generation)
+    engine.close()
+    assert (await collect(generation))[1].finish_reason == "error"
+    assert all(thread.name != "engine" for thread in threading.enumerate())
