@@ -19,7 +19,6 @@ DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _LINEARS = (".attention.qkv.weight", ".attention.dense.weight", ".mlp.gate_up.weight", ".mlp.fc.weight",
             ".mlp.proj.weight")
 _GROUP_SIZE = 32  # of int4: what keeps a small model itself; larger groups lose more than they save
-_HEAD_BITS = 8  # whatever the linears get: four bits a weight cost the choice of token more than they save
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
 
 
@@ -123,13 +122,11 @@ def engine_parameters(spec: ModelSpec, quantisation: Quantisation) -> list[Engin
             parts = (name, name.replace(".mlp.fc.", ".mlp.gate."))
             name = name.replace(".mlp.fc.", ".mlp.gate_up.")
             shape = (2 * shape[0], *shape[1:])
-        bits = quantisation.bits if name.endswith(_LINEARS) else 0
-        if name == _HEAD and quantisation.bits:
-            bits = _HEAD_BITS
+        bits = quantisation.bits if name.endswith(_LINEARS) or name == _HEAD else 0
         parameters.append(EngineParameter(name, parts, shape, bits))
     if quantisation.bits and spec.tied_embeddings:
         # the head is read whole every step, the embedding a row a token: only the head gains from few bits
-        parameters.append(EngineParameter(_HEAD, (_EMBEDDING,), shapes[_EMBEDDING], _HEAD_BITS))
+        parameters.append(EngineParameter(_HEAD, (_EMBEDDING,), shapes[_EMBEDDING], quantisation.bits))
     return parameters
 
 
