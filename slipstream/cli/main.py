@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from slipstream.cli import classic
 from slipstream.version import VERSION
 
 
@@ -83,6 +84,9 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+classic.register(app)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from slipstream.cli.keys import read_access
 from slipstream.cli.list_models import DEFAULT_REPOSITORY
 from slipstream.server.engine_child import child_environment
 
@@ -47,20 +48,31 @@ def start(
     watchdog: Annotated[
         float, typer.Option("--watchdog-secs", help="How long a busy engine may be silent before it is replaced.")
     ] = 60.0,
+    api_key: Annotated[
+        Path | None, typer.Option("--api-key", help="A file with the key every request must bring.")
+    ] = None,
+    admin_key: Annotated[
+        Path | None, typer.Option("--admin-key", help="A file with the key for repository control and logging.")
+    ] = None,
+    allow_python_models: Annotated[
+        bool, typer.Option("--allow-python-models", help="Run the model.py files of the repository.")
+    ] = False,
     dtype: Annotated[DataType, typer.Option("--dtype", help="What the engine computes in.")] = DataType.AUTO,
     device: Annotated[Device, typer.Option("--device")] = Device.AUTO,
 ) -> None:
     repository = repo.expanduser() if repo is not None else _default_repository()
     from slipstream.server.engine_client import Supervision
-    from slipstream.server.lifecycle import ServerOptions, StartFailed, run_server
+    from slipstream.server.lifecycle import StartFailed, run_server
+    from slipstream.server.options import Port, ServerOptions
 
     options = ServerOptions(
-        repository=repository,
-        address=address,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        metrics_port=metrics_port,
+        repositories=(repository,),
+        http=Port(http_port, address),
+        grpc=Port(grpc_port, address),
+        metrics=Port(metrics_port, address),
         exit_timeout_seconds=exit_timeout,
+        access=read_access(api_key, admin_key),
+        allow_python_models=allow_python_models,
         engine_settings=_overrides(dtype, device),
         supervision=Supervision(silence_seconds=watchdog, start_seconds=server_timeout),
     )

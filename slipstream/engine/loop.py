@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.engine.messages import EngineInfo, EngineStats, StepOutputs
-from slipstream.engine.plan import StepPlan
+from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.request import FinishReason, GenerateRequest
-from slipstream.engine.runner import Handle, Runner
 from slipstream.engine.scheduler import Scheduler
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class AnyHandle(Protocol):
+    """A launched plan. `result` waits for it."""
+
+    def result(self) -> StepResult: ...
+
+
+class AnyRunner(Protocol):
+    """What carries plans out; see runner.py for the CPU and gpu_runner.py for the GPU."""
+
+    block_tokens: int
+    cache: Tensor
+
+    def launch(self, plan: StepPlan) -> AnyHandle: ...
 
 
 class EngineLoop:
-    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo, depth: int = 1) -> None:
+    def __init__(self, scheduler: Scheduler, runner: AnyRunner, info: EngineInfo, depth: int = 1) -> None:
         """depth: plans in flight. Two keep a GPU busy while the host plans; a CPU computes in launch() itself."""
         self.scheduler, self.runner, self.info, self.depth = scheduler, runner, info, depth
-        self._flight: deque[tuple[StepPlan, Handle]] = deque()
+        self._flight: deque[tuple[StepPlan, AnyHandle]] = deque()
 
     def submit(self, request: GenerateRequest) -> None:
         self.scheduler.add(request)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+# The upper bounds, in seconds, of the classes that queue times are counted in; the last class has none.
+QUEUE_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
@@ -58,6 +61,10 @@ class EngineStats:
 
     running: int = 0
     waiting: int = 0
+    paused: int = 0  # of those that wait: ran before and gave way
+    context_requests: int = 0  # computed some of their prompt in the last step
+    context_tokens: int = 0  # prompt tokens of the last step
+    generation_requests: int = 0  # have their whole prompt computed
     free_blocks: int = 0  # can be handed out: never used, or idle in the cache
     cached_blocks: int = 0  # idle but reusable
     total_blocks: int = 0
@@ -68,3 +75,7 @@ class EngineStats:
     finished: int = 0
     cancelled: int = 0
     preemptions: int = 0
+    failed: int = 0  # finished with an error, those never admitted included
+    reused_blocks: int = 0  # found in the cache by a new request
+    queue_seconds: float = 0.0  # spent between arrival and the first step, all requests together
+    queue_counts: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_SECONDS_BOUNDS) + 1))  # by upper bound

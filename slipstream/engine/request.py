@@ -42,6 +42,12 @@ class SamplingParams:
         return self.temperature <= 0.0 or self.top_k == 1
 
     @property
+    def plain(self) -> bool:
+        """Nothing to do but take the likeliest token."""
+        special = self.bad_words or self.logit_bias or self.min_tokens or self.log_probs or self.top_log_probs
+        return self.greedy and not self.penalised and not special
+
+    @property
     def penalised(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
@@ -82,18 +88,14 @@ class Request:
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
 
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.request.sampling
+    sampling: SamplingParams = field(init=False)
+    prompt_tokens: int = field(init=False)
+    limit: int = field(init=False)  # how many tokens it may come to know
 
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.prompt)
-
-    @property
-    def limit(self) -> int:
-        """How many tokens it may come to know."""
-        return self.prompt_tokens + self.sampling.max_tokens
+    def __post_init__(self) -> None:
+        self.sampling = self.request.sampling
+        self.prompt_tokens = len(self.request.prompt)
+        self.limit = self.prompt_tokens + self.sampling.max_tokens
 
     @property
     def known(self) -> int:
@@ -102,7 +104,8 @@ class Request:
     @property
     def deficit(self) -> int:
         """What is left to compute. The last allowed token needs no computing: nothing follows it."""
-        return self.known - self.computed if self.known < self.limit else 0
+        known = len(self.tokens) + self.pending
+        return known - self.computed if known < self.limit else 0
 
     def finish(self, reason: FinishReason) -> None:
         assert self.finish_reason is None, f"request {self.request.request_id} finished twice"

@@ -6,6 +6,7 @@ sampled token feeds the next step without passing through the host.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,33 +34,61 @@ class BadWords:
         return self.last[matches]
 
 
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy that the host need not wait for, through memory that the device can read by itself."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class Rows:
     def __init__(self, max_rows: int, max_tokens: int, max_blocks: int, device: torch.device) -> None:
         self.device = device
-        self.tokens = torch.zeros(max_rows, max_tokens, dtype=torch.int64, device=device)
-        self.tables = torch.full((max_rows, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
+        # One row more than requests can hold: padding of a step is an ordinary row that nobody owns.
+        self.padding_row = max_rows
+        self.tokens = torch.zeros(max_rows + 1, max_tokens, dtype=torch.int64, device=device)
+        self.tables = torch.full((max_rows + 1, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
         self.blocks = [0] * max_rows  # how many of a table's entries are in use
         self.prompt_tokens = [0] * max_rows
         self.sampling = [SamplingParams()] * max_rows
+        self.plain = [True] * max_rows  # nothing to do but take the likeliest token
         self.end_ids: list[Tensor | None] = [None] * max_rows
         self.bad_words: list[BadWords | None] = [None] * max_rows
         self.bias: list[tuple[Tensor, Tensor] | None] = [None] * max_rows
 
     def apply(self, plan: StepPlan) -> None:
+        """Take over a plan's differences: one write to the tokens and one to the tables, however many rows start."""
         for start in plan.starts:
             self._start(start)
+        self._write_tokens(plan.starts)
+        self._write_tables(plan)
+
+    def _write_tokens(self, starts: list[RowStart]) -> None:
+        if starts:
+            width = self.tokens.shape[1]
+            places = np.concatenate([start.row * width + np.arange(len(start.tokens)) for start in starts])
+            values = np.concatenate([np.array(start.tokens, dtype=np.int64) for start in starts])
+            self.tokens.view(-1)[to_device(places, self.device)] = to_device(values, self.device)
+
+    def _write_tables(self, plan: StepPlan) -> None:
+        """What lies behind a table's end stays as it was: it may be gathered as padding, and is masked."""
+        width, places, blocks = self.tables.shape[1], [], []
+        for start in plan.starts:
+            places += [start.row * width + index for index in range(len(start.blocks))]
+            blocks += start.blocks
         for row, block in zip(plan.appended_rows, plan.appended_blocks, strict=True):
-            self.tables[row, self.blocks[row]] = block
+            places.append(row * width + self.blocks[row])
+            blocks.append(block)
             self.blocks[row] += 1
+        if places:
+            where = to_device(np.array(places, dtype=np.int64), self.device)
+            self.tables.view(-1)[where] = to_device(np.array(blocks, dtype=np.int32), self.device)
 
     def _start(self, start: RowStart) -> None:
         row, sampling = start.row, start.sampling
-        self.tokens[row, : len(start.tokens)] = torch.tensor(start.tokens, dtype=torch.int64)
-        self.tables[row] = NULL_BLOCK  # what lies behind a table's end is gathered as padding
-        self.tables[row, : len(start.blocks)] = torch.tensor(start.blocks, dtype=torch.int32)
         self.blocks[row] = len(start.blocks)
         self.prompt_tokens[row] = start.prompt_tokens
         self.sampling[row] = sampling
+        self.plain[row] = sampling.plain
         self.end_ids[row] = self._ids(sampling.end_ids) if sampling.min_tokens > 0 else None
         self.bad_words[row] = BadWords(sampling.bad_words, self.device) if sampling.bad_words else None
         self.bias[row] = None

@@ -1,4 +1,4 @@
-"""Carries plans out: rows from differences, one forward pass, one sampling, results in launch order."""
+"""Carries plans out on a CPU: rows from differences, one forward pass, one sampling, results in launch order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class Handle:
 
 
 class Runner:
-    def __init__(self, model: Transformer, total_blocks: int, block_tokens: int, max_rows: int, max_tokens: int) -> None:
+    def __init__(
+        self, model: Transformer, total_blocks: int, block_tokens: int, max_rows: int, max_tokens: int
+    ) -> None:
         self.model = model
         self.block_tokens = block_tokens
         self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
@@ -59,6 +61,7 @@ class Runner:
         return Step(
             token_ids=self.rows.tokens[torch.from_numpy(row_of_token), token_positions],
             positions=token_positions,
-            attention=plan_attention(tables[rows], positions, counts, slots, self.block_tokens, self.cache),
+            slots=slots,
+            attention=plan_attention(tables[rows], positions, counts, self.block_tokens, self.cache),
             samples=torch.from_numpy((ends - 1)[np.array(plan.samples)]),
         )

@@ -26,8 +26,12 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Tensor, rows: list[int], lengths: list[int], state: Rows) -> Sampled:
-    """logits: float32 [samples, vocab], overwritten; lengths: how many tokens each row knows."""
+    """logits: [samples, vocab], may be overwritten; lengths: how many tokens each row knows."""
     parameters = [state.sampling[row] for row in rows]
+    if all_plain(rows, state):
+        best, tokens = logits.max(dim=-1)
+        return Sampled(tokens, best, None, [])
+    logits = logits.float()
     raw = None
     if any(p.log_probs or p.top_log_probs for p in parameters):
         raw = logits.log_softmax(dim=-1)  # of the model's own logits, before any parameter changes them
@@ -35,10 +39,12 @@ def sample(logits: Tensor, rows: list[int], lengths: list[int], state: Rows) -> 
         _adjust(logits[index], p, row, lengths[index], state)
     _penalise(logits, rows, lengths, parameters, state)
     best, tokens = logits.max(dim=-1)
-    drawn = [index for index, p in enumerate(parameters) if not p.greedy]
-    if drawn:
-        tokens = _draw(logits, tokens, drawn, [parameters[i] for i in drawn], [lengths[i] for i in drawn])
+    _draw(logits, tokens, parameters, lengths)
     return Sampled(tokens, best, *_log_probs(raw, tokens, parameters))
+
+
+def all_plain(rows: list[int], state: Rows) -> bool:
+    return all(state.plain[row] for row in rows)
 
 
 def to_result(sampled: Sampled) -> StepResult:
@@ -91,20 +97,28 @@ def _penalise(
     logits[chosen] = values
 
 
-def _draw(
-    logits: Tensor, tokens: Tensor, drawn: list[int], parameters: list[SamplingParams], lengths: list[int]
-) -> Tensor:
+def _draw(logits: Tensor, tokens: Tensor, parameters: list[SamplingParams], lengths: list[int]) -> None:
+    """Replace the likeliest tokens of the rows that sample. Who narrows the choice is known on the host."""
+    drawn = [index for index, p in enumerate(parameters) if not p.greedy]
+    narrowed = [index for index in drawn if parameters[index].top_k > 0 or parameters[index].top_p < 1.0]
+    free = [index for index in drawn if index not in set(narrowed)]
     column = _column(logits.device)
-    keys = [sampling.noise_key(p.seed, length) for p, length in zip(parameters, lengths, strict=True)]
-    tokens[drawn] = sampling.draw(
-        logits if len(drawn) == len(logits) else logits[drawn],
-        column([p.temperature for p in parameters]),
-        column([p.top_k for p in parameters]),
-        column([p.top_p for p in parameters]),
-        column([p.min_p for p in parameters]),
-        column(keys),
-    )
-    return tokens
+    for chosen in (narrowed, free):
+        if not chosen:
+            continue
+        some = [parameters[i] for i in chosen]
+        values = logits if len(chosen) == len(logits) else logits[chosen]
+        temperature, min_p = column([p.temperature for p in some]), column([p.min_p for p in some])
+        keys = column([sampling.noise_key(p.seed, lengths[i]) for i, p in zip(chosen, some, strict=True)])
+        if chosen is free:
+            floor = min_p if any(p.min_p > 0 for p in some) else None
+            tokens[chosen] = sampling.draw_from_all(values, temperature, floor, keys)
+        else:
+            widest = 0 if any(p.top_k == 0 for p in some) else max(p.top_k for p in some)
+            tokens[chosen] = sampling.draw_narrowed(
+                values, temperature, column([p.top_k for p in some]), column([p.top_p for p in some]), min_p, keys,
+                widest,
+            )  # fmt: skip
 
 
 def _log_probs(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from slipstream.engine.blocks import BlockPool, next_name, root_name
 from slipstream.engine.messages import EngineStats, StepOutputs
 from slipstream.engine.plan import RowStart, StepPlan, StepResult
+from slipstream.engine.queue_times import QueueTimes
 from slipstream.engine.request import FinishReason, GenerateRequest, Request
 from slipstream.engine.settings import Policy
 
@@ -42,16 +43,19 @@ class Scheduler:
         self._clock = clock
         self._live: dict[int, Request] = {}  # by request id
         self._waiting: list[tuple[int, int, Request]] = []  # heap: (-priority, arrival, request)
-        self._running: list[Request] = []  # in order of admission
+        self._running: dict[int, Request] = {}  # by row, in order of admission
+        self._promised = 0  # blocks that running requests may still come to need
         self._row_request: dict[tuple[int, int], Request] = {}  # (row, generation) → request
-        self._free_rows = list(range(max_rows - 1, -1, -1))  # the lowest number is handed out first
+        self._free_rows = list(range(max_rows))  # a heap: the lowest number is handed out first
         self._generation = 0
         self._arrivals = 0
         self._steps = 0
         self._outputs = StepOutputs()
         self._with_deadline = 0
         self._prompt_tokens = self._cached_prompt_tokens = self._output_tokens = 0
-        self._finished = self._cancelled = self._preemptions = 0
+        self._finished = self._cancelled = self._preemptions = self._failed = 0
+        self._context_requests = self._context_tokens = self._reused_blocks = 0
+        self._queue_times = QueueTimes(clock)
 
     # --- requests come and go ---
 
@@ -59,11 +63,13 @@ class Scheduler:
         """Queue a request. One that can never run is answered with an error at once."""
         problem = self._problem(request)
         if problem:
+            self._failed += 1
             self._tell(request.request_id, [], "error", error=problem)
             return
         self._arrivals += 1
         queued = Request(request, arrival=self._arrivals, tokens=list(request.prompt))
         self._live[request.request_id] = queued
+        self._queue_times.arrive(request.request_id)
         self._with_deadline += request.deadline is not None
         heapq.heappush(self._waiting, (-request.priority, queued.arrival, queued))
 
@@ -87,6 +93,7 @@ class Scheduler:
         if self._with_deadline:
             self._expire()
         self._steps += 1
+        self._context_requests = self._context_tokens = 0
         plan = StepPlan(step=self._steps)
         preemptions = self._preemptions
         budget = self._plan_running(plan, self.step_tokens)
@@ -103,7 +110,8 @@ class Scheduler:
             request = self._row_request.get((row, generation))
             if request is not None:
                 request.settled = position + count
-                self._name_blocks(request)
+                if request.settled >= (request.named + 1) * self.blocks.block_tokens:
+                    self._name_blocks(request)
                 if sampled:
                     self._apply(request, result, index)
             index += sampled
@@ -119,6 +127,9 @@ class Scheduler:
         return EngineStats(
             running=len(self._running),
             waiting=len(self._live) - len(self._running),
+            paused=sum(r.row < 0 <= r.generation for r in self._live.values()),
+            context_requests=self._context_requests, context_tokens=self._context_tokens,
+            generation_requests=sum(r.computed >= r.prompt_tokens for r in self._running.values()),
             free_blocks=self.blocks.available,
             cached_blocks=self.blocks.cached,
             total_blocks=self.blocks.total_blocks,
@@ -128,18 +139,21 @@ class Scheduler:
             output_tokens=self._output_tokens,
             finished=self._finished,
             cancelled=self._cancelled,
-            preemptions=self._preemptions,
+            preemptions=self._preemptions, failed=self._failed, reused_blocks=self._reused_blocks,
+            queue_seconds=self._queue_times.seconds, queue_counts=list(self._queue_times.counts),
         )
 
     def check_integrity(self) -> None:
         """Raise if rows or blocks are lost, or a running request breaks its invariant."""
         self.blocks.check_integrity([request.blocks for request in self._live.values()])
-        used = [request.row for request in self._running]
+        used = [request.row for request in self._running.values()]
         if sorted(used + self._free_rows) != list(range(self.max_rows)):
             raise AssertionError(f"rows lost or doubled: used {used}, free {self._free_rows}")
-        if set(self._row_request) != {(r.row, r.generation) for r in self._running}:
+        if set(self._row_request) != {(r.row, r.generation) for r in self._running.values()}:
             raise AssertionError("a row is mapped to a request that does not run")
-        for request in self._running:
+        if self._promised != sum(self._most_blocks(r) - len(r.blocks) for r in self._running.values()):
+            raise AssertionError("promised blocks and running requests disagree")
+        for request in self._running.values():
             if not 0 <= request.settled <= request.computed <= request.known:
                 raise AssertionError(f"request {request.request.request_id}: computed more than it knows")
             if len(request.blocks) < self.blocks.blocks_for(request.computed):
@@ -148,16 +162,18 @@ class Scheduler:
     # --- planning ---
 
     def _plan_running(self, plan: StepPlan, budget: int) -> int:
-        """Running requests first, those nearest their next token first; returns the budget left."""
-        for request in sorted(self._running, key=lambda r: (r.deficit > 1, -r.request.priority, r.arrival)):
-            if request.row < 0:
-                continue  # preempted for the sake of an earlier one
+        """Running requests first, those one token short of their next before all; returns the budget left."""
+        longer = []
+        for request in list(self._running.values()):
+            deficit = request.deficit
+            if deficit > 1:
+                longer.append(request)
+            elif deficit == 1 and budget > 0 and self._extend(plan, request, request.computed + 1):
+                budget -= self._schedule(plan, request, 1)
+        for request in sorted(longer, key=lambda r: (-r.request.priority, r.arrival)):
             count = self._share(request.deficit, budget)
-            if count == 0:
-                continue
-            if not self._extend(plan, request, request.computed + count):
-                continue
-            budget -= self._schedule(plan, request, count)
+            if count and self._extend(plan, request, request.computed + count):
+                budget -= self._schedule(plan, request, count)
         return budget
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
@@ -193,8 +209,7 @@ class Scheduler:
         available = self.blocks.available - self.blocks.idle_among(found)
         if self.policy == "guaranteed_no_evict":
             # Every running request may still grow to its limit; what that takes is spoken for.
-            promised = sum(self._most_blocks(r) - len(r.blocks) for r in self._running)
-            return self._most_blocks(request) - len(found) <= available - promised
+            return self._most_blocks(request) - len(found) <= available - self._promised
         # One spare block a running request, so that admitting does not preempt in the very next step.
         spare = len(self._running)
         return self.blocks.blocks_for(tokens) - len(found) <= available - spare
@@ -218,24 +233,32 @@ class Scheduler:
             request.cached_tokens = request.computed
             self._prompt_tokens += request.prompt_tokens
             self._cached_prompt_tokens += request.cached_tokens
+            self._reused_blocks += len(found)
+            self._queue_times.start(request.request.request_id)
         self._generation += 1
-        request.row, request.generation = self._free_rows.pop(), self._generation
+        request.row, request.generation = heapq.heappop(self._free_rows), self._generation
         self._row_request[request.row, request.generation] = request
-        self._running.append(request)
+        self._running[request.row] = request
+        self._promised += self._most_blocks(request) - len(found)
         plan.starts.append(
             RowStart(request.row, list(request.tokens), request.prompt_tokens, list(found), request.sampling,
                      request.request.adapter)
         )
 
     def _extend(self, plan: StepPlan, request: Request, tokens: int) -> bool:
-        """Give the request blocks for its first `tokens` positions; False when it had to give way itself."""
+        """Give the request blocks for its first `tokens` positions; False when it has had to give way."""
+        if request.row < 0:
+            return False  # preempted for the sake of an earlier one
         missing = self.blocks.blocks_for(tokens) - len(request.blocks)
+        if missing <= 0:
+            return True
         while missing > self.blocks.available:
-            victim = max(self._running, key=lambda r: (-r.request.priority, r.arrival))
+            victim = max(self._running.values(), key=lambda r: (-r.request.priority, r.arrival))
             self._preempt(plan, victim)
             if victim is request:
                 return False
-        for block in self.blocks.allocate(max(missing, 0)):
+        self._promised -= missing
+        for block in self.blocks.allocate(missing):
             request.blocks.append(block)
             plan.appended_rows.append(request.row)
             plan.appended_blocks.append(block)
@@ -248,6 +271,9 @@ class Scheduler:
         plan.positions.append(request.computed)
         plan.counts.append(count)
         plan.samples.append(samples)
+        if request.computed < request.prompt_tokens:
+            self._context_requests += 1
+            self._context_tokens += count
         request.computed += count
         request.pending += samples
         return count
@@ -347,16 +373,18 @@ class Scheduler:
         self._with_deadline -= request.request.deadline is not None
         self._finished += 1
         self._cancelled += request.finish_reason == "cancelled"
+        self._failed += request.finish_reason == "error"
+        self._queue_times.leave(request.request.request_id)
         if request.row >= 0:
             self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
+        self._promised -= self._most_blocks(request) - len(request.blocks)
         self.blocks.release(request.blocks)
         request.blocks = []
-        self._running.remove(request)
+        del self._running[request.row]
         del self._row_request[request.row, request.generation]
-        self._free_rows.append(request.row)
-        self._free_rows.sort(reverse=True)
+        heapq.heappush(self._free_rows, request.row)
         request.row = -1
 
     def _tell(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from slipstream.engine.blocks import BlockPool
-from slipstream.engine.loop import EngineLoop
+from slipstream.engine.loop import AnyRunner, EngineLoop
 from slipstream.engine.messages import EngineInfo
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.runner import Runner
@@ -20,9 +21,15 @@ from slipstream.model.transformer import Transformer
 
 # A CPU computes about this many prompt tokens before the requests beside them notice the wait.
 _CPU_STEP_TOKENS = 512
+# Enough for a GPU's matrix units to be busy; more only makes the requests beside a prompt wait.
+_GPU_STEP_TOKENS = 8192
 # A CPU machine's memory is shared with everything else on it; this much cache serves 16 long chats.
 _CPU_CACHE_BYTES = 512 * 2**20
+# What graphs, libraries' workspaces and the activations of a full step take beside weights and cache.
+_GPU_SPARE_BYTES = 6 * 2**30
 _WARM_UP_REQUEST = -1
+
+Progress = Callable[[int, int], None]
 
 
 def create_engine(
@@ -30,28 +37,39 @@ def create_engine(
     tensors: dict[str, Tensor],
     settings: EngineSettings,
     longest_sequence: int,
+    progress: Progress = lambda done, total: None,
 ) -> EngineLoop:
     """An engine over these weights. `longest_sequence`: what the engine folder allows, prompt and output."""
     began = time.monotonic()
-    device = torch.device("cpu" if settings.device == "auto" else settings.device)
-    torch.set_num_threads(settings.threads or usable_cores())
-    dtype = getattr(torch, _dtype_name(settings.dtype))
+    device = _device(settings)
+    on_gpu = device.type == "cuda"
+    if not on_gpu:
+        torch.set_num_threads(settings.threads or usable_cores())
+    dtype = getattr(torch, _dtype_name(settings.dtype, on_gpu))
     longest = min(longest_sequence, settings.max_sequence_tokens or longest_sequence)
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
     model = Transformer(spec, tensors, dtype, device, positions=longest)
     tensors.clear()  # what was laid out anew need not be held twice
-    blocks = _pool_blocks(spec, settings, dtype, longest)
-    runner = Runner(model, blocks, settings.block_tokens, settings.max_rows, longest)
+    blocks = _pool_blocks(spec, settings, dtype, longest, device)
+    runner: AnyRunner
+    if on_gpu:
+        from slipstream.engine.gpu_runner import GpuRunner  # needs Triton, which a CPU installation lacks
+
+        runner = GpuRunner(model, blocks, settings.block_tokens, settings.max_rows, longest)
+        warm_up(spec, runner, blocks, longest)
+        runner.capture(settings.max_rows, progress)
+    else:
+        runner = Runner(model, blocks, settings.block_tokens, settings.max_rows, longest)
+        warm_up(spec, runner, blocks, longest)
     scheduler = Scheduler(
         BlockPool(blocks, settings.block_tokens, settings.reuse),
         settings.max_rows,
-        settings.step_tokens or _CPU_STEP_TOKENS,
+        settings.step_tokens or (_GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS),
         longest,
         spec.vocab_size,
         settings.policy,
         settings.chunked,
     )
-    warm_up(spec, runner, blocks, longest)
     info = EngineInfo(
         vocab_size=spec.vocab_size,
         max_sequence_tokens=longest,
@@ -64,10 +82,10 @@ def create_engine(
         cache_bytes=runner.cache.nbytes,
         load_seconds=time.monotonic() - began,
     )
-    return EngineLoop(scheduler, runner, info)
+    return EngineLoop(scheduler, runner, info, depth=2 if on_gpu else 1)
 
 
-def warm_up(spec: ModelSpec, runner: Runner, total_blocks: int, longest: int) -> None:
+def warm_up(spec: ModelSpec, runner: AnyRunner, total_blocks: int, longest: int) -> None:
     """Run one short request through the runner alone, so that the first user does not pay for first calls."""
     pool = BlockPool(total_blocks, runner.block_tokens, reuse=False)
     scheduler = Scheduler(pool, 1, longest, longest, spec.vocab_size)
@@ -82,19 +100,40 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _dtype_name(dtype: str) -> str:
+def _device(settings: EngineSettings) -> torch.device:
+    if settings.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(settings.device)
+
+
+def _dtype_name(dtype: str, on_gpu: bool) -> str:
     if dtype == "auto":
-        return "float32"  # the caller, who can probe the machine safely, decides on bfloat16
+        # On a CPU the caller, who can probe the machine safely, decides on bfloat16.
+        return "bfloat16" if on_gpu else "float32"
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {dtype!r}")
     return dtype
 
 
-def _pool_blocks(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, longest: int) -> int:
-    """How many blocks the pool has: what was asked for, else a fixed share of memory; one sequence at least."""
+def _pool_blocks(
+    spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, longest: int, device: torch.device
+) -> int:
+    """How many blocks the pool has: what was asked for, else a share of memory; one sequence at least."""
     size = settings.block_tokens
     if settings.cache_tokens is not None:
         return max(1, settings.cache_tokens // size)
-    token_bytes = 2 * spec.layers * spec.kv_size * dtype.itemsize
-    affordable = _CPU_CACHE_BYTES // (token_bytes * size)
-    return max(affordable, -(-longest // size))
+    block_bytes = 2 * spec.layers * spec.kv_size * dtype.itemsize * size
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        affordable = int((free - _GPU_SPARE_BYTES) * settings.cache_memory_fraction) // block_bytes
+        most_useful = settings.max_rows * -(-longest // size)
+        affordable = min(affordable, most_useful)
+    else:
+        affordable = _CPU_CACHE_BYTES // block_bytes
+    needed = -(-longest // size)
+    if device.type == "cuda" and affordable < needed:
+        raise ValueError(
+            f"the GPU has room for {max(affordable, 0) * size} cached tokens, one sequence of {longest} needs more: "
+            f"lower the longest sequence, or use fewer bits a weight"
+        )
+    return max(affordable, needed)

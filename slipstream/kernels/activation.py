@@ -16,6 +16,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def silu_gated(x: Tensor) -> Tensor:
+    """x: [tokens, 2 * ffn], the activated half first → [tokens, ffn]."""
+    return gated(x, functional.silu)
+
+
 def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """x: [tokens, 2 * ffn], the activated half first → [tokens, ffn]."""
     activated, multiplied = x.chunk(2, dim=-1)

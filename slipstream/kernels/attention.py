@@ -1,4 +1,4 @@
-"""Attention of a step's new tokens over the paged cache, and the writing of their keys and values.
+"""Attention of a step's new tokens over the paged cache.
 
 A cache layer is [kv_heads, slots, head_size]; slot = block × block_tokens + offset. With heads outermost, the
 blocks of a row gather into one contiguous matrix a head, which is what matrix products are fast on. An
@@ -17,7 +17,8 @@ from torch.nn import functional
 
 # Rows of very different lengths are not gathered together: the short ones would be padded at a cost.
 _MOST_PADDING = 2.0
-# From this many cached tokens on, two batched products beat torch's fused attention for single queries.
+# From this many gathered tokens on, two batched products beat torch's fused attention for single queries. Not so
+# where one row's slots are a run: its keys are then a view with gaps between heads, which products are slow on.
 _PRODUCTS_FROM_TOKENS = 512
 # Queries of a prompt taken at once; larger tiles compute more that is masked away, smaller ones call more often.
 _TILE_TOKENS = 64
@@ -47,10 +48,22 @@ class PrefillRow:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    slots: Tensor  # [tokens]: where the step's own keys and values go
     block_tokens: int
     decodes: list[DecodeGroup]
     prefills: list[PrefillRow]
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+        """q: [tokens, heads, head_size]; keys, values: [kv_heads, slots, head_size], the step's own already in
+        → [tokens, heads, head_size]"""
+        if len(self.decodes) == 1 and not self.prefills:
+            return _attend_decode(q, keys, values, self.decodes[0], self.block_tokens, window)
+        output = q.new_empty(q.shape)
+        for group in self.decodes:
+            output[group.tokens] = _attend_decode(q[group.tokens], keys, values, group, self.block_tokens, window)
+        for row in self.prefills:
+            k, v = (_gather(t, row.where, 1, self.block_tokens)[0, :, : row.length] for t in (keys, values))
+            output[row.tokens] = _attend_prefill(q[row.tokens], k, v, row, window)
+        return output
 
 
 def cache_shape(layers: int, slots: int, kv_heads: int, head_size: int) -> tuple[int, ...]:
@@ -62,7 +75,6 @@ def plan_attention(
     tables: np.ndarray,  # [rows of the step, blocks]
     positions: np.ndarray,  # [rows of the step]: first position each computes
     counts: np.ndarray,  # [rows of the step]: tokens each computes
-    slots: Tensor,  # [tokens]
     block_tokens: int,
     cache: Tensor,  # of cache_shape
 ) -> AttentionPlan:
@@ -70,7 +82,7 @@ def plan_attention(
     heads, cache_blocks = cache.shape[2], cache.shape[3] // block_tokens
     offsets = np.concatenate(([0], np.cumsum(counts)))
     lengths = positions + counts
-    plan = AttentionPlan(slots, block_tokens, [], [])
+    plan = AttentionPlan(block_tokens, [], [])
     for members in _similar(np.flatnonzero(counts == 1), lengths):
         blocks = -(-int(lengths[members].max()) // block_tokens)
         where, length = _where(tables[members, :blocks], lengths[members], block_tokens, heads, cache_blocks)
@@ -85,36 +97,6 @@ def plan_attention(
     return plan
 
 
-def write_cache(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """keys, values: [kv_heads, slots, head_size]; k, v: [tokens, kv_heads, head_size]; slots: [tokens]."""
-    keys.index_copy_(1, slots, k.transpose(0, 1))
-    values.index_copy_(1, slots, v.transpose(0, 1))
-
-
-def attend(
-    q: Tensor,  # [tokens, heads, head_size]
-    k: Tensor,  # [tokens, kv_heads, head_size], already written to the cache
-    v: Tensor,
-    keys: Tensor,  # [kv_heads, slots, head_size]
-    values: Tensor,
-    plan: AttentionPlan,
-    window: int | None,
-) -> Tensor:
-    """→ [tokens, heads, head_size]"""
-    if len(plan.decodes) == 1 and not plan.prefills:
-        return _attend_decode(q, keys, values, plan.decodes[0], plan.block_tokens, window)
-    output = torch.empty_like(q)
-    for group in plan.decodes:
-        output[group.tokens] = _attend_decode(q[group.tokens], keys, values, group, plan.block_tokens, window)
-    for row in plan.prefills:
-        if row.start == 0:  # all it looks at was computed in this step
-            seen_k, seen_v = k[row.tokens].transpose(0, 1), v[row.tokens].transpose(0, 1)
-        else:
-            seen_k, seen_v = (_gather(t, row.where, 1, plan.block_tokens)[0, :, : row.length] for t in (keys, values))
-        output[row.tokens] = _attend_prefill(q[row.tokens], seen_k, seen_v, row, window)
-    return output
-
-
 def _attend_decode(
     q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, block_tokens: int, window: int | None
 ) -> Tensor:
@@ -126,7 +108,7 @@ def _attend_decode(
     mask = group.masks[window]
     # The queries that share a key head stand as several queries of one head: keys are read once for all.
     grouped = q.reshape(rows, len(keys), heads // len(keys), size)
-    if rows * group.length < _PRODUCTS_FROM_TOKENS:
+    if rows * group.length < _PRODUCTS_FROM_TOKENS or isinstance(group.where, slice):
         out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
     else:
         scores = torch.matmul(grouped * size**-0.5, k.transpose(2, 3))
@@ -142,8 +124,8 @@ def _attend_prefill(q: Tensor, k: Tensor, v: Tensor, row: PrefillRow, window: in
     """
     count, heads, size = q.shape
     group = heads // len(k)
-    by_key_head = (q * size**-0.5).view(count, len(k), group, size).transpose(0, 1)
-    output = torch.empty_like(q)
+    by_key_head = (q * size**-0.5).reshape(count, len(k), group, size).transpose(0, 1)
+    output = q.new_empty(q.shape)
     for begin in range(0, count, _TILE_TOKENS):
         end = min(begin + _TILE_TOKENS, count)
         first, last = row.start + begin, row.start + end  # positions of the tile's queries

@@ -17,6 +17,7 @@ Product = Callable[[Tensor], Tensor]
 
 # Above this many tokens expanding quantised weights beats the weight-only kernels (benchmarks/kernels.py).
 _EXPAND_ABOVE_TOKENS = 48
+_INT4_ROWS = 16  # the four-bit kernel takes weights of a multiple of this many rows
 
 
 def dense(weight: Tensor, bias: Tensor | None) -> Product:
@@ -25,6 +26,11 @@ def dense(weight: Tensor, bias: Tensor | None) -> Product:
         # The second argument is only a hint at the number of tokens; the layout serves every number.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    if weight.device.type == "cuda":
+        from slipstream.kernels.gpu.linear import one_token  # needs Triton, which a CPU installation lacks
+
+        # The library's kernels are made for many tokens; for one, reading the weight is all there is to it.
+        return lambda x: functional.linear(x, weight, bias) if x.shape[0] > 1 else one_token(x, weight, bias)
     return lambda x: functional.linear(x, weight, bias)
 
 
@@ -46,6 +52,8 @@ def int4(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 
     An element is worth (value - 8) × the scale of its group + the offset of its group.
     """
+    if weight.shape[0] % _INT4_ROWS:
+        return lambda x: functional.linear(x, expand_int4(weight, scales, dtype), bias)
     group = weight.shape[1] * 2 // scales.shape[1]
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(weight).int(), 1)
     pairs = scales.transpose(0, 1).to(dtype).contiguous()  # the kernel wants groups outermost

@@ -1,17 +1,33 @@
-"""Normalisation of hidden states: [tokens, hidden] in float32 → [tokens, hidden] in the type of the weight."""
+"""Add to the residual stream and normalise it: float32 [tokens, hidden] → [tokens, hidden] in the weight's type."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Layer norm where there is a bias, RMS norm where there is none."""
+
+    weight: Tensor  # [size]
+    bias: Tensor | None  # [size]
+    epsilon: float
+
+
+def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
+    """hidden: float32 [tokens, size], changed in place; delta: [tokens, size] or None → [tokens, size]."""
+    if delta is not None:
+        hidden.add_(delta)
+    if norm.bias is None:
+        return rms_norm(hidden, norm.weight, norm.epsilon)
+    normal = torch.layer_norm(hidden, (hidden.shape[-1],), norm.weight.float(), norm.bias.float(), norm.epsilon)
+    return normal.to(norm.weight.dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x: [..., size], weight: [size]. Computed in float32 whatever the types are."""
     return functional.rms_norm(x.float(), (x.shape[-1],), None, epsilon).to(weight.dtype) * weight
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """x: [..., size], weight and bias: [size]. Computed in float32 whatever the types are."""
-    return torch.layer_norm(x.float(), (x.shape[-1],), weight.float(), bias.float(), epsilon).to(weight.dtype)

@@ -1,9 +1,43 @@
-"""Rotary position embedding of queries and keys together."""
+"""Normalise and rotate queries and keys, and write keys and values to the cache."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from slipstream.kernels.normalisation import rms_norm
+
+
+def rotate_write(
+    heads: Tensor,  # [tokens, q_heads + 2 * kv_heads, head_size]
+    positions: Tensor,  # [tokens]
+    slots: Tensor,  # [tokens]
+    turn: tuple[Tensor, Tensor] | None,  # from turn_at: [tokens, 1, rotary_size] each
+    q_norm: Tensor | None,  # [head_size]
+    k_norm: Tensor | None,
+    epsilon: float,
+    keys: Tensor,  # [kv_heads, slots, head_size]
+    values: Tensor,
+) -> Tensor:
+    """→ queries [tokens, q_heads, head_size]"""
+    kv_heads = keys.shape[0]
+    q_heads = heads.shape[1] - 2 * kv_heads
+    qk, v = heads[:, : q_heads + kv_heads], heads[:, q_heads + kv_heads :]
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(qk[:, :q_heads], q_norm, epsilon), rms_norm(qk[:, q_heads:], k_norm, epsilon)
+        qk = torch.cat((q, k), dim=1)
+    if turn is not None:
+        qk = rotate(qk, *turn)
+    keys.index_copy_(1, slots, qk[:, q_heads:].transpose(0, 1))
+    values.index_copy_(1, slots, v.transpose(0, 1))
+    return qk[:, :q_heads]
+
+
+def turn_at(
+    cosine: Tensor, signed_sine: Tensor, positions: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What the layers of a step share, from the tables of all positions, float32 [positions, rotary_size] each."""
+    return cosine[positions][:, None].to(dtype), signed_sine[positions][:, None].to(dtype)
 
 
 def rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:

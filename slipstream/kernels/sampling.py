@@ -30,43 +30,39 @@ def gumbel(tokens: Tensor, keys: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
-def draw(
+def draw_from_all(
     logits: Tensor,  # [rows, vocab] float32
     temperature: Tensor,  # [rows, 1], above 0
-    top_k: Tensor,  # [rows, 1] int64, 0: off
-    top_p: Tensor,  # [rows, 1], 1: off
-    min_p: Tensor,  # [rows, 1], 0: off
+    min_p: Tensor | None,  # [rows, 1]; None: off for all
     keys: Tensor,  # [rows, 1] int64
 ) -> Tensor:
-    """→ tokens [rows]. Temperature first, then top-k, top-p within it, min-p against the likeliest."""
+    """→ tokens [rows], from the whole vocabulary down to min-p of the likeliest."""
     scaled = logits / temperature
-    narrow = ((top_k > 0) | (top_p < 1.0)).flatten()
-    if not bool(narrow.any()):
-        return _draw_from_all(scaled, min_p, keys)
-    tokens = torch.empty(len(scaled), dtype=torch.int64, device=logits.device)
-    if not bool(narrow.all()):
-        tokens[~narrow] = _draw_from_all(scaled[~narrow], min_p[~narrow], keys[~narrow])
-    rows = narrow.nonzero().flatten()
-    tokens[rows] = _draw_narrowed(scaled[rows], top_k[rows], top_p[rows], min_p[rows], keys[rows])
-    return tokens
-
-
-def _draw_from_all(scaled: Tensor, min_p: Tensor, keys: Tensor) -> Tensor:
-    if bool((min_p > 0).any()):
+    if min_p is not None:
         floor = scaled.max(dim=-1, keepdim=True).values + torch.log(min_p)
         scaled = scaled.masked_fill(scaled < floor, float("-inf"))
     tokens = torch.arange(scaled.shape[-1], device=scaled.device)
     return (scaled + gumbel(tokens, keys)).argmax(dim=-1)
 
 
-def _draw_narrowed(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor) -> Tensor:
-    vocab = scaled.shape[-1]
+def draw_narrowed(
+    logits: Tensor,  # [rows, vocab] float32
+    temperature: Tensor,  # [rows, 1], above 0
+    top_k: Tensor,  # [rows, 1] int64, 0: off
+    top_p: Tensor,  # [rows, 1], 1: off
+    min_p: Tensor,  # [rows, 1], 0: off
+    keys: Tensor,  # [rows, 1] int64
+    widest: int,  # the largest top_k, or 0 when a row narrows by top-p alone
+) -> Tensor:
+    """→ tokens [rows]. Temperature first, then top-k, top-p within it, min-p against the likeliest."""
+    scaled, vocab = logits / temperature, logits.shape[-1]
     by_p_alone = top_k == 0
-    width = int(torch.where(by_p_alone, _FIRST_LOOK, top_k).max().clamp(max=vocab))
-    values, tokens = scaled.topk(width, dim=-1)  # largest first
     total = torch.where(by_p_alone, scaled.logsumexp(dim=-1, keepdim=True), float("nan"))
+    # On a GPU looking whether the first look sufficed would stop the stream; sorting all costs less there.
+    width = min(widest or (_FIRST_LOOK if logits.device.type == "cpu" else vocab), vocab)
+    values, tokens = scaled.topk(width, dim=-1)  # largest first
     kept, reached = _keep(values, top_k, top_p, min_p, total)
-    if width < vocab and not bool((reached | ~by_p_alone).all()):
+    if width < vocab and not widest and not bool((reached | ~by_p_alone).all()):
         values, tokens = scaled.sort(dim=-1, descending=True)
         kept, _ = _keep(values, top_k, top_p, min_p, total)
     scores = values.masked_fill(~kept, float("-inf")) + gumbel(tokens, keys)

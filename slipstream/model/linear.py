@@ -24,7 +24,7 @@ class Tensors:
             return torch.empty(0)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, the model's config says {shape}")
-        return tensor.to(device=self.device, dtype=self.dtype)
+        return self._own(tensor)
 
     def product(self, name: str, outputs: int, inputs: int, bias: bool) -> linear.Product:
         """The product with weight `name`.weight, dense or quantised as the engine holds it."""
@@ -48,7 +48,7 @@ class Tensors:
         tensor = self._left.get(name)
         if tensor is None or tuple(tensor.shape) != shape or not tensor.is_floating_point():
             return None
-        return tensor.to(device=self.device, dtype=self.dtype)
+        return self._own(tensor)
 
     def has(self, name: str) -> bool:
         return name in self._left
@@ -62,6 +62,10 @@ class Tensors:
             problems.append(f"unknown tensors: {_some(sorted(self._left))}")
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """A copy where there would be none: a tensor of a mapped file keeps the whole file in memory."""
+        return tensor.to(device=self.device, dtype=self.dtype, copy=self.device.type == "cpu")
 
     def _take(self, name: str) -> Tensor | None:
         tensor = self._left.pop(name, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +10,12 @@ from torch.nn import functional
 
 from slipstream.kernels import linear
 from slipstream.kernels.activation import ACTIVATIONS, gated
-from slipstream.kernels.attention import AttentionPlan, attend, cache_shape, write_cache
-from slipstream.kernels.normalisation import layer_norm, rms_norm
-from slipstream.kernels.rotary import rotate
+from slipstream.kernels.attention import cache_shape
+from slipstream.kernels.normalisation import Norm
+from slipstream.kernels.operations import Attention, Operations, operations_on
 from slipstream.model.linear import Tensors
 from slipstream.model.position import rotary_table
 from slipstream.model.spec import ModelSpec
-
 
 _SHARPENED = 32  # tokens whose logits are computed again; more than can tie at the top
 
@@ -28,8 +26,9 @@ class Step:
 
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
-    attention: AttentionPlan
-    samples: Tensor  # [samples]: the tokens whose logits are wanted
+    slots: Tensor  # [tokens]: where their keys and values go
+    attention: Attention
+    samples: Tensor | None  # [samples]: the tokens whose logits are wanted; None: all
 
 
 class Transformer:
@@ -38,17 +37,18 @@ class Transformer:
     ) -> None:
         """`positions`: how long a sequence may become; learned positions cannot go beyond their table."""
         self.spec, self.dtype, self.device = spec, dtype, device
+        self.operations = operations_on(device)
         source = Tensors(tensors, dtype, device)
         self.embedding = source.take("transformer.vocab_embedding.weight", (spec.vocab_size, spec.hidden_size))
         self.position_embedding: Tensor | None = None
-        self.cosine = self.signed_sine = torch.empty(0)
+        self.rotary: tuple[Tensor, Tensor] | None = None
         if spec.position == "learned":
             shape = (spec.max_positions, spec.hidden_size)
             self.position_embedding = source.take("transformer.position_embedding.weight", shape)
         else:
             cosine, sine = rotary_table(spec, positions)
-            self.cosine, self.signed_sine = (t.to(device=device, dtype=dtype)[:, None, :] for t in (cosine, sine))
-        self.layers = [Layer(spec, index, source) for index in range(spec.layers)]
+            self.rotary = (cosine.to(device), sine.to(device))
+        self.layers = [Layer(spec, index, source, self.operations) for index in range(spec.layers)]
         self.final_norm = _norm(spec, source, "transformer.ln_f")
         self.head = Head(spec, source, self.embedding)
         source.close()
@@ -59,21 +59,25 @@ class Transformer:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def __call__(self, step: Step, cache: Tensor) -> Tensor:
-        """cache: [layers, 2, kv_heads, slots, head_size] → logits [samples, vocab] in float32."""
+        """cache: [layers, 2, kv_heads, slots, head_size] → logits [samples, vocab], float32 on CPU."""
         # The residual stream stays in float32: in bf16 every addition to it would round away what layers add.
         hidden = functional.embedding(step.token_ids, self.embedding).float()
-        turn: tuple[Tensor, Tensor] | None = None
         if self.position_embedding is not None:
-            hidden = hidden + functional.embedding(step.positions, self.position_embedding)
-        else:
-            turn = (self.cosine[step.positions], self.signed_sine[step.positions])
+            hidden += functional.embedding(step.positions, self.position_embedding)
+        add_norm, turn = self.operations.add_norm, None
+        if self.rotary is not None:
+            turn = self.operations.turn_at(*self.rotary, step.positions, self.dtype)
+        delta: Tensor | None = None
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            hidden = layer(hidden, turn, layer_cache, step.attention)
-        return self.head(self.final_norm(hidden[step.samples]))
+            delta = layer.attention(add_norm(hidden, delta, layer.input_norm), step, turn, layer_cache)
+            delta = layer.mlp(add_norm(hidden, delta, layer.post_norm))
+        if step.samples is not None:
+            hidden, delta = hidden[step.samples], delta[step.samples] if delta is not None else None
+        return self.head(add_norm(hidden, delta, self.final_norm))
 
 
 class Head:
-    """From normalised hidden states [samples, hidden] to logits [samples, vocab] in float32."""
+    """From normalised hidden states [samples, hidden] to logits [samples, vocab]."""
 
     def __init__(self, spec: ModelSpec, source: Tensors, embedding: Tensor) -> None:
         self.rows: Tensor | None = None  # [vocab, hidden], where products come out rounded to 16 bits
@@ -87,10 +91,11 @@ class Head:
             self.product = source.product("lm_head", spec.vocab_size, spec.hidden_size, False)
 
     def __call__(self, x: Tensor) -> Tensor:
-        logits = self.product(x).float()
-        if x.dtype == torch.float32 or self.rows is None or x.device.type != "cpu":
-            return logits
-        return sharpen(logits, x, self.rows)
+        logits = self.product(x)
+        if x.device.type != "cpu":
+            return logits  # widened where they are sampled, without a pass over all of them
+        logits = logits.float()
+        return logits if x.dtype == torch.float32 or self.rows is None else sharpen(logits, x, self.rows)
 
 
 def sharpen(logits: Tensor, x: Tensor, rows: Tensor) -> Tensor:
@@ -105,8 +110,8 @@ def sharpen(logits: Tensor, x: Tensor, rows: Tensor) -> Tensor:
 
 
 class Layer:
-    def __init__(self, spec: ModelSpec, index: int, source: Tensors) -> None:
-        self.spec = spec
+    def __init__(self, spec: ModelSpec, index: int, source: Tensors, operations: Operations) -> None:
+        self.spec, self.operations = spec, operations
         self.window = spec.window_of_layer(index)
         name = f"transformer.layers.{index}"
         self.input_norm = _norm(spec, source, f"{name}.input_layernorm")
@@ -121,40 +126,28 @@ class Layer:
         first = "gate_up" if spec.gated_mlp else "fc"
         self.first = source.product(f"{name}.mlp.{first}", rows, spec.hidden_size, spec.mlp_bias)
         self.proj = source.product(f"{name}.mlp.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
-        self.activation = ACTIVATIONS[spec.activation]
 
-    def __call__(
-        self, hidden: Tensor, turn: tuple[Tensor, Tensor] | None, cache: Tensor, plan: AttentionPlan
-    ) -> Tensor:
-        hidden = hidden + self.attention(self.input_norm(hidden), turn, cache, plan)
-        return hidden + self.mlp(self.post_norm(hidden))
-
-    def attention(
-        self, x: Tensor, turn: tuple[Tensor, Tensor] | None, cache: Tensor, plan: AttentionPlan
-    ) -> Tensor:
+    def attention(self, x: Tensor, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor) -> Tensor:
         """x: [tokens, hidden]; cache: [2, kv_heads, slots, head_size] → [tokens, hidden]"""
         spec = self.spec
+        keys, values = cache.unbind()
         heads = self.qkv(x).view(-1, spec.heads + 2 * spec.kv_heads, spec.head_size)
-        qk, v = heads[:, : spec.heads + spec.kv_heads], heads[:, spec.heads + spec.kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(qk[:, : spec.heads], self.q_norm, spec.norm_epsilon)
-            k = rms_norm(qk[:, spec.heads :], self.k_norm, spec.norm_epsilon)
-            qk = torch.cat((q, k), dim=1)
-        if turn is not None:
-            qk = rotate(qk, *turn)
-        q, k = qk[:, : spec.heads], qk[:, spec.heads :]
-        write_cache(cache[0], cache[1], k, v, plan.slots)
-        out = attend(q, k, v, cache[0], cache[1], plan, self.window)
-        return self.dense(out.view(-1, spec.q_size))
+        q = self.operations.rotate_write(
+            heads, step.positions, step.slots, turn, self.q_norm, self.k_norm, spec.norm_epsilon, keys, values
+        )
+        return self.dense(step.attention.attend(q, keys, values, self.window).view(-1, spec.q_size))
 
     def mlp(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.proj(gated(x, self.activation) if self.spec.gated_mlp else self.activation(x))
+        """x: [tokens, hidden] → [tokens, hidden]"""
+        x, spec = self.first(x), self.spec
+        if not spec.gated_mlp:
+            return self.proj(ACTIVATIONS[spec.activation](x))
+        if spec.activation == "silu":
+            return self.proj(self.operations.silu_gated(x))
+        return self.proj(gated(x, ACTIVATIONS[spec.activation]))
 
 
-def _norm(spec: ModelSpec, source: Tensors, name: str) -> Callable[[Tensor], Tensor]:
+def _norm(spec: ModelSpec, source: Tensors, name: str) -> Norm:
     weight = source.take(f"{name}.weight", (spec.hidden_size,))
-    if spec.norm == "rms":
-        return lambda x: rms_norm(x, weight, spec.norm_epsilon)
-    bias = source.take(f"{name}.bias", (spec.hidden_size,))
-    return lambda x: layer_norm(x, weight, bias, spec.norm_epsilon)
+    bias = source.take(f"{name}.bias", (spec.hidden_size,)) if spec.norm == "layer" else None
+    return Norm(weight, bias, spec.norm_epsilon)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.repository.pbtxt import PbtxtError, parse_pbtxt
+from slipstream.repository.json_config import message_from_json
+from slipstream.repository.pbtxt import Message, PbtxtError, parse_pbtxt
 from slipstream.repository.problems import Problems
 from slipstream.repository.schema import VARIABLE_DEFAULTS, Reading
 
@@ -27,6 +28,7 @@ class TensorConfig:
     reshape: tuple[int, ...] | None = None
     optional: bool = False
     allow_ragged_batch: bool = False
+    label_filename: str = ""  # of an output: the names of its classes, one a line
 
     @property
     def datatype(self) -> str:
@@ -127,9 +129,16 @@ class ModelConfig:
         return True if value in _TRUE else False if value in _FALSE else None
 
 
-def read_model_config(folder: Path, problems: Problems) -> ModelConfig | None:
-    """The config of one model folder. What is wrong goes to `problems`; None where nothing can be made of it."""
+def read_model_config(
+    folder: Path, problems: Problems, override: Mapping[str, Any] | None = None
+) -> ModelConfig | None:
+    """The config of one model folder, or the one that stands in for it.
+
+    What is wrong goes to `problems`; None where nothing can be made of it.
+    """
     file = folder / CONFIG_NAME
+    if override is not None:
+        return _read(file, message_from_json("ModelConfig", override), problems, folder.name)
     try:
         if file.stat().st_size > MAX_CONFIG_BYTES:
             problems.error(file, 0, "", f"larger than {MAX_CONFIG_BYTES} bytes")
@@ -144,10 +153,14 @@ def read_model_config(folder: Path, problems: Problems) -> ModelConfig | None:
     except PbtxtError as error:
         problems.error(file, error.line, "", error.text)
         return None
+    return _read(file, tree, problems, folder.name)
+
+
+def _read(file: Path, tree: Message, problems: Problems, folder_name: str) -> ModelConfig:
     reading = Reading(str(file), problems)
     document = reading.message("ModelConfig", tree)
     _fill(document, reading)
-    _check(document, reading, folder.name)
+    _check(document, reading, folder_name)
     return _build(file, document, reading)
 
 
@@ -244,6 +257,7 @@ def _tensor(tensor: dict[str, Any]) -> TensorConfig:
         reshape=None if reshape is None else tuple(reshape["shape"]),
         optional=tensor.get("optional", False),
         allow_ragged_batch=tensor.get("allow_ragged_batch", False),
+        label_filename=tensor.get("label_filename", ""),
     )
 
 

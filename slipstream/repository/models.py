@@ -8,13 +8,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from slipstream.engine.settings import EngineSettings
-from slipstream.repository.config import CONFIG_NAME, ModelConfig, read_model_config
+from slipstream.repository.config import CONFIG_NAME, ModelConfig, QueuePolicy, read_model_config
 from slipstream.repository.engine_parameters import Parameters, engine_settings, read_parameters
+from slipstream.repository.ensembles import check_graph
 from slipstream.repository.folders import find_engine, find_tokenizer
 from slipstream.repository.problems import Problem, Problems, RepositoryError
 from slipstream.repository.roles import Role, TextFields, bls_fields, ensemble_fields, role_of
@@ -32,6 +34,7 @@ class RepositoryModel:
     role: Role
     versions: tuple[int, ...]  # that the version policy serves, ascending
     parameters: Parameters = field(repr=False, default=Parameters({}))
+    malformed: bool = False  # the configuration itself is wrong, so that nothing can be made of the model
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class EngineModel:
     add_special_tokens: bool
     skip_special_tokens: bool
     max_queue_size: int  # 0: no limit
+    queue_policy: QueuePolicy = field(default_factory=QueuePolicy)
+    default_priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,14 +70,40 @@ class TextChain:
 
 @dataclass(frozen=True)
 class Repository:
-    path: Path
+    paths: tuple[Path, ...]
     models: Mapping[str, RepositoryModel]
     engines: Mapping[str, EngineModel]
-    chains: Mapping[str, TextChain]
+    chains: Mapping[str, TextChain]  # by the name of the ensemble or the BLS model
+    graphs: frozenset[str] = frozenset()  # ensembles of other models, run step by step
     warnings: tuple[Problem, ...] = ()
 
+    def needed_by(self, name: str) -> tuple[str, ...]:
+        """The models that one cannot be served without, themselves included, in an order to load them in."""
+        found: dict[str, None] = {}
 
-def read_repository(path: str | Path, served_elsewhere: Collection[str] = ()) -> Repository:
+        def visit(part: str) -> None:
+            if part in found or part not in self.models:
+                return
+            for other in self._parts(part):
+                visit(other)
+            found[part] = None
+
+        visit(name)
+        return tuple(found)
+
+    def _parts(self, name: str) -> Iterator[str]:
+        if name in self.chains:
+            yield self.chains[name].engine
+        for step in self.models[name].config.ensemble_steps:
+            if step.model_name != name:
+                yield step.model_name
+
+
+Paths = str | Path | Sequence[str | Path]
+ServedElsewhere = Collection[str] | Callable[[RepositoryModel], bool]
+
+
+def read_repository(path: Paths, served_elsewhere: ServedElsewhere = ()) -> Repository:
     """`served_elsewhere` names models the caller brings itself, whatever their configuration says."""
     repository, problems = inspect_repository(path, served_elsewhere)
     if problems.errors:
@@ -80,24 +111,62 @@ def read_repository(path: str | Path, served_elsewhere: Collection[str] = ()) ->
     return repository
 
 
-def inspect_repository(path: str | Path, served_elsewhere: Collection[str] = ()) -> tuple[Repository, Problems]:
-    """The repository as far as it can be read, and everything there is to say about it."""
-    folder, problems = Path(path), Problems()
-    models = {model.name: model for model in _read_models(folder, problems)}
+def inspect_repository(
+    path: Paths, served_elsewhere: ServedElsewhere = (), overrides: Mapping[str, Mapping[str, Any]] | None = None
+) -> tuple[Repository, Problems]:
+    """The repository as far as it can be read, and everything there is to say about it.
+
+    `overrides` are configurations (as JSON has them) that stand in for the files of the models they name.
+    """
+    folders, problems = _folders(path), Problems()
+    models: dict[str, RepositoryModel] = {}
+    for folder in folders:
+        for model in _read_models(folder, overrides or {}, problems):
+            if model.name in models:
+                other = models[model.name].folder.parent
+                problems.error(model.folder, 0, "", f"there is a model '{model.name}' in {other} too")
+            models.setdefault(model.name, model)
     if not models and not problems.errors:
-        problems.error(folder, 0, "", f"no model in it (a model is a folder with {CONFIG_NAME})")
-    ours = {name: model for name, model in models.items() if name not in served_elsewhere}
-    engines = dict(_read_engines(folder, ours, problems))
+        places = ", ".join(str(folder) for folder in folders)
+        problems.error(places, 0, "", f"no model in it (a model is a folder with {CONFIG_NAME})")
+    elsewhere = _claims(served_elsewhere)
+    ours = {name: model for name, model in models.items() if not elsewhere(model)}
+    engines = dict(_read_engines(ours, models, problems))
     chains = dict(_read_chains(ours, problems))
-    for name, model in ours.items():
-        if model.role is Role.OTHER:
-            text = f"model '{name}' is none of the known roles, and code from a repository is not executed"
-            problems.error(model.config.file, 0, "", text)
+    graphs = frozenset(name for name, model in ours.items() if model.role is Role.ENSEMBLE and name not in chains)
+    for name in sorted(graphs):
+        check_graph(models[name].config, {other: model.config for other, model in models.items()}, problems)
+    _report_unknown(ours, problems)
     models = {name: _with_batch_size(model, engines, chains, problems) for name, model in models.items()}
-    return Repository(folder, models, engines, chains, problems.warnings), problems
+    return Repository(folders, models, engines, chains, graphs, problems.warnings), problems
 
 
-def _read_models(repository: Path, problems: Problems) -> Iterator[RepositoryModel]:
+def _folders(path: Paths) -> tuple[Path, ...]:
+    return (Path(path),) if isinstance(path, (str, Path)) else tuple(Path(one) for one in path)
+
+
+def _claims(served_elsewhere: ServedElsewhere) -> Callable[[RepositoryModel], bool]:
+    if callable(served_elsewhere):
+        return served_elsewhere
+    names = served_elsewhere
+    return lambda model: model.name in names
+
+
+def _report_unknown(models: Mapping[str, RepositoryModel], problems: Problems) -> None:
+    for name, model in models.items():
+        if model.role is not Role.OTHER or model.malformed:
+            continue
+        backend = model.config.backend or model.config.platform
+        text = f"unable to find backend library for backend '{backend}', try specifying runtime on the model"
+        text += " configuration."
+        if backend == "python":
+            text = f"model '{name}' is none of the known roles, and code from a repository is not executed"
+        problems.error(model.config.file, 0, "", text)
+
+
+def _read_models(
+    repository: Path, overrides: Mapping[str, Mapping[str, Any]], problems: Problems
+) -> Iterator[RepositoryModel]:
     if not repository.is_dir():
         problems.error(repository, 0, "", "no such folder")
         return
@@ -107,15 +176,17 @@ def _read_models(repository: Path, problems: Problems) -> Iterator[RepositoryMod
         if not (folder / CONFIG_NAME).is_file():
             problems.warn(folder, 0, "", f"no {CONFIG_NAME} in it: not a model, skipped")
             continue
-        config = read_model_config(folder, problems)
+        known = len(problems.errors)
+        config = read_model_config(folder, problems, overrides.get(folder.name))
         if config is None:
             continue
         if not _NAME.fullmatch(folder.name):
             problems.error(folder, 0, "", "a model's name may hold letters, digits, '.', '_' and '-'")
+        malformed = len(problems.errors) > known
         role = role_of(config)
         parameters = read_parameters(config, role, problems)
         versions = _versions(folder, config, role, problems)
-        yield RepositoryModel(folder.name, folder, config, role, versions, parameters)
+        yield RepositoryModel(folder.name, folder, config, role, versions, parameters, malformed)
 
 
 def _versions(folder: Path, config: ModelConfig, role: Role, problems: Problems) -> tuple[int, ...]:
@@ -134,11 +205,11 @@ def _versions(folder: Path, config: ModelConfig, role: Role, problems: Problems)
 
 
 def _read_engines(
-    repository: Path, models: Mapping[str, RepositoryModel], problems: Problems
+    ours: Mapping[str, RepositoryModel], models: Mapping[str, RepositoryModel], problems: Problems
 ) -> Iterator[tuple[str, EngineModel]]:
-    for model in models.values():
+    for model in ours.values():
         if model.role is Role.ENGINE:
-            engine = _read_engine(repository, model, models, problems)
+            engine = _read_engine(model.folder.parent, model, models, problems)
             if engine is not None:
                 yield model.name, engine
 
@@ -176,6 +247,8 @@ def _read_engine(
         add_special_tokens=before.parameters.get("add_special_tokens", True) if before else True,
         skip_special_tokens=after.parameters.get("skip_special_tokens", True) if after else True,
         max_queue_size=batching.queue_policy.max_queue_size if batching else 0,
+        queue_policy=batching.queue_policy if batching else QueuePolicy(),
+        default_priority=batching.default_priority_level if batching else 0,
     )  # fmt: skip
 
 
@@ -204,29 +277,20 @@ def _read_chains(models: Mapping[str, RepositoryModel], problems: Problems) -> I
     for model in models.values():
         chain = None
         if model.role is Role.ENSEMBLE:
-            chain = _ensemble_chain(model, models, problems)
+            chain = _ensemble_chain(model, models)
         elif model.role is Role.BLS:
             chain = _bls_chain(model, models, problems)
         if chain is not None:
             yield model.name, chain
 
 
-def _ensemble_chain(
-    model: RepositoryModel, models: Mapping[str, RepositoryModel], problems: Problems
-) -> TextChain | None:
+def _ensemble_chain(model: RepositoryModel, models: Mapping[str, RepositoryModel]) -> TextChain | None:
+    """The chain an ensemble is, where it is one of the three known models and nothing else."""
     config, steps = model.config, model.config.ensemble_steps
-    for position, step in enumerate(steps):
-        if step.model_name not in models:
-            key = f"ensemble_scheduling.step[{position}].model_name"
-            problems.error(config.file, config.line(key), key, f"there is no model '{step.model_name}' here")
     roles = {step.model_name: models[step.model_name].role for step in steps if step.model_name in models}
     engines = [name for name, role in roles.items() if role is Role.ENGINE]
-    if len(roles) < len(steps):
-        return None
-    if len(engines) != 1 or set(roles.values()) != {Role.PREPROCESSING, Role.ENGINE, Role.POSTPROCESSING}:
-        key = "ensemble_scheduling"
-        text = "only ensembles of a preprocessing, an engine and a postprocessing model are served"
-        problems.error(config.file, config.line(key), key, text)
+    known = {Role.PREPROCESSING, Role.ENGINE, Role.POSTPROCESSING}
+    if len(roles) < len(steps) or len(engines) != 1 or set(roles.values()) != known:
         return None
     after = next(name for name, role in roles.items() if role is Role.POSTPROCESSING)
     return TextChain(

@@ -64,6 +64,9 @@ class Field:
     line: int
 
 
+EMPTY_LIST = Message((), 0)  # the value of a field written as `name: [ ]`
+
+
 @dataclass(frozen=True)
 class _Token:
     kind: str
@@ -139,7 +142,10 @@ class _Parser:
     def field(self, name: _Token) -> Iterator[Field]:
         colon = self.accept(":")
         if self.accept("["):
-            for value in self.list_values():
+            values = list(self.list_values())
+            if not values:
+                yield Field(name.text, EMPTY_LIST, name.line)
+            for value in values:
                 yield Field(name.text, value, value.line)
         elif self.next.kind == "mark" and self.next.text in _CLOSING:
             yield Field(name.text, self.message(), name.line)

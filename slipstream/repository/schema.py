@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.repository.pbtxt import Message, Scalar
+from slipstream.repository.pbtxt import EMPTY_LIST, Message, Scalar
 from slipstream.repository.problems import Problems, did_you_mean
 
 ENUMS: dict[str, tuple[str, ...]] = {
@@ -191,6 +191,9 @@ class Reading:
                 self.problems.error(self.file, item.line, where, f"there is no such field{hint}")
                 continue
             kind = declared[item.name]
+            if item.value is EMPTY_LIST:
+                self.lines.setdefault(where, item.line)
+                continue
             if item.name in given and not kind.startswith(("repeated ", "map ")):
                 self.problems.error(self.file, item.line, where, "given more than once")
                 continue

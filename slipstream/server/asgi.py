@@ -17,6 +17,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 MAX_BODY_BYTES = 64 << 20
 JSON = b"application/json"
 TEXT = b"text/plain"
+OCTETS = b"application/octet-stream"
 EVENTS = b"text/event-stream; charset=utf-8"
 
 
@@ -28,8 +29,11 @@ def header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
-async def read_body(scope: Scope, receive: Receive) -> bytes:
+async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
     """The whole body. One that is too big is read to its end, unkept, so that the client gets to see the answer."""
+    announced = int(header(scope, b"content-length") or 0)
+    if header(scope, b"expect") and announced > most:
+        raise too_big(announced, most)  # it waits to be told to send; it need not
     pieces: list[bytes] = []
     size = 0
     while True:
@@ -38,20 +42,20 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
             raise ClientGone
         piece = message.get("body", b"")
         size += len(piece)
-        if size <= MAX_BODY_BYTES:
+        if size <= most:
             pieces.append(piece)
         else:
             pieces.clear()
-        if size > 4 * MAX_BODY_BYTES or not message.get("more_body", False):
+        if size > 4 * most or not message.get("more_body", False):
             break
-    if size > MAX_BODY_BYTES:
-        raise too_big(max(size, int(header(scope, b"content-length") or 0)))
+    if size > most:
+        raise too_big(max(size, announced), most)
     return b"".join(pieces)
 
 
-def too_big(size: int) -> InferenceError:
+def too_big(size: int, most: int) -> InferenceError:
     return InferenceError(
-        f"request JSON size of {size} bytes exceeds the maximum allowed input size of {MAX_BODY_BYTES} bytes. "
+        f"request JSON size of {size} bytes exceeds the maximum allowed input size of {most} bytes. "
         "Use --http-max-input-size to increase the limit."
     )
 
@@ -60,7 +64,7 @@ async def send_whole(
     send: Send, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()
 ) -> None:
     """An answer with its length."""
-    fixed = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
+    fixed = [(b"content-type", content_type), *headers, (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": fixed})
     await send({"type": "http.response.body", "body": body})
 

@@ -91,10 +91,11 @@ def _check_count(request: InferRequest, config: ModelConfig) -> None:
         return
     expected = f"number of inputs between {len(required)} and {total}" if len(required) < total else f"{total} inputs"
     got = ",".join(f"'{name}'" for name in reversed(request.inputs))
-    missing = ",".join(f"'{name}'" for name in required if name not in request.inputs)
+    names = ",".join(f"'{name}'" for name in required if name not in request.inputs)
+    missing = f"[{names}]" if names else "]"  # the bracket is missing in Triton's text
     text = (
         f"expected {expected} but got {given} inputs for model '{config.name}'. Got input(s) [{got}], "
-        f"but missing required input(s) [{missing}]. Please provide all required input(s)."
+        f"but missing required input(s) {missing}. Please provide all required input(s)."
     )
     raise refused(request, text)
 
@@ -102,6 +103,9 @@ def _check_count(request: InferRequest, config: ModelConfig) -> None:
 def _check_batch(request: InferRequest, config: ModelConfig) -> None:
     size: int | None = None
     for tensor in reversed(request.inputs.values()):  # Triton walks a hash map that has the last one first
+        if not tensor.shape:
+            text = f"input '{tensor.name}' has no shape but model requires batch dimension for '{config.name}'"
+            raise refused(request, text)
         if size is None:
             size = tensor.shape[0]
         elif tensor.shape[0] != size:

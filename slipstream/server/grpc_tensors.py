@@ -1,30 +1,30 @@
 """gRPC messages to requests of tensors, and answers back to messages.
 
-What the real server checks is checked here, in its order and with its words. Data comes either raw, in the
-order of the inputs, or as typed contents; answers are always raw.
+What the real server checks is checked here, in its order and with its words. Data comes raw in the order of the
+inputs, as typed contents, or from shared memory; answers are raw, or go into shared memory.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from slipstream.repository.config import ModelConfig, TensorConfig
+from slipstream.repository.config import ModelConfig
 from slipstream.server.errors import InferenceError
-from slipstream.server.generate_request import check_inputs, refused
+from slipstream.server.generate_request import refused
+from slipstream.server.infer_request import InferCall, SharedPlace, WantedOutput
+from slipstream.server.infer_response import classify
 from slipstream.server.inference import InferRequest, InferResponse, Parameter
+from slipstream.server.input_checks import check_request, read_raw
 from slipstream.server.protocol import messages
+from slipstream.server.shared_memory import SharedMemory
+from slipstream.server.tensor_bytes import SIZES, pack
 from slipstream.server.tensors import Tensor
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
 FINAL = "triton_final_response"
 
-_CODES = {
-    "BOOL": "?", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q", "UINT8": "B", "UINT16": "H",
-    "UINT32": "I", "UINT64": "Q", "FP16": "e", "FP32": "f", "FP64": "d", "BF16": "H",
-}  # fmt: skip
 # The field that carries each datatype, and the datatype a filled field stands for in an error text.
 _CONTENTS = {
     "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
@@ -35,144 +35,159 @@ _FIELD_TYPES = {
     "bool_contents": "BOOL", "int_contents": "INT32", "int64_contents": "INT64", "uint_contents": "UINT32",
     "uint64_contents": "UINT64", "fp32_contents": "FP32", "fp64_contents": "FP64", "bytes_contents": "BYTES",
 }  # fmt: skip
+_BITS = {"INT8": (-128, 127), "INT16": (-(2**15), 2**15 - 1), "UINT8": (0, 255), "UINT16": (0, 2**16 - 1)}
 
 
-def read_request(message: Any, config: ModelConfig, version: str) -> InferRequest:
+def read_call(message: Any, config: ModelConfig, version: str, memory: SharedMemory) -> InferCall:
     """A ModelInferRequest as the model may see it. Raises InferenceError."""
-    request = InferRequest(config.name, version, {}, id=message.id, parameters=_parameters(message))
-    _check_outputs(message, config)
-    for position, given in enumerate(message.inputs):
+    request = InferRequest(config.name, version, {}, id=message.id)
+    for name, parameter in message.parameters.items():
+        _read_parameter(request, name, parameter)
+    call = InferCall(request, [_wanted(output) for output in message.outputs])
+    request.outputs = tuple(output.name for output in call.outputs)
+    in_raw = 0  # inputs in shared memory have no raw contents
+    for given in message.inputs:
         if given.name in request.inputs:
             raise refused(request, f"input '{given.name}' already exists in request")
-        data = _data(message, position, config, request)
-        request.inputs[given.name] = Tensor(given.name, given.datatype, tuple(given.shape), data)
-    check_inputs(request, config)
-    known = {tensor.name: tensor for tensor in config.inputs}
+        if (place := _place(given.parameters)) is not None:
+            data = memory.read(place.region, place.offset, place.byte_size)
+            tensor = _from_bytes(request, given, data)
+        elif given.HasField("contents") and not message.raw_input_contents:
+            tensor = Tensor(given.name, given.datatype, tuple(given.shape), _explicit(given, config))
+        else:
+            tensor = _from_bytes(request, given, _raw_contents(message, in_raw, given.name))
+            in_raw += 1
+        request.inputs[given.name] = tensor
+    check_request(request, config)
     for tensor in request.inputs.values():
-        if tensor.name not in known:
-            raise InferenceError(f"unexpected inference input '{tensor.name}' for model '{config.name}'")
-        _check_tensor(request, tensor, known[tensor.name], config)
-    return request
+        _check_filled(request, tensor)
+    return call
 
 
-def _parameters(message: Any) -> dict[str, Parameter]:
-    parameters: dict[str, Parameter] = {}
-    for name, parameter in message.parameters.items():
-        if name.startswith("triton_") and name != EMPTY_FINAL:
-            raise InferenceError(
-                "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
-                f"starting with 'triton_' are allowed: {EMPTY_FINAL}"
-            )
-        choice = parameter.WhichOneof("parameter_choice")
-        if choice is None:
-            raise InferenceError(f"parameter '{name}' has no value")
-        parameters[name] = getattr(parameter, choice)
-    return parameters
+def _read_parameter(request: InferRequest, name: str, parameter: Any) -> None:
+    choice = parameter.WhichOneof("parameter_choice")
+    if choice is None:
+        raise InferenceError(f"parameter '{name}' has no value")
+    value = getattr(parameter, choice)
+    if name == EMPTY_FINAL:
+        return  # for whoever writes the answers, not for the model
+    if name.startswith("triton_"):
+        raise InferenceError(
+            "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
+            f"starting with 'triton_' are allowed: {EMPTY_FINAL}"
+        )
+    expected = _RESERVED.get(name)
+    if expected is None:
+        request.parameters[name] = value
+    elif choice not in expected.choices:
+        raise InferenceError(f"invalid value type for '{name}' parameter, expected {expected.text}.")
+    else:
+        setattr(request, expected.field, value)
 
 
-def _check_outputs(message: Any, config: ModelConfig) -> None:
-    for wanted in message.outputs:
-        if wanted.name not in config.output_names:
-            raise InferenceError(f"unexpected inference output '{wanted.name}' for model '{config.name}'")
+def wants_empty_final(message: Any) -> bool:
+    return EMPTY_FINAL in message.parameters and bool(message.parameters[EMPTY_FINAL].bool_param)
 
 
-def _data(message: Any, position: int, config: ModelConfig, request: InferRequest) -> list[Any]:
-    given = message.inputs[position]
-    if given.HasField("contents") and not message.raw_input_contents:
-        return _explicit(given, config)
+class _Reserved:
+    """A parameter that is a field of the request."""
+
+    def __init__(self, field: str, *choices: str) -> None:
+        self.field = field
+        self.choices = choices
+        self.text = " or ".join(choices)
+
+
+_RESERVED = {
+    "sequence_id": _Reserved("sequence_id", "int64_param", "uint64_param", "string_param"),
+    "sequence_start": _Reserved("sequence_start", "bool_param"),
+    "sequence_end": _Reserved("sequence_end", "bool_param"),
+    "priority": _Reserved("priority", "int64_param", "uint64_param"),
+    "timeout": _Reserved("timeout_microseconds", "int64_param", "uint64_param"),
+}
+
+
+def _wanted(output: Any) -> WantedOutput:
+    classes = output.parameters["classification"].int64_param if "classification" in output.parameters else 0
+    return WantedOutput(output.name, classes=classes, place=_place(output.parameters))
+
+
+def _place(parameters: Any) -> SharedPlace | None:
+    if "shared_memory_region" not in parameters:
+        return None
+    offset = parameters["shared_memory_offset"].int64_param if "shared_memory_offset" in parameters else 0
+    if "shared_memory_byte_size" not in parameters:
+        raise InferenceError("'shared_memory_byte_size' must be given with 'shared_memory_region'")
+    size = parameters["shared_memory_byte_size"].int64_param
+    return SharedPlace(parameters["shared_memory_region"].string_param, offset, size)
+
+
+def _raw_contents(message: Any, position: int, name: str) -> bytes:
     if position >= len(message.raw_input_contents):
-        text = f"unable to find data for input tensor '{given.name}' for model '{config.name}' in request."
+        text = f"unable to find data for input tensor '{name}' for model '{message.model_name}' in request."
         raise InferenceError(text)
-    raw, count = message.raw_input_contents[position], prod(given.shape)
-    if given.datatype == "BYTES":
-        items = _split_bytes(raw, given.name, config, request)
-        if len(items) != count:
-            place = f"for inference input '{given.name}' for model '{config.name}'"
-            raise refused(request, f"expected {count} string elements {place}, got {len(items)}")
-        return items
-    code = _CODES.get(given.datatype)
-    if code is None:
-        return []  # an unknown datatype; the check against the model's tells
-    expected = count * struct.calcsize(code)
-    if count < 0 or len(raw) != expected:
-        place = f"for input '{given.name}' for model '{config.name}'"
-        raise refused(request, f"input byte size mismatch {place}. Expected {expected}, got {len(raw)}")
-    return list(struct.unpack(f"<{count}{code}", raw))
+    return bytes(message.raw_input_contents[position])
+
+
+def _from_bytes(request: InferRequest, given: Any, raw: bytes) -> Tensor:
+    shape = tuple(given.shape)
+    if given.datatype not in SIZES and given.datatype != "BYTES":
+        return Tensor(given.name, given.datatype, shape, [])  # unknown; the check against the model's tells
+    return read_raw(request, given.name, given.datatype, shape, raw)
 
 
 def _explicit(given: Any, config: ModelConfig) -> list[Any]:
-    filled = [field.name for field, _ in given.contents.ListFields()]
     expected = _CONTENTS.get(given.datatype)
-    for name in filled:
-        if name != expected:
+    for field, _ in given.contents.ListFields():
+        if field.name != expected:
             raise InferenceError(
                 f"unexpected explicit tensor data for input tensor '{given.name}' for model '{config.name}' of "
-                f"type '{_FIELD_TYPES[name]}', expected datatype '{given.datatype}'"
+                f"type '{_FIELD_TYPES[field.name]}', expected datatype '{given.datatype}'"
             )
-    return list(getattr(given.contents, expected)) if expected else []
+    values = list(getattr(given.contents, expected)) if expected else []
+    lowest, highest = _BITS.get(given.datatype, (None, None))
+    if lowest is not None and any(not lowest <= value <= highest for value in values):
+        text = f"input tensor '{given.name}' for model '{config.name}' holds values that {given.datatype} cannot"
+        raise InferenceError(text)
+    return values
 
 
-def _split_bytes(raw: bytes, name: str, config: ModelConfig, request: InferRequest) -> list[bytes]:
-    items, position = [], 0
-    while position < len(raw):
-        start = position + 4
-        length = int.from_bytes(raw[position:start], "little")
-        position = start + length
-        if position > len(raw):
-            place = f"for inference input '{name}' for model '{config.name}'"
-            raise refused(request, f"incomplete string data {place}, expecting string of length {length}")
-        items.append(raw[start:position])
-    return items
+def _check_filled(request: InferRequest, tensor: Tensor) -> None:
+    if prod(tensor.shape) != len(tensor.data) or any(dim < 0 for dim in tensor.shape):
+        place = f"for input '{tensor.name}' for model '{request.model_name}'"
+        shape = "[" + ",".join(str(dim) for dim in tensor.shape) + "]"
+        raise refused(request, f"{len(tensor.data)} values {place} do not fill its shape {shape}")
 
 
-def _check_tensor(request: InferRequest, tensor: Tensor, expected: TensorConfig, config: ModelConfig) -> None:
-    if tensor.datatype != expected.datatype:
-        given = tensor.datatype if tensor.datatype in _CODES or tensor.datatype == "BYTES" else "<invalid>"
-        kinds = f"data-type is '{given}', but model '{config.name}' expects '{expected.datatype}'"
-        raise refused(request, f"inference input '{tensor.name}' {kinds}")
-    if prod(tensor.shape) != len(tensor.data):
-        place = f"for input '{tensor.name}' for model '{config.name}'"
-        raise refused(request, f"{len(tensor.data)} values {place} do not fill its shape {_shape(tensor.shape)}")
-    wanted = ((-1,) if config.max_batch_size > 0 else ()) + expected.dims
-    fits = len(wanted) == len(tensor.shape) and all(
-        dim in (-1, given) for dim, given in zip(wanted, tensor.shape, strict=True)
-    )
-    if not fits:
-        shapes = f"Expected {_shape(wanted)}, got {_shape(tensor.shape)}."
-        text = f"unexpected shape for input '{tensor.name}' for model '{config.name}'. {shapes}"
-        raise refused(request, text + (_BATCH_NOTE if config.max_batch_size > 0 else ""))
-
-
-_BATCH_NOTE = (
-    " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
-    "input shape. If you want to specify the full shape including the batch dim in your input dims config, try "
-    "setting max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
-)
-
-
-def _shape(dims: Iterable[int]) -> str:
-    return "[" + ",".join(str(dim) for dim in dims) + "]"
-
-
-def write_response(request: Any, version: str, response: InferResponse) -> Any:
-    """A ModelInferResponse to this ModelInferRequest, with the outputs it asked for (all when it named none)."""
-    message = messages.ModelInferResponse(model_name=request.model_name, model_version=version, id=request.id)
+def write_response(
+    call: InferCall, name: str, version: str, response: InferResponse, config: ModelConfig, memory: SharedMemory
+) -> Any:
+    """The ModelInferResponse to a request, with the outputs it asked for (all when it named none)."""
+    message = messages.ModelInferResponse(model_name=name, model_version=version, id=call.request.id)
     set_parameters(message, response.parameters.items())
-    wanted = {output.name for output in request.outputs}
     for tensor in response.outputs:
-        if not wanted or tensor.name in wanted:
-            message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-            message.raw_output_contents.append(_raw(tensor))
+        wanted = call.wanted(tensor.name)
+        if wanted is None:
+            continue
+        if wanted.classes:
+            tensor = classify(tensor, wanted.classes, config)
+        output = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        if wanted.place is None:
+            message.raw_output_contents.append(pack(tensor))
+        else:
+            _write_shared(output, tensor, wanted.place, memory)
     return message
+
+
+def _write_shared(output: Any, tensor: Tensor, place: SharedPlace, memory: SharedMemory) -> None:
+    data = pack(tensor)
+    memory.write(place.region, place.offset, place.byte_size, data, tensor.name)
+    set_parameters(output, [("shared_memory_region", place.region), ("shared_memory_byte_size", len(data))])
+    if place.offset:
+        set_parameters(output, [("shared_memory_offset", place.offset)])
 
 
 def set_parameters(message: Any, parameters: Iterable[tuple[str, Parameter]]) -> None:
     for name, value in parameters:
         field = {bool: "bool_param", int: "int64_param", float: "double_param"}.get(type(value), "string_param")
         setattr(message.parameters[name], field, value)
-
-
-def _raw(tensor: Tensor) -> bytes:
-    if tensor.datatype == "BYTES":
-        return b"".join(struct.pack("<I", len(item)) + item for item in tensor.data)
-    return struct.pack(f"<{len(tensor.data)}{_CODES[tensor.datatype]}", *tensor.data)

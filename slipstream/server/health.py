@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 
@@ -12,8 +12,11 @@ class Engine(Protocol):
 
 
 class ServerState:
-    def __init__(self, engines: Iterable[Engine]) -> None:
-        self._engines = tuple(engines)
+    """`engines` is looked at anew each time, so it may be a collection that changes."""
+
+    def __init__(self, engines: Iterable[Engine], models_ready: Callable[[], bool] = lambda: True) -> None:
+        self._engines = engines
+        self.models_ready = models_ready  # whether every model that was asked for serves
         self.draining = False
 
     @property
@@ -23,4 +26,4 @@ class ServerState:
     @property
     def ready(self) -> bool:
         """Every engine has warmed up, makes progress with what it has, and the server is not on its way out."""
-        return not self.draining and all(engine.ready for engine in self._engines)
+        return not self.draining and self.models_ready() and all(engine.ready for engine in self._engines)

@@ -1,13 +1,13 @@
-"""Triton's HTTP routes: health, metadata, configuration, generate and generate_stream, as the real server answers.
+"""Triton's HTTP routes as the real server answers them: models, infer and generate, statistics, control, settings.
 
-How a server is put together (no torch in this process, the engine is another one):
+How a server is put together (no torch in this process, the engine is another one): `services.py` does it with
 
-    repository = read_repository(path)                   # RepositoryError lists every problem at once
-    engines = {name: EngineClient(model.engine.path, model.settings) for name, model in repository.engines.items()}
-    generators = {name: TextGenerator(Tokenizer.load(model.tokenizer_folder), engines[name]) for name, model in …}
-    registry = build_registry(repository, generators)    # registry.wrap(…) puts counters around the models
-    app = create_app(registry, ServerState(engines.values()))
+    registry = ModelRegistry()                           # registry.wrap(…) puts counters around the models
+    loader = ModelLoader(paths, registry, engines, …)    # models come and go; also the control that clients have
+    app = create_app(registry, ServerState(engines), ServerContext(control=loader, …))
     await uvicorn.Server(uvicorn_config(app, address, port)).serve(sockets=[…])
+
+and tests with `build_registry(read_repository(path), generators)`, whose models stay.
 
 The routes are plain ASGI in front of a FastAPI application, because status, framing, header set and raw paths are
 part of the contract. FastAPI has what else there is: `/docs`, `/openapi.json` and whatever is mounted on it later.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib import resources
 from typing import Any, Protocol
 
@@ -30,7 +31,6 @@ from starlette.responses import HTMLResponse, Response
 from slipstream.server import logging
 from slipstream.server.asgi import (
     JSON,
-    MAX_BODY_BYTES,
     TEXT,
     ClientGone,
     Receive,
@@ -39,16 +39,27 @@ from slipstream.server.asgi import (
     header,
     read_body,
     send_whole,
-    too_big,
     while_connected,
 )
+from slipstream.server.context import ServerContext
 from slipstream.server.errors import InferenceError, Unavailable
 from slipstream.server.generate_http import answer_once, answer_stream
 from slipstream.server.generate_request import generate_request
+from slipstream.server.http_admin import (
+    MODEL_TRACE,
+    REPOSITORY,
+    SHARED_MEMORY,
+    logging_route,
+    repository_route,
+    shared_memory_route,
+    trace_route,
+)
 from slipstream.server.http_protocol import TritonProtocol
+from slipstream.server.infer_http import EarlyError, answer_infer, check_coupled, forwarded_headers, read_call
 from slipstream.server.json_text import write_error, write_value
 from slipstream.server.openapi import openapi_document
-from slipstream.server.registry import ModelRegistry
+from slipstream.server.registry import ModelRegistry, ModelVersion
+from slipstream.server.statistics import model_statistics
 
 TRITON_VERSION = "2.51.0"  # the release whose answers these are
 EXTENSIONS = (
@@ -57,8 +68,11 @@ EXTENSIONS = (
     "statistics", "trace", "logging",
 )  # fmt: skip
 RETRY_AFTER = (b"retry-after", b"1")
-_MODEL_PATH = re.compile(r"/v2/models/([^/]+)(?:/versions/([0-9]+))?(?:/(generate|generate_stream|ready|config))?")
-_RESERVED_NAMES = frozenset({"stats"})  # /v2/models/stats is not a model
+_MODEL_PATH = re.compile(
+    r"/v2/models/([^/]+)(?:/versions/([0-9]+))?(?:/(infer|generate|generate_stream|ready|config|stats))?"
+)
+_APIS = {"ready": "health", "config": "model-config", "stats": "statistics", "": "metadata"}
+_OWN_PATHS = ("/v2", "/v2/health/live", "/v2/health/ready", "/v2/logging", "/v2/trace/setting", "/v2/models/stats")
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -75,13 +89,15 @@ class State(Protocol):
     def ready(self) -> bool: ...
 
 
-def create_app(registry: ModelRegistry, state: State, server_name: str = "triton") -> FastAPI:
+def create_app(registry: ModelRegistry, state: State, context: ServerContext | None = None) -> FastAPI:
+    """`context` is what the protocols of a server share; without one, models are fixed and everything is open."""
+    context = context or ServerContext()
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.openapi = lambda: openapi_document(registry)  # type: ignore[method-assign]
     page = resources.files("slipstream.server").joinpath("docs.html").read_text("utf-8")
     app.add_api_route("/docs", lambda: HTMLResponse(page), include_in_schema=False)
     app.add_exception_handler(HTTPException, _triton_error)
-    app.add_middleware(TritonRoutes, registry=registry, state=state, server_name=server_name)
+    app.add_middleware(TritonRoutes, registry=registry, state=state, context=context)
     return app
 
 
@@ -105,23 +121,28 @@ async def _triton_error(request: Request, error: Exception) -> Response:
 class TritonRoutes:
     """ASGI: everything under /v2; the rest goes on to the application behind."""
 
-    def __init__(self, app: Handler, registry: ModelRegistry, state: State, server_name: str) -> None:
+    def __init__(self, app: Handler, registry: ModelRegistry, state: State, context: ServerContext) -> None:
         self._app = app
         self._registry = registry
         self._state = state
-        self._server = {"name": server_name, "version": TRITON_VERSION, "extensions": list(EXTENSIONS)}
+        self._context = context
+        self._server = {"name": context.server_name, "version": TRITON_VERSION, "extensions": list(EXTENSIONS)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("raw_path", b"").decode("latin-1")
-        if scope["type"] != "http" or not (path == "/v2" or path.startswith("/v2/")):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started = _Started(send)
         try:
-            await self._route(path, scope, receive, started)
+            if path == "/v2" or path.startswith("/v2/"):
+                await self._route(path, scope, receive, started)
+            elif await self._allowed("metadata", scope, send):
+                await self._app(scope, receive, send)
         except InferenceError as error:
             headers = (RETRY_AFTER,) if isinstance(error, Unavailable) else ()
-            await send_whole(send, error.status, write_error(error.message), JSON, headers)
+            content_type = TEXT if isinstance(error, EarlyError) else JSON
+            await send_whole(send, error.status, write_error(error.message), content_type, headers)
         except ClientGone:
             return
         except Exception:
@@ -130,30 +151,68 @@ class TritonRoutes:
             logging.error(f"{scope['method']} {path}: {traceback.format_exc().rstrip()}")
             await send_whole(send, 500, write_error("internal error, the server's log has the details"))
 
+    async def _allowed(self, api: str, scope: Scope, send: Send) -> bool:
+        def given(name: str) -> str | None:
+            value = header(scope, name.encode("latin-1", "replace"))
+            return value.decode("latin-1") if value else None
+
+        refusal = self._context.access.refuse_http(api, given)
+        if refusal is not None:
+            await send_whole(send, refusal.status, write_error(refusal.message), TEXT)
+        return refusal is None
+
     async def _route(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if path == "/v2":
-            await self._get(scope, send, JSON, lambda: (200, write_value(self._server)))
-        elif path in ("/v2/health/live", "/v2/health/ready"):
+        if path in _OWN_PATHS:
+            await self._server_route(path, scope, receive, send)
+        elif match := _MODEL_PATH.fullmatch(path):
+            name, version, kind = match.groups(default="")
+            if await self._allowed(_APIS.get(kind, "inference"), scope, send):
+                await self._model(name, version, kind, scope, receive, send)
+        elif match := REPOSITORY.fullmatch(path):
+            if await self._allowed("model-repository", scope, send):
+                work = partial(repository_route, match, self._context)
+                await self._administer(("POST",), work, scope, receive, send)
+        elif match := MODEL_TRACE.fullmatch(path):
+            await self._trace(match.group(1), scope, receive, send)
+        elif match := SHARED_MEMORY.fullmatch(path):
+            await self._shared_memory(match, scope, receive, send)
+        else:
+            await send_whole(send, 404, write_error("Not Found"), TEXT)
+
+    async def _server_route(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if path == "/v2/trace/setting":
+            await self._trace("", scope, receive, send)
+        elif path == "/v2/logging":
+            if await self._allowed("logging", scope, send):
+                work = partial(logging_route, scope["method"])
+                await self._administer(("GET", "POST"), work, scope, receive, send)
+        elif path == "/v2/models/stats":
+            if await self._allowed("statistics", scope, send):
+                await self._get(scope, send, JSON, lambda: (200, self._statistics("", "")))
+        elif path == "/v2":
+            if await self._allowed("metadata", scope, send):
+                await self._get(scope, send, JSON, lambda: (200, write_value(self._server)))
+        elif await self._allowed("health", scope, send):
             healthy = self._state.live if path.endswith("live") else self._state.ready
             await self._get(scope, send, TEXT, lambda: (200 if healthy else 400, b""))
-        else:
-            match = _MODEL_PATH.fullmatch(path)
-            if match is None or match.group(1) in _RESERVED_NAMES:
-                await send_whole(send, 404, write_error("Not Found"), TEXT)
-            else:
-                name, version, kind = match.groups(default="")
-                await self._model(name, version, kind, scope, receive, send)
 
     async def _model(self, name: str, version: str, kind: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if kind in ("generate", "generate_stream"):
+        if kind == "infer":
+            await self._infer(name, version, scope, receive, send)
+        elif kind in ("generate", "generate_stream"):
             await self._generate(name, version, kind == "generate_stream", scope, receive, send)
         elif kind == "ready":
             ready = (200, b"") if self._registry.is_ready(name, version) else (400, _NOT_READY)
             await self._get(scope, send, TEXT, lambda: ready)
         elif kind == "config":
             await self._get(scope, send, JSON, lambda: (200, write_value(self._registry.configuration(name, version))))
+        elif kind == "stats":
+            await self._get(scope, send, JSON, lambda: (200, self._statistics(name, version)))
         else:
             await self._get(scope, send, JSON, lambda: (200, write_value(self._registry.metadata(name, version))))
+
+    def _statistics(self, name: str, version: str) -> bytes:
+        return write_value({"model_stats": model_statistics(self._registry, name, version)})
 
     async def _get(
         self, scope: Scope, send: Send, content_type: bytes, answer: Callable[[], tuple[int, bytes]]
@@ -161,26 +220,69 @@ class TritonRoutes:
         status, body = answer() if scope["method"] == "GET" else (405, _NOT_ALLOWED)
         await send_whole(send, status, body, content_type)
 
+    async def _administer(
+        self,
+        methods: tuple[str, ...],
+        work: Callable[[bytes], Awaitable[bytes]],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        if scope["method"] not in methods:
+            await send_whole(send, 405, _NOT_ALLOWED)
+            return
+        body = await read_body(scope, receive, self._context.http_max_input_bytes)
+        await send_whole(send, 200, await work(body))
+
+    async def _trace(self, model: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if await self._allowed("trace", scope, send):
+            work = partial(trace_route, scope["method"], model, self._context, self._registry)
+            await self._administer(("GET", "POST"), work, scope, receive, send)
+
+    async def _shared_memory(self, match: re.Match[str], scope: Scope, receive: Receive, send: Send) -> None:
+        if await self._allowed("shared-memory", scope, send):
+            methods = ("GET",) if match.group(3) == "status" else ("POST",)
+            work = partial(shared_memory_route, match, self._context)
+            await self._administer(methods, work, scope, receive, send)
+
+    async def _begin(
+        self, name: str, version: str, scope: Scope, send: Send, not_allowed_type: bytes = JSON
+    ) -> ModelVersion | None:
+        """The model a request is for; None when it was answered already."""
+        if scope["method"] != "POST":
+            await send_whole(send, 405, _NOT_ALLOWED, not_allowed_type)
+            return None
+        if self._state.draining:
+            raise Unavailable("the server is shutting down and takes no new requests")
+        return self._registry.find(name, version)
+
+    async def _infer(self, name: str, version: str, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            entry = await self._begin(name, version, scope, send, TEXT)
+        except InferenceError as error:
+            if isinstance(error, Unavailable):
+                raise
+            raise EarlyError(error.message, error.code) from error
+        if entry is None:
+            return
+        check_coupled(entry)
+        most, memory = self._context.http_max_input_bytes, self._context.memory
+        call = read_call(scope, await read_body(scope, receive, most), entry, memory, most)
+        call.request.parameters.update(forwarded_headers(scope, self._context.http_forwarded_headers))
+        await while_connected(receive, answer_infer(entry, call, memory, scope, send))
+
     async def _generate(
         self, name: str, version: str, stream: bool, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        if scope["method"] != "POST":
-            await send_whole(send, 405, _NOT_ALLOWED)
+        entry = await self._begin(name, version, scope, send)
+        if entry is None:
             return
-        if self._state.draining:
-            raise Unavailable("the server is shutting down and takes no new requests")
-        entry = self._registry.find(name, version)
         if header(scope, b"content-encoding").lower() not in (b"", b"identity"):
             raise InferenceError("Unsupported content-encoding, only 'identity' is supported.")
-        request = generate_request(await _body(scope, receive), entry.model.config, entry.version)
+        body = await read_body(scope, receive, self._context.http_max_input_bytes)
+        request = generate_request(body, entry.model.config, entry.version)
         answer = answer_stream if stream else answer_once
         await while_connected(receive, answer(entry.model, request, send))
-
-
-async def _body(scope: Scope, receive: Receive) -> bytes:
-    if header(scope, b"expect") and int(header(scope, b"content-length") or 0) > MAX_BODY_BYTES:
-        raise too_big(int(header(scope, b"content-length")))  # it waits to be told to send; it need not
-    return await read_body(scope, receive)
 
 
 _NOT_ALLOWED = write_error("Method Not Allowed")

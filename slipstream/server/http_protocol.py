@@ -10,6 +10,8 @@ MAX_URL_BYTES = 8192
 MAX_HEAD_BYTES = 64 << 10
 MAX_CHUNKS = 65536  # of one request; tiny ones cost far more than the bytes they carry
 
+RAW_HEADERS = "raw_headers"  # in the request's state: names as they were written, which ASGI lowers
+
 
 class TritonProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -29,6 +31,10 @@ class TritonProtocol(HttpToolsProtocol):
         super().on_url(url)
         if len(self.url) > MAX_URL_BYTES:
             raise ValueError("the URL is too long")  # the parser stops, and the connection is closed below
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.scope["state"].setdefault(RAW_HEADERS, []).append((name, value))
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes, self._chunks = False, 0, 0

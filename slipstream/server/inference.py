@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.repository.config import ModelConfig
 from slipstream.server.errors import InferenceError
+from slipstream.server.latencies import TokenLatencies
 from slipstream.server.tensors import Tensor
 
 Parameter = str | int | float | bool
+
+
+@dataclass(slots=True)
+class RequestTrail:
+    """When a request passed each stage, by `time.monotonic_ns()`. A model marks what it knows; 0 is not marked.
+
+    Whoever counts requests attends to it; where nobody does, the marks go nowhere.
+    """
+
+    began_ns: int = 0
+    queue_ended_ns: int = 0  # the model took it out of its queue
+    input_ended_ns: int = 0  # its inputs are ready to compute with
+    infer_ended_ns: int = 0  # computed; what is left is to write the answer
+    first_answer_ns: int = 0
+    last_token_ns: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    branches: list[RequestTrail] = field(default_factory=list)  # of the requests this one was taken apart into
+    _executing: Callable[[], None] | None = None
+    _latencies: TokenLatencies | None = None
+
+    def attend(self, executing: Callable[[], None], latencies: TokenLatencies, began_ns: int) -> None:
+        self._executing, self._latencies, self.began_ns = executing, latencies, began_ns
+
+    def branch(self) -> RequestTrail:
+        """The trail of one batch item: its tokens are its own, what is counted is counted with the whole."""
+        made = RequestTrail(self.began_ns, _executing=self._executing, _latencies=self._latencies)
+        self.branches.append(made)
+        return made
+
+    def leave_queue(self) -> None:
+        self.queue_ended_ns = time.monotonic_ns()
+        self.execute()
+
+    def end_input(self) -> None:
+        self.input_ended_ns = time.monotonic_ns()
+
+    def end_infer(self) -> None:
+        self.infer_ended_ns = time.monotonic_ns()
+
+    def execute(self) -> None:
+        """The request no longer waits for its turn."""
+        if self._executing is not None:
+            self._executing()
+
+    def add_tokens(self, prompt_tokens: int, count: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.execute()
+        if self._latencies is not None and count:
+            self._latencies.arrive(self, count)
 
 
 @dataclass(slots=True)
@@ -19,16 +71,28 @@ class InferRequest:
     model_version: str
     inputs: dict[str, Tensor]
     id: str = ""
-    parameters: dict[str, Parameter] = field(default_factory=dict)
+    parameters: dict[str, Parameter] = field(default_factory=dict)  # without those that have a field below
+    trail: RequestTrail = field(default_factory=RequestTrail)
+    outputs: tuple[str, ...] = ()  # the ones asked for; none named means all
+    priority: int = 0  # 1 is the most urgent, 0 the model's default
+    timeout_microseconds: int = 0  # 0: none
+    sequence_id: int | str = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
 
 
 @dataclass(slots=True)
 class InferResponse:
-    """One answer: tensors, or an error. An error is not the end, more may follow."""
+    """One answer: tensors, or an error. An error is not the end, more may follow.
+
+    `final` is set by a model that knows, as it answers, that nothing follows. One that ends without it has
+    an end of its own, which clients see only when they ask for it.
+    """
 
     outputs: Sequence[Tensor] = ()
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     error: InferenceError | None = None
+    final: bool = False
 
 
 class ServedModel(Protocol):

@@ -12,19 +12,18 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slipstream.repository.models import Repository, read_repository
-from slipstream.repository.problems import RepositoryError
+from slipstream.repository.models import Repository, inspect_repository
+from slipstream.repository.reading import Reading
 from slipstream.server import logging
-from slipstream.server.engine_child import ENGINE_COMMAND
-from slipstream.server.engine_client import EngineClient, EngineStartFailed, Supervision
+from slipstream.server.engine_pool import EnginePool
 from slipstream.server.health import ServerState
+from slipstream.server.options import ALL_MODELS, Port, ServerOptions
 
 if TYPE_CHECKING:
+    from slipstream.server.model_factories import ModelFactory
     from slipstream.server.services import Services
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -34,17 +33,8 @@ class StartFailed(Exception):
     """The server cannot start. The text is the cause and what to do about it."""
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    repository: Path
-    address: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    exit_timeout_seconds: float = 30.0
-    engine_settings: dict[str, Any] = field(default_factory=dict)  # win over what the repository says
-    supervision: Supervision = field(default_factory=Supervision)
-    engine_command: Sequence[str] = ENGINE_COMMAND
+class ModelsFailed(StartFailed):
+    """Not all models could be loaded, and the server was told not to run without them."""
 
 
 def run_server(options: ServerOptions) -> int:
@@ -52,46 +42,74 @@ def run_server(options: ServerOptions) -> int:
     early_signals: list[int] = []  # those that come before the event loop can take them
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: early_signals.append(number))
-    repository = _read(options.repository)
-    for warning in repository.warnings:
+    factories = _factories(options)
+    reading = _read(options, factories)
+    for warning in reading.problems.warnings:
         logging.warning(str(warning))
-    _warn_of_exposure(options.address)
+    _warn_of_exposure(options)
     sockets = _Sockets(options)
-    engines: dict[str, EngineClient] = {}
+    engines = EnginePool(options.engine_settings, options.supervision, options.engine_command)
     try:
-        _spawn(repository, options, engines)
+        wanted = _wanted(options, reading)
+        for name in reading.engines_of(wanted):
+            engines.spawn(reading.repository.engines[name])
         import uvloop
 
-        return uvloop.run(_Server(options, repository, engines, sockets).run(early_signals))
+        server = _Server(options, reading, wanted, engines, sockets, factories)
+        return uvloop.run(server.run(early_signals))
     finally:
-        for engine in engines.values():
-            engine.kill()
+        engines.kill()
         sockets.close()
 
 
-def _read(path: Path) -> Repository:
+def _factories(options: ServerOptions) -> list[ModelFactory]:
+    if not options.allow_python_models:
+        return []
+    from slipstream.server.python_models.factory import PythonModels
+
+    return [PythonModels()]
+
+
+def _read(options: ServerOptions, factories: Sequence[ModelFactory]) -> Reading:
     try:
-        return read_repository(path)
-    except RepositoryError as error:
-        for problem in error.problems:
-            logging.error(str(problem))
-        count = len(error.problems)
-        found = str(error.problems[0]) if count == 1 else f"{count} problems in {path}, listed above"
-        raise StartFailed(f"cannot serve the model repository: {found}") from error
+        reading = Reading(
+            *inspect_repository(options.repositories, lambda model: any(f.claims(model) for f in factories))
+        )
     except OSError as error:
-        raise StartFailed(f"cannot read the model repository {path}: {error.strerror}") from error
+        places = ", ".join(str(path) for path in options.repositories)
+        raise StartFailed(f"cannot read the model repository {places}: {error.strerror}") from error
+    missing = [path for path in options.repositories if not path.is_dir()]
+    if reading.problems.errors and (missing or (options.exit_on_error and options.control_mode == "none")):
+        for problem in reading.problems.errors:
+            logging.error(str(problem))
+        count = len(reading.problems.errors)
+        places = ", ".join(str(path) for path in options.repositories)
+        found = str(reading.problems.errors[0]) if count == 1 else f"{count} problems in {places}, listed above"
+        raise ModelsFailed(f"cannot serve the model repository: {found}")
+    return reading
 
 
-def _warn_of_exposure(address: str) -> None:
-    if not (address.startswith("127.") or address in ("localhost", "::1")):
-        logging.warning(f"listening at {address}: whoever can reach this machine can use its models, unasked")
+def _wanted(options: ServerOptions, reading: Reading) -> list[str]:
+    """The models to load at the start."""
+    names = list(reading.repository.models)
+    if options.control_mode != "explicit":
+        return names
+    chosen = names if ALL_MODELS in options.load_models else []
+    return list(dict.fromkeys([*chosen, *(name for name in options.load_models if name != ALL_MODELS)]))
 
 
-def _spawn(repository: Repository, options: ServerOptions, engines: dict[str, EngineClient]) -> None:
-    for name, model in repository.engines.items():
-        settings = replace(model.settings, **options.engine_settings)
-        engines[name] = EngineClient(model.engine.path, settings, options.supervision, options.engine_command)
-        engines[name].spawn()
+def _warn_of_exposure(options: ServerOptions) -> None:
+    """One block, once, where strangers can reach what they should not use unasked."""
+    exposed = sorted({address for address in options.addresses if not _is_loopback(address)})
+    if exposed and not options.access.guarded:
+        logging.warning(
+            f"listening at {', '.join(exposed)} without an API key: whoever can reach this machine can use its models, "
+            "unasked. Set --api-key (a file, or the variable SLIPSTREAM_API_KEY), or listen at 127.0.0.1 only."
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address in ("localhost", "::1")
 
 
 class _Sockets:
@@ -100,13 +118,18 @@ class _Sockets:
     def __init__(self, options: ServerOptions) -> None:
         self._taken: list[socket.socket] = []
         try:
-            self.http = self._take(options.address, options.http_port, "--http-port")
-            self.metrics = self._take(options.address, options.metrics_port, "--metrics-port")
+            self.http = self._taken_port(options.http, "--http-port")
+            self.metrics = self._taken_port(options.metrics, "--metrics-port")
             # gRPC opens its own; this one only tells whether it will be able to.
-            self._take(options.address, options.grpc_port, "--grpc-port").close()
+            grpc = self._taken_port(options.grpc, "--grpc-port")
+            if grpc is not None:
+                grpc.close()
         except StartFailed:
             self.close()
             raise
+
+    def _taken_port(self, port: Port, option: str) -> socket.socket | None:
+        return self._take(port.address, port.number, option) if port.open else None
 
     def _take(self, address: str, port: int, option: str) -> socket.socket:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -129,15 +152,19 @@ class _Server:
     def __init__(
         self,
         options: ServerOptions,
-        repository: Repository,
-        engines: dict[str, EngineClient],
+        reading: Reading,
+        wanted: list[str],
+        engines: EnginePool,
         sockets: _Sockets,
+        factories: Sequence[ModelFactory],
     ) -> None:
         self._options = options
-        self._repository = repository
+        self._reading = reading
+        self._wanted = wanted
         self._engines = engines
         self._sockets = sockets
-        self._state = ServerState(engines.values())
+        self._factories = factories
+        self._state = ServerState(engines)
         self._told_to_stop = asyncio.Event()
 
     async def run(self, early_signals: list[int]) -> int:
@@ -145,35 +172,50 @@ class _Server:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         if early_signals:
             return 0
-        loading = asyncio.gather(*(engine.start() for engine in self._engines.values()))
+        self._engines.attend()
         await asyncio.sleep(0)  # so that the engines are watched from here on
         from slipstream.server.services import Services
 
         try:
-            services = Services(self._options.address, self._repository, self._engines, self._state)
+            services = Services(self._options, self._engines, self._state, self._factories)
+            loading = asyncio.ensure_future(services.load(self._wanted, self._reading))
             if not await self._first(loading):
                 return 0
-            _log_models(self._repository, self._engines)
-            await services.open(self._sockets.http, self._sockets.metrics, self._options.grpc_port)
-        except EngineStartFailed as error:
-            raise StartFailed(f"the engine did not start: {error}") from error
-        except (OSError, ValueError) as error:  # a damaged tokenizer, a port that was taken meanwhile
-            raise StartFailed(f"cannot serve {self._options.repository}: {error}") from error
-        self._announce()
+            _log_models(services.loader.rows(), self._engines)
+            self._check_loaded(services, loading.result())
+            await services.open(self._sockets.http, self._sockets.metrics)
+        except (OSError, ValueError) as error:  # a port that was taken meanwhile, a certificate that is none
+            places = ", ".join(str(path) for path in self._options.repositories)
+            raise StartFailed(f"cannot serve {places}: {error}") from error
+        if self._options.announce:
+            self._announce()
         return await self._serve(services)
 
+    def _check_loaded(self, services: Services, failed: dict[str, str]) -> None:
+        if not failed or not self._options.exit_on_error:
+            return
+        engine = next((name for name in failed if name in self._reading.repository.engines), None)
+        if engine is not None:
+            raise ModelsFailed(f"the engine did not start: {services.loader.reason(engine).removeprefix('Internal: ')}")
+        name, reason = next(iter(failed.items()))
+        raise ModelsFailed(f"model '{name}' did not load: {reason}")
+
     async def _serve(self, services: Services) -> int:
-        failures = [asyncio.ensure_future(engine.wait_failed()) for engine in self._engines.values()]
-        failed = asyncio.ensure_future(asyncio.wait(failures, return_when=asyncio.FIRST_COMPLETED))
-        if await self._first(failed):
-            reason = next(failure.result() for failure in failures if failure.done())
-            await services.close()
-            await self._stop_engines()
-            raise StartFailed(f"the engine failed for good: {reason}")
-        failed.cancel()
+        polling = None
+        if self._options.control_mode == "poll":
+            polling = asyncio.ensure_future(services.loader.poll(self._options.poll_seconds))
+        failed = asyncio.ensure_future(self._engines.wait_failed())
+        try:
+            if await self._first(failed):
+                await services.close()
+                await self._engines.stop()
+                raise StartFailed(f"the engine failed for good: {failed.result()}")
+        finally:
+            if polling is not None:
+                polling.cancel()
         await self._drain()
         await services.close()
-        await self._stop_engines()
+        await self._engines.stop()
         return 0
 
     async def _first(self, event: asyncio.Future[Any]) -> bool:
@@ -190,38 +232,38 @@ class _Server:
     async def _drain(self) -> None:
         """Refuse new work, finish what was admitted, but not beyond the exit timeout."""
         self._state.draining = True
-        for engine in self._engines.values():
-            engine.begin_drain()
-        outstanding = sum(engine.outstanding for engine in self._engines.values())
-        logging.info(f"Waiting for in-flight requests to complete: {outstanding} now")
-        drained: Awaitable[Any] = asyncio.gather(*(engine.wait_drained() for engine in self._engines.values()))
+        self._engines.begin_drain()
+        logging.info(f"Waiting for in-flight requests to complete: {self._engines.outstanding} now")
         try:
-            await asyncio.wait_for(drained, self._options.exit_timeout_seconds)
+            await asyncio.wait_for(self._engines.wait_drained(), self._options.exit_timeout_seconds)
         except TimeoutError:
             seconds = self._options.exit_timeout_seconds
             logging.warning(f"requests still run after {seconds:g} s (--exit-timeout-secs) and are given up")
-            await self._stop_engines()
-
-    async def _stop_engines(self) -> None:
-        await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
+            await self._engines.stop()
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._told_to_stop.is_set():
             self._told_to_stop.set()
             return
         logging.warning(f"second {number.name}: leaving at once")
-        for engine in self._engines.values():
-            engine.kill()
+        self._engines.kill()
         os._exit(128 + number)
 
     def _announce(self) -> None:
         """What a person wants next: where everything is, and a command that shows it works."""
-        host = "localhost" if self._options.address in ("0.0.0.0", "::") else self._options.address
-        http_port, metrics_port = (s.getsockname()[1] for s in (self._sockets.http, self._sockets.metrics))
-        lines = [f"API docs: http://{host}:{http_port}/docs   metrics: http://{host}:{metrics_port}/metrics"]
-        if self._repository.chains:
+        if self._sockets.http is None:
+            return
+        address = self._options.http.address
+        host = "localhost" if address in ("0.0.0.0", "::") else address
+        port = self._sockets.http.getsockname()[1]
+        place = f"API docs: http://{host}:{port}/docs"
+        if self._sockets.metrics is not None:
+            place += f"   metrics: http://{host}:{self._sockets.metrics.getsockname()[1]}/metrics"
+        lines = [place]
+        repository = self._reading.repository
+        if repository.chains:
             body = json.dumps({"text_input": "What is machine learning?", "max_tokens": 64})
-            url = f"http://{host}:{http_port}/v2/models/{_model_to_show(self._repository)}/generate"
+            url = f"http://{host}:{port}/v2/models/{_model_to_show(repository)}/generate"
             lines.insert(0, f"Try it:   curl -s {url} -d '{body}'")
         print("\n".join(lines), flush=True)
 
@@ -232,14 +274,17 @@ def _model_to_show(repository: Repository) -> str:
     return min(repository.chains, key=lambda name: (name in customary, name))
 
 
-def _log_models(repository: Repository, engines: dict[str, EngineClient]) -> None:
+def _log_models(rows: list[tuple[str, str, str]], engines: EnginePool) -> None:
     """Triton's table of models, and how each engine uses the machine."""
-    rows = [(name, str(version)) for name, model in repository.models.items() for version in model.versions]
-    width = max(len(name) for name, _ in [("Model", ""), *rows])
-    rule = f"+-{'-' * width}-+---------+--------+"
-    table = [rule, f"| {'Model':{width}} | Version | Status |", rule]
-    table += [f"| {name:{width}} | {version:7} | READY  |" for name, version in rows]
-    logging.info("\n" + "\n".join([*table, rule]) + "\n", "server.cc:674")
+    widths = [max(len(row[column]) for row in [("Model", "Version", "Status"), *rows]) for column in range(3)]
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
+    shown = [tuple(cell.replace("\n", " ") for cell in row) for row in rows]
+    table = [rule, line(("Model", "Version", "Status")), rule, *(line(row) for row in shown), rule]
+    logging.info("\n" + "\n".join(table) + "\n", "server.cc:674")
     for name, engine in engines.items():
         if (info := engine.info) is not None:
             tokens = info.total_blocks * info.block_tokens

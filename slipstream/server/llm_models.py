@@ -21,7 +21,9 @@ from slipstream.server.generation import EngineUnavailable
 from slipstream.server.generation_outputs import Progress, log_prob_outputs, named
 from slipstream.server.inference import InferRequest, InferResponse
 from slipstream.server.limits import LISTS, Given, check_batch, check_prompt_length, given_fields, require
+from slipstream.server.queue_policy import TIMED_OUT, urgency
 from slipstream.server.sampling import never_ends, sampling_params, word_ids
+from slipstream.server.stop_requests import StopRequests, asks_to_stop
 from slipstream.server.tensors import Tensor
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.pipeline import PromptError, TextDelta, TextRequest
@@ -51,9 +53,13 @@ class Generator(Protocol):
 
 async def run(generator: Generator, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
     """The deltas of one generation, with every way to fail told as an InferenceError."""
+    begun = False
     try:
         async with aclosing(generator.generate(request)) as deltas:
             async for delta in deltas:
+                begun = begun or bool(delta.tokens)
+                if delta.finish_reason == "timeout" and not begun:
+                    raise Unavailable(TIMED_OUT)
                 if delta.finish_reason == "error":
                     raise InferenceError(delta.error or "the engine failed", Code.INTERNAL)
                 if delta.finish_reason == "cancelled":
@@ -99,39 +105,63 @@ class TextModel:
     def ready(self) -> bool:
         return self._generator.engine.ready
 
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """The models of the repository whose work is done here, by the phase of the request that is theirs."""
+        steps = [step.model_name for step in self.config.ensemble_steps]
+        if self._chain.engine not in steps[1:-1]:
+            return {"compute_infer": self._chain.engine}
+        return {"compute_input": steps[0], "compute_infer": self._chain.engine, "compute_output": steps[-1]}
+
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         try:
             check_batch(request, self.config)
             fields = given_fields(request, self._chain.fields.inputs)
-            async with aclosing(self._answer(fields)) as answers:
+            async with aclosing(self._answer(fields, request)) as answers:
                 async for answer in answers:
                     yield answer
         except Unavailable:
             raise
         except InferenceError as error:
             prefix = f"in ensemble '{self._chain.name}', " if self._chain.ensemble else ""
-            yield InferResponse(error=InferenceError(prefix + error.message, error.code))
+            yield InferResponse(error=InferenceError(prefix + error.message, error.code), final=self._marks_end)
 
-    async def _answer(self, fields: Mapping[str, Given]) -> AsyncGenerator[InferResponse, None]:
+    @property
+    def _marks_end(self) -> bool:
+        """An ensemble's last answer says so; a BLS model ends apart from its answers, as upstream's do."""
+        return self._chain.ensemble
+
+    async def _answer(
+        self, fields: Mapping[str, Given], given: InferRequest
+    ) -> AsyncGenerator[InferResponse, None]:
+        trail, urgent = given.trail, urgency(given, self._engine)
         text_request = self._text_request(fields)
-        text_request = replace(text_request, prompt=await self._fitting(text_request.prompt))
+        text_request = replace(
+            text_request,
+            prompt=await self._fitting(text_request.prompt),
+            priority=urgent.priority,
+            deadline=urgent.deadline,
+        )
         progress = self._progress(text_request)
         log_probs = text_request.sampling.log_probs
         if text_request.prompt == []:
-            yield self._response("", log_probs, progress, [])
+            yield self._response("", log_probs, progress, [], final=True)
             return
         streaming = self.decoupled and is_true(fields, "stream")
         answered = False
+        trail.end_input()
         async with aclosing(run(self._generator, text_request)) as deltas:
             async for delta in deltas:
+                trail.add_tokens(delta.prompt_tokens, len(delta.tokens))
                 news = progress.add(delta)
                 if streaming and (news.text or news.tokens):
                     text = progress.text if self._chain.accumulate_tokens else news.text
-                    yield self._response(text, log_probs, progress, news.log_probs or [])
+                    yield self._response(text, log_probs, progress, news.log_probs or [], bool(delta.finish_reason))
                     answered = True
+        trail.end_infer()
         if not answered:
             text = progress.text if streaming else self._whole(fields, progress)
-            yield self._response(text, log_probs, progress, progress.log_probs)
+            yield self._response(text, log_probs, progress, progress.log_probs, final=True)
 
     def _text_request(self, fields: Mapping[str, Given]) -> TextRequest:
         tokenizer = self._generator.tokenizer
@@ -180,11 +210,13 @@ class TextModel:
         prompt = fields["text_input"].tensor.text()
         return prompt + joint(self._generator.tokenizer, prompt, progress.tokens) + progress.text
 
-    def _response(self, text: str, asked: bool, progress: Progress, log_probs: list[float]) -> InferResponse:
+    def _response(
+        self, text: str, asked: bool, progress: Progress, log_probs: list[float], final: bool
+    ) -> InferResponse:
         outputs = [Tensor("text_output", "BYTES", (1,), [text.encode("utf-8", "replace")])]
         outputs += log_prob_outputs(asked, self._chain.placeholders, progress, log_probs)
         parameters = ENSEMBLE_PARAMETERS if self._chain.ensemble else {}
-        return InferResponse(named(outputs, self._outputs), parameters)
+        return InferResponse(named(outputs, self._outputs), parameters, final=final and self._marks_end)
 
 
 def _words(fields: Mapping[str, Given], field: str) -> list[str]:
@@ -216,6 +248,7 @@ class TokenModel:
         self._fields = engine_fields(model.config)
         self._outputs = {name: name for name in model.config.output_names}
         self.decoupled = engine.decoupled
+        self._stops = StopRequests()
 
     @property
     def config(self) -> ModelConfig:
@@ -227,35 +260,50 @@ class TokenModel:
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         try:
+            if asks_to_stop(request, self._fields):
+                self._stops.stop(request.id)
+                yield InferResponse(final=True)
+                return
             check_batch(request, self.config)
             fields = given_fields(request, self._fields)
-            async with aclosing(self._answer(fields)) as answers:
+            async with aclosing(self._answer(fields, request)) as answers:
                 async for answer in answers:
                     yield answer
         except Unavailable:
             raise
         except InferenceError as error:
-            yield InferResponse(error=error)
+            yield InferResponse(error=error, final=True)
 
-    async def _answer(self, fields: Mapping[str, Given]) -> AsyncGenerator[InferResponse, None]:
+    async def _answer(
+        self, fields: Mapping[str, Given], given: InferRequest
+    ) -> AsyncGenerator[InferResponse, None]:
+        trail, urgent = given.trail, urgency(given, self._engine)
         prompt = self._prompt(fields)
-        request = self._token_request(prompt, fields)
+        request = replace(
+            self._token_request(prompt, fields), priority=urgent.priority, deadline=urgent.deadline
+        )
         progress = Progress(frozenset(request.sampling.end_ids), self._engine.normalize_log_probs)
         asked = request.sampling.log_probs
         streaming = self.decoupled and is_true(fields, "stream")
         answered = False
-        async with aclosing(run(self._generator, request)) as deltas:
-            async for delta in deltas:
-                news = progress.add(delta)
-                if streaming and news.tokens:
-                    yield self._response(news.tokens, asked, progress, news.log_probs or [])
-                    answered = True
+        trail.end_input()
+        with self._stops.listing(given.id) as running:
+            request = replace(request, submitted=running.append)
+            async with aclosing(run(self._generator, request)) as deltas:
+                async for delta in deltas:
+                    trail.add_tokens(delta.prompt_tokens, len(delta.tokens))
+                    news = progress.add(delta)
+                    if streaming and news.tokens:
+                        final = bool(delta.finish_reason)
+                        yield self._response(news.tokens, asked, progress, news.log_probs or [], final)
+                        answered = True
+        trail.end_infer()
         if not answered:
             echo = not streaming and not is_true(
                 fields, "exclude_input_in_output", self._engine.exclude_input_in_output
             )
             ids = prompt + progress.tokens if echo else progress.tokens
-            yield self._response(ids, asked, progress, progress.log_probs)
+            yield self._response(ids, asked, progress, progress.log_probs, final=True)
 
     def _prompt(self, fields: Mapping[str, Given]) -> list[int]:
         given = require(fields, "input_ids", "input_ids")
@@ -292,10 +340,12 @@ class TokenModel:
             raise InferenceError(f"{field} holds ids that are not in the vocabulary (0 to {vocabulary - 1})")
         return words
 
-    def _response(self, ids: list[int], asked: bool, progress: Progress, log_probs: list[float]) -> InferResponse:
+    def _response(
+        self, ids: list[int], asked: bool, progress: Progress, log_probs: list[float], final: bool
+    ) -> InferResponse:
         outputs = [
             Tensor("output_ids", "INT32", (1, 1, len(ids)), list(ids)),
             Tensor("sequence_length", "INT32", (1, 1), [len(ids)]),
         ]
         outputs += log_prob_outputs(asked, self._placeholders, progress, log_probs)
-        return InferResponse(named(outputs, self._outputs))
+        return InferResponse(named(outputs, self._outputs), final=final)

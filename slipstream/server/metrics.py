@@ -1,230 +1,193 @@
-"""The metrics port: Triton's names and labels, and only values that are true.
+"""The metrics port: Triton's names and labels, our own histograms, and only values that are true.
 
-Counters are kept per model by whoever runs inferences (`ModelCounters.record` wraps the answers of one request);
-the engine's gauges are read from its last `EngineStats` when somebody scrapes.
+What happened to requests is read from the models' counters (`statistics.py`), the engine's figures from its
+last `EngineStats`, the machine's from the system, all when somebody scrapes.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
-from slipstream.engine.messages import EngineInfo, EngineStats
-from slipstream.repository.config import ModelConfig
-from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import InferRequest, InferResponse, ServedModel
+from slipstream.server.engine_metrics import Engine, engine_families
+from slipstream.server.latencies import Histogram
+from slipstream.server.machine_metrics import Machine
+from slipstream.server.metric_families import Family
+from slipstream.server.statistics import CountedModel, ModelCounters
 
-FAILURE_REASONS = ("OTHER", "BACKEND", "CANCELED", "REJECTED")
+__all__ = ["CountedModel", "Engine", "ModelCounters", "ServerMetrics", "metrics_app"]
+
+_COUNTERS: tuple[tuple[str, str, Callable[[ModelCounters], int]], ...] = (
+    (
+        "nv_inference_count",
+        "Number of inferences performed (does not include cached requests)",
+        lambda counters: counters.inferences,
+    ),
+    (
+        "nv_inference_exec_count",
+        "Number of model executions performed (does not include cached requests)",
+        lambda counters: counters.executions,
+    ),
+    (
+        "nv_inference_request_duration_us",
+        "Cumulative inference request duration in microseconds (includes cached requests)",
+        lambda counters: counters.success.ns // 1000,
+    ),
+    (
+        "nv_inference_queue_duration_us",
+        "Cumulative inference queuing duration in microseconds (includes cached requests)",
+        lambda counters: counters.queue.ns // 1000,
+    ),
+    (
+        "nv_inference_compute_input_duration_us",
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+        lambda counters: counters.phases["compute_input"].ns // 1000,
+    ),
+    (
+        "nv_inference_compute_infer_duration_us",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        lambda counters: counters.phases["compute_infer"].ns // 1000,
+    ),
+    (
+        "nv_inference_compute_output_duration_us",
+        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+        lambda counters: counters.phases["compute_output"].ns // 1000,
+    ),
+)
+# Name, help, a label besides model and version, and which of a model's histograms it is.
+_HISTOGRAMS: tuple[tuple[str, str, dict[str, str], Callable[[ModelCounters], Histogram]], ...] = (
+    (
+        "nv_inference_first_response_histogram_ms",
+        "Duration from request to first response in milliseconds",
+        {},
+        lambda counters: counters.tokens.first_response_ms,
+    ),
+    (
+        "nv_llm_input_token_len",
+        "TRT LLM response metrics",
+        {"response_metric_type": "total_input_tokens"},
+        lambda counters: counters.tokens.input_tokens,
+    ),
+    (
+        "nv_llm_output_token_len",
+        "TRT LLM response metrics",
+        {"response_metric_type": "total_output_tokens"},
+        lambda counters: counters.tokens.output_tokens,
+    ),
+    (
+        "slipstream_time_to_first_token_seconds",
+        "From a request's arrival to its first token",
+        {},
+        lambda counters: counters.tokens.first_token_s,
+    ),
+    (
+        "slipstream_inter_token_latency_seconds",
+        "Between one token of a request and the next",
+        {},
+        lambda counters: counters.tokens.between_tokens_s,
+    ),
+    (
+        "slipstream_request_seconds",
+        "From a request's arrival to the end of its answer, successful requests",
+        {},
+        lambda counters: counters.tokens.whole_answer_s,
+    ),
+)
 
 
-class Engine(Protocol):
-    info: EngineInfo | None
-    stats: EngineStats
-
-
-@dataclass
-class ModelCounters:
-    """What happened to the requests of one model."""
-
-    successes: int = 0
-    failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAILURE_REASONS, 0))
-    executions: int = 0
-    duration_us: int = 0
-    pending: int = 0  # came in, and nothing has come out yet
-
-    async def record(self, responses: AsyncGenerator[InferResponse]) -> AsyncGenerator[InferResponse]:
-        """Pass on the answers to one request and count how it went."""
-        began = time.monotonic_ns()
-        self.pending += 1
-        waiting = True
-        failure: str | None = None
-        complete = False  # otherwise the reader has left
-        try:
-            async with aclosing(responses):
-                async for response in responses:
-                    if response.error is not None:
-                        failure = _reason(response.error)
-                    elif waiting:
-                        self.pending, self.executions, waiting = self.pending - 1, self.executions + 1, False
-                    yield response
-            complete = True
-        except Exception as error:
-            failure = _reason(error)
-            raise
-        finally:
-            self.pending -= waiting
-            self._end(failure if failure or complete else "CANCELED", began)
-
-    def _end(self, failure: str | None, began_ns: int) -> None:
-        if failure is None:
-            self.successes += 1
-            self.duration_us += (time.monotonic_ns() - began_ns) // 1000
-        else:
-            self.failures[failure] += 1
-
-
-def _reason(error: Exception) -> str:
-    """Which of Triton's four reasons for a failure this one is."""
-    if not isinstance(error, InferenceError):
-        return "OTHER"
-    return {Code.UNAVAILABLE: "REJECTED", Code.CANCELLED: "CANCELED"}.get(error.code, "BACKEND")
-
-
-class CountedModel:
-    """A model whose requests are counted."""
-
-    def __init__(self, model: ServedModel, counters: ModelCounters) -> None:
-        self._model = model
-        self._counters = counters
+class Entry(Protocol):
+    """A `ModelVersion` of the registry."""
 
     @property
-    def config(self) -> ModelConfig:
-        return self._model.config
-
+    def name(self) -> str: ...
     @property
-    def decoupled(self) -> bool:
-        return self._model.decoupled
-
+    def version(self) -> str: ...
     @property
-    def ready(self) -> bool:
-        return self._model.ready
-
-    def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse]:
-        return self._counters.record(self._model.infer(request))
+    def model(self) -> Any: ...
 
 
 class ServerMetrics:
-    def __init__(self) -> None:
+    def __init__(self, machine: Machine | None = None) -> None:
         self._models: dict[tuple[str, str], ModelCounters] = {}
         self._engines: dict[tuple[str, str], Engine] = {}
+        self._machine = machine or Machine()
+        self._sources: list[Callable[[], Iterable[Family]]] = []
 
     def model(self, name: str, version: str = "1") -> ModelCounters:
         return self._models.setdefault((name, version), ModelCounters())
+
+    def count(self, entry: Entry) -> CountedModel:
+        """This model, with its requests counted, and those of the models it does the work of."""
+        parts = {phase: self._latest(name) for phase, name in _parts(entry.model).items()}
+        return CountedModel(entry.model, self.model(entry.name, entry.version), parts)
+
+    def _latest(self, name: str) -> Callable[[], ModelCounters]:
+        def find() -> ModelCounters:
+            versions = [version for model, version in self._models if model == name]
+            return self.model(name, max(versions, key=int)) if versions else ModelCounters()  # not loaded: nobody's
+
+        return find
 
     def watch_engine(self, name: str, engine: Engine, version: str = "1") -> None:
         """`name` is the model that stands for this engine in the repository."""
         self._engines[name, version] = engine
 
+    def forget(self, name: str) -> None:
+        """A model is gone, and its figures with it, as with Triton; one that comes back begins at zero."""
+        self._models = {key: found for key, found in self._models.items() if key[0] != name}
+        self._engines = {key: found for key, found in self._engines.items() if key[0] != name}
+
+    def add_source(self, source: Callable[[], Iterable[Family]]) -> None:
+        """More families, asked for at every scrape: those that models define themselves."""
+        self._sources.append(source)
+
     def render(self) -> str:
-        return "".join(family.render() for family in (*self._model_families(), *self._engine_families()))
+        families = [*self._model_families(), *engine_families(self._engines), *self._machine.families()]
+        families += [family for source in self._sources for family in source()]
+        return "".join(family.render() for family in families)
 
-    def _model_families(self) -> Iterator[_Family]:
-        def family(name: str, kind: str, text: str, value: Callable[[ModelCounters], int]) -> _Family:
-            samples = [
-                ({"model": model, "version": version}, value(counters))
-                for (model, version), counters in self._models.items()
-            ]
-            return _Family(name, kind, text, samples)
+    def _model_families(self) -> Iterator[Family]:
+        def family(name: str, kind: str, text: str, value: Callable[[ModelCounters], int]) -> Family:
+            return Family(name, kind, text, [(_labels(key), value(found)) for key, found in self._models.items()])
 
-        yield family(
-            "nv_inference_request_success",
-            "counter",
-            "Number of successful inference requests, all batch sizes",
-            lambda counters: counters.successes,
-        )
-        yield _Family(
+        success = "Number of successful inference requests, all batch sizes"
+        yield family("nv_inference_request_success", "counter", success, lambda counters: counters.success.count)
+        yield Family(
             "nv_inference_request_failure",
             "counter",
             "Number of failed inference requests, all batch sizes",
             [
-                ({"model": model, "reason": reason, "version": version}, count)
-                for (model, version), counters in self._models.items()
+                (_labels(key) | {"reason": reason}, count)
+                for key, counters in self._models.items()
                 for reason, count in counters.failures.items()
             ],
         )
-        for name, text in (
-            ("nv_inference_count", "Number of inferences performed (does not include cached requests)"),
-            ("nv_inference_exec_count", "Number of model executions performed (does not include cached requests)"),
-        ):
-            yield family(name, "counter", text, lambda counters: counters.executions)
-        yield family(
-            "nv_inference_request_duration_us",
-            "counter",
-            "Cumulative inference request duration in microseconds (includes cached requests)",
-            lambda counters: counters.duration_us,
-        )
-        yield family(
-            "nv_inference_pending_request_count",
-            "gauge",
-            "Instantaneous number of pending requests awaiting execution per-model.",
-            lambda counters: counters.pending,
-        )
+        for name, text, value in _COUNTERS:
+            yield family(name, "counter", text, value)
+        pending = "Instantaneous number of pending requests awaiting execution per-model."
+        yield family("nv_inference_pending_request_count", "gauge", pending, lambda counters: counters.pending)
+        yield from self._histogram_families()
 
-    def _engine_families(self) -> Iterator[_Family]:
-        for name, text, label, read in _ENGINE_FAMILIES:
-            samples: list[tuple[dict[str, str], float]] = []
-            for (model, version), engine in self._engines.items():
-                if engine.info is not None:
-                    for category, value in read(engine.info, engine.stats).items():
-                        samples.append(({label: category, "model": model, "version": version}, value))
-            if samples:
-                yield _Family(name, "gauge", text, samples)
+    def _histogram_families(self) -> Iterator[Family]:
+        """Those that some model fills: only models that decode tokens have figures of tokens."""
+        for name, text, label, read in _HISTOGRAMS:
+            found = [(_labels(key) | label, read(counters)) for key, counters in self._models.items()]
+            filled = [(labels, histogram) for labels, histogram in found if histogram.count]
+            if filled:
+                yield Family(name, "histogram", text, histograms=filled)
 
 
-def _request_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
-    active = stats.running + stats.waiting
-    return {"active": active, "max": info.max_rows, "scheduled": stats.running, "waiting": stats.waiting}
+def _parts(model: Any) -> Mapping[str, str]:
+    """The models whose work a model does, also where something stands around it."""
+    while model is not None:
+        if hasattr(model, "parts"):
+            return dict(model.parts)
+        model = getattr(model, "inner", None)
+    return {}
 
 
-def _block_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
-    used = stats.total_blocks - stats.free_blocks
-    return {
-        "max": stats.total_blocks,
-        "free": stats.free_blocks,
-        "used": used,
-        "tokens_per": info.block_tokens,
-        "reused": stats.cached_prompt_tokens // info.block_tokens,
-        "fraction": used / stats.total_blocks if stats.total_blocks else 0.0,
-    }
-
-
-def _batcher_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
-    return {"generation_requests": stats.running, "micro_batch_id": 0}  # one batch at a time, number 0
-
-
-def _general_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
-    return {"timestamp": int(time.time()), "iteration_counter": stats.steps}
-
-
-_ReadGauges = Callable[[EngineInfo, EngineStats], dict[str, float]]
-_ENGINE_FAMILIES: tuple[tuple[str, str, str, _ReadGauges], ...] = (
-    ("nv_trt_llm_request_metrics", "TRT LLM request metrics", "request_type", _request_metrics),
-    (
-        "nv_trt_llm_kv_cache_block_metrics",
-        "TRT LLM KV cache block metrics",
-        "kv_cache_block_type",
-        _block_metrics,
-    ),
-    (
-        "nv_trt_llm_inflight_batcher_metrics",
-        "TRT LLM inflight_batcher-specific metrics",
-        "inflight_batcher_specific_metric",
-        _batcher_metrics,
-    ),
-    ("nv_trt_llm_general_metrics", "General TRT LLM metrics", "general_type", _general_metrics),
-)
-
-
-@dataclass(frozen=True)
-class _Family:
-    name: str
-    kind: str
-    help: str
-    samples: list[tuple[dict[str, str], float]] | list[tuple[dict[str, str], int]]
-
-    def render(self) -> str:
-        lines = [f"# HELP {self.name} {self.help}", f"# TYPE {self.name} {self.kind}"]
-        for labels, value in self.samples:
-            written = ",".join(f'{key}="{_escape(labels[key])}"' for key in sorted(labels))
-            lines.append(f"{self.name}{{{written}}} {value}")
-        return "\n".join(lines) + "\n"
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _labels(key: tuple[str, str]) -> dict[str, str]:
+    return {"model": key[0], "version": key[1]}
 
 
 Scope = MutableMapping[str, Any]

@@ -25,6 +25,15 @@ def openapi_document(registry: ModelRegistry) -> dict[str, Any]:
         "paths": {
             "/v2/models/{model}/generate": _generate(registry, example, model, stream=False),
             "/v2/models/{model}/generate_stream": _generate(registry, example, model, stream=True),
+            "/v2/models/{model}/infer": _post("Infer, tensors in and out", "KServe v2's answer", model),
+            "/v2/models/{model}/stats": _get("What became of the model's requests", "JSON", JSON_OBJECT, model),
+            "/v2/models/stats": _get("What became of all requests", "JSON", JSON_OBJECT),
+            "/v2/repository/index": _post("The models of the repository and their states", "JSON"),
+            "/v2/repository/models/{model}/load": _post("Load a model", "Empty", model),
+            "/v2/repository/models/{model}/unload": _post("Unload a model", "Empty", model),
+            "/v2/logging": _get("The log settings", "JSON", JSON_OBJECT),
+            "/v2/trace/setting": _get("The trace settings", "JSON", JSON_OBJECT),
+            "/v2/systemsharedmemory/status": _get("The registered regions", "JSON", JSON_OBJECT),
             "/v2/health/live": _get("The server answers", "Empty", TEXT_EMPTY),
             "/v2/health/ready": _get("The server takes work", "Empty; 400 when it does not", TEXT_EMPTY),
             "/v2/models/{model}/ready": _get("The model takes work", "Empty", TEXT_EMPTY, model),
@@ -45,6 +54,13 @@ def _get(summary: str, answer: str, content: dict[str, Any], model: dict[str, An
     if model is not None:
         operation["parameters"] = [model]
     return {"get": operation}
+
+
+def _post(summary: str, answer: str, model: dict[str, Any] | None = None) -> dict[str, Any]:
+    operation = _get(summary, answer, JSON_OBJECT, model)["get"]
+    operation["requestBody"] = {"required": False, "content": JSON_OBJECT}
+    operation["responses"]["400"] = _answer("It is refused", "application/json", _ERROR)
+    return {"post": operation}
 
 
 def _generate(registry: ModelRegistry, name: str, model: dict[str, Any], stream: bool) -> dict[str, Any]:

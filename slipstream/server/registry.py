@@ -9,6 +9,8 @@ from slipstream.repository.config import TensorConfig
 from slipstream.repository.describe import config_document
 from slipstream.repository.models import Repository, RepositoryModel
 from slipstream.repository.roles import Role
+from slipstream.server.batches import BatchedModel
+from slipstream.server.ensemble import EnsembleModel
 from slipstream.server.errors import Code, InferenceError
 from slipstream.server.inference import ServedModel
 from slipstream.server.llm_models import Generator, TextModel, TokenModel
@@ -21,28 +23,53 @@ class ModelVersion(NamedTuple):
     model: ServedModel
 
 
+Wrapper = Callable[[ModelVersion], ServedModel]
+
+
 class ModelRegistry:
     def __init__(self) -> None:
         self._models: dict[str, dict[int, ServedModel]] = {}
+        self._retired: set[str] = set()  # were here, or should have been
+        self._wrappers: list[Wrapper] = []
 
     def add(self, name: str, version: int, model: ServedModel) -> None:
-        self._models.setdefault(name, {})[version] = model
+        self._models.setdefault(name, {})[version] = self._wrapped(name, version, model)
+
+    def replace(self, name: str, versions: Mapping[int, ServedModel]) -> None:
+        """All versions of a model at once; whoever asks sees the old ones or the new ones."""
+        wrapped = {version: self._wrapped(name, version, model) for version, model in versions.items()}
+        self._models[name] = wrapped
+
+    def retire(self, name: str) -> None:
+        """Take a model away, or say that one could not come. It is remembered as having no versions."""
+        self._models.pop(name, None)
+        self._retired.add(name)
 
     def __iter__(self) -> Iterator[ModelVersion]:
         for name, versions in sorted(self._models.items()):
             for version, model in sorted(versions.items()):
                 yield ModelVersion(name, str(version), model)
 
-    def wrap(self, wrapper: Callable[[ModelVersion], ServedModel]) -> None:
-        """Put something around every model, for example a counter."""
+    def __contains__(self, name: object) -> bool:
+        return name in self._models
+
+    def wrap(self, wrapper: Wrapper) -> None:
+        """Put something around every model, for example a counter; also around those that come later."""
+        self._wrappers.append(wrapper)
         for entry in list(self):
             self._models[entry.name][int(entry.version)] = wrapper(entry)
+
+    def _wrapped(self, name: str, version: int, model: ServedModel) -> ServedModel:
+        for wrapper in self._wrappers:
+            model = wrapper(ModelVersion(name, str(version), model))
+        return model
 
     def find(self, name: str, version: str = "") -> ModelVersion:
         """The model, in that version or the latest; InferenceError where there is none."""
         versions = self._models.get(name)
         if versions is None:
-            raise InferenceError(f"Request for unknown model: '{name}' is not found", Code.NOT_FOUND)
+            what = "has no available versions" if name in self._retired else "is not found"
+            raise InferenceError(f"Request for unknown model: '{name}' {what}", Code.NOT_FOUND)
         if not version:
             latest = max(versions)
             return ModelVersion(name, str(latest), versions[latest])
@@ -93,30 +120,43 @@ def build_registry(
             if others is not None and model.name in others:
                 registry.add(model.name, version, others[model.name](model, version))
             else:
-                registry.add(model.name, version, _served(repository, model, generators))
+                registry.add(model.name, version, served_model(repository, model, generators.__getitem__, registry))
     return registry
 
 
-def _served(repository: Repository, model: RepositoryModel, generators: Mapping[str, Generator]) -> ServedModel:
+def served_model(
+    repository: Repository,
+    model: RepositoryModel,
+    generator_of: Callable[[str], Generator],
+    registry: ModelRegistry,
+) -> ServedModel:
+    """A model of a known role. An ensemble of others looks its steps up in the registry, request by request."""
+    if model.name in repository.graphs:
+        return EnsembleModel(model.config, registry.find)
     if model.name in repository.chains:
         chain = repository.chains[model.name]
-        return TextModel(model, chain, repository.engines[chain.engine], generators[chain.engine])
-    name = _engine_of(repository, model)
-    engine, generator = repository.engines[name], generators[name]
+        engine, generator = repository.engines[chain.engine], generator_of(chain.engine)
+        return BatchedModel(TextModel(model, chain, engine, generator), engine, generator)
+    name = engine_of(repository, model)
+    engine, generator = repository.engines[name], generator_of(name)
     if model.role is Role.PREPROCESSING:
-        return PreprocessingModel(model, engine, generator)
+        return BatchedModel(PreprocessingModel(model, engine, generator), engine, generator)
     if model.role is Role.POSTPROCESSING:
         return PostprocessingModel(model, engine, generator)
     chains = [chain.placeholders for chain in repository.chains.values() if chain.engine == name]
-    return TokenModel(model, engine, generator, placeholders=all(chains))
+    return BatchedModel(TokenModel(model, engine, generator, placeholders=all(chains)), engine, generator)
 
 
-def _engine_of(repository: Repository, model: RepositoryModel) -> str:
+def engine_of(repository: Repository, model: RepositoryModel) -> str:
     """The engine a model belongs to: itself, or the one it shares an ensemble with, or the first."""
     if model.name in repository.engines:
         return model.name
-    for chain in repository.chains.values():
-        steps = repository.models[chain.name].config.ensemble_steps
-        if any(step.model_name == model.name for step in steps):
-            return chain.engine
-    return next(iter(repository.engines))
+    for other in repository.models.values():
+        steps = [step.model_name for step in other.config.ensemble_steps]
+        engine = next((name for name in steps if name in repository.engines), None)
+        if engine is not None and model.name in steps:
+            return engine
+    engine = next(iter(repository.engines), None)
+    if engine is None:
+        raise InferenceError(f"model '{model.name}' has no engine model beside it", Code.INTERNAL)
+    return engine

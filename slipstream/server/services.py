@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import grpc
 import uvicorn
 
-from slipstream.repository.models import EngineModel, Repository
+from slipstream.repository.reading import Reading
 from slipstream.server import logging
-from slipstream.server.engine_client import EngineClient
+from slipstream.server.context import ServerContext
+from slipstream.server.engine_pool import EnginePool
+from slipstream.server.grpc_options import GrpcOptions, add_port
 from slipstream.server.grpc_service import create_grpc_server
 from slipstream.server.health import ServerState
 from slipstream.server.http import create_app, uvicorn_config
-from slipstream.server.llm_models import Generator
-from slipstream.server.metrics import CountedModel, ServerMetrics, metrics_app
-from slipstream.server.registry import build_registry
-from slipstream.server.text.pipeline import TextGenerator
-from slipstream.server.text.tokenizer import Tokenizer
+from slipstream.server.metrics import ServerMetrics, metrics_app
+from slipstream.server.model_factories import ModelFactory
+from slipstream.server.model_loader import ModelLoader
+from slipstream.server.options import ServerOptions
+from slipstream.server.registry import ModelRegistry
+from slipstream.server.shared_memory import SharedMemory
+from slipstream.server.trace_settings import TraceSettings
 
 # Answers that are complete need this long at most to reach their readers.
 CLOSE_SECONDS = 5.0
@@ -29,45 +33,91 @@ CLOSE_SECONDS = 5.0
 
 class Services:
     def __init__(
-        self,
-        address: str,
-        repository: Repository,
-        engines: Mapping[str, EngineClient],
-        state: ServerState,
+        self, options: ServerOptions, engines: EnginePool, state: ServerState, factories: Sequence[ModelFactory]
     ) -> None:
-        self._address = address
+        self._options = options
+        self._engines = engines
         self.metrics = ServerMetrics()
-        for name, engine in engines.items():
-            self.metrics.watch_engine(name, engine, str(repository.models[name].versions[-1]))
-        generators = {name: _generator(model, engines[name]) for name, model in repository.engines.items()}
-        registry = build_registry(repository, generators)
-        registry.wrap(lambda entry: CountedModel(entry.model, self.metrics.model(entry.name, entry.version)))
-        self._http = _WebServer(create_app(registry, state))
+        self.registry = ModelRegistry()
+        self.registry.wrap(self.metrics.count)
+        trace = TraceSettings(options.trace_settings)
+        self.loader = ModelLoader(
+            options.repositories, self.registry, engines, factories, options.control_mode,
+            options.exit_timeout_seconds, lambda name: self._forget(name, trace),
+        )  # fmt: skip
+        if options.strict_readiness:
+            state.models_ready = lambda: self.loader.models_ready
+        engines.on_change = self._watch_engines
+        context = _context(options, self.loader, trace)
+        self._memory = context.memory
+        self._http = _WebServer(create_app(self.registry, state, context))
         self._metrics = _WebServer(metrics_app(self.metrics))
-        self._grpc: grpc.aio.Server = create_grpc_server(registry, state)
+        self._grpc_options = GrpcOptions(**options.grpc_settings)
+        self._grpc: grpc.aio.Server = create_grpc_server(self.registry, state, context, self._grpc_options)
+        self._connect(factories)
 
-    async def open(self, http: socket.socket, metrics: socket.socket, grpc_port: int) -> None:
+    def _connect(self, factories: Sequence[ModelFactory]) -> None:
+        """Models of a factory may load models themselves, and bring metrics of their own."""
+        for factory in factories:
+            if hasattr(factory, "control"):
+                factory.control = self.loader
+            families = getattr(getattr(factory, "metrics", None), "families", None)
+            if families is not None:
+                self.metrics.add_source(families)
+
+    def _forget(self, name: str, trace: TraceSettings) -> None:
+        """A model is gone: what was set for it and counted of it goes too."""
+        trace.forget(name)
+        self.metrics.forget(name)
+
+    def _watch_engines(self) -> None:
+        for name, engine in self._engines.items():
+            versions = [entry.version for entry in self.registry if entry.name == name]
+            self.metrics.watch_engine(name, engine, versions[-1] if versions else "1")
+
+    async def load(self, names: Sequence[str], reading: Reading) -> dict[str, str]:
+        return await self.loader.load_all(names, reading)
+
+    async def open(self, http: socket.socket | None, metrics: socket.socket | None) -> None:
         """Listen, and say so as Triton does, each service once it really does."""
-        host = f"[{self._address}]" if ":" in self._address else self._address
+        if self._options.grpc.open:
+            place = await self._open_grpc()
+            logging.info(f"Started GRPCInferenceService at {place}", "grpc_server.cc:2463")
+        if http is not None:
+            await self._http.open(http)
+            logging.info(f"Started HTTPService at {_place(http)}", "http_server.cc:4692")
+        if metrics is not None:
+            await self._metrics.open(metrics)
+            logging.info(f"Started Metrics Service at {_place(metrics)}", "http_server.cc:362")
+
+    async def _open_grpc(self) -> str:
+        address, port = self._options.grpc.address, self._options.grpc.number
+        host = f"[{address}]" if ":" in address else address
         try:
-            grpc_port = self._grpc.add_insecure_port(f"{host}:{grpc_port}")
+            port = add_port(self._grpc, f"{host}:{port}", self._grpc_options)
         except RuntimeError as error:
-            raise OSError(f"gRPC cannot listen at {host}:{grpc_port}; choose another port with --grpc-port") from error
+            raise OSError(f"gRPC cannot listen at {host}:{port}; choose another port with --grpc-port") from error
         await self._grpc.start()
-        logging.info(f"Started GRPCInferenceService at {host}:{grpc_port}", "grpc_server.cc:2463")
-        await self._http.open(http)
-        logging.info(f"Started HTTPService at {_place(http)}", "http_server.cc:4692")
-        await self._metrics.open(metrics)
-        logging.info(f"Started Metrics Service at {_place(metrics)}", "http_server.cc:362")
+        return f"{host}:{port}"
 
     async def close(self) -> None:
         """Stop listening; answers that are on their way arrive."""
         await asyncio.gather(self._grpc.stop(CLOSE_SECONDS), self._http.close(), self._metrics.close())
+        await self.loader.close()
+        self._memory.close()
 
 
-def _generator(model: EngineModel, engine: EngineClient) -> Generator:
-    # Its type does not say that its engine knows whether it is ready; this one does.
-    return cast(Generator, TextGenerator(Tokenizer.load(model.tokenizer_folder), engine))
+def _context(options: ServerOptions, loader: ModelLoader, trace: TraceSettings) -> ServerContext:
+    return ServerContext(
+        control=loader,
+        memory=SharedMemory(options.allow_client_shared_memory),
+        trace=trace,
+        access=options.access,
+        server_name=options.server_name,
+        http_max_input_bytes=options.http_max_input_bytes,
+        http_forwarded_headers=options.http_forwarded_headers,
+        grpc_forwarded_headers=options.grpc_forwarded_headers,
+    )
 
 
 def _place(listening: socket.socket) -> str:

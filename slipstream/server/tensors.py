@@ -51,16 +51,11 @@ def single(number: float) -> float:
 
 
 def tensor_from_json(config: TensorConfig, batched: bool, value: Any) -> Tensor:
-    if config.datatype in BINARY_ONLY:
-        raise InferenceError(
-            f"receiving {config.datatype} data via JSON is not supported. "
-            f"Please use the binary data format for input {config.name}"
-        )
     count = len(value) if _is_array(value) else 1
-    data = _read(config, value)
+    data = read_values(config.name, config.datatype, value)
     shape = _shape(config, batched, count)
     if config.datatype != "BYTES" and len(data) != count:  # of BYTES, the model's own check tells
-        raise _unreadable("Shape does not match true shape of 'data' field")
+        raise unreadable("Shape does not match true shape of 'data' field")
     return Tensor(config.name, config.datatype, shape, data)
 
 
@@ -93,12 +88,16 @@ def _shape(config: TensorConfig, batched: bool, count: int) -> tuple[int, ...]:
     return tuple(reversed(shape))
 
 
-def _unreadable(text: str) -> InferenceError:
+def unreadable(text: str) -> InferenceError:
     return InferenceError(f"Unable to parse 'data': {text}", Code.INTERNAL)
 
 
-def _read(config: TensorConfig, value: Any) -> list[Any]:
-    datatype = config.datatype
+def read_values(name: str, datatype: str, value: Any) -> list[Any]:
+    """The values of a JSON scalar or (nested) array, each checked against the datatype."""
+    if datatype in BINARY_ONLY:
+        raise InferenceError(
+            f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
+        )
     if datatype == "BYTES":
         return [_bytes(item) for item in _flat(value)]
     if datatype == "BOOL":
@@ -109,7 +108,7 @@ def _read(config: TensorConfig, value: Any) -> list[Any]:
         return [_signed(item, SIGNED_BITS[datatype]) for item in _flat(value)]
     if datatype in UNSIGNED_BITS:
         return [_unsigned(item, UNSIGNED_BITS[datatype]) for item in _flat(value)]
-    raise InferenceError(f"invalid datatype for input {config.name}")
+    raise InferenceError(f"invalid datatype for input {name}")
 
 
 def _bytes(item: Any) -> bytes:
@@ -121,13 +120,13 @@ def _bytes(item: Any) -> bytes:
 
 def _boolean(item: Any) -> bool:
     if not isinstance(item, bool):
-        raise _unreadable("attempt to access JSON non-boolean as boolean")
+        raise unreadable("attempt to access JSON non-boolean as boolean")
     return item
 
 
 def _double(item: Any) -> float:
     if isinstance(item, bool) or not isinstance(item, (int, float)):
-        raise _unreadable("attempt to access JSON non-number as double")
+        raise unreadable("attempt to access JSON non-number as double")
     try:
         return float(item)
     except OverflowError:
@@ -136,12 +135,12 @@ def _double(item: Any) -> float:
 
 def _signed(item: Any, bits: int) -> int:
     if type(item) is not int or not -(2**63) <= item < 2**63:
-        raise _unreadable("attempt to access JSON non-signed-integer as signed-integer")
+        raise unreadable("attempt to access JSON non-signed-integer as signed-integer")
     half = 1 << (bits - 1)
     return (item + half) % (2 * half) - half
 
 
 def _unsigned(item: Any, bits: int) -> int:
     if type(item) is not int or not 0 <= item < 2**64:
-        raise _unreadable("attempt to access JSON non-unsigned-integer as unsigned-integer")
+        raise unreadable("attempt to access JSON non-unsigned-integer as unsigned-integer")
     return item % (1 << bits)

@@ -1,13 +1,15 @@
-"""The unified checkpoint: config.json and rank0.safetensors under the names of `model/spec.py`.
+"""The unified checkpoint: config.json and a file a rank, under the names of `model/spec.py`.
 
 The step between converting and building in the classic flow. `build_engine` takes any source, and this is one.
+The weights keep their type here; a weight-only precision is only noted, and the build applies it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,22 +18,22 @@ from slipstream.model.spec import ModelSpec
 from slipstream.version import VERSION
 from slipstream.weights.engine_config import CONFIG_NAME, GenerationDefaults
 from slipstream.weights.hf_folder import read_json
-from slipstream.weights.mapped_tensors import MappedTensors
-from slipstream.weights.parameters import DTYPE_CODES, Shape, TensorSlot, checkpoint_shapes
+from slipstream.weights.parameters import DTYPE_CODES, Shape, TensorSlot, checkpoint_shapes, choose_quantisation
+from slipstream.weights.rank_split import Part, RankedTensors, RankMapping, cut, part_of, rank_file, rank_parameters
 from slipstream.weights.source import Source, SourceError, check_source, fingerprint_of, read_tokenizer_files
 from slipstream.weights.stream import ByteMeter, Progress, check_disk, no_progress, parameter_rows, tensor_bytes
-from slipstream.weights.tensor_file import file_size, write_tensors
+from slipstream.weights.tensor_file import TensorFileError, file_size, read_header, write_tensors
 from slipstream.weights.whole_folder import whole_folder
 
 if TYPE_CHECKING:
     import torch
 
 _FORMAT = 1
-_WEIGHTS_NAME = "rank0.safetensors"
+_PRECISIONS = {"W8A16": "int8", "W4A16": "int4"}
 
 
 def is_checkpoint(folder: Path) -> bool:
-    return (folder / _WEIGHTS_NAME).is_file() and (folder / CONFIG_NAME).is_file()
+    return (folder / rank_file(0)).is_file() and (folder / CONFIG_NAME).is_file()
 
 
 class CheckpointSource:
@@ -51,16 +53,21 @@ class CheckpointSource:
             generation = self._config["generation"]
             self.generation = GenerationDefaults(
                 tuple(generation["end_ids"]), generation["bos_id"], generation["pad_id"])
+            mapping = RankMapping(self._config["mapping"]["tp_size"], self._config["mapping"]["pp_size"])
+            mapping.check(self.spec)
+            self.stored_dtype: str = self._config["dtype"]  # float32 as well, which `dtype` does not name
+            self.weight_only = _PRECISIONS.get(self._config["quantization"]["quant_algo"])
         except (KeyError, TypeError, ValueError) as error:
             raise SourceError(f"{path}: damaged: {error}; convert the model again") from error
-        self._tensors = MappedTensors([folder / _WEIGHTS_NAME], lambda name: name)
+        self.ranks = mapping.world_size
+        self._tensors = RankedTensors(folder, self.spec, mapping)
 
     @property
     def dtype(self) -> str | None:
         return self._tensors.dtype
 
     def shapes(self) -> Mapping[str, Shape]:
-        return {name: slot.shape for name, slot in self._tensors.slots.items()}
+        return self._tensors.shapes()
 
     def recipe(self, parameter: str) -> Recipe:
         return Recipe((parameter,))
@@ -75,33 +82,100 @@ class CheckpointSource:
         return fingerprint_of(json.dumps(self._config), self.tokenizer_files(), self._tensors.fingerprint())
 
 
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """What a checkpoint will hold, decided from headers alone."""
+
+    dtype: str
+    quant_algorithm: str | None
+    mapping: RankMapping
+    request: str  # a hash of everything that decides the result
+
+    @classmethod
+    def make(cls, source: Source, dtype: str, weight_only: str | None, mapping: RankMapping) -> CheckpointPlan:
+        dtype = (source.dtype or "bfloat16") if dtype == "auto" else dtype
+        if dtype not in DTYPE_CODES:
+            raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPE_CODES)}")
+        check_source(source)
+        mapping.check(source.spec)
+        algorithm = choose_quantisation(source.spec, weight_only).algorithm
+        wanted = [VERSION, _FORMAT, source.fingerprint(), dtype, algorithm, asdict(mapping)]
+        return cls(dtype, algorithm, mapping, hashlib.sha256(json.dumps(wanted).encode()).hexdigest())
+
+    def layout(self, spec: ModelSpec, rank: int) -> dict[str, TensorSlot]:
+        whole = checkpoint_shapes(spec)
+        code = DTYPE_CODES[self.dtype]
+        return {stored: TensorSlot(code, self.part(spec, name, whole[name], rank).shape(whole[name]))
+                for stored, name in rank_parameters(spec, self.mapping, rank).items()}
+
+    def part(self, spec: ModelSpec, name: str, whole: Shape, rank: int) -> Part:
+        return part_of(spec, name, whole, rank % self.mapping.tp_size, self.mapping.tp_size)
+
+
 def write_checkpoint(
-    source: Source, output: Path, *, dtype: str = "auto", progress: Progress = no_progress
+    source: Source,
+    output: Path,
+    *,
+    dtype: str = "auto",
+    weight_only: str | None = None,
+    mapping: RankMapping = RankMapping(),
+    progress: Progress = no_progress,
 ) -> Path:
-    """Write a source as a unified checkpoint, tokenizer files beside it; the folder appears whole or not at all."""
-    dtype = (source.dtype or "bfloat16") if dtype == "auto" else dtype
-    if dtype not in DTYPE_CODES:
-        raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPE_CODES)}")
-    check_source(source)
-    layout = {name: TensorSlot(DTYPE_CODES[dtype], shape) for name, shape in checkpoint_shapes(source.spec).items()}
-    check_disk(output, file_size(layout))
-    with whole_folder(output, CONFIG_NAME) as staging:
+    """Write a source as a unified checkpoint, tokenizer files beside it; the same again does nothing.
+
+    The folder appears whole or not at all.
+    """
+    plan = CheckpointPlan.make(source, dtype, weight_only, mapping)
+    if _is_written(output, plan):
+        return output
+    layouts = [plan.layout(source.spec, rank) for rank in range(mapping.world_size)]
+    check_disk(output, sum(map(file_size, layouts)))
+    with whole_folder(output, CONFIG_NAME, _old_ranks(output)) as staging:
         for name, content in source.tokenizer_files().items():
             (staging / name).write_bytes(content)
-        meter = ByteMeter("checkpoint", sum(slot.nbytes for slot in layout.values()), progress)
-        pieces = ((name, tensor_bytes(block, dtype)) for name in layout for block in parameter_rows(source, (name,)))
-        write_tensors(staging / _WEIGHTS_NAME, layout, pieces, meter.add)
-        (staging / CONFIG_NAME).write_text(json.dumps(_document(source, dtype), indent=2) + "\n")
+        meter = ByteMeter("checkpoint", sum(slot.nbytes for layout in layouts for slot in layout.values()), progress)
+        for rank, layout in enumerate(layouts):
+            write_tensors(staging / rank_file(rank), layout, _rank_pieces(source, plan, rank), meter.add)
+        write_checkpoint_config(source, plan, staging)
     return output
 
 
-def _document(source: Source, dtype: str) -> dict[str, Any]:
+def write_checkpoint_config(source: Source, plan: CheckpointPlan, folder: Path) -> None:
+    (folder / CONFIG_NAME).write_text(json.dumps(_document(source, plan), indent=2) + "\n")
+
+
+def _rank_pieces(source: Source, plan: CheckpointPlan, rank: int) -> Iterator[tuple[str, memoryview]]:
+    whole = checkpoint_shapes(source.spec)
+    for stored, name in rank_parameters(source.spec, plan.mapping, rank).items():
+        part = plan.part(source.spec, name, whole[name], rank)
+        for block in cut(parameter_rows(source, (name,)), part):
+            yield stored, tensor_bytes(block, plan.dtype)
+
+
+def _is_written(output: Path, plan: CheckpointPlan) -> bool:
+    """Whether the folder holds this very checkpoint, every rank's file whole."""
+    try:
+        own = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))["slipstream"]
+        if own["request"] != plan.request:
+            return False
+        for rank in range(plan.mapping.world_size):
+            read_header(output / rank_file(rank))
+    except (OSError, ValueError, KeyError, TypeError, TensorFileError):
+        return False  # nothing there, or nothing usable: it is written again
+    return True
+
+
+def _old_ranks(output: Path) -> list[str]:
+    return [path.name for path in output.glob("rank*.safetensors")] if is_checkpoint(output) else []
+
+
+def _document(source: Source, plan: CheckpointPlan) -> dict[str, Any]:
     return {
         **source.spec.to_config(),
-        "dtype": dtype,
+        "dtype": plan.dtype,
         "logits_dtype": "float32",
-        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
-        "quantization": {"quant_algo": None},
+        "mapping": {"world_size": plan.mapping.world_size, **asdict(plan.mapping)},
+        "quantization": {"quant_algo": plan.quant_algorithm},
         "generation": {**asdict(source.generation), "end_ids": list(source.generation.end_ids)},
-        "slipstream": {"format": _FORMAT, "version": VERSION, "source": source.label},
+        "slipstream": {"format": _FORMAT, "version": VERSION, "source": source.label, "request": plan.request},
     }

@@ -48,10 +48,10 @@ def test_the_defaults_are_tritons_ports_on_the_loopback_address(home, served):
     result = runner.invoke(command.app, ["start", "--repo", "/some/models"])
     assert result.exit_code == 0
     (options,) = served
-    assert options.repository == Path("/some/models")
-    assert (options.address, options.http_port, options.grpc_port, options.metrics_port) == (
-        "127.0.0.1", 8000, 8001, 8002,
-    )  # fmt: skip
+    assert options.repositories == (Path("/some/models"),)
+    assert [(port.address, port.number, port.open) for port in (options.http, options.grpc, options.metrics)] == [
+        ("127.0.0.1", 8000, True), ("127.0.0.1", 8001, True), ("127.0.0.1", 8002, True),
+    ]  # fmt: skip
     assert options.exit_timeout_seconds == 30
     assert options.engine_settings == {}
 
@@ -61,7 +61,7 @@ def test_the_defaults_are_tritons_ports_on_the_loopback_address(home, served):
 def test_every_spelling_of_the_repository(home, served, spelling, joined):
     arguments = [f"{spelling}=/x"] if joined else [spelling, "/x"]
     assert runner.invoke(command.app, ["start", *arguments]).exit_code == 0
-    assert served[0].repository == Path("/x")
+    assert served[0].repositories == (Path("/x"),)
 
 
 def test_overrides_reach_the_engine_and_its_supervisor(home, served):
@@ -77,7 +77,7 @@ def test_without_a_repository_the_default_model_is_imported_first(home, served, 
     assert imports["commands"] == [
         ["-P", "-m", "slipstream.cli.main", "import", "-m", "smollm2-135m", "--repo", str(home / "models")]
     ]
-    assert served[0].repository == home / "models"
+    assert served[0].repositories == (home / "models",)
     assert "smollm2-135m" in result.output
 
 

@@ -40,13 +40,13 @@ class RecordedModel:
         raise NotImplementedError
 
 
-def text(content: str | bytes) -> InferResponse:
+def text(content: str | bytes, final: bool = False) -> InferResponse:
     data = content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape")
-    return InferResponse([Tensor("text_output", "BYTES", (1,), [data])])
+    return InferResponse([Tensor("text_output", "BYTES", (1,), [data])], final=final)
 
 
-def failed(message: str, code: Code = Code.INTERNAL) -> InferResponse:
-    return InferResponse(error=InferenceError(message, code))
+def failed(message: str, code: Code = Code.INTERNAL, final: bool = True) -> InferResponse:
+    return InferResponse(error=InferenceError(message, code), final=final)
 
 
 def first(request: InferRequest, name: str = "text_input") -> str:
@@ -67,17 +67,20 @@ class EchoWords(RecordedModel):
         pieces = [" ".join(words)]
         if streams:
             pieces = [(" " if position else "") + word for position, word in enumerate(words)] or [""]
+        last = pieces[-1]
         for piece in pieces:
             await asyncio.sleep(int(self.config.parameters.get("delay_ms", "0")) / 1000)
             zeros = [
                 Tensor(tensor.name, "FP32", (1,) * (1 + len(tensor.dims)), [0.0]) for tensor in self.config.outputs[1:]
             ]
-            yield InferResponse([*text(piece).outputs, *zeros])
+            # `llm_bls` ends apart from its answers, as upstream's BLS models do.
+            yield InferResponse([*text(piece).outputs, *zeros], final=self.config.name != "llm_bls" and piece is last)
 
 
 class Echo(RecordedModel):
     async def answers(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        yield text(request.inputs["text_input"].data[0])
+        given = request.inputs["text_input"]
+        yield InferResponse([Tensor("text_output", "BYTES", given.shape, given.data)])
 
 
 class ErrorsOnDemand(RecordedModel):
@@ -90,23 +93,30 @@ class ErrorsOnDemand(RecordedModel):
             return [failed(f"injected {command[5:]}", Code[command[5:]])]
         scripts: dict[str, list[InferResponse]] = {
             "error_first": [failed("injected error first")],
-            "error_mid": [text("one"), failed("injected error mid"), text("three")],
+            "error_mid": [text("one"), failed("injected error mid", final=False), text("three")],
             "error_last": [text("one"), text("two"), failed("injected error last")],
-            "error_only_then_final": [failed("injected error then final")],
+            "error_only_then_final": [failed("injected error then final", final=False)],
             "zero": [],
-            "two": [text("one"), text("two")],
+            "two": [text("one"), text("two", final=True)],
             "one_then_final": [text("one")],
             "unicode": [text('h\u00e9llo \u4f60\u597d \U0001f600 "q" \\ \n\t\u0001 </x>')],
             "badutf8": [text(b"\xff\xfeA")],
         }
-        return scripts.get(command, [text(command)])
+        return scripts.get(command, [text(command, final=True)])
 
 
 class RequestInfo(RecordedModel):
     async def answers(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        command = first(request)
         parameters = json.dumps(request.parameters, separators=(",", ":"))
-        info = {"id": request.id, "corr": 0, "timeout": 0, "flags": 0, "params": parameters}
-        yield text(json.dumps(info) if first(request) == "reqinfo" else first(request))
+        timeout = request.timeout_microseconds
+        info = {"id": request.id, "corr": 0, "timeout": timeout, "flags": 0, "params": parameters}
+        if command == "error":
+            yield failed("injected error nd")
+        elif command.startswith("code:"):
+            yield failed(f"injected {command[5:]}", Code[command[5:]])
+        else:
+            yield text(json.dumps(info) if command == "reqinfo" else command)
 
 
 class Version(RecordedModel):
@@ -142,7 +152,7 @@ class EchoThenErrors(ErrorsOnDemand):
             if response.error is not None:
                 yield failed(f"in ensemble '{self.config.name}', {response.error.message}", response.error.code)
                 return
-            yield InferResponse(response.outputs, ENSEMBLE_PARAMETERS)
+            yield InferResponse(response.outputs, ENSEMBLE_PARAMETERS, final=response.final)
 
 
 RECORDED: dict[str, Callable[[RepositoryModel, int], ServedModel]] = {

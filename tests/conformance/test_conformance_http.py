@@ -19,6 +19,7 @@ from tiny_text import EchoEngine, text_registry, write_engine_folder
 
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
+from slipstream.server.context import ServerContext
 from slipstream.server.health import ServerState
 from slipstream.server.http import create_app
 from slipstream.server.registry import ModelRegistry, build_registry
@@ -56,7 +57,8 @@ def mimic_registry() -> ModelRegistry:
 
 @pytest.fixture(scope="module")
 def mimic(mimic_registry: ModelRegistry) -> Iterator[int]:
-    with RunningServer(create_app(mimic_registry, ServerState([]), "oracle-mimic")) as server:
+    app = create_app(mimic_registry, ServerState([]), ServerContext(server_name="oracle-mimic"))
+    with RunningServer(app) as server:
         yield server.port
 
 

@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.kernels import attention
-from slipstream.kernels.attention import attend, cache_shape, plan_attention, write_cache
+from slipstream.kernels.attention import cache_shape, plan_attention
 
 BLOCK = 4
+
+
+def write(keys, values, k, v, slots):
+    keys[:, slots], values[:, slots] = k.transpose(0, 1), v.transpose(0, 1)
 
 
 def reference(q, k, v, start, window):
@@ -29,7 +33,8 @@ def reference(q, k, v, start, window):
 
 
 # Each row: (tokens before this step, tokens in it); 1 is a decode, the edges of a block are 3, 4, 5.
-rows = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 3, 4, 5, 9, 64, 65, 130])), min_size=1, max_size=6)
+counts = st.sampled_from([1, 1, 1, 2, 3, 4, 5, 9, 64, 65, 130])
+rows = st.lists(st.tuples(st.integers(0, 40), counts), min_size=1, max_size=6)
 
 
 @settings(max_examples=120, deadline=None)
@@ -58,9 +63,9 @@ def check_against_formula(mix, heads, window, scattered, seed):
     slots = torch.tensor([int(tables[r, p // BLOCK]) * BLOCK + p % BLOCK for r, p in flat])
     q = torch.randn(len(flat), q_heads, 8, generator=generator)
     k, v = (torch.randn(len(flat), kv_heads, 8, generator=generator) for _ in range(2))
-    write_cache(keys, values, k, v, slots)
-    plan = plan_attention(tables, np.array([s for s, _ in mix]), np.array([c for _, c in mix]), slots, BLOCK, cache)
-    out = attend(q, k, v, keys, values, plan, window)
+    write(keys, values, k, v, slots)
+    plan = plan_attention(tables, np.array([s for s, _ in mix]), np.array([c for _, c in mix]), BLOCK, cache)
+    out = plan.attend(q, keys, values, window)
     offset = 0
     for row, (start, count) in enumerate(mix):
         where = torch.tensor([int(tables[row, p // BLOCK]) * BLOCK + p % BLOCK for p in range(start + count)])
@@ -80,11 +85,10 @@ def test_padding_reads_the_null_block_and_changes_nothing(dtype):
     tables = np.array([[1, 2, 3], [4, 5, 0]], dtype=np.int32)
     q, k, v = torch.randn(2, 2, 8).to(dtype), torch.randn(2, 2, 8).to(dtype), torch.randn(2, 2, 8).to(dtype)
     slots = torch.tensor([1 * BLOCK + 10, 4 * BLOCK + 5])  # row 0 at position 10, row 1 at position 5
-    write_cache(keys, values, k, v, slots)
-    plan = plan_attention(tables, np.array([10, 5]), np.array([1, 1]), slots, BLOCK, cache)
-    together = attend(q, k, v, keys, values, plan, None)
+    write(keys, values, k, v, slots)
+    plan = plan_attention(tables, np.array([10, 5]), np.array([1, 1]), BLOCK, cache)
+    together = plan.attend(q, keys, values, None)
     for row, position in enumerate((10, 5)):
-        one = plan_attention(tables[row : row + 1], np.array([position]), np.array([1]), slots[row : row + 1], BLOCK,
-                             cache)
-        alone = attend(q[row : row + 1], k[row : row + 1], v[row : row + 1], keys, values, one, None)
+        one = plan_attention(tables[row : row + 1], np.array([position]), np.array([1]), BLOCK, cache)
+        alone = one.attend(q[row : row + 1], keys, values, None)
         assert torch.allclose(alone[0].float(), together[row].float(), atol=1e-5 if dtype == torch.float32 else 2e-2)

@@ -5,7 +5,7 @@ import torch
 
 from slipstream.kernels import linear
 
-SHAPES = [(64, 64), (96, 128), (160, 192)]
+SHAPES = [(64, 64), (96, 128), (160, 192), (50, 64)]
 TOKENS = [1, 3, 8, 100]
 
 

@@ -15,6 +15,19 @@ def columns(rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
             torch.full((rows, 1), min_p))
 
 
+def draw(logits, temperature, top_k, top_p, min_p, keys):
+    """As the sampler calls it: rows that narrow the choice and rows that do not."""
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    narrow = ((top_k > 0) | (top_p < 1)).flatten()
+    if narrow.any():
+        widest = 0 if (top_k[narrow] == 0).any() else int(top_k[narrow].max())
+        tokens[narrow] = sampling.draw_narrowed(logits[narrow], temperature[narrow], top_k[narrow], top_p[narrow],
+                                                min_p[narrow], keys[narrow], widest)
+    if not narrow.all():
+        tokens[~narrow] = sampling.draw_from_all(logits[~narrow], temperature[~narrow], min_p[~narrow], keys[~narrow])
+    return tokens
+
+
 def keys(seeds, position=5):
     return torch.tensor([sampling.noise_key(seed, position) for seed in seeds])[:, None]
 
@@ -28,7 +41,7 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float
 def test_draws_follow_the_softmax():
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(1)) * 2
     draws = 20000
-    tokens = sampling.draw(logits.expand(draws, -1), *columns(draws, temperature=0.7), keys(range(draws)))
+    tokens = draw(logits.expand(draws, -1), *columns(draws, temperature=0.7), keys(range(draws)))
     statistic, freedom = chi_square(torch.bincount(tokens, minlength=40).double(),
                                     (logits[0] / 0.7).softmax(-1).double())
     # Five standard deviations of the chi-square distribution: a wrong scale or noise is far outside.
@@ -39,7 +52,7 @@ def test_consecutive_positions_of_one_seed_are_independent():
     draws = 20000
     uniform = torch.zeros(1, 16)
     position_keys = torch.tensor([sampling.noise_key(123, p) for p in range(draws)])[:, None]
-    tokens = sampling.draw(uniform.expand(draws, -1), *columns(draws), position_keys)
+    tokens = draw(uniform.expand(draws, -1), *columns(draws), position_keys)
     pairs = torch.bincount(tokens[:-1] * 16 + tokens[1:], minlength=256).double()
     statistic, freedom = chi_square(pairs, torch.full((256,), 1 / 256, dtype=torch.double))
     assert statistic < freedom + 5 * math.sqrt(2 * freedom)
@@ -51,9 +64,9 @@ def test_a_draw_is_the_same_in_any_company():
     settings = [torch.tensor(v)[:, None] for v in (
         [1.0, 0.5, 2.0, 1.0, 0.9, 1.3], [0, 5, 0, 20, 1, 0], [1.0, 1.0, 0.6, 0.9, 0.5, 1.0],
         [0.0, 0.0, 0.0, 0.1, 0.0, 0.2])]
-    together = sampling.draw(logits, *settings, keys(range(6)))
+    together = draw(logits, *settings, keys(range(6)))
     for row in range(6):
-        alone = sampling.draw(logits[row : row + 1], *(s[row : row + 1] for s in settings), keys([row]))
+        alone = draw(logits[row : row + 1], *(s[row : row + 1] for s in settings), keys([row]))
         assert alone.tolist() == together[row : row + 1].tolist()
 
 
@@ -71,7 +84,7 @@ def test_the_choice_is_narrowed_as_transformers_narrows_it():
             warped = MinPLogitsWarper(min_p)(None, warped)
         probabilities = warped.softmax(-1)[0]
         draws = 4000
-        tokens = sampling.draw(logits.expand(draws, -1), *columns(draws, temperature, top_k, top_p, min_p),
+        tokens = draw(logits.expand(draws, -1), *columns(draws, temperature, top_k, top_p, min_p),
                                keys(range(draws)))
         assert set(tokens.tolist()) <= set(probabilities.nonzero().flatten().tolist())
         statistic, freedom = chi_square(torch.bincount(tokens, minlength=VOCAB).double(), probabilities.double())
@@ -82,7 +95,7 @@ def test_top_p_beyond_the_first_look_sorts_the_whole_vocabulary():
     vocab = 5000  # flat: the likeliest 1024 hold a fifth of the mass
     logits = torch.linspace(0, 0.1, vocab)[None]
     draws = 2000
-    tokens = sampling.draw(logits.expand(draws, -1), *columns(draws, top_p=0.9), keys(range(draws)))
+    tokens = draw(logits.expand(draws, -1), *columns(draws, top_p=0.9), keys(range(draws)))
     kept = TopPLogitsWarper(0.9)(None, logits)[0].isfinite()
     assert kept[tokens].all()
     assert (tokens < vocab - 1024).float().mean() > 0.7

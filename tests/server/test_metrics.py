@@ -1,15 +1,23 @@
 """The metrics port: Triton's names, and figures that equal what happened."""
 
 import asyncio
+import json
 from contextlib import aclosing
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import ScriptedLoop
 
 from slipstream.engine.messages import EngineStats
 from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import InferResponse
+from slipstream.server.inference import InferRequest, InferResponse
+from slipstream.server.metric_families import Family
 from slipstream.server.metrics import ModelCounters, ServerMetrics, metrics_app
+from slipstream.server.registry import ModelVersion
+
+GOLDEN = Path(__file__).parents[1] / "conformance" / "golden"
 
 
 def samples(text):
@@ -29,8 +37,12 @@ async def answers(*responses, then=None):
         raise then
 
 
-async def read_all(counters, stream):
-    async with aclosing(counters.record(stream)) as recorded:
+def asked():
+    return InferRequest("llm", "1", {})
+
+
+async def read_all(counters, stream, batch_size=1):
+    async with aclosing(counters.record(asked(), stream, batch_size)) as recorded:
         return [response async for response in recorded]
 
 
@@ -62,7 +74,7 @@ async def test_each_failure_has_its_reason(error, reason):
     if isinstance(error, InferenceError):
         await read_all(counters, answers(InferResponse(error=error)))
     assert counters.failures[reason] == sum(counters.failures.values()) > 0
-    assert (counters.successes, counters.pending) == (0, 0)
+    assert (counters.success.count, counters.pending) == (0, 0)
 
 
 async def test_a_reader_that_leaves_counts_as_cancelled_and_the_model_is_closed():
@@ -75,11 +87,22 @@ async def test_a_reader_that_leaves_counts_as_cancelled_and_the_model_is_closed(
         finally:
             closed.append(True)
 
-    counters = ModelCounters()
-    async with aclosing(counters.record(endless())) as recorded:
+    counters = ModelCounters(decoupled=True)
+    async with aclosing(counters.record(asked(), endless())) as recorded:
         await anext(recorded)
-    assert (counters.failures["CANCELED"], counters.successes) == (1, 0)
+    assert (counters.failures["CANCELED"], counters.success.count) == (1, 0)
     assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("decoupled", "response", "successes"),
+    [(False, InferResponse(), 1), (True, InferResponse(final=True), 1), (True, InferResponse(), 0)],
+)
+async def test_a_reader_that_stops_at_the_last_answer_has_all_of_it(decoupled, response, successes):
+    counters = ModelCounters(decoupled=decoupled)
+    async with aclosing(counters.record(asked(), answers(response, InferResponse()))) as recorded:
+        await anext(recorded)
+    assert (counters.success.count, counters.failures["CANCELED"]) == (successes, 1 - successes)
 
 
 async def test_pending_is_what_has_no_answer_yet():
@@ -95,13 +118,15 @@ async def test_pending_is_what_has_no_answer_yet():
     assert counters.pending == 1
     gate.set()
     await reading
-    assert (counters.pending, counters.successes) == (0, 1)
+    assert (counters.pending, counters.success.count) == (0, 1)
 
 
 class Engine:
     info = ScriptedLoop().info
     stats = EngineStats(
-        running=3, waiting=2, free_blocks=100, total_blocks=128, steps=77, cached_prompt_tokens=96, output_tokens=9
+        running=3, waiting=2, free_blocks=100, total_blocks=128, steps=77, cached_prompt_tokens=96, output_tokens=9,
+        prompt_tokens=384, reused_blocks=3, context_requests=1, context_tokens=17, generation_requests=2, paused=1,
+        preemptions=4, cancelled=5, queue_seconds=1.5, queue_counts=[2] + [0] * 10 + [1],
     )
 
 
@@ -121,30 +146,178 @@ def test_engine_gauges_are_the_engines_own_figures():
         128, 100, 28, 32, 3, 28 / 128
     ]  # fmt: skip
     batcher = ("inflight_batcher_metrics", "inflight_batcher_specific_metric")
-    assert value(*batcher, "generation_requests") == 3
+    batches = ("generation_requests", "total_context_tokens", "paused_requests", "micro_batch_id")
+    assert [value(*batcher, category) for category in batches] == [2, 17, 1, 0]
+    assert value("request_metrics", "request_type", "context") == 1
     assert value("general_metrics", "general_type", "iteration_counter") == 77
 
 
-RECORDED = """\
-# HELP nv_inference_request_success Number of successful inference requests, all batch sizes
-# TYPE nv_inference_request_success counter
-# HELP nv_inference_request_failure Number of failed inference requests, all batch sizes
-# TYPE nv_inference_request_failure counter
-# HELP nv_inference_count Number of inferences performed (does not include cached requests)
-# TYPE nv_inference_count counter
-# HELP nv_inference_exec_count Number of model executions performed (does not include cached requests)
-# TYPE nv_inference_exec_count counter
-# HELP nv_inference_request_duration_us Cumulative inference request duration in microseconds (includes cached requests)
-# TYPE nv_inference_request_duration_us counter
-# HELP nv_inference_pending_request_count Instantaneous number of pending requests awaiting execution per-model.
-# TYPE nv_inference_pending_request_count gauge
-"""
+def test_our_own_figures_of_the_engine():
+    metrics = ServerMetrics()
+    metrics.watch_engine("tensorrt_llm", Engine())
+    found = samples(metrics.render())
+    place = '{model="tensorrt_llm",version="1"}'
+    own = {
+        "requests_running": 3, "requests_waiting": 2, "requests_preempted": 1, "preemptions_total": 4,
+        "requests_cancelled_total": 5, "kv_blocks_used": 28, "kv_blocks_free": 100, "kv_blocks_reused_total": 3,
+        "kv_cache_hit_rate": 0.25, "prompt_tokens_total": 384, "queue_seconds_count": 3, "queue_seconds_sum": 1.5,
+    }  # fmt: skip
+    assert {name: found[f"slipstream_{name}{place}"] for name in own} == own
+    buckets = [found[f'slipstream_queue_seconds_bucket{{le="{le}",model="tensorrt_llm",version="1"}}']
+               for le in ("0.001", "60", "+Inf")]  # fmt: skip
+    assert buckets == [2, 2, 3]
+
+
+def recorded_heads():
+    cases = map(json.loads, (GOLDEN / "grpc.jsonl").read_text("utf-8").splitlines())
+    body = next(case["response"]["body"] for case in cases if case["case"] == "metrics-after")
+    return [line for line in body.splitlines() if line.startswith("#")]
 
 
 def test_families_have_the_help_and_type_lines_of_the_real_server():
     metrics = ServerMetrics()
     metrics.model("llm")
-    assert [line for line in metrics.render().splitlines() if line.startswith("#")] == RECORDED.splitlines()
+    heads = [line for line in metrics.render().splitlines() if line.startswith("#") and "nv_gpu" not in line]
+    assert [line for line in heads if "nv_energy" not in line] == recorded_heads()
+
+
+async def test_figures_of_tokens():
+    metrics = ServerMetrics()
+    counters = metrics.model("ensemble")
+    request = asked()
+
+    async def generating():
+        for count in (1, 2, 0):
+            request.trail.add_tokens(40, count)
+            yield InferResponse()
+
+    async with aclosing(counters.record(request, generating())) as recorded:
+        async for _ in recorded:
+            pass
+    found = samples(metrics.render())
+    place = '{model="ensemble",version="1"}'
+    counts = {name: found[f"slipstream_{name}_count{place}"] for name in (
+        "time_to_first_token_seconds", "inter_token_latency_seconds", "request_seconds")}  # fmt: skip
+    assert counts == {
+        "time_to_first_token_seconds": 1, "inter_token_latency_seconds": 2, "request_seconds": 1,
+    }  # fmt: skip
+    labels = 'model="ensemble",response_metric_type="total_{}_tokens",version="1"'
+    assert found[f"nv_llm_input_token_len_sum{{{labels.format('input')}}}"] == 40
+    assert found[f"nv_llm_output_token_len_sum{{{labels.format('output')}}}"] == 3
+    assert found[f'nv_llm_input_token_len_bucket{{le="10",{labels.format("input")}}}'] == 0
+    assert found[f'nv_llm_input_token_len_bucket{{le="50",{labels.format("input")}}}'] == 1
+
+
+async def test_batches_count_as_many_inferences_as_they_have_items():
+    counters = ModelCounters()
+    await read_all(counters, answers(InferResponse()), batch_size=4)
+    await read_all(counters, answers(InferResponse()))
+    assert (counters.success.count, counters.inferences, counters.executions) == (2, 5, 2)
+    sizes = [(entry["batch_size"], entry["compute_infer"]["count"]) for entry in
+             counters.document("m", "1")["batch_stats"]]  # fmt: skip
+    assert sizes == [(1, 1), (4, 1)]
+
+
+async def test_a_model_error_is_an_execution_but_an_ensembles_is_not():
+    for ensemble, executions, reason in ((False, 1, "BACKEND"), (True, 0, "OTHER")):
+        counters = ModelCounters(ensemble=ensemble)
+        await read_all(counters, answers(InferResponse(error=InferenceError("bad"))))
+        assert (counters.executions, counters.failures[reason], counters.inferences) == (executions, 1, 0)
+        assert (counters.fail.count, counters.queue.count) == (1, 0)
+
+
+async def test_phases_add_up_to_the_request():
+    counters = ModelCounters()
+    request = asked()
+
+    async def phased():
+        request.trail.leave_queue()
+        request.trail.end_input()
+        await asyncio.sleep(0.001)
+        request.trail.end_infer()
+        yield InferResponse()
+
+    async with aclosing(counters.record(request, phased())) as recorded:
+        async for _ in recorded:
+            pass
+    document = counters.document("m", "1")
+    spent = document["inference_stats"]
+    parts = [spent[name]["ns"] for name in ("queue", "compute_input", "compute_infer", "compute_output")]
+    assert all(ns > 0 for ns in parts)
+    assert sum(parts) == spent["success"]["ns"]
+    assert spent["compute_infer"]["ns"] >= 1_000_000
+    assert document["last_inference"] > 1_600_000_000_000
+
+
+async def test_only_decoupled_models_have_a_first_response_histogram():
+    metrics = ServerMetrics()
+    metrics.model("once")
+    metrics.model("stream").decoupled = True
+    for name in ("once", "stream"):
+        await read_all(metrics.model(name), answers(InferResponse(), InferResponse()))
+    found = samples(metrics.render())
+    assert found['nv_inference_first_response_histogram_ms_count{model="stream",version="1"}'] == 1
+    assert 'nv_inference_first_response_histogram_ms_count{model="once",version="1"}' not in found
+
+
+class Part:
+    """A model that does the work of two others."""
+
+    def __init__(self, config):
+        self.config = config
+        self.decoupled, self.ready = False, True
+        self.parts = {"compute_input": "pre", "compute_infer": "engine"}
+
+    async def infer(self, request):
+        request.trail.end_input()
+        yield InferResponse(error=InferenceError("no") if request.id == "bad" else None)
+
+
+async def test_work_done_for_other_models_is_counted_as_theirs():
+    metrics = ServerMetrics()
+    config = SimpleNamespace(max_batch_size=0, ensemble_steps=("pre", "engine"))
+    model = metrics.count(ModelVersion("chain", "1", Part(config)))
+    metrics.model("pre")
+    metrics.model("engine", "3")
+    for id in ("", "bad"):
+        async with aclosing(model.infer(InferRequest("chain", "1", {}, id=id))) as responses:
+            async for _ in responses:
+                pass
+    found = samples(metrics.render())
+    success = {name: found[f"nv_inference_request_success{{{name}}}"] for name in (
+        'model="chain",version="1"', 'model="pre",version="1"', 'model="engine",version="3"')}  # fmt: skip
+    assert set(success.values()) == {1}
+    assert found['nv_inference_request_failure{model="engine",reason="BACKEND",version="3"}'] == 1
+    assert found['nv_inference_request_failure{model="pre",reason="BACKEND",version="1"}'] == 0
+
+
+def test_a_model_that_is_gone_takes_its_figures_along():
+    metrics = ServerMetrics()
+    metrics.model("stays").success.add(1)
+    metrics.model("goes").success.add(1)
+    metrics.watch_engine("goes", Engine())
+    metrics.forget("goes")
+    text = metrics.render()
+    assert 'model="goes"' not in text
+    assert 'nv_inference_request_success{model="stays",version="1"} 1' in text
+    assert metrics.model("goes").success.count == 0
+
+
+def test_families_of_models_own_are_shown():
+    metrics = ServerMetrics()
+    metrics.add_source(lambda: [Family("mine", "counter", "What a model counts", [({"kind": "x"}, 2)])])
+    assert metrics.render().endswith('# HELP mine What a model counts\n# TYPE mine counter\nmine{kind="x"} 2\n')
+
+
+def test_everything_parses_as_prometheus_reads_it():
+    metrics = ServerMetrics()
+    metrics.model("llm").tokens.first_token_s.observe(0.02)
+    metrics.watch_engine("tensorrt_llm", Engine())
+    families = {family.name: family for family in text_string_to_metric_families(metrics.render())}
+    assert families["slipstream_time_to_first_token_seconds"].type == "histogram"
+    assert families["slipstream_queue_seconds"].type == "histogram"
+    assert families["nv_inference_request_success"].type == "counter"
+    assert families["nv_cpu_memory_total_bytes"].samples[0].value > 1 << 20
 
 
 def test_label_values_are_escaped():

@@ -78,8 +78,8 @@ def all_logits(folder: Path, dtype: torch.dtype, sequences: list[list[int]]) -> 
         tables = np.arange(1, blocks + 1, dtype=np.int32)[None]
         count = len(sequence)
         slots = torch.arange(BLOCK, BLOCK + count)
-        attention = plan_attention(tables, np.array([0]), np.array([count]), slots, BLOCK, cache)
-        step = Step(torch.tensor(sequence), torch.arange(count), attention, torch.arange(count))
+        attention = plan_attention(tables, np.array([0]), np.array([count]), BLOCK, cache)
+        step = Step(torch.tensor(sequence), torch.arange(count), slots, attention, samples=None)
         with torch.inference_mode():
             found.append(model(step, cache))
     return found

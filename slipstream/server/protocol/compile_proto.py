@@ -1,13 +1,16 @@
-"""Write `descriptor.py` from `grpc_service.proto`. A tool for developers; it needs grpcio-tools."""
+"""Write `descriptor.py` from the `.proto` files. A tool for developers; it needs grpcio-tools."""
 
 from __future__ import annotations
 
+import base64
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LINE_BYTES = 48
+FILES = ("model_config.proto", "grpc_service.proto")  # each after what it imports
+LINE_CHARACTERS = 100
 
 
 def compile_proto() -> str:
@@ -15,18 +18,20 @@ def compile_proto() -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "set"
-        arguments = [f"--proto_path={HERE}", f"--descriptor_set_out={found}", "grpc_service.proto"]
+        arguments = [f"--proto_path={HERE}", f"--descriptor_set_out={found}", *FILES]
         if protoc.main(["protoc", *arguments]) != 0:
-            raise SystemExit("protoc refused grpc_service.proto")
+            raise SystemExit("protoc refused them")
         return render(found.read_bytes())
 
 
 def render(serialised: bytes) -> str:
-    lines = [serialised[start : start + LINE_BYTES].hex() for start in range(0, len(serialised), LINE_BYTES)]
+    packed = base64.b85encode(zlib.compress(serialised, 9)).decode()
+    lines = [packed[start : start + LINE_CHARACTERS] for start in range(0, len(packed), LINE_CHARACTERS)]
     body = "\n".join(f'    "{line}"' for line in lines)
     return (
-        '"""Written by compile_proto.py from grpc_service.proto; do not edit. A FileDescriptorSet."""\n\n'
-        f"FILE_DESCRIPTOR_SET = bytes.fromhex(\n{body}\n)\n"
+        '"""Written by compile_proto.py from the .proto files; do not edit. A FileDescriptorSet, compressed."""\n\n'
+        "import base64\nimport zlib\n\n"
+        f"FILE_DESCRIPTOR_SET = zlib.decompress(base64.b85decode(\n{body}\n))  # fmt: skip\n"
     )
 
 

@@ -23,24 +23,20 @@ def _load_pool() -> descriptor_pool.DescriptorPool:
     return pool
 
 
-_POOL = _load_pool()
+POOL = _load_pool()
 
 
 def _message(name: str) -> Any:
-    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 
-ServerLiveRequest = _message("ServerLiveRequest")
-ServerLiveResponse = _message("ServerLiveResponse")
-ServerReadyRequest = _message("ServerReadyRequest")
-ServerReadyResponse = _message("ServerReadyResponse")
-ModelReadyRequest = _message("ModelReadyRequest")
-ModelReadyResponse = _message("ModelReadyResponse")
-ServerMetadataRequest = _message("ServerMetadataRequest")
-ServerMetadataResponse = _message("ServerMetadataResponse")
-ModelMetadataRequest = _message("ModelMetadataRequest")
-ModelMetadataResponse = _message("ModelMetadataResponse")
-InferParameter = _message("InferParameter")
+def method_messages(name: str) -> tuple[Any, Any]:
+    """The classes of a call's request and answer."""
+    method = POOL.FindServiceByName(SERVICE).methods_by_name[name]
+    return message_factory.GetMessageClass(method.input_type), message_factory.GetMessageClass(method.output_type)
+
+
+ModelConfig = _message("ModelConfig")
 ModelInferRequest = _message("ModelInferRequest")
 ModelInferResponse = _message("ModelInferResponse")
 ModelStreamInferResponse = _message("ModelStreamInferResponse")

@@ -64,6 +64,7 @@ class TextRequest:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
+    submitted: Callable[[EngineGeneration], None] | None = None  # told of the generation, to stop it from elsewhere
 
 
 @dataclass(slots=True)
@@ -96,6 +97,8 @@ class TextGenerator:
         generation = self.engine.submit(
             prompt, sampling, priority=request.priority, deadline=request.deadline, cache_salt=request.cache_salt
         )
+        if request.submitted is not None:
+            request.submitted(generation)
         ended = False
         try:
             async for delta in generation:

@@ -1,0 +1,247 @@
+"""The default model on this CPU: Slipstream beside llama.cpp and vLLM on the same weights, and the machine's limit.
+
+    python benchmarks/cpu.py --llama-python ~/llama/bin/python --vllm-python ~/vllm/bin/python
+
+Every contender runs in a process of its own. Rounds go over all of them in turn, and a figure is the median of its
+rounds, so that what else the machine does hurts all alike. Greedy, end tokens ignored, no prefix is reused, and all
+get the same token ids. A limit is the best memory read and bf16 product seen in the run over what a case must read
+and multiply; the start's limit is one read of the weights, memory's the weights alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation
+
+from contender import Contender, ContenderFailed, Running, start
+from limits import Machine, Work
+from models import Models, prepare_models
+from table import OURS, Row, medians, render
+
+from slipstream.server import cpu_probe
+from slipstream.server.engine_child import child_environment
+from slipstream.weights.home import slipstream_home
+
+LLAMA, VLLM = "llama.cpp", "vllm"
+PEERS = (LLAMA, VLLM)
+BF16, INT4 = "bf16", "4-bit"
+WEIGHT_BYTES = {BF16: 2.0, INT4: 0.5 + 4 / 32}  # four bits, and two 16-bit numbers a group of 32
+QUESTION = "The capital of France is"
+EAGER_NOTE = "vllm could not compile here and ran with enforce_eager"
+SLOW_START_SECONDS = 30.0  # a contender that takes longer is started once only
+LOGS = slipstream_home() / "benchmarks"
+
+Samples = dict[tuple[str, str, str], list[float]]  # (case, group, contender) → one figure a round
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that all come at once, and the cases that are read off them."""
+
+    rows: int
+    prompt: int
+    output: int
+    cases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    title: str
+    unit: str
+    higher_is_better: bool
+    limit: Callable[[Work, Machine, int], float]  # the last: output tokens of a request
+
+
+LOADS = (
+    Load(1, 512, 128, ("decode", "first_token", "memory")),
+    Load(8, 128, 128, ("concurrent_8", "memory")),
+    Load(32, 128, 128, ("concurrent_32", "memory")),
+)
+CASES = {
+    "decode": Case(
+        "1 × 512/{output} decode", "tok/s", True, lambda work, machine, out: work.decode_rate(machine, 512, out)),
+    "first_token": Case(
+        "1 × 512 first token", "ms", False, lambda work, machine, _: work.prefill_seconds(machine, 1, 512) * 1e3),
+    "concurrent_8": Case(
+        "8 × 128/{output} output", "tok/s", True, lambda work, machine, out: work.batch_rate(machine, 8, 128, out)),
+    "concurrent_32": Case(
+        "32 × 128/{output} output", "tok/s", True, lambda work, machine, out: work.batch_rate(machine, 32, 128, out)),
+    "cold_start": Case(
+        "process start to first token", "s", False, lambda work, machine, _: work.model_bytes / machine.bandwidth),
+    "memory": Case("peak memory", "MB", False, lambda work, machine, _: work.model_bytes / 1e6),
+}  # fmt: skip
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    cases = [arguments.only] if arguments.only else list(CASES)
+    rounds, output = (1, 32) if arguments.quick else (3, 128)
+    warn_when_busy()
+    models = prepare_models()
+    contenders = find_contenders(models, arguments)
+    samples: Samples = defaultdict(list)
+    running: dict[tuple[str, str], Running] = {}
+    try:
+        start_all(contenders, models, rounds if "cold_start" in cases else 1, running, samples)
+        compare_answers(running.values(), models)
+        machine = run_rounds(running.values(), cases, rounds, output, samples)
+        for key, one in running.items():
+            samples["memory", *key].append(one.peak_bytes() / 1e6)
+    finally:
+        for one in running.values():
+            one.close()
+    print_table(models, machine, cases, output, samples, [one.contender for one in running.values()])
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--peers", default=",".join(PEERS), help="which to compare with, or '' for none")
+    parser.add_argument("--only", choices=CASES, help="run one case")
+    parser.add_argument("--quick", action="store_true", help="one round of 32 tokens: does everything run?")
+    parser.add_argument("--llama-python", default=sys.executable, help="an interpreter that has llama_cpp")
+    parser.add_argument("--vllm-python", default=sys.executable, help="an interpreter that has vllm")
+    arguments = parser.parse_args()
+    arguments.peers = [peer for peer in arguments.peers.split(",") if peer]
+    if unknown := set(arguments.peers) - set(PEERS):
+        parser.error(f"unknown peers: {', '.join(sorted(unknown))}; known are {', '.join(PEERS)}")
+    return arguments
+
+
+def find_contenders(models: Models, arguments: argparse.Namespace) -> list[Contender]:
+    def engine(group: str, folder: Path) -> Contender:
+        return Contender(
+            OURS, group, sys.executable, "worker_slipstream.py", {"model": str(folder)}, child_environment())
+
+    def llama(group: str, file: Path) -> Contender:
+        return Contender(LLAMA, group, arguments.llama_python, "worker_llama.py", {"model": str(file)})
+
+    found = [engine(BF16, models.engine_bf16), engine(INT4, models.engine_int4)]
+    if LLAMA in arguments.peers and has_module(arguments.llama_python, "llama_cpp"):
+        found += [llama(BF16, models.gguf_bf16), llama(INT4, models.gguf_q4)]
+    if VLLM in arguments.peers and has_module(arguments.vllm_python, "vllm"):
+        limit = cpu_probe.choose().isa  # without it a peer may die of instructions the CPU only claims to have
+        environment = {cpu_probe.ISA_VARIABLE: limit} if limit else {}
+        options = {"model": str(models.hugging_face)}
+        found.append(Contender(VLLM, BF16, arguments.vllm_python, "worker_vllm.py", options, environment))
+    return found
+
+
+def has_module(python: str, module: str) -> bool:
+    code = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
+    found = subprocess.run([python, "-c", code], check=False).returncode == 0
+    if not found:
+        print(f"left out: {python} has no module {module}")
+    return found
+
+
+def start_all(
+    contenders: list[Contender], models: Models, times: int, running: dict[tuple[str, str], Running], samples: Samples
+) -> None:
+    """Start each contender `times` times in turn and leave the last of each running."""
+    prompt = models.encode(QUESTION)
+    waiting = list(contenders)
+    for _ in range(times):
+        started: list[Contender] = []
+        for contender in waiting:
+            if contender.key in running:
+                running.pop(contender.key).close()
+            if (one := start_one(contender, prompt)) is None:
+                continue
+            running[contender.key], seconds = one
+            samples["cold_start", *contender.key].append(seconds)
+            progress(f"{contender.name}, {contender.group}: first token after {seconds:.1f} s")
+            if seconds < SLOW_START_SECONDS:
+                started.append(running[contender.key].contender)
+        waiting = started
+
+
+def start_one(contender: Contender, prompt: list[int]) -> tuple[Running, float] | None:
+    """The contender with its first token's time; vLLM without its compiler when it cannot compile; or None."""
+    attempts = [contender]
+    if contender.name == VLLM:
+        eager = {**contender.options, "eager": True}
+        attempts.append(replace(contender, options=eager, note=EAGER_NOTE))
+    for attempt in attempts:
+        try:
+            return start(attempt, LOGS / f"{contender.name}-{contender.group}.log", prompt)
+        except ContenderFailed as failure:
+            print(f"cannot run {failure}", flush=True)
+    return None
+
+
+def compare_answers(running: Collection[Running], models: Models) -> None:
+    """The same weights answer alike: the first words of each to the same question, for the reader to see."""
+    prompt = models.encode(QUESTION)
+    for one in running:
+        tokens = one.generate([prompt], 8)["tokens"][0]
+        print(f"{one.contender.group:6} {one.contender.name:10} answers {models.decode(tokens)!r}", flush=True)
+
+
+def run_rounds(
+    running: Collection[Running], cases: Sequence[str], rounds: int, output: int, samples: Samples
+) -> Machine:
+    limits = Contender("limits", "", sys.executable, "worker_limits.py", {}, child_environment())
+    meter = Running(limits, LOGS / "limits.log")
+    measured = []
+    try:
+        for number in range(rounds):
+            measured.append(meter.ask({}))
+            for load in LOADS:
+                if set(load.cases) & set(cases):
+                    for one in running:
+                        record(one, replace(load, output=output), number, samples)
+            progress(f"round {number + 1} of {rounds} done")
+    finally:
+        meter.close()
+    return Machine(*(max(each[name] for each in measured) for name in ("bandwidth", "operations")))
+
+
+def record(one: Running, load: Load, number: int, samples: Samples) -> None:
+    draw = random.Random(f"{load.rows} {number}")
+    prompts = [[draw.randrange(100, 40_000) for _ in range(load.prompt)] for _ in range(load.rows)]
+    timed = one.generate(prompts, load.output)
+    if load.rows == 1:
+        after_first = timed["seconds"] - timed["first_seconds"]
+        samples["decode", *one.contender.key].append((load.output - 1) / after_first)
+        samples["first_token", *one.contender.key].append(timed["first_seconds"] * 1e3)
+    else:
+        samples[load.cases[0], *one.contender.key].append(load.rows * load.output / timed["seconds"])
+
+
+def print_table(models: Models, machine: Machine, cases: Sequence[str], output: int, samples: Samples,
+                contenders: list[Contender]) -> None:  # fmt: skip
+    rows = []
+    for name in cases:
+        for group in (BF16, INT4):
+            case, work = CASES[name], Work.of(models.spec, WEIGHT_BYTES[group])
+            figures = medians({peer: samples[name, group, peer] for peer in (OURS, *PEERS)})
+            title = f"{case.title.format(output=output)}, {group}"
+            rows.append(Row(title, case.unit, case.higher_is_better, figures, case.limit(work, machine, output)))
+    present = {contender.name for contender in contenders}
+    print(f"\nmemory read {machine.bandwidth / 1e9:.1f} GB/s, bf16 product {machine.operations / 1e9:.0f} GFLOP/s\n")
+    print(render(rows, [peer for peer in PEERS if peer in present]))
+    for note in {contender.note for contender in contenders if contender.note}:
+        print(note)
+
+
+def warn_when_busy() -> None:
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 4:
+        print(f"this machine is busy (load {load:.1f} on {cores} cores): contenders that spin suffer most", flush=True)
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The engine on a GPU, workload by workload, beside the hardware's limit. Needs torch and Triton only.
+
+    python benchmarks/gpu.py --shape llama3-8b [--only thr] [--quick]
+
+Random weights, greedy, no reuse, all requests queued, through the offline engine: scheduling, sampling and the
+copy of tokens to the host included. Where vLLM is importable, `--vllm` runs it on the same shape in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a bare box has no installed package
+
+import torch
+
+from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.settings import EngineSettings
+from slipstream.engine.start import create_engine
+from slipstream.model.spec import ModelSpec
+
+SHAPES = {
+    "llama3-8b": ModelSpec("LlamaForCausalLM", 128256, 4096, 32, 32, 8, 128, 14336, 8192, rope_theta=500000.0),
+    "llama2-7b": ModelSpec("LlamaForCausalLM", 32000, 4096, 32, 32, 32, 128, 11008, 4096),
+    "qwen3-0.6b": ModelSpec("Qwen3ForCausalLM", 151936, 1024, 28, 16, 8, 128, 3072, 8192, rope_theta=1e6,
+                            qk_norm=True, tied_embeddings=True),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    requests: int
+    unit: str
+    prompt: tuple[float, float]  # mean and deviation, or the ends of a range
+    output: tuple[float, float]
+    uniform: bool = False
+
+    def draw(self) -> list[tuple[int, int]]:
+        chance = random.Random(0)
+
+        def one(pair: tuple[float, float]) -> int:
+            drawn = chance.uniform(*pair) if self.uniform else chance.gauss(*pair)
+            return max(1, round(drawn))
+
+        return [(one(self.prompt), one(self.output)) for _ in range(self.requests)]
+
+
+WORKLOADS = [
+    Workload("c1", 1, "tok/s", (200, 0), (100, 0)),
+    Workload("b32", 32, "tok/s", (128, 0), (128, 0)),
+    Workload("thr", 1000, "tok/s", (128, 0), (128, 0)),
+    Workload("long", 1000, "req/s", (1024, 0), (128, 0)),
+    Workload("core", 5000, "req/s", (128, 5), (20, 2)),
+    Workload("mix", 256, "tok/s", (100, 1024), (100, 1024), uniform=True),
+]
+READ_BYTES_PER_SECOND = 4.30e12
+FLOPS = 700e12
+TARGETS = {
+    "llama3-8b": {"c1": (240, 199), "b32": (6500, 5131), "thr": (18000, 13743), "long": (34, 29.3),
+                  "core": (280, 268.5), "mix": (13000, 10049)},
+    "llama2-7b": {"c1": (260, 213), "b32": (6200, 4749), "thr": (15500, 11293), "long": (27, 21.0),
+                  "core": (270, 244.8), "mix": (7500, 5348)},
+    "qwen3-0.6b": {"c1": (1200, 381), "b32": (24000, 9194), "thr": (60000, 20223), "long": (200, 118),
+                   "core": (1600, 870), "mix": (32000, 23541)},
+}
+
+
+def random_tensors(spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """Weights of the right shapes, small enough that activations stay finite."""
+    torch.manual_seed(0)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda") * 0.02
+
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.bfloat16, device="cuda")
+
+    tensors = {"transformer.vocab_embedding.weight": weight(spec.vocab_size, spec.hidden_size),
+               "transformer.ln_f.weight": ones(spec.hidden_size)}
+    if not spec.tied_embeddings:
+        tensors["lm_head.weight"] = weight(spec.vocab_size, spec.hidden_size)
+    for layer in range(spec.layers):
+        name = f"transformer.layers.{layer}."
+        tensors[f"{name}input_layernorm.weight"] = ones(spec.hidden_size)
+        tensors[f"{name}post_layernorm.weight"] = ones(spec.hidden_size)
+        tensors[f"{name}attention.qkv.weight"] = weight(spec.qkv_size, spec.hidden_size)
+        tensors[f"{name}attention.dense.weight"] = weight(spec.hidden_size, spec.q_size)
+        tensors[f"{name}mlp.gate_up.weight"] = weight(2 * spec.ffn_size, spec.hidden_size)
+        tensors[f"{name}mlp.proj.weight"] = weight(spec.hidden_size, spec.ffn_size)
+        if spec.qk_norm:
+            tensors[f"{name}attention.q_layernorm.weight"] = ones(spec.head_size)
+            tensors[f"{name}attention.k_layernorm.weight"] = ones(spec.head_size)
+    return tensors
+
+
+def run(loop, spec: ModelSpec, work: Workload, first_id: int) -> tuple[float, int, int]:
+    """Seconds, output tokens and steps of one pass over the workload."""
+    chance = random.Random(1)
+    requests = [GenerateRequest(first_id + i, [chance.randrange(spec.vocab_size) for _ in range(prompt)],
+                                SamplingParams(max_tokens=output)) for i, (prompt, output) in enumerate(work.draw())]
+    torch.cuda.synchronize()
+    steps, began, tokens = loop.stats().steps, time.perf_counter(), 0
+    for request in requests:
+        loop.submit(request)
+    while loop.has_work():
+        outputs = loop.step()
+        tokens += len(outputs.tokens) if outputs is not None else 0
+    return time.perf_counter() - began, tokens, loop.stats().steps - steps
+
+
+def limit_seconds(spec: ModelSpec, work: Workload, rows: int) -> float:
+    """Time in which the hardware could do it: arithmetic of all tokens, or the weights and the cache read each step."""
+    drawn = work.draw()
+    body = spec.parameters() - (1 if spec.tied_embeddings else 2) * spec.vocab_size * spec.hidden_size
+    head = spec.vocab_size * spec.hidden_size
+    flops = sum(2 * body * (p + o) + 2 * head * o for p, o in drawn)
+    steps = max(o for _, o in drawn) * -(-len(drawn) // rows)
+    cache = sum(2 * spec.layers * spec.kv_size * 2 * (p * o + o * o / 2) for p, o in drawn)
+    reading = (steps * 2 * (body + head) + cache) / READ_BYTES_PER_SECOND
+    return max(flops / FLOPS + cache / READ_BYTES_PER_SECOND, reading)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--only", action="append", choices=[w.name for w in WORKLOADS])
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--profile", help="write a profile of one pass of the named workload")
+    options = parser.parse_args()
+    spec = SHAPES[options.shape]
+    began = time.perf_counter()
+    settings = EngineSettings(
+        max_rows=options.rows, reuse=False, step_tokens=options.step_tokens, max_sequence_tokens=2304
+    )
+    loop = create_engine(spec, random_tensors(spec), settings, spec.max_positions)
+    torch.cuda.synchronize()
+    print(f"{options.shape}: ready in {time.perf_counter() - began:.1f} s, {loop.info.total_blocks} blocks, "
+          f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB", flush=True)
+    print(f"{'workload':8} {'figure':>10} {'unit':6} {'of limit':>8} {'target':>8} {'vLLM':>8} {'× vLLM':>7} "
+          f"{'ms/step':>8}")
+    for index, work in enumerate(WORKLOADS):
+        if options.only and work.name not in options.only:
+            continue
+        if work.name in ("c1", "b32"):
+            run(loop, spec, work, 10**6 * (index + 50))
+        seconds, tokens, steps = run(loop, spec, work, 10**6 * index)
+        figure = tokens / seconds if work.unit == "tok/s" else work.requests / seconds
+        target, peer = TARGETS[options.shape][work.name]
+        share = limit_seconds(spec, work, options.rows) / seconds
+        print(f"{work.name:8} {figure:10.1f} {work.unit:6} {share:8.0%} {target:8} {peer:8} {figure / peer:7.2f} "
+              f"{seconds / steps * 1e3:8.2f}", flush=True)
+        loop.check_integrity()
+    if options.profile:
+        profile(loop, spec, next(w for w in WORKLOADS if w.name == options.profile))
+
+
+def profile(loop, spec: ModelSpec, work: Workload) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        seconds, _, steps = run(loop, spec, work, 10**9)
+    print(f"{work.name}: {seconds:.2f} s, {steps} steps")
+    print(recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=18, max_name_column_width=60))
+
+
+if __name__ == "__main__":
+    main()

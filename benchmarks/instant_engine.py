@@ -1,0 +1,75 @@
+"""An engine process whose model takes no time: what is left is the server. Each token is the one before it plus 1.
+
+The variable INSTANT_ENGINE_STEP_MS makes a step last that long after all, so that tokens do not pile up.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from slipstream.engine.messages import EngineInfo, EngineStats, StepOutputs
+from slipstream.engine.request import FinishReason, GenerateRequest
+from slipstream.engine.settings import EngineSettings
+from slipstream.server.engine_process import run
+
+WORDS = 1000
+
+
+class InstantLoop:
+    def __init__(self) -> None:
+        self.info = EngineInfo(
+            vocab_size=WORDS, max_sequence_tokens=4096, max_rows=256, total_blocks=128, block_tokens=32, device="cpu",
+            dtype="float32", weight_bytes=0, cache_bytes=0, load_seconds=0.0,
+        )  # fmt: skip
+        self._running: dict[int, tuple[int, int]] = {}  # request → its last token, how many are left
+        self._news = StepOutputs()
+        self._steps = 0
+        self._step_seconds = float(os.environ.get("INSTANT_ENGINE_STEP_MS", "0")) / 1000
+
+    def submit(self, request: GenerateRequest) -> None:
+        self._running[request.request_id] = (request.prompt[-1], request.sampling.max_tokens)
+
+    def cancel(self, request_ids: list[int], reason: FinishReason = "cancelled") -> None:
+        for request_id in request_ids:
+            if self._running.pop(request_id, None) is not None:
+                self._tell(request_id, [], reason)
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._news.request_ids)
+
+    def step(self) -> StepOutputs | None:
+        """One token for everyone."""
+        self._steps += 1
+        if self._step_seconds:
+            time.sleep(self._step_seconds)
+        for request_id, (last, left) in list(self._running.items()):
+            token = (last + 1) % WORDS
+            self._tell(request_id, [token], "" if left > 1 else "length")
+            if left > 1:
+                self._running[request_id] = (token, left - 1)
+            else:
+                del self._running[request_id]
+        news, self._news = self._news, StepOutputs()
+        return news if news.request_ids else None
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=len(self._running), free_blocks=128, total_blocks=128, steps=self._steps)
+
+    def check_integrity(self) -> None:
+        """There are no books."""
+
+    def _tell(self, request_id: int, tokens: list[int], finish_reason: str) -> None:
+        self._news.request_ids.append(request_id)
+        self._news.token_counts.append(len(tokens))
+        self._news.finish_reasons.append(finish_reason)
+        self._news.cached_tokens.append(0)
+        self._news.tokens += tokens
+
+
+def start_instant(engine_folder: str, settings: EngineSettings) -> InstantLoop:
+    return InstantLoop()
+
+
+if __name__ == "__main__":
+    run(start_instant)

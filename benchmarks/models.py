@@ -1,0 +1,143 @@
+"""The default model in the form each contender reads, all made from the one GGUF file and kept between runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
+from tokenizers import Tokenizer
+
+from slipstream.model.spec import ModelSpec
+from slipstream.weights.build import build_engine
+from slipstream.weights.gguf_source import GgufSource
+from slipstream.weights.home import slipstream_home
+from slipstream.weights.known_models import DEFAULT_MODEL, KNOWN_MODELS, PackagedModel, packaged_file
+from slipstream.weights.parameters import checkpoint_shapes
+from slipstream.weights.stream import parameter_rows
+
+
+@dataclass(frozen=True)
+class Models:
+    spec: ModelSpec
+    engine_bf16: Path
+    engine_int4: Path
+    gguf_bf16: Path
+    gguf_q4: Path
+    hugging_face: Path  # bf16
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer().encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer().decode(tokens)
+
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self.engine_bf16 / "tokenizer.json"))
+
+
+def prepare_models() -> Models:
+    packaged = KNOWN_MODELS[DEFAULT_MODEL]
+    assert isinstance(packaged, PackagedModel)
+    original = packaged_file(DEFAULT_MODEL, packaged)
+    source = GgufSource(original, DEFAULT_MODEL)
+    folder = slipstream_home() / "benchmarks"
+    return Models(
+        spec=source.spec,
+        engine_bf16=build_engine(original, folder / "engine-bf16", dtype="bfloat16"),
+        engine_int4=build_engine(original, folder / "engine-int4", dtype="bfloat16", weight_only="int4"),
+        gguf_bf16=_write_bf16_gguf(original, folder / "bf16.gguf"),
+        gguf_q4=original,
+        hugging_face=_write_hugging_face(source, folder / "hugging-face"),
+    )
+
+
+def _write_bf16_gguf(original: Path, target: Path) -> Path:
+    """The same metadata; every matrix in bfloat16, vectors as they are."""
+    if target.exists():
+        return target
+    reader = GGUFReader(original)
+    staging = target.with_suffix(".part")
+    writer = GGUFWriter(staging, str(reader.fields["general.architecture"].contents()))
+    skipped = {"general.architecture", "general.file_type", "general.quantization_version"}
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in skipped:
+            item_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=item_type)
+    writer.add_file_type(32)  # "mostly bfloat16"
+    for tensor in reader.tensors:
+        values = quants.dequantize(tensor.data, tensor.tensor_type)
+        kind = GGMLQuantizationType.BF16 if values.ndim > 1 else GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return staging.rename(target)
+
+
+def _write_hugging_face(source: GgufSource, target: Path) -> Path:
+    if target.exists():
+        return target
+    import torch
+    from safetensors.torch import save_file
+
+    staging = target.with_name(target.name + ".part")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    tensors: dict[str, torch.Tensor] = {}
+    for parameter in checkpoint_shapes(source.spec):
+        whole = torch.cat(list(parameter_rows(source, (parameter,)))).bfloat16()
+        tensors.update(_hugging_face_tensors(source.spec, parameter, whole))
+    save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
+    (staging / "config.json").write_text(json.dumps(_llama_config(source), indent=1))
+    for name, content in source.tokenizer_files().items():
+        (staging / name).write_bytes(content)
+    return staging.rename(target)
+
+
+_NAMES = {
+    "transformer.vocab_embedding": "model.embed_tokens",
+    "transformer.ln_f": "model.norm",
+    "transformer.layers": "model.layers",
+    "attention.dense": "self_attn.o_proj",
+    "post_layernorm": "post_attention_layernorm",
+    "mlp.fc": "mlp.gate_proj",
+    "mlp.gate.": "mlp.up_proj.",
+    "mlp.proj": "mlp.down_proj",
+}
+
+
+def _hugging_face_tensors(spec: ModelSpec, name: str, whole):  # type: ignore[no-untyped-def]
+    for ours, theirs in _NAMES.items():
+        name = name.replace(ours, theirs)
+    if ".attention.qkv." not in name:
+        return {name: whole}
+    parts = whole.split([spec.q_size, spec.kv_size, spec.kv_size])
+    places = [name.replace("attention.qkv", f"self_attn.{part}_proj") for part in "qkv"]
+    return {place: part.contiguous() for place, part in zip(places, parts, strict=True)}
+
+
+def _llama_config(source: GgufSource) -> dict[str, object]:
+    spec, metadata = source.spec, source.file.metadata
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.ffn_size,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_size,
+        "max_position_embeddings": spec.max_positions,
+        "rms_norm_eps": spec.norm_epsilon,
+        "rope_theta": float(metadata["llama.rope.freq_base"]),
+        "hidden_act": "silu",
+        "tie_word_embeddings": spec.tied_embeddings,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": int(metadata["tokenizer.ggml.bos_token_id"]),
+        "eos_token_id": int(metadata["tokenizer.ggml.eos_token_id"]),
+    }

@@ -1,0 +1,153 @@
+"""What the server itself costs: models that do nearly nothing, and beside it the real Triton on the same machine.
+
+    python benchmarks/server.py [--triton BINARY] [--seconds 1] [--rounds 3] [--step-ms 0]
+
+Rates are medians over rounds that visit every server in turn; read the ratios, which hold on a machine that is busy
+with other things better than the rates do. Processor time a request holds best. The client is one more
+process on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import uvloop
+from server_load import Load, Rate, generate_load, grpc_body, grpc_rate, http_rate, infer_load, stream_load
+from server_peers import Peer, start_ours, start_triton
+
+TEXT = "What is machine learning?"
+TOKENS = 64
+REQUESTS = (1, 8, 32)
+STREAMS = (1, 8, 64)
+
+
+@dataclass(frozen=True)
+class Case:
+    title: str
+    unit: str
+    run: Callable[[Peer, float], Awaitable[Rate]]
+
+
+def cases() -> list[Case]:
+    found = []
+    message = grpc_body(TEXT.encode())
+    for concurrency in REQUESTS:
+        for title, load in (("HTTP generate", generate_load(TEXT)), ("HTTP infer", infer_load(TEXT))):
+            found.append(Case(f"{title} × {concurrency}", "requests/s", _http(load, concurrency)))
+
+        def call(peer: Peer, seconds: float, concurrency: int = concurrency) -> Awaitable[Rate]:
+            return grpc_rate(peer.grpc_port, message, concurrency, seconds)
+
+        found.append(Case(f"gRPC infer × {concurrency}", "requests/s", call))
+    found.sort(key=lambda case: case.title.split(" × ")[0])
+    for streams in STREAMS:
+        found.append(Case(f"generate_stream × {streams}", "tokens/s", _http(stream_load(TOKENS), streams)))
+    return found
+
+
+def _http(load: Load, concurrency: int) -> Callable[[Peer, float], Awaitable[Rate]]:
+    return lambda peer, seconds: http_rate(peer.http_port, load, concurrency, seconds)
+
+
+def check_stream(peer: Peer) -> float:
+    """Every server must stream the same words. Returns how many came in an event."""
+    load = stream_load(TOKENS)
+    request = urllib.request.Request(f"http://127.0.0.1:{peer.http_port}{load.path}", load.body)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        events = [json.loads(line[6:]) for line in answer.read().split(b"\n") if line.startswith(b"data: ")]
+    words = "".join(event["text_output"] for event in events).split()
+    if words != [str(6 + number) for number in range(TOKENS)]:
+        raise RuntimeError(f"{peer.name} streams other words: {words[:10]} … ({len(words)} of {TOKENS})")
+    return len(words) / len(events)
+
+
+@dataclass(frozen=True)
+class Sample:
+    units: float
+    events: float
+    microseconds: float  # of processor time that the server and its children took for one unit
+
+
+def sample(case: Case, peer: Peer, seconds: float) -> Sample:
+    before, began = peer.cpu_seconds(), time.monotonic()
+    rate = uvloop.run(case.run(peer, seconds))
+    used, took = peer.cpu_seconds() - before, time.monotonic() - began
+    return Sample(rate.units, rate.events, 1e6 * used / (rate.units * took))
+
+
+def measure(peers: list[Peer], seconds: float, rounds: int) -> dict[str, dict[str, float]]:
+    rates: dict[str, dict[str, float]] = {}
+    for case in cases():
+        samples: dict[str, list[Sample]] = {peer.name: [] for peer in peers}
+        for _ in range(rounds):
+            for peer in peers:
+                samples[peer.name].append(sample(case, peer, seconds))
+        rows = {case.unit: "units"}
+        if case.unit == "tokens/s":
+            rows["events/s"] = "events"  # tokens that pile up behind a busy server go out as one event
+        rows[f"CPU µs a {case.unit.removesuffix('s/s')}"] = "microseconds"
+        for unit, field in rows.items():
+            found = {name: median(getattr(one, field) for one in some) for name, some in samples.items()}
+            rates[f"{case.title}, {unit}"] = found
+            print(_line(f"{case.title}, {unit}", found, peers), flush=True)
+    return rates
+
+
+def _line(title: str, rates: dict[str, float], peers: list[Peer]) -> str:
+    cells = [f"{rates[peer.name]:>12,.0f}" for peer in peers]
+    base = rates.get("triton")
+    ratios = [f"{rates[peer.name] / base:>12.2f}" for peer in peers if peer.name != "triton"] if base else []
+    return f"| {title:<39} | " + " | ".join([*cells, *ratios]) + " |"
+
+
+def header(peers: list[Peer]) -> str:
+    names = [peer.name for peer in peers]
+    if "triton" in names:
+        names += [f"{name.removeprefix('slipstream, ')}/triton" for name in names if name != "triton"]
+    first = f"| {'':<39} | " + " | ".join(f"{name:>12}" for name in names) + " |"
+    return first + "\n|" + "---|" * (len(names) + 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--triton", type=Path, help="the real tritonserver, for example out of nvidia-pytriton")
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long each measurement takes")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--step-ms", type=float, default=0.0, help="how long a step of our own engine takes")
+    parser.add_argument("--json", type=Path, help="write the rates to this file too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = [Path(temporary) / name for name in ("own", "python", "triton")]
+        for folder in folders:
+            folder.mkdir()
+        peers: list[Peer] = []
+        try:
+            peers += [start_ours("own", folders[0], options.step_ms), start_ours("model.py", folders[1])]
+            if options.triton:
+                peers.append(start_triton(options.triton, folders[2]))
+            for peer in peers:
+                peer.wait_ready()
+                print(f"{peer.name}: {check_stream(peer):.1f} tokens an event when one stream runs alone")
+            print(f"{os.cpu_count()} cores, {TOKENS} tokens a stream\n\n{header(peers)}")
+            rates = measure(peers, options.seconds, options.rounds)
+        finally:
+            for peer in peers:
+                peer.stop()
+    if options.json:
+        options.json.write_text(json.dumps(rates, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Load for `server.py`: as light a client as Python allows, because it shares the machine with the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+_LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Load:
+    path: str
+    body: bytes
+    unit: int  # what one complete answer counts for
+
+
+def http_request(load: Load) -> bytes:
+    head = f"POST {load.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(load.body) + load.body
+
+
+class _Connection(asyncio.Protocol):
+    """Sends the request, and again as soon as its answer is complete."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._transport: Any = None
+        self._head = b""
+        self._left = -1  # bytes of the body; -1: not known yet, -2: chunked
+        self._tail = b""
+        self.answers = 0
+        self.events = 0
+        self.bad = b""
+        self.lost = False
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        transport.write(self._request)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lost = True
+
+    def data_received(self, data: bytes) -> None:
+        if self._left == -1:
+            self._head += data
+            end = self._head.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            head, data = self._head[: end + 4], self._head[end + 4 :]
+            if not head.startswith(b"HTTP/1.1 200"):
+                self.bad = self.bad or self._head
+            found = _LENGTH.search(head)
+            self._left = int(found.group(1)) if found else -2
+        if self._left == -2:
+            self.events += data.count(b"\ndata: ")
+            self._tail = (self._tail + data)[-5:]
+            if self._tail == b"0\r\n\r\n":
+                self._complete()
+        else:
+            self._left -= len(data)
+            if self._left == 0:
+                self._complete()
+
+    def _complete(self) -> None:
+        self.answers += 1
+        self._head, self._left, self._tail = b"", -1, b""
+        self._transport.write(self._request)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+@dataclass(frozen=True)
+class Rate:
+    units: float  # a second, of answers that were complete
+    events: float = 0.0  # of server-sent events
+
+
+async def http_rate(port: int, load: Load, concurrency: int, seconds: float) -> Rate:
+    event_loop, request = asyncio.get_running_loop(), http_request(load)
+    connections: list[_Connection] = []
+    for _ in range(concurrency):
+        _, connection = await event_loop.create_connection(lambda: _Connection(request), "127.0.0.1", port)
+        connections.append(connection)
+    await asyncio.sleep(min(0.3, seconds / 4))  # until everyone is at it
+    before, began = _totals(connections), time.monotonic()
+    await asyncio.sleep(seconds)
+    after, took = _totals(connections), time.monotonic() - began
+    for connection in connections:
+        connection.close()
+    if bad := next((one for one in connections if one.bad or one.lost), None):
+        raise RuntimeError(f"{load.path} answered {bad.bad[:300]!r}{' and hung up' if bad.lost else ''}")
+    if after[0] == before[0]:
+        raise RuntimeError(f"{load.path} gave no complete answer in {seconds:g} s")
+    return Rate((after[0] - before[0]) * load.unit / took, (after[1] - before[1]) / took)
+
+
+def _totals(connections: list[_Connection]) -> tuple[int, int]:
+    return sum(one.answers for one in connections), sum(one.events for one in connections)
+
+
+async def grpc_rate(port: int, body: bytes, concurrency: int, seconds: float) -> Rate:
+    """ModelInfer calls a second, the messages left as the bytes they are."""
+    import grpc
+
+    channels = [
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)])
+        for _ in range(max(1, concurrency // 8))
+    ]
+    calls = [channel.unary_unary("/inference.GRPCInferenceService/ModelInfer") for channel in channels]
+    done, ending = 0, False
+
+    async def keep_calling(number: int) -> None:
+        nonlocal done
+        while not ending:
+            await calls[number % len(calls)](body)
+            done += 1
+
+    tasks = [asyncio.ensure_future(keep_calling(number)) for number in range(concurrency)]
+    await asyncio.sleep(min(0.3, seconds / 4))
+    before, began = done, time.monotonic()
+    await asyncio.sleep(seconds)
+    rate = Rate((done - before) / (time.monotonic() - began))
+    ending = True
+    await asyncio.gather(*tasks)
+    await asyncio.gather(*(channel.close() for channel in channels))
+    return rate
+
+
+def grpc_body(text: bytes) -> bytes:
+    from slipstream.server.protocol import messages
+
+    message = messages.ModelInferRequest(model_name="echo")
+    message.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    message.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
+    return bytes(message.SerializeToString())
+
+
+def generate_load(text: str) -> Load:
+    return Load("/v2/models/echo/generate", json.dumps({"text_input": text}).encode(), 1)
+
+
+def infer_load(text: str) -> Load:
+    tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [text]}
+    return Load("/v2/models/echo/infer", json.dumps({"inputs": [tensor]}).encode(), 1)
+
+
+def stream_load(tokens: int) -> Load:
+    body = {"text_input": "5", "max_tokens": tokens, "stream": True}
+    return Load("/v2/models/ensemble/generate_stream", json.dumps(body).encode(), tokens)

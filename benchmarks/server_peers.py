@@ -1,0 +1,211 @@
+"""The servers that `server.py` compares, each in a process of its own around models that do nearly nothing.
+
+`python server_peers.py KIND REPOSITORY HTTP GRPC METRICS` is one of ours: `own` has the models built in, `model.py`
+runs the repository's Python code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+WORDS = 1000
+STEP_VARIABLE = "INSTANT_ENGINE_STEP_MS"  # for the engine's process
+ECHO_CONFIG = """name: "echo"
+backend: "python"
+max_batch_size: 0
+input [ { name: "text_input" data_type: TYPE_STRING dims: [ -1 ] } ]
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
+instance_group [ { count: 1 kind: KIND_CPU } ]
+"""
+ECHO_CODE = """import triton_python_backend_utils as pb_utils
+class TritonPythonModel:
+    def execute(self, requests):
+        given = [pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("text_output", array)]) for array in given]
+"""
+STREAM_CONFIG = """name: "ensemble"
+backend: "python"
+max_batch_size: 64
+model_transaction_policy { decoupled: True }
+input [
+  { name: "text_input" data_type: TYPE_STRING dims: [ -1 ] }, { name: "max_tokens" data_type: TYPE_INT32 dims: [ -1 ] },
+  { name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true }
+]
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
+instance_group [ { count: 1 kind: KIND_CPU } ]
+"""
+STREAM_CODE = """import numpy as np
+import triton_python_backend_utils as pb_utils
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            given = {tensor.name(): tensor.as_numpy().ravel()[0] for tensor in request.inputs()}
+            sender, start, count = request.get_response_sender(), int(given["text_input"]), int(given["max_tokens"])
+            for number in range(start + 1, start + count + 1):
+                text = np.array([b" %d" % (number % 1000)], dtype=object)
+                flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if number == start + count else 0
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text)]), flags=flags)
+"""
+
+
+def write_python_repository(folder: Path) -> Path:
+    for name, config, code in (("echo", ECHO_CONFIG, ECHO_CODE), ("ensemble", STREAM_CONFIG, STREAM_CODE)):
+        (folder / name / "1").mkdir(parents=True)
+        (folder / name / "config.pbtxt").write_text(config)
+        (folder / name / "1" / "model.py").write_text(code)
+    return folder
+
+
+def write_own_repository(folder: Path) -> Path:
+    """The usual four models around an engine that takes no time, and the echo model."""
+    from slipstream.model.spec import ModelSpec
+    from slipstream.repository.templates import write_repository
+    from slipstream.version import VERSION
+    from slipstream.weights.engine_config import BuildLimits, GenerationDefaults, config_document
+    from slipstream.weights.parameters import Quantisation
+
+    engine = folder / "engine"
+    engine.mkdir(parents=True)
+    spec = ModelSpec("LlamaForCausalLM", WORDS, 8, 1, 1, 1, 8, 8, 4096)
+    limits = BuildLimits(max_input_len=2048, max_seq_len=4096)
+    own = {"content_hash": "none", "files": {}, "source": "instant"}
+    document = config_document(VERSION, spec, "float32", Quantisation(), limits, GenerationDefaults(), own)
+    (engine / "config.json").write_text(json.dumps(document))
+    vocabulary = {"type": "WordLevel", "vocab": {str(number): number for number in range(WORDS)}, "unk_token": "0"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": vocabulary}
+    (engine / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (engine / "tokenizer_config.json").write_text("{}")
+    repository = folder / "repository"
+    write_repository(repository, "tensorrt_llm_bls", engine, engine, 64)
+    (repository / "echo" / "1").mkdir(parents=True)
+    (repository / "echo" / "config.pbtxt").write_text(ECHO_CONFIG)
+    return repository
+
+
+class Echo:
+    """The echo model built in."""
+
+    ready = True
+    decoupled = False
+
+    def __init__(self, model: Any, version: int) -> None:
+        self.config = model.config
+
+    async def infer(self, request: Any) -> AsyncGenerator[Any, None]:
+        from slipstream.server.inference import InferResponse
+        from slipstream.server.tensors import Tensor
+
+        given = request.inputs["text_input"]
+        yield InferResponse([Tensor("text_output", "BYTES", given.shape, given.data)], final=True)
+
+
+def serve(kind: str, repository: str, http: int, grpc: int, metrics: int) -> int:
+    from slipstream.server import lifecycle
+    from slipstream.server.model_factories import NamedModels
+    from slipstream.server.options import Port, ServerOptions
+
+    if kind == "own":
+        lifecycle._factories = lambda options: [NamedModels({"echo": Echo})]  # type: ignore[assignment,list-item]
+    options = ServerOptions(
+        repositories=(Path(repository),),
+        http=Port(http, "127.0.0.1"),
+        grpc=Port(grpc, "127.0.0.1"),
+        metrics=Port(metrics, "127.0.0.1"),
+        allow_python_models=kind == "model.py",
+        engine_command=(sys.executable, str(HERE / "instant_engine.py")),
+    )
+    return lifecycle.run_server(options)
+
+
+class Peer:
+    """A running server: `http_port`, `grpc_port`."""
+
+    def __init__(self, name: str, command: list[str], ports: list[int], log: Path, environment: dict[str, str]) -> None:
+        self.name = name
+        self.http_port, self.grpc_port = ports[:2]
+        self._log = log.open("wb")
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def wait_ready(self, seconds: float = 120.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not self._ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                text = Path(self._log.name).read_text("utf-8", "replace")
+                raise RuntimeError(f"{self.name} did not start:\n{text[-2000:]}")
+            time.sleep(0.1)
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/v2/health/ready", timeout=5):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def cpu_seconds(self) -> float:
+        """Of the server and everything it started, so far."""
+        return sum(map(_cpu_seconds, _with_children(self.process.pid)))
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._log.close()
+
+
+def _with_children(process: int) -> list[int]:
+    found = [process]
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += _with_children(int(child))
+    return found
+
+
+def _cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def start_ours(kind: str, folder: Path, step_milliseconds: float = 0.0) -> Peer:
+    repository = write_own_repository(folder) if kind == "own" else write_python_repository(folder / "repository")
+    ports = free_ports()
+    command = [sys.executable, str(HERE / "server_peers.py"), kind, str(repository), *map(str, ports)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), STEP_VARIABLE: str(step_milliseconds)}
+    return Peer(f"slipstream, {kind}", command, ports, folder / "log", environment)
+
+
+def start_triton(binary: Path, folder: Path) -> Peer:
+    sys.path.append(str(ROOT / "tests" / "conformance" / "live"))
+    from real_triton import triton_command
+
+    ports = free_ports()
+    command, environment = triton_command(binary, write_python_repository(folder / "repository"), folder, ports)
+    return Peer("triton", command, ports, folder / "log", environment)
+
+
+def free_ports(count: int = 3) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])))

@@ -1,0 +1,51 @@
+"""Slipstream as its server runs it: the engine in a process of its own, reached over the link."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import uvloop
+from worker_protocol import Generate, Timed, serve
+
+from slipstream.engine.request import SamplingParams
+from slipstream.engine.settings import EngineSettings
+from slipstream.server.engine_client import EngineClient
+from slipstream.server.generation import Generation
+
+
+def start(options: dict[str, Any]) -> Generate:
+    engine = EngineClient(options["model"], EngineSettings(reuse=False))
+    engine.spawn()
+    event_loop = uvloop.new_event_loop()
+    event_loop.run_until_complete(engine.start())
+
+    def generate(prompts: list[list[int]], max_tokens: int) -> Timed:
+        return event_loop.run_until_complete(_generate(engine, prompts, max_tokens))
+
+    return generate
+
+
+async def _generate(engine: EngineClient, prompts: list[list[int]], max_tokens: int) -> Timed:
+    began = time.perf_counter()
+    firsts: list[float] = []
+
+    async def read(generation: Generation) -> list[int]:
+        tokens: list[int] = []
+        async for delta in generation:
+            if delta.error:
+                raise RuntimeError(delta.error)
+            if not tokens:
+                firsts.append(time.perf_counter() - began)
+            tokens += delta.tokens
+        return tokens
+
+    # No end ids: every request runs to its full length.
+    running = [read(engine.submit(prompt, SamplingParams(max_tokens=max_tokens))) for prompt in prompts]
+    tokens = await asyncio.gather(*running)
+    return Timed(min(firsts), time.perf_counter() - began, list(tokens))
+
+
+if __name__ == "__main__":
+    serve(start)

@@ -1,0 +1,63 @@
+"""`slipstream convert`, the old convert_checkpoint.py of every model."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.cli.arguments import CommandError, Parser, add_flags, explain_flags
+from slipstream.cli.progress import ProgressLines
+from slipstream.cli.versions import print_version_line
+from slipstream.weights.convert import DEFAULT_OUTPUT, Conversion, convert
+from slipstream.weights.flags import CONVERT_FLAGS
+from slipstream.weights.rank_split import RankMapping
+
+PRECISIONS = ("int8", "int4")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser("slipstream convert", description="Turn a model's weights into a unified checkpoint.")
+    add_flags(parser, CONVERT_FLAGS)
+    given = parser.parse(arguments)
+    started = time.monotonic()
+    print_version_line()
+    explain_flags(CONVERT_FLAGS, given)
+    if not hasattr(given, "model_dir"):
+        parser.error("--model_dir is required: a Hugging Face folder, a GGUF file or a hub id")
+    wanted = Conversion(
+        model=given.model_dir,
+        output=Path(getattr(given, "output_dir", DEFAULT_OUTPUT)).expanduser(),
+        dtype=getattr(given, "dtype", "float16"),
+        weight_only=weight_only_of(given),
+        mapping=RankMapping(whole_number(given, "tp_size", 1), whole_number(given, "pp_size", 1)),
+        config_only=hasattr(given, "save_config_only"),
+    )
+    with ProgressLines() as lines:
+        converted = convert(wanted, lines.update)
+    if not converted.wrote:
+        print(f"[INFO] {converted.folder} holds this checkpoint already: nothing to do")
+    elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - started))
+    print(f"Total time of converting checkpoints: {elapsed}")
+    return 0
+
+
+def weight_only_of(given: Namespace) -> str | None:
+    if not hasattr(given, "use_weight_only"):
+        return None
+    precision = str(getattr(given, "weight_only_precision", "int8"))
+    if precision not in PRECISIONS:
+        raise CommandError(f"--weight_only_precision {precision} is not available; use {' or '.join(PRECISIONS)}")
+    return precision
+
+
+def whole_number(given: Namespace, name: str, default: int) -> int:
+    text = getattr(given, name, default)
+    try:
+        number = int(text)
+    except ValueError:
+        raise CommandError(f"--{name} takes a whole number, not '{text}'") from None
+    if number < 1:
+        raise CommandError(f"--{name} must be at least 1, not {number}")
+    return number

@@ -1,0 +1,54 @@
+"""How far a long command is: phase, bytes and time left; a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+_PLAIN_STEPS = 10  # lines a phase takes where there is no terminal
+
+
+class ProgressLines:
+    """Pass `update` to the functions of weights/ that take a progress."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._started = 0.0
+        self._shown = 0
+        self._bar: Progress | None = None
+        if sys.stdout.isatty():
+            self._bar = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(),
+                                 TransferSpeedColumn(), TimeRemainingColumn())
+
+    def __enter__(self) -> ProgressLines:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, phase: str, done: int, total: int) -> None:
+        if not total:  # a phase that cannot say how far it is
+            print(f"[INFO] {phase}", flush=True)
+            return
+        if phase != self._phase:
+            self._phase, self._started, self._shown = phase, time.monotonic(), 0
+            if self._bar is not None:
+                self._bar.add_task(phase, total=total)
+            else:
+                print(f"[INFO] {phase}: {_size(total)} to write", flush=True)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[-1], completed=done)
+        elif done * _PLAIN_STEPS // total > self._shown:
+            self._shown = done * _PLAIN_STEPS // total
+            seconds = (time.monotonic() - self._started) * (total - done) / done
+            left = f", {seconds:.0f} s left" if done < total else ""
+            print(f"[INFO] {phase}: {done * 100 // total}%, {_size(done)} of {_size(total)}{left}", flush=True)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

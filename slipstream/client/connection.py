@@ -1,0 +1,223 @@
+"""A connection to a server: tensors in, tensors out, over gRPC or HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from slipstream.client.tensors import Array, datatype_of, from_bytes, from_json, to_bytes, to_json
+
+_OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1),
+            ("grpc.max_send_message_length", -1)]
+
+
+class ServerError(Exception):
+    """What the server answered in place of a result, or that nobody answered. `cancelled`: by ourselves."""
+
+    def __init__(self, text: str, cancelled: bool = False) -> None:
+        super().__init__(text)
+        self.cancelled = cancelled
+
+
+@dataclass(frozen=True)
+class Request:
+    model: str
+    inputs: Mapping[str, Array]
+    outputs: tuple[str, ...] = ()  # none: all
+    request_id: str = ""
+    parameters: Mapping[str, bool | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    outputs: Mapping[str, Array]
+    request_id: str = ""
+    final: bool = True
+
+
+@dataclass(frozen=True)
+class Tls:
+    root_certificates: Path | None = None
+    private_key: Path | None = None
+    certificate_chain: Path | None = None
+
+
+class Connection(Protocol):
+    def infer(self, request: Request) -> Answer: ...
+
+    def input_types(self, model: str) -> Mapping[str, str]:
+        """The inputs that a model declares, and their types."""
+
+    def close(self) -> None: ...
+
+
+class Pending:
+    """An answer on its way."""
+
+    def __init__(self, future: Any, url: str) -> None:
+        self._future, self._url = future, url
+
+    def result(self) -> Answer:
+        import grpc
+
+        try:
+            return _answer(self._future.result())
+        except grpc.FutureCancelledError:
+            raise ServerError("Locally cancelled by application!", cancelled=True) from None
+        except grpc.RpcError as error:
+            raise _server_error(error, self._url) from error
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._future.add_done_callback(lambda _: call())
+
+
+class GrpcConnection:
+    """`messages` holds the protocol's message classes and the name of its service."""
+
+    def __init__(self, messages: Any, url: str, tls: Tls | None = None) -> None:
+        import grpc
+
+        self.url, self._messages = url, messages
+        if tls is None:
+            self._channel = grpc.insecure_channel(url, options=_OPTIONS)
+        else:
+            files = (tls.root_certificates, tls.private_key, tls.certificate_chain)
+            credentials = grpc.ssl_channel_credentials(*(path.read_bytes() if path else None for path in files))
+            self._channel = grpc.secure_channel(url, credentials, options=_OPTIONS)
+        self._infer = self._channel.unary_unary(
+            f"/{messages.SERVICE}/ModelInfer",
+            request_serializer=messages.ModelInferRequest.SerializeToString,
+            response_deserializer=messages.ModelInferResponse.FromString,
+        )
+        self._metadata_request, metadata = messages.method_messages("ModelMetadata")
+        self._metadata = self._channel.unary_unary(
+            f"/{messages.SERVICE}/ModelMetadata",
+            request_serializer=self._metadata_request.SerializeToString,
+            response_deserializer=metadata.FromString,
+        )
+        self._stream = self._channel.stream_stream(
+            f"/{messages.SERVICE}/ModelStreamInfer",
+            request_serializer=messages.ModelInferRequest.SerializeToString,
+            response_deserializer=messages.ModelStreamInferResponse.FromString,
+        )
+
+    def infer(self, request: Request) -> Answer:
+        return self.infer_later(request).result()
+
+    def input_types(self, model: str) -> Mapping[str, str]:
+        import grpc
+
+        try:
+            metadata = self._metadata(self._metadata_request(name=model))
+        except grpc.RpcError as error:
+            raise _server_error(error, self.url) from error
+        return {tensor.name: tensor.datatype for tensor in metadata.inputs}
+
+    def infer_later(self, request: Request) -> Pending:
+        return Pending(self._infer.future(_message(self._messages, request)), self.url)
+
+    def stream(self, requests: Iterable[Request], timeout: float | None = None) -> Stream:
+        """Every answer to the requests, as they come; the stream ends when the server has nothing more to say."""
+        wire = (_message(self._messages, request) for request in requests)
+        return Stream(self._stream(wire, timeout=timeout), self.url)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class Stream:
+    def __init__(self, call: Any, url: str) -> None:
+        self._call, self._url = call, url
+
+    def __iter__(self) -> Iterator[Answer]:
+        import grpc
+
+        try:
+            for message in self._call:
+                if message.error_message:
+                    raise ServerError(message.error_message)
+                yield _answer(message.infer_response)
+        except grpc.RpcError as error:
+            raise _server_error(error, self._url) from error
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class HttpConnection:
+    def __init__(self, url: str) -> None:
+        import httpx
+
+        self.url = url if "://" in url else f"http://{url}"
+        limits = httpx.Limits(max_connections=None)
+        self._client = httpx.Client(timeout=httpx.Timeout(10.0, read=None), trust_env=False, limits=limits)
+
+    def input_types(self, model: str) -> Mapping[str, str]:
+        document = self._document("GET", f"/v2/models/{model}", None)
+        return {tensor["name"]: tensor["datatype"] for tensor in document["inputs"]}
+
+    def infer(self, request: Request) -> Answer:
+        body: dict[str, Any] = {"inputs": [to_json(name, array) for name, array in request.inputs.items()]}
+        if request.outputs:
+            body["outputs"] = [{"name": name} for name in request.outputs]
+        if request.request_id:
+            body["id"] = request.request_id
+        if request.parameters:
+            body["parameters"] = dict(request.parameters)
+        document = self._document("POST", f"/v2/models/{request.model}/infer", body)
+        outputs = {tensor["name"]: from_json(tensor) for tensor in document["outputs"]}
+        return Answer(outputs, document.get("id", ""))
+
+    def _document(self, method: str, path: str, body: Any) -> dict[str, Any]:
+        import httpx
+
+        try:
+            response = self._client.request(method, self.url + path, json=body)
+            document: dict[str, Any] = response.json()
+        except httpx.ConnectError as error:
+            raise ServerError(_nobody(self.url)) from error
+        except (httpx.HTTPError, ValueError) as error:
+            raise ServerError(f"the connection to {self.url} broke: {error}") from error
+        if not response.is_success:
+            raise ServerError(str(document.get("error", f"the server answered {response.status_code}")))
+        return document
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _message(messages: Any, request: Request) -> Any:
+    message = messages.ModelInferRequest(model_name=request.model, id=request.request_id)
+    for name, array in request.inputs.items():
+        message.inputs.add(name=name, datatype=datatype_of(array), shape=list(array.shape))
+        message.raw_input_contents.append(to_bytes(array))
+    for name in request.outputs:
+        message.outputs.add(name=name)
+    for name, value in request.parameters.items():
+        kind = "bool_param" if isinstance(value, bool) else "int64_param" if isinstance(value, int) else "string_param"
+        setattr(message.parameters[name], kind, value)
+    return message
+
+
+def _answer(message: Any) -> Answer:
+    pairs = zip(message.outputs, message.raw_output_contents, strict=True)
+    outputs = {tensor.name: from_bytes(tensor.datatype, list(tensor.shape), raw) for tensor, raw in pairs}
+    flag = message.parameters.get("triton_final_response")
+    return Answer(outputs, message.id, flag is None or flag.bool_param)
+
+
+def _server_error(error: Any, url: str) -> ServerError:
+    import grpc
+
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return ServerError("Locally cancelled by application!", cancelled=True)
+    return ServerError(_nobody(url) if error.code() is grpc.StatusCode.UNAVAILABLE else error.details())
+
+
+def _nobody(url: str) -> str:
+    return f"no server answers at {url}; start one with slipstream start or slipstream launch"

@@ -1,0 +1,115 @@
+"""Decode steps as CUDA graphs: from the rows to the sampled tokens without a word from the host.
+
+A ladder of batch sizes is captured once. A step of fewer rows than its rung is padded with rows that nobody
+owns: they read the null block and write to it. A replay touches static buffers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.engine.rows import Rows, to_device
+from slipstream.kernels.gpu.attention import GpuAttention
+from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, most_chunks
+from slipstream.kernels.gpu.step import step_inputs, write_back
+from slipstream.model.transformer import Step, Transformer
+
+
+def ladder(largest: int) -> list[int]:
+    """Batch sizes to capture: dense where steps are short, sparse where a few rows more cost little."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 4097, 64)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+def aligned(count: int) -> int:
+    """Room for `count` numbers of 4 bytes that ends where 16 bytes do: kernels are compiled anew for arrays that
+    begin elsewhere."""
+    return -(-count // 4) * 4
+
+
+class DecodeBuffers:
+    """The numbers of a decode step of up to `rows` rows, in one piece of device memory."""
+
+    def __init__(self, rows: int, kv_heads: int, programs: int, padding_row: int, device: torch.device) -> None:
+        self.size, self.kv_heads, self.programs, self.padding_row = rows, kv_heads, programs, padding_row
+        chunks = most_chunks(rows, programs)
+        self._lengths = [aligned(count) for count in (rows, rows, rows, rows + 1, chunks, chunks, 2)]
+        self.device = device
+        self.memory = torch.zeros(sum(self._lengths), dtype=torch.int32, device=device)
+        parts = self.memory.split(self._lengths)
+        self.rows, self.positions, self.lengths = (part[:rows] for part in parts[:3])
+        first, row, start, sizes = parts[3][: rows + 1], parts[4][:chunks], parts[5][:chunks], parts[6]
+        self.plan = DecodePlan(self.rows, self.lengths, first, row, start, sizes)
+
+    def fill(self, rows: list[int], positions: list[int]) -> None:
+        """Rows of the step and the positions they compute; the rest is padding."""
+        staged = np.zeros(sum(self._lengths), dtype=np.int32)
+        parts = np.split(staged, np.cumsum(self._lengths)[:-1])
+        count, lengths = len(rows), parts[2][: self.size]
+        parts[0][:count], parts[0][count:] = rows, self.padding_row
+        parts[1][:count] = positions
+        lengths[:] = parts[1][: self.size] + 1
+        first, row, start, size = cut_chunks(lengths, self.kv_heads, self.programs)
+        parts[3][: len(first)] = first
+        parts[4][: len(row)], parts[5][: len(row)] = row, start
+        parts[6][:2] = len(row), size
+        self.memory.copy_(to_device(staged, self.device), non_blocking=True)
+
+
+class DecodeGraphs:
+    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, programs: int) -> None:
+        self.model, self.cache, self.rows = model, cache, rows
+        self.block_tokens, self.programs = block_tokens, programs
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeBuffers, Tensor, Tensor, Tensor]] = {}
+        self._pool: Any = None  # torch's handle on the memory the graphs share
+
+    def capture(self, largest: int, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        sizes = ladder(largest)
+        for done, size in enumerate(reversed(sizes)):  # the largest first: the others fit in its memory
+            self._capture(size)
+            progress(done + 1, len(sizes))
+
+    def rung(self, rows: int) -> int | None:
+        """The smallest captured size that holds this many rows."""
+        return min((size for size in self._graphs if size >= rows), default=None)
+
+    def replay(self, rows: list[int], positions: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Run a decode step → logits [rows, vocab], the likeliest tokens and their logits, all of static memory.
+
+        The likeliest tokens are already written to the rows.
+        """
+        size = self.rung(len(rows))
+        assert size is not None
+        graph, buffers, logits, best, tokens = self._graphs[size]
+        buffers.fill(rows, positions)
+        graph.replay()
+        count = len(rows)
+        return logits[:count], best[:count], tokens[:count]
+
+    def _capture(self, size: int) -> None:
+        kv_heads = self.model.spec.kv_heads
+        buffers = DecodeBuffers(size, kv_heads, self.programs, self.rows.padding_row, self.rows.device)
+        buffers.fill([], [])
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # kernels compile and libraries choose outside the capture
+            self._run(buffers)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits, best, tokens = self._run(buffers)
+        self._pool = self._pool or graph.pool()
+        self._graphs[size] = (graph, buffers, logits, best, tokens)
+
+    def _run(self, buffers: DecodeBuffers) -> tuple[Tensor, Tensor, Tensor]:
+        ids, slots = step_inputs(buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens)
+        attention = GpuAttention(self.rows.tables, self.block_tokens, self.programs, buffers.size, buffers.plan, None)
+        logits = self.model(Step(ids, buffers.positions, slots, attention, samples=None), self.cache)
+        best, tokens = logits.max(dim=-1)
+        write_back(buffers.rows, buffers.lengths, tokens, self.rows.tokens)
+        return logits, best, tokens

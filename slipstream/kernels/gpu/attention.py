@@ -1,0 +1,34 @@
+"""A step's attention on the GPU: decode rows first, then rows with several new tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.gpu.decode_attention import DecodePlan, attend_decode
+from slipstream.kernels.gpu.prefill_attention import PrefillPlan, attend_prefill
+
+
+@dataclass(slots=True)
+class GpuAttention:
+    """The step's first `decodes` tokens are those of decode rows; `prefill` tells of the rest."""
+
+    tables: Tensor  # int32 [rows of the engine, blocks]
+    block_tokens: int
+    programs: int
+    decodes: int
+    decode: DecodePlan | None
+    prefill: PrefillPlan | None
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+        """q: [tokens, heads, head_size] → the same shape, contiguous."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if self.decode is not None:
+            first = slice(0, self.decodes)
+            attend_decode(q[first], keys, values, self.tables, self.decode, self.block_tokens, self.programs, window,
+                          out[first])
+        if self.prefill is not None:
+            attend_prefill(q, keys, values, self.tables, self.prefill, self.block_tokens, window, out)
+        return out

@@ -1,0 +1,172 @@
+"""Attention of rows with one new token each, over the paged cache: equal pieces of work whatever the lengths.
+
+The host cuts every row's cached tokens into chunks of one size, chosen so that chunks × key heads fill the
+machine a few times over. A fixed number of programs takes chunks in turn; a second kernel merges the chunks of
+rows that have several. The plan lies in device memory and the grids never change, so a graph may hold both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 64  # cached tokens a program looks at at once
+_WARPS, _STAGES = 2, 3
+_GROUP = 16  # the least number of query rows the matrix units take
+_PROGRAMS_PER_PROCESSOR = 8
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(slots=True)
+class DecodePlan:
+    """All int32, on the device. Rows beyond those of the step have length 1 and the dummy row's table."""
+
+    rows: Tensor  # [rows]: which table
+    lengths: Tensor  # [rows]
+    first_chunk: Tensor  # [rows + 1]
+    chunk_row: Tensor  # [chunks]: index into the lists above
+    chunk_start: Tensor  # [chunks]: first token
+    sizes: Tensor  # [2]: chunks, tokens of a chunk
+
+
+def most_chunks(rows: int, programs: int) -> int:
+    return rows + programs
+
+
+def cut_chunks(lengths: np.ndarray, kv_heads: int, programs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """lengths: [rows] → first_chunk [rows + 1], chunk_row, chunk_start, and the tokens of a chunk."""
+    total = int(lengths.sum())
+    size = -(-total * kv_heads // programs)
+    size = max(_TILE, -(-size // _TILE) * _TILE)
+    chunks = -(-lengths // size)
+    first = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(chunks, out=first[1:])
+    row = np.repeat(np.arange(len(lengths), dtype=np.int32), chunks)
+    start = (np.arange(len(row), dtype=np.int32) - first[row]) * size
+    return first, row, start, size
+
+
+@triton.jit
+def _decode(
+    q, keys, values, tables, rows, lengths, first_chunk, chunk_row, chunk_start, sizes, out, partial, statistics,
+    scale, q_stride, cache_slots, table_stride, window,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    chunks = tl.load(sizes)
+    chunk_tokens = tl.load(sizes + 1)
+    column = tl.arange(0, PADDED)
+    query = tl.arange(0, QUERIES)
+    kind = q.dtype.element_ty
+    for item in range(tl.program_id(0), chunks * KV_HEADS, tl.num_programs(0)):
+        chunk = item // KV_HEADS
+        head = item % KV_HEADS
+        index = tl.load(chunk_row + chunk)
+        start = tl.load(chunk_start + chunk)
+        length = tl.load(lengths + index)
+        table = tables + tl.load(rows + index).to(tl.int64) * table_stride
+        alone = tl.load(first_chunk + index + 1) - tl.load(first_chunk + index) == 1
+        end = tl.minimum(start + chunk_tokens, length)
+        oldest = tl.maximum(length - window, 0)
+        at = index.to(tl.int64) * q_stride + (head * GROUP + query[:, None]) * SIZE + column[None, :]
+        held = (query[:, None] < GROUP) & (column[None, :] < SIZE)
+        queries = tl.load(q + at, held, other=0.0)
+        best = tl.full([QUERIES], float("-inf"), tl.float32)
+        mass = tl.zeros([QUERIES], tl.float32)
+        total = tl.zeros([QUERIES, PADDED], tl.float32)
+        begin = tl.maximum(start, oldest // TILE * TILE)
+        for tile in tl.range(begin, end, TILE):
+            token = tile + tl.arange(0, TILE)
+            seen = (token < end) & (token >= oldest)
+            block = tl.load(table + token // BLOCK_TOKENS, seen, other=0).to(tl.int64)
+            slot = head * cache_slots + block * BLOCK_TOKENS + token % BLOCK_TOKENS
+            where = slot[:, None] * SIZE + column[None, :]
+            loaded = seen[:, None] & (column[None, :] < SIZE)
+            k = tl.load(keys + where, loaded, other=0.0)
+            v = tl.load(values + where, loaded, other=0.0)
+            scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            top = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.where(seen[None, :], tl.exp2(scores - top[:, None]), 0.0)
+            shrink = tl.exp2(best - top)
+            mass = mass * shrink + tl.sum(weights, 1)
+            total = total * shrink[:, None] + tl.dot(weights.to(kind), v, input_precision=PRECISION)
+            best = top
+        if alone:
+            tl.store(out + index.to(tl.int64) * GROUP * KV_HEADS * SIZE + (head * GROUP + query[:, None]) * SIZE
+                     + column[None, :], (total / mass[:, None]).to(kind), held)
+        else:
+            place = (item * QUERIES + query[:, None]) * PADDED + column[None, :]
+            tl.store(partial + place, total)
+            tl.store(statistics + item * 2 * QUERIES + query, best)
+            tl.store(statistics + item * 2 * QUERIES + QUERIES + query, mass)
+
+
+@triton.jit
+def _merge(
+    first_chunk, partial, statistics, out,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    query = tl.program_id(2)
+    first = tl.load(first_chunk + index)
+    last = tl.load(first_chunk + index + 1)
+    if last - first > 1:
+        column = tl.arange(0, PADDED)
+        best = float("-inf")
+        mass = 0.0
+        total = tl.zeros([PADDED], tl.float32)
+        for chunk in range(first, last):
+            item = chunk * KV_HEADS + head
+            chunk_best = tl.load(statistics + item * 2 * QUERIES + query)
+            chunk_mass = tl.load(statistics + item * 2 * QUERIES + QUERIES + query)
+            top = tl.maximum(best, chunk_best)
+            # A chunk wholly outside the window has no mass and a best of minus infinity.
+            keep = tl.where(best == float("-inf"), 0.0, tl.exp2(best - top))
+            add = tl.where(chunk_best == float("-inf"), 0.0, tl.exp2(chunk_best - top))
+            total = total * keep + tl.load(partial + (item * QUERIES + query) * PADDED + column) * add
+            mass = mass * keep + chunk_mass * add
+            best = top
+        at = (index.to(tl.int64) * KV_HEADS * GROUP + head * GROUP + query) * SIZE + column
+        tl.store(out + at, (total / mass).to(out.dtype.element_ty), column < SIZE)
+
+
+def attend_decode(
+    q: Tensor,  # [rows, heads, head_size], rows may be strided
+    keys: Tensor,  # [kv_heads, slots, head_size]
+    values: Tensor,
+    tables: Tensor,  # int32 [rows of the engine, blocks]
+    plan: DecodePlan,
+    block_tokens: int,
+    programs: int,
+    window: int | None,
+    out: Tensor,  # [rows, heads, head_size], contiguous
+) -> None:
+    rows, heads, size = q.shape
+    kv_heads = keys.shape[0]
+    group = heads // kv_heads
+    queries = max(_GROUP, triton.next_power_of_2(group))
+    padded = triton.next_power_of_2(size)
+    items = plan.chunk_row.shape[0] * kv_heads
+    partial = torch.empty((items, queries, padded), dtype=torch.float32, device=q.device)
+    statistics = torch.empty((items, 2, queries), dtype=torch.float32, device=q.device)
+    shape = {"GROUP": group, "KV_HEADS": kv_heads, "SIZE": size, "PADDED": padded, "QUERIES": queries}
+    _decode[(min(programs, items),)](
+        q, keys, values, tables, plan.rows, plan.lengths, plan.first_chunk, plan.chunk_row, plan.chunk_start,
+        plan.sizes, out, partial, statistics, size**-0.5 * _LOG2_E, q.stride(0), keys.shape[1], tables.stride(0),
+        window if window is not None else 2**30, BLOCK_TOKENS=block_tokens, TILE=_TILE,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=_WARPS, num_stages=_STAGES, **shape,
+    )  # fmt: skip
+    _merge[(rows, kv_heads, group)](plan.first_chunk, partial, statistics, out, num_warps=1, **shape)
+
+
+def programs_of(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 8  # the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_PROCESSOR

@@ -1,0 +1,39 @@
+"""The hot operations of a layer, each in the form that its device runs: torch on CPU, Triton kernels on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels import activation, normalisation, rotary
+
+
+class Attention(Protocol):
+    """A step's attention, planned once and used by every layer."""
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Operations:
+    add_norm: Callable[[Tensor, Tensor | None, normalisation.Norm], Tensor]
+    turn_at: Callable[[Tensor, Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
+    rotate_write: Callable[..., Tensor]
+    silu_gated: Callable[[Tensor], Tensor]
+
+
+def operations_on(device: torch.device) -> Operations:
+    if device.type == "cuda":
+        # Imported here: a CPU installation has no Triton.
+        from slipstream.kernels.gpu import activation as gpu_activation
+        from slipstream.kernels.gpu import normalisation as gpu_normalisation
+        from slipstream.kernels.gpu import rotary as gpu_rotary
+
+        return Operations(
+            gpu_normalisation.add_norm, gpu_rotary.turn_at, gpu_rotary.rotate_write, gpu_activation.silu_gated
+        )
+    return Operations(normalisation.add_norm, rotary.turn_at, rotary.rotate_write, activation.silu_gated)

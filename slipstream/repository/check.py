@@ -1,0 +1,189 @@
+"""Everything there is to say about a repository, without loading weights.
+
+Beyond what the server itself needs to know, each model is compared with the template of the generation that the
+repository is nearest to: what that has and the model lacks, what the model has and that does not, and types that
+differ. These are warnings: a repository may well leave things out, but it should do so on purpose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from slipstream.repository.config import ModelConfig
+from slipstream.repository.generations.render import render_template
+from slipstream.repository.generations.tables import GENERATIONS, REPOSITORIES, models_of
+from slipstream.repository.models import RepositoryModel, inspect_repository
+from slipstream.repository.pbtxt import parse_pbtxt
+from slipstream.repository.problems import Problems, did_you_mean
+from slipstream.repository.roles import Role
+from slipstream.repository.schema import Reading
+
+_TEMPLATES = {
+    Role.PREPROCESSING: "preprocessing", Role.ENGINE: "tensorrt_llm", Role.POSTPROCESSING: "postprocessing",
+    Role.ENSEMBLE: "ensemble", Role.BLS: "tensorrt_llm_bls",
+}  # fmt: skip
+_INDEX = re.compile(r"\[(\d+)\]")
+_TYPED = re.compile(r"(input|output)\.[^.]+\.(data_type|dims|optional|allow_ragged_batch|reshape\.shape)")
+_FIXED_TEXT = re.compile(r"platform|backend|ensemble_scheduling\.step\..*|instance_group\.0\.kind")
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A configuration as paths: "input.end_id.dims" → (line, value), indexes replaced by names."""
+
+    lines: Mapping[str, int]
+    values: Mapping[str, Any]
+
+
+def check_repository(path: str | Path) -> Problems:
+    """Every problem of a repository, those that keep it from being served first."""
+    repository, problems = inspect_repository(path)
+    known = {name: template for name, model in repository.models.items() if (template := _template_name(model))}
+    shapes = {name: _paths(repository.models[name].config) for name in known}
+    if known:
+        kind, generation = nearest_generation([(known[name], shapes[name]) for name in known])
+        for name, template in known.items():
+            _compare(repository.models[name].config, shapes[name], (kind, generation, template), problems)
+    problems.found.sort(key=lambda problem: (not problem.fatal, problem.file, problem.line))
+    return problems
+
+
+def _template_name(model: RepositoryModel) -> str | None:
+    """By its role; a model that has none may be a damaged copy of the template that its folder is named after."""
+    named = model.name if model.name in _TEMPLATES.values() else None
+    return _TEMPLATES.get(model.role, named)
+
+
+def nearest_generation(models: list[tuple[str, _Shape]]) -> tuple[str, str]:
+    """The repository and generation whose tensors and parameters these models (template, shape) share most."""
+
+    def distance(candidate: tuple[str, str]) -> int:
+        return sum(_distance(shape, _template(*candidate, name)) for name, shape in models)
+
+    candidates = [(kind, generation) for kind in REPOSITORIES for generation in reversed(GENERATIONS)]
+    return min(candidates, key=distance)
+
+
+def _distance(ours: _Shape, theirs: _Shape | None) -> int:
+    if theirs is None:
+        return len(ours.lines)
+    differing = sum(1 for path in ours.lines.keys() & theirs.lines.keys()
+                    if _TYPED.fullmatch(path) and ours.values.get(path) != theirs.values.get(path))
+    return len(ours.lines.keys() ^ theirs.lines.keys()) + differing
+
+
+def _compare(config: ModelConfig, ours: _Shape, wanted: tuple[str, str, str], problems: Problems) -> None:
+    expected, generation, file = _template(*wanted), wanted[1], config.file
+    if expected is None:
+        return
+    missing = _topmost(path for path in expected.lines if path not in ours.lines)
+    extra = _topmost(path for path in ours.lines if path not in expected.lines)
+    for path in missing:
+        text = f"is not here, though repositories like {generation} have it"
+        problems.warn(file, _nearest_line(ours, path), path, text + _renamed(path, extra))
+    for path in extra:
+        if _is_named(path) and not path.startswith("parameters."):  # those the reader of parameters has judged
+            text = f"repositories like {generation} do not have it{_renamed(path, missing)}"
+            problems.warn(file, ours.lines[path], path, text)
+    for path in ours.lines.keys() & expected.lines.keys():
+        _compare_value(path, ours, expected, config, generation, problems)
+
+
+def _compare_value(
+    path: str, ours: _Shape, expected: _Shape, config: ModelConfig, generation: str, problems: Problems
+) -> None:
+    if not (_TYPED.fullmatch(path) or _FIXED_TEXT.fullmatch(path)):
+        return
+    value, wanted = ours.values.get(path), expected.values.get(path)
+    if value != wanted and not _is_variable(wanted):
+        text = f"is {_shown(value)}, where repositories like {generation} have {_shown(wanted)}"
+        problems.warn(config.file, ours.lines[path], path, text)
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("${")
+
+
+def _shown(value: Any) -> str:
+    return f"'{value}'" if isinstance(value, str) and not value.startswith("TYPE_") else str(value)
+
+
+def _topmost(paths: Iterable[str]) -> list[str]:
+    """Without the parts of what is in the list as a whole."""
+    chosen: list[str] = []
+    for path in sorted(set(paths)):
+        if not any(path.startswith(f"{whole}.") for whole in chosen):
+            chosen.append(path)
+    return chosen
+
+
+def _is_named(path: str) -> bool:
+    return path.startswith(("input.", "output.", "ensemble_scheduling."))
+
+
+def _renamed(path: str, others: list[str]) -> str:
+    """The nearest of the names that stand in the same place."""
+    place, _, name = path.rpartition(".")
+    return did_you_mean(name, [other.rpartition(".")[2] for other in others if other.rpartition(".")[0] == place])
+
+
+def _nearest_line(shape: _Shape, path: str) -> int:
+    """Where a missing thing belongs: the line of what should hold it, or of its like."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path in shape.lines:
+            return shape.lines[path]
+        inside = [line for other, line in shape.lines.items() if other.startswith(f"{path}.")] if path else []
+        if inside:
+            return min(inside)
+    return 1
+
+
+@cache
+def _template(kind: str, generation: str, name: str) -> _Shape | None:
+    if name not in models_of(kind, generation):
+        return None
+    reading = Reading(name, Problems())
+    document = reading.message("ModelConfig", parse_pbtxt(render_template(kind, name, generation)))
+    shape = _shape(document, reading.lines)
+    variable = {_follow(document, path)[0] for path in reading.unfilled}
+    return _Shape(shape.lines, {path: "${}" if path in variable else value for path, value in shape.values.items()})
+
+
+def _paths(config: ModelConfig) -> _Shape:
+    return _shape(dict(config.document), config.lines)
+
+
+def _shape(document: Mapping[str, Any], lines: Mapping[str, int]) -> _Shape:
+    named_lines: dict[str, int] = {}
+    values: dict[str, Any] = {}
+    for path, line in lines.items():
+        named, value = _follow(document, path)
+        if named is not None and not _INDEX.search(named):
+            named_lines.setdefault(named, line)
+            values[named] = value
+    return _Shape(named_lines, values)
+
+
+def _follow(document: Mapping[str, Any], path: str) -> tuple[str | None, Any]:
+    """A path of the reader's with its indexes replaced by names, and what is there; list items count as their list."""
+    value: Any = document
+    names: list[str] = []
+    for part in re.split(r"\.(?![^\[\]]*\])", path):
+        name, *indexes = re.split(r"[\[\]]+", part.rstrip("]"))
+        if not isinstance(value, Mapping) or name not in value:
+            return ".".join([*names, part]), None
+        value = value[name]
+        names.append(name)
+        for index in indexes:
+            position = int(index)
+            if not isinstance(value, list) or position >= len(value) or not isinstance(value[position], Mapping):
+                return ".".join(names), value
+            value = value[position]
+            names.append(str(value.get("name") or value.get("model_name") or position))
+    return ".".join(names), value

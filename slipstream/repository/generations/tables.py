@@ -1,0 +1,97 @@
+"""Reading the tables of the repositories' generations: which tensors and parameters a model had, and when."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from slipstream.repository.generations import gpt, inflight_batcher_llm
+
+GENERATIONS = ("2023-09", "v0.5", "2024-01", "v0.9", "v0.10", "v0.18")
+REPOSITORIES = {
+    "inflight_batcher_llm": ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls"),
+    "gpt": ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble"),
+}
+# releases between the ones above look like the one they came after
+_SAME_AS = {"v0.6": "v0.5", "v0.7": "2024-01", "v0.8": "2024-01", **{f"v0.{n}": "v0.10" for n in range(11, 14)},
+            **{f"v0.{n}": "v0.18" for n in (14, 15, 16, 17, 19)}}
+_TABLES = {"inflight_batcher_llm": inflight_batcher_llm.TABLE, "gpt": gpt.TABLE}
+_TENSOR = re.compile(r"(?P<type>[^\[]+)\[(?P<dims>[-\d,]+)\](?:/(?P<marks>[org]+))?")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    data_type: str  # "INT32", or a template variable that stands for the whole type
+    dims: tuple[int, ...]
+    optional: bool = False
+    scalar: bool = False
+    ragged: bool = False
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """One model of one generation."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    parameters: tuple[tuple[str, str], ...]
+
+    @property
+    def input_names(self) -> frozenset[str]:
+        return frozenset(tensor.name for tensor in self.inputs)
+
+    @property
+    def output_names(self) -> frozenset[str]:
+        return frozenset(tensor.name for tensor in self.outputs)
+
+
+def find_generation(text: str) -> str:
+    """The generation that a release's name stands for."""
+    name = text if text.startswith(("v", "20")) else f"v{text}"
+    name = ".".join(name.split(".")[:2])
+    name = _SAME_AS.get(name, name)
+    if name not in GENERATIONS:
+        raise ValueError(f"'{text}' is not a known generation; known: {', '.join(GENERATIONS)}, and releases between")
+    return name
+
+
+def models_of(repository: str, generation: str) -> tuple[str, ...]:
+    return tuple(model for model in REPOSITORIES[repository] if read_model(repository, model, generation).inputs)
+
+
+def read_model(repository: str, model: str, generation: str) -> ModelTable:
+    column = GENERATIONS.index(generation)
+    cells = {kind: [(name, columns[column]) for name, columns in rows if columns[column] != "-"]
+             for kind, rows in _sections(repository)[model].items()}
+    return ModelTable(
+        inputs=tuple(_tensor(name, cell) for name, cell in cells.get("input", [])),
+        outputs=tuple(_tensor(name, cell) for name, cell in cells.get("output", [])),
+        parameters=tuple(cells.get("parameter", [])),
+    )
+
+
+@cache
+def _sections(repository: str) -> dict[str, dict[str, list[tuple[str, list[str]]]]]:
+    sections: dict[str, dict[str, list[tuple[str, list[str]]]]] = {}
+    rows: list[tuple[str, list[str]]] = []
+    for line in _TABLES[repository].split("\n"):
+        if line.startswith("["):
+            model, kind = line.strip("[]").split()
+            rows = sections.setdefault(model, {}).setdefault(kind, [])
+        elif line:
+            name, *cells = line.split()
+            for position, cell in enumerate(cells):
+                cells[position] = cells[position - 1] if cell == "=" else cell
+            assert len(cells) == len(GENERATIONS), line
+            rows.append((name, cells))
+    return sections
+
+
+def _tensor(name: str, cell: str) -> Tensor:
+    match = _TENSOR.fullmatch(cell)
+    assert match is not None, (name, cell)
+    marks = match["marks"] or ""
+    dims = tuple(int(size) for size in match["dims"].split(","))
+    return Tensor(name, match["type"], dims, "o" in marks, "r" in marks, "g" in marks)

@@ -1,0 +1,23 @@
+"""A repository as it was found on disk: the models, and what is wrong with each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from slipstream.repository.models import Repository, RepositoryModel
+from slipstream.repository.problems import Problem, Problems
+
+
+class Reading(NamedTuple):
+    repository: Repository
+    problems: Problems
+
+    def errors_of(self, model: RepositoryModel) -> list[Problem]:
+        folder = str(model.folder)
+        return [p for p in self.problems.errors if p.file == folder or p.file.startswith(folder + "/")]
+
+    def engines_of(self, names: list[str]) -> list[str]:
+        """The engine models that these models need, and that can be started."""
+        needed = {part for name in names for part in self.repository.needed_by(name)}
+        models = self.repository.models
+        return [name for name in self.repository.engines if name in needed and not self.errors_of(models[name])]

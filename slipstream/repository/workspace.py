@@ -1,0 +1,93 @@
+"""A folder that looks like the checkout the tutorials clone: templates of a generation, and scripts that are doors.
+
+Each script calls a command of this package, so `python3 tools/fill_template.py …` and the like work as pasted.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from slipstream.repository.generations.render import render_template
+from slipstream.repository.generations.tables import REPOSITORIES, models_of
+
+_DOOR = '''#!/usr/bin/env python3
+"""The same as `slipstream {command}`."""
+
+from slipstream.cli.classic import script
+
+script("{command}")
+'''
+
+_EXAMPLES = {
+    "examples/run.py": "run",
+    "examples/hf_lora_convert.py": "lora",
+    **{f"examples/{family}/{name}": command
+       for family in ("llama", "gpt", "qwen", "mistral")
+       for name, command in (("convert_checkpoint.py", "convert"), ("build.py", "build"), ("run.py", "run"),
+                             ("hf_lora_convert.py", "lora"))},
+}  # fmt: skip
+
+# path in the workspace: the command behind it
+SCRIPTS = {
+    "tools/fill_template.py": "fill",
+    "scripts/launch_triton_server.py": "launch",
+    "inflight_batcher_llm/client/inflight_batcher_llm_client.py": "client",
+    "inflight_batcher_llm/client/end_to_end_grpc_client.py": "end-to-end-client",
+    "tools/inflight_batcher_llm/end_to_end_streaming_client.py": "end-to-end-client",
+    "tools/inflight_batcher_llm/end_to_end_test.py": "end-to-end-test",
+    "tools/inflight_batcher_llm/benchmark_core_model.py": "benchmark-core-model",
+    "tools/inflight_batcher_llm/identity_test.py": "benchmark-core-model",
+    "tools/gpt/client.py": "gpt-client",
+    "tools/gpt/client_async.py": "gpt-client",
+    "tools/gpt/identity_test.py": "gpt-identity-test",
+    "tools/gpt/benchmark_core_model.py": "gpt-identity-test",
+    "tools/gpt/gen_input_data.py": "gpt-input-data",
+    **_EXAMPLES,
+    **{f"tensorrt_llm/{path}": command for path, command in _EXAMPLES.items()},
+}
+
+
+class Written(NamedTuple):
+    new: int
+    kept: tuple[Path, ...]  # there already, with another content
+
+
+def write_workspace(folder: Path, generation: str) -> Written:
+    """Write what is missing. Files that were changed since stay as they are."""
+    new, kept = 0, []
+    for name, content in workspace_files(generation):
+        path = folder / name
+        if not path.exists():
+            _write(path, content, executable=name.endswith(".py"))
+            new += 1
+        elif path.read_text(encoding="utf-8") != content:
+            kept.append(path)
+    return Written(new, tuple(kept))
+
+
+def workspace_files(generation: str) -> Iterator[tuple[str, str]]:
+    for repository in REPOSITORIES:
+        for model in models_of(repository, generation):
+            yield f"all_models/{repository}/{model}/1/.gitkeep", ""
+            yield (f"all_models/{repository}/{model}/config.pbtxt",
+                   render_template(repository, model, generation))
+    for name, command in SCRIPTS.items():
+        yield name, _DOOR.format(command=command)
+
+
+def _write(path: Path, content: str, executable: bool) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(content)
+        os.chmod(name, 0o755 if executable else 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,107 @@
+"""Who may call what: API keys for the whole server, and Triton's restricted APIs. HTTP and gRPC ask the same object.
+
+Without keys everything is open, as with Triton. With a key every call needs one, health probes included; the calls
+that change or reveal the server itself (repository control, logging, trace, shared memory) need the admin key,
+where there is one. The admin key opens everything.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Api = Literal[
+    "health", "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics", "trace",
+    "logging",
+]  # fmt: skip
+APIS: tuple[str, ...] = get_args(Api)
+ADMIN_APIS = frozenset({"model-repository", "shared-memory", "trace", "logging"})
+GRPC_RESTRICTED_PREFIX = "triton-grpc-protocol-"
+BEARER = "bearer "
+
+Header = Callable[[str], str | None]  # a header's (or metadata entry's) value, by its name in lower case
+
+
+@dataclass(frozen=True)
+class Restriction:
+    header: str  # as it was written, for the error text
+    value: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a call is refused. For gRPC, 503 is UNAVAILABLE, 401 UNAUTHENTICATED and 403 PERMISSION_DENIED."""
+
+    status: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Access:
+    api_key: str = field(default="", repr=False)
+    admin_key: str = field(default="", repr=False)
+    http_restrictions: Mapping[str, Restriction] = field(default_factory=dict, repr=False)  # by API
+    grpc_restrictions: Mapping[str, Restriction] = field(default_factory=dict, repr=False)
+
+    @property
+    def guarded(self) -> bool:
+        return bool(self.api_key or self.admin_key)
+
+    def refuse_http(self, api: str, header: Header) -> Refusal | None:
+        restriction = self.http_restrictions.get(api)
+        if restriction is not None and not _same(header(restriction.header.lower()), restriction.value):
+            return Refusal(403, f"This API is restricted, expecting header '{restriction.header}'")
+        return self._refuse(api, header)
+
+    def refuse_grpc(self, api: str, header: Header) -> Refusal | None:
+        restriction = self.grpc_restrictions.get(api)
+        if restriction is not None:
+            name = GRPC_RESTRICTED_PREFIX + restriction.header
+            if not _same(header(name.lower()), restriction.value):
+                return Refusal(503, f"This protocol is restricted, expecting header '{name}'")
+        return self._refuse(api, header)
+
+    def _refuse(self, api: str, header: Header) -> Refusal | None:
+        if not self.guarded:
+            return None
+        given = _key(header)
+        if self.admin_key and _same(given, self.admin_key):
+            return None
+        if api in ADMIN_APIS:
+            if not self.admin_key and _same(given, self.api_key):
+                return None  # one key for everything
+            return Refusal(403 if given else 401, "This API needs the admin key")
+        if self.api_key and _same(given, self.api_key):
+            return None
+        return Refusal(401, "This server needs an API key")
+
+
+def _key(header: Header) -> str | None:
+    authorization = header("authorization") or ""
+    if authorization.lower().startswith(BEARER):
+        return authorization[len(BEARER) :].strip()
+    return header("x-api-key") or header("api-key")
+
+
+def _same(given: str | None, expected: str) -> bool:
+    """In constant time, so that a key cannot be guessed letter by letter."""
+    return given is not None and hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected.encode())
+
+
+def parse_restrictions(texts: list[str]) -> dict[str, Restriction]:
+    """`inference,model-config:api-key=secret`, as tritonserver takes it. ValueError says what is wrong."""
+    restrictions: dict[str, Restriction] = {}
+    for text in texts:
+        apis, colon, pair = text.partition(":")
+        header, equals, value = pair.partition("=")
+        if not (colon and equals and header.strip() and value.strip()):
+            raise ValueError(f"'{text}' must be <API>[,<API>...]:<header>=<value>")
+        for api in (part.strip() for part in apis.split(",")):
+            if api not in APIS:
+                raise ValueError(f"unknown API '{api}', there are: {', '.join(APIS)}")
+            if api in restrictions:
+                raise ValueError(f"API '{api}' is restricted more than once")
+            restrictions[api] = Restriction(header.strip(), value.strip())
+    return restrictions

@@ -1,0 +1,24 @@
+"""What the protocols of one server share besides its models: one object, given to HTTP and to gRPC alike."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from slipstream.server.access import Access
+from slipstream.server.asgi import MAX_BODY_BYTES
+from slipstream.server.repository_control import NoControl, RepositoryControl
+from slipstream.server.shared_memory import SharedMemory
+from slipstream.server.trace_settings import TraceSettings
+
+
+@dataclass
+class ServerContext:
+    control: RepositoryControl = field(default_factory=NoControl)
+    memory: SharedMemory = field(default_factory=SharedMemory)
+    trace: TraceSettings = field(default_factory=TraceSettings)
+    access: Access = field(default_factory=Access)
+    server_name: str = "triton"
+    http_max_input_bytes: int = MAX_BODY_BYTES
+    http_forwarded_headers: re.Pattern[str] | None = None  # those whose names match become parameters of an infer
+    grpc_forwarded_headers: re.Pattern[str] | None = None

@@ -1,0 +1,194 @@
+"""The two calls that run models: one request and one answer, and a stream of both."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+
+from slipstream.server import logging
+from slipstream.server.context import ServerContext
+from slipstream.server.errors import Code, InferenceError, Unavailable
+from slipstream.server.grpc_errors import INTERNAL, STATUS
+from slipstream.server.grpc_tensors import FINAL, read_call, set_parameters, wants_empty_final, write_response
+from slipstream.server.health import ServerState
+from slipstream.server.infer_request import InferCall
+from slipstream.server.inference import InferResponse, Parameter
+from slipstream.server.protocol import messages
+from slipstream.server.registry import ModelRegistry, ModelVersion
+
+DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+# A client that sends this metadata wants a stream to end at its first error, with a real status.
+ERRORS_END_STREAM = "triton_grpc_error"
+
+
+def version_number(text: str) -> str:
+    if text and not (text.isascii() and text.isdecimal()):
+        raise InferenceError(
+            f"failed to get model version from specified version string '{text}' (details: stol), "
+            "version should be an integral value > 0"
+        )
+    return text
+
+
+class Admitted(NamedTuple):
+    """A request that may run."""
+
+    entry: ModelVersion
+    call: InferCall
+
+
+class Inference:
+    def __init__(self, registry: ModelRegistry, state: ServerState, shared: ServerContext) -> None:
+        self._registry = registry
+        self._state = state
+        self._memory = shared.memory
+        self._forwarded = shared.grpc_forwarded_headers
+
+    async def model_infer(self, message: Any, context: grpc.aio.ServicerContext) -> Any:
+        entry = self._find(message)
+        if entry.model.decoupled:
+            raise InferenceError(DECOUPLED, Code.UNSUPPORTED)
+        call = read_call(message, entry.model.config, entry.version, self._memory)
+        call.request.parameters |= self.forwarded(context)
+        answer = InferResponse()
+        # A client that leaves, or whose deadline passes, cancels this call, which closes the model's generator.
+        async with aclosing(entry.model.infer(call.request)) as responses:
+            async for answer in responses:
+                if answer.error is not None:
+                    raise answer.error
+        return self.write(Admitted(entry, call), answer)
+
+    async def model_stream_infer(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        """Any number of requests, answered side by side. An error is an answer; the stream goes on."""
+        stream = _Stream(context, self.forwarded(context))
+        try:
+            async with asyncio.TaskGroup() as answering:  # the client's leaving cancels this call, and so all of them
+                ordered: asyncio.Task[None] | None = None
+                async for message in requests:
+                    answers = _Answers(self, message, stream)
+                    task = answering.create_task(answers.run(after=ordered))
+                    if answers.keep_order:
+                        ordered = task
+        except* grpc.aio.AbortError:
+            pass  # the client has its status; the others' answers have ended with the stream
+
+    def forwarded(self, context: grpc.aio.ServicerContext) -> dict[str, Parameter]:
+        """The metadata that models are to see as parameters."""
+        if self._forwarded is None:
+            return {}
+        metadata = ((str(key), value) for key, value in context.invocation_metadata() or ())
+        return {key: value for key, value in metadata if isinstance(value, str) and self._forwarded.fullmatch(key)}
+
+    def admit(self, message: Any, forwarded: dict[str, Parameter]) -> Admitted:
+        entry = self._find(message)
+        call = read_call(message, entry.model.config, entry.version, self._memory)
+        call.request.parameters |= forwarded
+        return Admitted(entry, call)
+
+    def write(self, admitted: Admitted, answer: InferResponse) -> Any:
+        entry = admitted.entry
+        version = "" if answer.error is not None else entry.version
+        return write_response(admitted.call, entry.name, version, answer, entry.model.config, self._memory)
+
+    def _find(self, message: Any) -> ModelVersion:
+        if self._state.draining:
+            raise Unavailable("the server is shutting down and takes no new requests")
+        return self._registry.find(message.model_name, version_number(message.model_version))
+
+
+class _ClientGone(Exception):
+    """Nobody reads any more; gRPC is about to cancel the call."""
+
+
+class _Stream:
+    """The way out of one stream; gRPC takes one message at a time."""
+
+    def __init__(self, context: grpc.aio.ServicerContext, forwarded: dict[str, Parameter]) -> None:
+        self.forwarded = forwarded
+        self._context = context
+        metadata = context.invocation_metadata() or ()
+        self._errors_end = any(key == ERRORS_END_STREAM and value == "true" for key, value in metadata)
+        self._turn = asyncio.Lock()
+
+    async def write(self, response: Any) -> None:
+        async with self._turn:
+            await self._send(messages.ModelStreamInferResponse(infer_response=response))
+
+    async def _send(self, answer: Any) -> None:
+        try:
+            await self._context.write(answer)
+        except grpc.aio.InternalError as error:  # the message was on its way out as the client left
+            raise _ClientGone from error
+
+    async def fail(self, message: str, code: Code, response: Any) -> None:
+        async with self._turn:
+            if self._errors_end:
+                await self._context.abort(STATUS[code], message)
+            await self._send(messages.ModelStreamInferResponse(error_message=message, infer_response=response))
+
+
+class _Answers:
+    """The answers to one request of a stream."""
+
+    def __init__(self, inference: Inference, message: Any, stream: _Stream) -> None:
+        self._inference = inference
+        self._message = message
+        self._stream = stream
+        self._refusal: InferenceError | None = None
+        self._admitted: Admitted | None = None
+        try:
+            self._admitted = inference.admit(message, stream.forwarded)
+        except InferenceError as error:
+            self._refusal = error
+
+    @property
+    def keep_order(self) -> bool:
+        """Models that answer exactly once are answered in the order of their requests."""
+        return self._admitted is not None and not self._admitted.entry.model.decoupled
+
+    async def run(self, after: asyncio.Task[None] | None) -> None:
+        try:
+            if self._admitted is None:
+                assert self._refusal is not None
+                raise self._refusal
+            await self._answer(self._admitted, after if self.keep_order else None)
+        except InferenceError as error:
+            await self._refuse(error.message, error.code)
+        except grpc.aio.AbortError:
+            raise
+        except _ClientGone:
+            return  # its model's generator is closed by now, and with it the request
+        except Exception:
+            logging.error(f"gRPC: {traceback.format_exc().rstrip()}")
+            await self._refuse(INTERNAL, Code.INTERNAL)
+
+    async def _refuse(self, message: str, code: Code) -> None:
+        await self._stream.fail(message, code, messages.ModelInferResponse(id=self._message.id))
+
+    async def _answer(self, admitted: Admitted, after: asyncio.Task[None] | None) -> None:
+        model, request = admitted.entry.model, admitted.call.request
+        final = False
+        async with aclosing(model.infer(request)) as responses:
+            async for response in responses:
+                if after is not None:
+                    await asyncio.wait([after])
+                final = response.final or not model.decoupled
+                await self._send(admitted, response, final)
+        if not final and wants_empty_final(self._message):
+            end = messages.ModelInferResponse(model_name=admitted.entry.name, id=request.id)
+            set_parameters(end, [(FINAL, True)])
+            await self._stream.write(end)
+
+    async def _send(self, admitted: Admitted, response: InferResponse, final: bool) -> None:
+        message = self._inference.write(admitted, response)
+        set_parameters(message, [(FINAL, final)])
+        if response.error is not None:
+            await self._stream.fail(response.error.message, response.error.code, message)
+        else:
+            await self._stream.write(message)

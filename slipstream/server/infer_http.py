@@ -1,0 +1,86 @@
+"""`POST /v2/models/M/infer`: one request, one answer, tensors as JSON or as bytes."""
+
+from __future__ import annotations
+
+import re
+from contextlib import aclosing
+
+from slipstream.server.asgi import JSON, OCTETS, TEXT, Headers, Scope, Send, header, send_whole
+from slipstream.server.compression import chosen_encoding, compress, decompress
+from slipstream.server.errors import Code, InferenceError
+from slipstream.server.http_protocol import RAW_HEADERS
+from slipstream.server.infer_request import InferCall, read_infer_call
+from slipstream.server.infer_response import InferBody, write_infer_response
+from slipstream.server.inference import InferResponse, Parameter
+from slipstream.server.json_text import write_error
+from slipstream.server.registry import ModelVersion
+from slipstream.server.shared_memory import SharedMemory
+
+DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
+NO_RESPONSE = "the model ended without an answer"
+HEADER_LENGTH = b"inference-header-content-length"
+
+
+class EarlyError(InferenceError):
+    """Said before the request is looked into, or by the model: Triton labels these texts text/plain."""
+
+
+def check_coupled(entry: ModelVersion) -> None:
+    if entry.model.decoupled:
+        raise EarlyError(DECOUPLED, Code.UNSUPPORTED)
+
+
+def read_call(scope: Scope, body: bytes, entry: ModelVersion, memory: SharedMemory, most: int) -> InferCall:
+    body = decompress(header(scope, b"content-encoding").decode("latin-1").lower(), body, most)
+    size = _header_bytes(header(scope, HEADER_LENGTH), len(body))
+    return read_infer_call(body, size, entry.model.config, entry.version, memory)
+
+
+def _header_bytes(given: bytes, body_bytes: int) -> int | None:
+    if not given:
+        return None
+    digits = given.removeprefix(b"-")
+    value = int(given) if digits.isdigit() and len(digits) < 20 else 0  # as C reads a number that is none
+    if value < 0 or value > body_bytes:
+        text = f"inference header size should be in range (0, {body_bytes}), got: {value}"
+        raise EarlyError(text)
+    return value
+
+
+def forwarded_headers(scope: Scope, names: re.Pattern[str] | None) -> dict[str, Parameter]:
+    """The headers a model may see, as parameters. Their names are as the client wrote them."""
+    if names is None:
+        return {}
+    given = scope.get("state", {}).get(RAW_HEADERS) or scope["headers"]
+    pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in given]
+    return {name: value for name, value in pairs if names.fullmatch(name)}
+
+
+async def answer_infer(entry: ModelVersion, call: InferCall, memory: SharedMemory, scope: Scope, send: Send) -> None:
+    response = await _only_response(entry, call)
+    if response.error is not None:
+        await send_whole(send, response.error.status, write_error(response.error.message), TEXT)
+        return
+    written = write_infer_response(call, response, entry.model.config, memory)
+    await _send(written, header(scope, b"accept-encoding").decode("latin-1"), send)
+
+
+async def _only_response(entry: ModelVersion, call: InferCall) -> InferResponse:
+    """The first answer; the model is heard to its end, because one that is cut off counts as cancelled."""
+    first: InferResponse | None = None
+    async with aclosing(entry.model.infer(call.request)) as responses:
+        async for response in responses:
+            first = first or response
+    return first or InferResponse(error=InferenceError(NO_RESPONSE, Code.INTERNAL))
+
+
+async def _send(written: InferBody, accepted: str, send: Send) -> None:
+    body = written.header + written.tensors
+    headers: Headers = ()
+    if written.tensors:
+        headers = [(b"inference-header-content-length", b"%d" % len(written.header))]
+    encoding = chosen_encoding(accepted) if accepted else ""
+    if encoding:
+        body = compress(encoding, body)
+        headers = [*headers, (b"content-encoding", encoding.encode())]
+    await send_whole(send, 200, body, OCTETS if written.tensors else JSON, headers)

@@ -1,0 +1,103 @@
+"""The answer of `/infer`: a JSON header, then the outputs that were asked for in binary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slipstream.repository.config import ModelConfig
+from slipstream.server.errors import InferenceError
+from slipstream.server.infer_request import InferCall, WantedOutput
+from slipstream.server.inference import InferResponse
+from slipstream.server.json_text import write_object, write_scalar
+from slipstream.server.shared_memory import SharedMemory
+from slipstream.server.tensor_bytes import pack
+from slipstream.server.tensors import Tensor
+
+MAX_LABEL_BYTES = 16 << 20
+
+
+class InferBody(NamedTuple):
+    header: bytes
+    tensors: bytes  # empty: everything is in the header
+
+
+def write_infer_response(
+    call: InferCall, response: InferResponse, config: ModelConfig, memory: SharedMemory
+) -> InferBody:
+    request = call.request
+    members = [("id", request.id)] if request.id else []
+    members += [("model_name", request.model_name), ("model_version", request.model_version)]
+    fixed = write_object(members)[:-1]
+    if response.parameters:
+        fixed += b',"parameters":' + write_object(response.parameters.items())
+    outputs, pieces = [], []
+    for tensor in response.outputs:
+        wanted = call.wanted(tensor.name)
+        if wanted is not None:
+            if wanted.classes:
+                tensor = classify(tensor, wanted.classes, config)
+            description, piece = _write_output(tensor, wanted, memory)
+            outputs.append(description)
+            pieces.append(piece)
+    header = fixed + b',"outputs":[' + b",".join(outputs) + b"]}"
+    return InferBody(header, b"".join(pieces))
+
+
+def _write_output(tensor: Tensor, wanted: WantedOutput, memory: SharedMemory) -> tuple[bytes, bytes]:
+    description: list[tuple[str, Any]] = [
+        ("name", tensor.name), ("datatype", tensor.datatype), ("shape", tensor.shape),
+    ]  # fmt: skip
+    if wanted.place is not None:
+        place = wanted.place
+        memory.write(place.region, place.offset, place.byte_size, pack(tensor), tensor.name)
+        return write_object(description), b""
+    if wanted.binary:
+        raw = pack(tensor)
+        return write_object([*description, ("parameters", {"binary_data_size": len(raw)})]), raw
+    if tensor.datatype in ("FP16", "BF16"):
+        text = f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
+        raise InferenceError(f"{text} {tensor.name}")
+    data = b",".join([write_scalar(item) for item in tensor.data])
+    return write_object(description)[:-1] + b',"data":[' + data + b"]}", b""
+
+
+def classify(tensor: Tensor, count: int, config: ModelConfig) -> Tensor:
+    """The highest values of each batch item as "value:index:label"."""
+    if tensor.datatype == "BYTES":
+        raise InferenceError(f"class result not available for output due to unsupported type '{tensor.datatype}'")
+    batched = config.max_batch_size > 0
+    rows = tensor.shape[0] if batched and tensor.shape else 1
+    width = prod(tensor.shape[1:]) if batched else len(tensor.data)
+    labels = _labels(config, tensor.name)
+    kept = min(count, width)
+    found: list[bytes] = []
+    for row in range(rows):
+        values = tensor.data[row * width : (row + 1) * width]
+        best = sorted(range(width), key=lambda index: (-values[index], index))[:kept]
+        found += [_class_text(values[index], index, labels) for index in best]
+    shape = (rows, kept) if batched else (kept,)
+    return Tensor(tensor.name, "BYTES", shape, found)
+
+
+def _class_text(value: Any, index: int, labels: Sequence[str]) -> bytes:
+    shown = f"{value:f}" if isinstance(value, float) else str(int(value))
+    label = f":{labels[index]}" if index < len(labels) else ""
+    return f"{shown}:{index}{label}".encode()
+
+
+def _labels(config: ModelConfig, output: str) -> tuple[str, ...]:
+    name = next((tensor.label_filename for tensor in config.outputs if tensor.name == output), "")
+    return _read_labels(config.file.parent / name) if name else ()
+
+
+@lru_cache(maxsize=64)
+def _read_labels(file: Path) -> tuple[str, ...]:
+    try:
+        with file.open("rb") as opened:
+            return tuple(opened.read(MAX_LABEL_BYTES).decode("utf-8", "replace").splitlines())
+    except OSError as error:
+        raise InferenceError(f"the labels of an output cannot be read: {error.strerror}") from error

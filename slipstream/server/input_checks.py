@@ -1,0 +1,75 @@
+"""What Triton's core checks about the inputs of an infer request, whatever the protocol that brought them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from slipstream.repository.config import ModelConfig, TensorConfig
+from slipstream.server.errors import InferenceError
+from slipstream.server.generate_request import check_inputs, refused
+from slipstream.server.inference import InferRequest
+from slipstream.server.tensor_bytes import DATATYPES, SIZES, IncompleteString, unpack
+from slipstream.server.tensors import Tensor
+
+_BATCH_NOTE = (
+    " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
+    "input shape. If you want to specify the full shape including the batch dim in your input dims config, try "
+    "setting max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+)
+
+
+def read_raw(request: InferRequest, name: str, datatype: str, shape: tuple[int, ...], raw: bytes) -> Tensor:
+    """A tensor from its bytes, which must be as many as its shape needs."""
+    place, count = f"'{name}' for model '{request.model_name}'", prod(shape)
+    if datatype == "BYTES":
+        try:
+            items = unpack(datatype, raw)
+        except IncompleteString as error:
+            text = f"incomplete string data for inference input {place}, expecting string of length {error.length}"
+            raise refused(request, text) from error
+        if len(items) != count:
+            raise refused(request, f"expected {count} string elements for inference input {place}, got {len(items)}")
+        return Tensor(name, datatype, shape, items)
+    expected = count * SIZES[datatype]
+    if len(raw) != expected:
+        raise refused(request, f"input byte size mismatch for input {place}. Expected {expected}, got {len(raw)}")
+    return Tensor(name, datatype, shape, unpack(datatype, raw))
+
+
+def check_request(request: InferRequest, config: ModelConfig) -> None:
+    check_inputs(request, config)
+    known = {tensor.name: tensor for tensor in config.inputs}
+    for tensor in request.inputs.values():
+        if tensor.name not in known:
+            raise InferenceError(f"unexpected inference input '{tensor.name}' for model '{config.name}'")
+        _check_tensor(request, tensor, known[tensor.name], config)
+    check_outputs(request.outputs, config)
+    if "sequence_batching" in config.document and not request.sequence_id:
+        text = "must specify a non-zero or non-empty correlation ID"
+        raise InferenceError(f"inference request to model '{config.name}' {text}")
+
+
+def check_outputs(names: Iterable[str], config: ModelConfig) -> None:
+    for name in names:
+        if name not in config.output_names:
+            raise InferenceError(f"unexpected inference output '{name}' for model '{config.name}'")
+
+
+def _check_tensor(request: InferRequest, tensor: Tensor, expected: TensorConfig, config: ModelConfig) -> None:
+    if tensor.datatype != expected.datatype:
+        given = tensor.datatype if tensor.datatype in DATATYPES else "<invalid>"
+        kinds = f"data-type is '{given}', but model '{config.name}' expects '{expected.datatype}'"
+        raise refused(request, f"inference input '{tensor.name}' {kinds}")
+    wanted = ((-1,) if config.max_batch_size > 0 else ()) + expected.dims
+    fits = len(wanted) == len(tensor.shape) and all(
+        dim in (-1, given) for dim, given in zip(wanted, tensor.shape, strict=True)
+    )
+    if not fits:
+        shapes = f"Expected {_shape(wanted)}, got {_shape(tensor.shape)}."
+        text = f"unexpected shape for input '{tensor.name}' for model '{config.name}'. {shapes}"
+        raise refused(request, text + (_BATCH_NOTE if config.max_batch_size > 0 else ""))
+
+
+def _shape(dims: Iterable[int]) -> str:
+    return "[" + ",".join(str(dim) for dim in dims) + "]"

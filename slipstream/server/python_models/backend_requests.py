@@ -1,0 +1,208 @@
+"""Requests as a `model.py` gets and makes them. Part of `triton_python_backend_utils`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from slipstream.server.python_models.backend_tensors import InferenceResponse, Tensor, TritonError, TritonModelException
+from slipstream.server.python_models.channel import Channel, PendingCall
+from slipstream.server.python_models.frames import Call, CallCancel, RequestFrame, Response
+
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+TRITONSERVER_REQUEST_RELEASE_ALL = 1
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
+TRITONSERVER_MEMORY_CPU = 0
+TRITONSERVER_MEMORY_GPU = 2
+
+
+class PreferredMemory:
+    """Where a model would like the answer of another one to be. There is only the CPU's memory here."""
+
+    def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
+        self.preferred_memory_type = preferred_memory_type
+        self.preferred_device_id = preferred_device_id
+
+
+class InferenceTrace:
+    def __init__(self, context: str | None = None) -> None:
+        self._context = context
+
+    def get_context(self) -> str | None:
+        return self._context
+
+
+class ResponseSender:
+    """The way out for the answers to one request; any thread may use it, also after `execute` has returned."""
+
+    def __init__(self, channel: Channel, number: int) -> None:
+        self._channel = channel
+        self._number = number
+        self.closed = False
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        self._channel.send(self.frame(response, bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)))
+
+    def frame(self, response: InferenceResponse | None, final: bool) -> Response:
+        """What goes over the socket. After the final one there is no other."""
+        if self.closed:
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+        if response is not None and not isinstance(response, InferenceResponse):
+            raise TypeError(f"send takes an InferenceResponse, not {type(response).__name__}")
+        if response is None and not final:
+            raise TritonModelException("a response may be left out only with TRITONSERVER_RESPONSE_COMPLETE_FINAL")
+        frame = Response(self._number, None if response is None else response.frame(), final)
+        self.closed = final
+        if final:
+            self._channel.forget(self._number)
+        return frame
+
+    def is_cancelled(self) -> bool:
+        return self._channel.is_cancelled(self._number)
+
+
+class ResponseIterator:
+    """The answers of a decoupled model, as they come."""
+
+    def __init__(self, channel: Channel, call: PendingCall) -> None:
+        self._channel = channel
+        self._call = call
+        self._ended = False
+
+    def __iter__(self) -> Iterator[InferenceResponse]:
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        while not self._ended:
+            answer = self._call.next()
+            self._ended = answer.final
+            if answer.response is not None:
+                return InferenceResponse.from_frame(answer.response)
+        raise StopIteration
+
+    def cancel(self) -> None:
+        """Give the rest up."""
+        if not self._ended:
+            self._channel.send(CallCancel(self._call.number))
+
+
+class InferenceRequest:
+    """A request to this model, or one that it makes to another."""
+
+    def __init__(
+        self,
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        inputs: Sequence[Tensor] = (),
+        requested_output_names: Sequence[str] = (),
+        model_name: str = "",
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        preferred_memory: PreferredMemory | None = None,
+        trace: InferenceTrace | None = None,
+        parameters: Mapping[str, Any] | str | None = None,
+    ) -> None:
+        if not all(isinstance(tensor, Tensor) for tensor in inputs):
+            raise TypeError("inputs of an InferenceRequest must be Tensor objects")
+        self._id, self._correlation_id = request_id, correlation_id
+        self._inputs = list(inputs)
+        self._requested = list(requested_output_names)
+        self._model_name, self._model_version = model_name, model_version
+        self._flags, self._timeout = flags, timeout
+        self._trace = trace or InferenceTrace()
+        self._parameters = parameters if isinstance(parameters, str) else json.dumps(dict(parameters or {}))
+        self.preferred_memory = preferred_memory
+        self._channel = Channel.current()
+        self._number = 0  # 0: made here
+        self._sender: ResponseSender | None = None
+
+    @classmethod
+    def from_frame(cls, frame: RequestFrame) -> InferenceRequest:
+        request = cls(
+            request_id=frame.id,
+            correlation_id=frame.correlation_id,
+            inputs=[Tensor.from_frame(tensor) for tensor in frame.inputs],
+            requested_output_names=frame.requested_outputs,
+            flags=frame.flags,
+            timeout=frame.timeout,
+            parameters=frame.parameters,
+        )
+        request._number = frame.number
+        request._channel.expect(frame.number)
+        request._sender = ResponseSender(request._channel, frame.number)
+        return request
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def request_id(self) -> str:
+        return self._id
+
+    def correlation_id(self) -> int | str:
+        return self._correlation_id
+
+    def requested_output_names(self) -> list[str]:
+        return self._requested
+
+    def parameters(self) -> str:
+        return self._parameters
+
+    def flags(self) -> int:
+        return self._flags
+
+    def set_flags(self, flags: int) -> None:
+        self._flags = flags
+
+    def set_release_flags(self, flags: int) -> None:
+        if flags & TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
+            raise TritonModelException("rescheduling a request is not supported")
+
+    def timeout(self) -> int:
+        return self._timeout
+
+    def trace(self) -> InferenceTrace:
+        return self._trace
+
+    def is_cancelled(self) -> bool:
+        return self._channel.is_cancelled(self._number)
+
+    def get_response_sender(self) -> ResponseSender:
+        if self._sender is None:
+            raise TritonModelException("only a request to this model has a response sender")
+        return self._sender
+
+    def exec(self, decoupled: bool = False) -> Any:
+        """Ask the model and wait: its one response, or with `decoupled` an iterator of them."""
+        answers = ResponseIterator(self._channel, self._begin(decoupled))
+        if decoupled:
+            return answers
+        responses = list(answers)
+        if len(responses) != 1:
+            text = f"model '{self._model_name}' gave {len(responses)} responses where one was expected"
+            return InferenceResponse([], TritonError(text))
+        return responses[0]
+
+    async def async_exec(self, decoupled: bool = False) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(None, self.exec, decoupled)
+
+    def _begin(self, decoupled: bool) -> PendingCall:
+        if not self._model_name:
+            raise TritonModelException("an InferenceRequest to be executed needs a model_name")
+        call = self._channel.begin()
+        frame = RequestFrame(
+            number=call.number,
+            id=self._id,
+            correlation_id=self._correlation_id,
+            flags=self._flags,
+            timeout=self._timeout,
+            parameters=self._parameters,
+            requested_outputs=self._requested,
+            inputs=[tensor.frame() for tensor in self._inputs],
+        )
+        self._channel.send(Call(frame, self._model_name, self._model_version, decoupled))
+        return call

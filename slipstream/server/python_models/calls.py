@@ -1,0 +1,110 @@
+"""What a Python model asks of the server: other models, repository control, the values of its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from slipstream.server import logging
+from slipstream.server.errors import Code, InferenceError
+from slipstream.server.inference import ServedModel
+from slipstream.server.input_checks import check_request
+from slipstream.server.python_models.convert import error_frame, request_of, response_frame
+from slipstream.server.python_models.custom_metrics import CustomMetrics
+from slipstream.server.python_models.frames import Call, CallAnswer, Control, ControlAnswer, ErrorFrame, ToWorker
+from slipstream.server.repository_control import NoControl, RepositoryControl, load_model
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The server as its Python models see it."""
+
+    find: Callable[[str, str], ServedModel]  # by name and version (empty: the latest); InferenceError for none
+    control: RepositoryControl = field(default_factory=NoControl)
+    metrics: CustomMetrics = field(default_factory=CustomMetrics)
+
+
+Send = Callable[[ToWorker], Awaitable[None]]
+
+
+class Calls:
+    """The calls of one model process. All of them end with it."""
+
+    def __init__(self, surroundings: Surroundings, send: Send) -> None:
+        self._surroundings = surroundings
+        self._send = send
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def begin(self, call: Call) -> None:
+        self._run(call.request.number, self._answer(call))
+
+    def begin_control(self, control: Control) -> None:
+        self._run(control.call, self._control(control))
+
+    def cancel(self, number: int) -> None:
+        if task := self._tasks.get(number):
+            task.cancel()
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _run(self, number: int, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks[number] = task
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    async def _answer(self, call: Call) -> None:
+        number = call.request.number
+        try:
+            await self._pass_on(call)
+        except InferenceError as error:
+            await self._send(CallAnswer(number, error_frame(error), False))
+        except asyncio.CancelledError:
+            cancelled = InferenceError("the call was cancelled", Code.CANCELLED)
+            await self._send(CallAnswer(number, error_frame(cancelled), True))
+            raise
+        except Exception as error:
+            logging.error(f"a call of model '{call.model_name}' failed: {error!r}")
+            failed = InferenceError(f"model '{call.model_name}' failed: {error}", Code.INTERNAL)
+            await self._send(CallAnswer(number, error_frame(failed), False))
+        await self._send(CallAnswer(number, None, True))
+
+    async def _pass_on(self, call: Call) -> None:
+        version = "" if call.model_version < 0 else str(call.model_version)
+        model = self._surroundings.find(call.model_name, version)
+        if model.decoupled and not call.decoupled:
+            text = f"model '{call.model_name}' is decoupled: pass decoupled=True to exec or async_exec"
+            raise InferenceError(text, Code.UNSUPPORTED)
+        request = request_of(call.request, call.model_name, version)
+        check_request(request, model.config)
+        async with aclosing(model.infer(request)) as responses:
+            async for response in responses:
+                frame = response_frame(response, call.request.requested_outputs)
+                await self._send(CallAnswer(call.request.number, frame, False))
+
+    async def _control(self, control: Control) -> None:
+        value, error = 0.0, None
+        try:
+            value = await self._controlled(control)
+        except InferenceError as failure:
+            error = ErrorFrame(failure.message, failure.code.name)
+        await self._send(ControlAnswer(control.call, value, error))
+
+    async def _controlled(self, control: Control) -> float:
+        if control.action == "metric":
+            return self._surroundings.metrics.value(control.name, control.labels)
+        if control.action == "ready":
+            try:
+                return float(self._surroundings.find(control.name, control.version).ready)
+            except InferenceError:
+                return 0.0  # unknown is not ready
+        if control.action == "load":
+            files = {f"file:{path}": content for path, content in control.files.items()}
+            parameters = {"config": control.config, **files} if control.config else files
+            await load_model(self._surroundings.control, control.name, parameters)
+        else:
+            await self._surroundings.control.unload(control.name, control.unload_dependents)
+        return 0.0

@@ -1,0 +1,60 @@
+"""A model's configuration after its own `auto_complete_config` has had its say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from slipstream.repository.config import DynamicBatching, ModelConfig, TensorConfig
+from slipstream.server.errors import InferenceError
+
+_INPUT = {
+    "format": "FORMAT_NONE", "is_shape_tensor": False, "allow_ragged_batch": False, "optional": False,
+    "is_non_linear_format_io": False,
+}  # fmt: skip
+_OUTPUT = {"label_filename": "", "is_shape_tensor": False, "is_non_linear_format_io": False}
+_BATCHING = {
+    "preferred_batch_size": [], "max_queue_delay_microseconds": 0, "preserve_ordering": False, "priority_levels": 0,
+    "default_priority_level": 0, "priority_queue_policy": {},
+}  # fmt: skip
+
+
+def completed(config: ModelConfig, document: dict[str, Any]) -> ModelConfig:
+    """What the model may change: tensors, batch size, dynamic batching and the transaction policy."""
+    inputs = [_described(tensor, _INPUT) for tensor in document.get("input", ())]
+    outputs = [_described(tensor, _OUTPUT) for tensor in document.get("output", ())]
+    policy = document.get("model_transaction_policy", {})
+    changed = {"input": inputs, "output": outputs, "max_batch_size": document.get("max_batch_size", 0)}
+    batching = config.dynamic_batching
+    if batching is None and "dynamic_batching" in document:
+        batching, changed["dynamic_batching"] = DynamicBatching(), dict(_BATCHING)
+    if policy:
+        changed["model_transaction_policy"] = policy
+    return replace(
+        config,
+        inputs=_tensors(inputs, config.inputs),
+        outputs=_tensors(outputs, config.outputs),
+        max_batch_size=changed["max_batch_size"],
+        dynamic_batching=batching,
+        decoupled=bool(policy.get("decoupled", config.decoupled)),
+        document={**config.document, **changed},
+    )
+
+
+def _described(tensor: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    for field in ("name", "data_type", "dims"):
+        if not tensor.get(field):
+            raise InferenceError(f"auto_complete_config gave a tensor without {field}")
+    return {"name": tensor["name"], "data_type": tensor["data_type"], **defaults, **tensor}
+
+
+def _tensors(described: list[dict[str, Any]], known: tuple[TensorConfig, ...]) -> tuple[TensorConfig, ...]:
+    names = {tensor.name: tensor for tensor in known}
+    return tuple(
+        names.get(tensor["name"])
+        or TensorConfig(
+            tensor["name"], tensor["data_type"], tuple(tensor["dims"]), optional=tensor.get("optional", False)
+        )
+        for tensor in described
+    )

@@ -1,0 +1,83 @@
+"""Between the server's tensors, requests and answers and the frames a model's process reads."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+from slipstream.server.errors import Code, InferenceError
+from slipstream.server.inference import InferRequest, InferResponse, Parameter
+from slipstream.server.python_models.frames import ErrorFrame, RequestFrame, ResponseFrame, TensorFrame
+from slipstream.server.tensor_bytes import SIZES, pack, unpack
+from slipstream.server.tensors import Tensor
+
+_PARAMETERS = msgspec.json.Decoder(dict[str, str | int | float | bool])
+
+
+_START, _END = 1, 2  # the flags of a sequence
+
+
+def tensor_frame(tensor: Tensor) -> TensorFrame:
+    data = tensor.data if tensor.datatype == "BYTES" else pack(tensor)
+    return TensorFrame(tensor.name, tensor.datatype, tensor.shape, data)
+
+
+def tensor_of(frame: TensorFrame) -> Tensor:
+    if isinstance(frame.data, list):
+        return Tensor(frame.name, frame.datatype, frame.shape, frame.data)
+    if frame.datatype not in SIZES:
+        raise InferenceError(f"a Python model sent the unknown datatype '{frame.datatype}'", Code.INTERNAL)
+    return Tensor(frame.name, frame.datatype, frame.shape, unpack(frame.datatype, frame.data))
+
+
+def request_frame(number: int, request: InferRequest) -> RequestFrame:
+    return RequestFrame(
+        number=number,
+        id=request.id,
+        correlation_id=request.sequence_id,
+        flags=_START * request.sequence_start | _END * request.sequence_end,
+        timeout=request.timeout_microseconds,
+        parameters=json.dumps(request.parameters, separators=(",", ":"), ensure_ascii=False),
+        requested_outputs=list(request.outputs),
+        inputs=[tensor_frame(tensor) for tensor in request.inputs.values()],
+    )
+
+
+def request_of(frame: RequestFrame, model_name: str, model_version: str) -> InferRequest:
+    """A request that a model makes to another."""
+    try:
+        parameters: dict[str, Parameter] = _PARAMETERS.decode(frame.parameters)
+    except msgspec.MsgspecError as error:
+        raise InferenceError(f"parameters must be a JSON object of strings, numbers and booleans: {error}") from error
+    return InferRequest(
+        model_name,
+        model_version,
+        {tensor.name: tensor_of(tensor) for tensor in frame.inputs},
+        id=frame.id,
+        parameters=parameters,
+        outputs=tuple(frame.requested_outputs),
+        timeout_microseconds=frame.timeout,
+        sequence_id=frame.correlation_id,
+        sequence_start=bool(frame.flags & _START),
+        sequence_end=bool(frame.flags & _END),
+    )
+
+
+def response_of(frame: ResponseFrame, final: bool) -> InferResponse:
+    if frame.error is not None:
+        code = Code.__members__.get(frame.error.code, Code.INTERNAL)
+        return InferResponse(error=InferenceError(frame.error.message, code), final=final)
+    return InferResponse([tensor_of(tensor) for tensor in frame.outputs], frame.parameters, final=final)
+
+
+def response_frame(response: InferResponse, wanted: list[str]) -> ResponseFrame:
+    """An answer of another model, with the outputs it was asked for (all when it was asked for none)."""
+    if response.error is not None:
+        return error_frame(response.error)
+    outputs = [tensor_frame(tensor) for tensor in response.outputs if not wanted or tensor.name in wanted]
+    return ResponseFrame(outputs, None, dict(response.parameters))
+
+
+def error_frame(error: InferenceError) -> ResponseFrame:
+    return ResponseFrame([], ErrorFrame(error.message, error.code.name))

@@ -1,0 +1,56 @@
+"""The way from a repository's Python model to a served one. Only a server that was told to allows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.repository.config import ModelConfig
+from slipstream.repository.models import RepositoryModel
+from slipstream.repository.roles import Role
+from slipstream.server.errors import Code, InferenceError
+from slipstream.server.inference import ServedModel
+from slipstream.server.python_models.calls import Surroundings
+from slipstream.server.python_models.custom_metrics import CustomMetrics
+from slipstream.server.python_models.model import PythonModel
+from slipstream.server.repository_control import NoControl, RepositoryControl
+
+if TYPE_CHECKING:
+    from slipstream.server.registry import ModelRegistry
+
+
+async def open_python_model(config: ModelConfig, version_folder: Path, surroundings: Surroundings) -> PythonModel:
+    """A model with all its processes running; InferenceError with the model's own reason where it cannot start."""
+    if config.parameters.get("EXECUTION_ENV_PATH"):
+        text = "EXECUTION_ENV_PATH is not supported: install what the model needs beside the server"
+        raise InferenceError(f"model '{config.name}': {text}", Code.UNSUPPORTED)
+    model = PythonModel(config, version_folder, surroundings)
+    await model.start()
+    return model
+
+
+class PythonModels:
+    """A `ModelFactory` for every model of the backend `python` that brings its own code.
+
+    The engine itself is never one of them: upstream's `model.py` for it drives an engine that is not here.
+    """
+
+    def __init__(self) -> None:
+        self.metrics = CustomMetrics()  # what the models measure
+        self.control: RepositoryControl = NoControl()  # what their load_model and unload_model reach
+
+    def claims(self, model: RepositoryModel) -> bool:
+        if model.config.backend != "python" or model.role is Role.ENGINE:
+            return False
+        return any(_file(model, version).is_file() for version in model.versions)
+
+    async def load(self, model: RepositoryModel, version: int, registry: ModelRegistry) -> ServedModel:
+        def find(name: str, wanted: str) -> ServedModel:
+            return registry.find(name, wanted).model
+
+        surroundings = Surroundings(find, self.control, self.metrics)
+        return await open_python_model(model.config, _file(model, version).parent, surroundings)
+
+
+def _file(model: RepositoryModel, version: int) -> Path:
+    return model.folder / str(version) / (model.config.document.get("default_model_filename") or "model.py")

@@ -1,0 +1,278 @@
+"""One process of a Python model as the server holds it: its socket, its output, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.server import logging
+from slipstream.server.engine_child import child_environment
+from slipstream.server.errors import Code, InferenceError
+from slipstream.server.python_models.calls import Calls, Surroundings
+from slipstream.server.python_models.frames import (
+    FROM_WORKER,
+    Call,
+    CallCancel,
+    Cancel,
+    Control,
+    ControlAnswer,
+    ErrorFrame,
+    Execute,
+    Executed,
+    FrameError,
+    FrameReader,
+    FromWorker,
+    Log,
+    MetricFamilyFrame,
+    MetricFrame,
+    RequestFrame,
+    Response,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    ToWorker,
+    encode,
+)
+
+# -P: a file in the working directory must not stand in for a library.
+WORKER_COMMAND = (sys.executable, "-P", "-m", "slipstream.server.python_models.worker")
+STOP_SECONDS = 10.0  # for `finalize`
+_LOGS = {"I": logging.info, "W": logging.warning, "E": logging.error}
+
+
+class _Link(asyncio.Protocol):
+    """The server's end of the socket."""
+
+    def __init__(self, on_message: Callable[[FromWorker], None], on_lost: Callable[[], None]) -> None:
+        self._reader = FrameReader(FROM_WORKER)
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._writable = asyncio.Event()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._reader.feed(data):
+                self._on_message(message)
+        except FrameError as error:
+            logging.error(f"a Python model's process does not speak our language any more: {error}")
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._writable.set()
+        self._on_lost()
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def write(self, message: ToWorker) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode(message))
+
+    async def send(self, message: ToWorker) -> None:
+        """Write, and wait while the model does not read."""
+        self.write(message)
+        await self._writable.wait()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class Instance:
+    """One process. `depth` is how many batches it may hold: the one it executes and those it takes up next."""
+
+    def __init__(
+        self,
+        name: str,
+        depth: int,
+        surroundings: Surroundings,
+        on_response: Callable[[Response], None],
+        on_free: Callable[[], None],
+        on_end: Callable[[Instance, str], None],
+    ) -> None:
+        self.name = name
+        self._depth = depth
+        self._serving = False
+        self._batches: deque[list[int]] = deque()  # that it has and has not executed, as numbers of requests
+        self._surroundings = surroundings
+        self._on_response, self._on_free, self._on_end = on_response, on_free, on_end
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: _Link | None = None
+        self._calls: Calls | None = None
+        self._started: asyncio.Future[str] | None = None
+        self._ended = asyncio.Event()
+        self._output = b""
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def has_room(self) -> bool:
+        return self._serving and len(self._batches) < self._depth
+
+    @property
+    def not_begun(self) -> set[int]:
+        """The requests it holds but has not looked at: one batch comes after the other."""
+        return {number for batch in list(self._batches)[1:] for number in batch}
+
+    async def start(self, order: Start) -> str:
+        """Returns the configuration as the model completed it (empty: it did not); InferenceError if it failed."""
+        event_loop = asyncio.get_running_loop()
+        self._started = event_loop.create_future()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            self._process = _spawn(theirs)
+        self._follow_output(event_loop)
+        ours.setblocking(False)
+        self._link = link = _Link(self._take, self._lost)
+        self._calls = Calls(self._surroundings, link.send)
+        await event_loop.create_unix_connection(lambda: link, sock=ours)
+        link.write(order)
+        return await self._started
+
+    def _follow_output(self, event_loop: asyncio.AbstractEventLoop) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        os.set_blocking(descriptor, False)
+        event_loop.add_reader(descriptor, self._read_output, event_loop, descriptor)
+
+    def _read_output(self, event_loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return
+        *lines, self._output = (self._output + data).split(b"\n")
+        for line in lines:
+            logging.info(line.decode("utf-8", "replace"), self.name)
+        if not data:
+            event_loop.remove_reader(descriptor)
+            assert self._process is not None
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+
+    def _take(self, message: FromWorker) -> None:
+        assert self._calls is not None
+        assert self._started is not None
+        if isinstance(message, Response):
+            self._on_response(message)
+        elif isinstance(message, Executed):
+            self._batches.popleft()
+            self._on_free()
+        elif isinstance(message, Call):
+            self._calls.begin(message)
+        elif isinstance(message, CallCancel):
+            self._calls.cancel(message.call)
+        elif isinstance(message, Control):
+            self._control(message)
+        elif isinstance(message, Started):
+            self._serving = True
+            self._started.set_result(message.config)
+        elif isinstance(message, StartFailed):
+            self._started.set_exception(InferenceError(message.reason, Code.INTERNAL))
+        else:
+            self._note(message)
+
+    def _control(self, message: Control) -> None:
+        assert self._calls is not None
+        assert self._link is not None
+        assert self._started is not None
+        if message.action in ("load", "unload") and not self._started.done():
+            # Whoever loads this model holds the repository until it has started: it would wait for itself.
+            text = "models cannot be loaded or unloaded while this one is being initialized"
+            self._link.write(ControlAnswer(message.call, 0.0, ErrorFrame(text, Code.UNAVAILABLE.name)))
+        else:
+            self._calls.begin_control(message)
+
+    def _note(self, message: Log | MetricFamilyFrame | MetricFrame) -> None:
+        if isinstance(message, MetricFamilyFrame):
+            self._surroundings.metrics.add_family(message)
+        elif isinstance(message, MetricFrame):
+            self._surroundings.metrics.change(message)
+        elif message.level in _LOGS:
+            _LOGS[message.level](message.message, message.place)
+        else:
+            logging.verbose(1, message.message, message.place)
+
+    def execute(self, requests: list[RequestFrame]) -> None:
+        assert self._link is not None
+        self._batches.append([request.number for request in requests])
+        self._link.write(Execute(requests))
+
+    def cancel(self, number: int) -> None:
+        if self._link is not None:
+            self._link.write(Cancel(number))
+
+    def _lost(self) -> None:
+        """The socket is closed: the process has ended or is beyond talking to."""
+        self._serving = False
+        if self._calls is not None:
+            self._calls.close()
+        self.kill()
+        event_loop = asyncio.get_running_loop()
+        event_loop.run_in_executor(None, self._reap).add_done_callback(lambda done: self._end(done.result()))
+
+    def _reap(self) -> str:
+        assert self._process is not None
+        return _reason(self._process.wait())
+
+    def _end(self, reason: str) -> None:
+        if self._started is not None and not self._started.done():
+            text = f"the process of model instance '{self.name}' ended while it started: {reason}"
+            self._started.set_exception(InferenceError(text, Code.INTERNAL))
+        self._ended.set()
+        self._on_end(self, reason)
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    async def stop(self) -> None:
+        """Let the model finalize, then make sure."""
+        if self._link is None:
+            return
+        self._link.write(Stop())
+        try:
+            await asyncio.wait_for(self._ended.wait(), STOP_SECONDS)
+        except TimeoutError:
+            logging.warning(f"model instance '{self.name}' does not finish and is killed")
+            self.kill()
+            await self._ended.wait()
+
+
+def _spawn(end: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*WORKER_COMMAND, str(end.fileno()), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(end.fileno(),),
+        env={**child_environment(), "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,  # a Ctrl-C in the terminal is for the server alone
+    )
+
+
+def _reason(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

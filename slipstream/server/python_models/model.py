@@ -1,0 +1,259 @@
+"""A Python model as the rest of the server sees it: requests in, answers out, processes behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.repository.config import ModelConfig
+from slipstream.repository.describe import config_document
+from slipstream.server import logging
+from slipstream.server.errors import Code, InferenceError, Unavailable
+from slipstream.server.inference import InferRequest, InferResponse
+from slipstream.server.python_models.calls import Surroundings
+from slipstream.server.python_models.completion import completed
+from slipstream.server.python_models.convert import request_frame, response_of
+from slipstream.server.python_models.frames import Response, Start
+from slipstream.server.python_models.instance import Instance
+from slipstream.server.python_models.waiting import Pending, Waiting
+
+HANDED_AHEAD = 4
+DRAIN_SECONDS = 30.0  # for the requests of a model that is unloaded
+
+
+@dataclass(frozen=True)
+class Forgiveness:
+    """How often an instance that died is started again."""
+
+    restarts: int = 3  # within the window; one more and the instance stays away
+    window_seconds: float = 600.0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an instance runs: its name and device."""
+
+    name: str
+    kind: str
+    device: int
+
+
+class PythonModel:
+    def __init__(
+        self,
+        config: ModelConfig,
+        version_folder: Path,
+        surroundings: Surroundings,
+        forgiveness: Forgiveness = Forgiveness(),
+    ) -> None:
+        self._config = config
+        self._version_folder = version_folder.resolve()
+        self._surroundings = surroundings
+        self._forgiveness = forgiveness
+        self._waiting = Waiting(config)
+        self._instances: dict[_Place, Instance] = {}
+        self._deaths: dict[_Place, list[float]] = {}
+        self._running: dict[int, Pending] = {}
+        self._restarting: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    @property
+    def decoupled(self) -> bool:
+        return self._config.decoupled
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._instances) and not self._closed
+
+    @property
+    def process_ids(self) -> list[int]:
+        return [instance.process_id for instance in self._instances.values()]
+
+    async def start(self) -> None:
+        """Start every instance; InferenceError with the model's reason when one of them fails."""
+        first, *rest = _places(self._config)
+        try:
+            document = await self._start(first, complete=True)
+            if document:
+                self._config = completed(self._config, json.loads(document))
+                self._waiting = Waiting(self._config)
+            await asyncio.gather(*(self._start(place) for place in rest))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self, place: _Place, complete: bool = False) -> str:
+        instance = Instance(place.name, self._depth(), self._surroundings, self._take, self._dispatch, self._ended)
+        self._instances[place] = instance
+        document = config_document(self._config, self._config.decoupled)
+        arguments = {
+            "model_config": json.dumps(document, separators=(",", ":"), ensure_ascii=False),
+            "model_instance_kind": place.kind,
+            "model_instance_name": place.name,
+            "model_instance_device_id": str(place.device),
+            "model_repository": str(self._version_folder.parent),
+            "model_version": self._version_folder.name,
+            "model_name": self._config.name,
+        }
+        file = self._version_folder / (self._config.document.get("default_model_filename") or "model.py")
+        folder = str(self._version_folder.parent)
+        try:
+            order = Start(str(file), folder, place.name, self._config.decoupled, arguments, complete)
+            return await instance.start(order)
+        except BaseException:
+            self._instances.pop(place, None)
+            instance.kill()
+            raise
+
+    def _depth(self) -> int:
+        """A lone process may be handed requests ahead, which saves it the wait for each next one. Several would
+        take them from each other, and with dynamic batching those that wait are better executed together."""
+        alone = len(_places(self._config)) == 1 and self._config.dynamic_batching is None
+        return HANDED_AHEAD if alone else 1
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        if not self.ready and not self._restarting:
+            raise Unavailable(f"no instance of model '{self._config.name}' is running")
+        pending = self._waiting.add(request)
+        self._dispatch()
+        final = False
+        try:
+            while not final:
+                response, final = await pending.answers.get()
+                if response is not None:
+                    yield response
+        finally:
+            if not final:
+                self._give_up(pending)
+
+    def _dispatch(self) -> None:
+        """Give what waits to whoever is idle."""
+        for instance in self._instances.values():
+            if not self._waiting:
+                return
+            while instance.has_room and self._waiting:
+                batch = self._waiting.take()
+                if not batch:
+                    break
+                self._execute(instance, batch)
+        if self._waiting and self._timer is None and (delay := self._waiting.delay()) > 0:
+            self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._dispatch()
+
+    def _execute(self, instance: Instance, batch: list[Pending]) -> None:
+        frames = []
+        for pending in batch:
+            pending.instance = instance
+            pending.request.trail.leave_queue()
+            self._running[pending.number] = pending
+            frames.append(request_frame(pending.number, pending.request))
+            pending.request.trail.end_input()
+        instance.execute(frames)
+
+    def _take(self, message: Response) -> None:
+        pending = self._running.get(message.number)
+        if pending is None:
+            return  # given up meanwhile
+        response = None
+        if message.response is not None:
+            try:
+                response = response_of(message.response, message.final)
+            except InferenceError as error:
+                response = InferResponse(error=error, final=message.final)
+        if message.final:
+            del self._running[message.number]
+            pending.request.trail.end_infer()
+        pending.answers.put_nowait((response, message.final))
+
+    def _give_up(self, pending: Pending) -> None:
+        self._waiting.remove(pending)
+        if self._running.pop(pending.number, None) is not None and pending.instance is not None:
+            pending.instance.cancel(pending.number)
+
+    def _ended(self, instance: Instance, reason: str) -> None:
+        """An instance's process is gone. Its requests are told, and it is started again unless it died too often."""
+        place = next((place for place, other in self._instances.items() if other is instance), None)
+        if place is not None:
+            del self._instances[place]
+        text = f"the process of model instance '{instance.name}' ended: {reason}"
+        held = [pending for pending in self._running.values() if pending.instance is instance]
+        not_begun = instance.not_begun
+        for pending in held:
+            del self._running[pending.number]
+            if pending.number not in not_begun:
+                pending.fail(InferenceError(text, Code.INTERNAL))
+        self._waiting.put_back([pending for pending in held if pending.number in not_begun])
+        if place is not None and not self._closed:
+            self._after_death(place, text)
+
+    def _after_death(self, place: _Place, text: str) -> None:
+        now, window = time.monotonic(), self._forgiveness.window_seconds
+        deaths = [moment for moment in self._deaths.get(place, ()) if now - moment < window]
+        self._deaths[place] = [*deaths, now]
+        if len(deaths) >= self._forgiveness.restarts:
+            logging.error(f"{text}; it has been started again {len(deaths)} times and now stays away")
+            self._refuse_all(text)
+            return
+        logging.warning(f"{text}; starting it again")
+        task = asyncio.ensure_future(self._restart(place))
+        self._restarting.add(task)
+        task.add_done_callback(self._restarting.discard)
+
+    async def _restart(self, place: _Place) -> None:
+        try:
+            await self._start(place)
+        except (InferenceError, OSError) as error:
+            self._after_death(place, f"model instance '{place.name}' did not start: {error}")
+            return
+        self._dispatch()
+
+    def _refuse_all(self, text: str) -> None:
+        """Where no instance is left nor on its way (a restart that just failed still counts as running)."""
+        if not self._instances and not self._restarting - {asyncio.current_task()}:
+            for pending in self._waiting.clear():
+                pending.fail(Unavailable(text))
+
+    async def close(self) -> None:
+        """Let what was admitted end, finalize every instance and let its process go."""
+        await self._drain()
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self._restarting):
+            task.cancel()
+        await asyncio.gather(*(instance.stop() for instance in list(self._instances.values())))
+        for pending in self._waiting.clear():
+            pending.fail(Unavailable(f"model '{self._config.name}' was unloaded"))
+
+    async def _drain(self) -> None:
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while (self._running or (self._waiting and self._instances)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+
+def _places(config: ModelConfig) -> list[_Place]:
+    """One for each process, named as upstream names them: with the group's position only where groups are given."""
+    places = []
+    groups = config.instance_groups
+    for position, group in enumerate(groups):
+        name = group.name or f"{config.name}_{position}"
+        kind = "GPU" if group.kind == "KIND_GPU" else "CPU"
+        devices = group.gpus if kind == "GPU" and group.gpus else (0,)
+        for number in range(max(1, group.count) * len(devices)):
+            places.append(_Place(f"{name}_{number}", kind, devices[number % len(devices)]))
+    return places or [_Place(f"{config.name}_0", "CPU", 0)]
+
+

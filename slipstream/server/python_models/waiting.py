@@ -1,0 +1,123 @@
+"""Requests that wait for an instance of a Python model, and which of them go together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from slipstream.repository.config import DynamicBatching, ModelConfig
+from slipstream.server.errors import Code, InferenceError
+from slipstream.server.inference import InferRequest, InferResponse
+from slipstream.server.python_models.instance import Instance
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request on its way through the model."""
+
+    number: int
+    request: InferRequest
+    rows: int
+    shapes: tuple[object, ...]  # what must be equal for two requests to be executed together
+    came: float = field(default_factory=time.monotonic)
+    answers: asyncio.Queue[tuple[InferResponse | None, bool]] = field(default_factory=asyncio.Queue)
+    instance: Instance | None = None  # that works on it
+
+    def fail(self, error: InferenceError) -> None:
+        self.answers.put_nowait((InferResponse(error=error, final=True), True))
+
+
+class Waiting:
+    """First come, first served; with dynamic batching those that fit together are served together."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._batching: DynamicBatching | None = config.dynamic_batching
+        self._max_rows = max(1, config.max_batch_size)
+        self._batched = config.max_batch_size > 0
+        self._ragged = frozenset(tensor.name for tensor in config.inputs if tensor.allow_ragged_batch)
+        self._queue: deque[Pending] = deque()
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, request: InferRequest) -> Pending:
+        if self._batching is not None:
+            limit = self._batching.queue_policy.max_queue_size
+            if limit and len(self._queue) >= limit:
+                name = request.id or "<id_unknown>"
+                raise InferenceError(f"[request id: {name}] Exceeds maximum queue size", Code.UNAVAILABLE)
+        self._numbers += 1
+        pending = Pending(self._numbers, request, self._rows(request), self._shapes(request))
+        self._queue.append(pending)
+        return pending
+
+    def _rows(self, request: InferRequest) -> int:
+        first = next(iter(request.inputs.values()), None)
+        return first.shape[0] if self._batched and first is not None and first.shape else 1
+
+    def _shapes(self, request: InferRequest) -> tuple[object, ...]:
+        return tuple(
+            (tensor.name, () if tensor.name in self._ragged else tensor.shape[1:])
+            for _, tensor in sorted(request.inputs.items())
+        )
+
+    def put_back(self, taken: list[Pending]) -> None:
+        """What nobody began to work on is first in the queue again."""
+        for pending in reversed(taken):
+            pending.instance = None
+            self._queue.appendleft(pending)
+
+    def remove(self, pending: Pending) -> None:
+        if pending in self._queue:
+            self._queue.remove(pending)
+
+    def clear(self) -> list[Pending]:
+        waiting = list(self._queue)
+        self._queue.clear()
+        return waiting
+
+    def _expire(self) -> None:
+        policy = self._batching.queue_policy if self._batching is not None else None
+        if policy is None or policy.timeout_action == "DELAY":
+            return
+        for pending in list(self._queue):
+            limit = policy.default_timeout_microseconds
+            if policy.allow_timeout_override and pending.request.timeout_microseconds:
+                own = pending.request.timeout_microseconds
+                limit = min(limit, own) if limit else own
+            if limit and (time.monotonic() - pending.came) * 1e6 > limit:
+                self._queue.remove(pending)
+                pending.fail(InferenceError("Request timeout expired", Code.UNAVAILABLE))
+
+    def take(self) -> list[Pending]:
+        """What an idle instance is to execute next; nothing when it is better to wait for more."""
+        self._expire()
+        if not self._queue:
+            return []
+        if self._batching is None:
+            return [self._queue.popleft()]
+        batch, rows = [self._queue[0]], self._queue[0].rows
+        for pending in list(self._queue)[1:]:
+            if pending.shapes != batch[0].shapes or rows + pending.rows > self._max_rows:
+                break
+            batch.append(pending)
+            rows += pending.rows
+        if self.delay() > 0 and rows < self._enough():
+            return []
+        for _ in batch:
+            self._queue.popleft()
+        return batch
+
+    def delay(self) -> float:
+        """Seconds that the first one may still wait for company."""
+        if self._batching is None or not self._queue:
+            return 0.0
+        allowed = self._batching.max_queue_delay_microseconds / 1e6
+        return max(0.0, self._queue[0].came + allowed - time.monotonic())
+
+    def _enough(self) -> int:
+        assert self._batching is not None
+        return min((size for size in self._batching.preferred_batch_size if size > 0), default=self._max_rows)

@@ -1,0 +1,194 @@
+"""One instance of a Python model: `python -m slipstream.server.python_models.worker SOCKET PARENT`.
+
+The server starts and watches it. SOCKET is the number of an inherited descriptor, PARENT the server's process id.
+This is the only place where code of a repository runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from slipstream.server.python_models.backend_config import ModelConfig
+from slipstream.server.python_models.backend_requests import InferenceRequest
+from slipstream.server.python_models.backend_tensors import InferenceResponse, TritonError
+from slipstream.server.python_models.channel import Channel
+from slipstream.server.python_models.frames import Execute, Executed, Response, Start, Started, StartFailed, Stop
+
+SEARCH_PATH = Path(__file__).parent / "search_path"
+_PR_SET_PDEATHSIG = 1
+
+
+class Worker:
+    def __init__(self, channel: Channel, start: Start) -> None:
+        self._channel = channel
+        self._start = start
+        self._repository = Path(start.model_folder).parent
+        self._model: Any = None
+
+    def begin(self) -> bool:
+        """Import the model and initialize it. False where that failed, which the server has been told."""
+        try:
+            model_class = load_model_class(self._start)
+            arguments, config = self._complete(model_class)
+            self._model = model_class()
+            if hasattr(self._model, "initialize"):
+                self._model.initialize(arguments)
+        except Exception as error:
+            traceback.print_exc()
+            self._channel.send(StartFailed(self.describe(error)))
+            return False
+        self._channel.send(Started(config))
+        return True
+
+    def _complete(self, model_class: Any) -> tuple[dict[str, str], str]:
+        arguments = dict(self._start.arguments)
+        complete = getattr(model_class, "auto_complete_config", None)
+        if complete is None or not self._start.complete_config:
+            return arguments, ""
+        completed = complete(ModelConfig(json.loads(arguments["model_config"])))
+        if not isinstance(completed, ModelConfig):
+            raise TypeError("auto_complete_config must return the configuration it was given")
+        arguments["model_config"] = json.dumps(completed.as_dict(), separators=(",", ":"))
+        return arguments, arguments["model_config"]
+
+    def serve(self) -> None:
+        while True:
+            order = self._channel.work.get()
+            if isinstance(order, Execute):
+                wanted = [frame for frame in order.requests if not self._given_up(frame.number)]
+                answers = self._execute([InferenceRequest.from_frame(frame) for frame in wanted]) if wanted else []
+                self._channel.send(*answers, Executed())
+            elif isinstance(order, Stop):
+                if hasattr(self._model, "finalize"):
+                    self._model.finalize()
+                return
+
+    def _given_up(self, number: int) -> bool:
+        """Nobody waits for it any more: it needs no answer."""
+        if not self._channel.is_cancelled(number):
+            return False
+        self._channel.forget(number)
+        return True
+
+    def _execute(self, requests: list[InferenceRequest]) -> list[Response]:
+        """Returns the answers that are still to be sent."""
+        try:
+            answers = self._model.execute(requests)
+            if inspect.isawaitable(answers):
+                answers = asyncio.run(_wait(answers))
+            if not self._start.decoupled:
+                return _frames(requests, answers)
+            if answers is not None:
+                raise TypeError("execute of a decoupled model must return None; responses go through the senders")
+            return []
+        except Exception as error:
+            traceback.print_exc()
+            text = f"Failed to process the request(s) for model '{self._start.instance}', message: "
+            failed = InferenceResponse([], TritonError(text + self.describe(error)))
+            senders = [request.get_response_sender() for request in requests]
+            return [sender.frame(failed, final=True) for sender in senders if not sender.closed]
+
+    def describe(self, error: Exception) -> str:
+        """Kind, text and the lines it came through, innermost first; paths begin at the repository."""
+        text = f"{type(error).__name__}: {error}"
+        frames = [entry for entry in traceback.extract_tb(error.__traceback__) if not _is_ours(entry.filename)]
+        if not frames:
+            return text
+        lines = [f"  {self._place(entry.filename)}({entry.lineno}): {entry.name}\n" for entry in reversed(frames)]
+        return text + "\n\nAt:\n" + "".join(lines)
+
+    def _place(self, filename: str) -> str:
+        """Where in the repository; of a file elsewhere only the name, the rest is nobody's business."""
+        try:
+            return str(Path(filename).relative_to(self._repository))
+        except ValueError:
+            return Path(filename).name
+
+
+def _frames(requests: list[InferenceRequest], answers: Any) -> list[Response]:
+    """What `execute` returned, once it is certain that all of it can be sent."""
+    if answers is None:
+        answers = [None] * len(requests)
+    if not isinstance(answers, list):
+        raise TypeError(f"execute must return a list of InferenceResponse, not {type(answers).__name__}")
+    if len(answers) != len(requests):
+        raise ValueError(f"execute got {len(requests)} requests but returned {len(answers)} responses")
+    senders = [request.get_response_sender() for request in requests]
+    left = [(sender, answer) for sender, answer in zip(senders, answers, strict=True) if not sender.closed]
+    for _, answer in left:
+        if not isinstance(answer, InferenceResponse):
+            raise TypeError(f"execute must return InferenceResponse objects, not {type(answer).__name__}")
+    return [sender.frame(answer, final=True) for sender, answer in left]
+
+
+def _is_ours(filename: str) -> bool:
+    return Path(filename).parent == Path(__file__).parent or filename.startswith("<frozen ")
+
+
+async def _wait(answers: Any) -> Any:
+    return await answers
+
+
+def load_model_class(start: Start) -> Any:
+    """The class of the model's file. Its own folders come last on the path, as upstream has it."""
+    file = Path(start.file)
+    sys.path = [str(SEARCH_PATH), *sys.path, str(file.parent), start.model_folder]
+    specification = importlib.util.spec_from_file_location("model", file)
+    if specification is None or specification.loader is None or not file.is_file():
+        raise FileNotFoundError(f"there is no {file.name} in version {file.parent.name} of the model")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["model"] = module
+    specification.loader.exec_module(module)
+    model_class = getattr(module, "TritonPythonModel", None)
+    if model_class is None:
+        raise AttributeError(f"{file.name} has no class TritonPythonModel")
+    if not hasattr(model_class, "execute"):
+        raise AttributeError("TritonPythonModel has no method execute")
+    return model_class
+
+
+def _die_with(parent_process: int) -> bool:
+    """Ask the kernel to kill this process when its parent ends. False when the parent has ended already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    return os.getppid() == parent_process
+
+
+def main() -> int:
+    descriptor, parent_process = int(sys.argv[1]), int(sys.argv[2])
+    if not _die_with(parent_process):
+        return 1
+    channel = Channel(socket.socket(fileno=descriptor))
+    channel.listen()
+    start = channel.work.get()
+    if not isinstance(start, Start):
+        return 1
+    worker = Worker(channel, start)
+    if not worker.begin():
+        return 1
+    worker.serve()
+    return 0
+
+
+def run() -> None:
+    """`main`, then leave at once: a model's threads must not keep the process alive."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

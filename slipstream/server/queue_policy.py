@@ -1,0 +1,59 @@
+"""How long the queue before an engine may get, how long a request may wait in it, and what goes first."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipstream.engine.messages import EngineInfo
+from slipstream.repository.config import QueuePolicy
+from slipstream.repository.models import EngineModel
+from slipstream.server.errors import Unavailable
+from slipstream.server.inference import InferRequest
+
+QUEUE_FULL = "Exceeds maximum queue size"
+TIMED_OUT = "Request timeout expired"
+
+
+class Engine(Protocol):
+    info: EngineInfo | None
+
+
+@dataclass(frozen=True)
+class Urgency:
+    priority: int  # for the engine: higher goes first
+    deadline: float | None  # on time.monotonic()'s clock
+
+
+def check_queue(request: InferRequest, count: int, model: EngineModel, engine: Engine) -> None:
+    """Refuse what would make the queue longer than the model's configuration allows."""
+    outstanding = getattr(engine, "outstanding", None)  # an engine in the same process has no queue before it
+    if not model.max_queue_size or engine.info is None or outstanding is None:
+        return
+    waiting = max(0, outstanding - engine.info.max_rows)
+    if waiting + count > model.max_queue_size and outstanding + count > engine.info.max_rows:
+        raise Unavailable(f"[request id: {request.id or '<id_unknown>'}] {QUEUE_FULL}")
+
+
+def urgency(request: InferRequest, model: EngineModel) -> Urgency:
+    """A client's timeout bounds its whole request; the policy's default bounds those that bring none."""
+    given = request.timeout_microseconds or _whole_number(request.parameters.get("timeout"))
+    policy, default = model.queue_policy, model.queue_policy.default_timeout_microseconds
+    microseconds = _timeout(policy, given, default)
+    deadline = time.monotonic() + microseconds / 1e6 if microseconds else None
+    level = request.priority or _whole_number(request.parameters.get("priority")) or model.default_priority
+    return Urgency(-level, deadline)
+
+
+def _timeout(policy: QueuePolicy, given: int, default: int) -> int:
+    if policy.timeout_action == "DELAY":
+        default = 0  # a late request is served after the others, never refused
+    if default and given and not policy.allow_timeout_override:
+        return default
+    return given or default
+
+
+def _whole_number(value: object) -> int:
+    """A parameter as generate requests carry it; what is no positive integer counts as not given."""
+    return value if type(value) is int and value > 0 else 0

@@ -1,0 +1,73 @@
+"""The requests a configuration wants its model to see before clients do (`model_warmup`)."""
+
+from __future__ import annotations
+
+import random
+from contextlib import aclosing
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from slipstream.repository.config import ModelConfig
+from slipstream.server.errors import Code, InferenceError
+from slipstream.server.inference import InferRequest, ServedModel
+from slipstream.server.tensor_bytes import SIZES, IncompleteString, unpack
+from slipstream.server.tensors import Tensor
+
+MOST_VALUES = 1 << 24
+WARMUP_FOLDER = "warmup"
+
+
+async def warm_up(model: ServedModel, config: ModelConfig, version: int) -> None:
+    """Run every sample. One that fails means that the model is not fit to serve."""
+    for sample in config.document.get("model_warmup", []):
+        for _ in range(sample["count"] or 1):
+            await _run(model, config, version, sample)
+
+
+async def _run(model: ServedModel, config: ModelConfig, version: int, sample: dict[str, Any]) -> None:
+    batch = (max(1, sample["batch_size"]),) if config.max_batch_size > 0 else ()
+    inputs = {name: _tensor(config, name, given, batch) for name, given in sample["inputs"].items()}
+    request = InferRequest(config.name, str(version), inputs)
+    async with aclosing(model.infer(request)) as responses:
+        async for response in responses:
+            if response.error is not None:
+                text = f"failed to run warmup sample '{sample['name']}': {response.error.message}"
+                raise InferenceError(text, Code.INTERNAL)
+
+
+def _tensor(config: ModelConfig, name: str, given: dict[str, Any], batch: tuple[int, ...]) -> Tensor:
+    shape = (*batch, *given["dims"])
+    datatype = given["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
+    count = prod(shape)
+    if not 0 <= count <= MOST_VALUES or (datatype != "BYTES" and datatype not in SIZES):
+        raise InferenceError(f"warmup input '{name}' has an impossible shape or datatype")
+    if given.get("input_data_file"):
+        data = _from_file(config.file.parent / WARMUP_FOLDER, given["input_data_file"], datatype, name)
+        if len(data) != count:
+            raise InferenceError(f"warmup input '{name}' needs {count} values, its file has {len(data)}")
+        return Tensor(name, datatype, shape, data)
+    return Tensor(name, datatype, shape, _values(datatype, count, bool(given.get("random_data"))))
+
+
+def _values(datatype: str, count: int, at_random: bool) -> list[Any]:
+    if datatype == "BYTES":
+        return [b"".join(random.choice((b"a", b"b")) for _ in range(8)) if at_random else b"" for _ in range(count)]
+    if datatype == "BOOL":
+        return [at_random and random.random() < 0.5 for _ in range(count)]
+    if datatype in ("FP16", "FP32", "FP64"):
+        return [random.random() if at_random else 0.0 for _ in range(count)]
+    return [random.randrange(100) if at_random else 0 for _ in range(count)]
+
+
+def _from_file(folder: Path, file_name: str, datatype: str, name: str) -> list[Any]:
+    file = folder / file_name
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise InferenceError(f"the file of warmup input '{name}' lies outside the model's {WARMUP_FOLDER} folder")
+    try:
+        raw = file.read_bytes()
+        return unpack(datatype, raw[: len(raw) - len(raw) % SIZES.get(datatype, 1)])
+    except OSError as error:
+        raise InferenceError(f"the file of warmup input '{name}' cannot be read: {error.strerror}") from error
+    except IncompleteString as error:
+        raise InferenceError(f"the file of warmup input '{name}' is damaged: {error}") from error

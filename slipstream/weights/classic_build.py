@@ -1,0 +1,87 @@
+"""`trtllm-build` and the old `build.py` as functions: from what their flags say to an engine folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slipstream.model.spec import ModelSpec
+from slipstream.weights.build import build_engine
+from slipstream.weights.checkpoint import CheckpointSource
+from slipstream.weights.engine_config import BuildLimits
+from slipstream.weights.source import SourceError
+from slipstream.weights.sources import open_source
+from slipstream.weights.stream import Progress, no_progress
+
+DEFAULT_OUTPUT = "engine_outputs"
+LIMIT_NAMES = ("max_batch_size", "max_input_len", "max_output_len", "max_seq_len", "max_num_tokens", "max_beam_width")
+
+
+@dataclass(frozen=True)
+class Build:
+    """What the flags ask for; `dtype` and `weight_only` None: what the checkpoint says."""
+
+    model: str
+    output: Path = Path(DEFAULT_OUTPUT)
+    dtype: str | None = None
+    weight_only: str | None = None
+    limits: Mapping[str, int] = field(default_factory=dict)  # by the names of LIMIT_NAMES
+
+
+class Built(NamedTuple):
+    folder: Path
+    wrote: bool  # False: the very same was there already
+    notes: tuple[str, ...]  # one line for each thing the user may not expect
+
+
+def build(wanted: Build, progress: Progress = no_progress) -> Built:
+    """SourceError, UnsupportedModel and ValueError say in one line why it cannot be done."""
+    source = open_source(wanted.model, progress)
+    dtype, weight_only, notes = wanted.dtype or "auto", wanted.weight_only, []
+    if isinstance(source, CheckpointSource):
+        dtype = wanted.dtype or source.stored_dtype
+        weight_only = weight_only or source.weight_only
+        if source.ranks > 1:
+            notes.append(f"the checkpoint's {source.ranks} ranks are joined: one engine, which runs on one device")
+    limits = choose_limits(source.spec, wanted.limits, notes)
+    wrote = False
+
+    def watch(phase: str, done: int, total: int) -> None:
+        nonlocal wrote
+        wrote = True
+        progress(phase, done, total)
+
+    folder = build_engine(source, wanted.output, dtype=dtype, weight_only=weight_only, limits=limits, progress=watch)
+    return Built(folder, wrote, tuple(notes))
+
+
+def choose_limits(spec: ModelSpec, given: Mapping[str, int], notes: list[str]) -> BuildLimits:
+    """What was not given is the model's own; what is more than the model can do is lowered, and noted."""
+    longest = spec.max_positions
+    prompt, answer, whole = (given.get(name) for name in ("max_input_len", "max_output_len", "max_seq_len"))
+    if whole is None and prompt is not None and answer is not None:
+        whole = prompt + answer
+    if prompt is None or (whole is not None and prompt > whole):
+        prompt = whole
+    sizes = {"max_input_len": prompt or longest, "max_seq_len": whole or longest}
+    for name, size in sizes.items():
+        if size > longest:
+            notes.append(f"{name} is lowered from {size} to {longest}: the model knows no more positions")
+            sizes[name] = longest
+    others = {name: given[name] for name in ("max_batch_size", "max_num_tokens", "max_beam_width") if name in given}
+    return BuildLimits(**sizes, **others)
+
+
+def read_build_config(path: Path) -> dict[str, int]:
+    """The limits of a `--build_config` file, alone or under the key `build_config`."""
+    try:
+        document: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise SourceError(f"{path}: not a table of limits")
+    limits = document.get("build_config", document)
+    return {name: limits[name] for name in LIMIT_NAMES if isinstance(limits.get(name), int)}

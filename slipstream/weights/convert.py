@@ -1,0 +1,55 @@
+"""`convert_checkpoint.py` as a function: a model of any source to a unified checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from slipstream.weights.checkpoint import CheckpointPlan, write_checkpoint, write_checkpoint_config
+from slipstream.weights.engine_config import CONFIG_NAME
+from slipstream.weights.rank_split import RankMapping
+from slipstream.weights.source import Source
+from slipstream.weights.sources import open_source
+from slipstream.weights.stream import Progress, no_progress
+from slipstream.weights.whole_folder import whole_folder
+
+DEFAULT_OUTPUT = "tllm_checkpoint"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What the flags ask for. `dtype` is float16 unless given, as it always was."""
+
+    model: str
+    output: Path = Path(DEFAULT_OUTPUT)
+    dtype: str = "float16"
+    weight_only: str | None = None
+    mapping: RankMapping = field(default_factory=RankMapping)
+    config_only: bool = False
+
+
+class Converted(NamedTuple):
+    folder: Path
+    source: Source
+    wrote: bool  # False: the very same was there already
+
+
+def convert(wanted: Conversion, progress: Progress = no_progress) -> Converted:
+    """SourceError, UnsupportedModel and ValueError say in one line why it cannot be done."""
+    source = open_source(wanted.model, progress)
+    if wanted.config_only:
+        plan = CheckpointPlan.make(source, wanted.dtype, wanted.weight_only, wanted.mapping)
+        with whole_folder(wanted.output, CONFIG_NAME) as staging:
+            write_checkpoint_config(source, plan, staging)
+        return Converted(wanted.output, source, True)
+    wrote = False
+
+    def watch(phase: str, done: int, total: int) -> None:
+        nonlocal wrote
+        wrote = True
+        progress(phase, done, total)
+
+    write_checkpoint(source, wanted.output, dtype=wanted.dtype, weight_only=wanted.weight_only,
+                     mapping=wanted.mapping, progress=watch)
+    return Converted(wanted.output, source, wrote)

@@ -1,0 +1,191 @@
+"""How a checkpoint is divided over ranks: which rows or columns of each parameter a rank's file holds.
+
+    rank = pipeline stage * tensor_parallel + tensor rank; layer numbers start at 0 in every stage
+
+Queries, keys and values are divided by heads (a key head is repeated where there are fewer than ranks), the first
+linear of a block by rows, the second by columns, the output head by rows after padding. All else is whole on each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.model.spec import ModelSpec
+from slipstream.weights.mapped_tensors import MappedTensors
+from slipstream.weights.parameters import Shape, checkpoint_shapes
+
+if TYPE_CHECKING:
+    import torch
+
+Range = tuple[int, int]
+_LAYER = re.compile(r"transformer\.layers\.(\d+)\.(.+)")
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class RankMapping:
+    tp_size: int = 1
+    pp_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp_size * self.pp_size
+
+    def check(self, spec: ModelSpec) -> None:
+        if self.tp_size < 1 or self.pp_size < 1:
+            raise ValueError("tp_size and pp_size must be at least 1")
+        few, many = sorted((spec.kv_heads, self.tp_size))
+        if spec.heads % self.tp_size or many % few or spec.ffn_size % self.tp_size:
+            raise ValueError(f"tp_size {self.tp_size} does not divide this model: it has {spec.heads} heads, "
+                             f"{spec.kv_heads} key heads and {spec.ffn_size} feed-forward columns")
+        if spec.layers % self.pp_size:
+            raise ValueError(f"pp_size {self.pp_size} does not divide this model's {spec.layers} layers")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a parameter: runs of its rows, a run of its columns, zero rows behind."""
+
+    rows: tuple[Range, ...]
+    columns: Range | None = None
+    padding: int = 0
+
+    def shape(self, whole: Shape) -> Shape:
+        rows = sum(stop - start for start, stop in self.rows) + self.padding
+        return (rows, self.columns[1] - self.columns[0]) if self.columns else (rows, *whole[1:])
+
+
+def rank_file(rank: int) -> str:
+    return f"rank{rank}.safetensors"
+
+
+def rank_parameters(spec: ModelSpec, mapping: RankMapping, rank: int) -> dict[str, str]:
+    """The names in a rank's file → the parameters of the model they hold (part of)."""
+    stage, last_stage = rank // mapping.tp_size, mapping.pp_size - 1
+    per_stage = spec.layers // mapping.pp_size
+    held = {}
+    for parameter in checkpoint_shapes(spec):
+        match = _LAYER.fullmatch(parameter)
+        if match is None:
+            wanted = last_stage if parameter == _HEAD or ".ln_f." in parameter else 0
+            if stage == wanted:
+                held[parameter] = parameter
+        elif int(match.group(1)) // per_stage == stage:
+            held[f"transformer.layers.{int(match.group(1)) % per_stage}.{match.group(2)}"] = parameter
+    return held
+
+
+def part_of(spec: ModelSpec, parameter: str, whole: Shape, tp_rank: int, tp_size: int) -> Part:
+    everything = Part(((0, whole[0]),))
+    if tp_size == 1:
+        return everything
+    if ".attention.qkv." in parameter:
+        return Part(_qkv_rows(spec, tp_rank, tp_size))
+    if ".mlp.fc." in parameter or ".mlp.gate." in parameter:
+        return Part((_share(whole[0], tp_rank, tp_size),))
+    if parameter.endswith((".attention.dense.weight", ".mlp.proj.weight")):
+        return Part(((0, whole[0]),), _share(whole[1], tp_rank, tp_size))
+    if parameter == _HEAD:
+        each = ceil(whole[0] / tp_size)
+        start, stop = min(tp_rank * each, whole[0]), min((tp_rank + 1) * each, whole[0])
+        return Part(((start, stop),), padding=each - (stop - start))
+    return everything
+
+
+def _share(size: int, tp_rank: int, tp_size: int) -> Range:
+    each = size // tp_size
+    return tp_rank * each, (tp_rank + 1) * each
+
+
+def _qkv_rows(spec: ModelSpec, tp_rank: int, tp_size: int) -> tuple[Range, ...]:
+    queries = _share(spec.q_size, tp_rank, tp_size)
+    if spec.kv_heads >= tp_size:
+        start, stop = _share(spec.kv_size, tp_rank, tp_size)
+    else:
+        head = tp_rank * spec.kv_heads // tp_size
+        start, stop = head * spec.head_size, (head + 1) * spec.head_size
+    keys, values = spec.q_size, spec.q_size + spec.kv_size
+    return queries, (keys + start, keys + stop), (values + start, values + stop)
+
+
+def cut(blocks: Iterable[torch.Tensor], part: Part) -> Iterator[torch.Tensor]:
+    """The rows and columns of a part, out of a parameter that comes as runs of rows."""
+    offset, last = 0, None
+    for block in blocks:
+        for start, stop in part.rows:
+            low, high = max(start, offset), min(stop, offset + block.shape[0])
+            if low < high:
+                chosen = block[low - offset : high - offset]
+                yield chosen[:, slice(*part.columns)].contiguous() if part.columns else chosen
+        offset += block.shape[0]
+        last = block
+    if part.padding and last is not None:
+        yield last.new_zeros((part.padding, *last.shape[1:]))
+
+
+class RankedTensors:
+    """The parameters of a model, read whole from the files of all ranks."""
+
+    def __init__(self, folder: Path, spec: ModelSpec, mapping: RankMapping) -> None:
+        self._spec, self._mapping = spec, mapping
+        self._ranks = [_open_rank(folder, spec, mapping, rank) for rank in range(mapping.world_size)]
+        self._shapes = checkpoint_shapes(spec)
+
+    @property
+    def dtype(self) -> str | None:
+        return self._ranks[0].dtype
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """As stored with one rank; what several ranks hold together has the shape that the spec says."""
+        shapes: dict[str, Shape] = {}
+        for rank, tensors in enumerate(self._ranks):
+            for name, slot in tensors.slots.items():
+                whole = self._shapes.get(name)
+                expected = whole and self._part(name, whole, rank).shape(whole)
+                shapes[name] = whole if whole is not None and slot.shape == expected else slot.shape
+        return shapes
+
+    def _part(self, name: str, whole: Shape, rank: int) -> Part:
+        return part_of(self._spec, name, whole, rank % self._mapping.tp_size, self._mapping.tp_size)
+
+    def read_rows(self, name: str) -> Iterator[torch.Tensor]:
+        whole = self._shapes[name]
+        held = [(tensors, self._part(name, whole, rank)) for rank, tensors in enumerate(self._ranks)
+                if name in tensors.slots]
+        if held[0][1].columns:
+            yield from _beside(tensors.read_rows(name) for tensors, _ in held)
+            return
+        for tensors, local in _segments(held):
+            yield from cut(tensors.read_rows(name), Part((local,)))
+
+    def fingerprint(self) -> str:
+        return "\n".join(tensors.fingerprint() for tensors in self._ranks)
+
+
+def _open_rank(folder: Path, spec: ModelSpec, mapping: RankMapping, rank: int) -> MappedTensors:
+    names = rank_parameters(spec, mapping, rank)
+    return MappedTensors([folder / rank_file(rank)], lambda stored: names.get(stored, stored))
+
+
+def _beside(streams: Iterable[Iterator[torch.Tensor]]) -> Iterator[torch.Tensor]:
+    import torch
+
+    for blocks in zip(*streams, strict=True):  # equal shapes, so equal runs of rows
+        yield torch.cat(blocks, dim=1)
+
+
+def _segments(held: Sequence[tuple[MappedTensors, Part]]) -> Iterator[tuple[MappedTensors, Range]]:
+    """Which rows to take of which rank so that each row of the whole comes once and in order."""
+    found: dict[Range, tuple[MappedTensors, Range]] = {}
+    for tensors, part in held:
+        local = 0
+        for start, stop in part.rows:
+            found.setdefault((start, stop), (tensors, (local, local + stop - start)))
+            local += stop - start
+    for rows in sorted(found):
+        yield found[rows]

@@ -1,0 +1,214 @@
+"""convert, build, run, lora, launch: every flag of the table, limits, ranks, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_hf_folder import save_model
+from typer.testing import CliRunner
+
+from slipstream.cli import classic, launch
+from slipstream.cli import main as command
+from slipstream.cli.progress import ProgressLines
+from slipstream.weights.engine_config import BuildLimits, read_engine_config
+from slipstream.weights.flags import BUILD_FLAGS, CONVERT_FLAGS, Flag
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "llama")
+
+
+def run(name: str, *arguments: object) -> int:
+    return classic.run_command(name, [str(argument) for argument in arguments])
+
+
+def given(flag: Flag, dashes: bool) -> list[str]:
+    name = f"--{flag.name.replace('_', '-') if dashes else flag.name}"
+    return [name] if flag.takes in ("nothing", "maybe") else [name, "1"]
+
+
+@pytest.mark.parametrize("dashes", [True, False])
+def test_every_flag_that_changes_nothing_is_accepted_and_explained(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], dashes: bool
+) -> None:
+    for name, source, flags in (("convert", "--model_dir", CONVERT_FLAGS), ("build", "--checkpoint_dir", BUILD_FLAGS)):
+        explained = [flag for flag in flags if flag.effect == "explained"]
+        words = [word for flag in explained for word in given(flag, dashes)]
+        assert run(name, source, model, "--output_dir", tmp_path / name, *words) == 0
+        printed = capsys.readouterr().out
+        assert [flag.name for flag in explained if f"--{flag.name} changes nothing: " not in printed] == []
+
+
+@pytest.mark.parametrize("flag", [flag for flag in BUILD_FLAGS if flag.effect == "refused"], ids=lambda flag: flag.name)
+def test_a_flag_that_would_give_another_model_is_refused_in_one_line(
+    flag: Flag, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("build", "--checkpoint_dir", tmp_path, *given(flag, False)) == 1
+    assert capsys.readouterr().err == f"error: --{flag.name}: {flag.text}\n"
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run("build", "--max_batch_sise", "4")
+    assert ended.value.code == 2
+    assert "there is no option --max_batch_sise; did you mean --max_batch_size?" in capsys.readouterr().err
+
+
+def test_limits_are_those_given_and_never_more_than_the_model_has(model: Path, tmp_path: Path) -> None:
+    limits = ["--max_batch_size", 4, "--max_input_len", 100, "--max_output_len", 50, "--max_num_tokens", 300]
+    assert run("build", "--checkpoint_dir", model, "--output_dir", tmp_path / "a", *limits) == 0
+    assert read_engine_config(tmp_path / "a").build == BuildLimits(100, 150, 4, 300, 1)
+    assert run("build", "--checkpoint_dir", model, "--output_dir", tmp_path / "b", "--max_input_len", 2048) == 0
+    assert read_engine_config(tmp_path / "b").build.max_input_len == 512
+
+
+def test_the_precision_of_a_conversion_reaches_the_engine(model: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    assert run("convert", "--model_dir", model, "--output_dir", checkpoint, "--use_weight_only", "--dtype",
+               "bfloat16") == 0
+    assert json.loads((checkpoint / "config.json").read_text())["quantization"]["quant_algo"] == "W8A16"
+    assert run("build", "--checkpoint_dir", checkpoint, "--output_dir", tmp_path / "engine") == 0
+    config = read_engine_config(tmp_path / "engine")
+    assert (config.quantisation.algorithm, config.dtype) == ("W8A16", "bfloat16")
+
+
+@pytest.mark.parametrize(("tensors", "stages"), [(4, 1), (2, 2), (1, 2)])
+def test_ranks_hold_their_parts_and_join_to_the_same_engine(
+    model: Path, tmp_path: Path, tensors: int, stages: int
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run("convert", "--model_dir", model, "--output_dir", whole) == 0
+    assert run("convert", "--model_dir", model, "--output_dir", parts, "--tp_size", tensors, "--pp_size", stages) == 0
+    ranks = [load_file(parts / f"rank{rank}.safetensors") for rank in range(tensors * stages)]
+    one = load_file(whole / "rank0.safetensors")
+    name = "transformer.layers.0.mlp.proj.weight"  # by columns
+    assert torch.equal(torch.cat([rank[name] for rank in ranks[:tensors]], dim=1), one[name])
+    # 2 key heads: with 4 ranks each is held twice; 4 query heads of 16
+    qkv = ranks[-1]["transformer.layers.0.attention.qkv.weight"]
+    assert qkv.shape[0] == (4 // tensors + 2 * max(1, 2 // tensors)) * 16
+    layer = 1 if stages == 2 else 0
+    assert torch.equal(qkv[-16:], one[f"transformer.layers.{layer}.attention.qkv.weight"][-16:])
+    for folder in (whole, parts):
+        assert run("build", "--checkpoint_dir", folder, "--output_dir", tmp_path / f"engine-{folder.name}") == 0
+    hashes = {read_engine_config(tmp_path / f"engine-{name}").content_hash for name in ("whole", "parts")}
+    assert len(hashes) == 1
+
+
+def test_a_second_conversion_does_nothing_and_another_one_replaces_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("convert", "--model_dir", model, "--output_dir", tmp_path / "c")
+    assert run(*words, "--tp_size", 2) == 0
+    before = (tmp_path / "c" / "rank1.safetensors").stat().st_mtime_ns
+    assert run(*words, "--tp_size", 2) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert (tmp_path / "c" / "rank1.safetensors").stat().st_mtime_ns == before
+    assert run(*words) == 0
+    assert sorted(path.name for path in (tmp_path / "c").glob("rank*")) == ["rank0.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["convert", "build"])
+def test_a_command_that_is_interrupted_leaves_nothing_behind(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def interrupted(path: Path, *others: object) -> str:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    module = "checkpoint" if name == "convert" else "build"
+    monkeypatch.setattr(f"slipstream.weights.{module}.write_tensors", interrupted)
+    source = "--model_dir" if name == "convert" else "--checkpoint_dir"
+    assert run(name, source, model, "--output_dir", tmp_path / "place" / "out") == 130
+    assert list((tmp_path / "place").iterdir()) == []
+
+
+def test_a_size_that_does_not_divide_the_model_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("convert", "--model_dir", model, "--output_dir", tmp_path / "c", "--tp_size", 3) == 1
+    assert "tp_size 3 does not divide this model: it has 4 heads" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_adapter_becomes_the_two_files_of_a_request(tmp_path: Path) -> None:
+    first, second = torch.randn(4, 64), torch.randn(32, 4)
+    stem = "base_model.model.model.layers.1.self_attn.k_proj.lora_"
+    (tmp_path / "in").mkdir()
+    tensors = {f"{stem}A.weight": first, f"{stem}B.weight": second, "other": torch.zeros(1)}
+    save_file(tensors, tmp_path / "in" / "adapter_model.safetensors")
+    (tmp_path / "in" / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
+    assert run("lora", "-i", tmp_path / "in", "-o", tmp_path / "out", "--storage-type", "float32") == 0
+    weights = numpy.load(tmp_path / "out" / "model.lora_weights.npy")
+    assert numpy.load(tmp_path / "out" / "model.lora_config.npy").tolist() == [[[2, 1, 4]]]
+    assert weights.shape == (1, 1, 4 * 64 + 32 * 4)
+    numpy.testing.assert_allclose(weights[0, 0, :256], first.numpy().ravel())
+    numpy.testing.assert_allclose(weights[0, 0, 256:], 2.0 * second.numpy().ravel())
+
+
+def test_a_pickled_adapter_is_refused_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 4}')
+    (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
+    assert run("lora", "-i", tmp_path, "-o", tmp_path / "out") == 1
+    assert "save it as adapter_model.safetensors" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_launcher_passes_the_old_command_line_on(tmp_path: Path) -> None:
+    words = ["--world_size=4", f"--model_repo={tmp_path}", "--http_port=1", "--log", "--tritonserver", "/bin/true"]
+    assert launch.server_command(launch._parser().parse(words)) == [
+        "/bin/true", f"--model-repository={tmp_path}", "--log-verbose=3", "--log-file=triton_log.txt",
+        "--grpc-port=8001", "--http-port=1", "--metrics-port=8002", "--disable-auto-complete-config",
+        "--backend-config=python,shm-region-prefix-name=prefix0_",
+    ]  # fmt: skip
+
+
+def test_a_busy_server_is_found_and_a_waiting_one_passes(tmp_path: Path) -> None:
+    for process, name, state in ((7, "tritonserver", "R"), (8, "tritonserver", "S"), (9, "python", "R")):
+        (tmp_path / str(process)).mkdir()
+        (tmp_path / str(process) / "stat").write_text(f"{process} ({name}) {state} 1 2 3")
+    assert launch.busy_servers(tmp_path) == [7]
+
+
+def test_progress_off_a_terminal_is_plain_lines_with_phase_bytes_and_time_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ProgressLines() as lines:
+        for done in (0, 1_000_000_000, 1_050_000_000, 2_000_000_000):
+            lines.update("weights", done, 2_000_000_000)
+    assert capsys.readouterr().out.splitlines() == [
+        "[INFO] weights: 2.00 GB to write",
+        "[INFO] weights: 50%, 1.00 GB of 2.00 GB, 0 s left",
+        "[INFO] weights: 100%, 2.00 GB of 2.00 GB",
+    ]
+
+
+def test_commands_are_listed_and_a_misspelt_one_gets_a_hint() -> None:
+    listed = runner.invoke(command.app, ["--help"]).output
+    assert all(name in listed for name in classic.COMMANDS)
+    assert "Did you mean 'workspace'?" in runner.invoke(command.app, ["worksapce"]).output
+
+
+def test_verify_says_how_near_an_engine_is(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("build", "--checkpoint_dir", model, "--output_dir", tmp_path / "e", "--dtype", "float32") == 0
+    assert run("verify", tmp_path / "e", "--against", model) == 0
+    printed = capsys.readouterr().out
+    assert "tokenisation: equal (5 of 5 texts)\ntop-1 agreement: 100.00%" in printed
+    assert "first layer that diverges: none" in printed
+
+
+def test_verify_names_the_layer_that_differs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = save_model(tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"] *= -5.0
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    assert run("build", "--checkpoint_dir", other, "--output_dir", tmp_path / "e", "--dtype", "float32") == 0
+    run("verify", tmp_path / "e", "--against", model)
+    assert "first layer that diverges: 0\n" in capsys.readouterr().out

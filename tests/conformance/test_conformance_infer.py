@@ -1,0 +1,168 @@
+"""What the real Triton answered to infer, compression, statistics, settings and shared memory, replayed over HTTP."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from grpc_support import recorded_registry
+from http_support import RunningServer
+from test_conformance_http import HERE, PHRASES, recorded_bytes, send
+
+from slipstream.server import logging
+from slipstream.server.context import ServerContext
+from slipstream.server.health import ServerState
+from slipstream.server.http import create_app
+from slipstream.server.registry import ModelRegistry
+from slipstream.server.repository_control import NoControl
+from slipstream.server.shared_memory import PLACE, SharedMemory
+
+CASES = {
+    case["case"]: case
+    for case in map(json.loads, (HERE / "golden" / "http.jsonl").read_text("utf-8").splitlines())
+}
+
+# Where this server means to differ, and why. Each is still sent, and what must hold is checked below.
+DIFFERENT = {
+    "infer-err-model-raise": "the recorded text is a Python traceback; no Python of a repository runs here",
+    "compress-infer-req-bad": "what cannot be decompressed is refused; Triton takes it for a raw tensor",
+}
+# A sequence of requests that change something: in the order in which they were recorded.
+LOGGING = ["get", "post", "get-after", "post-badtype", "post-badjson", "post-restore", "post-unknown", "put"]
+TRACE = ["get", "post", "post-unknown", "post-badlevel", "post-bad", "get-model", "post-model", "post-model-clear",
+         "post-restore", "get"]  # fmt: skip
+SHARED_MEMORY = [
+    "sys-status", "sys-status-unknown", "register", "register-dup", "register-out", "register-missing",
+    "register-nokey", "register-triton", "register-get", "sys-status-2", "sys-status-in", "infer", "infer-wrong-size",
+    "infer-unknown-region", "infer-out-of-range", "unregister", "unregister-unknown", "unregister-all", "cuda-status",
+    "cuda-register", "cuda-unregister-all",
+]  # fmt: skip
+# Triton answers some bodies compressed by another zlib build: what counts is what they decompress to.
+COMPRESSED = {"gzip": 31, "deflate": 15}
+
+
+@pytest.fixture(scope="module")
+def registry() -> ModelRegistry:
+    return recorded_registry()[0]
+
+
+@pytest.fixture(scope="module")
+def port(registry: ModelRegistry) -> Iterator[int]:
+    shared = ServerContext(
+        control=NoControl(registry), memory=SharedMemory(allowed=True), server_name="oracle-mimic"
+    )
+    with RunningServer(create_app(registry, ServerState([]), shared)) as server:
+        yield server.port
+
+
+def check(port: int, case: dict[str, Any]) -> None:
+    expected, answer = case["response"], send(port, case)
+    assert answer is not None
+    headers = {name.lower(): value for name, value in expected["headers"]}
+    assert answer.status == expected["status"], answer.body
+    assert answer.reason == PHRASES.get(answer.status, expected["reason"])
+    assert answer.framing == expected["framing"]
+    assert answer.header("content-type") == headers["content-type"]
+    names = [name for name, _ in answer.headers if name != "retry-after"]  # ours, beside every 503
+    assert sorted(names) == sorted(headers)
+    if "content-encoding" in headers:
+        assert answer.header("content-encoding") == headers["content-encoding"]
+        window = COMPRESSED[headers["content-encoding"]]
+        assert zlib.decompress(answer.body, window) == zlib.decompress(recorded_bytes(expected), window)
+        return
+    assert answer.body == recorded_bytes(expected)
+    assert answer.header("inference-header-content-length") == headers.get("inference-header-content-length")
+
+
+PLAIN = [
+    case for name, case in CASES.items()
+    if case["group"] in ("infer", "compress", "route", "repo", "meta") and name not in DIFFERENT
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=lambda case: case["case"])
+def test_recorded_answer(port: int, case: dict[str, Any]) -> None:
+    check(port, case)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_deliberate_difference(port: int, name: str) -> None:
+    answer = send(port, CASES[name])
+    assert answer is not None
+    if name == "infer-err-model-raise":
+        assert answer.status == 200  # the command means nothing to this model, which answers it
+    else:
+        assert answer.status == CASES[name]["response"]["status"]
+        assert json.loads(answer.body)["error"].startswith("the request's body is not gzip data")
+
+
+STATISTICS = ["stats-badversion", "stats-unknown", "stats-post"]
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics_that_are_refused(port: int, name: str) -> None:
+    check(port, CASES[name])
+
+
+@pytest.mark.parametrize("name", ["stats-all-before", "stats-model-before", "stats-model-after", "stats-ensemble"])
+def test_statistics_have_tritons_shape(port: int, name: str) -> None:
+    """The counts depend on what ran before; the keys and their order do not."""
+    answer = send(port, CASES[name])
+    assert answer is not None
+    ours, theirs = json.loads(answer.body), json.loads(CASES[name]["response"]["body"])
+    if name == "stats-all-before":
+        names = {model["name"] for model in theirs["model_stats"]}
+        assert {model["name"] for model in ours["model_stats"]} >= names - {"raw1"}
+    mine, recorded_one = ours["model_stats"][0], theirs["model_stats"][0]
+    assert list(mine) == list(recorded_one)
+    assert list(mine["inference_stats"]) == list(recorded_one["inference_stats"])
+    assert (mine["name"], mine["version"]) == (recorded_one["name"], recorded_one["version"])
+
+
+@pytest.fixture
+def log_settings_restored() -> Iterator[None]:
+    before = logging.settings()
+    yield
+    logging.configure(info=before.info, verbose_level=before.verbose_level)
+
+
+@pytest.mark.usefixtures("log_settings_restored")
+def test_log_settings(port: int) -> None:
+    for name in LOGGING:
+        check(port, CASES[f"logging-{name}"])
+    assert logging.settings().info  # restored, by the last of them
+
+
+def test_trace_settings(port: int) -> None:
+    for name in TRACE:
+        check(port, CASES[f"trace-{name}"])
+    check(port, CASES["trace-version"])
+
+
+def test_system_shared_memory(port: int) -> None:
+    """Inputs come from memory the client shares, and an output goes into it."""
+    files = {name: PLACE / f"oracle_shm_{name}" for name in ("in", "out")}
+    numbers = [*range(16), *([1] * 16)]
+    try:
+        files["in"].write_bytes(b"".join(number.to_bytes(4, "little") for number in numbers))
+        files["out"].write_bytes(bytes(128))
+        for name in SHARED_MEMORY:
+            check(port, CASES[f"shm-{name}"])
+        written = files["out"].read_bytes()
+        sums = [int.from_bytes(written[place : place + 4], "little") for place in range(0, 64, 4)]
+        assert sums == list(range(1, 17))
+    finally:
+        for file in files.values():
+            file.unlink(missing_ok=True)
+
+
+def test_every_recorded_case_is_looked_at() -> None:
+    looked_at = {case["case"] for case in PLAIN} | set(DIFFERENT) | set(STATISTICS)
+    looked_at |= {f"logging-{name}" for name in LOGGING} | {f"trace-{name}" for name in TRACE} | {"trace-version"}
+    looked_at |= {f"shm-{name}" for name in SHARED_MEMORY}
+    looked_at |= {"stats-all-before", "stats-all-after", "stats-model-before", "stats-model-after", "stats-ensemble"}
+    elsewhere = {name for name, case in CASES.items() if case["server"] != "mimic"}  # test_conformance_control.py
+    assert looked_at | elsewhere == set(CASES)

@@ -1,0 +1,96 @@
+"""Both servers at once: the real Triton and this one serve the same Python models and get the same requests.
+
+Run it where there is a Triton: `pip install nvidia-pytriton`, or TRITONSERVER=/path/to/tritonserver, and `-m slow`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_support import RunningServer
+from live.compared import ask, requests
+from live.real_triton import VARIABLE, RealTriton, find_tritonserver
+
+from slipstream.server.context import ServerContext
+from slipstream.server.engine_child import ENGINE_COMMAND
+from slipstream.server.engine_client import Supervision
+from slipstream.server.engine_pool import EnginePool
+from slipstream.server.health import ServerState
+from slipstream.server.http import create_app
+from slipstream.server.metrics import ServerMetrics
+from slipstream.server.model_loader import ModelLoader
+from slipstream.server.python_models.factory import PythonModels
+from slipstream.server.registry import ModelRegistry
+
+MODELS = Path(__file__).parents[1] / "python_models" / "repos" / "mimic"
+TRITONSERVER = find_tritonserver()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(TRITONSERVER is None, reason=f"no nvidia-pytriton is installed and ${VARIABLE} is not set"),
+]
+
+# Where this server means to differ, and why. The requests are sent all the same.
+DIFFERENT: dict[str, str] = {
+    "route-bogus-method": "the HTTP parser knows no method FOO and closes, instead of 405",
+    "route-http10": "the answer carries its Content-Length: 0, which Triton leaves out for HTTP/1.0",
+    "compress-infer-req-bad": "a body that is not the gzip it claims to be is refused, and not read as a tensor",
+    **dict.fromkeys(
+        ("shm-register", "shm-register-dup", "shm-register-missing", "shm-register-out", "shm-register-triton"),
+        "shared memory of the machine is off unless a flag allows it",
+    ),
+    "route-http10-keepalive": "HTTP/1.0 connections are closed after the answer, even with keep-alive",
+}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy, because Triton wants a version folder even where an ensemble has nothing to put into it."""
+    folder = tmp_path_factory.mktemp("live") / "models"
+    shutil.copytree(MODELS, folder)
+    (folder / "ens" / "1").mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLOW_MODEL_LOG", str(folder.parent / "slow-model.log"))  # which two of the models keep
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def real(repository: Path) -> Iterator[int]:
+    assert TRITONSERVER is not None
+    with RealTriton(TRITONSERVER, repository, repository.parent, "--id=oracle-mimic") as server:
+        yield server.http_port
+
+
+@pytest.fixture(scope="module")
+def ours(repository: Path) -> Iterator[int]:
+    registry = ModelRegistry()
+    registry.wrap(ServerMetrics().count)
+    pool = EnginePool({}, Supervision(), ENGINE_COMMAND)
+    opened: list[ModelLoader] = []
+
+    async def load() -> None:
+        opened.append(ModelLoader([repository], registry, pool, [PythonModels()]))
+        context.control = opened[0]
+        reading = opened[0].read()
+        failed = await opened[0].load_all(reading.repository.models, reading)
+        assert failed == {}
+
+    context = ServerContext(server_name="oracle-mimic")
+    with RunningServer(create_app(registry, ServerState([]), context)) as server:
+        assert server.loop is not None
+        asyncio.run_coroutine_threadsafe(load(), server.loop).result(120)
+        yield server.port
+        asyncio.run_coroutine_threadsafe(opened[0].close(), server.loop).result(120)
+
+
+@pytest.mark.parametrize("case", requests(), ids=lambda case: case["case"])
+def test_both_answer_alike(real: int, ours: int, case: dict[str, Any]) -> None:
+    expected, found = ask(real, case["request"]), ask(ours, case["request"])
+    if case["case"] in DIFFERENT:
+        assert found != expected, "this difference is gone: take it off the list"
+    else:
+        assert found == expected

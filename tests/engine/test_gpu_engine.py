@@ -1,0 +1,124 @@
+"""The engine on a GPU: the answers of transformers, the same with and without graphs and overlap, nothing left behind.
+
+    pytest -m gpu tests/engine tests/kernels
+"""
+
+import random
+
+import pytest
+import torch
+from run_engine import generate, greedy_choices, run_all
+from tiny_models import VOCABULARY, config_of, expected_tensors, random_model
+
+from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.settings import EngineSettings
+from slipstream.engine.start import create_engine
+from slipstream.model.families.registry import find_family
+
+pytestmark = pytest.mark.gpu
+LENGTH = 320
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral-window": ("mistral", {"sliding_window": 24}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gpt2": ("gpt2", {}),
+}
+
+
+def tiny(name):
+    family, options = FAMILIES[name]
+    length = {"n_positions": LENGTH} if family == "gpt2" else {"max_position_embeddings": LENGTH}
+    return random_model(config_of(family, **length, **options)).eval()
+
+
+def gpu_engine(model, dtype="float32", depth=2, **settings):
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    spec = find_family(config).spec(config)
+    values = {"max_rows": 16, "cache_tokens": 16384, **settings}
+    loop = create_engine(spec, {name: t.clone() for name, t in expected_tensors(model).items()},
+                         EngineSettings(dtype=dtype, device="cuda", **values), LENGTH)
+    loop.depth = depth
+    return loop
+
+
+def prompts(count=6):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist()
+            for n in (1, 31, 32, 33, 77, 128, 5, 90, 100, 17, 64, 65)[:count]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(name):
+    model = tiny(name)
+    answers = generate(gpu_engine(model), prompts(), max_tokens=128)
+    sequences = [prompt + answer for prompt, answer in zip(prompts(), answers, strict=True)]
+    for prompt, answer, chosen in zip(prompts(), answers, greedy_choices(model, sequences), strict=True):
+        assert len(answer) == 128
+        assert answer == chosen[len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("sampling", [
+    {}, {"temperature": 0.8, "top_k": 20, "seed": 5}, {"temperature": 1.0, "top_p": 0.8, "seed": 9},
+    {"temperature": 1.2, "seed": 3, "repetition_penalty": 1.3, "min_p": 0.05}], ids=["greedy", "k", "p", "free"])
+def test_graphs_overlap_chunks_and_reuse_do_not_show(sampling):
+    model = tiny("llama")
+    plain = gpu_engine(model, depth=1)
+    plain.runner.graphs._graphs.clear()  # every step runs eagerly
+    expected = generate(plain, prompts(12), max_tokens=60, **sampling)
+    for way in ({}, {"depth": 1}, {"step_tokens": 48}, {"reuse": False}, {"max_rows": 3},
+                {"policy": "max_utilization", "cache_tokens": 640}):
+        loop = gpu_engine(model, **way)
+        assert generate(loop, prompts(12), max_tokens=60, **sampling) == expected, way
+        assert generate(loop, prompts(12), max_tokens=60, **sampling) == expected, f"again, {way}"
+
+
+def test_bfloat16_agrees_on_99_percent_of_tokens():
+    model = tiny("llama")
+    answers = generate(gpu_engine(model), prompts(), max_tokens=128)
+    sequences = [prompt + answer for prompt, answer in zip(prompts(), answers, strict=True)]
+    loop = gpu_engine(model, dtype="bfloat16", max_rows=64, reuse=False)
+    same = total = 0
+    for prompt, answer in zip(prompts(), answers, strict=True):
+        cuts = range(0, 128, 8)
+        given = [prompt + answer[:cut] for cut in cuts]
+        for cut, (token,) in zip(cuts, generate(loop, given, max_tokens=1), strict=True):
+            same, total = same + (token == answer[cut]), total + 1
+    assert len(sequences) == 6
+    assert same / total >= 0.95, f"{same} of {total}"  # random weights: margins are far smaller than a real model's
+
+
+def test_ten_thousand_arrivals_and_cancels_leave_nothing():
+    chance = random.Random(3)
+    loop = gpu_engine(tiny("llama"), policy="max_utilization", cache_tokens=4096)
+    torch.cuda.synchronize()
+    before = None
+    live: list[int] = []
+    for request_id in range(10_000):
+        prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 60))]
+        loop.submit(GenerateRequest(request_id, prompt, SamplingParams(max_tokens=chance.randrange(1, 30))))
+        live.append(request_id)
+        while len(live) > 20:
+            loop.cancel([live.pop(chance.randrange(len(live)))])
+        if chance.random() < 0.2:
+            loop.step()
+        if request_id == 2000:
+            before = torch.cuda.memory_allocated()
+    loop.cancel(live)
+    while loop.has_work():
+        loop.step()
+    loop.check_integrity()
+    stats = loop.stats()
+    assert (stats.free_blocks, stats.finished) == (stats.total_blocks, 10_000)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def test_parameters_that_leave_no_token_fail_that_request_alone():
+    everything = tuple((token,) for token in range(VOCABULARY))
+    loop = gpu_engine(tiny("llama"))
+    prompt = prompts()[3]
+    answers = run_all(loop, [GenerateRequest(1, prompt, SamplingParams(max_tokens=5, bad_words=everything)),
+                             GenerateRequest(2, prompt, SamplingParams(max_tokens=5))])
+    assert answers.reasons == {1: "error", 2: "length"}

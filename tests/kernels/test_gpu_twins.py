@@ -1,0 +1,183 @@
+"""Each Triton kernel against its torch twin. Without a GPU they run in Triton's interpreter, on small shapes."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels below are defined
+
+pytest.importorskip("triton", reason="the kernels need Triton, which a CPU installation of torch does not bring")
+
+from slipstream.kernels import activation, normalisation, rotary  # noqa: E402
+from slipstream.kernels.attention import cache_shape, plan_attention  # noqa: E402
+from slipstream.kernels.gpu import activation as gpu_activation  # noqa: E402
+from slipstream.kernels.gpu import linear as gpu_linear  # noqa: E402
+from slipstream.kernels.gpu import normalisation as gpu_normalisation  # noqa: E402
+from slipstream.kernels.gpu import rotary as gpu_rotary  # noqa: E402
+from slipstream.kernels.gpu import step as gpu_step  # noqa: E402
+from slipstream.kernels.gpu.attention import GpuAttention  # noqa: E402
+from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, programs_of  # noqa: E402
+from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles  # noqa: E402
+
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    error = (got.double().cpu() - expected.double().cpu()).norm() / expected.double().cpu().norm().clamp(min=1e-9)
+    return bool(error < TOLERANCE[got.dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 96, 576])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_add_norm(dtype, size, bias, add):
+    torch.manual_seed(0)
+    hidden = torch.randn(5, size)
+    delta = torch.randn(5, size).to(dtype) if add else None
+    norm = normalisation.Norm(torch.randn(size).to(dtype), torch.randn(size).to(dtype) if bias else None, 1e-5)
+    ours = hidden.clone().to(DEVICE)
+    on_device = normalisation.Norm(norm.weight.to(DEVICE), None if norm.bias is None else norm.bias.to(DEVICE), 1e-5)
+    got = gpu_normalisation.add_norm(ours, None if delta is None else delta.to(DEVICE), on_device)
+    expected = normalisation.add_norm(hidden, delta, norm)
+    assert close(got, expected)
+    assert torch.equal(ours.cpu(), hidden), "the residual stream is changed alike"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [8, 1024, 1500])
+def test_silu_gated(dtype, size):
+    torch.manual_seed(0)
+    x = torch.randn(3, 2 * size).to(dtype)
+    assert close(gpu_activation.silu_gated(x.to(DEVICE)), activation.silu_gated(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "size", "rotary_size"), [
+    (4, 2, 16, 16), (6, 2, 20, 20), (2, 2, 16, 8), (9, 3, 16, 16), (4, 4, 16, 0)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rotate_write(dtype, q_heads, kv_heads, size, rotary_size, norm):
+    if norm and not rotary_size:
+        pytest.skip("qk-norm comes with rotation")
+    torch.manual_seed(0)
+    tokens, slots_total = 5, 32
+    heads = torch.randn(tokens, q_heads + 2 * kv_heads, size).to(dtype)
+    positions, slots = torch.tensor([0, 3, 17, 4, 31]), torch.tensor([9, 1, 30, 2, 17])
+    turn = None
+    if rotary_size:
+        angles = torch.rand(40, rotary_size) * 6
+        turn = (angles.cos(), angles.sin())
+    q_norm, k_norm = (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if norm else (None, None)
+    twin_cache = torch.zeros(2, kv_heads, slots_total, size, dtype=dtype)
+    cache = twin_cache.clone().to(DEVICE)
+    twin_turn = None if turn is None else rotary.turn_at(*turn, positions, dtype)
+    expected = rotary.rotate_write(heads.clone(), positions, slots, twin_turn, q_norm, k_norm, 1e-6, *twin_cache)
+
+    def move(tensor):
+        return None if tensor is None else tensor.to(DEVICE)
+
+    got = gpu_rotary.rotate_write(
+        heads.to(DEVICE), move(positions), move(slots), None if turn is None else tuple(map(move, turn)),
+        move(q_norm), move(k_norm), 1e-6, *cache)
+    assert close(got, expected)
+    assert close(cache, twin_cache)
+    untouched = [s for s in range(slots_total) if s not in slots.tolist()]
+    assert not cache[:, :, untouched].any(), "nothing is written beside the slots"
+
+
+def gpu_plan(tables, positions, counts, block, programs, kv_heads):
+    """Decode rows first, as the runner lays a step out."""
+    order = np.concatenate((np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)))
+    positions, counts = positions[order], counts[order]
+    decodes = int((counts == 1).sum())
+    rows = order.astype(np.int32)
+    offsets = np.concatenate(([0], np.cumsum(counts)))[:-1]
+
+    def device(array):
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).to(DEVICE)
+
+    decode = prefill = None
+    if decodes:
+        lengths = (positions + counts)[:decodes]
+        first, row, start, size = cut_chunks(lengths, kv_heads, programs)
+        decode = DecodePlan(device(rows[:decodes]), device(lengths), device(first), device(row), device(start),
+                            device([len(row), size]))
+    if decodes < len(rows):
+        rest = slice(decodes, None)
+        prefill = PrefillPlan(*map(device, cut_tiles(rows[rest], positions[rest], counts[rest], offsets[rest])))
+    return order, GpuAttention(device(tables), block, programs, decodes, decode, prefill)
+
+
+MIXES = {
+    "one token, nothing before": [(0, 1)],
+    "block edges": [(31, 1), (32, 1), (30, 1), (33, 1)],
+    "many chunks beside a short row": [(400, 1), (2, 1)],
+    "prompts": [(0, 5), (0, 130), (0, 128)],
+    "prompts behind a prefix": [(40, 7), (129, 2), (1, 64)],
+    "mixed": [(70, 1), (0, 40), (5, 1), (33, 3)],
+}
+if GPU:
+    MIXES |= {
+        "large batch": [(17 * i % 3000, 1) for i in range(200)],
+        "100k context": [(100_000, 1), (5, 1)],
+        "long prompts": [(0, 3000), (5000, 700), (12, 1)],
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (2, 2, 20)] if not GPU else [
+    (4, 2, 64), (32, 8, 128), (8, 8, 80), (6, 2, 96), (4, 1, 256), (2, 2, 20)])
+@pytest.mark.parametrize("window", [None, 24])
+def test_attention(dtype, mix, heads, kv_heads, size, window):
+    torch.manual_seed(0)
+    block = 32
+    positions = np.array([p for p, _ in MIXES[mix]])
+    counts = np.array([c for _, c in MIXES[mix]])
+    blocks = -(-(positions + counts) // block)
+    if blocks.sum() * block * size * kv_heads > 2**29:
+        pytest.skip("larger than the check needs")
+    tables = np.zeros((len(counts), blocks.max()), dtype=np.int32)
+    free = np.random.default_rng(0).permutation(blocks.sum()) + 1
+    for row, count in enumerate(blocks):
+        tables[row, :count], free = free[:count], free[count:]
+    cache = torch.randn(cache_shape(1, (int(blocks.sum()) + 1) * block, kv_heads, size)).to(dtype)
+    order, plan = gpu_plan(tables, positions, counts, block, programs_of(DEVICE), kv_heads)
+    wide = torch.randn(int(counts.sum()), heads + 2, size).to(dtype)  # queries lie strided in the product's output
+    q = wide[:, :heads]
+    got = plan.attend(wide.to(DEVICE)[:, :heads], *cache[0].to(DEVICE), window)
+    twin = plan_attention(tables[order], positions[order], counts[order], block, cache.float())
+    expected = twin.attend(q.float(), *cache[0].float(), window)
+    assert got.isfinite().all()
+    assert close(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(40, 64), (7, 600), (1100, 512)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_token(dtype, rows, size, bias):
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, size).to(dtype), torch.randn(rows, size).to(dtype)
+    offset = torch.randn(rows).to(dtype) if bias else None
+    got = gpu_linear.one_token(x.to(DEVICE), weight.to(DEVICE), None if offset is None else offset.to(DEVICE))
+    assert close(got, torch.nn.functional.linear(x.float(), weight.float(), None if offset is None else offset.float()))
+
+
+def test_step_inputs_and_write_back():
+    tokens = torch.arange(40).view(4, 10).clone()
+    tables = torch.tensor([[0, 0], [5, 6], [7, 8], [9, 3]], dtype=torch.int32)
+    rows = torch.tensor([3, 1, 1], dtype=torch.int32)
+    positions = torch.tensor([2, 4, 5], dtype=torch.int32)
+    on_device = tokens.to(DEVICE)
+    ids, slots = gpu_step.step_inputs(rows.to(DEVICE), positions.to(DEVICE), on_device, tables.to(DEVICE), 4)
+    assert ids.tolist() == [32, 14, 15]
+    assert slots.tolist() == [9 * 4 + 2, 6 * 4 + 0, 6 * 4 + 1]
+    gpu_step.write_back(rows[:2].to(DEVICE), positions[:2].to(DEVICE), torch.tensor([100, 200]).to(DEVICE), on_device)
+    tokens[3, 2], tokens[1, 4] = 100, 200
+    assert torch.equal(on_device.cpu(), tokens)

@@ -1,0 +1,93 @@
+"""The recordings over HTTP, answered by the recorded models' own code: the same status, type, framing and body."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from python_model_support import CONFORMANCE, MIMIC, models_of
+
+from slipstream.server.health import ServerState
+from slipstream.server.http import create_app
+from slipstream.server.python_models.factory import PythonModels
+from slipstream.server.python_models.model import PythonModel
+from slipstream.server.registry import ModelRegistry
+
+from http_support import Answer, Connection, RunningServer, request_bytes  # isort: skip  (its folder was just added)
+
+ROUTE = re.compile(r"/v2/models/(\w+)(?:/versions/\d+)?/(?:generate|generate_stream|infer)")
+# How long these take is what they are about; the others in the recordings are ensembles or differ in transport.
+ELSEWHERE = {"slow", "slow_nd", "llm_slow", "ens"}
+PATH = re.compile(rb"/models/repo-\w+/")  # of the machine that recorded: ours begin at the repository
+
+
+def recorded() -> list[dict[str, Any]]:
+    lines = (CONFORMANCE / "golden" / "mimic.jsonl").read_text("utf-8").splitlines()
+    return [case for case in map(json.loads, lines) if is_ours(case)]
+
+
+def is_ours(case: dict[str, Any]) -> bool:
+    request, response = case["request"], case["response"]
+    route = ROUTE.fullmatch(request.get("path", ""))
+    plain = request.get("method") == "POST" and "raw" not in request and "body_repeat" not in request
+    kept = response.get("connection_after") == "kept open" and "n_chunks" not in response
+    return bool(route and plain and kept and route.group(1) not in ELSEWHERE and case["group"] in ("generate", "stream", "infer"))  # noqa: E501
+
+
+CASES = recorded()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    registry, factory, opened = ModelRegistry(), PythonModels(), []
+
+    async def load() -> None:
+        for name, model in models_of(MIMIC).items():
+            if factory.claims(model) and name not in ELSEWHERE:
+                for version in model.versions:
+                    served = await factory.load(model, version, registry)
+                    assert isinstance(served, PythonModel)
+                    opened.append(served)
+                    registry.add(name, version, served)
+
+    async def close() -> None:
+        await asyncio.gather(*(model.close() for model in opened))
+
+    with RunningServer(create_app(registry, ServerState([]))) as server:
+        assert server.loop is not None
+        asyncio.run_coroutine_threadsafe(load(), server.loop).result(60)
+        yield server.port
+        asyncio.run_coroutine_threadsafe(close(), server.loop).result(60)
+
+
+def test_there_are_recordings() -> None:
+    assert len(CASES) > 60
+
+
+def sent(port: int, request: dict[str, Any]) -> Answer:
+    body = base64.b64decode(request["body_b64"]) if "body_b64" in request else request.get("body", "").encode()
+    with Connection(port) as connection:
+        connection.send(request_bytes("POST", request["path"], request["headers"], body))
+        answer = connection.answer()
+        assert answer is not None
+        return answer
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])
+def test_recorded_answer(port: int, case: dict[str, Any]) -> None:
+    expected, answer = case["response"], sent(port, case["request"])
+    assert answer.status == expected["status"]
+    assert answer.framing == expected["framing"]
+    assert answer.header("content-type") == dict(expected["headers"])["Content-Type"]
+    assert answer.body == PATH.sub(b"", recorded_body(expected))
+    if answer.framing == "chunked":
+        assert len(answer.chunks) == len(expected["chunks"])
+
+
+def recorded_body(response: dict[str, Any]) -> bytes:
+    return base64.b64decode(response["body_b64"]) if "body_b64" in response else response.get("body", "").encode()

@@ -1,0 +1,77 @@
+"""Templates of every generation: they load as they are, unfilled, and the checker knows which they are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from tiny_text import write_engine_folder
+
+from slipstream.repository.check import check_repository
+from slipstream.repository.fill import fill_text
+from slipstream.repository.generations.render import render_template
+from slipstream.repository.generations.tables import GENERATIONS, find_generation, models_of
+from slipstream.repository.models import read_repository
+from slipstream.repository.workspace import SCRIPTS, write_workspace
+
+
+def written(folder: Path, kind: str, generation: str) -> Path:
+    engine = write_engine_folder(folder / "engine")
+    for model in models_of(kind, generation):
+        (folder / "models" / model / "1").mkdir(parents=True)
+        text = fill_text(render_template(kind, model, generation), {"engine_dir": str(engine)}).text
+        (folder / "models" / model / "config.pbtxt").write_text(text)
+    return folder / "models"
+
+
+@pytest.mark.parametrize("kind", ["inflight_batcher_llm", "gpt"])
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_every_generation_is_served_with_its_variables_left_unfilled(
+    tmp_path: Path, kind: str, generation: str
+) -> None:
+    models = written(tmp_path, kind, generation)
+    chain = read_repository(models).chains["ensemble"]
+    prompt = "INPUT_0" if generation == "2023-09" else "text_input"
+    assert chain.fields.inputs[prompt] == "text_input"
+    assert chain.fields.outputs["OUTPUT_0" if generation == "2023-09" else "text_output"] == "text_output"
+    texts = [problem.text for problem in check_repository(models).found]
+    assert [text for text in texts if "not filled" not in text and "is not set" not in text] == []
+
+
+def test_a_missing_tensor_is_told_by_the_generation_it_belongs_to(tmp_path: Path) -> None:
+    models = written(tmp_path, "inflight_batcher_llm", "v0.9")
+    file = models / "tensorrt_llm" / "config.pbtxt"
+    lines = file.read_text().splitlines(keepends=True)
+    position = next(number for number, line in enumerate(lines) if '"lora_task_id"' in line)
+    file.write_text("".join(lines[:position] + lines[position + 1:]))
+    found = [str(problem) for problem in check_repository(models).found if "lora_task_id" in str(problem)]
+    first = next(number for number, line in enumerate(lines, 1) if '"input_ids"' in line)
+    assert found == [f"{file}:{first}: input.lora_task_id: is not here, though repositories like v0.9 have it"]
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"),
+    [("v0.5", "v0.5"), ("0.9.0", "v0.9"), ("v0.10.0", "v0.10"), ("v0.7.1", "2024-01"), ("v0.16", "v0.18")],
+)
+def test_releases_between_look_like_the_one_before_or_after(name: str, generation: str) -> None:
+    assert find_generation(name) == generation
+
+
+def test_a_release_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'v7' is not a known generation; known: .*v0\.18"):
+        find_generation("v7")
+
+
+def test_a_workspace_keeps_what_was_changed_and_writes_what_is_missing(tmp_path: Path) -> None:
+    first = write_workspace(tmp_path / "w", "v0.10")
+    assert first.new > len(SCRIPTS)
+    assert write_workspace(tmp_path / "w", "v0.10") == (0, ())
+    changed = tmp_path / "w" / "all_models" / "inflight_batcher_llm" / "ensemble" / "config.pbtxt"
+    changed.write_text("mine")
+    (tmp_path / "w" / "tools" / "fill_template.py").unlink()
+    assert write_workspace(tmp_path / "w", "v0.10") == (1, (changed,))
+    assert changed.read_text() == "mine"

@@ -1,0 +1,73 @@
+"""Drop, misspell or retype any key of any template, and the report names the file, the line and the key."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from pbtxt_mutants import Mutant, mutants
+from tiny_text import write_engine_folder
+
+from slipstream.repository.check import check_repository
+from slipstream.repository.fill import fill_text
+from slipstream.repository.generations.render import render_template
+from slipstream.repository.generations.tables import REPOSITORIES, models_of
+
+GENERATION = "v0.10"
+CASES = [("inflight_batcher_llm", model) for model in REPOSITORIES["inflight_batcher_llm"]]
+CASES += [("gpt", model) for model in REPOSITORIES["gpt"]]
+MOST_PER_FILE = 40  # spread evenly over the file
+
+
+def write_repository(folder: Path, kind: str) -> Path:
+    engine = write_engine_folder(folder / "engine")
+    values = {"engine_dir": str(engine), "tokenizer_dir": str(engine), "exclude_input_in_output": "True",
+              "triton_max_batch_size": "4", "decoupled_mode": "False"}
+    for model in models_of(kind, GENERATION):
+        (folder / "models" / model / "1").mkdir(parents=True)
+        text = render_template(kind, model, GENERATION)
+        (folder / "models" / model / "config.pbtxt").write_text(fill_text(text, values).text)
+    return folder / "models"
+
+
+def chosen(text: str) -> list[Mutant]:
+    found = list(mutants(text))
+    step = max(1, len(found) // MOST_PER_FILE)
+    return found[:: step if step % 3 else step + 1]  # every kind of damage comes up
+
+
+@pytest.mark.parametrize(("kind", "model"), CASES)
+def test_every_damaged_key_is_named_with_its_file_and_line(tmp_path: Path, kind: str, model: str) -> None:
+    repository = write_repository(tmp_path, kind)
+    file = repository / model / "config.pbtxt"
+    text = file.read_text()
+    before = {str(problem) for problem in check_repository(repository).found}
+    unnoticed = []
+    for mutant in chosen(text):
+        file.write_text(mutant.text)
+        new = [problem for problem in check_repository(repository).found if str(problem) not in before]
+        here = [problem for problem in new if problem.file == str(file) and problem.line > 0]
+        word = mutant.key[:-1]
+        if mutant.key in ("key", "value"):
+            word = ""  # of an entry the name is what counts, and the line tells it
+        named = [problem for problem in here if word in f"{problem.key} {problem.text}"]
+        if mutant.kind != "dropped":
+            # a list is reported where its items stand, which may be the line below its name
+            named = [problem for problem in named if problem.line in (mutant.line, mutant.line + 1)]
+        if not named:
+            unnoticed.append((mutant.kind, mutant.key, mutant.line, [str(problem) for problem in new][:3]))
+    assert not unnoticed, "\n".join(map(str, unnoticed))
+
+
+def test_there_are_at_least_three_hundred(tmp_path: Path) -> None:
+    assert sum(len(chosen(render_template(kind, model, GENERATION))) for kind, model in CASES) >= 300
+
+
+def test_an_undamaged_repository_has_no_errors_and_only_unfilled_variables(tmp_path: Path) -> None:
+    problems = check_repository(write_repository(tmp_path, "inflight_batcher_llm"))
+    assert problems.errors == ()
+    assert all("was not filled" in problem.text for problem in problems.warnings)

@@ -1,0 +1,116 @@
+"""Runs a tutorial's command lines as pasted: only places and ports are changed, and the model is a tiny one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+_PROGRAMS = {
+    "python3": "",
+    "python": "",
+    "slipstream": "-m slipstream.cli.main",
+    "triton": "-m slipstream.cli.main",
+    "trtllm-build": '-c "from slipstream.cli.classic import trtllm_build; trtllm_build()"',
+    "tritonserver": "-m slipstream.cli.tritonserver",
+}
+
+
+class Tutorial:
+    """A folder to work in, programs of the names the tutorial uses, and free ports in place of its own."""
+
+    def __init__(self, name: str, folder: Path, places: Mapping[str, str], like: str) -> None:
+        self.folder, self.places = folder, places
+        self.ports = {port: _free_port() for port in (8000, 8001, 8002)}
+        blocks = (HERE / f"{name}.txt").read_text().split("#### ")
+        self.blocks = {"before": blocks[0]}
+        self.blocks |= {block.partition("\n")[0]: block.partition("\n")[2] for block in blocks[1:]}
+        self.server: subprocess.Popen[bytes] | None = None
+        self._log = folder / "server.log"
+        self._write_programs()
+        self.run(f"slipstream workspace tensorrtllm_backend --like {like}")
+
+    def _write_programs(self) -> None:
+        programs = self.folder / "bin"
+        programs.mkdir(parents=True)
+        for name, arguments in _PROGRAMS.items():
+            note = f'echo $$ >> "{self.folder}/servers"\n' if name == "tritonserver" else ""
+            (programs / name).write_text(f'#!/bin/sh\n{note}exec "{sys.executable}" {arguments} "$@"\n')
+            (programs / name).chmod(0o755)
+
+    def text(self, block: str) -> str:
+        places = re.compile("|".join(re.escape(old) for old in self.places))
+        text = places.sub(lambda match: self.places[match.group()], self.blocks[block])
+        return re.sub(r"localhost:(800\d)", lambda match: f"localhost:{self.ports[int(match.group(1))]}", text)
+
+    def run(self, script: str, cwd: Path | None = None) -> str:
+        done = subprocess.run(["bash", "-e", "-c", script], cwd=cwd or self.folder, env=self._environment(),
+                              capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}\n{self.log()[-2000:]}"
+        return done.stdout
+
+    def _environment(self) -> dict[str, str]:
+        keep = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "SLIPSTREAM"))}
+        return keep | {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+                       "HOME": str(self.folder / "home"), "HF_HUB_OFFLINE": "1"}
+
+    def serve(self, extra: str, cwd: Path | None = None) -> None:
+        """Run the server block with ports of its own; a launcher returns and its server goes on."""
+        script = self.text("server").rstrip() + f" {extra}"
+        with self._log.open("wb") as log:
+            self.server = subprocess.Popen(["bash", "-e", "-c", script], cwd=cwd or self.folder,
+                                           env=self._environment(), stdout=log, stderr=log)
+        deadline = time.monotonic() + 60
+        while not self._is_ready():
+            assert time.monotonic() < deadline, self.log()
+            assert self.server.poll() in (None, 0), self.log()
+            time.sleep(0.1)
+
+    def _is_ready(self) -> bool:
+        try:
+            url = f"http://localhost:{self.ports[8000]}/v2/health/ready"
+            return urllib.request.urlopen(url, timeout=5).status == 200
+        except OSError:
+            return False
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.is_file() else ""
+
+    def ask(self, cwd: Path | None = None) -> str:
+        return self.run(self.text("ask"), cwd)
+
+    def close(self) -> None:
+        """End what this tutorial started, and nothing else."""
+        if self.server is not None and self.server.poll() is None:
+            self.server.terminate()
+            self.server.wait(30)
+        noted = self.folder / "servers"
+        for process in noted.read_text().split() if noted.is_file() else []:
+            subprocess.run(["kill", process], check=False, capture_output=True)
+
+
+def long_port_flags(tutorial: Tutorial, style: str) -> str:
+    """`--http_port=…` in the launcher's style, or `--http-port=…` in the server's."""
+    return " ".join(f"--{name}{style}port={tutorial.ports[port]}"
+                    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)))
+
+
+def answer_of(output: str) -> dict[str, Any]:
+    """The JSON object that `curl` printed last."""
+    return json.loads(output[output.index('{"'):])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,112 @@
+"""Keys and restricted APIs: everything is refused unless it is allowed, in one place for both protocols."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from http_support import Connection, RunningServer, request_bytes
+
+from slipstream.cli.keys import read_access
+from slipstream.server.access import ADMIN_APIS, APIS, Access, Restriction, parse_restrictions
+from slipstream.server.context import ServerContext
+from slipstream.server.health import ServerState
+from slipstream.server.http import create_app
+from slipstream.server.registry import ModelRegistry
+
+ROUTES = {
+    ("GET", "/v2"): 200, ("GET", "/v2/health/live"): 200, ("GET", "/v2/health/ready"): 200,
+    ("GET", "/v2/models/m"): 404, ("GET", "/v2/models/m/config"): 404, ("GET", "/v2/models/m/ready"): 400,
+    ("GET", "/v2/models/m/stats"): 400, ("GET", "/v2/models/stats"): 200, ("POST", "/v2/models/m/infer"): 404,
+    ("POST", "/v2/models/m/generate"): 404, ("POST", "/v2/models/m/generate_stream"): 404,
+    ("GET", "/docs"): 200, ("GET", "/openapi.json"): 200,
+}  # fmt: skip
+ADMIN_ROUTES = {
+    ("POST", "/v2/repository/index"): 200, ("POST", "/v2/repository/models/m/load"): 503,
+    ("POST", "/v2/repository/models/m/unload"): 503, ("GET", "/v2/logging"): 200, ("GET", "/v2/trace/setting"): 200,
+    ("GET", "/v2/models/m/trace/setting"): 404, ("GET", "/v2/systemsharedmemory/status"): 200,
+    ("GET", "/v2/cudasharedmemory/status"): 200,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    access = Access(api_key="user-key", admin_key="admin-key")
+    with RunningServer(create_app(ModelRegistry(), ServerState([]), ServerContext(access=access))) as server:
+        yield server.port
+
+
+def status(port: int, method: str, path: str, *headers: list[str]) -> int:
+    with Connection(port) as connection:
+        connection.send(request_bytes(method, path, list(headers), b"" if method == "POST" else None))
+        answer = connection.answer()
+        assert answer is not None
+        return answer.status
+
+
+@pytest.mark.parametrize("route", [*ROUTES, *ADMIN_ROUTES])
+def test_every_route_needs_a_key(port: int, route: tuple[str, str]) -> None:
+    assert status(port, *route) == 401
+    assert status(port, *route, ["Authorization", "Bearer wrong"]) in (401, 403)
+
+
+@pytest.mark.parametrize(("route", "expected"), ROUTES.items())
+def test_the_key_opens_what_users_need(port: int, route: tuple[str, str], expected: int) -> None:
+    assert status(port, *route, ["Authorization", "Bearer user-key"]) == expected
+    assert status(port, *route, ["X-API-Key", "admin-key"]) == expected
+
+
+@pytest.mark.parametrize(("route", "expected"), ADMIN_ROUTES.items())
+def test_the_admin_key_alone_opens_control(port: int, route: tuple[str, str], expected: int) -> None:
+    assert status(port, *route, ["Authorization", "Bearer user-key"]) == 403
+    assert status(port, *route, ["Authorization", "Bearer admin-key"]) == expected
+
+
+def refused(access: Access, api: str, protocol: str = "http", **headers: str) -> int:
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    refusal = (access.refuse_http if protocol == "http" else access.refuse_grpc)(api, given.get)
+    return 0 if refusal is None else refusal.status
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_one_key_alone_guards_everything(api: str) -> None:
+    for access in (Access(api_key="k"), Access(admin_key="k")):
+        for protocol in ("http", "grpc"):
+            assert refused(access, api, protocol) == 401
+            assert refused(access, api, protocol, authorization="bearer k") == 0
+            assert refused(access, api, protocol, authorization="k") == 401
+    assert refused(Access(), api) == 0
+    wrong = refused(Access(api_key="k", admin_key="a"), api, x_api_key="x")
+    assert wrong == (403 if api in ADMIN_APIS else 401)
+
+
+def test_restrictions_are_read_and_what_is_wrong_is_said() -> None:
+    assert parse_restrictions(["inference,statistics:key=v=1", "health:h=2"]) == {
+        "inference": Restriction("key", "v=1"), "statistics": Restriction("key", "v=1"),
+        "health": Restriction("h", "2"),
+    }  # fmt: skip
+    for text, reason in {
+        "inference": "must be", "inference:key": "must be", "infer:key=v": "unknown API 'infer'",
+        "health,health:a=b": "more than once",
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=reason):
+            parse_restrictions([text])
+
+
+def test_keys_come_from_files_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_ADMIN_KEY", "from-environment")
+    monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
+    (tmp_path / "key").write_text("  from-file\n")
+    access = read_access(tmp_path / "key", None)
+    assert (access.api_key, access.admin_key) == ("from-file", "from-environment")
+    assert "from-file" not in repr(access)
+    (tmp_path / "empty").write_text("\n")
+    for file in ("empty", "missing"):
+        with pytest.raises(BaseException) as raised:  # typer ends the command
+            read_access(tmp_path / file, None)
+        assert getattr(raised.value, "exit_code", None) == 1

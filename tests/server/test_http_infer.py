@@ -1,0 +1,245 @@
+"""Infer on language models: batches taken apart and joined, urgency, the queue's limit, bounds on bodies."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from http_support import Answer, RunningServer, post
+from tiny_text import EchoEngine, EchoGeneration, text_registry, write_engine_folder
+
+from slipstream.engine.request import SamplingParams
+from slipstream.repository.models import read_repository
+from slipstream.repository.templates import fill, template
+from slipstream.server.batches import join, split
+from slipstream.server.context import ServerContext
+from slipstream.server.health import ServerState
+from slipstream.server.http import create_app
+from slipstream.server.inference import InferRequest, InferResponse
+from slipstream.server.tensors import Tensor
+
+MAX_BYTES = 1 << 16
+
+
+class Recorder(EchoEngine):
+    """The engine that repeats prompts, keeping how urgent each was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.urgency: list[tuple[int, float | None]] = []
+        self.outstanding = 0
+        self.finish_reason = ""
+
+    def submit(self, prompt: list[int], sampling: SamplingParams, *, priority: int = 0, deadline: float | None = None,
+               cache_salt: str = "") -> EchoGeneration:  # fmt: skip
+        self.urgency.append((priority, deadline))
+        generation = super().submit(prompt, sampling, priority=priority, deadline=deadline)
+        if self.finish_reason:
+            generation.cancel(self.finish_reason)
+        return generation
+
+
+class Server:
+    def __init__(self, port: int, engine: Recorder) -> None:
+        self.port, self.engine = port, engine
+
+    def infer(self, model: str, texts: list[str], tokens: list[int], more: dict[str, Any] | None = None) -> Answer:
+        inputs = [
+            {"name": "text_input", "datatype": "BYTES", "shape": [len(texts), 1], "data": texts},
+            {"name": "max_tokens", "datatype": "INT32", "shape": [len(tokens), 1], "data": tokens},
+        ]
+        body = {"inputs": inputs, **(more or {})}
+        return post(self.port, f"/v2/models/{model}/infer", json.dumps(body).encode())
+
+    def outputs(self, *given: Any) -> dict[str, Any]:
+        answer = self.infer(*given)
+        assert answer.status == 200, answer.body
+        return {output["name"]: output for output in json.loads(answer.body)["outputs"]}
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def begin(*edits: tuple[str, str]) -> Server:
+            folder = write_engine_folder(tmp_path / "engine")
+            values = {
+                "engine_dir": str(folder), "tokenizer_dir": str(folder), "decoupled_mode": "false",
+                "exclude_input_in_output": "true", "bls_model_name": "llama",
+            }  # fmt: skip
+            for name in ("llama", "ensemble", "preprocessing", "postprocessing", "tensorrt_llm"):
+                text = fill(template("tensorrt_llm_bls" if name == "llama" else name), values)
+                for old, new in edits if name == "tensorrt_llm" else ():
+                    assert old in text
+                    text = text.replace(old, new)
+                (tmp_path / "repo" / name / "1").mkdir(parents=True)
+                (tmp_path / "repo" / name / "config.pbtxt").write_text(text)
+            engine = Recorder()
+            registry = text_registry(read_repository(tmp_path / "repo"), engine)
+            shared = ServerContext(http_max_input_bytes=MAX_BYTES)
+            app = create_app(registry, ServerState([engine]), shared)
+            return Server(stack.enter_context(RunningServer(app)).port, engine)
+
+        yield begin
+
+
+@pytest.mark.parametrize("model", ["ensemble", "llama"])
+def test_a_batch_gives_each_prompt_its_own_text(start: Start, model: str) -> None:
+    outputs = start().outputs(model, ["abc", "xy", "héé"], [4, 3, 5])
+    assert outputs["text_output"] == {
+        "name": "text_output", "datatype": "BYTES", "shape": [3], "data": ["abca", "xyx", "héé"],
+    }  # fmt: skip
+
+
+def test_one_bad_prompt_fails_the_whole_batch_and_says_why(start: Start) -> None:
+    server = start()
+    answer = server.infer("llama", ["abc", "xy"], [4, 0])
+    assert answer.status == 400
+    assert json.loads(answer.body) == {"error": "max_tokens must be > 0, got 0"}
+    assert answer.header("content-type") == "text/plain"
+
+
+def test_ids_of_different_lengths_are_padded_to_one_shape(start: Start) -> None:
+    inputs = [
+        {"name": "input_ids", "datatype": "INT32", "shape": [2, 2], "data": [[65, 66], [70, 71]]},
+        {"name": "input_lengths", "datatype": "INT32", "shape": [2, 1], "data": [2, 1]},
+        {"name": "request_output_len", "datatype": "INT32", "shape": [2, 1], "data": [3, 1]},
+    ]
+    answer = post(start().port, "/v2/models/tensorrt_llm/infer", json.dumps({"inputs": inputs}).encode())
+    outputs = {output["name"]: output for output in json.loads(answer.body)["outputs"]}
+    assert outputs["output_ids"]["shape"] == [2, 1, 3]
+    assert outputs["output_ids"]["data"] == [65, 66, 65, 70, 0, 0]
+    assert outputs["sequence_length"]["data"] == [3, 1]
+
+
+def test_all_four_ways_in_give_the_same_text(start: Start) -> None:
+    server = start()
+    body = json.dumps({"text_input": "abc", "max_tokens": 5}).encode()
+    once = json.loads(post(server.port, "/v2/models/ensemble/generate", body).body)["text_output"]
+    event = post(server.port, "/v2/models/ensemble/generate_stream", body).body.removeprefix(b"data: ")
+    assert once == json.loads(event)["text_output"] == "abcab"
+    assert server.outputs("ensemble", ["abc"], [5])["text_output"]["data"] == ["abcab"]
+
+
+def test_priority_and_timeout_reach_the_engine(start: Start) -> None:
+    server = start()
+    before = time.monotonic()
+    server.outputs("ensemble", ["a"], [1], {"parameters": {"priority": 3, "timeout": 5_000_000}})
+    server.outputs("ensemble", ["a"], [1])
+    (first, deadline), second = server.engine.urgency
+    assert first == -3  # 1 is the most urgent for clients, and higher goes first in the engine
+    assert deadline is not None
+    assert before + 5 <= deadline <= time.monotonic() + 5
+    assert second == (0, None)
+
+
+def test_a_request_whose_time_is_up_before_it_began_is_refused(start: Start) -> None:
+    server = start()
+    server.engine.finish_reason = "timeout"
+    answer = server.infer("llama", ["a"], [1], {"parameters": {"timeout": 1}})
+    assert (answer.status, json.loads(answer.body)) == (503, {"error": "Request timeout expired"})
+
+
+
+
+def policy(rules: str) -> tuple[str, str]:
+    return "dynamic_batching {", f"dynamic_batching {{ default_queue_policy {{ {rules} }}"
+
+
+def test_a_queue_that_is_full_refuses_with_tritons_text(start: Start) -> None:
+    server = start(policy("max_queue_size: 2"))
+    rows = server.engine.info.max_rows if server.engine.info else 0
+    server.engine.outstanding = rows + 1
+    assert server.infer("llama", ["a"], [1]).status == 200  # the second place in the queue
+    server.engine.outstanding = rows + 2
+    answer = server.infer("llama", ["a"], [1], {"id": "late"})
+    assert answer.status == 503
+    assert json.loads(answer.body) == {"error": "[request id: late] Exceeds maximum queue size"}
+    server.engine.outstanding = 0
+    assert server.infer("llama", ["a"], [1]).status == 200
+
+
+@pytest.mark.parametrize(
+    ("rules", "given", "expected"),
+    [
+        ("default_timeout_microseconds: 2000000", 0, 2),
+        ("default_timeout_microseconds: 2000000", 9_000_000, 2),  # not without leave
+        ("default_timeout_microseconds: 2000000 allow_timeout_override: true", 9_000_000, 9),
+        ("timeout_action: DELAY default_timeout_microseconds: 2000000", 0, None),
+    ],
+)
+def test_the_queue_policys_timeout(start: Start, rules: str, given: int, expected: float | None) -> None:
+    server = start(policy(rules))
+    before = time.monotonic()
+    server.outputs("llama", ["a"], [1], {"parameters": {"timeout": given}})
+    ((_, deadline),) = server.engine.urgency
+    if expected is None:
+        assert deadline is None
+    else:
+        assert deadline is not None
+        assert before + expected <= deadline <= time.monotonic() + expected
+
+
+def test_a_small_body_that_becomes_a_big_one_is_refused(start: Start) -> None:
+    bomb = gzip.compress(b" " * (MAX_BYTES + 1))
+    answer = post(start().port, "/v2/models/llama/infer", bomb, [["Content-Encoding", "gzip"]])
+    assert answer.status == 400
+    assert f"more than {MAX_BYTES} bytes" in json.loads(answer.body)["error"]
+
+
+def test_an_unknown_encoding_and_a_body_that_is_too_big(start: Start) -> None:
+    server = start()
+    answer = post(server.port, "/v2/models/llama/infer", b"{}", [["Content-Encoding", "br"]])
+    assert (answer.status, json.loads(answer.body)) == (501, {"error": "Unsupported compression type"})
+    answer = post(server.port, "/v2/models/llama/infer", b" " * (MAX_BYTES + 1))
+    assert answer.status == 400
+    assert json.loads(answer.body)["error"].startswith(f"request JSON size of {MAX_BYTES + 1} bytes exceeds")
+
+
+HOSTILE = {
+    "a shape that overflows": {"shape": [2**62, 2**62], "data": [1]},
+    "too many dimensions": {"shape": [1] * 1000, "data": [1]},
+    "a size beyond the body": {"shape": [1], "parameters": {"binary_data_size": 10**12}},
+    "a size that is no number": {"shape": [1], "parameters": {"binary_data_size": "x"}},
+    "a region nobody registered": {
+        "shape": [1], "parameters": {"shared_memory_region": "x", "shared_memory_byte_size": 4},
+    },
+    "two sources": {"shape": [1], "data": [1], "parameters": {"binary_data_size": 4}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_inputs_are_refused(start: Start, given: dict[str, Any]) -> None:
+    body = {"inputs": [{"name": "max_tokens", "datatype": "INT32", **given}]}
+    answer = post(start().port, "/v2/models/llama/infer", json.dumps(body).encode())
+    assert answer.status in (400, 404, 500)
+    assert json.loads(answer.body)["error"] != "internal error, the server's log has the details"
+
+
+def test_splitting_and_joining_are_each_others_reverse() -> None:
+    tensor = Tensor("x", "INT32", (3, 2), [1, 2, 3, 4, 5, 6])
+    parts = split(InferRequest("m", "1", {"x": tensor}), 3)
+    assert [part.inputs["x"].data for part in parts] == [[1, 2], [3, 4], [5, 6]]
+    joined = join([InferResponse([part.inputs["x"]]) for part in parts])
+    assert joined.outputs[0] == tensor
+
+
+def test_joining_pads_inner_dimensions_too() -> None:
+    small = Tensor("x", "FP32", (1, 1, 2), [1.0, 2.0])
+    large = Tensor("x", "FP32", (1, 2, 3), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    joined = join([InferResponse([small]), InferResponse([large])]).outputs[0]
+    assert joined.shape == (2, 2, 3)
+    assert joined.data == [1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]

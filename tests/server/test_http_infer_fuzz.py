@@ -1,0 +1,91 @@
+"""Damaged infer bodies: whatever arrives is a request or an error with a text, never a crash."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from grpc_support import recorded_registry
+from test_conformance_http import recorded_bytes
+from test_conformance_infer import CASES
+
+from slipstream.repository.json_config import message_from_json
+from slipstream.repository.problems import Problems
+from slipstream.repository.schema import Reading
+from slipstream.server.errors import InferenceError
+from slipstream.server.infer_request import read_infer_call
+from slipstream.server.shared_memory import SharedMemory
+
+PIECES = [
+    b"{", b"}", b"[", b"]", b",", b":", b'"', b"null", b"-1", b"1e999", b"18446744073709551616", b'"shape"', b" ",
+    b'"data"', b'"parameters"', b'"binary_data_size"', b'"BYTES"', b'"FP16"', b"\xff", b"\x00", b"true", b"7",
+]  # fmt: skip
+
+
+def damaged(body: bytes, chance: random.Random) -> bytes:
+    text = bytearray(body)
+    for _ in range(chance.choice([1, 1, 1, 2, 4])):
+        place = chance.randint(0, len(text))
+        if chance.random() < 0.5:
+            text[place:place] = chance.choice(PIECES)
+        else:
+            del text[place : place + chance.randint(1, 12)]
+    return bytes(text)
+
+
+def run(cases: int, seed: int) -> tuple[int, int]:
+    chance = random.Random(seed)
+    registry, memory = recorded_registry()[0], SharedMemory()
+    recorded = [
+        (recorded_bytes(case["request"]), case["request"]["path"].split("/")[3])
+        for name, case in CASES.items()
+        if name.startswith("infer-") and "unknown-model" not in name
+    ]
+    read, refused = 0, 0
+    for _ in range(cases):
+        original, model = chance.choice(recorded)
+        body = damaged(original, chance)
+        header = chance.choice([None, None, None, 0, chance.randint(0, len(body))])
+        try:
+            read_infer_call(body, header, registry.find(model).model.config, "1", memory)
+            read += 1
+        except InferenceError:
+            refused += 1
+    return read, refused
+
+
+def test_damaged_bodies_are_refused_or_understood() -> None:
+    read, refused = run(3000, 7)
+    assert refused > 1000
+    assert read > 20  # so that the damage is not always fatal, and what comes after parsing is reached too
+
+
+@pytest.mark.slow
+def test_many_damaged_bodies() -> None:
+    read, refused = run(100_000, 8)
+    assert read + refused == 100_000
+
+
+def test_damaged_configurations_are_problems_not_crashes() -> None:
+    chance = random.Random(9)
+    good = json.dumps({
+        "name": "m", "max_batch_size": 4, "input": [{"name": "x", "data_type": "TYPE_INT32", "dims": ["1", -1]}],
+        "parameters": {"a": {"string_value": "b"}}, "version_policy": {"specific": {"versions": [1]}},
+        "model_warmup": [{"name": "w", "inputs": {"x": {"dims": [1], "zero_data": True}}}],
+    }).encode()  # fmt: skip
+    seen = 0
+    for _ in range(20_000):
+        try:
+            document = json.loads(damaged(good, chance))
+        except ValueError:
+            continue
+        if isinstance(document, dict):
+            seen += 1
+            Reading("config", Problems()).message("ModelConfig", message_from_json("ModelConfig", document))
+    assert seen > 200

@@ -1,0 +1,210 @@
+"""Known traffic over a real engine: what the metrics and the statistics say equals what the client counted."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from grpc_stack import ask, request, running, samples, text_inputs, token_inputs, until
+from tiny_engine import build_tiny_engine
+from tritonclient.utils import InferenceServerException
+
+import slipstream
+from slipstream.server.gpu_metrics import Gpus
+from slipstream.server.machine_metrics import Machine
+from slipstream.server.metrics import ServerMetrics
+
+DASHBOARD = Path(slipstream.__file__).parent / "deploy" / "grafana" / "slipstream.json"
+
+
+class Driver:
+    """Two GPUs, as the driver's library tells of them."""
+
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = 2
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+        handle._obj.value = index + 1
+        return 0
+
+    def nvmlDeviceGetUUID(self, handle, uuid, size):
+        uuid.value = f"GPU-{handle.value}".encode()
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle, found):
+        found._obj.gpu = 25 * handle.value
+        return 0
+
+    def nvmlDeviceGetMemoryInfo_v2(self, handle, found):
+        assert found._obj.version == 0x2000028
+        found._obj.total, found._obj.used = 1000, 100 * handle.value
+        return 0
+
+    def nvmlDeviceGetPowerUsage(self, handle, found):
+        found._obj.value = 70_500
+        return 0
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle, found):
+        found._obj.value = 700_000
+        return 0 if handle.value == 1 else 3  # the second one does not know
+
+    energy = 5_000_000
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle, found):
+        self.energy += 1000
+        found._obj.value = self.energy
+        return 0
+
+
+@pytest.fixture(scope="module")
+def engine_folder(tmp_path_factory):
+    return build_tiny_engine(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+async def stack(engine_folder, tmp_path):
+    metrics = ServerMetrics(Machine(Gpus(Driver())))
+    async with running(engine_folder, tmp_path, metrics=metrics) as found:
+        yield found
+
+
+PROMPT = list(range(2, 70))
+
+
+class Traffic:
+    """What the client saw."""
+
+    def __init__(self):
+        self.successes = self.errors = self.refused = self.cancelled = self.tokens = self.prompt_tokens = 0
+        self.responses = 0
+
+    async def run(self, stack):
+        for count, stream in ((5, True), (7, True), (4, False)):
+            await self.generate(stack, count, stream)
+        for result, error in await ask(stack.client, request("tensorrt_llm", token_inputs(PROMPT, 0))):
+            assert result is None
+            self.errors += "request_output_len" in error.message()
+        with pytest.raises(InferenceServerException):
+            await stack.client.infer("nope", token_inputs(PROMPT, 1))
+        self.refused += 1
+        await self.leave(stack)
+
+    async def generate(self, stack, count, stream):
+        answers = await ask(stack.client, request("tensorrt_llm", token_inputs(PROMPT, count, stream)))
+        assert [error for _, error in answers] == [None] * len(answers)
+        ids = [token for result, _ in answers for token in result.as_numpy("output_ids").ravel().tolist()]
+        self.tokens += len(ids)
+        self.prompt_tokens += len(PROMPT)
+        self.successes += 1
+        self.responses += len(answers)
+
+    async def leave(self, stack):
+        async def sending():
+            yield request("tensorrt_llm", token_inputs(PROMPT, 180))
+
+        answers = stack.client.stream_infer(sending())
+        await anext(answers)
+        answers.cancel()
+        self.cancelled += 1
+        self.prompt_tokens += len(PROMPT)
+        await until(lambda: stack.engine.outstanding == 0)
+
+
+async def test_metrics_equal_the_clients_own_counts(stack):
+    traffic = Traffic()
+    await traffic.run(stack)
+    await until(lambda: stack.engine.stats.finished == 4 and stack.engine.stats.running == 0)
+    assert (traffic.successes, traffic.errors, traffic.cancelled) == (3, 1, 1)
+    found = samples(stack.metrics.render())
+    place = 'model="tensorrt_llm",version="1"'
+    failures = {reason: found[f'nv_inference_request_failure{{model="tensorrt_llm",reason="{reason}",version="1"}}']
+                for reason in ("OTHER", "BACKEND", "CANCELED", "REJECTED")}  # fmt: skip
+    assert failures == {"OTHER": 0, "BACKEND": 1, "CANCELED": 1, "REJECTED": 0}
+    assert found[f"nv_inference_request_success{{{place}}}"] == traffic.successes
+    assert found[f"nv_inference_count{{{place}}}"] == traffic.successes
+    assert found[f"nv_inference_exec_count{{{place}}}"] == 5
+    assert found[f"nv_inference_pending_request_count{{{place}}}"] == 0
+    lengths = 'model="tensorrt_llm",response_metric_type="total_{}_tokens",version="1"'
+    assert found[f"nv_llm_output_token_len_sum{{{lengths.format('output')}}}"] == traffic.tokens == 5 + 7 + 4
+    assert found[f"nv_llm_output_token_len_count{{{lengths.format('output')}}}"] == traffic.successes
+    assert found[f"nv_llm_input_token_len_sum{{{lengths.format('input')}}}"] == len(PROMPT) * traffic.successes
+    assert found[f"slipstream_request_seconds_count{{{place}}}"] == traffic.successes
+    assert found[f"slipstream_time_to_first_token_seconds_count{{{place}}}"] == traffic.successes + traffic.cancelled
+    assert found[f"nv_inference_first_response_histogram_ms_count{{{place}}}"] == traffic.successes + traffic.cancelled
+    assert found[f"slipstream_prompt_tokens_total{{{place}}}"] == traffic.prompt_tokens
+    assert found[f"slipstream_requests_finished_total{{{place}}}"] == 4
+    assert found[f"slipstream_requests_cancelled_total{{{place}}}"] == traffic.cancelled
+    assert found[f"slipstream_output_tokens_total{{{place}}}"] >= traffic.tokens + 1
+    assert found[f"slipstream_queue_seconds_count{{{place}}}"] == 4
+
+
+async def test_a_prompt_seen_before_is_counted_as_reused(stack):
+    for _ in range(2):
+        await ask(stack.client, request("tensorrt_llm", token_inputs(PROMPT, 2)))
+    await until(lambda: stack.engine.stats.finished == 2)
+    found = samples(stack.metrics.render())
+    place = 'model="tensorrt_llm",version="1"'
+    blocks = (len(PROMPT) - 1) // stack.engine.info.block_tokens
+    assert found[f"slipstream_kv_blocks_reused_total{{{place}}}"] == blocks > 0
+    cached = blocks * stack.engine.info.block_tokens
+    assert found[f"slipstream_prompt_tokens_cached_total{{{place}}}"] == cached
+    assert found[f"slipstream_kv_cache_hit_rate{{{place}}}"] == pytest.approx(cached / (2 * len(PROMPT)))
+
+
+async def test_an_ensembles_work_is_counted_for_its_parts_too(stack):
+    for prompt in ("3 4 5", "6 7"):
+        answers = await ask(stack.client, request("ensemble", text_inputs(prompt, 3)))
+        assert answers[-1][0].get_response().parameters["triton_final_response"].bool_param
+    statistics = await stack.client.get_inference_statistics(as_json=True)
+    found = {entry["name"]: entry for entry in statistics["model_stats"]}
+    for name in ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing"):
+        assert found[name]["inference_stats"]["success"]["count"] == "2", name
+        assert (found[name]["inference_count"], found[name]["execution_count"]) == ("2", "2")
+    assert found["chat"]["inference_stats"]["success"] == {}
+    only = await stack.client.get_inference_statistics("tensorrt_llm", as_json=True)
+    assert [entry["name"] for entry in only["model_stats"]] == ["tensorrt_llm"]
+    with pytest.raises(InferenceServerException, match="requested model 'nope' is not available"):
+        await stack.client.get_inference_statistics("nope")
+    with pytest.raises(InferenceServerException, match="requested model version is not available for model 'chat'"):
+        await stack.client.get_inference_statistics("chat", "9")
+
+
+def dashboard_names():
+    document = json.loads(DASHBOARD.read_text("utf-8"))
+    expressions = [target["expr"] for panel in document["panels"] for target in panel.get("targets", [])]
+    variables = [json.dumps(variable["query"]) for variable in document["templating"]["list"]]
+    return {name for text in expressions + variables for name in re.findall(r"\b(?:nv|slipstream)_\w+", text)}
+
+
+async def test_every_name_of_the_dashboard_is_there_after_traffic(stack):
+    await Traffic().run(stack)
+    await ask(stack.client, request("ensemble", text_inputs("3 4 5", 3)))
+    known = {name.partition("{")[0] for name in samples(stack.metrics.render())}
+    names = dashboard_names()
+    assert len(names) > 30
+    assert names - known == set()
+
+
+async def test_no_counter_of_ours_is_missing_from_the_dashboard(stack):
+    await Traffic().run(stack)
+    ours = {name.partition("{")[0] for name in samples(stack.metrics.render()) if name.startswith("slipstream_")}
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in dashboard_names()}
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in ours} - shown == set()
+
+
+def test_figures_of_gpus():
+    found = samples("".join(family.render() for family in Gpus(Driver()).families()))
+    assert found['nv_gpu_utilization{gpu_uuid="GPU-2"}'] == 0.5
+    assert found['nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"}'] == 100
+    assert found['nv_gpu_power_usage{gpu_uuid="GPU-1"}'] == 70.5
+    assert 'nv_gpu_power_limit{gpu_uuid="GPU-2"}' not in found
+    assert found['nv_energy_consumption{gpu_uuid="GPU-1"}'] == 2.0  # two readings lie between the first and this
+
+
+def test_without_a_driver_there_are_no_figures_of_gpus():
+    class NoGpus(Driver):
+        def nvmlDeviceGetCount_v2(self, count):
+            return 9
+
+    assert list(Gpus(NoGpus()).families()) == []

@@ -1,0 +1,56 @@
+"""The package's source as syntax trees, for tests of what it may and may not say."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "slipstream"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    path: Path
+    text: str
+
+    @property
+    def name(self) -> str:
+        return self.path.relative_to(ROOT).as_posix()
+
+    @property
+    def package(self) -> list[str]:
+        """The package a relative import starts from: ["slipstream", "engine"] for any file of engine/."""
+        return list(self.path.relative_to(ROOT).parent.parts)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.name)
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """(line, module) of every import, those inside functions as well."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield node.lineno, alias.name
+            elif isinstance(node, ast.ImportFrom):
+                yield from ((node.lineno, name) for name in self._imported_from(node))
+
+    def _imported_from(self, node: ast.ImportFrom) -> list[str]:
+        parent = self.package[: len(self.package) - node.level + 1] if node.level else []
+        module = ".".join([*parent, *([node.module] if node.module else [])])
+        if module == "slipstream":  # `from slipstream import server` names a folder
+            return [f"slipstream.{alias.name}" for alias in node.names]
+        return [module]
+
+
+def source(text: str, name: str = "slipstream/server/example.py") -> SourceFile:
+    """A file that exists nowhere, to try a rule on."""
+    return SourceFile(ROOT / name, text)
+
+
+def source_files() -> list[SourceFile]:
+    return [SourceFile(path, path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))]

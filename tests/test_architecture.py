@@ -1,0 +1,148 @@
+"""The house rules that a reviewer would otherwise have to remember: who may import whom, and how large a file is."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+
+import pytest
+from source_tree import PACKAGE, ROOT, SourceFile, source, source_files
+
+# A folder may import from those in later rows only; folders of one row do not know each other.
+ORDER = (
+    ("cli",),
+    ("deploy", "bench", "llm"),
+    ("client",),  # speaks the server's protocol
+    ("server",),
+    ("repository",),
+    ("weights",),
+    ("engine",),
+    ("model",),
+    ("kernels",),
+    ("version",),
+)
+RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}
+BARE_MACHINE = {"torch", "numpy", "safetensors", "triton"}  # what engine/, model/ and kernels/ may need
+MOST_LINES = 500
+GENERATED = {"slipstream/server/protocol/descriptor.py"}
+
+FILES = source_files()
+
+
+def folder_of(file: SourceFile) -> str:
+    parts = file.path.relative_to(PACKAGE).parts
+    return parts[0].removesuffix(".py")
+
+
+def upward_imports(file: SourceFile) -> list[str]:
+    folder = folder_of(file)
+    found = []
+    for line, module in file.imports():
+        parts = module.split(".")
+        if parts[0] != "slipstream" or len(parts) == 1 or parts[1] == folder or parts[1].startswith("__"):
+            continue
+        if RANK.get(parts[1], -1) <= RANK[folder]:
+            found.append(f"{file.name}:{line} imports {module}")
+    return found
+
+
+def test_every_folder_has_its_place_in_the_order():
+    folders = {folder_of(file) for file in FILES} - {"__init__"}
+    assert folders <= set(RANK), "a new folder: say in ORDER what it may import"
+
+
+def test_folders_import_only_from_those_below_them():
+    files = [file for file in FILES if folder_of(file) != "__init__"]
+    assert [found for file in files for found in upward_imports(file)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("slipstream/engine/example.py", "from slipstream.weights.load import start_engine"),
+        ("slipstream/engine/example.py", "def late():\n    import slipstream.server.http"),
+        ("slipstream/kernels/example.py", "from ..model import spec"),
+        ("slipstream/weights/example.py", "from slipstream import server"),
+        ("slipstream/server/example.py", "from slipstream.client import command"),
+        ("slipstream/server/example.py", "import slipstream.llm"),
+    ],
+)
+def test_an_import_that_goes_up_is_found(name, text):
+    assert len(upward_imports(source(text, name))) == 1
+
+
+def test_an_import_that_goes_down_or_stays_is_not_found():
+    text = "import slipstream\nfrom . import limits\nfrom slipstream.engine.plan import StepPlan\nimport torch"
+    assert upward_imports(source(text, "slipstream/server/example.py")) == []
+
+
+def foreign_imports(file: SourceFile) -> set[str]:
+    roots = {module.partition(".")[0] for _, module in file.imports()}
+    return roots - sys.stdlib_module_names - {"slipstream"}
+
+
+@pytest.mark.parametrize("folder", ["engine", "model", "kernels"])
+def test_the_engine_runs_on_a_bare_machine(folder):
+    files = [file for file in FILES if folder_of(file) == folder]
+    assert files
+    assert {file.name: extra for file in files if (extra := foreign_imports(file) - BARE_MACHINE)} == {}
+
+
+@pytest.mark.parametrize("name", ["scheduler", "blocks"])
+def test_planning_knows_no_torch(name):
+    code = f"import sys, slipstream.engine.{name}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_transformers_is_for_tests_only():
+    assert [file.name for file in FILES if "transformers" in foreign_imports(file)] == []
+
+
+def test_every_package_that_is_imported_is_declared():
+    """A library that is only here because another one needs it may be gone tomorrow."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = project["dependencies"] + [line for name, lines in extras.items() if name != "test" for line in lines]
+    wanted = " ".join(declared).lower().replace("_", "-").split()
+    names = {line.split(";")[0].split("[")[0].split(">")[0].split("<")[0].split("=")[0] for line in wanted}
+    names |= {"starlette", "triton"}  # what fastapi and torch are made of
+    builds = {"slipstream/server/protocol/compile_proto.py"}  # run by those who change the protocol
+    distributions = packages_distributions()
+    missing = {}
+    for file in FILES:
+        for module in foreign_imports(file) if file.name not in builds else ():
+            owners = {owner.lower().replace("_", "-") for owner in distributions.get(module, [module])}
+            if module != "google" and not owners & names:
+                missing.setdefault(module, file.name)
+    assert missing == {}
+
+
+def test_the_server_process_loads_no_torch():
+    modules = [
+        "slipstream.cli.main",
+        "slipstream.cli.start",
+        "slipstream.cli.infer",
+        "slipstream.server.lifecycle",
+        "slipstream.server.services",
+        "slipstream.server.engine_client",
+    ]
+    code = f"import sys, {', '.join(modules)}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "[]\n", "")
+
+
+def test_folders_have_no_code_of_their_own():
+    """An import must not run another file's work by passing through. A docstring is not work."""
+    inner = [file for file in FILES if file.path.name == "__init__.py" and file.path.parent != PACKAGE]
+    assert inner
+    assert [file.name for file in inner if file.tree.body[1:] or file.tree.body != _docstring(file)] == []
+
+
+def _docstring(file: SourceFile) -> list[ast.stmt]:
+    return file.tree.body[:1] if ast.get_docstring(file.tree) is not None else []
+
+
+def test_no_file_is_too_long_to_read():
+    long = {file.name: len(file.text.splitlines()) for file in FILES if file.name not in GENERATED}
+    assert {name: lines for name, lines in long.items() if lines > MOST_LINES} == {}

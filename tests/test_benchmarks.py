@@ -1,0 +1,87 @@
+"""The arithmetic of benchmarks/: medians, ratios and limits on given numbers. Nothing is timed here."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.model.spec import ModelSpec
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def table():
+    return runpy.run_path(str(BENCHMARKS / "table.py"))
+
+
+@pytest.fixture(scope="module")
+def limits():
+    return runpy.run_path(str(BENCHMARKS / "limits.py"))
+
+
+def small_model():
+    return ModelSpec(
+        architecture="LlamaForCausalLM", vocab_size=1000, hidden_size=64, layers=2, heads=4, kv_heads=2, head_size=16,
+        ffn_size=128, max_positions=512, tied_embeddings=True,
+    )  # fmt: skip
+
+
+def test_a_figure_is_the_median_and_contenders_without_samples_have_none(table):
+    assert table["medians"]({"slipstream": [9.0, 1.0, 2.0], "vllm": [], "llama.cpp": [4.0, 6.0]}) == {
+        "slipstream": 2.0, "llama.cpp": 5.0}  # fmt: skip
+
+
+def test_ratios_are_ours_over_the_peers_and_the_limit_is_one(table):
+    rate = table["Row"]("decode", "tok/s", True, {"slipstream": 30.0, "llama.cpp": 20.0}, 120.0)
+    assert (rate.ratio("llama.cpp"), rate.ratio("vllm"), rate.of_limit) == (1.5, None, 0.25)
+    time = table["Row"]("first token", "ms", False, {"slipstream": 40.0, "llama.cpp": 80.0}, 10.0)
+    assert (time.ratio("llama.cpp"), time.of_limit) == (0.5, 0.25)
+    alone = table["Row"]("decode", "tok/s", True, {"llama.cpp": 20.0}, 120.0)
+    assert (alone.ratio("llama.cpp"), alone.of_limit) == (None, None)
+
+
+def test_the_table_shows_figures_ratios_and_share(table):
+    row = table["Row"]("decode", "tok/s", True, {"slipstream": 123.4, "llama.cpp": 61.7}, 246.8)
+    lines = table["render"]([row], ["llama.cpp", "vllm"]).splitlines()
+    cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    assert cells == ["decode, tok/s", "higher", "123", "61.7", "-", "2.00×", "-", "247", "50%"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_the_work_of_a_model_is_counted_from_its_sizes(limits):
+    work = limits["Work"].of(small_model(), 2.0)
+    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128
+    assert (work.weights, work.head) == (2 * layer, 64_000)
+    assert work.model_bytes == 2.0 * (2 * layer + 64_000)
+    assert work.cache_bytes == 2 * 2 * 32 * 2
+    assert work.attention == 4 * 2 * 64
+
+
+def test_one_stream_is_bound_by_reading_and_a_prompt_by_products(limits):
+    work = limits["Work"](weights=900, head=100, weight_bytes=2.0, cache_bytes=10, attention=0)
+    slow_memory = limits["Machine"](bandwidth=1000.0, operations=1e9)
+    assert work.decode_rate(slow_memory, 90, 20) == pytest.approx(1000 / (2000 + 100 * 10))
+    slow_products = limits["Machine"](bandwidth=1e9, operations=1000.0)
+    assert work.prefill_seconds(slow_products, 3, 50) == pytest.approx(2 * 3 * (900 * 50 + 100) / 1000)
+    assert work.decode_seconds(slow_products, 4, 50) == pytest.approx(4 * 2 * 1000 / 1000)
+
+
+def test_a_batch_pays_for_its_prompts_once_and_then_for_each_step(limits):
+    work = limits["Work"](weights=900, head=100, weight_bytes=2.0, cache_bytes=0, attention=0)
+    machine = limits["Machine"](bandwidth=1000.0, operations=1e9)
+    prefill, step = 2.0, 2.0  # both one read of the weights
+    assert work.batch_rate(machine, 8, 16, 11) == pytest.approx(8 * 11 / (prefill + 10 * step), rel=1e-3)
+
+
+@pytest.mark.parametrize(("arguments", "code", "said"), [
+    (["--help"], 0, "--llama-python"),
+    (["--peers", "nobody"], 2, "unknown peers: nobody"),
+])  # fmt: skip
+def test_the_command_explains_itself(arguments, code, said):
+    command = [sys.executable, str(BENCHMARKS / "cpu.py"), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == code
+    assert said in result.stdout + result.stderr

@@ -1,0 +1,116 @@
+"""The documents' commands exist: a renamed option or command turns these red, and so does a link to nowhere."""
+
+import re
+import shlex
+import tomllib
+from typing import Any
+
+import pytest
+import typer
+from source_tree import ROOT, source_files
+
+from slipstream.cli.main import app
+
+GUIDES = ("README.md", "docs/quickstart.md", "docs/operations.md")
+DOCUMENTS = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))]
+START = "pip install -e . && slipstream start"
+TEST = "pip install -e '.[test]' && pytest"
+# each with what it cannot do without
+COMMANDS = {
+    "start": [],
+    "import": ["-m", "smollm2-135m"],
+    "list": [],
+    "remove": ["-m", "all"],
+    "infer": ["-m", "smollm2-135m", "--prompt", "Hello"],
+}
+
+
+def code_lines(text: str) -> list[str]:
+    """The lines of fenced and of indented blocks, continued lines joined, a prompt's `$ ` taken off."""
+    fenced = re.findall(r"^```(?:console|bash|sh)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"^(?: {4}.*\n)+", outside, re.MULTILINE)
+    joined = "\n".join([*fenced, *indented]).replace("\\\n", " ")
+    return [line.strip().removeprefix("$ ") for line in joined.splitlines()]
+
+
+def slipstream_commands(text: str) -> list[list[str]]:
+    commands = []
+    for line in code_lines(text):
+        for part in re.split(r"\s(?:&&|\|)\s", line):
+            if part.startswith("slipstream "):
+                commands.append(shlex.split(part, comments=True)[1:])
+    return commands
+
+
+def parse(arguments: list[str]) -> Any:
+    """The context of a command line, or the complaint about it. Nothing is run."""
+    group = typer.main.get_command(app)
+    context = group.make_context("slipstream", list(arguments))
+    name, command, rest = group.resolve_command(context, list(arguments))
+    return command.make_context(name, rest, parent=context)
+
+
+def found_commands() -> list[tuple[str, list[str]]]:
+    return [(name, found) for name in GUIDES for found in slipstream_commands((ROOT / name).read_text("utf-8"))]
+
+
+@pytest.mark.parametrize(("document", "arguments"), found_commands(), ids=str)
+def test_a_documented_command_is_one_that_exists(document, arguments):
+    parse(arguments)
+
+
+def test_commands_are_found_in_both_guides():
+    assert {name for name, _ in found_commands()} >= {"README.md", "docs/quickstart.md"}
+    assert ["start"] in [arguments for _, arguments in found_commands()]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["begin"], ["start", "--prot", "1"], ["infer", "-m", "x"], ["start", "--http-port", "many"]]
+)
+def test_a_command_that_does_not_exist_is_refused(arguments):
+    with pytest.raises(Exception) as refused:
+        parse(arguments)
+    assert "UsageError" in [kind.__name__ for kind in type(refused.value).__mro__]
+
+
+def test_the_two_commands_stand_in_the_readme_as_they_are():
+    lines = code_lines((ROOT / "README.md").read_text("utf-8"))
+    assert START in lines
+    assert TEST in lines
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document):
+    text = (ROOT / document).read_text("utf-8")
+    folder = (ROOT / document).parent
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
+    local = [target for target in targets if target and not target.startswith(("http://", "https://"))]
+    assert [target for target in local if not (folder / target).exists()] == []
+
+
+def test_every_option_is_documented():
+    """configuration.md promises every option."""
+    text = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    missing = []
+    for name, given in COMMANDS.items():
+        section = re.search(rf"^## slipstream [^\n]*\b{name}\b.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+        assert section, f"no section for {name}"
+        for parameter in parse([name, *given]).command.params:
+            if not any(f"`{option}`" in section[0] for option in parameter.opts):
+                missing.append(f"{name} {parameter.opts[0]}")
+    assert missing == []
+
+
+def test_documented_metrics_exist():
+    text = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    named = set(re.findall(r"`((?:nv|slipstream)_[a-z_]+)(?=[`{])", text))
+    source = "".join(file.text for file in source_files())
+    assert "nv_trt_llm_kv_cache_block_metrics" in named
+    assert {name for name in named if f'"{name}"' not in source} == set()
+
+
+def test_the_licence_is_the_one_that_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0"
+    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
