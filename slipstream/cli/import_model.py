@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from slipstream.cli.list_models import DEFAULT_REPOSITORY, RepositoryOption, fail, log, log_repository
+from slipstream.cli.progress import ProgressLines
 from slipstream.repository.templates import FIXED_NAMES, RepositoryExists, write_repository
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import read_engine_config
@@ -21,7 +20,6 @@ from slipstream.weights.known_models import KNOWN_MODELS
 from slipstream.weights.source import SourceError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_PLAIN_STEPS = 10  # lines that progress takes where there is no terminal
 
 
 class WeightType(StrEnum):
@@ -74,7 +72,7 @@ def bring_in(
         raise RepositoryExists(f"Found existing model at {repository / taken[0]}, skipping repo add; "
                                "remove it first (slipstream remove -m all), or choose another --repo")
     engine = engine_folder_of(name)
-    with ProgressDisplay() as display:
+    with ProgressLines(lambda text: log("INFO", text)) as display:
         build_engine(source, engine, dtype=dtype, weight_only=weight_only, progress=display.update)
     if not display.built:
         log("WARNING", f"Found existing engine(s) at {engine}, skipping build.")
@@ -98,39 +96,3 @@ def _source_and_name(model: str, source: str | None) -> tuple[str, str]:
         raise SourceError(f"{model} is not a known model; known: {', '.join(KNOWN_MODELS)}; "
                           "for any other give --source (hf:org/name, a folder or a GGUF file)")
     return source or model, model
-
-
-class ProgressDisplay:
-    """A bar on a terminal, a line every tenth of the way elsewhere."""
-
-    def __init__(self) -> None:
-        self.built = False
-        self._shown = 0
-        self._bar: Progress | None = None
-        if sys.stdout.isatty():
-            self._bar = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(),
-                                 TransferSpeedColumn(), TimeRemainingColumn())
-
-    def __enter__(self) -> ProgressDisplay:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def update(self, phase: str, done: int, total: int) -> None:
-        if not total:  # a phase that cannot say how far it is
-            log("INFO", phase[:1].upper() + phase[1:])
-            return
-        self.built = True
-        if self._bar is not None:
-            if not self._bar.task_ids:
-                self._bar.add_task(phase, total=total)
-            self._bar.update(self._bar.task_ids[0], completed=done)
-            return
-        step = done * _PLAIN_STEPS // total
-        if step > self._shown:
-            self._shown = step
-            log("INFO", f"Building {phase}: {done * 100 // total}% of {total / 1e6:.0f} MB")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -13,7 +14,9 @@ _PLAIN_STEPS = 10  # lines a phase takes where there is no terminal
 class ProgressLines:
     """Pass `update` to the functions of weights/ that take a progress."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda text: print(f"[INFO] {text}", flush=True)) -> None:
+        self.built = False  # something was really written, not found as it should be
+        self._say = say
         self._phase = ""
         self._started = 0.0
         self._shown = 0
@@ -33,21 +36,22 @@ class ProgressLines:
 
     def update(self, phase: str, done: int, total: int) -> None:
         if not total:  # a phase that cannot say how far it is
-            print(f"[INFO] {phase}", flush=True)
+            self._say(phase[:1].upper() + phase[1:])
             return
+        self.built = True
         if phase != self._phase:
             self._phase, self._started, self._shown = phase, time.monotonic(), 0
             if self._bar is not None:
                 self._bar.add_task(phase, total=total)
             else:
-                print(f"[INFO] {phase}: {_size(total)} to write", flush=True)
+                self._say(f"{phase}: {_size(total)} to write")
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[-1], completed=done)
         elif done * _PLAIN_STEPS // total > self._shown:
             self._shown = done * _PLAIN_STEPS // total
             seconds = (time.monotonic() - self._started) * (total - done) / done
             left = f", {seconds:.0f} s left" if done < total else ""
-            print(f"[INFO] {phase}: {done * 100 // total}%, {_size(done)} of {_size(total)}{left}", flush=True)
+            self._say(f"{phase}: {done * 100 // total}%, {_size(done)} of {_size(total)}{left}")
 
 
 def _size(count: int) -> str:

@@ -9,6 +9,8 @@ import typer
 
 from slipstream.cli.list_models import DEFAULT_REPOSITORY, RepositoryOption, fail, log, log_repository
 
+_HELPERS = {"preprocessing", "postprocessing", "tensorrt_llm", "ensemble"}
+
 
 def remove_model(
     model: Annotated[str, typer.Option("-m", "--model", help="The model's name, or all.")],
@@ -19,6 +21,8 @@ def remove_model(
     # only what is a model, and stands in the repository under its own name: the rest may be somebody's home
     models = sorted(path.parent for path in repo.glob("*/config.pbtxt"))
     folders = models if model == "all" else [folder for folder in models if folder.name == model]
+    if folders and {folder.name for folder in models} - {model} <= _HELPERS:
+        folders = models  # the last model takes along what was imported to serve it
     if not folders and model != "all":
         fail(f"No model folder exists at {repo / model}")
     for folder in folders:

@@ -18,6 +18,11 @@ _BATCH_NOTE = (
     "setting max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
 )
 
+_ONCE_UNSIGNED = frozenset({
+    "INPUT_1", "REQUEST_OUTPUT_LEN", "max_tokens", "request_output_len", "input_lengths", "end_id", "pad_id",
+    "beam_width", "runtime_top_k", "top_k", "min_length", "random_seed", "lora_task_id",
+})  # fmt: skip
+
 
 def read_raw(request: InferRequest, name: str, datatype: str, shape: tuple[int, ...], raw: bytes) -> Tensor:
     """A tensor from its bytes, which must be as many as its shape needs."""
@@ -57,7 +62,7 @@ def check_outputs(names: Iterable[str], config: ModelConfig) -> None:
 
 
 def _check_tensor(request: InferRequest, tensor: Tensor, expected: TensorConfig, config: ModelConfig) -> None:
-    if tensor.datatype != expected.datatype:
+    if tensor.datatype != expected.datatype and not _another_generation(tensor, expected):
         given = tensor.datatype if tensor.datatype in DATATYPES else "<invalid>"
         kinds = f"data-type is '{given}', but model '{config.name}' expects '{expected.datatype}'"
         raise refused(request, f"inference input '{tensor.name}' {kinds}")
@@ -69,6 +74,12 @@ def _check_tensor(request: InferRequest, tensor: Tensor, expected: TensorConfig,
         shapes = f"Expected {_shape(wanted)}, got {_shape(tensor.shape)}."
         text = f"unexpected shape for input '{tensor.name}' for model '{config.name}'. {shapes}"
         raise refused(request, text + (_BATCH_NOTE if config.max_batch_size > 0 else ""))
+
+
+def _another_generation(tensor: Tensor, expected: TensorConfig) -> bool:
+    """Lengths, ids and counts were unsigned in the repositories and clients of 2023 and signed in all later ones."""
+    pair = {tensor.datatype, expected.datatype}
+    return tensor.name in _ONCE_UNSIGNED and pair in ({"INT32", "UINT32"}, {"INT64", "UINT64"})
 
 
 def _shape(dims: Iterable[int]) -> str:

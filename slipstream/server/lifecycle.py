@@ -264,7 +264,8 @@ class _Server:
         if repository.chains:
             body = json.dumps({"text_input": "What is machine learning?", "max_tokens": 64})
             url = f"http://{host}:{port}/v2/models/{_model_to_show(repository)}/generate"
-            lines.insert(0, f"Try it:   curl -s {url} -d '{body}'")
+            key = "-H 'Authorization: Bearer YOUR_KEY' " if self._options.access.guarded else ""
+            lines.insert(0, f"Try it:   curl -s {key}{url} -d '{body}'")
         print("\n".join(lines), flush=True)
 
 
