@@ -52,7 +52,7 @@ def int4(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 
     An element is worth (value - 8) × the scale of its group + the offset of its group.
     """
-    if weight.shape[0] % _INT4_ROWS:
+    if weight.device.type != "cpu" or weight.shape[0] % _INT4_ROWS:
         return lambda x: functional.linear(x, expand_int4(weight, scales, dtype), bias)
     group = weight.shape[1] * 2 // scales.shape[1]
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(weight).int(), 1)

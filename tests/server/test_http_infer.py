@@ -125,6 +125,21 @@ def test_ids_of_different_lengths_are_padded_to_one_shape(start: Start) -> None:
     assert outputs["sequence_length"]["data"] == [3, 1]
 
 
+@pytest.mark.parametrize(("ids", "lengths", "status"), [
+    ("INT32", "INT32", 200), ("INT32", "UINT32", 200), ("UINT32", "INT32", 400), ("INT32", "INT64", 400)])
+def test_lengths_may_be_unsigned_as_the_clients_of_2023_send_them(
+    start: Start, ids: str, lengths: str, status: int
+) -> None:
+    inputs = [
+        {"name": "input_ids", "datatype": ids, "shape": [1, 2], "data": [65, 66]},
+        {"name": "input_lengths", "datatype": lengths, "shape": [1, 1], "data": [2]},
+        {"name": "request_output_len", "datatype": lengths, "shape": [1, 1], "data": [3]},
+    ]
+    answer = post(start().port, "/v2/models/tensorrt_llm/infer", json.dumps({"inputs": inputs}).encode())
+    assert answer.status == status
+    assert ("data-type is" in answer.body.decode()) is (status == 400)
+
+
 def test_all_four_ways_in_give_the_same_text(start: Start) -> None:
     server = start()
     body = json.dumps({"text_input": "abc", "max_tokens": 5}).encode()
