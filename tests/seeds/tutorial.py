@@ -44,8 +44,7 @@ class Tutorial:
         programs = self.folder / "bin"
         programs.mkdir(parents=True)
         for name, arguments in _PROGRAMS.items():
-            note = f'echo $$ >> "{self.folder}/servers"\n' if name == "tritonserver" else ""
-            (programs / name).write_text(f'#!/bin/sh\n{note}exec "{sys.executable}" {arguments} "$@"\n')
+            (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
             (programs / name).chmod(0o755)
 
     def text(self, block: str) -> str:
@@ -90,13 +89,25 @@ class Tutorial:
         return self.run(self.text("ask"), cwd)
 
     def close(self) -> None:
-        """End what this tutorial started, and nothing else."""
-        if self.server is not None and self.server.poll() is None:
-            self.server.terminate()
-            self.server.wait(30)
-        noted = self.folder / "servers"
-        for process in noted.read_text().split() if noted.is_file() else []:
-            subprocess.run(["kill", process], check=False, capture_output=True)
+        """End what this tutorial started, and nothing else: all of it has the tutorial's home, launched or not."""
+        mark = f"HOME={self.folder / 'home'}".encode()
+        for _ in range(300):
+            left = [place for place in Path("/proc").glob("[0-9]*") if mark in _environment_of(place)]
+            if not left:
+                return
+            for place in left:
+                subprocess.run(["kill", place.name], check=False, capture_output=True)
+            if self.server is not None:
+                self.server.poll()  # its entry among the processes goes when it is waited for
+            time.sleep(0.1)
+        raise AssertionError(f"still running: {left}")
+
+
+def _environment_of(process: Path) -> list[bytes]:
+    try:
+        return (process / "environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended meanwhile, or is somebody else's
+        return []
 
 
 def long_port_flags(tutorial: Tutorial, style: str) -> str:
