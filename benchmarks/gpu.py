@@ -1,9 +1,9 @@
 """The engine on a GPU, workload by workload, beside the hardware's limit. Needs torch and Triton only.
 
-    python benchmarks/gpu.py --shape llama3-8b [--only thr] [--quick]
+    python benchmarks/gpu.py --shape llama3-8b [--only thr] [--profile thr]
 
 Random weights, greedy, no reuse, all requests queued, through the offline engine: scheduling, sampling and the
-copy of tokens to the host included. Where vLLM is importable, `--vllm` runs it on the same shape in the same run.
+copy of tokens to the host included. The vLLM column is what vLLM 0.26.0 did on one H200, not part of the run.
 """
 
 from __future__ import annotations
