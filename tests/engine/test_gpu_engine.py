@@ -74,10 +74,9 @@ def test_graphs_overlap_chunks_and_reuse_do_not_show(sampling):
         assert generate(loop, prompts(12), max_tokens=60, **sampling) == expected, f"again, {way}"
 
 
-def test_bfloat16_agrees_on_99_percent_of_tokens():
+def test_bfloat16_agrees_on_95_percent_of_a_random_models_tokens():
     model = tiny("llama")
     answers = generate(gpu_engine(model), prompts(), max_tokens=128)
-    sequences = [prompt + answer for prompt, answer in zip(prompts(), answers, strict=True)]
     loop = gpu_engine(model, dtype="bfloat16", max_rows=64, reuse=False)
     same = total = 0
     for prompt, answer in zip(prompts(), answers, strict=True):
@@ -85,7 +84,6 @@ def test_bfloat16_agrees_on_99_percent_of_tokens():
         given = [prompt + answer[:cut] for cut in cuts]
         for cut, (token,) in zip(cuts, generate(loop, given, max_tokens=1), strict=True):
             same, total = same + (token == answer[cut]), total + 1
-    assert len(sequences) == 6
     assert same / total >= 0.95, f"{same} of {total}"  # random weights: margins are far smaller than a real model's
 
 

@@ -6,10 +6,12 @@ transformers chooses the token that we gave next. By induction its own greedy an
 
 import pytest
 import torch
-from run_engine import all_logits, engine, generate, greedy_choices
+from run_engine import all_logits, engine, generate, greedy_choices, logits_of
 from tiny_models import VOCABULARY, config_of, random_model
 
 from slipstream.weights.build import build_engine
+from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.quantise import dequantise
 
 LENGTH = 320
 ROPE = {"rope_theta": 10000.0}
@@ -82,3 +84,21 @@ def test_logits_are_within_1e_4(pair):
         with torch.inference_mode():
             theirs = model(torch.tensor([sequence])).logits[0]
         assert (ours - theirs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("weight_only", ["int8", "int4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_quantised_engine_computes_with_the_weights_it_stands_for(tmp_path, weight_only, tied):
+    model = random_model(config_of("llama", max_position_embeddings=LENGTH, tie_word_embeddings=tied)).eval()
+    model.save_pretrained(tmp_path / "hf")
+    engine_folder = build_engine(tmp_path / "hf", tmp_path / "engine", dtype="float32", weight_only=weight_only)
+    opened = read_engine_folder(engine_folder)
+    stored = opened.tensors()
+    meant = {name: tensor for name, tensor in stored.items() if not name.endswith(".scales")}
+    for name in [name for name in stored if name.endswith(".scales")]:
+        weight = name.replace(".scales", ".weight")
+        meant[weight] = dequantise(stored[weight], stored[name])
+    ours = all_logits(engine_folder, torch.float32, prompts())
+    for expected, got in zip(logits_of(opened.spec, meant, torch.float32, prompts()), ours, strict=True):
+        assert (got - expected).abs().max() < 1e-4
+    assert not torch.equal(meant["transformer.layers.0.mlp.proj.weight"], model.model.layers[0].mlp.down_proj.weight)

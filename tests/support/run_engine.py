@@ -12,6 +12,7 @@ from slipstream.engine.loop import EngineLoop
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.kernels.attention import plan_attention
+from slipstream.model.spec import ModelSpec
 from slipstream.model.transformer import Step, Transformer
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.load import start_engine
@@ -69,8 +70,14 @@ def engine(folder: Path, dtype: str = "float32", **settings) -> EngineLoop:
 def all_logits(folder: Path, dtype: torch.dtype, sequences: list[list[int]]) -> list[torch.Tensor]:
     """Logits at every position of every sequence: [tokens, vocab] each."""
     opened = read_engine_folder(folder)
+    return logits_of(opened.spec, opened.tensors(), dtype, sequences)
+
+
+def logits_of(
+    spec: ModelSpec, tensors: dict[str, torch.Tensor], dtype: torch.dtype, sequences: list[list[int]]
+) -> list[torch.Tensor]:
     longest = max(map(len, sequences))
-    model = Transformer(opened.spec, opened.tensors(), dtype, torch.device("cpu"), positions=longest)
+    model = Transformer(spec, tensors, dtype, torch.device("cpu"), positions=longest)
     blocks = -(-longest // BLOCK)
     found = []
     for sequence in sequences:
