@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.kernels.attention_rule import AttentionRule
+
 # Rows of very different lengths are not gathered together: the short ones would be padded at a cost.
 _MOST_PADDING = 2.0
 # From this many gathered tokens on, two batched products beat torch's fused attention for single queries. Not so
@@ -33,7 +35,7 @@ class DecodeGroup:
     rows: int
     length: int  # what the rows are padded to
     lengths: Tensor  # [rows]
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # by window
+    masks: dict[AttentionRule, Tensor | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -52,17 +54,17 @@ class AttentionPlan:
     decodes: list[DecodeGroup]
     prefills: list[PrefillRow]
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
         """q: [tokens, heads, head_size]; keys, values: [kv_heads, slots, head_size], the step's own already in
         → [tokens, heads, head_size]"""
         if len(self.decodes) == 1 and not self.prefills:
-            return _attend_decode(q, keys, values, self.decodes[0], self.block_tokens, window)
+            return _attend_decode(q, keys, values, self.decodes[0], self.block_tokens, rule)
         output = q.new_empty(q.shape)
         for group in self.decodes:
-            output[group.tokens] = _attend_decode(q[group.tokens], keys, values, group, self.block_tokens, window)
+            output[group.tokens] = _attend_decode(q[group.tokens], keys, values, group, self.block_tokens, rule)
         for row in self.prefills:
             k, v = (_gather(t, row.where, 1, self.block_tokens)[0, :, : row.length] for t in (keys, values))
-            output[row.tokens] = _attend_prefill(q[row.tokens], k, v, row, window)
+            output[row.tokens] = _attend_prefill(q[row.tokens], k, v, row, rule)
         return output
 
 
@@ -98,45 +100,51 @@ def plan_attention(
 
 
 def _attend_decode(
-    q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, block_tokens: int, window: int | None
+    q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, block_tokens: int, rule: AttentionRule
 ) -> Tensor:
     """q: [rows, heads, head_size] → the same shape."""
     rows, heads, size = q.shape
     k, v = (_gather(t, group.where, rows, block_tokens) for t in (keys, values))  # [rows, kv_heads, length, size]
-    if window not in group.masks:
-        group.masks[window] = _decode_mask(group, window, q.dtype)
-    mask = group.masks[window]
+    if rule not in group.masks:
+        group.masks[rule] = _decode_mask(group, rule, q.dtype)
+    mask = group.masks[rule]
     # The queries that share a key head stand as several queries of one head: keys are read once for all.
     grouped = q.reshape(rows, len(keys), heads // len(keys), size)
-    if rows * group.length < _PRODUCTS_FROM_TOKENS or isinstance(group.where, slice):
-        out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
+    few = rows * group.length < _PRODUCTS_FROM_TOKENS or isinstance(group.where, slice)
+    if few and not rule.softcap:
+        out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=rule.scale)
     else:
-        scores = torch.matmul(grouped * size**-0.5, k.transpose(2, 3))
+        scores = _squeeze(torch.matmul(grouped * rule.scale, k.transpose(2, 3)), rule)
         weights = torch.softmax(scores if mask is None else scores.add_(mask), dim=-1)
         out = torch.matmul(weights, v)
     return out.reshape(rows, heads, size)
 
 
-def _attend_prefill(q: Tensor, k: Tensor, v: Tensor, row: PrefillRow, window: int | None) -> Tensor:
+def _attend_prefill(q: Tensor, k: Tensor, v: Tensor, row: PrefillRow, rule: AttentionRule) -> Tensor:
     """q: [new tokens, heads, head_size]; k, v: [kv_heads, length, head_size] → as q.
 
     Queries are taken in tiles: a tile leaves out the keys after it, and its scores stay in the cache.
     """
     count, heads, size = q.shape
     group = heads // len(k)
-    by_key_head = (q * size**-0.5).reshape(count, len(k), group, size).transpose(0, 1)
+    by_key_head = (q * rule.scale).reshape(count, len(k), group, size).transpose(0, 1)
     output = q.new_empty(q.shape)
     for begin in range(0, count, _TILE_TOKENS):
         end = min(begin + _TILE_TOKENS, count)
         first, last = row.start + begin, row.start + end  # positions of the tile's queries
-        oldest = 0 if window is None else max(0, first - window + 1)
+        oldest = 0 if rule.window is None or rule.sinks else max(0, first - rule.window + 1)
         queries = by_key_head[:, begin:end].reshape(len(k), -1, size)
-        scores = torch.bmm(queries, k[:, oldest:last].transpose(1, 2)).view(len(k), end - begin, group, -1)
-        scores += _tile_mask(first, last, oldest, window, q.dtype, q.device)[:, None, :]
+        scores = _squeeze(torch.bmm(queries, k[:, oldest:last].transpose(1, 2)), rule)
+        scores = scores.view(len(k), end - begin, group, -1)
+        scores += _tile_mask(first, last, oldest, rule, q.dtype, q.device)[:, None, :]
         weights = torch.softmax(scores, dim=-1).view(len(k), -1, last - oldest)
         tile = torch.bmm(weights, v[:, oldest:last]).view(len(k), end - begin, heads // len(k), size)
         output[begin:end] = tile.transpose(0, 1).reshape(end - begin, heads, size)
     return output
+
+
+def _squeeze(scores: Tensor, rule: AttentionRule) -> Tensor:
+    return scores if not rule.softcap else torch.tanh(scores / rule.softcap).mul_(rule.softcap)
 
 
 def _gather(cache: Tensor, where: Tensor | slice, rows: int, block_tokens: int) -> Tensor:
@@ -178,25 +186,25 @@ def _where(
     return torch.from_numpy(by_head.reshape(-1)), tables.shape[1] * block_tokens
 
 
-def _decode_mask(group: DecodeGroup, window: int | None, dtype: torch.dtype) -> Tensor | None:
+def _decode_mask(group: DecodeGroup, rule: AttentionRule, dtype: torch.dtype) -> Tensor | None:
     """[rows, 1, 1, length]: 0 where a row may look, -inf elsewhere; None when it may look everywhere."""
     lengths = group.lengths[:, None]
-    if bool((lengths == group.length).all()) and (window is None or window >= group.length):
+    if bool((lengths == group.length).all()) and (rule.window is None or rule.window >= group.length):
         return None
     position = torch.arange(group.length)[None, :]
     seen = position < lengths
-    if window is not None:
-        seen &= position >= lengths - window
+    if rule.window is not None:
+        seen &= (position >= lengths - rule.window) | (position < rule.sinks)
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None, None, :]
 
 
 def _tile_mask(
-    first: int, last: int, oldest: int, window: int | None, dtype: torch.dtype, device: torch.device
+    first: int, last: int, oldest: int, rule: AttentionRule, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """[last - first, last - oldest]: 0 where a query may look, -inf elsewhere."""
     query = torch.arange(first, last, device=device)[:, None]
     position = torch.arange(oldest, last, device=device)[None, :]
     hidden = position > query
-    if window is not None:
-        hidden |= position <= query - window
+    if rule.window is not None:
+        hidden |= (position <= query - rule.window) & (position >= rule.sinks)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import activation, normalisation, rotary
+from slipstream.kernels.attention_rule import AttentionRule
 
 
 class Attention(Protocol):
     """A step's attention, planned once and used by every layer."""
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor: ...
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from slipstream.kernels import linear
 from slipstream.kernels.activation import ACTIVATIONS, gated
 from slipstream.kernels.attention import cache_shape
+from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.normalisation import Norm
 from slipstream.kernels.operations import Attention, Operations, operations_on
 from slipstream.model.linear import Tensors
@@ -112,7 +113,7 @@ def sharpen(logits: Tensor, x: Tensor, rows: Tensor) -> Tensor:
 class Layer:
     def __init__(self, spec: ModelSpec, index: int, source: Tensors, operations: Operations) -> None:
         self.spec, self.operations = spec, operations
-        self.window = spec.window_of_layer(index)
+        self.rule = AttentionRule(spec.head_size**-0.5, spec.window_of_layer(index))
         name = f"transformer.layers.{index}"
         self.input_norm = _norm(spec, source, f"{name}.input_layernorm")
         self.qkv = source.product(f"{name}.attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias)
@@ -135,7 +136,7 @@ class Layer:
         q = self.operations.rotate_write(
             heads, step.positions, step.slots, turn, self.q_norm, self.k_norm, spec.norm_epsilon, keys, values
         )
-        return self.dense(step.attention.attend(q, keys, values, self.window).view(-1, spec.q_size))
+        return self.dense(step.attention.attend(q, keys, values, self.rule).view(-1, spec.q_size))
 
     def mlp(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] → [tokens, hidden]"""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.kernels import attention
 from slipstream.kernels.attention import cache_shape, plan_attention
+from slipstream.kernels.attention_rule import AttentionRule
 
 BLOCK = 4
 
@@ -19,16 +20,18 @@ def write(keys, values, k, v, slots):
     keys[:, slots], values[:, slots] = k.transpose(0, 1), v.transpose(0, 1)
 
 
-def reference(q, k, v, start, window):
+def reference(q, k, v, start, rule):
     """q: [n, heads, d]; k, v: [length, kv_heads, d], in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    scores = torch.einsum("nhd,lhd->hnl", q, k) / math.sqrt(q.shape[-1])
+    scores = torch.einsum("nhd,lhd->hnl", q, k) * rule.scale
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
     query = torch.arange(start, start + len(q))[:, None]
     position = torch.arange(len(k))[None, :]
     seen = position <= query
-    if window is not None:
-        seen &= position > query - window
+    if rule.window is not None:
+        seen &= (position > query - rule.window) | (position < rule.sinks)
     return torch.einsum("hnl,lhd->nhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
 
 
@@ -38,14 +41,16 @@ rows = st.lists(st.tuples(st.integers(0, 40), counts), min_size=1, max_size=6)
 
 
 @settings(max_examples=120, deadline=None)
-@given(rows, st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.sampled_from([None, 1, 5, 8, 100]), st.booleans(),
-       st.sampled_from([1, 10**9]), st.integers(0, 1000))
-def test_equals_the_formula(mix, heads, window, scattered, products_from, seed):
+@given(rows, st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.sampled_from([None, 1, 5, 8, 100]),
+       st.sampled_from([0, 0, 3]), st.sampled_from([0.0, 0.0, 2.5]), st.booleans(), st.sampled_from([1, 10**9]),
+       st.integers(0, 1000))
+def test_equals_the_formula(mix, heads, window, sinks, softcap, scattered, products_from, seed):
+    rule = AttentionRule(0.3, window, sinks, softcap)
     with mock.patch.object(attention, "_PRODUCTS_FROM_TOKENS", products_from):
-        check_against_formula(mix, heads, window, scattered, seed)
+        check_against_formula(mix, heads, rule, scattered, seed)
 
 
-def check_against_formula(mix, heads, window, scattered, seed):
+def check_against_formula(mix, heads, rule, scattered, seed):
     generator = torch.Generator().manual_seed(seed)
     q_heads, kv_heads = heads
     lengths = [start + count for start, count in mix]
@@ -65,12 +70,12 @@ def check_against_formula(mix, heads, window, scattered, seed):
     k, v = (torch.randn(len(flat), kv_heads, 8, generator=generator) for _ in range(2))
     write(keys, values, k, v, slots)
     plan = plan_attention(tables, np.array([s for s, _ in mix]), np.array([c for _, c in mix]), BLOCK, cache)
-    out = plan.attend(q, keys, values, window)
+    out = plan.attend(q, keys, values, rule)
     offset = 0
     for row, (start, count) in enumerate(mix):
         where = torch.tensor([int(tables[row, p // BLOCK]) * BLOCK + p % BLOCK for p in range(start + count)])
         expected = reference(q[offset : offset + count].double(), keys[:, where].double().transpose(0, 1),
-                             values[:, where].double().transpose(0, 1), start, window)
+                             values[:, where].double().transpose(0, 1), start, rule)
         assert torch.allclose(out[offset : offset + count].double(), expected, atol=1e-5)
         offset += count
 
@@ -87,8 +92,8 @@ def test_padding_reads_the_null_block_and_changes_nothing(dtype):
     slots = torch.tensor([1 * BLOCK + 10, 4 * BLOCK + 5])  # row 0 at position 10, row 1 at position 5
     write(keys, values, k, v, slots)
     plan = plan_attention(tables, np.array([10, 5]), np.array([1, 1]), BLOCK, cache)
-    together = plan.attend(q, keys, values, None)
+    together = plan.attend(q, keys, values, AttentionRule(0.3))
     for row, position in enumerate((10, 5)):
         one = plan_attention(tables[row : row + 1], np.array([position]), np.array([1]), BLOCK, cache)
-        alone = one.attend(q[row : row + 1], keys, values, None)
+        alone = one.attend(q[row : row + 1], keys, values, AttentionRule(0.3))
         assert torch.allclose(alone[0].float(), together[row].float(), atol=1e-5 if dtype == torch.float32 else 2e-2)

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="the kernels need Triton, which a CPU insta
 
 from slipstream.kernels import activation, normalisation, rotary  # noqa: E402
 from slipstream.kernels.attention import cache_shape, plan_attention  # noqa: E402
+from slipstream.kernels.attention_rule import AttentionRule  # noqa: E402
 from slipstream.kernels.gpu import activation as gpu_activation  # noqa: E402
 from slipstream.kernels.gpu import linear as gpu_linear  # noqa: E402
 from slipstream.kernels.gpu import normalisation as gpu_normalisation  # noqa: E402
@@ -134,8 +135,8 @@ if GPU:
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (2, 2, 20)] if not GPU else [
     (4, 2, 64), (32, 8, 128), (8, 8, 80), (6, 2, 96), (4, 1, 256), (2, 2, 20)])
-@pytest.mark.parametrize("window", [None, 24])
-def test_attention(dtype, mix, heads, kv_heads, size, window):
+@pytest.mark.parametrize("rule", [AttentionRule(0.2), AttentionRule(0.2, 24), AttentionRule(0.3, 24, 5, 2.0)])
+def test_attention(dtype, mix, heads, kv_heads, size, rule):
     torch.manual_seed(0)
     block = 32
     positions = np.array([p for p, _ in MIXES[mix]])
@@ -151,9 +152,9 @@ def test_attention(dtype, mix, heads, kv_heads, size, window):
     order, plan = gpu_plan(tables, positions, counts, block, programs_of(DEVICE), kv_heads)
     wide = torch.randn(int(counts.sum()), heads + 2, size).to(dtype)  # queries lie strided in the product's output
     q = wide[:, :heads]
-    got = plan.attend(wide.to(DEVICE)[:, :heads], *cache[0].to(DEVICE), window)
+    got = plan.attend(wide.to(DEVICE)[:, :heads], *cache[0].to(DEVICE), rule)
     twin = plan_attention(tables[order], positions[order], counts[order], block, cache.float())
-    expected = twin.attend(q.float(), *cache[0].float(), window)
+    expected = twin.attend(q.float(), *cache[0].float(), rule)
     assert got.isfinite().all()
     assert close(got, expected)
 

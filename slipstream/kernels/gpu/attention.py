@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu.decode_attention import DecodePlan, attend_decode
 from slipstream.kernels.gpu.prefill_attention import PrefillPlan, attend_prefill
 
@@ -22,13 +23,13 @@ class GpuAttention:
     decode: DecodePlan | None
     prefill: PrefillPlan | None
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
         """q: [tokens, heads, head_size] → the same shape, contiguous."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self.decode is not None:
             first = slice(0, self.decodes)
-            attend_decode(q[first], keys, values, self.tables, self.decode, self.block_tokens, self.programs, window,
+            attend_decode(q[first], keys, values, self.tables, self.decode, self.block_tokens, self.programs, rule,
                           out[first])
         if self.prefill is not None:
-            attend_prefill(q, keys, values, self.tables, self.prefill, self.block_tokens, window, out)
+            attend_prefill(q, keys, values, self.tables, self.prefill, self.block_tokens, rule, out)
         return out

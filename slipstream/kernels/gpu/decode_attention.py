@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.attention_rule import AttentionRule
+
 _TILE = 64  # cached tokens a program looks at at once
 _WARPS, _STAGES = 2, 3
 _GROUP = 16  # the least number of query rows the matrix units take
@@ -52,11 +54,18 @@ def cut_chunks(lengths: np.ndarray, kv_heads: int, programs: int) -> tuple[np.nd
 
 
 @triton.jit
+def squeeze(x):
+    """tanh, from the one power the hardware has."""
+    return 1.0 - 2.0 / (tl.exp2(x * 2.885390081777927) + 1.0)
+
+
+@triton.jit
 def _decode(
     q, keys, values, tables, rows, lengths, first_chunk, chunk_row, chunk_start, sizes, out, partial, statistics,
-    scale, q_stride, cache_slots, table_stride, window,
+    scale, softcap, q_stride, cache_slots, table_stride, window, sinks,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     chunks = tl.load(sizes)
     chunk_tokens = tl.load(sizes + 1)
@@ -79,10 +88,12 @@ def _decode(
         best = tl.full([QUERIES], float("-inf"), tl.float32)
         mass = tl.zeros([QUERIES], tl.float32)
         total = tl.zeros([QUERIES, PADDED], tl.float32)
-        begin = tl.maximum(start, oldest // TILE * TILE)
+        begin = start
+        if not SINKS:
+            begin = tl.maximum(start, oldest // TILE * TILE)
         for tile in tl.range(begin, end, TILE):
             token = tile + tl.arange(0, TILE)
-            seen = (token < end) & (token >= oldest)
+            seen = (token < end) & ((token >= oldest) | (token < sinks))
             block = tl.load(table + token // BLOCK_TOKENS, seen, other=0).to(tl.int64)
             slot = head * cache_slots + block * BLOCK_TOKENS + token % BLOCK_TOKENS
             where = slot[:, None] * SIZE + column[None, :]
@@ -90,10 +101,13 @@ def _decode(
             k = tl.load(keys + where, loaded, other=0.0)
             v = tl.load(values + where, loaded, other=0.0)
             scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
+            if SOFTCAP:
+                scores = softcap * squeeze(scores / softcap)
             scores = tl.where(seen[None, :], scores, float("-inf"))
             top = tl.maximum(best, tl.max(scores, 1))
-            weights = tl.where(seen[None, :], tl.exp2(scores - top[:, None]), 0.0)
-            shrink = tl.exp2(best - top)
+            safe = tl.where(top == float("-inf"), 0.0, top)  # nothing of the chunk may be in sight yet
+            weights = tl.exp2(scores - safe[:, None])
+            shrink = tl.exp2(best - safe)
             mass = mass * shrink + tl.sum(weights, 1)
             total = total * shrink[:, None] + tl.dot(weights.to(kind), v, input_precision=PRECISION)
             best = top
@@ -145,7 +159,7 @@ def attend_decode(
     plan: DecodePlan,
     block_tokens: int,
     programs: int,
-    window: int | None,
+    rule: AttentionRule,
     out: Tensor,  # [rows, heads, head_size], contiguous
 ) -> None:
     rows, heads, size = q.shape
@@ -159,8 +173,9 @@ def attend_decode(
     shape = {"GROUP": group, "KV_HEADS": kv_heads, "SIZE": size, "PADDED": padded, "QUERIES": queries}
     _decode[(min(programs, items),)](
         q, keys, values, tables, plan.rows, plan.lengths, plan.first_chunk, plan.chunk_row, plan.chunk_start,
-        plan.sizes, out, partial, statistics, size**-0.5 * _LOG2_E, q.stride(0), keys.shape[1], tables.stride(0),
-        window if window is not None else 2**30, BLOCK_TOKENS=block_tokens, TILE=_TILE,
+        plan.sizes, out, partial, statistics, rule.scale * _LOG2_E, rule.softcap * _LOG2_E, q.stride(0), keys.shape[1],
+        tables.stride(0), rule.window if rule.window is not None else 2**30, rule.sinks,
+        SOFTCAP=rule.softcap > 0, SINKS=rule.sinks > 0, BLOCK_TOKENS=block_tokens, TILE=_TILE,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=_WARPS, num_stages=_STAGES, **shape,
     )  # fmt: skip
     _merge[(rows, kv_heads, group)](plan.first_chunk, partial, statistics, out, num_warps=1, **shape)

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.gpu.decode_attention import squeeze
+
 QUERY_TILE = 128
 _KEY_TILE = 64
 _LOG2_E = 1.4426950408889634
@@ -45,10 +48,11 @@ def cut_tiles(
 
 @triton.jit
 def _prefill(
-    q, keys, values, tables, tile_token, tile_position, tile_queries, tile_row, out, scale, q_stride, out_stride,
-    cache_slots, table_stride, window,
+    q, keys, values, tables, tile_token, tile_position, tile_queries, tile_row, out, scale, softcap,
+    q_stride, out_stride, cache_slots, table_stride, window, sinks,
     GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     head = tl.program_id(0)
@@ -67,7 +71,9 @@ def _prefill(
     mass = tl.zeros([QUERIES], tl.float32)
     total = tl.zeros([QUERIES, PADDED], tl.float32)
     end = position + count
-    begin = tl.maximum(position - window + 1, 0) // KEYS * KEYS
+    begin = 0
+    if not SINKS:
+        begin = tl.maximum(position - window + 1, 0) // KEYS * KEYS
     for first in tl.range(begin, end, KEYS):
         key = first + tl.arange(0, KEYS)
         real = key < end
@@ -77,7 +83,12 @@ def _prefill(
         loaded = real[:, None] & (column[None, :] < SIZE)
         k = tl.load(keys + where, loaded, other=0.0)
         scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
-        seen = (key[None, :] <= asking[:, None]) & (key[None, :] > asking[:, None] - window)
+        if SOFTCAP:
+            scores = softcap * squeeze(scores / softcap)
+        near = key[None, :] > asking[:, None] - window
+        if SINKS:
+            near = near | (key[None, :] < sinks)
+        seen = (key[None, :] <= asking[:, None]) & near
         scores = tl.where(seen, scores, float("-inf"))
         top = tl.maximum(best, tl.max(scores, 1))
         safe = tl.where(top == float("-inf"), 0.0, top)  # a query may see nothing of this tile yet
@@ -98,15 +109,16 @@ def attend_prefill(
     tables: Tensor,  # int32 [rows of the engine, blocks]
     plan: PrefillPlan,
     block_tokens: int,
-    window: int | None,
+    rule: AttentionRule,
     out: Tensor,  # [tokens, heads, head_size], contiguous
 ) -> None:
     _, heads, size = q.shape
     small = q.dtype == torch.float32 or size > 128  # what fits shared memory
     _prefill[(heads, plan.tile_token.shape[0])](
         q, keys, values, tables, plan.tile_token, plan.tile_position, plan.tile_queries, plan.tile_row, out,
-        size**-0.5 * _LOG2_E, q.stride(0), out.stride(0), keys.shape[1], tables.stride(0),
-        window if window is not None else 2**30, GROUP=heads // keys.shape[0], SIZE=size,
+        rule.scale * _LOG2_E, rule.softcap * _LOG2_E, q.stride(0), out.stride(0), keys.shape[1], tables.stride(0),
+        rule.window if rule.window is not None else 2**30, rule.sinks,
+        SOFTCAP=rule.softcap > 0, SINKS=rule.sinks > 0, GROUP=heads // keys.shape[0], SIZE=size,
         PADDED=triton.next_power_of_2(size), BLOCK_TOKENS=block_tokens, QUERIES=QUERY_TILE,
         KEYS=32 if small else _KEY_TILE, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=8 if small else 4, num_stages=2 if small else 3,
