@@ -41,7 +41,34 @@ class Tensors:
             return linear.int8(weight, scales, offset, self.dtype)
         if weight.dtype == torch.uint8 and tuple(weight.shape) == (outputs, inputs // 2):
             return linear.int4(weight, scales, offset, self.dtype)
+        if weight.dtype == torch.float8_e4m3fn and tuple(weight.shape) == (outputs, inputs):
+            return linear.fp8(weight, scales, offset, self.dtype)
         raise ValueError(f"{name}.weight: {weight.dtype} {tuple(weight.shape)} is no form of [{outputs}, {inputs}]")
+
+    def products(self, name: str, count: int, outputs: int, inputs: int) -> list[linear.Product]:
+        """The products with the `count` weights whose rows `name`.weight joins."""
+        for kind in ("weight", "scales"):
+            joined = self._left.get(f"{name}.{kind}")
+            if joined is not None and joined.shape[0] == count * outputs:
+                del self._left[f"{name}.{kind}"]
+                self._left.update({f"{name}.{i}.{kind}": part for i, part in enumerate(joined.chunk(count))})
+        return [self.product(f"{name}.{i}", outputs, inputs, False) for i in range(count)]
+
+    def stacked(self, name: str, count: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor | None]:
+        """The same weights as one [count, outputs, inputs], with the scales [count, outputs] of eight-bit ones."""
+        scales = self._left.pop(f"{name}.scales", None)
+        if scales is None:
+            return self.take(f"{name}.weight", (count * outputs, inputs)).reshape(-1, outputs, inputs), None
+        stored = self._take(f"{name}.weight")
+        if stored is None or stored.dtype not in (torch.int8, torch.float8_e4m3fn):
+            raise ValueError(f"{name}: experts of four bits run on a CPU only; build the engine with eight, or without")
+        return stored.to(self.device).view(count, outputs, inputs), scales.to(self.device).view(count, outputs)
+
+    def takes_eight_bits(self, name: str) -> bool:
+        """Whether the product of this name multiplies eight-bit activations: who makes them may quantise them."""
+        weight = self._left.get(f"{name}.weight")
+        eight = weight is not None and weight.dtype == torch.float8_e4m3fn
+        return eight and self.device.type == "cuda" and self.dtype == torch.bfloat16
 
     def peek(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """A dense weight that a product will take too; None when it is quantised or missing."""
@@ -49,6 +76,10 @@ class Tensors:
         if tensor is None or tuple(tensor.shape) != shape or not tensor.is_floating_point():
             return None
         return self._own(tensor)
+
+    def discard(self, name: str) -> None:
+        """This tensor has been used by another name, or was only looked at."""
+        self._left.pop(name, None)
 
     def has(self, name: str) -> bool:
         return name in self._left

@@ -1,9 +1,10 @@
 """Rotary frequencies of every scaling kind, as one table over all positions.
 
-A table holds, for each position, cos and sin of position × frequency for every pair of a head. Scalings
-that depend on the length of the sequence (dynamic, longrope) are resolved per position: the token at
-position p is turned as in a sequence of p + 1 tokens. So a token's key never depends on how its prompt was
-cut into steps.
+A table holds, for each position, cos and sin of position × frequency for every pair of a head. A token's key
+never depends on how its prompt was cut into steps, nor on what else its sequence holds: dynamic scaling, which
+depends on the length of the sequence, is resolved per position (the token at position p is turned as in a sequence
+of p + 1 tokens), and longrope, whose two lists of factors cannot be mixed in one sequence, by the longest sequence
+that is served.
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from slipstream.model.spec import ModelSpec, RopeScaling
 
 
 def rotary_size(spec: ModelSpec) -> int:
-    return int(spec.head_size * spec.rotary_fraction)
+    return int(spec.head_size * spec.rotary_fraction + 1e-6)  # a share such as 3 / 49 is not exact
 
 
-def rotary_table(spec: ModelSpec, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine, each [positions, rotary_size] in float32 (see kernels.rotary.rotate)."""
+def rotary_table(spec: ModelSpec, positions: int, theta: float | None = None) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine, each [positions, rotary_size] in float32 (see kernels.rotary.rotate).
+
+    `theta`: the base of layers that have their own and no scaling; None: the model's.
+    """
     size = rotary_size(spec)
     position = torch.arange(positions, dtype=torch.float32)
-    frequencies, scale = _frequencies(spec, size, position)  # [positions or 1, size / 2]
+    if theta is not None:
+        frequencies, scale = _plain_frequencies(theta, size)[None, :], 1.0
+    else:
+        frequencies, scale = _frequencies(spec, size, position)  # [positions or 1, size / 2]
     angles = position[:, None] * frequencies
     cosine, sine = angles.cos() * scale, angles.sin() * scale
     return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
@@ -46,7 +53,8 @@ def _frequencies(spec: ModelSpec, size: int, position: Tensor) -> tuple[Tensor, 
     if scaling.kind == "yarn":
         return _yarn(plain, scaling, spec.rope_theta, size, original), _yarn_scale(scaling)
     if scaling.kind == "longrope":
-        return _longrope(plain, scaling, original, position), _longrope_scale(scaling, spec, original)
+        factors = scaling.short_factors if len(position) <= original else scaling.long_factors
+        return plain / torch.tensor(factors, dtype=torch.float32), _longrope_scale(scaling, spec, original)
     raise ValueError(f"unknown rope scaling {scaling.kind!r}")
 
 
@@ -101,12 +109,6 @@ def _yarn_scale(scaling: RopeScaling) -> float:
     if scaling.mscale and scaling.mscale_all_dim:
         return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
     return mscale(1.0)
-
-
-def _longrope(plain: Tensor, scaling: RopeScaling, original: int, position: Tensor) -> Tensor:
-    short = plain / torch.tensor(scaling.short_factors, dtype=torch.float32)
-    long = plain / torch.tensor(scaling.long_factors, dtype=torch.float32)
-    return torch.where((position < original)[:, None], short, long)
 
 
 def _longrope_scale(scaling: RopeScaling, spec: ModelSpec, original: int) -> float:

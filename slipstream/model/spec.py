@@ -13,11 +13,19 @@ Tensor names, in a checkpoint and in an engine (weights are [out_features, in_fe
     transformer.layers.N.attention.q_layernorm.weight [head_size]              qk-norm only, k_ likewise
     transformer.layers.N.attention.dense.weight       [hidden, heads * head_size]                (+ .bias)
     transformer.layers.N.post_layernorm.weight        [hidden]                 (+ .bias with layer norm)
+    transformer.layers.N.pre_feedforward_layernorm    output norms only: then post_layernorm normalises what
+    transformer.layers.N.post_feedforward_layernorm     attention adds, and these stand around the feed-forward part
     transformer.layers.N.mlp.fc.weight                [ffn, hidden]  the activated half          (+ .bias)
     transformer.layers.N.mlp.gate.weight              [ffn, hidden]  the multiplied half, gated mlp only
     transformer.layers.N.mlp.proj.weight              [hidden, ffn]                              (+ .bias)
+    transformer.layers.N.mlp.router.weight            [experts, hidden]        in place of fc, gate and proj where
+    transformer.layers.N.mlp.experts.gate_up.weight   [experts * 2 * expert_ffn, hidden]   there are experts: an
+    transformer.layers.N.mlp.experts.proj.weight      [experts * hidden, expert_ffn]       expert's rows together
+    transformer.layers.N.mlp.shared.gate_up.weight    [2 * shared_ffn, hidden] the expert of all tokens, if there is one
+    transformer.layers.N.mlp.shared.proj.weight       [hidden, shared_ffn]
+    transformer.layers.N.mlp.shared_share.weight      [1, hidden]
     transformer.ln_f.weight                           [hidden]                 (+ .bias with layer norm)
-    lm_head.weight                                    [vocab, hidden]          absent when tied
+    lm_head.weight                                    [vocab, hidden]          absent when tied  (+ .bias)
 
 An engine holds `mlp.gate_up.weight` [2 * ffn, hidden] (rows of fc, then rows of gate) in place of the two.
 """
@@ -26,6 +34,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+# Several times what any model has: larger counts are those of a damaged config.
+_MOST_EXPERTS = 4096
+MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,24 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A feed-forward part of many, of which a router chooses a few for each token."""
+
+    count: int
+    per_token: int
+    ffn_size: int
+    normalised: bool = True  # the chosen ones' shares are made to sum to 1
+    shared_ffn_size: int = 0  # of an expert that every token takes, by a share of its own; 0: there is none
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "count", "per_token", "ffn_size")
+        if self.shared_ffn_size:
+            _check_sizes(self, "shared_ffn_size")
+        if not 0 < self.per_token <= self.count <= _MOST_EXPERTS:
+            raise ValueError(f"{self.per_token} experts a token, of {self.count}; the most are {_MOST_EXPERTS}")
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     architecture: str  # the Hugging Face class name, such as "LlamaForCausalLM"
     vocab_size: int
@@ -62,23 +92,40 @@ class ModelSpec:
     gated_mlp: bool = True
     norm: Literal["rms", "layer"] = "rms"
     norm_epsilon: float = 1e-6
+    norm_offset: float = 0.0  # added to the stored weights of RMS norms
+    output_norms: bool = False  # what attention and the feed-forward part add is normalised first
+    parallel_residual: bool = False  # the feed-forward part is given what attention is given, not its result
+    shared_norm: bool = False  # with a parallel residual: one norm before both, no post_layernorm
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_size)
+    attention_softcap: float = 0.0  # 0: none
+    final_softcap: float = 0.0  # of logits
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    sliding_rope_theta: float | None = None  # of layers that slide, unscaled; None: as the others
     rotary_fraction: float = 1.0  # the leading share of a head that is rotated
     qkv_bias: bool = False
     dense_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     qk_norm: bool = False
     tied_embeddings: bool = False
     sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
     sliding_layers: tuple[bool, ...] | None = None  # which layers slide; None: all, when there is a window
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
+        _check_sizes(self, "vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_size", "ffn_size",
+                     "max_positions")
+        if not 0 < self.rotary_fraction <= 1:
+            raise ValueError(f"rotary_fraction is {self.rotary_fraction}, and must be above 0 and at most 1")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.sliding_layers is not None and len(self.sliding_layers) != self.layers:
             raise ValueError(f"sliding_layers names {len(self.sliding_layers)} layers, the model has {self.layers}")
+        if self.output_norms if self.parallel_residual else self.shared_norm:
+            raise ValueError("output_norms go with a sequential residual, shared_norm with a parallel one")
 
     @property
     def q_size(self) -> int:
@@ -96,10 +143,17 @@ class ModelSpec:
         slides = self.sliding_layers is None or self.sliding_layers[layer]
         return self.sliding_window if slides else None
 
+    def theta_of_layer(self, layer: int) -> float | None:
+        """The rotary base of a layer that has one of its own."""
+        return self.sliding_rope_theta if self.window_of_layer(layer) is not None else None
+
     def parameters(self) -> int:
         """How many weights the model has; what a decode step must read."""
         attention = self.hidden_size * self.qkv_size + self.q_size * self.hidden_size
-        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.ffn_size
+        ffn = self.ffn_size
+        if self.experts is not None:
+            ffn = self.experts.count * self.experts.ffn_size + self.experts.shared_ffn_size
+        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * ffn
         head = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         return self.layers * (attention + mlp) + self.vocab_size * self.hidden_size + head
 
@@ -122,6 +176,8 @@ class ModelSpec:
             values["rope_scaling"] = RopeScaling(**scaling)
         if values.get("sliding_layers") is not None:
             values["sliding_layers"] = tuple(values["sliding_layers"])
+        if values.get("experts") is not None:
+            values["experts"] = Experts(**values["experts"])
         return cls(**values)
 
 
@@ -139,24 +195,42 @@ _CONFIG_KEYS = {
     "gated_mlp": "gated_mlp",
     "norm": "norm",
     "norm_epsilon": "norm_epsilon",
+    "norm_offset": "norm_offset",
+    "output_norms": "inter_layernorms",
+    "parallel_residual": "parallel_attention",
+    "shared_norm": "shared_norm",
+    "embedding_scale": "embedding_scale",
+    "attention_scale": "attention_scale",
+    "attention_softcap": "attn_logit_softcapping",
+    "final_softcap": "final_logit_softcapping",
     "position": "position_embedding_type",
     "rope_theta": "rotary_base",
     "rope_scaling": "rotary_scaling",
+    "sliding_rope_theta": "rope_local_base_freq",
     "rotary_fraction": "rotary_pct",
     "qkv_bias": "attn_bias",
     "dense_bias": "dense_bias",
     "mlp_bias": "mlp_bias",
+    "head_bias": "head_bias",
     "qk_norm": "qk_layernorm",
     "tied_embeddings": "share_embedding_table",
     "sliding_window": "sliding_window",
     "sliding_layers": "sliding_layers",
+    "experts": "moe",
 }
 _REQUIRED_KEYS = [_CONFIG_KEYS[name] for name in
                   ("architecture", "vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_size",
                    "ffn_size", "max_positions")]
 
 
+def _check_sizes(holder: Experts | ModelSpec, *names: str) -> None:
+    for name in names:
+        value = getattr(holder, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}, and must be a number of at least 1")
+
+
 def _plain(value: Any) -> Any:
-    if isinstance(value, RopeScaling):
+    if isinstance(value, RopeScaling | Experts):
         return {key: _plain(item) for key, item in asdict(value).items()}
     return list(value) if isinstance(value, tuple) else value

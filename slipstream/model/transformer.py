@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +13,13 @@ from torch.nn import functional
 
 from slipstream.kernels import linear
 from slipstream.kernels.activation import ACTIVATIONS, gated
+from slipstream.kernels.adapters import DENSE, FIRST, PROJ, QKV, StepAdapters
 from slipstream.kernels.attention import cache_shape
 from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.inputs import Input, plain
 from slipstream.kernels.normalisation import Norm
 from slipstream.kernels.operations import Attention, Operations, operations_on
+from slipstream.model.experts import Mixture
 from slipstream.model.linear import Tensors
 from slipstream.model.position import rotary_table
 from slipstream.model.spec import ModelSpec
@@ -30,73 +36,111 @@ class Step:
     slots: Tensor  # [tokens]: where their keys and values go
     attention: Attention
     samples: Tensor | None  # [samples]: the tokens whose logits are wanted; None: all
+    adapters: StepAdapters | None = None  # None: no token has one
+    logits: Tensor | None = None  # [samples, vocab] float32: where the logits may go
+    embeddings: tuple[Tensor, Tensor] | None = None  # (tokens [n], [n, hidden]) that take the place of looked-up ones
 
 
 class Transformer:
     def __init__(
-        self, spec: ModelSpec, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device, positions: int
+        self,
+        spec: ModelSpec,
+        tensors: dict[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        positions: int,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """`positions`: how long a sequence may become; learned positions cannot go beyond their table."""
         self.spec, self.dtype, self.device = spec, dtype, device
+        self.cache_dtype = cache_dtype or dtype
         self.operations = operations_on(device)
         source = Tensors(tensors, dtype, device)
         self.embedding = source.take("transformer.vocab_embedding.weight", (spec.vocab_size, spec.hidden_size))
+        # Rounded as the model was trained with it, in the type of its embedding.
+        self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self.position_embedding: Tensor | None = None
-        self.rotary: tuple[Tensor, Tensor] | None = None
+        self.rotary: dict[float | None, tuple[Tensor, Tensor]] = {}  # by the base that layers ask for
         if spec.position == "learned":
             shape = (spec.max_positions, spec.hidden_size)
             self.position_embedding = source.take("transformer.position_embedding.weight", shape)
         else:
-            cosine, sine = rotary_table(spec, positions)
-            self.rotary = (cosine.to(device), sine.to(device))
+            for theta in {spec.theta_of_layer(index) for index in range(spec.layers)}:
+                cosine, sine = rotary_table(spec, positions, theta)
+                self.rotary[theta] = (cosine.to(device), sine.to(device))
         self.layers = [Layer(spec, index, source, self.operations) for index in range(spec.layers)]
         self.final_norm = _norm(spec, source, "transformer.ln_f")
         self.head = Head(spec, source, self.embedding)
         source.close()
 
+    def narrow_attention(self, windows: Sequence[int], sinks: int) -> None:
+        """Let layers look back no further than these windows, one after the other and again from the first.
+
+        The first `sinks` tokens of a sequence stay in sight, as part of the window.
+        """
+        for index, layer in enumerate(self.layers if windows else ()):
+            window = min(windows[index % len(windows)], layer.rule.window or windows[index % len(windows)])
+            layer.rule = replace(layer.rule, window=max(1, window - sinks), sinks=sinks)
+
     def new_cache(self, slots: int) -> Tensor:
         """Keys and values of all layers, in the layout that attention wants."""
         shape = cache_shape(self.spec.layers, slots, self.spec.kv_heads, self.spec.head_size)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return torch.zeros(shape, dtype=self.cache_dtype, device=self.device)
 
     def __call__(self, step: Step, cache: Tensor) -> Tensor:
         """cache: [layers, 2, kv_heads, slots, head_size] → logits [samples, vocab], float32 on CPU."""
         # The residual stream stays in float32: in bf16 every addition to it would round away what layers add.
         hidden = functional.embedding(step.token_ids, self.embedding).float()
+        if step.embeddings is not None:
+            hidden[step.embeddings[0]] = step.embeddings[1]
+        if self.embedding_scale != 1.0:
+            hidden *= self.embedding_scale
         if self.position_embedding is not None:
             hidden += functional.embedding(step.positions, self.position_embedding)
-        add_norm, turn = self.operations.add_norm, None
-        if self.rotary is not None:
-            turn = self.operations.turn_at(*self.rotary, step.positions, self.dtype)
+        turn_at = self.operations.turn_at
+        turns = {theta: turn_at(*table, step.positions, self.dtype) for theta, table in self.rotary.items()}
         delta: Tensor | None = None
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            delta = layer.attention(add_norm(hidden, delta, layer.input_norm), step, turn, layer_cache)
-            delta = layer.mlp(add_norm(hidden, delta, layer.post_norm))
+            delta = layer(hidden, delta, step, turns.get(layer.theta), layer_cache)
         if step.samples is not None:
             hidden, delta = hidden[step.samples], delta[step.samples] if delta is not None else None
-        return self.head(add_norm(hidden, delta, self.final_norm))
+        return self.head(plain(self.operations.add_norm(hidden, delta, self.final_norm)), step.logits)
 
 
 class Head:
     """From normalised hidden states [samples, hidden] to logits [samples, vocab]."""
 
     def __init__(self, spec: ModelSpec, source: Tensors, embedding: Tensor) -> None:
+        self.softcap = spec.final_softcap
+        self.bias = source.take("lm_head.bias", (spec.vocab_size,)).float() if spec.head_bias else None
         self.rows: Tensor | None = None  # [vocab, hidden], where products come out rounded to 16 bits
         if spec.tied_embeddings:  # a quantised engine holds a head of its own all the same
             self.rows = embedding
         else:
             self.rows = source.peek("lm_head.weight", (spec.vocab_size, spec.hidden_size))
-        if spec.tied_embeddings and not source.has("lm_head.weight"):
+        own = source.has("lm_head.weight")
+        self.wide: Callable[..., Tensor] | None = None  # gives float32, where the device can
+        if self.rows is not None and not (spec.tied_embeddings and own):
+            self.wide = linear.wide(self.rows)
+        if self.wide is not None:
+            source.discard("lm_head.weight")
+            self.product = self.wide
+        elif spec.tied_embeddings and not own:
             self.product = linear.dense(embedding, None)
         else:
             self.product = source.product("lm_head", spec.vocab_size, spec.hidden_size, False)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        logits = self.product(x)
-        if x.device.type != "cpu":
-            return logits  # widened where they are sampled, without a pass over all of them
-        logits = logits.float()
-        return logits if x.dtype == torch.float32 or self.rows is None else sharpen(logits, x, self.rows)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """`out`: where the logits may go, where the device can put them there"""
+        logits = self.product(x) if self.wide is None else self.wide(x, out)
+        if x.device.type == "cpu":
+            logits = logits.float()
+            if x.dtype != torch.float32 and self.rows is not None:
+                logits = sharpen(logits, x, self.rows)
+        # elsewhere they are widened where they are sampled, without a pass over all of them
+        if self.bias is not None:
+            logits = logits + self.bias
+        return logits if not self.softcap else logits.float().div_(self.softcap).tanh_().mul_(self.softcap)
 
 
 def sharpen(logits: Tensor, x: Tensor, rows: Tensor) -> Tensor:
@@ -112,43 +156,85 @@ def sharpen(logits: Tensor, x: Tensor, rows: Tensor) -> Tensor:
 
 class Layer:
     def __init__(self, spec: ModelSpec, index: int, source: Tensors, operations: Operations) -> None:
-        self.spec, self.operations = spec, operations
-        self.rule = AttentionRule(spec.head_size**-0.5, spec.window_of_layer(index))
+        self.spec, self.operations, self.index = spec, operations, index
+        scale = spec.attention_scale or spec.head_size**-0.5
+        self.rule = AttentionRule(scale, spec.window_of_layer(index), softcap=spec.attention_softcap)
+        self.theta = spec.theta_of_layer(index)
         name = f"transformer.layers.{index}"
-        self.input_norm = _norm(spec, source, f"{name}.input_layernorm")
+        self.input_norm = _norm(spec, source, f"{name}.input_layernorm", f"{name}.attention.qkv")
         self.qkv = source.product(f"{name}.attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
-            self.q_norm = source.take(f"{name}.attention.q_layernorm.weight", (spec.head_size,))
-            self.k_norm = source.take(f"{name}.attention.k_layernorm.weight", (spec.head_size,))
+            self.q_norm = source.take(f"{name}.attention.q_layernorm.weight", (spec.head_size,)) + spec.norm_offset
+            self.k_norm = source.take(f"{name}.attention.k_layernorm.weight", (spec.head_size,)) + spec.norm_offset
         self.dense = source.product(f"{name}.attention.dense", spec.hidden_size, spec.q_size, spec.dense_bias)
-        self.post_norm = _norm(spec, source, f"{name}.post_layernorm")
+        self.attended_norm = self.mlp_norm = None  # of what attention and the feed-forward part add
+        if spec.output_norms:
+            self.attended_norm = _norm(spec, source, f"{name}.post_layernorm")
+            self.mlp_norm = _norm(spec, source, f"{name}.post_feedforward_layernorm")
+        first = f"{name}.mlp.{'gate_up' if spec.gated_mlp else 'fc'}"
+        between = "pre_feedforward_layernorm" if spec.output_norms else "post_layernorm"
+        self.post_norm = self.input_norm if spec.shared_norm else _norm(spec, source, f"{name}.{between}", first)
+        self.activate = _activation(spec, operations, source.takes_eight_bits(f"{name}.mlp.proj"))
+        self.mixture: Mixture | None = None
+        if spec.experts is not None:
+            self.mixture = Mixture(spec, source, f"{name}.mlp", self.activate)
+            return
         rows = 2 * spec.ffn_size if spec.gated_mlp else spec.ffn_size
-        first = "gate_up" if spec.gated_mlp else "fc"
-        self.first = source.product(f"{name}.mlp.{first}", rows, spec.hidden_size, spec.mlp_bias)
+        self.first = source.product(first, rows, spec.hidden_size, spec.mlp_bias)
         self.proj = source.product(f"{name}.mlp.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
 
-    def attention(self, x: Tensor, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, delta: Tensor | None, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor
+    ) -> Tensor:
+        """hidden: the residual stream, to which `delta` of the layer before is added → what this layer adds to it"""
+        spec, add_norm, normalise = self.spec, self.operations.add_norm, self.operations.normalise
+        x = add_norm(hidden, delta, self.input_norm)
+        delta = self.attention(x, step, turn, cache)
+        if spec.parallel_residual:
+            return delta + self.mlp(x if spec.shared_norm else add_norm(hidden, None, self.post_norm), step)
+        if self.attended_norm is not None:
+            delta = normalise(delta, self.attended_norm)
+        delta = self.mlp(add_norm(hidden, delta, self.post_norm), step)
+        return delta if self.mlp_norm is None else normalise(delta, self.mlp_norm)
+
+    def attention(self, x: Input, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor) -> Tensor:
         """x: [tokens, hidden]; cache: [2, kv_heads, slots, head_size] → [tokens, hidden]"""
         spec = self.spec
         keys, values = cache.unbind()
-        heads = self.qkv(x).view(-1, spec.heads + 2 * spec.kv_heads, spec.head_size)
-        q = self.operations.rotate_write(
+        heads = self._adapted(self.qkv(x), x, step, QKV).view(-1, spec.heads + 2 * spec.kv_heads, spec.head_size)
+        queries = self.operations.rotate_write(
             heads, step.positions, step.slots, turn, self.q_norm, self.k_norm, spec.norm_epsilon, keys, values
         )
-        return self.dense(step.attention.attend(q, keys, values, self.rule).view(-1, spec.q_size))
+        attended = step.attention.attend(queries, keys, values, self.rule).view(-1, spec.q_size)
+        return self._adapted(self.dense(attended), attended, step, DENSE)
 
-    def mlp(self, x: Tensor) -> Tensor:
+    def mlp(self, x: Input, step: Step) -> Tensor:
         """x: [tokens, hidden] → [tokens, hidden]"""
-        x, spec = self.first(x), self.spec
-        if not spec.gated_mlp:
-            return self.proj(ACTIVATIONS[spec.activation](x))
-        if spec.activation == "silu":
-            return self.proj(self.operations.silu_gated(x))
-        return self.proj(gated(x, ACTIVATIONS[spec.activation]))
+        if self.mixture is not None:
+            return self.mixture(plain(x))
+        middle = self.activate(self._adapted(self.first(x), x, step, FIRST))
+        return self._adapted(self.proj(middle), middle, step, PROJ)
+
+    def _adapted(self, y: Tensor, x: Input, step: Step, product: int) -> Tensor:
+        """y, which a product made of x, with what the tokens' adapters add to it."""
+        if step.adapters is not None:
+            step.adapters.add(y, plain(x), self.index, product)
+        return y
 
 
-def _norm(spec: ModelSpec, source: Tensors, name: str) -> Norm:
-    weight = source.take(f"{name}.weight", (spec.hidden_size,))
+def _activation(spec: ModelSpec, operations: Operations, eight_bits: bool) -> Callable[[Tensor], Any]:
+    """What stands between the two products: [tokens, 2 * ffn], or [tokens, ffn] without a gate → [tokens, ffn]"""
+    activation = ACTIVATIONS[spec.activation]
+    if not spec.gated_mlp:
+        return activation
+    if spec.activation != "silu":
+        return partial(gated, activation=activation)
+    return operations.silu_gated_quantised if eight_bits else operations.silu_gated
+
+
+def _norm(spec: ModelSpec, source: Tensors, name: str, product: str = "") -> Norm:
+    """`product`: the one that alone takes the result, in whatever form suits it."""
+    weight = source.take(f"{name}.weight", (spec.hidden_size,)) + spec.norm_offset
     bias = source.take(f"{name}.bias", (spec.hidden_size,)) if spec.norm == "layer" else None
-    return Norm(weight, bias, spec.norm_epsilon)
+    return Norm(weight, bias, spec.norm_epsilon, source.takes_eight_bits(product))

@@ -48,18 +48,20 @@ def build_engine(
     *,
     dtype: str = "bfloat16",
     weight_only: str | None = None,
+    fp8_kv_cache: bool = False,
     limits: BuildLimits | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Build an engine folder at `output` and return it; the same build again does nothing.
 
     `dtype` "auto" keeps a 16-bit type that the weights have already, else it means bfloat16. `weight_only` is
-    None, "int8" or "int4". SourceError, UnsupportedModel and ValueError say in one line why it cannot be done.
+    None, "int8", "int4" or "fp8"; `fp8_kv_cache` keeps keys and values in eight bits on a GPU. SourceError,
+    UnsupportedModel and ValueError say in one line why it cannot be done.
     """
     output = Path(output)
     progress = progress or no_progress
     opened = open_source(str(source), progress) if isinstance(source, str | Path) else source
-    plan = _plan(opened, dtype, weight_only, limits)
+    plan = _plan(opened, dtype, weight_only, fp8_kv_cache, limits)
     if _is_built(output, plan):
         return output
     check_disk(output, file_size(engine_layout(opened.spec, plan.dtype, plan.quantisation)))
@@ -76,13 +78,15 @@ class _Plan:
     request: str  # a hash of everything that decides what the folder will hold
 
 
-def _plan(source: Source, dtype: str, weight_only: str | None, limits: BuildLimits | None) -> _Plan:
+def _plan(
+    source: Source, dtype: str, weight_only: str | None, fp8_kv_cache: bool, limits: BuildLimits | None
+) -> _Plan:
     dtype = (source.dtype or "bfloat16") if dtype == "auto" else dtype
     if dtype not in DTYPE_CODES:
         raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPE_CODES)}")
     check_source(source)
     limits = limits or BuildLimits.for_model(source.spec)
-    quantisation = choose_quantisation(source.spec, weight_only)
+    quantisation = choose_quantisation(source.spec, weight_only, fp8_kv_cache)
     wanted = [VERSION, FORMAT, source.fingerprint(), dtype, asdict(quantisation), asdict(limits)]
     return _Plan(dtype, quantisation, limits, hashlib.sha256(json.dumps(wanted).encode()).hexdigest())
 
@@ -130,6 +134,8 @@ def _write_folder(source: Source, plan: _Plan, staging: Path, progress: Progress
 def _content_hash(source: Source, plan: _Plan, files: dict[str, str]) -> str:
     """Equal for folders that behave the same, whatever they were made from."""
     what = [source.spec.to_config(), asdict(plan.limits), asdict(source.generation), sorted(files.items())]
+    if plan.quantisation.kv_cache:
+        what.append(plan.quantisation.kv_cache)
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
@@ -148,11 +154,14 @@ def _quantised_pieces(
 ) -> Iterator[tuple[str, memoryview]]:
     import torch
 
-    from slipstream.weights.quantise import quantise_rows
+    from slipstream.weights.quantise import quantise_fp8, quantise_rows
 
     scales = []
     for block in rows:
-        weight, block_scales = quantise_rows(block, parameter.bits, quantisation.group_size)
+        if quantisation.algorithm == "FP8":
+            weight, block_scales = quantise_fp8(block)
+        else:
+            weight, block_scales = quantise_rows(block, parameter.bits, quantisation.group_size)
         scales.append(block_scales)
         yield parameter.name, tensor_bytes(weight, str(weight.dtype).removeprefix("torch."))
     yield scales_name(parameter.name), tensor_bytes(torch.cat(scales), "float32")

@@ -18,7 +18,14 @@ from slipstream.model.spec import ModelSpec
 from slipstream.version import VERSION
 from slipstream.weights.engine_config import CONFIG_NAME, GenerationDefaults
 from slipstream.weights.hf_folder import read_json
-from slipstream.weights.parameters import DTYPE_CODES, Shape, TensorSlot, checkpoint_shapes, choose_quantisation
+from slipstream.weights.parameters import (
+    DTYPE_CODES,
+    Quantisation,
+    Shape,
+    TensorSlot,
+    checkpoint_shapes,
+    choose_quantisation,
+)
 from slipstream.weights.rank_split import Part, RankedTensors, RankMapping, cut, part_of, rank_file, rank_parameters
 from slipstream.weights.source import Source, SourceError, check_source, fingerprint_of, read_tokenizer_files
 from slipstream.weights.stream import ByteMeter, Progress, check_disk, no_progress, parameter_rows, tensor_bytes
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 _FORMAT = 1
-_PRECISIONS = {"W8A16": "int8", "W4A16": "int4"}
+_PRECISIONS = {"W8A16": "int8", "W4A16": "int4", "FP8": "fp8"}
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -56,7 +63,9 @@ class CheckpointSource:
             mapping = RankMapping(self._config["mapping"]["tp_size"], self._config["mapping"]["pp_size"])
             mapping.check(self.spec)
             self.stored_dtype: str = self._config["dtype"]  # float32 as well, which `dtype` does not name
-            self.weight_only = _PRECISIONS.get(self._config["quantization"]["quant_algo"])
+            quantisation = self._config["quantization"]
+            self.weight_only = _PRECISIONS.get(quantisation["quant_algo"])
+            self.fp8_kv_cache = quantisation.get("kv_cache_quant_algo") == "FP8"
         except (KeyError, TypeError, ValueError) as error:
             raise SourceError(f"{path}: damaged: {error}; convert the model again") from error
         self.ranks = mapping.world_size
@@ -87,20 +96,22 @@ class CheckpointPlan:
     """What a checkpoint will hold, decided from headers alone."""
 
     dtype: str
-    quant_algorithm: str | None
+    quantisation: Quantisation
     mapping: RankMapping
     request: str  # a hash of everything that decides the result
 
     @classmethod
-    def make(cls, source: Source, dtype: str, weight_only: str | None, mapping: RankMapping) -> CheckpointPlan:
+    def make(
+        cls, source: Source, dtype: str, weight_only: str | None, mapping: RankMapping, fp8_kv_cache: bool = False
+    ) -> CheckpointPlan:
         dtype = (source.dtype or "bfloat16") if dtype == "auto" else dtype
         if dtype not in DTYPE_CODES:
             raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPE_CODES)}")
         check_source(source)
         mapping.check(source.spec)
-        algorithm = choose_quantisation(source.spec, weight_only).algorithm
-        wanted = [VERSION, _FORMAT, source.fingerprint(), dtype, algorithm, asdict(mapping)]
-        return cls(dtype, algorithm, mapping, hashlib.sha256(json.dumps(wanted).encode()).hexdigest())
+        quantisation = choose_quantisation(source.spec, weight_only, fp8_kv_cache)
+        wanted = [VERSION, _FORMAT, source.fingerprint(), dtype, asdict(quantisation), asdict(mapping)]
+        return cls(dtype, quantisation, mapping, hashlib.sha256(json.dumps(wanted).encode()).hexdigest())
 
     def layout(self, spec: ModelSpec, rank: int) -> dict[str, TensorSlot]:
         whole = checkpoint_shapes(spec)
@@ -119,13 +130,14 @@ def write_checkpoint(
     dtype: str = "auto",
     weight_only: str | None = None,
     mapping: RankMapping = RankMapping(),
+    fp8_kv_cache: bool = False,
     progress: Progress = no_progress,
 ) -> Path:
     """Write a source as a unified checkpoint, tokenizer files beside it; the same again does nothing.
 
     The folder appears whole or not at all.
     """
-    plan = CheckpointPlan.make(source, dtype, weight_only, mapping)
+    plan = CheckpointPlan.make(source, dtype, weight_only, mapping, fp8_kv_cache)
     if _is_written(output, plan):
         return output
     layouts = [plan.layout(source.spec, rank) for rank in range(mapping.world_size)]
@@ -175,7 +187,8 @@ def _document(source: Source, plan: CheckpointPlan) -> dict[str, Any]:
         "dtype": plan.dtype,
         "logits_dtype": "float32",
         "mapping": {"world_size": plan.mapping.world_size, **asdict(plan.mapping)},
-        "quantization": {"quant_algo": plan.quant_algorithm},
+        "quantization": {"quant_algo": plan.quantisation.algorithm,
+                         "kv_cache_quant_algo": plan.quantisation.kv_cache},
         "generation": {**asdict(source.generation), "end_ids": list(source.generation.end_ids)},
         "slipstream": {"format": _FORMAT, "version": VERSION, "source": source.label, "request": plan.request},
     }

@@ -28,6 +28,7 @@ class Build:
     output: Path = Path(DEFAULT_OUTPUT)
     dtype: str | None = None
     weight_only: str | None = None
+    fp8_kv_cache: bool = False
     limits: Mapping[str, int] = field(default_factory=dict)  # by the names of LIMIT_NAMES
 
 
@@ -40,10 +41,12 @@ class Built(NamedTuple):
 def build(wanted: Build, progress: Progress = no_progress) -> Built:
     """SourceError, UnsupportedModel and ValueError say in one line why it cannot be done."""
     source = open_source(wanted.model, progress)
-    dtype, weight_only, notes = wanted.dtype or "auto", wanted.weight_only, []
+    dtype, weight_only, fp8_kv_cache = wanted.dtype or "auto", wanted.weight_only, wanted.fp8_kv_cache
+    notes: list[str] = []
     if isinstance(source, CheckpointSource):
         dtype = wanted.dtype or source.stored_dtype
         weight_only = weight_only or source.weight_only
+        fp8_kv_cache = fp8_kv_cache or source.fp8_kv_cache
         if source.ranks > 1:
             notes.append(f"the checkpoint's {source.ranks} ranks are joined: one engine, which runs on one device")
     limits = choose_limits(source.spec, wanted.limits, notes)
@@ -54,7 +57,8 @@ def build(wanted: Build, progress: Progress = no_progress) -> Built:
         wrote = True
         progress(phase, done, total)
 
-    folder = build_engine(source, wanted.output, dtype=dtype, weight_only=weight_only, limits=limits, progress=watch)
+    folder = build_engine(source, wanted.output, dtype=dtype, weight_only=weight_only, fp8_kv_cache=fp8_kv_cache,
+                          limits=limits, progress=watch)
     return Built(folder, wrote, tuple(notes))
 
 

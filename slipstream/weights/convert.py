@@ -25,6 +25,7 @@ class Conversion:
     output: Path = Path(DEFAULT_OUTPUT)
     dtype: str = "float16"
     weight_only: str | None = None
+    fp8_kv_cache: bool = False
     mapping: RankMapping = field(default_factory=RankMapping)
     config_only: bool = False
 
@@ -39,7 +40,7 @@ def convert(wanted: Conversion, progress: Progress = no_progress) -> Converted:
     """SourceError, UnsupportedModel and ValueError say in one line why it cannot be done."""
     source = open_source(wanted.model, progress)
     if wanted.config_only:
-        plan = CheckpointPlan.make(source, wanted.dtype, wanted.weight_only, wanted.mapping)
+        plan = CheckpointPlan.make(source, wanted.dtype, wanted.weight_only, wanted.mapping, wanted.fp8_kv_cache)
         with whole_folder(wanted.output, CONFIG_NAME) as staging:
             write_checkpoint_config(source, plan, staging)
         return Converted(wanted.output, source, True)
@@ -51,5 +52,5 @@ def convert(wanted: Conversion, progress: Progress = no_progress) -> Converted:
         progress(phase, done, total)
 
     write_checkpoint(source, wanted.output, dtype=wanted.dtype, weight_only=wanted.weight_only,
-                     mapping=wanted.mapping, progress=watch)
+                     mapping=wanted.mapping, fp8_kv_cache=wanted.fp8_kv_cache, progress=watch)
     return Converted(wanted.output, source, wrote)

@@ -99,7 +99,11 @@ def config_document(
             "dtype": dtype,
             "logits_dtype": "float32",
             "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
-            "quantization": {"quant_algo": quantisation.algorithm, "group_size": quantisation.group_size},
+            "quantization": {
+                "quant_algo": quantisation.algorithm,
+                "group_size": quantisation.group_size,
+                "kv_cache_quant_algo": quantisation.kv_cache,
+            },
         },
         "build_config": asdict(limits),
         "generation": {**asdict(generation), "end_ids": list(generation.end_ids)},
@@ -112,14 +116,15 @@ def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineC
     quantisation = pretrained["quantization"]
     if pretrained["dtype"] not in DTYPE_CODES:
         raise ValueError(f"dtype {pretrained['dtype']!r} is not one of {', '.join(DTYPE_CODES)}")
-    if quantisation["quant_algo"] not in (None, "W8A16", "W4A16"):
+    if quantisation["quant_algo"] not in (None, "W8A16", "W4A16", "FP8"):
         raise ValueError(f"quantisation {quantisation['quant_algo']!r} is not known to this release")
     known = BuildLimits.__dataclass_fields__
     return EngineConfig(
         path=folder,
         spec=ModelSpec.from_config(pretrained),
         dtype=pretrained["dtype"],
-        quantisation=Quantisation(quantisation["quant_algo"], quantisation["group_size"]),
+        quantisation=Quantisation(
+            quantisation["quant_algo"], quantisation["group_size"], quantisation.get("kv_cache_quant_algo")),
         build=BuildLimits(**{key: int(value) for key, value in config["build_config"].items() if key in known}),
         generation=GenerationDefaults(tuple(generation["end_ids"]), generation["bos_id"], generation["pad_id"]),
         content_hash=own["content_hash"],

@@ -40,7 +40,8 @@ _TENSORRT = "belongs to the TensorRT compiler, which is not used"
 _WHOLE = "weights are streamed a few rows at a time, whatever the memory"
 _ONE_SHARD = "embeddings are stored whole and divided when the engine loads"
 _NO_PREPARATION = "an engine needs no preparation for it"
-_QUANTISED = "this quantisation is not available; use --use_weight_only with --weight_only_precision int8 or int4"
+_QUANTISED = "this quantisation is not available; use --use_fp8, or --use_weight_only with --weight_only_precision"
+_FP8 = "store the linears in FP8 (e4m3, a scale a row), and multiply in it where the device can"
 _OTHER_SOURCE = "only Hugging Face folders of safetensors and GGUF files are read; give one as --model_dir"
 
 LIMITS = (
@@ -68,7 +69,9 @@ _SHARED = (
     *_rows("explained", "values", "0.5-0.18", _FROM_CONFIG, "rotary_scaling"),
     *_rows("explained", "nothing", "0.5-0.18", _FROM_CONFIG, "no_bias multi_query_mode"),
     *_rows("refused", "nothing", "0.5-0.18", _QUANTISED,
-           "use_smooth_quant enable_fp8 fp8_kv_cache use_fp8 use_fp8_rowwise use_int4_awq per_group"),
+           "use_smooth_quant use_int4_awq per_group"),
+    *_rows("used", "nothing", "0.5-0.18", _FP8, "enable_fp8 use_fp8 use_fp8_rowwise"),
+    *_rows("used", "nothing", "0.5-0.18", "keep keys and values in FP8, where the device can", "fp8_kv_cache"),
     *_rows("refused", "value", "0.5-0.18", _QUANTISED,
            "smoothquant quant_ckpt_path ammo_quant_ckpt_path modelopt_quant_ckpt_path quantized_fp8_model_path"),
     *_rows("explained", "nothing", "0.5-0.18", "belongs to SmoothQuant, which is not used", "per_channel per_token"),
@@ -77,7 +80,7 @@ _SHARED = (
            "dataset_cache_dir calib_dataset calib_size calib_max_seq_length"),
     *_rows("refused", "value", "0.5-0.18", _OTHER_SOURCE, "meta_ckpt_dir nemo_ckpt_path ft_model_dir bin_model_dir"),
     *_rows("used", "nothing", "0.5-0.18", "store the linears in few bits", "use_weight_only"),
-    *_rows("used", "value", "0.5-0.18", "int8 (default) or int4", "weight_only_precision"),
+    *_rows("used", "value", "0.5-0.18", "int8 (default), int4 or fp8", "weight_only_precision"),
     *_rows("used", "value", "0.5-0.18", "ranks that share each layer", "tp_size"),
     *_rows("used", "value", "0.5-0.18", "ranks that each hold some of the layers", "pp_size"),
     *_rows("explained", "value", "0.16-0.18", "prompts are not divided over ranks", "cp_size"),
@@ -87,7 +90,7 @@ _SHARED = (
 CONVERT_FLAGS = (
     *_SHARED,
     *_rows("used", "value", "0.8-0.18", "a Hugging Face folder, a GGUF file or a hub id", "model_dir"),
-    *_rows("used", "value", "0.5-0.18", "float16 (default), bfloat16, float32 or auto", "dtype"),
+    *_rows("used", "value", "0.5-0.18", "float16 (default), bfloat16, float32, auto, or fp8 for the linears", "dtype"),
     *_rows("used", "nothing", "0.9-0.18", "write config.json and no weights", "save_config_only"),
     *_rows("explained", "value", "0.13-0.18", "logits are float32", "logits_dtype"),
     *_rows("explained", "nothing", "0.8-0.18", _WHOLE, "load_nemo_on_gpu"),
@@ -144,7 +147,7 @@ BUILD_FLAGS = (
     *_rows("refused", "value", "0.8-0.18", "an engine is built from weights; give --checkpoint_dir", "model_config"),
     # the old build.py of each model was one command for both steps
     *_rows("used", "value", "0.5-0.7", "a Hugging Face folder, a GGUF file or a hub id", "model_dir"),
-    *_rows("used", "value", "0.5-0.7", "float16, bfloat16, float32 or auto", "dtype"),
+    *_rows("used", "value", "0.5-0.7", "float16, bfloat16, float32, auto, or fp8 for the linears", "dtype"),
     *_rows("used", "value", "0.5-0.7", "ranks in all", "world_size"),
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,20 @@ class GgufFile:
         count = (stop - start) * tensor.row_bytes
         flat = np.frombuffer(self.data, np.uint8, count, tensor.offset + start * tensor.row_bytes)
         return flat.reshape(stop - start, tensor.row_bytes)
+
+    def with_single_experts(self) -> GgufFile:
+        """The file with the weights of a layer's experts, which it holds as one tensor, as a tensor each."""
+        tensors: dict[str, GgufTensor] = {}
+        for name, tensor in self.tensors.items():
+            if not name.endswith("_exps.weight") or len(tensor.shape) != 3:
+                tensors[name] = tensor
+                continue
+            count, *shape = tensor.shape
+            for expert in range(count):
+                offset = tensor.offset + expert * (tensor.nbytes // count)
+                tensors[f"{name.removesuffix('.weight')}.{expert}.weight"] = replace(
+                    tensor, shape=tuple(shape), offset=offset)
+        return replace(self, tensors=tensors)
 
     def floats(self, name: str) -> np.ndarray:
         """A small F32 tensor, whole."""

@@ -12,6 +12,7 @@ import numpy as np
 from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
+from slipstream.model.families import phi3
 from slipstream.model.families.family import Recipe, UnsupportedModel, WeightMap, collapse_layer
 from slipstream.model.families.registry import FAMILIES, name_list
 from slipstream.model.spec import ModelSpec, RopeScaling
@@ -46,16 +47,30 @@ _WEIGHTS = WeightMap(
 )
 # the converter already turned GPT-2's matrices round and left its q, k and v joined
 _GPT2_WEIGHTS = replace(_WEIGHTS, layers={**_WEIGHTS.layers, "attention.qkv": ("attn_qkv",), "mlp.fc": ("ffn_up",)})
-_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
+_PHI3_WEIGHTS = replace(
+    _WEIGHTS, rows=phi3.WEIGHTS.rows,
+    layers={**_WEIGHTS.layers, "attention.qkv": ("attn_qkv",), "mlp.fc": ("ffn_up",), "mlp.gate": ("ffn_up",)})
+_GEMMA2_WEIGHTS = replace(_WEIGHTS, layers={
+    **_WEIGHTS.layers, "post_layernorm": ("post_attention_norm",), "pre_feedforward_layernorm": ("ffn_norm",),
+    "post_feedforward_layernorm": ("post_ffw_norm",)})
+_EXPERT_WEIGHTS = replace(_WEIGHTS, layers={
+    **{module: sources for module, sources in _WEIGHTS.layers.items() if not module.startswith("mlp.")},
+    "mlp.router": ("ffn_gate_inp",), "mlp.experts.gate_up": ("ffn_gate_exps.{expert}", "ffn_up_exps.{expert}"),
+    "mlp.experts.proj": ("ffn_down_exps.{expert}",)})
+_ARCHITECTURES = {"llama": _WEIGHTS, "qwen2": _WEIGHTS, "qwen3": _WEIGHTS, "gpt2": _GPT2_WEIGHTS, "gemma": _WEIGHTS,
+                  "gemma2": _GEMMA2_WEIGHTS, "gemma3": _GEMMA2_WEIGHTS, "phi3": _PHI3_WEIGHTS,
+                  "qwen3moe": _EXPERT_WEIGHTS}
+_WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of files that have any
+_LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # whose scores are scaled by hidden / heads; files do not say it
 _PLAIN = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}
 
 
 class GgufSource:
     def __init__(self, path: Path, label: str) -> None:
         self.label = label
-        self.file = read_gguf(path)
+        self.file = read_gguf(path).with_single_experts()
         self.architecture = _architecture(self.file)
-        self._map = _GPT2_WEIGHTS if self.architecture == "gpt2" else _WEIGHTS
+        self._map = _EXPERT_WEIGHTS if _experts(self.file) else _ARCHITECTURES[self.architecture]
         try:
             self.spec = read_spec(self.file, self.architecture)
         except (SourceError, UnsupportedModel):
@@ -75,7 +90,7 @@ class GgufSource:
         return {name: tensor.shape for name, tensor in self.file.tensors.items() if not self._map.ignores(name)}
 
     def recipe(self, parameter: str) -> Recipe:
-        return self._map.recipe(parameter)
+        return self._map.recipe(parameter, self.spec)
 
     def read_rows(self, name: str) -> Iterator[torch.Tensor]:
         import torch
@@ -123,16 +138,18 @@ class GgufSource:
 
 def read_spec(file: GgufFile, architecture: str) -> ModelSpec:
     """The metadata said as a Hugging Face config, read by the family, completed by which tensors there are."""
-    family = next(family for family in FAMILIES if family.name == architecture)
+    name = _WITH_EXPERTS[architecture] if _experts(file) else architecture
+    family = next(family for family in FAMILIES if family.name == name)
     config = _gpt2_config(file) if architecture == "gpt2" else _decoder_config(file, architecture)
     spec = family.spec(config)
     names = file.tensors
     spec = replace(
         spec,
         tied_embeddings="output.weight" not in names,
-        qkv_bias=f"blk.0.attn_{'qkv' if architecture == 'gpt2' else 'q'}.bias" in names,
+        qkv_bias="blk.0.attn_qkv.bias" in names or "blk.0.attn_q.bias" in names,
         dense_bias="blk.0.attn_output.bias" in names,
         mlp_bias="blk.0.ffn_down.bias" in names,
+        norm_offset=0.0,  # the converter has added Gemma's
     )
     if "rope_freqs.weight" in names:
         # Llama 3.1's scaling as a list of divisors; longrope with one list for all lengths says the same
@@ -149,15 +166,19 @@ def _architecture(file: GgufFile) -> str:
         raise SourceError(f"{file.path}: one of several parts; join them with llama-gguf-split --merge first")
     if architecture not in _ARCHITECTURES:
         unknown = {collapse_layer(name) for name in file.tensors
-                   if not (_WEIGHTS.knows(name) or _GPT2_WEIGHTS.knows(name))}
+                   if not any(weights.knows(name) for weights in _ARCHITECTURES.values())}
         names = f"; tensors that match no known name: {name_list(unknown)}" if unknown else ""
         raise UnsupportedModel(f"GGUF architecture {architecture} is not supported; "
                                f"supported: {', '.join(_ARCHITECTURES)}{names}")
-    if int(file.metadata.get(f"{architecture}.expert_count", 0)) > 0:
+    if _experts(file) and architecture not in _WITH_EXPERTS:
         raise UnsupportedModel(f"GGUF architecture {architecture} with a mixture of experts is not supported")
     if "token_embd.weight" not in file.tensors:
         raise SourceError(f"{file.path}: has no tensor token_embd.weight: it is not a whole model")
     return architecture
+
+
+def _experts(file: GgufFile) -> int:
+    return int(file.metadata.get(f"{file.metadata.get('general.architecture')}.expert_count", 0))
 
 
 def _decoder_config(file: GgufFile, architecture: str) -> dict[str, Any]:
@@ -178,7 +199,27 @@ def _decoder_config(file: GgufFile, architecture: str) -> dict[str, Any]:
         "rope_theta": value.get("rope.freq_base") or 10000.0,
         "partial_rotary_factor": (value.get("rope.dimension_count") or head_size) / head_size,
         "rope_scaling": _rope_scaling(file, value),
+        **_own_options(value, architecture, hidden // heads, head_size),
     }
+
+
+def _own_options(value: _Values, architecture: str, head_share: int, head_size: int) -> dict[str, Any]:
+    """What only some architectures have; left out where the file does not say it, so that the class's default holds."""
+    largest = value.get("block_count") == _LARGEST_GEMMA_LAYERS.get(architecture)
+    options = {
+        "sliding_window": value.get("attention.sliding_window"),
+        "attn_logit_softcapping": value.get("attn_logit_softcapping"),
+        "final_logit_softcapping": value.get("final_logit_softcapping"),
+        "query_pre_attn_scalar": head_share if largest else head_size,
+        "rope_local_base_freq": value.get("rope.freq_base_swa"),
+        "original_max_position_embeddings": value.get("rope.scaling.original_context_length"),
+    }
+    if architecture in _WITH_EXPERTS:
+        return {"num_local_experts": value.get("expert_count"), "num_experts_per_tok": value.get("expert_used_count"),
+                "moe_intermediate_size": value.get("expert_feed_forward_length"), "norm_topk_prob": True}
+    if architecture not in ("gemma", "gemma2", "gemma3", "phi3"):
+        return {}
+    return {key: given for key, given in options.items() if given}  # a window of 0 is none
 
 
 def _gpt2_config(file: GgufFile) -> dict[str, Any]:
@@ -197,12 +238,15 @@ def _gpt2_config(file: GgufFile) -> dict[str, Any]:
 def _rope_scaling(file: GgufFile, value: _Values) -> dict[str, Any] | None:
     kind = value.get("rope.scaling.type")
     linear = value.get("rope.scale_linear")  # the spelling of old files
+    if kind in (None, "none") and "rope_factors_long.weight" in file.tensors:
+        kind = "longrope"  # which files show by the factors alone
     if kind in (None, "none"):
         return {"rope_type": "linear", "factor": linear} if linear and linear != 1.0 else None
     scaling = {
         "rope_type": kind,
         "factor": value.get("rope.scaling.factor"),
         "original_max_position_embeddings": value.get("rope.scaling.original_context_length"),
+        "attention_factor": value.get("rope.scaling.attn_factor") if kind == "longrope" else None,
     }
     for length in ("short", "long"):
         name = f"rope_factors_{length}.weight"

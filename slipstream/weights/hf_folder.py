@@ -51,7 +51,7 @@ class HuggingFaceFolder:
         return {name: slot.shape for name, slot in self._tensors.slots.items()}
 
     def recipe(self, parameter: str) -> Recipe:
-        return self._map.recipe(parameter)
+        return self._map.recipe(parameter, self.spec)
 
     def read_rows(self, name: str) -> Iterator[torch.Tensor]:
         return self._tensors.read_rows(name)
@@ -100,9 +100,9 @@ def _generation(folder: Path, config: dict[str, Any]) -> GenerationDefaults:
         return preferred[key] if preferred.get(key) is not None else config.get(key)
 
     ends = value("eos_token_id")
-    end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return GenerationDefaults(
-        tuple(dict.fromkeys(end_ids)), _token_id(value("bos_token_id")), _token_id(value("pad_token_id")))
+    end_ids = [_token_id(end) for end in (ends if isinstance(ends, list) else [ends])]
+    return GenerationDefaults(tuple(dict.fromkeys(end for end in end_ids if end is not None)),
+                              _token_id(value("bos_token_id")), _token_id(value("pad_token_id")))
 
 
 def _token_id(value: Any) -> int | None:

@@ -25,12 +25,7 @@ def open_hub_model(repository: str, label: str, progress: Progress = no_progress
     was downloaded before is used."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    options: dict[str, Any] = {
-        "cache_dir": hugging_face_cache(),
-        "endpoint": os.environ.get("HF_ENDPOINT") or None,
-        "token": os.environ.get("HF_TOKEN") or None,
-        "local_files_only": not _name_resolves(),
-    }
+    options = _options()
     try:
         config = Path(hf_hub_download(repository, "config.json", **options))
         find_family(read_json(config))
@@ -42,6 +37,29 @@ def open_hub_model(repository: str, label: str, progress: Progress = no_progress
             raise
         raise SourceError(f"{repository}: {text}") from error
     return HuggingFaceFolder(Path(folder), label)
+
+
+def _options() -> dict[str, Any]:
+    return {
+        "cache_dir": hugging_face_cache(),
+        "endpoint": os.environ.get("HF_ENDPOINT") or None,
+        "token": os.environ.get("HF_TOKEN") or None,
+        "local_files_only": not _name_resolves(),
+    }
+
+
+def fetch_tokenizer(repository: str) -> Path:
+    """The folder of a hub model's tokenizer; its weights are not downloaded."""
+    from huggingface_hub import snapshot_download
+
+    wanted = [pattern for pattern in _WANTED if not pattern.endswith(".safetensors")]
+    try:
+        return Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=_SUBFOLDERS, **_options()))
+    except Exception as error:
+        text = _explanation(error)
+        if text is None:
+            raise
+        raise SourceError(f"{repository}: {text}") from error
 
 
 def find_local_copy(repository: str, model_type: str) -> Path | None:

@@ -6,11 +6,17 @@ from pathlib import Path
 
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.settings import EngineSettings
-from slipstream.engine.start import create_engine
+from slipstream.engine.start import Progress, create_engine
 from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.lora import read_folder
 
 
-def start_engine(path: str | Path, settings: EngineSettings) -> EngineLoop:
-    """Load the weights, size the cache, warm up."""
+def start_engine(
+    path: str | Path, settings: EngineSettings, progress: Progress = lambda done, total: None
+) -> EngineLoop:
+    """Load the weights, size the cache, warm up. `progress` counts the steps captured on a GPU."""
     folder = read_engine_folder(path)
-    return create_engine(folder.spec, folder.tensors(), settings, folder.build.max_seq_len)
+    return create_engine(
+        folder.spec, folder.tensors(), settings, folder.build.max_seq_len, progress, read_folder,
+        fp8_cache=folder.quantisation.kv_cache == "FP8",
+    )

@@ -8,12 +8,14 @@ B is multiplied by alpha / rank (alpha / sqrt(rank) with rsLoRA), because a serv
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from slipstream.engine.adapters import AdapterSource, ModuleMatrices
 from slipstream.weights.engine_config import CONFIG_NAME
 from slipstream.weights.hf_folder import read_json
 from slipstream.weights.source import SourceError
@@ -24,12 +26,24 @@ if TYPE_CHECKING:
     import torch
 
 WEIGHTS_NAME, CONFIG_FILE = "model.lora_weights.npy", "model.lora_config.npy"
+_OLD_CONFIG_FILE = "model.lora_keys.npy"  # its name before 0.8
 MODULE_NUMBERS = {"attn_qkv": 0, "attn_q": 1, "attn_k": 2, "attn_v": 3, "attn_dense": 4, "mlp_h_to_4h": 5,
-                  "mlp_4h_to_h": 6, "mlp_gate": 7}
+                  "mlp_4h_to_h": 6, "mlp_gate": 7, "mlp_gate_up": 18}
 _MODULES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_dense",
-            "gate_proj": "mlp_h_to_4h", "down_proj": "mlp_4h_to_h", "up_proj": "mlp_gate", "c_attn": "attn_qkv"}
-_KEY = re.compile(r".*\.(?:layers|h)\.(\d+)\.(?:self_attn|mlp|attn)\.(\w+)\.lora_(A|B)(?:\.default)?\.weight")
+            "out_proj": "attn_dense", "attn.c_proj": "attn_dense", "qkv_proj": "attn_qkv", "c_attn": "attn_qkv",
+            "gate_proj": "mlp_h_to_4h", "down_proj": "mlp_4h_to_h", "up_proj": "mlp_gate",
+            "gate_up_proj": "mlp_gate_up", "c_fc": "mlp_h_to_4h", "mlp.c_proj": "mlp_4h_to_h",
+            "query_key_value": "attn_qkv", "attention.dense": "attn_dense", "self_attention.dense": "attn_dense",
+            "fc1": "mlp_h_to_4h", "fc2": "mlp_4h_to_h", "fc_in": "mlp_h_to_4h", "fc_out": "mlp_4h_to_h",
+            "dense_h_to_4h": "mlp_h_to_4h", "dense_4h_to_h": "mlp_4h_to_h"}
+_KEY = re.compile(r".*\.(?:layers|h)\.(\d+)\.((?:\w+\.)*\w+)\.lora_(A|B)(?:\.default)?\.weight")
 _STORAGE_TYPES = ("float16", "float32")
+# Settings that change what an adapter computes, with the values that ask for nothing.
+_PLAIN_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "peft_type": (None, "LORA"), "use_dora": (None, False), "lora_bias": (None, False), "bias": (None, "none"),
+    "modules_to_save": (None, []), "alpha_pattern": (None, {}), "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}), "target_parameters": (None, []),
+}  # fmt: skip
 
 
 class Adapter(NamedTuple):
@@ -55,11 +69,60 @@ def convert_adapter(folder: Path, output: Path, storage_type: str = "float16") -
 def read_adapter(folder: Path, storage_type: str) -> Adapter:
     import numpy
 
-    settings = read_json(folder / f"adapter_{CONFIG_NAME}")
+    modules, skipped = _read_modules(folder, _read_settings(folder))
+    rows = [numpy.concatenate([module.first.ravel(), module.second.ravel()]) for module in modules]
+    weights = numpy.zeros((1, len(rows), max(map(len, rows))), dtype=storage_type)
+    for position, row in enumerate(rows):
+        weights[0, position, : len(row)] = row
+    config = [[module.module, module.layer, module.first.shape[0]] for module in modules]
+    return Adapter(weights, numpy.array([config], dtype=numpy.int32), skipped)
+
+
+def read_folder(folder: str) -> list[ModuleMatrices] | AdapterSource:
+    """An adapter to serve, of either form. Nothing of it is left out: what has no place here is an error."""
+    path = Path(folder)
+    if (path / WEIGHTS_NAME).is_file():
+        return _read_converted(path)
+    settings = _read_settings(path)
+    for name, plain in _PLAIN_SETTINGS.items():
+        if settings.get(name) not in plain:
+            raise SourceError(f"{path.name}: {name} {json.dumps(settings[name])} of its adapter_{CONFIG_NAME} "
+                              "is not supported")
+    modules, skipped = _read_modules(path, settings)
+    if skipped:
+        raise SourceError(f"{path.name}: {skipped[0]} cannot be adapted here" +
+                          (f", nor {len(skipped) - 1} more of its tensors" if len(skipped) > 1 else ""))
+    return modules
+
+
+def _read_converted(folder: Path) -> AdapterSource:
+    import numpy
+
+    config_file = folder / CONFIG_FILE
+    if not config_file.is_file():
+        config_file = folder / _OLD_CONFIG_FILE
+    try:
+        weights = numpy.load(folder / WEIGHTS_NAME, allow_pickle=False)
+        config = numpy.load(config_file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise SourceError(f"{folder.name}: {error}") from error
+    if weights.dtype.name not in _STORAGE_TYPES or config.ndim < 2 or config.shape[-1] != 3:
+        raise SourceError(f"{folder.name}: {weights.dtype.name} weights with a config of shape {list(config.shape)} "
+                          "are no adapter; slipstream lora makes one")
+    modules = [(int(module), int(layer), int(rank)) for module, layer, rank in config.reshape(-1, 3)]
+    return AdapterSource(weights=weights.tobytes(), datatype=weights.dtype.name, modules=modules)
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    return read_json(folder / f"adapter_{CONFIG_NAME}")
+
+
+def _read_modules(folder: Path, settings: Mapping[str, Any]) -> tuple[list[ModuleMatrices], tuple[str, ...]]:
+    """The adapted modules with B scaled, and the names of tensors that are none."""
     pairs, skipped = _pairs(_read_tensors(folder))
     if not pairs:
         raise SourceError(f"{folder}: no adapted module was found in it; known modules: {', '.join(_MODULES)}")
-    rows, config = [], []
+    modules = []
     for (layer, module), matrices in sorted(pairs.items(), key=lambda item: (item[0][0], MODULE_NUMBERS[item[0][1]])):
         if set(matrices) != {"A", "B"}:
             raise SourceError(f"{folder}: layer {layer}, {module}: lora_A and lora_B must come together")
@@ -67,12 +130,8 @@ def read_adapter(folder: Path, storage_type: str) -> Adapter:
         first, second = matrices["A"].float(), matrices["B"].float() * _scale(settings, rank)
         first = first if first.shape[0] == rank else first.t()  # to [rank, in]
         second = second if second.shape[1] == rank else second.t()  # to [out, rank]
-        rows.append(numpy.concatenate([first.numpy().ravel(), second.numpy().ravel()]))
-        config.append([MODULE_NUMBERS[module], layer, rank])
-    weights = numpy.zeros((1, len(rows), max(map(len, rows))), dtype=storage_type)
-    for position, row in enumerate(rows):
-        weights[0, position, : len(row)] = row
-    return Adapter(weights, numpy.array([config], dtype=numpy.int32), skipped)
+        modules.append(ModuleMatrices(MODULE_NUMBERS[module], layer, first.numpy(), second.numpy()))
+    return modules, skipped
 
 
 def _read_tensors(folder: Path) -> Mapping[str, torch.Tensor]:
@@ -92,12 +151,20 @@ def _pairs(tensors: Mapping[str, Any]) -> tuple[dict[tuple[int, str], dict[str, 
     skipped = []
     for name, tensor in tensors.items():
         match = _KEY.fullmatch(name)
-        if match is None or match.group(2) not in _MODULES:
+        module = _module(match.group(2)) if match else None
+        if match is None or module is None:
             skipped.append(name)
         else:
-            key = (int(match.group(1)), _MODULES[match.group(2)])
-            pairs.setdefault(key, {})[match.group(3)] = tensor
+            pairs.setdefault((int(match.group(1)), module), {})[match.group(3)] = tensor
     return pairs, tuple(skipped)
+
+
+def _module(path: str) -> str | None:
+    """The protocol's name of a module at this path within a layer; None for what the protocol has no name for."""
+    if "expert" in path:
+        return None
+    ends = path.split(".")
+    return _MODULES.get(".".join(ends[-2:])) or _MODULES.get(ends[-1])
 
 
 def _rank(settings: Mapping[str, Any], matrices: Mapping[str, Any]) -> int:

@@ -48,14 +48,16 @@ class MappedTensors:
         most = max(counts, key=counts.__getitem__)
         return most if counts[most] else None
 
-    def read_rows(self, name: str) -> Iterator[torch.Tensor]:
+    def read_rows(self, name: str, first: int = 0, last: int | None = None) -> Iterator[torch.Tensor]:
+        """The rows from `first` on, to the end or up to `last`."""
         from safetensors import safe_open
 
         path, stored, slot = self._places[name]
+        rows = (slot.shape[0] if last is None else last) - first
         with safe_open(path, framework="pt") as file:
             part = file.get_slice(stored)
-            for start, stop in row_blocks(slot.shape[0], slot.nbytes // slot.shape[0]):
-                yield part[start:stop]
+            for start, stop in row_blocks(rows, slot.nbytes // slot.shape[0]):
+                yield part[first + start : first + stop]
 
     def fingerprint(self) -> str:
         """Of each file its header, size and time of change: enough to notice another file, without reading it."""

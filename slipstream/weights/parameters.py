@@ -6,9 +6,9 @@ into `mlp.gate_up`, and with the linears quantised on request.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 from slipstream.model.spec import ModelSpec
 
@@ -17,21 +17,24 @@ ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16"
               "F8_E4M3": 1, "F8_E5M2": 1}
 DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _LINEARS = (".attention.qkv.weight", ".attention.dense.weight", ".mlp.gate_up.weight", ".mlp.fc.weight",
-            ".mlp.proj.weight")
+            ".mlp.proj.weight", ".mlp.experts.gate_up.weight", ".mlp.experts.proj.weight", ".mlp.shared.gate_up.weight",
+            ".mlp.shared.proj.weight")
 _GROUP_SIZE = 32  # of int4: what keeps a small model itself; larger groups lose more than they save
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """`algorithm`: None, "W8A16" (a scale a row) or "W4A16" (scale and offset a group of `group_size` inputs)."""
+    """`algorithm`: None, "W8A16" (a scale a row), "W4A16" (scale and offset a group of `group_size` inputs) or
+    "FP8" (e4m3 with a scale a row; products then take e4m3 activations with a scale a token)."""
 
     algorithm: str | None = None
     group_size: int = 0
+    kv_cache: str | None = None  # "FP8": keys and values are kept in e4m3, where the device can
 
     @property
     def bits(self) -> int:
-        return {None: 0, "W8A16": 8, "W4A16": 4}[self.algorithm]
+        return {None: 0, "W8A16": 8, "W4A16": 4, "FP8": 8}[self.algorithm]
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class TensorSlot:
 
     @property
     def nbytes(self) -> int:
-        return ITEM_BYTES[self.dtype] * prod(self.shape)
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -56,17 +59,19 @@ class EngineParameter:
     bits: int  # of a weight-only quantised linear; 0: stored as it is
 
 
-def choose_quantisation(spec: ModelSpec, weight_only: str | None) -> Quantisation:
-    """`weight_only`: None, "int8" or "int4". The group of int4 must divide the inputs of every linear."""
+def choose_quantisation(spec: ModelSpec, weight_only: str | None, fp8_kv_cache: bool = False) -> Quantisation:
+    """`weight_only`: None, "int8", "int4" or "fp8". The group of int4 must divide the inputs of every linear."""
+    kv_cache = "FP8" if fp8_kv_cache else None
     if weight_only is None:
-        return Quantisation()
-    if weight_only == "int8":
-        return Quantisation("W8A16")
+        return Quantisation(kv_cache=kv_cache)
+    if weight_only in ("int8", "fp8"):
+        return Quantisation({"int8": "W8A16", "fp8": "FP8"}[weight_only], kv_cache=kv_cache)
     if weight_only != "int4":
-        raise ValueError(f"weight-only precision {weight_only!r} is not one of int8, int4")
-    inputs = (spec.hidden_size, spec.q_size, spec.ffn_size)
+        raise ValueError(f"precision {weight_only!r} of the weights is not one of int8, int4, fp8")
+    ffn_size = math.gcd(spec.experts.ffn_size, spec.experts.shared_ffn_size) if spec.experts else spec.ffn_size
+    inputs = (spec.hidden_size, spec.q_size, ffn_size)
     if all(count % _GROUP_SIZE == 0 for count in inputs):
-        return Quantisation("W4A16", _GROUP_SIZE)
+        return Quantisation("W4A16", _GROUP_SIZE, kv_cache)
     raise ValueError(f"int4 needs sizes that are multiples of {_GROUP_SIZE}; this model's linears take "
                      f"{', '.join(map(str, sorted(set(inputs))))} inputs: use int8")
 
@@ -81,6 +86,8 @@ def checkpoint_shapes(spec: ModelSpec) -> dict[str, Shape]:
     shapes.update(_norm("transformer.ln_f", spec))
     if not spec.tied_embeddings:
         shapes[_HEAD] = (spec.vocab_size, spec.hidden_size)
+    if spec.head_bias:
+        shapes["lm_head.bias"] = (spec.vocab_size,)
     return shapes
 
 
@@ -91,11 +98,30 @@ def _layer_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
         yield f"{prefix}attention.q_layernorm.weight", (spec.head_size,)
         yield f"{prefix}attention.k_layernorm.weight", (spec.head_size,)
     yield from _linear(f"{prefix}attention.dense", spec.hidden_size, spec.q_size, spec.dense_bias)
-    yield from _norm(f"{prefix}post_layernorm", spec)
-    yield from _linear(f"{prefix}mlp.fc", spec.ffn_size, spec.hidden_size, spec.mlp_bias)
+    if not spec.shared_norm:
+        yield from _norm(f"{prefix}post_layernorm", spec)
+    if spec.output_norms:
+        yield from _norm(f"{prefix}pre_feedforward_layernorm", spec)
+    yield from _feed_forward_shapes(spec, f"{prefix}mlp.")
+    if spec.output_norms:
+        yield from _norm(f"{prefix}post_feedforward_layernorm", spec)
+
+
+def _feed_forward_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
+    if spec.experts is not None:
+        count, ffn_size = spec.experts.count, spec.experts.ffn_size
+        yield f"{prefix}router.weight", (count, spec.hidden_size)
+        yield f"{prefix}experts.gate_up.weight", (count * 2 * ffn_size, spec.hidden_size)
+        yield f"{prefix}experts.proj.weight", (count * spec.hidden_size, ffn_size)
+        if spec.experts.shared_ffn_size:
+            yield f"{prefix}shared.gate_up.weight", (2 * spec.experts.shared_ffn_size, spec.hidden_size)
+            yield f"{prefix}shared.proj.weight", (spec.hidden_size, spec.experts.shared_ffn_size)
+            yield f"{prefix}shared_share.weight", (1, spec.hidden_size)
+        return
+    yield from _linear(f"{prefix}fc", spec.ffn_size, spec.hidden_size, spec.mlp_bias)
     if spec.gated_mlp:
-        yield from _linear(f"{prefix}mlp.gate", spec.ffn_size, spec.hidden_size, spec.mlp_bias)
-    yield from _linear(f"{prefix}mlp.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
+        yield from _linear(f"{prefix}gate", spec.ffn_size, spec.hidden_size, spec.mlp_bias)
+    yield from _linear(f"{prefix}proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
 
 
 def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Iterator[tuple[str, Shape]]:
@@ -113,6 +139,7 @@ def _norm(name: str, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
 def engine_parameters(spec: ModelSpec, quantisation: Quantisation) -> list[EngineParameter]:
     """The parameters of an engine, in file order."""
     shapes = checkpoint_shapes(spec)
+    head_bits = 0 if quantisation.algorithm == "FP8" else quantisation.bits  # as upstream leaves it
     parameters = []
     for name, shape in shapes.items():
         parts: tuple[str, ...] = (name,)
@@ -122,11 +149,11 @@ def engine_parameters(spec: ModelSpec, quantisation: Quantisation) -> list[Engin
             parts = (name, name.replace(".mlp.fc.", ".mlp.gate."))
             name = name.replace(".mlp.fc.", ".mlp.gate_up.")
             shape = (2 * shape[0], *shape[1:])
-        bits = quantisation.bits if name.endswith(_LINEARS) or name == _HEAD else 0
+        bits = head_bits if name == _HEAD else quantisation.bits if name.endswith(_LINEARS) else 0
         parameters.append(EngineParameter(name, parts, shape, bits))
-    if quantisation.bits and spec.tied_embeddings:
+    if head_bits and spec.tied_embeddings:
         # the head is read whole every step, the embedding a row a token: only the head gains from few bits
-        parameters.append(EngineParameter(_HEAD, (_EMBEDDING,), shapes[_EMBEDDING], quantisation.bits))
+        parameters.append(EngineParameter(_HEAD, (_EMBEDDING,), shapes[_EMBEDDING], head_bits))
     return parameters
 
 
@@ -149,6 +176,7 @@ def _quantised_slots(parameter: EngineParameter, quantisation: Quantisation) -> 
     rows, columns = parameter.shape
     scales = scales_name(parameter.name)
     if parameter.bits == 8:
-        return {parameter.name: TensorSlot("I8", (rows, columns)), scales: TensorSlot("F32", (rows,))}
+        code = "F8_E4M3" if quantisation.algorithm == "FP8" else "I8"
+        return {parameter.name: TensorSlot(code, (rows, columns)), scales: TensorSlot("F32", (rows,))}
     groups = columns // quantisation.group_size
     return {parameter.name: TensorSlot("U8", (rows, columns // 2)), scales: TensorSlot("F32", (rows, groups, 2))}

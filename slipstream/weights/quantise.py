@@ -1,12 +1,23 @@
-"""Weight-only quantisation, rows at a time, in the portable layout of an engine file.
+"""Quantisation of weights, rows at a time, in the portable layout of an engine file.
 
-Scales and offsets are chosen among the values bfloat16 has, because that is what the kernels read: the weights
-are then rounded to levels that really occur, and nothing is lost a second time when the engine loads.
+Scales and offsets of whole numbers are chosen among the values bfloat16 has, because that is what the kernels
+read: the weights are then rounded to levels that really occur, and nothing is lost a second time when the engine loads.
 """
 
 from __future__ import annotations
 
 import torch
+
+_LARGEST_E4M3 = 448.0
+
+
+def quantise_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [n, k] → e4m3 weights [n, k] and float32 scales [n]: a row's largest element becomes e4m3's largest."""
+    wide = rows.float()
+    scales = wide.abs().amax(dim=1) / _LARGEST_E4M3
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    bounded = (wide / scales[:, None]).clamp_(-_LARGEST_E4M3, _LARGEST_E4M3)
+    return bounded.to(torch.float8_e4m3fn), scales
 
 
 def quantise_rows(rows: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -16,7 +27,7 @@ def quantise_rows(rows: torch.Tensor, bits: int, group_size: int) -> tuple[torch
 
 def dequantise(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The float32 matrix [n, k] that a stored pair stands for."""
-    if weight.dtype == torch.int8:
+    if weight.dtype in (torch.int8, torch.float8_e4m3fn):
         return weight.float() * scales[:, None]
     low, high = weight & 15, weight >> 4
     values = torch.stack((low, high), dim=-1).flatten(1).float() - 8.0  # [n, k]

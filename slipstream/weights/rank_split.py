@@ -3,15 +3,16 @@
     rank = pipeline stage * tensor_parallel + tensor rank; layer numbers start at 0 in every stage
 
 Queries, keys and values are divided by heads (a key head is repeated where there are fewer than ranks), the first
-linear of a block by rows, the second by columns, the output head by rows after padding. All else is whole on each.
+linear of a block by rows, the second by columns (of every expert alike), the output head by rows after padding. All
+else is whole on each.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 Range = tuple[int, int]
 _LAYER = re.compile(r"transformer\.layers\.(\d+)\.(.+)")
-_HEAD = "lm_head.weight"
+_HEAD = "lm_head."
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,10 @@ class RankMapping:
         if self.tp_size < 1 or self.pp_size < 1:
             raise ValueError("tp_size and pp_size must be at least 1")
         few, many = sorted((spec.kv_heads, self.tp_size))
-        if spec.heads % self.tp_size or many % few or spec.ffn_size % self.tp_size:
+        ffn_size = math.gcd(spec.experts.ffn_size, spec.experts.shared_ffn_size) if spec.experts else spec.ffn_size
+        if spec.heads % self.tp_size or many % few or ffn_size % self.tp_size:
             raise ValueError(f"tp_size {self.tp_size} does not divide this model: it has {spec.heads} heads, "
-                             f"{spec.kv_heads} key heads and {spec.ffn_size} feed-forward columns")
+                             f"{spec.kv_heads} key heads and {ffn_size} feed-forward columns")
         if spec.layers % self.pp_size:
             raise ValueError(f"pp_size {self.pp_size} does not divide this model's {spec.layers} layers")
 
@@ -72,7 +74,7 @@ def rank_parameters(spec: ModelSpec, mapping: RankMapping, rank: int) -> dict[st
     for parameter in checkpoint_shapes(spec):
         match = _LAYER.fullmatch(parameter)
         if match is None:
-            wanted = last_stage if parameter == _HEAD or ".ln_f." in parameter else 0
+            wanted = last_stage if parameter.startswith(_HEAD) or ".ln_f." in parameter else 0
             if stage == wanted:
                 held[parameter] = parameter
         elif int(match.group(1)) // per_stage == stage:
@@ -88,10 +90,14 @@ def part_of(spec: ModelSpec, parameter: str, whole: Shape, tp_rank: int, tp_size
         return Part(_qkv_rows(spec, tp_rank, tp_size))
     if ".mlp.fc." in parameter or ".mlp.gate." in parameter:
         return Part((_share(whole[0], tp_rank, tp_size),))
-    if parameter.endswith((".attention.dense.weight", ".mlp.proj.weight")):
+    if spec.experts is not None and ".mlp.experts.gate_up." in parameter:
+        return Part(_expert_rows(2 * spec.experts.count, spec.experts.ffn_size, tp_rank, tp_size))
+    if spec.experts is not None and ".mlp.shared.gate_up." in parameter:
+        return Part(_expert_rows(2, spec.experts.shared_ffn_size, tp_rank, tp_size))
+    if parameter.endswith((".attention.dense.weight", ".proj.weight")):
         return Part(((0, whole[0]),), _share(whole[1], tp_rank, tp_size))
-    if parameter == _HEAD:
-        each = ceil(whole[0] / tp_size)
+    if parameter.startswith(_HEAD):
+        each = math.ceil(whole[0] / tp_size)
         start, stop = min(tp_rank * each, whole[0]), min((tp_rank + 1) * each, whole[0])
         return Part(((start, stop),), padding=each - (stop - start))
     return everything
@@ -100,6 +106,12 @@ def part_of(spec: ModelSpec, parameter: str, whole: Shape, tp_rank: int, tp_size
 def _share(size: int, tp_rank: int, tp_size: int) -> Range:
     each = size // tp_size
     return tp_rank * each, (tp_rank + 1) * each
+
+
+def _expert_rows(halves: int, ffn_size: int, tp_rank: int, tp_size: int) -> tuple[Range, ...]:
+    """The same share of both halves of every expert."""
+    start, stop = _share(ffn_size, tp_rank, tp_size)
+    return tuple((half * ffn_size + start, half * ffn_size + stop) for half in range(halves))
 
 
 def _qkv_rows(spec: ModelSpec, tp_rank: int, tp_size: int) -> tuple[Range, ...]:
@@ -161,7 +173,7 @@ class RankedTensors:
             yield from _beside(tensors.read_rows(name) for tensors, _ in held)
             return
         for tensors, local in _segments(held):
-            yield from cut(tensors.read_rows(name), Part((local,)))
+            yield from tensors.read_rows(name, *local)
 
     def fingerprint(self) -> str:
         return "\n".join(tensors.fingerprint() for tensors in self._ranks)

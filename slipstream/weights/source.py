@@ -89,6 +89,9 @@ def _check_shape(label: str, expected: Shape, recipe: Recipe, shapes: list[Shape
     if recipe.transposed:
         shapes = [shape[::-1] for shape in shapes]
     rows = sum(shape[0] for shape in shapes if shape)
+    if recipe.rows is not None and expected[0] <= rows:
+        taken = recipe.rows()
+        rows = len(taken) if max(taken) < rows else rows
     joined = all(shape[1:] == expected[1:] for shape in shapes) and rows == expected[0]
     if not joined or any(not prod(shape) for shape in shapes):
         found = " + ".join(str(list(shape)) for shape in shapes)

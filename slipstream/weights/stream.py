@@ -51,6 +51,10 @@ def parameter_rows(source: Source, parts: tuple[str, ...]) -> Iterator[torch.Ten
 
     for part in parts:
         recipe = source.recipe(part)
+        if recipe.rows is not None:
+            joined = torch.cat([block for name in recipe.sources for block in source.read_rows(name)])
+            yield joined[torch.tensor(recipe.rows())]
+            continue
         for name in recipe.sources:
             if recipe.transposed:
                 yield torch.cat(list(source.read_rows(name))).t().contiguous()

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from slipstream.model.spec import ModelSpec
+from slipstream.weights.hf_folder import HuggingFaceFolder
+from slipstream.weights.parameters import Quantisation, engine_parameters
+from slipstream.weights.stream import parameter_rows
 
 VOCABULARY = 96
 SIZES: dict[str, Any] = {
@@ -19,15 +26,50 @@ SIZES: dict[str, Any] = {
 GPT2_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 
 
+GEMMA2_OPTIONS = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+                  "shared_expert_intermediate_size": 64},
+    "mixtral": {"num_local_experts": 5},
+    "gemma": {"head_dim": 32, "num_key_value_heads": 1},
+    # caps near the size of what they cap, or they would not show
+    "gemma2": {**GEMMA2_OPTIONS, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0},
+    "gemma3": {**GEMMA2_OPTIONS, "num_hidden_layers": 3, "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention"]},
+    "phi3": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "opt": {"ffn_dim": 96},
+    "gptj": {"rotary_dim": 8, "bos_token_id": 1, "eos_token_id": 2},
+}
+
+
 def config_of(family: str, **options: Any) -> Any:
     import transformers as hf
 
     classes = {"llama": hf.LlamaConfig, "mistral": hf.MistralConfig, "qwen2": hf.Qwen2Config,
-               "qwen3": hf.Qwen3Config, "gpt2": hf.GPT2Config}
-    sizes = dict(GPT2_SIZES if family == "gpt2" else SIZES)
-    if family == "qwen3":
-        sizes["head_dim"] = 32
+               "qwen3": hf.Qwen3Config, "gpt2": hf.GPT2Config, "gemma": hf.GemmaConfig, "gemma2": hf.Gemma2Config,
+               "gemma3": hf.Gemma3TextConfig, "phi3": hf.Phi3Config, "opt": hf.OPTConfig, "gptj": hf.GPTJConfig,
+               "gpt_neox": hf.GPTNeoXConfig, "falcon": hf.FalconConfig, "mixtral": hf.MixtralConfig,
+               "qwen2_moe": hf.Qwen2MoeConfig, "qwen3_moe": hf.Qwen3MoeConfig}
+    sizes = dict(GPT2_SIZES if family in ("gpt2", "gptj") else SIZES) | OWN_SIZES.get(family, {})
+    if family in ("opt", "gpt_neox", "falcon"):
+        del sizes["num_key_value_heads"]
     return classes[family](**{**sizes, **options})
+
+
+def positions_of(family: str, length: int) -> dict[str, int]:
+    """How a family's config is told the longest sequence."""
+    return {"n_positions" if family in ("gpt2", "gptj") else "max_position_embeddings": length}
+
+
+def engine_tensors(model: Any) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
+    """What a built engine of the model holds, without the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        source = HuggingFaceFolder(Path(folder), "tiny")
+        return source.spec, {parameter.name: torch.cat(list(parameter_rows(source, parameter.parts)))
+                             for parameter in engine_parameters(source.spec, Quantisation())}
 
 
 def random_model(config: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ _NAMES = {
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "mlp.gate": "ffn_gate_inp",
     "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
     "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -22,12 +25,17 @@ _NAMES = {
 }
 
 
-def gguf_name(name: str) -> str:
+_ARCHITECTURES = {"gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+_OUTPUT_NORM = {"post_attention_layernorm": "post_attention_norm"}  # of Gemma 2 and 3
+
+
+def gguf_name(name: str, output_norms: bool = False) -> str:
     module, _, kind = name.rpartition(".")
     if module in _NAMES:
         return f"{_NAMES[module]}.{kind}"
     _, _, layer, inner = module.split(".", 3)
-    return f"blk.{layer}.{_NAMES[inner]}.{kind}"
+    renamed = _OUTPUT_NORM.get(inner) if output_norms else None
+    return f"blk.{layer}.{renamed or _NAMES[inner]}.{kind}"
 
 
 def interleave_halves(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -42,14 +50,32 @@ def gguf_tensors(model: Any) -> dict[str, np.ndarray]:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = value.float().numpy()
+        if ".mlp.experts." in name:
+            tensors |= _expert_tensors(name, array)
+            continue
         if ".c_" in name and array.ndim == 2:
             array = np.ascontiguousarray(array.T)
-        if config.model_type == "llama" and ".q_proj" in name:
+        if config.model_type in ("llama", "mixtral") and ".q_proj" in name:
             array = interleave_halves(array, config.num_attention_heads)
-        if config.model_type == "llama" and ".k_proj" in name:
+        if config.model_type in ("llama", "mixtral") and ".k_proj" in name:
             array = interleave_halves(array, config.num_key_value_heads)
-        tensors[gguf_name(name)] = array
+        if "gemma" in config.model_type and name.endswith("norm.weight"):
+            array = array + 1  # as the converter does
+        tensors[gguf_name(name, config.model_type in ("gemma2", "gemma3_text"))] = array
     return tensors
+
+
+def _expert_tensors(name: str, stacked: np.ndarray) -> dict[str, np.ndarray]:
+    """The experts of a layer, [experts, out, in]: gate and up of one tensor are two in the file."""
+    layer, kind = f"blk.{name.split('.')[2]}", name.split(".")[-1]
+    if kind == "down_proj":
+        return {f"{layer}.ffn_down_exps.weight": stacked}
+    gate, up = np.split(stacked, 2, axis=1)
+    return {f"{layer}.ffn_gate_exps.weight": gate, f"{layer}.ffn_up_exps.weight": up}
+
+
+def architecture_of(config: Any) -> str:
+    return _ARCHITECTURES.get(config.model_type, config.model_type)
 
 
 def write_gguf(path: Path, model: Any, kind: Kind = Kind.F32, extra: dict[str, np.ndarray] | None = None,
@@ -58,12 +84,12 @@ def write_gguf(path: Path, model: Any, kind: Kind = Kind.F32, extra: dict[str, n
     """Write the model; matrices in `kind`, vectors in F32, `packed` tensors as they are given. Returns the tensors
     as a reader should find them. `metadata` comes last and wins over what the model's config says."""
     entries = {**_sizes(model.config), **(metadata or {})}
-    writer = gguf.GGUFWriter(path, model.config.model_type)
+    writer = gguf.GGUFWriter(path, architecture_of(model.config))
     for key, value in entries.items():
         _write_value(writer, key, value)
     stored = {}
     for name, array in {**gguf_tensors(model), **(extra or {})}.items():
-        used = kind if array.ndim == 2 else Kind.F32
+        used = kind if array.ndim > 1 else Kind.F32
         rows, used = (packed or {}).get(name, (gguf.quants.quantize(array, used), used))
         writer.add_tensor(name, rows, raw_dtype=used)
         stored[name] = gguf.quants.dequantize(rows, used).reshape(array.shape)
@@ -75,7 +101,7 @@ def write_gguf(path: Path, model: Any, kind: Kind = Kind.F32, extra: dict[str, n
 
 
 def _sizes(config: Any) -> dict[str, Any]:
-    kind = config.model_type
+    kind = architecture_of(config)
     sizes = {
         f"{kind}.block_count": config.num_hidden_layers,
         f"{kind}.context_length": config.max_position_embeddings,
@@ -86,14 +112,30 @@ def _sizes(config: Any) -> dict[str, Any]:
         return {**sizes, "gpt2.feed_forward_length": 4 * config.n_embd,
                 "gpt2.attention.layer_norm_epsilon": config.layer_norm_epsilon}
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters.get("full_attention") or config.rope_parameters
+    own = {f"{kind}.attention.sliding_window": getattr(config, "sliding_window", None) or 0}
+    if kind == "gemma2":
+        own |= {f"gemma2.{place}_logit_softcapping": getattr(config, f"{place}_logit_softcapping")
+                for place in ("attn", "final")}
+    if getattr(config, "num_experts_per_tok", None):
+        own |= {f"{kind}.expert_count": config.num_local_experts,
+                f"{kind}.expert_used_count": config.num_experts_per_tok,
+                f"{kind}.expert_feed_forward_length": getattr(config, "moe_intermediate_size", 0)}
+    if kind == "phi3":
+        factor = config.max_position_embeddings / config.original_max_position_embeddings
+        original = config.original_max_position_embeddings
+        own["phi3.rope.scaling.original_context_length"] = original
+        if factor > 1:
+            own["phi3.rope.scaling.attn_factor"] = math.sqrt(1 + math.log(factor) / math.log(original))
     return {
         **sizes,
         f"{kind}.feed_forward_length": config.intermediate_size,
         f"{kind}.attention.head_count_kv": config.num_key_value_heads,
         f"{kind}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         f"{kind}.attention.key_length": head_size,
-        f"{kind}.rope.dimension_count": head_size,
-        f"{kind}.rope.freq_base": config.rope_parameters["rope_theta"],
+        f"{kind}.rope.dimension_count": int(head_size * rope.get("partial_rotary_factor", 1.0)),
+        f"{kind}.rope.freq_base": rope["rope_theta"],
+        **own,
     }
 
 

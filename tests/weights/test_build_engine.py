@@ -117,7 +117,9 @@ def test_int4_of_sizes_that_do_not_divide_is_refused(save_model: SaveModel, tmp_
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"dtype": "int8"}, "dtype 'int8' is not one of auto, float32"), ({"weight_only": "fp8"}, "not one of int8, int4")])
+    ({"dtype": "int8"}, "dtype 'int8' is not one of auto, float32"),
+    ({"weight_only": "int2"}, "not one of int8, int4, fp8"),
+])
 def test_unknown_types_are_refused(save_model: SaveModel, tmp_path: Path, options: Any, message: str) -> None:
     folder, _ = save_model("llama")
     with pytest.raises(ValueError, match=message):

@@ -13,13 +13,15 @@ from slipstream.weights.build import build_engine
 from slipstream.weights.checkpoint import write_checkpoint
 from slipstream.weights.engine_config import read_engine_config
 from slipstream.weights.parameters import checkpoint_shapes
+from slipstream.weights.rank_split import RankMapping
 from slipstream.weights.source import SourceError, check_source
 from slipstream.weights.sources import open_source
 
 SaveModel = Callable[..., tuple[Path, Any]]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", [
+    "llama", "qwen3", "gpt2", "gemma3", "phi3", "gptj", "gpt_neox", "falcon", "mixtral"])
 def test_the_way_through_a_checkpoint_gives_the_same_engine(
     save_model: SaveModel, tmp_path: Path, family: str
 ) -> None:
@@ -32,6 +34,32 @@ def test_the_way_through_a_checkpoint_gives_the_same_engine(
     classic = read_engine_config(build_engine(checkpoint, tmp_path / "classic", weight_only="int8"))
     assert classic.content_hash == direct.content_hash
     assert classic.generation.end_ids == (3, 4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gptj", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("mapping", [RankMapping(2, 1), RankMapping(1, 2), RankMapping(2, 2)], ids=str)
+def test_a_checkpoint_of_several_ranks_gives_the_same_engine(
+    save_model: SaveModel, tmp_path: Path, family: str, mapping: RankMapping
+) -> None:
+    folder, _ = save_model(family)
+    checkpoint = write_checkpoint(open_source(str(folder)), tmp_path / "checkpoint", dtype="float32", mapping=mapping)
+    direct = read_engine_config(build_engine(folder, tmp_path / "direct", dtype="float32"))
+    divided = read_engine_config(build_engine(checkpoint, tmp_path / "divided", dtype="float32"))
+    assert divided.content_hash == direct.content_hash
+
+
+def test_each_rank_holds_its_share_of_every_expert(save_model: SaveModel, tmp_path: Path) -> None:
+    folder, _ = save_model("mixtral")
+    mapping = RankMapping(tp_size=2)
+    checkpoint = write_checkpoint(open_source(str(folder)), tmp_path / "checkpoint", dtype="float32", mapping=mapping)
+    stored = load_file(folder / "model.safetensors")
+    held = load_file(checkpoint / "rank1.safetensors")
+    expert = "model.layers.1.block_sparse_moe.experts.3."
+    gate_up = held["transformer.layers.1.mlp.experts.gate_up.weight"].view(5, 2, 48, 64)
+    assert torch.equal(gate_up[3, 0], stored[f"{expert}w1.weight"][48:])
+    assert torch.equal(gate_up[3, 1], stored[f"{expert}w3.weight"][48:])
+    assert torch.equal(held["transformer.layers.1.mlp.experts.proj.weight"].view(5, 64, 48)[3],
+                       stored[f"{expert}w2.weight"][:, 48:])
 
 
 def test_names_shapes_and_config(save_model: SaveModel, tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ def test_config_comes_back_as_it_was_built(engine: Path, tmp_path: Path) -> None
     assert vars(read_engine_config(engine)) == vars(folder)
     document = json.loads((engine / "config.json").read_text())
     assert document["pretrained_config"]["mapping"] == {"world_size": 1, "tp_size": 1, "pp_size": 1}
-    assert document["pretrained_config"]["quantization"] == {"quant_algo": None, "group_size": 0}
+    assert document["pretrained_config"]["quantization"] == {
+        "quant_algo": None, "group_size": 0, "kv_cache_quant_algo": None}
     assert document["slipstream"]["format"] == 1
     assert document["slipstream"]["source"] == str(tmp_path / "hf-llama")
 
@@ -65,7 +66,7 @@ def test_gpu_child_and_missing_gpu_child_are_found(engine: Path, tmp_path: Path)
     (lambda config: config.pop("generation"), "damaged: lacks 'generation'"),
     (lambda config: config["pretrained_config"].pop("hidden_size"), "model config lacks hidden_size"),
     (lambda config: config["pretrained_config"].update(dtype="float8"), "dtype 'float8'"),
-    (lambda config: config["pretrained_config"]["quantization"].update(quant_algo="FP8"), "quantisation 'FP8'"),
+    (lambda config: config["pretrained_config"]["quantization"].update(quant_algo="NVFP4"), "quantisation 'NVFP4'"),
     (lambda config: config["build_config"].update(max_seq_len="many"), "damaged.*many"),
     (lambda config: config["pretrained_config"].update(num_key_value_heads=3), "multiple of kv_heads"),
 ])

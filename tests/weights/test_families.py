@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from slipstream.model.families.family import UnsupportedModel
+from slipstream.model.families.family import Family, UnsupportedModel
 from slipstream.model.families.registry import FAMILIES, find_family
-from slipstream.model.spec import ModelSpec, RopeScaling
+from slipstream.model.families.row_order import grouped_heads, paired_rotation
+from slipstream.model.spec import Experts, ModelSpec, RopeScaling
 from slipstream.weights.parameters import checkpoint_shapes
 
 LLAMA: dict[str, Any] = {
@@ -138,11 +141,11 @@ def test_unsupported_architecture_lists_the_supported_and_the_strange_tensors() 
     names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.3.w1.weight",
              "model.layers.1.mlp.experts.7.w1.weight", "model.layers.1.mlp.router.weight"]
     with pytest.raises(UnsupportedModel) as refusal:
-        find_family({"architectures": ["MixtralForCausalLM"]}, names)
+        find_family({"architectures": ["MambaForCausalLM"]}, names)
     text = str(refusal.value)
     for family in FAMILIES:
         assert family.architectures[0] in text
-    assert text.startswith("architecture MixtralForCausalLM is not supported")
+    assert text.startswith("architecture MambaForCausalLM is not supported")
     assert text.endswith(": model.layers.N.mlp.experts.N.w1.weight, model.layers.N.mlp.router.weight")
 
 
@@ -151,11 +154,160 @@ def test_a_missing_size_is_named() -> None:
         spec_of({key: value for key, value in LLAMA.items() if key != "intermediate_size"})
 
 
-def test_every_parameter_of_a_spec_has_a_recipe_in_its_family() -> None:
-    for family in FAMILIES:
-        config = {**LLAMA, "n_embd": 64, "n_layer": 3, "n_head": 4, "attention_bias": True, "mlp_bias": True,
-                  "num_key_value_heads": 2}
-        recipes = [family.weights.recipe(name) for name in checkpoint_shapes(family.spec(config))]
-        sources = [source for recipe in recipes for source in recipe.sources]
-        assert len(set(sources)) == len(sources)
-        assert all(family.weights.knows(source) for source in sources)
+OTHER_NAMES: dict[str, Any] = {"n_embd": 64, "n_layer": 3, "n_head": 4, "ffn_dim": 160, "attention_bias": True,
+                               "mlp_bias": True, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+FAMILY_IDS = [family.name for family in FAMILIES]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+def test_every_parameter_of_a_spec_has_a_recipe_in_its_family(family: Family) -> None:
+    spec = family.spec({**LLAMA, **OTHER_NAMES})
+    used: set[tuple[str, int | None]] = set()
+    for name, shape in checkpoint_shapes(spec).items():
+        recipe = family.weights.recipe(name, spec)
+        assert all(family.weights.knows(source) for source in recipe.sources)
+        taken = None if recipe.rows is None else recipe.rows()
+        assert taken is None or len(taken) == len(set(taken)) == shape[0]
+        for source in recipe.sources:
+            rows = {(source, row) for row in taken or [None]}
+            assert not rows & used, "no row is used twice"
+            used |= rows
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
+def test_a_spec_survives_its_config(family: Family) -> None:
+    spec = family.spec({**LLAMA, **OTHER_NAMES, "sliding_window": 32})
+    assert ModelSpec.from_config(json.loads(json.dumps(spec.to_config()))) == spec
+
+
+def test_a_config_written_before_there_were_experts_or_caps_reads_as_it_did() -> None:
+    spec = spec_of(LLAMA)
+    new = ("norm_offset", "inter_layernorms", "parallel_attention", "shared_norm", "embedding_scale", "attention_scale",
+           "attn_logit_softcapping", "final_logit_softcapping", "rope_local_base_freq", "head_bias",
+           "moe")
+    assert ModelSpec.from_config({key: value for key, value in spec.to_config().items() if key not in new}) == spec
+
+
+def named(architecture: str, **options: Any) -> dict[str, Any]:
+    return {**LLAMA, **OTHER_NAMES, "architectures": [architecture], **options}
+
+
+def test_gemma() -> None:
+    spec = spec_of(named("GemmaForCausalLM", hidden_act="gelu"))
+    assert (spec.norm_offset, spec.embedding_scale, spec.head_size) == (1.0, 8.0, 256)
+    assert (spec.activation, spec.tied_embeddings, spec.output_norms) == ("gelu_tanh", True, False)
+
+
+def test_gemma2_defaults_are_those_of_the_class() -> None:
+    spec = spec_of(named("Gemma2ForCausalLM"))
+    assert (spec.attention_softcap, spec.final_softcap, spec.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert (spec.sliding_window, spec.sliding_layers) == (4096, (True, False, True))
+    assert spec.output_norms
+
+
+def test_gemma2_without_caps_or_windows() -> None:
+    spec = spec_of(named("Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None,
+                         sliding_window=None))
+    assert (spec.attention_softcap, spec.final_softcap, spec.sliding_window) == (0.0, 0.0, None)
+
+
+@pytest.mark.parametrize("given", [
+    {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                         "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}}])
+def test_gemma3_rotary_parameters_in_both_spellings(given: dict[str, Any]) -> None:
+    spec = spec_of(named("Gemma3ForCausalLM", sliding_window_pattern=3, **given))
+    assert (spec.rope_theta, spec.sliding_rope_theta, spec.rope_scaling) == (5e5, 2e4, RopeScaling("linear", 8.0, 512))
+    assert (spec.max_positions, spec.sliding_layers) == (512, (True, True, False))
+    assert [spec.theta_of_layer(layer) for layer in range(3)] == [2e4, 2e4, None]
+
+
+def test_gemma3_that_sees_is_served_by_its_text_config_and_the_classs_defaults() -> None:
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "vision_config": {},
+              "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+                              "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}}
+    spec = spec_of(config)
+    assert (spec.vocab_size, spec.heads, spec.kv_heads, spec.head_size) == (262208, 8, 4, 256)
+    assert (spec.max_positions, spec.rope_theta, spec.sliding_rope_theta) == (131072, 1e6, 1e4)
+    assert spec.sliding_layers is not None
+    assert [layer for layer in range(34) if not spec.sliding_layers[layer]] == [5, 11, 17, 23, 29]
+    weights = find_family(config).weights
+    for stored in ("language_model.model.norm.weight", "model.language_model.norm.weight", "model.norm.weight"):
+        assert weights.canonical(stored) == "model.norm.weight"
+    for other in ("vision_tower.vision_model.x.weight", "model.vision_tower.y.bias", "multi_modal_projector.z"):
+        assert weights.ignores(weights.canonical(other))
+
+
+def test_phi3() -> None:
+    spec = spec_of(named("Phi3ForCausalLM", sliding_window=2047, partial_rotary_factor=0.75,
+                         original_max_position_embeddings=128,
+                         rope_scaling={"type": "yarn", "short_factor": [1, 2], "long_factor": [3, 4]}))
+    assert (spec.sliding_window, spec.rotary_fraction, spec.norm_epsilon) == (2047, 0.75, 1e-5)
+    assert spec.rope_scaling is not None
+    assert (spec.rope_scaling.kind, spec.rope_scaling.original_positions) == ("longrope", 128)
+
+
+def test_the_two_halves_of_phi3_come_from_one_tensor() -> None:
+    config = named("Phi3ForCausalLM")
+    spec, weights = spec_of(config), find_family(config).weights
+    halves = [weights.recipe(f"transformer.layers.2.mlp.{half}.weight", spec) for half in ("fc", "gate")]
+    assert [half.sources for half in halves] == [("model.layers.2.mlp.gate_up_proj.weight",)] * 2
+    assert [half.rows() for half in halves if half.rows] == [range(160), range(160, 320)]
+
+
+def test_heads_stored_together_are_taken_apart() -> None:
+    spec = replace(spec_of(LLAMA), heads=4, kv_heads=2, head_size=2)
+    # stored: q0 q1 k0 v0 q2 q3 k1 v1, two rows each
+    assert grouped_heads(spec) == [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+
+
+def test_neighbours_that_turn_together_become_halves() -> None:
+    spec = replace(spec_of(LLAMA), heads=1, kv_heads=1, head_size=6, rotary_fraction=4 / 6)
+    assert paired_rotation(spec) == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11, 12, 13, 14, 15, 16, 17]
+
+
+def test_falcon_of_three_generations() -> None:
+    seven = spec_of(named("FalconForCausalLM"))
+    forty = spec_of(named("FalconForCausalLM", new_decoder_architecture=True, num_kv_heads=2))
+    first = spec_of(named("FalconForCausalLM", multi_query=False, parallel_attn=False, num_kv_heads=4))
+    assert [(spec.kv_heads, spec.parallel_residual, spec.shared_norm) for spec in (seven, forty, first)] == [
+        (1, True, True), (2, True, False), (4, False, False)]
+    assert seven.tied_embeddings
+
+
+def test_experts() -> None:
+    mixtral = spec_of(named("MixtralForCausalLM", num_local_experts=8))
+    qwen = spec_of(named("Qwen3MoeForCausalLM", moe_intermediate_size=32, head_dim=128))
+    assert (mixtral.experts, mixtral.rope_theta) == (Experts(8, 2, 160), 1e6)
+    assert (qwen.experts, qwen.head_size, qwen.qk_norm) == (Experts(4, 2, 32, normalised=False), 128, True)
+    shared = spec_of(named("Qwen2MoeForCausalLM", norm_topk_prob=True, shared_expert_intermediate_size=48))
+    assert (shared.experts, shared.qkv_bias) == (Experts(4, 2, 1408, shared_ffn_size=48), True)
+
+
+REFUSED = [
+    ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("Gemma2ForCausalLM", {"layer_types": ["chunked_attention"] * 3}, "layer_types.*'chunked_attention'"),
+    ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}},
+     "rope_type=yarn of sliding_attention"),
+    ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
+    ("OPTForCausalLM", {"word_embed_proj_dim": 32}, "word_embed_proj_dim=32.*hidden_size=64"),
+    ("OPTForCausalLM", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm=True"),
+    ("FalconForCausalLM", {"alibi": True}, "alibi=True"),
+    ("FalconForCausalLM", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn=False"),
+    ("Qwen2MoeForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+    ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+    ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "9 experts a token, of 8"),
+    ("MixtralForCausalLM", {"num_local_experts": 10**9}, "2 experts a token, of 1000000000; the most are"),
+    ("GPTNeoXForCausalLM", {"num_attention_heads": 10**9}, "head_size is 0"),
+    ("Phi3ForCausalLM", {"hidden_act": "mish"}, "'mish'"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "options", "message"), REFUSED)
+def test_an_unknown_variant_is_refused_by_the_name_of_its_field(
+    architecture: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec_of(named(architecture, **options))

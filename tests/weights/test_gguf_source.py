@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_files import as_tensor, plain_tokenizer, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_engine import logits_of
 from tiny_models import VOCABULARY, config_of, expected_tensors, random_model
 
 from slipstream.model.families.family import UnsupportedModel
@@ -57,6 +58,34 @@ def test_spec_is_that_of_the_hugging_face_folder(tmp_path: Path, family: str) ->
     found = GgufSource(tmp_path / "model.gguf", "gguf").spec
     assert found.norm_epsilon == pytest.approx(expected.norm_epsilon, rel=1e-6)
     assert {**found.to_config(), "norm_epsilon": 0} == {**expected.to_config(), "norm_epsilon": 0}
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.25, 1.5, 1.75, 2.0, 2.5], "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]}
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("gemma", {}), ("gemma2", {"query_pre_attn_scalar": 16}),
+    ("gemma3", {"query_pre_attn_scalar": 16, "num_hidden_layers": 7, "layer_types": None}),
+    ("phi3", {"sliding_window": 24}), ("mixtral", {}), ("qwen3_moe", {"norm_topk_prob": True}),
+    ("phi3", {"rope_parameters": LONGROPE, "max_position_embeddings": 160, "original_max_position_embeddings": 64})])
+def test_a_file_of_another_family_computes_what_transformers_does(
+    tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    model = random_model(config_of(family, **options)).eval()
+    factors = {f"rope_factors_{length}.weight": np.array(LONGROPE[f"{length}_factor"], np.float32)
+               for length in ("short", "long") if options.get("rope_parameters")}
+    write_gguf(tmp_path / "model.gguf", model, metadata=TOKENIZER, extra=factors)
+    engine = read_engine_folder(build_engine(tmp_path / "model.gguf", tmp_path / "engine", dtype="float32"))
+    model.save_pretrained(tmp_path / "hf")
+    expected = HuggingFaceFolder(tmp_path / "hf", "hf").spec
+    assert engine.spec.max_positions == expected.max_positions
+    assert (engine.spec.norm_offset, expected.norm_offset) == (0.0, 1.0 if "gemma" in family else 0.0)
+    assert engine.spec.experts == expected.experts
+    sequence = torch.randint(0, VOCABULARY, (77,), generator=torch.Generator().manual_seed(3))
+    ours = logits_of(engine.spec, engine.tensors(), torch.float32, [sequence.tolist()])[0]
+    with torch.inference_mode():
+        assert (ours - model(sequence[None]).logits[0]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
@@ -139,7 +168,7 @@ def test_end_ids(tmp_path: Path, metadata: dict[str, Any], expected: GenerationD
 
 
 @pytest.mark.parametrize(("metadata", "error", "message"), [
-    ({"llama.expert_count": 8}, UnsupportedModel, "mixture of experts"),
+    ({"llama.expert_count": 8}, SourceError, r"MixtralForCausalLM: tensors missing blk\.N\.ffn_down_exps\.N\.weight"),
     ({"split.count": 3}, SourceError, "one of several parts"),
     ({"llama.attention.head_count_kv": [2, 1]}, UnsupportedModel, "differs between layers"),
     ({"llama.attention.head_count": 5}, SourceError, "contradicts itself: heads"),
@@ -161,8 +190,9 @@ def test_unsupported_architecture_names_its_tensors(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match=r"mamba is not supported; supported: llama, qwen2, qwen3, gpt2; "
-                                               r"tensors that match no known name: blk\.N\.ssm_in\.weight$"):
+    with pytest.raises(UnsupportedModel, match=r"mamba is not supported; supported: llama, qwen2, qwen3, gpt2, gemma, "
+                                               r"gemma2, gemma3, phi3, qwen3moe; tensors that match no known name: "
+                                               r"blk\.N\.ssm_in\.weight$"):
         GgufSource(path, "gguf")
 
 

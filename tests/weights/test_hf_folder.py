@@ -164,6 +164,22 @@ def test_a_config_with_nonsense_in_it_is_refused_in_one_line(save_model: SaveMod
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "phi3", "opt", "gptj", "gpt_neox", "falcon", "mixtral", "qwen2_moe"])
+def test_any_value_of_a_config_is_read_or_refused_in_one_line(save_model: SaveModel, family: str) -> None:
+    folder, _ = save_model(family)
+    config = json.loads((folder / "config.json").read_text())
+    refusals = []
+    for key in config:
+        for value in (10**12, {"a": {}}, -1):
+            (folder / "config.json").write_text(json.dumps({**config, key: value}))
+            try:
+                check_source(open_source(str(folder)))
+            except (SourceError, UnsupportedModel) as refusal:
+                refusals.append(str(refusal))
+    assert len(refusals) > 20
+    assert not [text for text in refusals if "\n" in text]
+
+
 @pytest.mark.parametrize(("config_end", "generation_end", "expected"), [
     (2, None, (2,)), ([2, 3], None, (2, 3)), (2, [5, 6, 5], (5, 6)), (None, None, ()), (2, 7, (7,)),
 ])

@@ -13,6 +13,7 @@ from tiny_models import expected_tensors
 from slipstream.model.families.family import UnsupportedModel
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.hub import fetch_tokenizer
 from slipstream.weights.known_models import open_known_model
 from slipstream.weights.source import SourceError
 from slipstream.weights.sources import open_source
@@ -58,11 +59,19 @@ def test_what_was_downloaded_is_not_downloaded_again(hub: FakeHub) -> None:
     assert hub.downloaded() == set()
 
 
+def test_a_tokenizer_comes_without_weights(hub: FakeHub) -> None:
+    folder = fetch_tokenizer("org/tiny")
+    assert (folder / "tokenizer.json").is_file()
+    assert {name for name in hub.downloaded() if name.endswith(".safetensors")} == set()
+    with pytest.raises(SourceError, match="org/nothing: no such model at the hub"):
+        fetch_tokenizer("org/nothing")
+
+
 def test_an_unsupported_model_costs_one_small_download(hub: FakeHub) -> None:
     folder = hub.folders["org/tiny"]
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["OPTForCausalLM"]}))
-    with pytest.raises(UnsupportedModel, match=r"OPTForCausalLM is not supported; supported: LlamaForCausalLM"):
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(UnsupportedModel, match=r"MambaForCausalLM is not supported; supported: LlamaForCausalLM"):
         open_source("hf:org/tiny")
     assert hub.downloaded() == {"config.json"}
 

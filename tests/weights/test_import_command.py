@@ -6,20 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from slipstream.cli.import_model import import_model
-from slipstream.cli.list_models import list_models, tree_text
-from slipstream.cli.remove_model import remove_model
+from slipstream.cli.list_models import tree_text
+from slipstream.cli.main import app
 from slipstream.weights.engine_config import read_engine_config
 from slipstream.weights.parameters import Quantisation
 
 SaveModel = Callable[..., tuple[Path, Any]]
-app = typer.Typer()
-app.command("import")(import_model)
-app.command("list")(list_models)
-app.command("remove")(remove_model)
 
 TREE = """models/
 ├── ensemble/
@@ -46,7 +40,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.delenv("ENGINE_DEST_PATH", raising=False)
 
     def call(*words: object) -> Any:
-        return CliRunner().invoke(app, [*map(str, words), "--repo", str(tmp_path / "models")])
+        return CliRunner().invoke(app, [*map(str, words), "--repo", str(tmp_path / "models")], prog_name="triton")
 
     return call
 
@@ -57,12 +51,17 @@ def test_import_builds_the_engine_and_writes_the_repository(
     folder, _ = save_model("llama")
     result = run("import", "-m", "tiny", "-s", folder, "--backend", "tensorrtllm")
     assert result.exit_code == 0, result.output
-    assert result.stdout.endswith(f"triton - INFO - Current repo at {tmp_path / 'models'}:\n{TREE}\n")
+    listed = f"triton - INFO - Current repo at {tmp_path / 'models'}:\n{TREE}\n"
+    assert result.stdout.endswith(f"{listed}triton - INFO - Serve it with: triton start --repo {tmp_path / 'models'}\n")
     assert re.search(r"triton - INFO - weights: 100%, 0\.\d MB of 0\.\d MB\n", result.stdout)
     engine = tmp_path / "home" / "engines" / "tiny"
     assert read_engine_config(engine).spec.layers == 2
     assert str(engine) in (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text()
-    assert run("list").stdout == f"triton - INFO - Current repo at {tmp_path / 'models'}:\n{TREE}\n"
+    assert run("list").stdout == listed
+    plain = CliRunner().invoke(app, ["list", "--repo", str(tmp_path / "models")], prog_name="slipstream")
+    assert plain.stdout == f"[INFO] Current repo at {tmp_path / 'models'}:\n{TREE}\n"
+    missing = CliRunner().invoke(app, ["list", "--repo", str(tmp_path / "none")], prog_name="slipstream")
+    assert missing.stderr == f"error: No model repository exists at {tmp_path / 'none'}\n"
 
 
 def test_engine_place_types_and_quantisation_follow_the_user(
@@ -105,6 +104,29 @@ def test_refusals_are_one_line_and_exit_code_1(
     assert result.stderr.startswith(f"triton - ERROR - {message}")
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.parametrize("place", ["slipstream.weights.build.write_tensors",
+                                   "slipstream.repository.templates._write_model"])
+def test_an_interrupted_import_leaves_nothing_half_written(
+    save_model: SaveModel, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """While the engine is written nothing is left; after that, a whole engine and no model."""
+    folder, _ = save_model("llama")
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupted)
+    result = run("import", "-m", "tiny", "-s", folder)
+    assert result.exit_code == 1
+    assert result.stderr == "triton - ERROR - interrupted; nothing was left behind\n"
+    assert list((tmp_path / "models").glob("*")) == []
+    engines = tmp_path / "home" / "engines"
+    if place.startswith("slipstream.weights"):
+        assert list(engines.glob("*")) == []
+    else:
+        assert read_engine_config(engines / "tiny").spec.layers == 2
 
 
 def test_remove_one_and_all(save_model: SaveModel, tmp_path: Path, run: Callable[..., Any]) -> None:

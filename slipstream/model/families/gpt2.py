@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.model.families.family import Family, UnsupportedModel, WeightMap
-from slipstream.model.families.hf_config import activation, required
+from slipstream.model.families.family import Family, WeightMap
+from slipstream.model.families.hf_config import activation, refuse_unusual, required
 from slipstream.model.spec import ModelSpec
 
 WEIGHTS = WeightMap(
@@ -31,10 +31,8 @@ WEIGHTS = WeightMap(
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    for option, usual in (("scale_attn_by_inverse_layer_idx", False), ("scale_attn_weights", True),
-                          ("add_cross_attention", False)):
-        if config.get(option, usual) != usual:
-            raise UnsupportedModel(f"GPT-2 with {option}={config[option]} is not supported")
+    refuse_unusual("GPT-2", config, {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True,
+                                     "add_cross_attention": False})
     hidden, heads = required(config, "n_embd"), required(config, "n_head")
     return ModelSpec(
         architecture="GPT2LMHeadModel",

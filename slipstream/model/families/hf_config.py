@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from slipstream.model.families.family import UnsupportedModel
-from slipstream.model.spec import ModelSpec, RopeScaling
+from slipstream.model.spec import MOST_LAYERS, ModelSpec, RopeScaling
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -27,6 +27,21 @@ def required(config: dict[str, Any], key: str) -> Any:
     if config.get(key) is None:
         raise UnsupportedModel(f"the model's config.json has no {key!r}")
     return config[key]
+
+
+def layer_numbers(config: dict[str, Any]) -> range:
+    """To say something of each layer, which a damaged count would have us do for ever."""
+    count = required(config, "num_hidden_layers")
+    if not isinstance(count, int) or not 0 < count <= MOST_LAYERS:
+        raise UnsupportedModel(f"num_hidden_layers is {count!r}, and must be 1 to {MOST_LAYERS}")
+    return range(count)
+
+
+def refuse_unusual(name: str, config: dict[str, Any], usual: dict[str, Any]) -> None:
+    """Refuse options that change the mathematics; an absent one, or none, is the usual one."""
+    for option, value in usual.items():
+        if config.get(option) not in (None, value):
+            raise UnsupportedModel(f"{name} with {option}={config[option]} is not supported; {value} is")
 
 
 def activation(name: str) -> Any:
@@ -62,19 +77,23 @@ def decoder_spec(architecture: str, config: dict[str, Any], *, default_positions
     )
 
 
-def sliding_options(config: dict[str, Any], layers: int) -> dict[str, Any]:
+def sliding_options(config: dict[str, Any]) -> dict[str, Any]:
     """`sliding_window` and `sliding_layers` as the Qwen configs say it: by `layer_types` where it is given,
     otherwise the layers from `max_window_layers` on."""
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    if window is None:
-        return {}
+    first = config.get("max_window_layers", 28)
+    return chosen_layers(config, window, tuple(layer >= first for layer in layer_numbers(config)))
+
+
+def chosen_layers(config: dict[str, Any], window: int | None, otherwise: tuple[bool, ...]) -> dict[str, Any]:
+    """The same from `layer_types`, or from the layers that slide when it is not given."""
     kinds = config.get("layer_types")
-    if kinds is None:
-        first = config.get("max_window_layers", 28)
-        slides = tuple(layer >= first for layer in range(layers))
-    else:
-        slides = tuple(kind == "sliding_attention" for kind in kinds)
-    if not any(slides):
+    known = ("sliding_attention", "full_attention")
+    unknown = [kind for kind in kinds or () if kind not in known]
+    if unknown:
+        raise UnsupportedModel(f"layer_types with {unknown[0]!r} is not supported; {' and '.join(known)} are")
+    slides = otherwise if kinds is None else tuple(kind == "sliding_attention" for kind in kinds)
+    if window is None or not any(slides):
         return {}
     return {"sliding_window": int(window), "sliding_layers": None if all(slides) else slides}
 

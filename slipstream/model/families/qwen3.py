@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.model.families.family import Family
-from slipstream.model.families.hf_config import decoder_spec, required, sliding_options
+from slipstream.model.families.hf_config import decoder_spec, sliding_options
 from slipstream.model.families.llama import WEIGHTS as LLAMA_WEIGHTS
 from slipstream.model.spec import ModelSpec
 
@@ -19,7 +19,7 @@ WEIGHTS = replace(LLAMA_WEIGHTS, layers={
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     attention_bias = bool(config.get("attention_bias", False))
-    sliding = sliding_options(config, required(config, "num_hidden_layers"))
+    sliding = sliding_options(config)
     return decoder_spec(
         "Qwen3ForCausalLM", config, default_positions=32768, head_size=config.get("head_dim") or 128,
         qk_norm=True, qkv_bias=attention_bias, dense_bias=attention_bias, **sliding,

@@ -5,10 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from slipstream.model.families import gpt2, llama, mistral, qwen2, qwen3
+from slipstream.model.families import (
+    falcon,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    gptj,
+    llama,
+    mistral,
+    mixtral,
+    opt,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from slipstream.model.families.family import Family, UnsupportedModel, collapse_layer
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, gpt2.FAMILY)
+FAMILIES: tuple[Family, ...] = tuple(family.FAMILY for family in (
+    llama, mistral, mixtral, qwen2, qwen3, qwen2_moe, qwen3_moe, gemma, gemma2, gemma3, phi3, gpt2, gptj, gpt_neox, opt,
+    falcon))
 _NAMES_SHOWN = 8
 
 

@@ -1,0 +1,50 @@
+"""OPT: learned positions behind two that were kept for padding, layer norm, biases, ReLU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.model.families.family import Family, UnsupportedModel, WeightMap
+from slipstream.model.families.hf_config import decoder_spec, refuse_unusual, required
+from slipstream.model.spec import ModelSpec
+
+_KEPT_POSITIONS = 2
+WEIGHTS = WeightMap(
+    layer_prefix="model.decoder.layers.{layer}.",
+    layers={
+        "input_layernorm": ("self_attn_layer_norm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.dense": ("self_attn.out_proj",),
+        "post_layernorm": ("final_layer_norm",),
+        "mlp.fc": ("fc1",),
+        "mlp.proj": ("fc2",),
+    },
+    outer={
+        "transformer.vocab_embedding": "model.decoder.embed_tokens",
+        "transformer.position_embedding": "model.decoder.embed_positions",
+        "transformer.ln_f": "model.decoder.final_layer_norm",
+        "lm_head": "lm_head",
+    },
+    rows={"transformer.position_embedding":
+          lambda spec: range(_KEPT_POSITIONS, spec.max_positions + _KEPT_POSITIONS)},
+    optional_prefix="model.",
+)
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    refuse_unusual("OPT", config, {"do_layer_norm_before": True, "_remove_final_layer_norm": False,
+                                   "layer_norm_elementwise_affine": True})
+    hidden = required(config, "hidden_size")
+    if config.get("word_embed_proj_dim") not in (None, hidden):
+        raise UnsupportedModel(f"OPT with word_embed_proj_dim={config['word_embed_proj_dim']} other than "
+                               f"hidden_size={hidden} is not supported")
+    bias = bool(config.get("enable_bias", True))
+    config = {"tie_word_embeddings": True, **config, "intermediate_size": required(config, "ffn_dim"),
+              "hidden_act": config.get("activation_function") or "relu", "rms_norm_eps": 1e-5}
+    return decoder_spec(
+        "OPTForCausalLM", config, default_positions=2048, gated_mlp=False, norm="layer", position="learned",
+        qkv_bias=bias, dense_bias=bias, mlp_bias=bias,
+    )
+
+
+FAMILY = Family("opt", ("OPTForCausalLM",), spec, WEIGHTS, ("opt",))

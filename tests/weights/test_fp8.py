@@ -1,0 +1,66 @@
+"""Eight-bit floating point: what the build stores, and that a machine without the instructions still serves it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from run_engine import run_all
+from tiny_engine import build_tiny_engine
+
+from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.settings import EngineSettings
+from slipstream.weights.build import build_engine
+from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.load import start_engine
+from slipstream.weights.quantise import dequantise, quantise_fp8
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_engine(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def eight_bits(plain: Path) -> Path:
+    return build_engine(plain.parent / "model", plain.parent / "fp8", dtype="float32", weight_only="fp8",
+                        fp8_kv_cache=True)
+
+
+def test_a_rows_largest_weight_is_exact_and_the_others_within_half_a_step() -> None:
+    rows = torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
+    stored, scales = quantise_fp8(rows)
+    assert stored.dtype == torch.float8_e4m3fn
+    assert torch.allclose(stored.float().abs().amax(dim=1), torch.full((16,), 448.0))
+    error = (dequantise(stored, scales) - rows).abs()
+    assert bool((error <= rows.abs() / 16 + scales[:, None] * 2**-10 + 1e-7).all())
+    assert torch.equal(dequantise(*quantise_fp8(torch.zeros(2, 8))), torch.zeros(2, 8))
+
+
+def test_linears_are_stored_in_eight_bits_and_the_head_is_not(plain: Path, eight_bits: Path) -> None:
+    folder = read_engine_folder(eight_bits)
+    assert (folder.quantisation.algorithm, folder.quantisation.kv_cache) == ("FP8", "FP8")
+    tensors, exact = folder.tensors(), read_engine_folder(plain).tensors()
+    name = "transformer.layers.1.mlp.gate_up"
+    stored, scales = quantise_fp8(exact[f"{name}.weight"])
+    assert torch.equal(tensors[f"{name}.weight"].view(torch.uint8), stored.view(torch.uint8))
+    assert torch.equal(tensors[f"{name}.scales"], scales)
+    assert torch.equal(tensors["lm_head.weight"], exact["lm_head.weight"])
+
+
+def test_a_cpu_serves_what_the_eight_bits_stand_for(plain: Path, eight_bits: Path) -> None:
+    """The same tokens as an engine whose weights are the rounded ones; another cache type changes nothing here."""
+    settings = EngineSettings(dtype="float32", cache_tokens=512, max_rows=2)
+    request = GenerateRequest(0, [5, 9, 17, 30], SamplingParams(max_tokens=24, log_probs=True))
+    loop = start_engine(eight_bits, settings)
+    assert loop.runner.cache.dtype == torch.float32
+    answers = run_all(loop, [request])
+    rounded = start_engine(plain, settings)
+    exact = read_engine_folder(plain).tensors()
+    for index, layer in enumerate(rounded.runner.model.layers):  # type: ignore[attr-defined]
+        for attribute, part in (("qkv", "attention.qkv"), ("dense", "attention.dense"), ("first", "mlp.gate_up"),
+                                ("proj", "mlp.proj")):
+            weight = dequantise(*quantise_fp8(exact[f"transformer.layers.{index}.{part}.weight"]))
+            setattr(layer, attribute, lambda x, weight=weight: torch.nn.functional.linear(x, weight))
+    expected = run_all(rounded, [request])
+    assert answers[0] == expected[0]
+    assert answers.log_probs[0] == pytest.approx(expected.log_probs[0], abs=1e-5)
