@@ -54,17 +54,17 @@ class AttentionPlan:
     decodes: list[DecodeGroup]
     prefills: list[PrefillRow]
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
-        """q: [tokens, heads, head_size]; keys, values: [kv_heads, slots, head_size], the step's own already in
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
+        """queries: [tokens, heads, head_size]; keys, values: [kv_heads, slots, head_size], the step's own already in
         → [tokens, heads, head_size]"""
         if len(self.decodes) == 1 and not self.prefills:
-            return _attend_decode(q, keys, values, self.decodes[0], self.block_tokens, rule)
-        output = q.new_empty(q.shape)
+            return _attend_decode(queries, keys, values, self.decodes[0], self.block_tokens, rule)
+        output = queries.new_empty(queries.shape)
         for group in self.decodes:
-            output[group.tokens] = _attend_decode(q[group.tokens], keys, values, group, self.block_tokens, rule)
+            output[group.tokens] = _attend_decode(queries[group.tokens], keys, values, group, self.block_tokens, rule)
         for row in self.prefills:
             k, v = (_gather(t, row.where, 1, self.block_tokens)[0, :, : row.length] for t in (keys, values))
-            output[row.tokens] = _attend_prefill(q[row.tokens], k, v, row, rule)
+            output[row.tokens] = _attend_prefill(queries[row.tokens], k, v, row, rule)
         return output
 
 

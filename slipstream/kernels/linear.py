@@ -1,4 +1,4 @@
-"""Matrix products with stored weights: dense, int8 and int4. x: [tokens, in_features] → [tokens, out_features].
+"""Matrix products with stored weights: dense, int8, int4 and fp8. x: [tokens, in_features] → [tokens, out_features].
 
 On CPU a decode step is bound by reading the weights, so bf16 weights are laid out once the way oneDNN reads
 them, and int8 and int4 ones go through torch's weight-only kernels. Those kernels are made for few tokens;
@@ -8,12 +8,13 @@ for many, the weights are expanded for the one product, which costs less than it
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-Product = Callable[[Tensor], Tensor]
+Product = Callable[[Any], Tensor]  # of an Input; on a CPU, of a plain tensor
 
 # Above this many tokens expanding quantised weights beats the weight-only kernels (benchmarks/kernels.py).
 _EXPAND_ABOVE_TOKENS = 48
@@ -27,15 +28,27 @@ def dense(weight: Tensor, bias: Tensor | None) -> Product:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     if weight.device.type == "cuda":
-        from slipstream.kernels.gpu.linear import one_token  # needs Triton, which a CPU installation lacks
+        from slipstream.kernels.gpu.linear import DenseProduct  # needs Triton, which a CPU installation lacks
 
-        # The library's kernels are made for many tokens; for one, reading the weight is all there is to it.
-        return lambda x: functional.linear(x, weight, bias) if x.shape[0] > 1 else one_token(x, weight, bias)
+        return DenseProduct(weight, bias)
     return lambda x: functional.linear(x, weight, bias)
+
+
+def wide(weight: Tensor) -> Callable[..., Tensor] | None:
+    """The product whose result is float32 and may go to an `out`; None where there is no such kernel."""
+    if weight.device.type != "cuda":
+        return None
+    from slipstream.kernels.gpu.linear import WideProduct
+
+    return WideProduct(weight)
 
 
 def int8(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
     """weight: int8 [out, in], scales: [out]; an element is worth weight × its row's scale."""
+    if weight.device.type == "cuda":
+        from slipstream.kernels.gpu.linear import WholeNumberProduct
+
+        return WholeNumberProduct(weight.contiguous(), scales, bias)
     weight, scales = weight.contiguous(), scales.to(dtype)
 
     def product(x: Tensor) -> Tensor:
@@ -65,6 +78,16 @@ def int4(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
         return y if bias is None else y.add_(bias)
 
     return product
+
+
+def fp8(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
+    """weight: float8_e4m3fn [out, in], scales: float32 [out]; an element is worth weight × its row's scale."""
+    if weight.device.type == "cuda" and dtype == torch.bfloat16:
+        from slipstream.kernels.gpu.linear import EightBitProduct
+
+        return EightBitProduct(weight, scales, bias)
+    # Elsewhere nothing multiplies eight-bit numbers: what they stand for is kept.
+    return dense((weight.float() * scales[:, None]).to(dtype), bias)
 
 
 def unpack_int4(weight: Tensor) -> Tensor:

@@ -16,15 +16,21 @@ class Norm:
     weight: Tensor  # [size]
     bias: Tensor | None  # [size]
     epsilon: float
+    quantise: bool = False  # give the result in eight bits; only kernels that do it in the same pass pay heed
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
-    """hidden: float32 [tokens, size], changed in place; delta: [tokens, size] or None → [tokens, size]."""
+    """hidden: float32 [tokens, size], to which delta [tokens, size] is added in place → the sum normalised."""
     if delta is not None:
         hidden.add_(delta)
+    return normalise(hidden, norm)
+
+
+def normalise(x: Tensor, norm: Norm) -> Tensor:
+    """x: [tokens, size] → the same shape in the weight's type."""
     if norm.bias is None:
-        return rms_norm(hidden, norm.weight, norm.epsilon)
-    normal = torch.layer_norm(hidden, (hidden.shape[-1],), norm.weight.float(), norm.bias.float(), norm.epsilon)
+        return rms_norm(x, norm.weight, norm.epsilon)
+    normal = torch.layer_norm(x.float(), (x.shape[-1],), norm.weight.float(), norm.bias.float(), norm.epsilon)
     return normal.to(norm.weight.dtype)
 
 

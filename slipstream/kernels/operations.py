@@ -11,20 +11,23 @@ from torch import Tensor
 
 from slipstream.kernels import activation, normalisation, rotary
 from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.inputs import Input, quantise
 
 
 class Attention(Protocol):
-    """A step's attention, planned once and used by every layer."""
+    """A step's attention, planned once and used by every layer. `queries` is what `rotate_write` gave."""
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor: ...
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Operations:
-    add_norm: Callable[[Tensor, Tensor | None, normalisation.Norm], Tensor]
+    add_norm: Callable[[Tensor, Tensor | None, normalisation.Norm], Input]
+    normalise: Callable[[Tensor, normalisation.Norm], Tensor]
     turn_at: Callable[[Tensor, Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
-    rotate_write: Callable[..., Tensor]
+    rotate_write: Callable[..., Tensor]  # → queries on a CPU; on a GPU queries, keys and values in one
     silu_gated: Callable[[Tensor], Tensor]
+    silu_gated_quantised: Callable[[Tensor], Input]
 
 
 def operations_on(device: torch.device) -> Operations:
@@ -35,6 +38,10 @@ def operations_on(device: torch.device) -> Operations:
         from slipstream.kernels.gpu import rotary as gpu_rotary
 
         return Operations(
-            gpu_normalisation.add_norm, gpu_rotary.turn_at, gpu_rotary.rotate_write, gpu_activation.silu_gated
-        )
-    return Operations(normalisation.add_norm, rotary.turn_at, rotary.rotate_write, activation.silu_gated)
+            gpu_normalisation.add_norm, gpu_normalisation.normalise, gpu_rotary.turn_at, gpu_rotary.rotate_write,
+            gpu_activation.silu_gated, gpu_activation.silu_gated_quantised,
+        )  # fmt: skip
+    return Operations(
+        normalisation.add_norm, normalisation.normalise, rotary.turn_at, rotary.rotate_write,
+        activation.silu_gated, lambda x: quantise(activation.silu_gated(x)),
+    )  # fmt: skip

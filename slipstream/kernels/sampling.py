@@ -30,6 +30,16 @@ def gumbel(tokens: Tensor, keys: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits: [rows, vocab] → the largest of each row and its token, the first of equals; nan where one is."""
+    if logits.device.type == "cuda":
+        from slipstream.kernels.gpu.step import likeliest as on_gpu  # a CPU installation has no Triton
+
+        return on_gpu(logits)
+    best, tokens = logits.max(dim=-1)
+    return best, tokens
+
+
 def draw_from_all(
     logits: Tensor,  # [rows, vocab] float32
     temperature: Tensor,  # [rows, 1], above 0

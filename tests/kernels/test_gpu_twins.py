@@ -16,22 +16,26 @@ from slipstream.kernels import activation, normalisation, rotary  # noqa: E402
 from slipstream.kernels.attention import cache_shape, plan_attention  # noqa: E402
 from slipstream.kernels.attention_rule import AttentionRule  # noqa: E402
 from slipstream.kernels.gpu import activation as gpu_activation  # noqa: E402
-from slipstream.kernels.gpu import linear as gpu_linear  # noqa: E402
 from slipstream.kernels.gpu import normalisation as gpu_normalisation  # noqa: E402
+from slipstream.kernels.gpu import quantised as gpu_quantised  # noqa: E402
 from slipstream.kernels.gpu import rotary as gpu_rotary  # noqa: E402
 from slipstream.kernels.gpu import step as gpu_step  # noqa: E402
 from slipstream.kernels.gpu.attention import GpuAttention  # noqa: E402
 from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, programs_of  # noqa: E402
+from slipstream.kernels.gpu.few_tokens import few_tokens  # noqa: E402
+from slipstream.kernels.gpu.one_token import one_token  # noqa: E402
 from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles  # noqa: E402
+from slipstream.kernels.inputs import Quantised, quantise  # noqa: E402
+from slipstream.weights.quantise import dequantise, quantise_fp8, quantise_rows  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
 
-def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.0) -> bool:
     error = (got.double().cpu() - expected.double().cpu()).norm() / expected.double().cpu().norm().clamp(min=1e-9)
-    return bool(error < TOLERANCE[got.dtype])
+    return bool(error < max(tolerance, TOLERANCE[got.dtype]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,6 +53,35 @@ def test_add_norm(dtype, size, bias, add):
     expected = normalisation.add_norm(hidden, delta, norm)
     assert close(got, expected)
     assert torch.equal(ours.cpu(), hidden), "the residual stream is changed alike"
+    assert close(gpu_normalisation.normalise(ours, on_device), normalisation.normalise(hidden, norm))
+
+
+def quantised_close(got: Quantised, expected: torch.Tensor) -> bool:
+    """Within half a step of e4m3: 1/16 of a number's size."""
+    scales, expected = got.scales.cpu(), expected.float().cpu()
+    values = got.values.cpu().float() * scales
+    right = (values - expected).abs() <= (expected.abs() / 16 + scales * 2**-9) * 1.01
+    if not GPU:  # Triton's interpreter loses the carry where a number is rounded up to a power of two
+        right |= torch.frexp(quantise(expected).values.float()).mantissa.abs() == 0.5
+    return bool(right.all())
+
+
+@pytest.mark.parametrize("size", [64, 1500])
+def test_eight_bit_activations(size):
+    """From the norm, from the gate, and alone: each equals its twin rounded to eight bits."""
+    torch.manual_seed(0)
+    dtype = DTYPES[-1]
+    hidden, delta, weight = torch.randn(5, size), torch.randn(5, size).to(dtype), torch.randn(size).to(dtype)
+    expected = normalisation.add_norm(hidden.clone(), delta, normalisation.Norm(weight, None, 1e-5))
+    norm = normalisation.Norm(weight.to(DEVICE), None, 1e-5, quantise=True)
+    got = gpu_normalisation.add_norm(hidden.to(DEVICE), delta.to(DEVICE), norm)
+    assert quantised_close(got, expected)
+    x = torch.randn(3, 2 * size).to(dtype)
+    assert quantised_close(gpu_activation.silu_gated_quantised(x.to(DEVICE)), activation.silu_gated(x))
+    got, twin = gpu_quantised.quantise(x.to(DEVICE)), quantise(x)
+    assert quantised_close(got, x)
+    assert quantised_close(twin, x)
+    assert torch.allclose(got.scales.cpu(), twin.scales)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,7 +119,8 @@ def test_rotate_write(dtype, q_heads, kv_heads, size, rotary_size, norm):
     got = gpu_rotary.rotate_write(
         heads.to(DEVICE), move(positions), move(slots), None if turn is None else tuple(map(move, turn)),
         move(q_norm), move(k_norm), 1e-6, *cache)
-    assert close(got, expected)
+    assert close(got[:, :q_heads], expected)
+    assert close(got[:, q_heads:].transpose(0, 1).reshape(2, kv_heads, tokens, size), twin_cache[:, :, slots])
     assert close(cache, twin_cache)
     untouched = [s for s in range(slots_total) if s not in slots.tolist()]
     assert not cache[:, :, untouched].any(), "nothing is written beside the slots"
@@ -131,12 +165,12 @@ if GPU:
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "stored"), [(d, d) for d in DTYPES] + [(DTYPES[-1], torch.float8_e4m3fn)])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (2, 2, 20)] if not GPU else [
     (4, 2, 64), (32, 8, 128), (8, 8, 80), (6, 2, 96), (4, 1, 256), (2, 2, 20)])
 @pytest.mark.parametrize("rule", [AttentionRule(0.2), AttentionRule(0.2, 24), AttentionRule(0.3, 24, 5, 2.0)])
-def test_attention(dtype, mix, heads, kv_heads, size, rule):
+def test_attention(dtype, stored, mix, heads, kv_heads, size, rule):
     torch.manual_seed(0)
     block = 32
     positions = np.array([p for p, _ in MIXES[mix]])
@@ -148,15 +182,19 @@ def test_attention(dtype, mix, heads, kv_heads, size, rule):
     free = np.random.default_rng(0).permutation(blocks.sum()) + 1
     for row, count in enumerate(blocks):
         tables[row, :count], free = free[:count], free[count:]
-    cache = torch.randn(cache_shape(1, (int(blocks.sum()) + 1) * block, kv_heads, size)).to(dtype)
+    cache = torch.randn(cache_shape(1, (int(blocks.sum()) + 1) * block, kv_heads, size)).to(stored)
     order, plan = gpu_plan(tables, positions, counts, block, programs_of(DEVICE), kv_heads)
-    wide = torch.randn(int(counts.sum()), heads + 2, size).to(dtype)  # queries lie strided in the product's output
-    q = wide[:, :heads]
-    got = plan.attend(wide.to(DEVICE)[:, :heads], *cache[0].to(DEVICE), rule)
-    twin = plan_attention(tables[order], positions[order], counts[order], block, cache.float())
-    expected = twin.attend(q.float(), *cache[0].float(), rule)
+    step = torch.randn(int(counts.sum()), heads + 2 * kv_heads, size).to(dtype)
+    step[:, heads:] = step[:, heads:].to(stored).to(dtype)  # the cache holds the step's own keys and values as exactly
+    position = np.concatenate([np.arange(positions[r], positions[r] + counts[r]) for r in order])
+    slots = torch.from_numpy(tables[np.repeat(order, counts[order]), position // block] * block + position % block)
+    readable = cache[0].float()
+    readable[:, :, slots.long()] = step[:, heads:].float().unflatten(1, (2, kv_heads)).permute(1, 2, 0, 3)
+    got = plan.attend(step.to(DEVICE), *readable.to(stored).to(DEVICE), rule)
+    twin = plan_attention(tables[order], positions[order], counts[order], block, readable[None])
+    expected = twin.attend(step[:, :heads].float(), *readable, rule)
     assert got.isfinite().all()
-    assert close(got, expected)
+    assert close(got, expected, 2e-3 if stored == torch.float8_e4m3fn else 0.0)  # eight bits are read as float16
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,8 +204,49 @@ def test_one_token(dtype, rows, size, bias):
     torch.manual_seed(0)
     x, weight = torch.randn(1, size).to(dtype), torch.randn(rows, size).to(dtype)
     offset = torch.randn(rows).to(dtype) if bias else None
-    got = gpu_linear.one_token(x.to(DEVICE), weight.to(DEVICE), None if offset is None else offset.to(DEVICE))
+    got = one_token(x.to(DEVICE), weight.to(DEVICE), None if offset is None else offset.to(DEVICE))
     assert close(got, torch.nn.functional.linear(x.float(), weight.float(), None if offset is None else offset.float()))
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8", "fp8"])
+@pytest.mark.parametrize(("tokens", "rows", "size"), [(3, 64, 128), (16, 40, 600), (33, 130, 1024), (64, 128, 512)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_tokens(kind, tokens, rows, size, bias):
+    """Tiles that divide and that do not, shared columns and not."""
+    torch.manual_seed(0)
+    dtype = DTYPES[-1]
+    x, weight = torch.randn(tokens, size).to(dtype), (torch.randn(rows, size) / size**0.5).to(dtype)
+    offset = torch.randn(rows).to(dtype) if bias else None
+    x_scales = weight_scales = None
+    exact, exact_weight = x.float(), weight.float()
+    if kind == "int8":
+        weight, weight_scales = quantise_rows(weight, 8, 0)
+        exact_weight = dequantise(weight, weight_scales)
+    if kind == "fp8":
+        if not GPU:
+            pytest.skip("the interpreter has no products of eight-bit numbers")
+        weight, weight_scales = quantise_fp8(weight)
+        x, x_scales = quantise(x)
+        exact, exact_weight = x.float() * x_scales, dequantise(weight, weight_scales)
+    on_device = [None if t is None else t.to(DEVICE) for t in (x, weight, offset, x_scales, weight_scales)]
+    expected = torch.nn.functional.linear(exact, exact_weight, None if offset is None else offset.float())
+    for _ in range(2):  # the second finds the counters as the first left them
+        assert close(few_tokens(*on_device), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [50, 4096, 70001])
+def test_likeliest(dtype, vocab):
+    torch.manual_seed(0)
+    logits = torch.randn(3, vocab).to(dtype)
+    logits[1, 17] = logits[1, 31] = 100.0
+    logits[2, 40] = float("nan")
+    best, tokens = gpu_step.likeliest(logits.to(DEVICE))
+    twin_best, twin_tokens = logits[:2].float().max(dim=-1)
+    assert torch.equal(best[:2].cpu(), twin_best)
+    assert tokens[:2].tolist() == [int(twin_tokens[0]), 17], "the first of equals"
+    assert best[2].isnan()
+
 
 
 def test_step_inputs_and_write_back():

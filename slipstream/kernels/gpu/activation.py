@@ -6,23 +6,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.gpu.launch import follow, overlapping
+from slipstream.kernels.gpu.quantised import new_quantised, store_quantised, warps_for
+from slipstream.kernels.inputs import Quantised
+
 _BLOCK = 1024
 
 
 @triton.jit
-def _silu_gated(x, out, size, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < size
+def _gate(x, row, column, inside, size):
     activated = tl.load(x + row * 2 * size + column, inside, other=0.0).to(tl.float32)
     multiplied = tl.load(x + row * 2 * size + size + column, inside, other=0.0)
     activated = (activated * tl.sigmoid(activated)).to(multiplied.dtype)  # rounded in between, as the twin does
-    tl.store(out + row * size + column, activated * multiplied, inside)
+    return activated * multiplied
+
+
+@triton.jit
+def _silu_gated(x, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    follow(OVERLAP)
+    tl.store(out + row * size + column, _gate(x, row, column, inside, size), inside)
+
+
+@triton.jit
+def _silu_gated_quantised(x, values, scales, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    follow(OVERLAP)
+    y = _gate(x, row, column, inside, size).to(tl.float32)
+    store_quantised(y, values, scales, row, column, inside, size)
 
 
 def silu_gated(x: Tensor) -> Tensor:
     """x: [tokens, 2 * size], the activated half first → [tokens, size]."""
     tokens, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty((tokens, size))
-    _silu_gated[(tokens, triton.cdiv(size, _BLOCK))](x, out, size, BLOCK=_BLOCK, num_warps=4)
+    _silu_gated[(tokens, triton.cdiv(size, _BLOCK))](
+        x, out, size, BLOCK=_BLOCK, num_warps=4, **overlapping(x.device)
+    )
+    return out
+
+
+def silu_gated_quantised(x: Tensor) -> Quantised:
+    """The same in eight bits."""
+    tokens, size = x.shape[0], x.shape[1] // 2
+    out = new_quantised(tokens, size, x.device)
+    _silu_gated_quantised[(tokens,)](
+        x, *out, size, BLOCK=triton.next_power_of_2(size), num_warps=warps_for(size), **overlapping(x.device)
+    )
     return out

@@ -23,13 +23,15 @@ class GpuAttention:
     decode: DecodePlan | None
     prefill: PrefillPlan | None
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
-        """q: [tokens, heads, head_size] → the same shape, contiguous."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    def attend(self, heads: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
+        """heads: [tokens, q_heads + 2 * kv_heads, head_size], rotated → [tokens, q_heads, head_size]"""
+        tokens, all_heads, size = heads.shape
+        q_heads = all_heads - 2 * keys.shape[0]
+        out = torch.empty((tokens, q_heads, size), dtype=heads.dtype, device=heads.device)
         if self.decode is not None:
             first = slice(0, self.decodes)
-            attend_decode(q[first], keys, values, self.tables, self.decode, self.block_tokens, self.programs, rule,
-                          out[first])
+            attend_decode(heads[first, :q_heads], keys, values, self.tables, self.decode, self.block_tokens,
+                          self.programs, rule, out[first])
         if self.prefill is not None:
-            attend_prefill(q, keys, values, self.tables, self.prefill, self.block_tokens, rule, out)
+            attend_prefill(heads, keys, values, self.tables, self.prefill, self.block_tokens, rule, out)
         return out

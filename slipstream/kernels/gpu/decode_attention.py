@@ -16,12 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.gpu.launch import follow, let_next, overlapping, wait
 
 _TILE = 64  # cached tokens a program looks at at once
+_PACKED_TILE = 128  # eight bits each: the same bytes
 _WARPS, _STAGES = 2, 3
+_FEW_ROWS = 8
 _GROUP = 16  # the least number of query rows the matrix units take
 _PROGRAMS_PER_PROCESSOR = 8
 _LOG2_E = 1.4426950408889634
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(slots=True)
@@ -44,7 +48,8 @@ def cut_chunks(lengths: np.ndarray, kv_heads: int, programs: int) -> tuple[np.nd
     """lengths: [rows] → first_chunk [rows + 1], chunk_row, chunk_start, and the tokens of a chunk."""
     total = int(lengths.sum())
     size = -(-total * kv_heads // programs)
-    size = max(_TILE, -(-size // _TILE) * _TILE)
+    # Few rows need their pieces small to finish soon; many are better off with fewer pieces to merge.
+    size = max(_TILE if len(lengths) < _FEW_ROWS else 2 * _TILE, -(-size // _TILE) * _TILE)
     chunks = -(-lengths // size)
     first = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(chunks, out=first[1:])
@@ -55,8 +60,20 @@ def cut_chunks(lengths: np.ndarray, kv_heads: int, programs: int) -> tuple[np.nd
 
 @triton.jit
 def squeeze(x):
-    """tanh, from the one power the hardware has."""
-    return 1.0 - 2.0 / (tl.exp2(x * 2.885390081777927) + 1.0)
+    """tanh, from the one power the hardware has; near zero, where that would cancel, from its series."""
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0))))
+    return tl.where(square < 0.04, near, 1.0 - 2.0 / (tl.exp2(x * 2.885390081777927) + 1.0))
+
+
+@triton.jit
+def _unpack(pairs):
+    """int16, two eight-bit numbers each → the low and the high ones as float16, by the hardware's conversion."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; .reg .b16 c, d, e, f; prmt.b32 a, $2, 0, 0x0020; prmt.b32 b, $2, 0, 0x0031;"
+        " mov.b32 {c, e}, a; mov.b32 {d, f}, b; cvt.rn.f16x2.e4m3x2 $0, c; cvt.rn.f16x2.e4m3x2 $1, d; }",
+        "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -65,13 +82,19 @@ def _decode(
     scale, softcap, q_stride, cache_slots, table_stride, window, sinks,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, COMPUTE: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    # Packed, the cache is read as pairs of eight-bit numbers: even and odd columns of a head are then two halves of
+    # half the width, each with its own products. Otherwise there is one "half", the whole head.
+    STEP: tl.constexpr = 2 if PACKED else 1
+    WIDTH: tl.constexpr = PADDED // STEP
+    HALF: tl.constexpr = SIZE // STEP
+    wait(OVERLAP)
     chunks = tl.load(sizes)
     chunk_tokens = tl.load(sizes + 1)
-    column = tl.arange(0, PADDED)
+    column = tl.arange(0, WIDTH)
     query = tl.arange(0, QUERIES)
-    kind = q.dtype.element_ty
+    kind = out.dtype.element_ty
     for item in range(tl.program_id(0), chunks * KV_HEADS, tl.num_programs(0)):
         chunk = item // KV_HEADS
         head = item % KV_HEADS
@@ -82,12 +105,15 @@ def _decode(
         alone = tl.load(first_chunk + index + 1) - tl.load(first_chunk + index) == 1
         end = tl.minimum(start + chunk_tokens, length)
         oldest = tl.maximum(length - window, 0)
-        at = index.to(tl.int64) * q_stride + (head * GROUP + query[:, None]) * SIZE + column[None, :]
-        held = (query[:, None] < GROUP) & (column[None, :] < SIZE)
-        queries = tl.load(q + at, held, other=0.0)
+        at = index.to(tl.int64) * q_stride + (head * GROUP + query[:, None]) * SIZE + STEP * column[None, :]
+        held = (query[:, None] < GROUP) & (column[None, :] < HALF)
+        queries = tl.load(q + at, held, other=0.0).to(COMPUTE)
         best = tl.full([QUERIES], float("-inf"), tl.float32)
         mass = tl.zeros([QUERIES], tl.float32)
-        total = tl.zeros([QUERIES, PADDED], tl.float32)
+        total = tl.zeros([QUERIES, WIDTH], tl.float32)
+        if PACKED:
+            odd_queries = tl.load(q + at + 1, held, other=0.0).to(COMPUTE)
+            odd_total = tl.zeros([QUERIES, WIDTH], tl.float32)
         begin = start
         if not SINKS:
             begin = tl.maximum(start, oldest // TILE * TILE)
@@ -96,11 +122,16 @@ def _decode(
             seen = (token < end) & ((token >= oldest) | (token < sinks))
             block = tl.load(table + token // BLOCK_TOKENS, seen, other=0).to(tl.int64)
             slot = head * cache_slots + block * BLOCK_TOKENS + token % BLOCK_TOKENS
-            where = slot[:, None] * SIZE + column[None, :]
-            loaded = seen[:, None] & (column[None, :] < SIZE)
-            k = tl.load(keys + where, loaded, other=0.0)
-            v = tl.load(values + where, loaded, other=0.0)
-            scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
+            where = slot[:, None] * HALF + column[None, :]
+            loaded = seen[:, None] & (column[None, :] < HALF)
+            if PACKED:
+                k, odd_k = _unpack(tl.load(keys + where, loaded, other=0))
+                v, odd_v = _unpack(tl.load(values + where, loaded, other=0))
+                scores = tl.dot(odd_queries, tl.trans(odd_k), tl.dot(queries, tl.trans(k))) * scale
+            else:
+                k = tl.load(keys + where, loaded, other=0.0).to(COMPUTE)
+                v = tl.load(values + where, loaded, other=0.0).to(COMPUTE)
+                scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
             if SOFTCAP:
                 scores = softcap * squeeze(scores / softcap)
             scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -109,23 +140,32 @@ def _decode(
             weights = tl.exp2(scores - safe[:, None])
             shrink = tl.exp2(best - safe)
             mass = mass * shrink + tl.sum(weights, 1)
-            total = total * shrink[:, None] + tl.dot(weights.to(kind), v, input_precision=PRECISION)
+            total = total * shrink[:, None] + tl.dot(weights.to(COMPUTE), v, input_precision=PRECISION)
+            if PACKED:
+                odd_total = tl.dot(weights.to(COMPUTE), odd_v, odd_total * shrink[:, None])
             best = top
         if alone:
-            tl.store(out + index.to(tl.int64) * GROUP * KV_HEADS * SIZE + (head * GROUP + query[:, None]) * SIZE
-                     + column[None, :], (total / mass[:, None]).to(kind), held)
+            result = out + index.to(tl.int64) * GROUP * KV_HEADS * SIZE + (head * GROUP + query[:, None]) * SIZE
+            tl.store(result + STEP * column[None, :], (total / mass[:, None]).to(kind), held)
+            if PACKED:
+                tl.store(result + 2 * column[None, :] + 1, (odd_total / mass[:, None]).to(kind), held)
         else:
-            place = (item * QUERIES + query[:, None]) * PADDED + column[None, :]
+            place = (item * QUERIES + query[:, None]) * PADDED + STEP * column[None, :]
             tl.store(partial + place, total)
+            if PACKED:
+                tl.store(partial + place + 1, odd_total)
             tl.store(statistics + item * 2 * QUERIES + query, best)
             tl.store(statistics + item * 2 * QUERIES + QUERIES + query, mass)
+    let_next(OVERLAP)
 
 
 @triton.jit
 def _merge(
     first_chunk, partial, statistics, out,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     index = tl.program_id(0)
     head = tl.program_id(1)
     query = tl.program_id(2)
@@ -171,11 +211,19 @@ def attend_decode(
     partial = torch.empty((items, queries, padded), dtype=torch.float32, device=q.device)
     statistics = torch.empty((items, 2, queries), dtype=torch.float32, device=q.device)
     shape = {"GROUP": group, "KV_HEADS": kv_heads, "SIZE": size, "PADDED": padded, "QUERIES": queries}
+    shape |= overlapping(q.device)
+    eight_bits = keys.dtype == torch.float8_e4m3fn
+    packed = eight_bits and size == padded and q.is_cuda  # the interpreter knows no instructions of the hardware
+    if packed:
+        keys, values = keys.view(torch.int16), values.view(torch.int16)
     _decode[(min(programs, items),)](
         q, keys, values, tables, plan.rows, plan.lengths, plan.first_chunk, plan.chunk_row, plan.chunk_start,
         plan.sizes, out, partial, statistics, rule.scale * _LOG2_E, rule.softcap * _LOG2_E, q.stride(0), keys.shape[1],
         tables.stride(0), rule.window if rule.window is not None else 2**30, rule.sinks,
-        SOFTCAP=rule.softcap > 0, SINKS=rule.sinks > 0, BLOCK_TOKENS=block_tokens, TILE=_TILE,
+        SOFTCAP=rule.softcap > 0, SINKS=rule.sinks > 0,
+        # The hardware turns eight bits into float16 in one instruction; bfloat16 would take several.
+        COMPUTE=tl.float16 if eight_bits else _TYPES[q.dtype], PACKED=packed,
+        BLOCK_TOKENS=block_tokens, TILE=_PACKED_TILE if packed else _TILE,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=_WARPS, num_stages=_STAGES, **shape,
     )  # fmt: skip
     _merge[(rows, kv_heads, group)](plan.first_chunk, partial, statistics, out, num_warps=1, **shape)

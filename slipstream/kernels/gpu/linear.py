@@ -1,39 +1,78 @@
-"""The product of one token with a weight: a stream through the weight, spread over the whole machine."""
+"""Products with weights on the GPU: own kernels for few tokens, the libraries' for many."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
-_PROGRAMS = 512  # enough for every processor to have reads in flight
-_COLUMNS = 512
+from slipstream.kernels.gpu.few_tokens import few_tokens
+from slipstream.kernels.gpu.one_token import one_token
+from slipstream.kernels.gpu.quantised import quantise
+from slipstream.kernels.inputs import Input, Quantised, plain
 
-
-@triton.jit
-def _one_token(x, weight, bias, out, rows, size, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for begin in tl.range(0, size, COLUMNS, num_stages=4):
-        column = begin + tl.arange(0, COLUMNS)
-        held = column < size
-        w = tl.load(weight + row.to(tl.int64)[:, None] * size + column[None, :], inside[:, None] & held[None, :],
-                    other=0.0)
-        total += w.to(tl.float32) * tl.load(x + column, held, other=0.0).to(tl.float32)[None, :]
-    y = tl.sum(total, 1)
-    if BIAS:
-        y += tl.load(bias + row, inside, other=0.0).to(tl.float32)
-    tl.store(out + row, y.to(out.dtype.element_ty), inside)
+_FEW_DENSE = 32  # tokens up to which the own kernel is ahead of the library, by the bytes it reads
+_FEW_EIGHT_BITS = 64
 
 
-def one_token(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x: [1, in], weight: [out, in], bias: [out] or None → [1, out]"""
-    rows, size = weight.shape
-    out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
-    taken = min(32, max(2, triton.next_power_of_2(triton.cdiv(rows, _PROGRAMS) + 1) // 2))
-    _one_token[(triton.cdiv(rows, taken),)](
-        x, weight, bias, out, rows, size, BIAS=bias is not None, ROWS=taken, COLUMNS=_COLUMNS, num_warps=4
-    )
-    return out
+class DenseProduct:
+    """Weights of the activations' own type."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias  # [out, in], [out]
+        self._own = weight.dtype != torch.float32
+
+    def __call__(self, x: Input) -> Tensor:
+        x = plain(x)
+        if x.shape[0] == 1:
+            return one_token(x, self.weight, self.bias)
+        if self._own and x.shape[0] <= _FEW_DENSE:
+            return few_tokens(x, self.weight, self.bias)
+        return functional.linear(x, self.weight, self.bias)
+
+
+class WideProduct:
+    """Weights of the activations' own type, the result in float32: for logits, whose best must not tie by rounding."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight  # [out, in]
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=torch.float32, device=x.device)
+        if x.shape[0] == 1:
+            return one_token(x, self.weight, None, out)
+        if x.dtype == torch.float32:
+            return torch.mm(x, self.weight.t(), out=out)
+        if x.shape[0] <= _FEW_DENSE:
+            return few_tokens(x, self.weight, None, out=out)
+        return torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
+
+
+class WholeNumberProduct:
+    """Weights of int8 with a scale a row: read as they are for few tokens, expanded for many."""
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.scales, self.bias = weight, scales.float(), bias
+
+    def __call__(self, x: Input) -> Tensor:
+        x = plain(x)
+        if x.dtype != torch.float32 and x.shape[0] <= _FEW_EIGHT_BITS:
+            return few_tokens(x, self.weight, self.bias, weight_scales=self.scales)
+        return functional.linear(x, self.weight.to(x.dtype) * self.scales.to(x.dtype)[:, None], self.bias)
+
+
+class EightBitProduct:
+    """Weights of e4m3 with a scale a row, activations of e4m3 with a scale a token; the result is bfloat16."""
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.scales, self.bias = weight, scales.contiguous(), bias
+
+    def __call__(self, x: Input) -> Tensor:
+        values, by_token = x if isinstance(x, Quantised) else quantise(plain(x).contiguous())
+        if values.shape[0] <= _FEW_EIGHT_BITS:
+            return few_tokens(values, self.weight, self.bias, by_token, self.scales)
+        return torch._scaled_mm(
+            values, self.weight.t(), by_token, self.scales[None, :], bias=self.bias, out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )  # fmt: skip

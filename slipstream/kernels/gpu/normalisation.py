@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.gpu.launch import follow, overlapping
+from slipstream.kernels.gpu.quantised import new_quantised, store_quantised, warps_for
+from slipstream.kernels.inputs import Input
 from slipstream.kernels.normalisation import Norm
 
 
 @triton.jit
 def _add_norm(
-    hidden, delta, weight, bias, normal, size, epsilon,
-    ADD: tl.constexpr, CENTRE: tl.constexpr, BLOCK: tl.constexpr,
+    hidden, delta, weight, bias, normal, scales, size, epsilon,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, QUANTISE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    x = tl.load(hidden + row * size + column, inside, other=0.0)
+    gain = tl.load(weight + column, inside, other=0.0)
+    follow(OVERLAP)
+    x = tl.load(hidden + row * size + column, inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(delta + row * size + column, inside, other=0.0).to(tl.float32)
         tl.store(hidden + row * size + column, x, inside)
@@ -25,21 +31,41 @@ def _add_norm(
         x = tl.where(inside, x - tl.sum(x, 0) / size, 0.0)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
     # Rounded before the weight is applied, as the twin does.
-    kind = normal.dtype.element_ty
-    y = x.to(kind) * tl.load(weight + column, inside, other=0.0)
+    kind = weight.dtype.element_ty
+    y = x.to(kind) * gain
     if CENTRE:
-        y = x * tl.load(weight + column, inside, other=0.0).to(tl.float32)
+        y = x * gain.to(tl.float32)
         y += tl.load(bias + column, inside, other=0.0).to(tl.float32)
-    tl.store(normal + row * size + column, y.to(kind), inside)
+    if QUANTISE:
+        store_quantised(y.to(kind).to(tl.float32), normal, scales, row, column, inside, size)
+    else:
+        tl.store(normal + row * size + column, y.to(kind), inside)
 
 
-def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
-    """hidden: float32 [tokens, size], changed in place; delta: [tokens, size] or None → [tokens, size]."""
-    tokens, size = hidden.shape
-    normal = hidden.new_empty((tokens, size), dtype=norm.weight.dtype)
-    block = triton.next_power_of_2(size)
-    _add_norm[(tokens,)](
-        hidden, delta, norm.weight, norm.bias, normal, size, norm.epsilon,
-        ADD=delta is not None, CENTRE=norm.bias is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
-    )  # fmt: skip
+def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Input:
+    """hidden: float32 [tokens, size], to which delta [tokens, size] is added in place → the sum normalised."""
+    if not norm.quantise:
+        return _plain(hidden, delta, norm)
+    out = new_quantised(hidden.shape[0], hidden.shape[1], hidden.device)
+    _launch(hidden, delta, norm, *out)
+    return out
+
+
+def normalise(x: Tensor, norm: Norm) -> Tensor:
+    """x: [tokens, size] → the same shape in the weight's type."""
+    return _plain(x, None, norm)
+
+
+def _plain(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
+    normal = torch.empty(hidden.shape, dtype=norm.weight.dtype, device=hidden.device)
+    _launch(hidden, delta, norm, normal, None)
     return normal
+
+
+def _launch(hidden: Tensor, delta: Tensor | None, norm: Norm, normal: Tensor, scales: Tensor | None) -> None:
+    tokens, size = hidden.shape
+    _add_norm[(tokens,)](
+        hidden, delta, norm.weight, norm.bias, normal, scales, size, norm.epsilon,
+        ADD=delta is not None, CENTRE=norm.bias is not None, QUANTISE=scales is not None,
+        BLOCK=triton.next_power_of_2(size), num_warps=warps_for(size), **overlapping(hidden.device),
+    )  # fmt: skip

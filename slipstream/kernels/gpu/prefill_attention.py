@@ -1,8 +1,13 @@
-"""Attention of rows with several new tokens each, over the paged cache that already holds them."""
+"""Attention of rows with several new tokens each: over what the cache holds from before, then over the step's own.
+
+The step's own keys and values are read from the product that made them, not from the cache: they lie in one
+piece there, so that the hardware copies whole tiles, and they are exact where the cache holds fewer bits.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +19,7 @@ from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu.decode_attention import squeeze
 
 QUERY_TILE = 128
-_KEY_TILE = 64
+FAR = 2048  # tokens of a row from which it counts as long
 _LOG2_E = 1.4426950408889634
 
 
@@ -26,6 +31,8 @@ class PrefillPlan:
     tile_position: Tensor  # [tiles]: its position
     tile_queries: Tensor  # [tiles]
     tile_row: Tensor  # [tiles]: which table
+    tile_prefix: Tensor  # [tiles]: how many of the row's tokens the cache holds from before this step
+    far: bool = False  # whether some row is long: large tiles of keys then pay
 
 
 def cut_tiles(
@@ -42,84 +49,166 @@ def cut_tiles(
     order = np.argsort(-(positions[row] + begin), kind="stable")
     row, begin = row[order], begin[order]
     queries = np.minimum(counts[row] - begin, QUERY_TILE)
-    columns = (offsets[row] + begin, positions[row] + begin, queries, rows[row])
+    columns = (offsets[row] + begin, positions[row] + begin, queries, rows[row], positions[row])
     return tuple(column.astype(np.int32) for column in columns)
 
 
 @triton.jit
+def _look(queries, k, v, best, mass, total, seen, scale, softcap, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+          PRECISION: tl.constexpr):  # fmt: skip
+    """Take one tile of keys and values into the running softmax."""
+    scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+    if SOFTCAP:
+        scores = softcap / scale * squeeze(scores * (scale / softcap))
+    if MASK:
+        scores = tl.where(seen, scores, float("-inf"))
+    top = tl.maximum(best, tl.max(scores, 1) * scale)
+    safe = top
+    if MASK:
+        safe = tl.where(top == float("-inf"), 0.0, top)  # a query may see nothing of this tile
+    weights = tl.exp2(scores * scale - safe[:, None])
+    shrink = tl.exp2(best - safe)
+    mass = mass * shrink + tl.sum(weights, 1)
+    total = tl.dot(weights.to(v.dtype), v, total * shrink[:, None], input_precision=PRECISION)
+    return top, mass, total
+
+
+@triton.jit
+def _cached(keys, values, table, first, end, kv_head, cache_slots, KIND: tl.constexpr, SIZE: tl.constexpr,
+            PADDED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """A tile of the row's cached keys and values, from position `first` on; zeros from `end` on."""
+    column = tl.arange(0, PADDED)
+    key = first + tl.arange(0, KEYS)
+    real = key < end
+    block = tl.load(table + key // BLOCK_TOKENS, real, other=0).to(tl.int64)
+    slot = kv_head.to(tl.int64) * cache_slots + block * BLOCK_TOKENS + key % BLOCK_TOKENS
+    where = slot[:, None] * SIZE + column[None, :]
+    loaded = real[:, None] & (column[None, :] < SIZE)
+    k = tl.load(keys + where, loaded, other=0.0).to(KIND)
+    v = tl.load(values + where, loaded, other=0.0).to(KIND)
+    return k, v
+
+
+@triton.jit
+def _own(own, heads, first, kv_head, token_stride, tokens, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+         SIZE: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
+    """A tile of the step's own keys and values, from its token `first` on; those of the row behind are masked later."""
+    key_column = (Q_HEADS + kv_head) * SIZE
+    value_column = (Q_HEADS + KV_HEADS + kv_head) * SIZE
+    if DESCRIPTOR:
+        k = own.load([first, key_column])
+        v = own.load([first, value_column])
+    else:
+        column = tl.arange(0, PADDED)
+        index = first + tl.arange(0, KEYS)
+        where = heads + index.to(tl.int64)[:, None] * token_stride + column[None, :]
+        loaded = (column[None, :] < SIZE) & (index[:, None] < tokens)
+        k = tl.load(where + key_column, loaded, other=0.0)
+        v = tl.load(where + value_column, loaded, other=0.0)
+    return k, v
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _prefill(
-    q, keys, values, tables, tile_token, tile_position, tile_queries, tile_row, out, scale, softcap,
-    q_stride, out_stride, cache_slots, table_stride, window, sinks,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    own, heads, keys, values, tables, tile_token, tile_position, tile_queries, tile_row, tile_prefix, out, scale,
+    softcap, token_stride, out_stride, tokens, cache_slots, table_stride, window, sinks,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     head = tl.program_id(0)
-    kv_head = (head // GROUP).to(tl.int64)
-    token = tl.load(tile_token + tile).to(tl.int64)
+    kv_head = head // (Q_HEADS // KV_HEADS)
+    token = tl.load(tile_token + tile)
     position = tl.load(tile_position + tile)
     count = tl.load(tile_queries + tile)
+    prefix = tl.load(tile_prefix + tile)
     table = tables + tl.load(tile_row + tile).to(tl.int64) * table_stride
     query = tl.arange(0, QUERIES)
     column = tl.arange(0, PADDED)
     held = (query[:, None] < count) & (column[None, :] < SIZE)
-    queries = tl.load(q + (token + query[:, None]) * q_stride + head * SIZE + column[None, :], held, other=0.0)
-    kind = q.dtype.element_ty
+    kind = heads.dtype.element_ty
+    at = heads + (token + query).to(tl.int64)[:, None] * token_stride + head * SIZE + column[None, :]
+    queries = tl.load(at, held, other=0.0)
     asking = position + query  # positions of the queries
     best = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     total = tl.zeros([QUERIES, PADDED], tl.float32)
-    end = position + count
-    begin = 0
-    if not SINKS:
-        begin = tl.maximum(position - window + 1, 0) // KEYS * KEYS
-    for first in tl.range(begin, end, KEYS):
+    oldest = 0
+    if WINDOW:
+        oldest = tl.where(sinks > 0, 0, tl.maximum(position - window + 1, 0))
+    # What the cache holds from before this step: every query comes after it. Whole tiles need no mask.
+    begin = oldest // KEYS * KEYS
+    if not WINDOW:
+        for first in tl.range(0, prefix // KEYS * KEYS, KEYS):
+            k, v = _cached(keys, values, table, first, prefix, kv_head, cache_slots, kind, SIZE, PADDED, BLOCK_TOKENS,
+                           KEYS)
+            best, mass, total = _look(queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION)
+        begin = prefix // KEYS * KEYS
+    for first in tl.range(begin, prefix, KEYS):
+        k, v = _cached(keys, values, table, first, prefix, kv_head, cache_slots, kind, SIZE, PADDED, BLOCK_TOKENS, KEYS)
         key = first + tl.arange(0, KEYS)
-        real = key < end
-        block = tl.load(table + key // BLOCK_TOKENS, real, other=0).to(tl.int64)
-        slot = kv_head * cache_slots + block * BLOCK_TOKENS + key % BLOCK_TOKENS
-        where = slot[:, None] * SIZE + column[None, :]
-        loaded = real[:, None] & (column[None, :] < SIZE)
-        k = tl.load(keys + where, loaded, other=0.0)
-        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
-        if SOFTCAP:
-            scores = softcap * squeeze(scores / softcap)
-        near = key[None, :] > asking[:, None] - window
-        if SINKS:
-            near = near | (key[None, :] < sinks)
-        seen = (key[None, :] <= asking[:, None]) & near
-        scores = tl.where(seen, scores, float("-inf"))
-        top = tl.maximum(best, tl.max(scores, 1))
-        safe = tl.where(top == float("-inf"), 0.0, top)  # a query may see nothing of this tile yet
-        weights = tl.exp2(scores - safe[:, None])
-        shrink = tl.exp2(best - safe)
-        mass = mass * shrink + tl.sum(weights, 1)
-        v = tl.load(values + where, loaded, other=0.0)
-        total = total * shrink[:, None] + tl.dot(weights.to(kind), v, input_precision=PRECISION)
-        best = top
-    at = (token + query[:, None]) * out_stride + head * SIZE + column[None, :]
+        seen = (key < prefix)[None, :] & (asking[:, None] >= 0)
+        if WINDOW:
+            seen = seen & ((key[None, :] > asking[:, None] - window) | (key[None, :] < sinks))
+        best, mass, total = _look(queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION)
+    # The step's own tokens: whole tiles before the first query, then those that only later queries see.
+    start = token - (position - prefix)  # the step's token of the row's first one
+    own_begin = tl.maximum(oldest - prefix, 0) // KEYS * KEYS
+    if not WINDOW:
+        own_begin = (position - prefix) // KEYS * KEYS
+        for first in tl.range(0, own_begin, KEYS):
+            k, v = _own(own, heads, start + first, kv_head, token_stride, tokens, Q_HEADS, KV_HEADS, SIZE, PADDED, KEYS,
+                        DESCRIPTOR)
+            best, mass, total = _look(queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION)
+    for first in tl.range(own_begin, position - prefix + count, KEYS):
+        k, v = _own(own, heads, start + first, kv_head, token_stride, tokens, Q_HEADS, KV_HEADS, SIZE, PADDED, KEYS,
+                    DESCRIPTOR)
+        key = prefix + first + tl.arange(0, KEYS)
+        seen = key[None, :] <= asking[:, None]
+        if WINDOW:
+            seen = seen & ((key[None, :] > asking[:, None] - window) | (key[None, :] < sinks))
+        best, mass, total = _look(queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION)
+    at = (token + query).to(tl.int64)[:, None] * out_stride + head * SIZE + column[None, :]
     tl.store(out + at, (total / mass[:, None]).to(kind), held)
 
 
 def attend_prefill(
-    q: Tensor,  # [tokens, heads, head_size], tokens may be strided
+    heads: Tensor,  # [tokens, q_heads + 2 * kv_heads, head_size], contiguous: rotated queries and keys, values
     keys: Tensor,  # [kv_heads, slots, head_size]
     values: Tensor,
     tables: Tensor,  # int32 [rows of the engine, blocks]
     plan: PrefillPlan,
     block_tokens: int,
     rule: AttentionRule,
-    out: Tensor,  # [tokens, heads, head_size], contiguous
+    out: Tensor,  # [tokens, q_heads, head_size], contiguous
 ) -> None:
-    _, heads, size = q.shape
-    small = q.dtype == torch.float32 or size > 128  # what fits shared memory
-    _prefill[(heads, plan.tile_token.shape[0])](
-        q, keys, values, tables, plan.tile_token, plan.tile_position, plan.tile_queries, plan.tile_row, out,
-        rule.scale * _LOG2_E, rule.softcap * _LOG2_E, q.stride(0), out.stride(0), keys.shape[1], tables.stride(0),
-        rule.window if rule.window is not None else 2**30, rule.sinks,
-        SOFTCAP=rule.softcap > 0, SINKS=rule.sinks > 0, GROUP=heads // keys.shape[0], SIZE=size,
-        PADDED=triton.next_power_of_2(size), BLOCK_TOKENS=block_tokens, QUERIES=QUERY_TILE,
-        KEYS=32 if small else _KEY_TILE, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=8 if small else 4, num_stages=2 if small else 3,
+    tokens, all_heads, size = heads.shape
+    kv_heads = keys.shape[0]
+    q_heads = all_heads - 2 * kv_heads
+    tuning = _tuning(heads.dtype, size, plan.far)
+    whole = tuning.pop("DESCRIPTOR")
+    own: Any = heads
+    if whole:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        own = TensorDescriptor.from_tensor(heads.view(tokens, all_heads * size), [tuning["KEYS"], size])
+    _prefill[(q_heads, plan.tile_token.shape[0])](
+        own, heads, keys, values, tables, plan.tile_token, plan.tile_position, plan.tile_queries, plan.tile_row,
+        plan.tile_prefix, out, rule.scale * _LOG2_E, rule.softcap * _LOG2_E, heads.stride(0), out.stride(0), tokens,
+        keys.shape[1], tables.stride(0), rule.window if rule.window is not None else 2**30, rule.sinks,
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, PADDED=triton.next_power_of_2(size),
+        BLOCK_TOKENS=block_tokens, QUERIES=QUERY_TILE, PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
+        SOFTCAP=rule.softcap > 0, WINDOW=rule.window is not None, DESCRIPTOR=whole, **tuning,
     )  # fmt: skip
+
+
+def _tuning(dtype: torch.dtype, size: int, far: bool) -> dict[str, Any]:
+    """Tiles as large as shared memory holds; the copy engine wants them a power of two wide."""
+    if dtype == torch.float32 or size > 128:
+        return {"KEYS": 32, "num_warps": 8, "num_stages": 2, "DESCRIPTOR": False}
+    if size != triton.next_power_of_2(size) or size < 16:
+        return {"KEYS": 64, "num_warps": 4, "num_stages": 2, "DESCRIPTOR": False}
+    if far:
+        return {"KEYS": 128, "num_warps": 8, "num_stages": 3, "DESCRIPTOR": True}
+    return {"KEYS": 64, "num_warps": 4, "num_stages": 2, "DESCRIPTOR": True}

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.gpu.launch import follow, overlapping
+
 _HEADS = 8  # heads a program takes; fewer leave it too little to do, more too few programs for one token
 
 
@@ -14,8 +16,9 @@ _HEADS = 8  # heads a program takes; fewer leave it too little to do, more too f
 def _rotate_write(
     heads, positions, slots, cosine, sine, q_weight, k_weight, keys, values, cache_slots, epsilon,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-    ROTARY: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
+    ROTARY: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
@@ -44,13 +47,13 @@ def _rotate_write(
         sin = tl.load(sine + position * ROTARY + column, rotary, other=0.0)
         rotated = x.to(tl.float32) * cos + other.to(tl.float32) * sin
         x = tl.where(turned, rotated.to(kind), x)
-    tl.store(base + column, x, inside & is_query)
+    tl.store(base + column, x, inside & turned)
     slot = tl.load(slots + token).to(tl.int64)
     is_key = turned & (head >= Q_HEADS)
     key_at = ((head - Q_HEADS) * cache_slots + slot) * SIZE + column
-    tl.store(keys + key_at, x, inside & is_key)
+    tl.store(keys + key_at, x.to(keys.dtype.element_ty), inside & is_key)
     value_at = ((head - Q_HEADS - KV_HEADS) * cache_slots + slot) * SIZE + column
-    tl.store(values + value_at, x, inside & (head >= Q_HEADS + KV_HEADS))
+    tl.store(values + value_at, x.to(values.dtype.element_ty), inside & (head >= Q_HEADS + KV_HEADS))
 
 
 def turn_at(
@@ -61,7 +64,7 @@ def turn_at(
 
 
 def rotate_write(
-    heads: Tensor,  # [tokens, q_heads + 2 * kv_heads, head_size]; the queries are changed in place
+    heads: Tensor,  # [tokens, q_heads + 2 * kv_heads, head_size]; queries and keys are changed in place
     positions: Tensor,  # [tokens]
     slots: Tensor,  # [tokens]
     turn: tuple[Tensor, Tensor] | None,  # cosine and signed sine of every position: float32 [positions, rotary_size]
@@ -71,7 +74,7 @@ def rotate_write(
     keys: Tensor,  # [kv_heads, slots, head_size]
     values: Tensor,
 ) -> Tensor:
-    """→ queries [tokens, q_heads, head_size]"""
+    """→ heads, rotated: what attention takes"""
     tokens, all_heads, size = heads.shape
     kv_heads = keys.shape[0]
     q_heads = all_heads - 2 * kv_heads
@@ -80,5 +83,6 @@ def rotate_write(
         heads, positions, slots, cosine, sine, q_norm, k_norm, keys, values, keys.shape[1], epsilon,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, PADDED=triton.next_power_of_2(size),
         ROTARY=cosine.shape[-1] if turn is not None else 0, NORM=q_norm is not None, HEADS=_HEADS, num_warps=4,
+        **overlapping(heads.device),
     )  # fmt: skip
-    return heads[:, :q_heads]
+    return heads

@@ -7,14 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.gpu.launch import follow, overlapping
+
 _BLOCK = 128
+_PARTS = 32  # programs that share a row of logits
 
 
 @triton.jit(do_not_specialize=["count"])
 def _step_inputs(
     rows, positions, tokens, tables, ids, slots, count, tokens_stride, tables_stride,
-    BLOCK_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = tl.load(rows + at, inside, other=0).to(tl.int64)
@@ -37,13 +41,14 @@ def step_inputs(
     slots = torch.empty(count, dtype=torch.int32, device=rows.device)
     _step_inputs[(triton.cdiv(count, _BLOCK),)](
         rows, positions, tokens, tables, ids, slots, count, tokens.stride(0), tables.stride(0),
-        BLOCK_TOKENS=block_tokens, BLOCK=_BLOCK, num_warps=4,
+        BLOCK_TOKENS=block_tokens, BLOCK=_BLOCK, num_warps=4, **overlapping(rows.device),
     )  # fmt: skip
     return ids, slots
 
 
 @triton.jit(do_not_specialize=["count"])
-def _write_back(rows, lengths, drawn, tokens, count, tokens_stride, BLOCK: tl.constexpr):
+def _write_back(rows, lengths, drawn, tokens, count, tokens_stride, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    follow(OVERLAP)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = tl.load(rows + at, inside, other=0).to(tl.int64)
@@ -55,5 +60,56 @@ def write_back(rows: Tensor, lengths: Tensor, drawn: Tensor, tokens: Tensor) -> 
     """drawn: int64 [samples] becomes the token after the `lengths` known ones of each of `rows` (int32 both)."""
     count = rows.shape[0]
     _write_back[(triton.cdiv(count, _BLOCK),)](
-        rows, lengths, drawn, tokens, count, tokens.stride(0), BLOCK=_BLOCK, num_warps=4
+        rows, lengths, drawn, tokens, count, tokens.stride(0), BLOCK=_BLOCK, num_warps=4, **overlapping(rows.device)
     )
+
+
+@triton.jit
+def _likeliest_of_parts(
+    logits, best, tokens, vocab, stride, span, BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    follow(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    top = float("-inf")
+    token = part * span
+    broken = 0
+    end = tl.minimum((part + 1) * span, vocab)
+    for begin in range(part * span, end, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * stride + at, at < end, other=float("-inf")).to(tl.float32)
+        broken += tl.sum((x != x).to(tl.int32), 0)
+        value, index = tl.max(x, 0, return_indices=True)
+        token = tl.where(value > top, begin + index, token)
+        top = tl.maximum(top, value)
+    tl.store(best + row * PARTS + part, tl.where(broken > 0, float("nan"), top))
+    tl.store(tokens + row * PARTS + part, token)
+
+
+@triton.jit
+def _likeliest(best, tokens, best_out, tokens_out, PARTS: tl.constexpr, OVERLAP: tl.constexpr):
+    follow(OVERLAP)
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    x = tl.load(best + row * PARTS + part)
+    broken = tl.sum((x != x).to(tl.int32), 0)
+    value, index = tl.max(x, 0, return_indices=True)
+    tl.store(best_out + row, tl.where(broken > 0, float("nan"), value))
+    tl.store(tokens_out + row, tl.load(tokens + row * PARTS + index).to(tl.int64))
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits: [rows, vocab] → the largest of each row in float32 (nan where one is) and its token, the first of
+    equals."""
+    rows, vocab = logits.shape
+    span = triton.cdiv(vocab, _PARTS * 16) * 16
+    part_best = torch.empty((rows, _PARTS), dtype=torch.float32, device=logits.device)
+    part_tokens = torch.empty((rows, _PARTS), dtype=torch.int32, device=logits.device)
+    _likeliest_of_parts[(rows, _PARTS)](
+        logits, part_best, part_tokens, vocab, logits.stride(0), span, BLOCK=2048, PARTS=_PARTS, num_warps=4,
+        **overlapping(logits.device),
+    )  # fmt: skip
+    best = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    _likeliest[(rows,)](part_best, part_tokens, best, tokens, PARTS=_PARTS, num_warps=1, **overlapping(logits.device))
+    return best, tokens

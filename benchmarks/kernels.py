@@ -1,0 +1,178 @@
+"""Each GPU kernel's time and its share of what the hardware allows. Needs torch and Triton only.
+
+    python benchmarks/kernels.py
+
+Times are of graph replays over more data than the cache holds. "of bound": reads at 4.30 TB/s, or arithmetic at 782
+TFLOP/s in bfloat16, both measured on one H200.
+"""
+
+# ruff: noqa: B023  (what is timed is called before its loop goes on)
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a bare box has no installed package
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.gpu.activation import silu_gated
+from slipstream.kernels.gpu.attention import GpuAttention
+from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, programs_of
+from slipstream.kernels.gpu.few_tokens import few_tokens
+from slipstream.kernels.gpu.normalisation import add_norm
+from slipstream.kernels.gpu.one_token import one_token
+from slipstream.kernels.gpu.prefill_attention import FAR, PrefillPlan, cut_tiles
+from slipstream.kernels.gpu.quantised import quantise
+from slipstream.kernels.gpu.rotary import rotate_write
+from slipstream.kernels.gpu.step import likeliest
+from slipstream.kernels.normalisation import Norm
+
+READ_BYTES_PER_SECOND, FLOPS = 4.30e12, 782e12
+BLOCK = 32
+DEVICE = torch.device("cuda")
+
+
+def microseconds(call: Callable[[int], object], copies: int) -> float:
+    """Of one call; copy i of the data is used by calls i, i + copies, …"""
+    call(0)
+    torch.cuda.synchronize()
+    graph, calls = torch.cuda.CUDAGraph(), max(copies, 8)
+    with torch.cuda.graph(graph):
+        for index in range(calls):
+            call(index % copies)
+    graph.replay()
+    times = []
+    for _ in range(7):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[3] / calls * 1e3
+
+
+def show(name: str, shape: str, time: float, nbytes: float = 0.0, flops: float = 0.0) -> None:
+    bound = max(nbytes / READ_BYTES_PER_SECOND, flops / FLOPS) * 1e6
+    rate = f"{flops / time / 1e6:7.0f} TFLOP/s" if flops else f"{nbytes / time / 1e6:7.2f} TB/s"
+    print(f"{name:18} {shape:34} {time:9.1f} us {rate:>16} {bound / time:6.0%} of bound", flush=True)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
+
+
+def on_device(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).to(DEVICE)
+
+
+def tables_for(lengths: np.ndarray) -> tuple[torch.Tensor, int]:
+    """Scattered blocks for rows of these lengths, and how many blocks there are in all."""
+    blocks = -(-lengths // BLOCK)
+    free = np.random.default_rng(0).permutation(blocks.sum()) + 1
+    tables = np.zeros((len(lengths), blocks.max()), dtype=np.int32)
+    for row, count in enumerate(blocks):
+        tables[row, :count], free = free[:count], free[count:]
+    return on_device(tables), int(blocks.sum()) + 1
+
+
+def products() -> None:
+    for rows, size in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        copies = 8
+        weights = random(copies, rows, size) * 0.02
+        for tokens in (1, 8, 32, 64, 256):
+            x = random(tokens, size)
+            nbytes, flops = rows * size * 2, 2 * rows * size * tokens if tokens > 64 else 0
+            shape = f"[{tokens}, {size}] × [{rows}, {size}]"
+            if tokens == 1:
+                show("one_token", shape, microseconds(lambda i: one_token(x, weights[i], None), copies), nbytes)
+            elif tokens <= 64:
+                show("few_tokens", shape, microseconds(lambda i: few_tokens(x, weights[i], None), copies), nbytes)
+            show("library", shape, microseconds(lambda i: functional.linear(x, weights[i]), copies), nbytes, flops)
+        stored, scales = weights.to(torch.float8_e4m3fn), torch.ones(rows, device=DEVICE)
+        for tokens in (1, 32, 64, 1024):
+            x, by_token = quantise(random(tokens, size))
+            shape, nbytes = f"fp8 [{tokens}, {size}] × [{rows}, {size}]", rows * size
+            if tokens <= 64:
+                time = microseconds(lambda i: few_tokens(x, stored[i], None, by_token, scales), copies)
+                show("few_tokens", shape, time, nbytes)
+            time = microseconds(lambda i: torch._scaled_mm(
+                x, stored[i].t(), by_token, scales[None, :], out_dtype=torch.bfloat16, use_fast_accum=True), copies)
+            show("library", shape, time, nbytes, 2 * rows * size * tokens / 2 if tokens > 64 else 0)
+
+
+def decode_attention(lengths: np.ndarray, label: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    size, copies = 128, 2
+    tables, blocks = tables_for(lengths)
+    cache = (random(copies, 2, kv_heads, blocks * BLOCK, size) * 0.5).to(dtype)
+    step = random(len(lengths), heads + 2 * kv_heads, size)
+    programs = programs_of(DEVICE)
+    first, row, start, chunk = cut_chunks(lengths, kv_heads, programs)
+    plan = DecodePlan(on_device(np.arange(len(lengths))), on_device(lengths), on_device(first), on_device(row),
+                      on_device(start), on_device(np.array([len(row), chunk])))
+    attention = GpuAttention(tables, BLOCK, programs, len(lengths), plan, None)
+    time = microseconds(lambda i: attention.attend(step, *cache[i], AttentionRule(size**-0.5)), copies)
+    name = "fp8" if dtype.itemsize == 1 else "bf16"
+    show("decode attention", f"{name} {heads}/{kv_heads} {label}", time,
+         float(lengths.sum()) * 2 * kv_heads * size * dtype.itemsize)
+
+
+def prefill_attention(prompts: list[int], prefix: int, heads: int, kv_heads: int) -> None:
+    size = 128
+    counts = np.array(prompts)
+    tables, blocks = tables_for(counts + prefix)
+    cache = random(2, kv_heads, blocks * BLOCK, size)
+    step = random(int(counts.sum()), heads + 2 * kv_heads, size)
+    columns = cut_tiles(np.arange(len(counts)), np.full(len(counts), prefix), counts, np.cumsum(counts) - counts)
+    plan = PrefillPlan(*map(on_device, columns), far=max(prompts) + prefix >= FAR)  # type: ignore[misc, arg-type]
+    attention = GpuAttention(tables, BLOCK, programs_of(DEVICE), 0, None, plan)
+    time = microseconds(lambda _: attention.attend(step, *cache, AttentionRule(size**-0.5)), 1)
+    flops = sum(4 * heads * size * (count * prefix + count * count / 2) for count in prompts)
+    behind = f" behind {prefix}" if prefix else ""
+    show("prefill attention", f"{heads}/{kv_heads} {len(prompts)} × {prompts[0]}{behind}", time, flops=flops)
+
+
+def small_kernels() -> None:
+    hidden, ffn, heads, kv_heads, size = 4096, 14336, 32, 8, 128
+    for tokens in (1, 32, 8192):
+        copies = 2 if tokens > 1000 else 8
+        residual = torch.randn(copies, tokens, hidden, device=DEVICE)
+        delta, norm = random(copies, tokens, hidden), Norm(random(hidden), None, 1e-5)
+        show("add_norm", f"[{tokens}, {hidden}]",
+             microseconds(lambda i: add_norm(residual[i], delta[i], norm), copies), tokens * hidden * 12)
+        middle = random(copies, tokens, 2 * ffn)
+        show("silu_gated", f"[{tokens}, {2 * ffn}]", microseconds(lambda i: silu_gated(middle[i]), copies),
+             tokens * ffn * 6)
+        step = random(copies, tokens, heads + 2 * kv_heads, size)
+        cache, slots = random(2, kv_heads, tokens + BLOCK, size), torch.arange(tokens, device=DEVICE, dtype=torch.int32)
+        turn = (torch.rand(8192, size, device=DEVICE), torch.rand(8192, size, device=DEVICE))
+        show("rotate_write", f"[{tokens}, {heads + 2 * kv_heads}, {size}]", microseconds(
+            lambda i: rotate_write(step[i], slots, slots, turn, None, None, 1e-5, *cache), copies),
+            tokens * size * 2 * (2 * (heads + kv_heads) + 3 * kv_heads))
+    for rows in (1, 32, 1024):
+        logits = random(2, rows, 128256)
+        show("likeliest", f"[{rows}, 128256]", microseconds(lambda i: likeliest(logits[i]), 2), rows * 128256 * 2)
+
+
+def main() -> None:
+    chance = np.random.default_rng(1)
+    mixed = chance.integers(100, 2048, 256)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        for heads, kv_heads in ((32, 8), (32, 32)):
+            decode_attention(np.full(1000, 190), "1000 × 190", heads, kv_heads, dtype)
+            decode_attention(mixed, "256 × 100 to 2048", heads, kv_heads, dtype)
+            decode_attention(np.full(32, 2000), "32 × 2000", heads, kv_heads, dtype)
+            decode_attention(np.full(32, 200), "32 × 200", heads, kv_heads, dtype)
+    for prompts, prefix in (([8192], 0), ([1024] * 8, 0), ([128] * 64, 0), ([2048], 6144)):
+        prefill_attention(prompts, prefix, 32, 8)
+    products()
+    small_kernels()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Low-rank additions on the GPU: the torch twin is `CpuStepAdapters` of kernels/adapters.py.
+
+Two kernels a product. The first makes the middle [tokens, pages, parts * rank] of x and A, the second adds B's share
+to y. Both run over tiles: runs of tokens of one row. Which pages a tile's row has, they read on the device, and the
+grid depends on the number of tiles alone; so a decode step, whose tiles are its tokens, can be captured once for
+whatever adapters its rows will have. Tiles without an adapter, and pages that add nothing to the product, end at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.adapters import AdapterPages
+
+TILE_TOKENS = 64  # of a prompt
+_SMALLEST = 16  # the least that tl.dot multiplies
+_INPUTS = 128  # of x and A, loaded at once
+_OUTPUTS = 128
+_SPLITS = 4  # of the sum over inputs, where there are few tiles to keep the machine busy
+_MANY_TILES = 256
+
+
+@triton.jit
+def _shrink(
+    x, memory, middle, starts, counts, rows, row_pages, products,
+    inputs, x_stride, page_stride, row_stride, split_stride, token_stride, first_at,
+    PRODUCT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, INPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    tile, number, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    table = row_pages + tl.load(rows + tile).to(tl.int64) * row_stride
+    if number < tl.load(table):
+        page = tl.load(table + 1 + number).to(tl.int64)
+        if (tl.load(products + page) >> PRODUCT) & 1:
+            token = tl.load(starts + tile) + tl.arange(0, TILE)
+            inside = tl.arange(0, TILE) < tl.load(counts + tile)
+            width = tl.arange(0, PADDED)
+            total = tl.zeros([TILE, PADDED], tl.float32)
+            share = tl.cdiv(inputs, INPUTS * SPLITS) * INPUTS
+            for begin in range(split * share, min(inputs, (split + 1) * share), INPUTS):
+                column = begin + tl.arange(0, INPUTS)
+                held = column < inputs
+                given = tl.load(x + token.to(tl.int64)[:, None] * x_stride + column[None, :],
+                                inside[:, None] & held[None, :], other=0.0)
+                first = tl.load(memory + page * page_stride + first_at + width[None, :] * inputs + column[:, None],
+                                (width < WIDTH)[None, :] & held[:, None], other=0.0)
+                total = tl.dot(given, first.to(given.dtype), total, input_precision="ieee")
+            place = middle + split * split_stride + token.to(tl.int64)[:, None] * token_stride + number * WIDTH
+            tl.store(place + width[None, :], total, inside[:, None] & (width < WIDTH)[None, :])
+
+
+@triton.jit
+def _expand(
+    middle, memory, y, starts, counts, rows, row_pages, products,
+    outputs, y_stride, page_stride, row_stride, split_stride, token_stride, second_at,
+    FIRST_PART: tl.constexpr, SECOND_PART: tl.constexpr, PRODUCT: tl.constexpr, PARTS: tl.constexpr,
+    RANK: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    tile, block = tl.program_id(0), tl.program_id(1)
+    table = row_pages + tl.load(rows + tile).to(tl.int64) * row_stride
+    pages = tl.load(table)
+    if pages > 0:
+        # A block of columns lies in one part: each part is cut into blocks by itself.
+        first_blocks: tl.constexpr = (FIRST_PART + OUTPUTS - 1) // OUTPUTS
+        second_blocks: tl.constexpr = (SECOND_PART + OUTPUTS - 1) // OUTPUTS
+        part = (block >= first_blocks).to(tl.int32) + (block >= first_blocks + second_blocks).to(tl.int32)
+        begin = tl.where(part == 0, block * OUTPUTS, tl.where(
+            part == 1, FIRST_PART + (block - first_blocks) * OUTPUTS,
+            FIRST_PART + SECOND_PART + (block - first_blocks - second_blocks) * OUTPUTS))
+        end = tl.where(part == 0, FIRST_PART, tl.where(part == 1, FIRST_PART + SECOND_PART, outputs))
+        column = begin + tl.arange(0, OUTPUTS)
+        token = tl.load(starts + tile) + tl.arange(0, TILE)
+        inside = tl.arange(0, TILE) < tl.load(counts + tile)
+        rank = tl.arange(0, PADDED)
+        total = tl.zeros([TILE, OUTPUTS], tl.float32)
+        for number in range(pages):
+            page = tl.load(table + 1 + number).to(tl.int64)
+            if (tl.load(products + page) >> PRODUCT) & 1:
+                given = tl.zeros([TILE, PADDED], tl.float32)
+                at = middle + token.to(tl.int64)[:, None] * token_stride + (number * PARTS + part) * RANK
+                for split in tl.static_range(SPLITS):
+                    given += tl.load(at + split * split_stride + rank[None, :],
+                                     inside[:, None] & (rank < RANK)[None, :], other=0.0)
+                second = tl.load(memory + page * page_stride + second_at + rank[:, None] * outputs + column[None, :],
+                                 (rank < RANK)[:, None] & (column < end)[None, :], other=0.0)
+                total = tl.dot(given.to(second.dtype), second, total, input_precision="ieee")
+        place = y + token.to(tl.int64)[:, None] * y_stride + column[None, :]
+        held = inside[:, None] & (column < end)[None, :]
+        before = tl.load(place, held, other=0.0).to(tl.float32)
+        tl.store(place, (before + total).to(y.dtype.element_ty), held)
+
+
+@triton.jit
+def _spread(values, runs, page, BLOCK: tl.constexpr):
+    run = runs + tl.program_id(0) * 3
+    start, place, length = tl.load(run), tl.load(run + 1), tl.load(run + 2)
+    for begin in range(0, length, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(page + place + at, tl.load(values + start + at, at < length, other=0.0), at < length)
+
+
+def spread(values: Tensor, runs: Tensor, page: Tensor) -> None:
+    """Copy runs of values [n] to their places in a page; runs: int32 [runs, (begin in values, in the page, length)]"""
+    _spread[(runs.shape[0],)](values, runs, page, BLOCK=1024, num_warps=4)
+
+
+@dataclass(slots=True)
+class Tiles:
+    """Runs of tokens, each of one row."""
+
+    starts: Tensor  # int32 [tiles]: the first token
+    counts: Tensor  # int32 [tiles]: at most `tokens`
+    rows: Tensor  # int32 [tiles]
+    tokens: int
+
+
+def decode_tiles(rows: Tensor) -> Tiles:
+    """A tile for each token of a step in which every row has one. rows: int32 [tokens]"""
+    starts = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    return Tiles(starts, torch.ones_like(starts), rows, 1)
+
+
+def cut_adapter_tiles(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """rows, counts: of a step's rows, whose tokens lie one row after the other → starts, counts, rows of tiles."""
+    offsets = np.cumsum(counts) - counts
+    pieces = -(-counts // TILE_TOKENS)
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = np.repeat(offsets, pieces) + number * TILE_TOKENS
+    return starts, np.minimum(np.repeat(offsets + counts, pieces) - starts, TILE_TOKENS), np.repeat(rows, pieces)
+
+
+class GpuStepAdapters:
+    def __init__(self, pages: AdapterPages, row_pages: Tensor, tiles: Tiles) -> None:
+        """row_pages: int32 [rows of the engine, 1 + most pages]: how many pages a row has, then those."""
+        self._pages, self._row_pages, self._tiles = pages, row_pages, tiles
+
+    def add(self, y: Tensor, x: Tensor, layer: int, product: int) -> None:
+        """y: [tokens, out], x: [tokens, in]; the last dimension of both is contiguous"""
+        layout, memory, tiles, table = self._pages.layout, self._pages.memory, self._tiles, self._row_pages
+        inputs, outputs = layout.shapes[product]
+        parts, rank, count = len(outputs), layout.rank, tiles.starts.shape[0]
+        splits = 1 if count > _MANY_TILES else _SPLITS
+        tile = max(_SMALLEST, triton.next_power_of_2(tiles.tokens))
+        most_pages = table.shape[1] - 1
+        middle = torch.empty((splits, x.shape[0], most_pages * parts * rank), dtype=torch.float32, device=x.device)
+        common = (tiles.starts, tiles.counts, tiles.rows, table, self._pages.device_products)
+        strides = (memory.stride(0), table.stride(0), middle.stride(0), middle.stride(1))
+        first_at, second_at = layout.starts(layer, product)
+        _shrink[(count, most_pages, splits)](
+            x, memory, middle, *common, inputs, x.stride(0), *strides, first_at,
+            PRODUCT=product, WIDTH=parts * rank, PADDED=_padded(parts * rank), TILE=tile, INPUTS=_INPUTS,
+            SPLITS=splits, num_warps=4,
+        )  # fmt: skip
+        blocks = sum(triton.cdiv(width, _OUTPUTS) for width in outputs)
+        _expand[(count, blocks)](
+            middle, memory, y, *common, sum(outputs), y.stride(0), *strides, second_at,
+            FIRST_PART=outputs[0], SECOND_PART=outputs[1] if parts > 1 else 0, PRODUCT=product, PARTS=parts,
+            RANK=rank, PADDED=_padded(rank), TILE=tile, OUTPUTS=_OUTPUTS, SPLITS=splits, num_warps=4,
+        )  # fmt: skip
+
+
+def _padded(count: int) -> int:
+    return max(_SMALLEST, triton.next_power_of_2(count))

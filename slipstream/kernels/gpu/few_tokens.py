@@ -1,0 +1,125 @@
+"""The product of a few tokens with a weight of 16 or 8 bits: bound by reading the weight, which is read once.
+
+Programs take tiles of the weight's rows. Where the rows are too few to keep every processor reading, several
+programs share a tile's columns, and the last of them to finish adds the parts up, always in the same order.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.gpu.launch import follow, overlapping, prefetch
+
+_ROWS = 64  # of a tile: what the matrix units take at once
+_TILE_BYTES = 256  # of a row in a tile
+_LEAST_PROGRAMS = 64  # programs with deep queues of reads; more of them only take turns
+_MOST_COLUMNS = 8192  # of one program
+
+
+@triton.jit(do_not_specialize=["tokens", "parts"])
+def _few_tokens(
+    x, x_scales, weight, weight_scales, bias, out, partial, arrivals, tokens, rows, size, parts,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, X_SCALED: tl.constexpr, WEIGHT_SCALED: tl.constexpr, BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    token = tl.arange(0, TOKENS)
+    here = token < tokens
+    span = tl.cdiv(tl.cdiv(size, COLUMNS), parts) * COLUMNS
+    first = part * span
+    last = tl.minimum(first + span, size)
+    at = weight + row.to(tl.int64)[:, None] * size
+    # While the kernel ahead runs out: lines of the first tiles of the weight, 128 bytes each.
+    line = tl.arange(0, 8) * (COLUMNS // 2)
+    prefetch(at + tl.minimum(first + line, size - 1)[None, :], OVERLAP)
+    follow(OVERLAP)
+    kind = x.dtype.element_ty
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for begin in tl.range(first, last, COLUMNS, num_stages=STAGES):
+        column = begin + tl.arange(0, COLUMNS)
+        if EVEN:
+            w = tl.load(at + column[None, :])
+            y = tl.load(x + token[None, :] * size + column[:, None], here[None, :], other=0.0)
+        else:
+            w = tl.load(at + column[None, :], (row < rows)[:, None] & (column < last)[None, :], other=0.0)
+            held = here[None, :] & (column < last)[:, None]
+            y = tl.load(x + token[None, :] * size + column[:, None], held, other=0.0)
+        total = tl.dot(w.to(kind), y, total, input_precision=PRECISION)
+    place = tl.arange(0, ROWS)[:, None] * TOKENS + token[None, :]
+    done = True
+    if SPLIT:
+        tiles = tl.num_programs(0)
+        tl.store(partial + (part * tiles + tile) * ROWS * TOKENS + place, total)
+        tl.debug_barrier()  # every thread's part is stored before the arrival is told
+        done = tl.atomic_add(arrivals + tile, 1) == parts - 1
+        if done:
+            total = tl.zeros([ROWS, TOKENS], tl.float32)
+            for index in range(parts):
+                total += tl.load(partial + (index * tiles + tile) * ROWS * TOKENS + place, cache_modifier=".cg")
+            tl.store(arrivals + tile, 0)  # for the next product
+    if done:
+        if WEIGHT_SCALED:
+            total *= tl.load(weight_scales + row, row < rows, other=0.0)[:, None]
+        if X_SCALED:
+            total *= tl.load(x_scales + token, here, other=0.0)[None, :]
+        if BIAS:
+            total += tl.load(bias + row, row < rows, other=0.0).to(tl.float32)[:, None]
+        where = out + token[None, :] * rows + row[:, None]
+        tl.store(where, total.to(out.dtype.element_ty), here[None, :] & (row < rows)[:, None])
+
+
+def few_tokens(
+    x: Tensor,  # [tokens, in], contiguous: 16 bits, or e4m3 with x_scales
+    weight: Tensor,  # [out, in]: of x's type, or int8 with weight_scales
+    bias: Tensor | None,  # [out]
+    x_scales: Tensor | None = None,  # float32 [tokens, 1]
+    weight_scales: Tensor | None = None,  # float32 [out]
+    out: Tensor | None = None,  # [tokens, out]
+) -> Tensor:
+    """→ [tokens, out], 16 bits unless `out` is given"""
+    tokens, size = x.shape
+    rows = weight.shape[0]
+    columns = _TILE_BYTES // weight.element_size()
+    tiles, parts = triton.cdiv(rows, _ROWS), _parts(rows, size, columns)
+    if out is None:
+        kind = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
+        out = torch.empty((tokens, rows), dtype=kind, device=x.device)
+    width = max(16, triton.next_power_of_2(tokens))
+    partial, arrivals = _meeting_place(x.device, tiles, parts, width)
+    _few_tokens[(tiles, parts)](
+        x.contiguous(), x_scales, weight, weight_scales, bias, out, partial, arrivals, tokens, rows, size, parts,
+        TOKENS=width, ROWS=_ROWS, COLUMNS=columns, SPLIT=parts > 1,
+        # Many tiles keep the processors busy by their number, few by the depth of their queues.
+        STAGES=4 if tiles >= 256 or width > 32 else 6, EVEN=rows % _ROWS == 0 and size % columns == 0,
+        X_SCALED=x_scales is not None, WEIGHT_SCALED=weight_scales is not None, BIAS=bias is not None,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, **overlapping(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _parts(rows: int, size: int, columns: int) -> int:
+    """How many programs share a tile's columns."""
+    tiles, parts = triton.cdiv(rows, _ROWS), 1
+    while (tiles * parts < _LEAST_PROGRAMS or size / parts > _MOST_COLUMNS) and size / parts > 2 * columns:
+        parts *= 2
+    return parts
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Zero between any two products: who arrives last resets what it counted."""
+    return torch.zeros(65536, dtype=torch.int32, device=device)
+
+
+def _meeting_place(device: torch.device, tiles: int, parts: int, width: int) -> tuple[Tensor | None, Tensor | None]:
+    if parts == 1:
+        return None, None
+    return torch.empty(parts * tiles * _ROWS * width, dtype=torch.float32, device=device), _counters(device)
