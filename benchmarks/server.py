@@ -1,10 +1,13 @@
 """What the server itself costs: models that do nearly nothing, and beside it the real Triton on the same machine.
 
-    python benchmarks/server.py [--triton BINARY] [--seconds 1] [--rounds 3] [--step-ms 0]
+    python benchmarks/server.py [--triton BINARY] [--seconds 1] [--rounds 3] [--step-ms 2.5]
 
 Rates are medians over rounds that visit every server in turn; read the ratios, which hold on a machine that is busy
 with other things better than the rates do. Processor time a request holds best. The client is one more
 process on the same machine.
+
+Tokens that pile up while the server is busy go out as one event. The engine of `own` takes no time, so its streams
+are such piles; that of `paced` takes --step-ms a step, so that its server can keep up and each token is an event.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ TEXT = "What is machine learning?"
 TOKENS = 64
 REQUESTS = (1, 8, 32)
 STREAMS = (1, 8, 64)
+PACED = "slipstream, paced"
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Case:
     title: str
     unit: str
     run: Callable[[Peer, float], Awaitable[Rate]]
+    paced: bool = False  # for the server whose engine takes its time, and for Triton
 
 
 def cases() -> list[Case]:
@@ -54,7 +59,8 @@ def cases() -> list[Case]:
     found.sort(key=lambda case: case.title.split(" × ")[0])
     for streams in STREAMS:
         found.append(Case(f"generate_stream × {streams}", "tokens/s", _http(stream_load(TOKENS), streams)))
-    return found
+    one_each = f"generate_stream × {STREAMS[-1]}, paced"
+    return [*found, Case(one_each, "tokens/s", _http(stream_load(TOKENS), STREAMS[-1]), paced=True)]
 
 
 def _http(load: Load, concurrency: int) -> Callable[[Peer, float], Awaitable[Rate]]:
@@ -90,9 +96,10 @@ def sample(case: Case, peer: Peer, seconds: float) -> Sample:
 def measure(peers: list[Peer], seconds: float, rounds: int) -> dict[str, dict[str, float]]:
     rates: dict[str, dict[str, float]] = {}
     for case in cases():
-        samples: dict[str, list[Sample]] = {peer.name: [] for peer in peers}
+        chosen = [peer for peer in peers if peer.name == "triton" or (peer.name == PACED) == case.paced]
+        samples: dict[str, list[Sample]] = {peer.name: [] for peer in chosen}
         for _ in range(rounds):
-            for peer in peers:
+            for peer in chosen:
                 samples[peer.name].append(sample(case, peer, seconds))
         rows = {case.unit: "units"}
         if case.unit == "tokens/s":
@@ -106,17 +113,18 @@ def measure(peers: list[Peer], seconds: float, rounds: int) -> dict[str, dict[st
 
 
 def _line(title: str, rates: dict[str, float], peers: list[Peer]) -> str:
-    cells = [f"{rates[peer.name]:>12,.0f}" for peer in peers]
     base = rates.get("triton")
-    ratios = [f"{rates[peer.name] / base:>12.2f}" for peer in peers if peer.name != "triton"] if base else []
-    return f"| {title:<39} | " + " | ".join([*cells, *ratios]) + " |"
+    ours = [peer for peer in peers if peer.name != "triton"] if base else []
+    cells = [f"{rates[peer.name]:,.0f}" if peer.name in rates else "" for peer in peers]
+    cells += [f"{rates[peer.name] / base:.2f}" if base and peer.name in rates else "" for peer in ours]
+    return f"| {title:<46} | " + " | ".join(f"{cell:>12}" for cell in cells) + " |"
 
 
 def header(peers: list[Peer]) -> str:
     names = [peer.name for peer in peers]
     if "triton" in names:
         names += [f"{name.removeprefix('slipstream, ')}/triton" for name in names if name != "triton"]
-    first = f"| {'':<39} | " + " | ".join(f"{name:>12}" for name in names) + " |"
+    first = f"| {'':<46} | " + " | ".join(f"{name:>12}" for name in names) + " |"
     return first + "\n|" + "---|" * (len(names) + 1)
 
 
@@ -125,18 +133,20 @@ def main() -> None:
     parser.add_argument("--triton", type=Path, help="the real tritonserver, for example out of nvidia-pytriton")
     parser.add_argument("--seconds", type=float, default=1.0, help="how long each measurement takes")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--step-ms", type=float, default=0.0, help="how long a step of our own engine takes")
+    parser.add_argument("--step-ms", type=float, default=2.5, help="how long a step of the paced engine takes")
     parser.add_argument("--json", type=Path, help="write the rates to this file too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folders = [Path(temporary) / name for name in ("own", "python", "triton")]
+        folders = [Path(temporary) / name for name in ("own", "paced", "python", "triton")]
         for folder in folders:
             folder.mkdir()
         peers: list[Peer] = []
         try:
-            peers += [start_ours("own", folders[0], options.step_ms), start_ours("model.py", folders[1])]
+            peers.append(start_ours("own", folders[0]))
+            peers.append(start_ours("own", folders[1], options.step_ms, PACED))
+            peers.append(start_ours("model.py", folders[2]))
             if options.triton:
-                peers.append(start_triton(options.triton, folders[2]))
+                peers.append(start_triton(options.triton, folders[3]))
             for peer in peers:
                 peer.wait_ready()
                 print(f"{peer.name}: {check_stream(peer):.1f} tokens an event when one stream runs alone")

@@ -182,12 +182,12 @@ def _cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def start_ours(kind: str, folder: Path, step_milliseconds: float = 0.0) -> Peer:
+def start_ours(kind: str, folder: Path, step_milliseconds: float = 0.0, name: str = "") -> Peer:
     repository = write_own_repository(folder) if kind == "own" else write_python_repository(folder / "repository")
     ports = free_ports()
     command = [sys.executable, str(HERE / "server_peers.py"), kind, str(repository), *map(str, ports)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), STEP_VARIABLE: str(step_milliseconds)}
-    return Peer(f"slipstream, {kind}", command, ports, folder / "log", environment)
+    return Peer(name or f"slipstream, {kind}", command, ports, folder / "log", environment)
 
 
 def start_triton(binary: Path, folder: Path) -> Peer:

@@ -17,6 +17,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from slipstream.engine.host_blocks import HostBlocks
+
 NULL_BLOCK = 0
 
 
@@ -35,10 +37,11 @@ def next_name(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    def __init__(self, total_blocks: int, block_tokens: int, reuse: bool = True) -> None:
+    def __init__(self, total_blocks: int, block_tokens: int, reuse: bool = True, host_slots: int = 0) -> None:
         self.total_blocks = total_blocks  # the null block not counted
         self.block_tokens = block_tokens
         self.reuse = reuse
+        self.host = HostBlocks(host_slots if reuse else 0)
         # A heap: the lowest number is handed out first, so that tables tend to be runs of blocks.
         self._free = list(range(1, total_blocks + 1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -90,7 +93,7 @@ class BlockPool:
                 block = heapq.heappop(self._free)
             else:
                 block, _ = self._idle.popitem(last=False)
-                self._forget(block)
+                self.host.save(block, self._forget(block))
             self._references[block] = 1
             blocks.append(block)
         return blocks
@@ -112,14 +115,16 @@ class BlockPool:
                 else:
                     self._idle[block] = None
 
-    def _forget(self, block: int) -> None:
+    def _forget(self, block: int) -> bytes:
         name = self._names[block]
         assert name is not None
         del self._blocks[name]
         self._names[block] = None
+        return name
 
     def check_integrity(self, tables: Iterable[Sequence[int]] = ()) -> None:
         """Raise if a block is lost, in two places, or held by other than the given tables."""
+        self.host.check_integrity()
         held = [0] * (self.total_blocks + 1)
         for table in tables:
             for block in table:

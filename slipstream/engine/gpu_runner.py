@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine import sampler
+from slipstream.engine import sampler, scores
 from slipstream.engine.graphs import DecodeGraphs, aligned
-from slipstream.engine.plan import StepPlan, StepResult
-from slipstream.engine.rows import Rows, to_device
+from slipstream.engine.host_cache import HostCache
+from slipstream.engine.plan import StepFailed, StepPlan, StepResult
+from slipstream.engine.rows import Rows
+from slipstream.engine.runner import copy_blocks, sampling_places
+from slipstream.engine.transfer import numbers, to_device
+from slipstream.kernels.adapters import AdapterPages
+from slipstream.kernels.gpu.adapters import TILE_TOKENS, GpuStepAdapters, Tiles, cut_adapter_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
 from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, programs_of
-from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles
+from slipstream.kernels.gpu.prefill_attention import FAR, PrefillPlan, cut_tiles
 from slipstream.kernels.gpu.step import step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
 
@@ -22,19 +27,25 @@ from slipstream.model.transformer import Step, Transformer
 class GpuHandle:
     """A launched plan; its tokens travel to the host while the next plan is made."""
 
-    def __init__(self, sampled: sampler.Sampled | None) -> None:
+    def __init__(self, sampled: sampler.Sampled | None, prompts: Sequence[scores.PromptLogits] = ()) -> None:
         self._sampled = sampled
+        self._prompts = prompts
         if sampled is not None:
             self._tokens, self._best = _to_host(sampled.tokens), _to_host(sampled.best)
             self._log_probs = None if sampled.log_probs is None else _to_host(sampled.log_probs)
+            self._top = [(index, _to_host(tokens), _to_host(values)) for index, tokens, values in sampled.top]
             self._event = torch.cuda.Event()
             self._event.record()
 
     def result(self) -> StepResult:
         if self._sampled is None:
-            return StepResult(tokens=[])
+            return StepResult(tokens=[], prompt_scores=scores.to_scores(self._prompts))
         self._event.synchronize()
-        return sampler.to_result(sampler.Sampled(self._tokens, self._best, self._log_probs, self._sampled.top))
+        moved = self._sampled._replace(
+            tokens=self._tokens, best=self._best, log_probs=self._log_probs, top=self._top)
+        result = sampler.to_result(moved)
+        result.prompt_scores = scores.to_scores(self._prompts)
+        return result
 
 
 class GpuRunner:
@@ -46,22 +57,48 @@ class GpuRunner:
         self.programs = programs_of(model.device)
         self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
         self.cache = model.new_cache((total_blocks + 1) * block_tokens)  # with the null block
+        self.host: HostCache | None = None  # for blocks that the cache has no room for
         self.graphs = DecodeGraphs(model, self.cache, self.rows, block_tokens, self.programs)
+        self.adapters: AdapterPages | None = None  # none before the first adapter comes
+        self._row_pages: Tensor | None = None  # [rows, 1 + pages]: how many pages a row's adapter has, then those
 
     @torch.inference_mode()
     def capture(self, largest: int, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Record decode steps of up to `largest` rows."""
         self.graphs.capture(largest, progress)
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> GpuHandle:
+        self._move_blocks(plan)  # even where the step then fails: what moves is already known under its new place
+        try:
+            return self._launch(plan)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise StepFailed(
+                f"the GPU ran out of memory in a step of {plan.tokens} tokens: send a shorter prompt, or lower "
+                "kv_cache_free_gpu_mem_fraction or max_num_tokens"
+            ) from error
+
+    @torch.inference_mode()
+    def _move_blocks(self, plan: StepPlan) -> None:
+        if self.host is not None:
+            self.host.move(plan)
+        copy_blocks(self.cache, plan.copies, self.block_tokens)
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> GpuHandle:
         self.rows.apply(plan)
-        if max(plan.counts) == 1 and all(plan.samples) and self.graphs.rung(len(plan.rows)) is not None:
+        if self.adapters is not None:
+            self._write_row_pages(self.adapters, plan)
+        decodes = max(plan.counts) == 1 and all(plan.samples) and not self.rows.in_prompt(plan)
+        if decodes and self.graphs.rung(len(plan.rows)) is not None:
             return self._replay(plan)
         return self._run(plan)
 
     def _replay(self, plan: StepPlan) -> GpuHandle:
-        logits, best, tokens = self.graphs.replay(plan.rows, plan.positions)
+        adapters = None
+        if self.adapters is not None and self._row_pages is not None and self._has_adapter(plan.rows):
+            adapters = (self.adapters, self._row_pages)
+        logits, best, tokens = self.graphs.replay(plan.rows, plan.positions, adapters)
         lengths = [position + 1 for position in plan.positions]
         if sampler.all_plain(plan.rows, self.rows):
             return GpuHandle(sampler.Sampled(tokens, best, None, []))
@@ -74,15 +111,20 @@ class GpuRunner:
         rows, positions, counts = (np.array([column[i] for i in order]) for column in (
             plan.rows, plan.positions, plan.counts))
         samples = np.array([plan.samples[i] for i in order])
-        logits = self.model(self._step(rows, positions, counts, samples), self.cache)
+        drafts = [plan.drafts[i] for i in order]
+        wanted = scores.wanted_logits(rows.tolist(), positions, counts, samples, self.rows, order, drafts)
+        logits = self.model(self._step(rows, positions, counts, wanted.tokens), self.cache)
+        prompts = scores.prompt_logits(logits, wanted, self.rows)
         if not samples.any():
-            return GpuHandle(None)
-        sampled_rows, lengths = rows[samples].tolist(), (positions + counts)[samples].tolist()
+            return GpuHandle(None, prompts)
+        if wanted.samples is not None:
+            logits = logits[to_device(wanted.samples, self.model.device)]
+        sampled_rows, lengths = sampling_places(plan, order)
         sampled = sampler.sample(logits, sampled_rows, lengths, self.rows)
         self._write_back(sampled_rows, lengths, sampled.tokens)
-        return GpuHandle(_in_plan_order(sampled, order, plan.samples))
+        return GpuHandle(_in_plan_order(sampled, order, plan), prompts)
 
-    def _step(self, rows: np.ndarray, positions: np.ndarray, counts: np.ndarray, samples: np.ndarray) -> Step:
+    def _step(self, rows: np.ndarray, positions: np.ndarray, counts: np.ndarray, wanted: np.ndarray) -> Step:
         ends = np.cumsum(counts)
         offsets = ends - counts
         row_of_token = np.repeat(rows, counts)
@@ -92,18 +134,41 @@ class GpuRunner:
             (positions + counts)[:decodes], self.model.spec.kv_heads, self.programs)
         tiles = cut_tiles(rows[decodes:], positions[decodes:], counts[decodes:], offsets[decodes:])
         parts = _pack(
-            [row_of_token, position_of_token, (ends - 1)[samples], rows[:decodes], (positions + counts)[:decodes],
+            [row_of_token, position_of_token, wanted, rows[:decodes], (positions + counts)[:decodes],
              first, chunk_row, chunk_start, np.array([len(chunk_row), size]), *tiles],
             self.model.device,
         )  # fmt: skip
         row_tokens, token_positions, sampled = parts[:3]
         ids, slots = step_inputs(row_tokens, token_positions, self.rows.tokens, self.rows.tables, self.block_tokens)
+        prefill = None
+        if decodes < len(rows):
+            prefill = PrefillPlan(*parts[9:14], far=bool(max((positions + counts)[decodes:]) >= FAR))  # type: ignore[misc, arg-type]
         attention = GpuAttention(
             self.rows.tables, self.block_tokens, self.programs, decodes,
-            DecodePlan(*parts[3:9]) if decodes else None,
-            PrefillPlan(*parts[9:]) if decodes < len(rows) else None,
+            DecodePlan(*parts[3:9]) if decodes else None, prefill,
         )  # fmt: skip
-        return Step(ids, token_positions, slots, attention, sampled)
+        adapters, table = self._step_adapters(rows, counts), self.rows.prompts.of_step(rows, positions, counts)
+        return Step(ids, token_positions, slots, attention, sampled, adapters, embeddings=table)
+
+    def _has_adapter(self, rows: Iterable[int]) -> bool:
+        return any(self.rows.pages[row] for row in rows)
+
+    def _step_adapters(self, rows: np.ndarray, counts: np.ndarray) -> GpuStepAdapters | None:
+        if self.adapters is None or self._row_pages is None or not self._has_adapter(rows.tolist()):
+            return None
+        starts, sizes, tile_rows = _pack(list(cut_adapter_tiles(rows, counts)), self.model.device)
+        return GpuStepAdapters(self.adapters, self._row_pages, Tiles(starts, sizes, tile_rows, TILE_TOKENS))
+
+    def _write_row_pages(self, adapters: AdapterPages, plan: StepPlan) -> None:
+        if self._row_pages is None:
+            size = (self.rows.padding_row + 1, 1 + adapters.most_pages)
+            self._row_pages = torch.zeros(size, dtype=torch.int32, device=self.model.device)
+        if plan.starts:
+            lines = np.zeros((len(plan.starts), 1 + adapters.most_pages), dtype=np.int32)
+            for line, start in zip(lines, plan.starts, strict=True):
+                line[: 1 + len(start.pages)] = len(start.pages), *start.pages
+            rows = to_device(np.array([start.row for start in plan.starts]), self.model.device)
+            self._row_pages[rows] = to_device(lines, self.model.device)
 
     def _write_back(self, rows: list[int], lengths: list[int], tokens: Tensor) -> None:
         row, length = _pack([np.array(rows), np.array(lengths)], self.model.device)
@@ -124,13 +189,15 @@ def _to_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _in_plan_order(sampled: sampler.Sampled, order: list[int], samples: list[bool]) -> sampler.Sampled:
+def _in_plan_order(sampled: sampler.Sampled, order: list[int], plan: StepPlan) -> sampler.Sampled:
     """Results in the order of the plan's sampling rows, from the order they were computed in."""
-    computed = [index for index in order if samples[index]]
+    computed = [(column, draft) for column in order if plan.samples[column] for draft in range(1 + plan.drafts[column])]
     if computed == sorted(computed):
         return sampled
     place = sorted(range(len(computed)), key=computed.__getitem__)
     top_at = {computed_at: plan_at for plan_at, computed_at in enumerate(place)}
-    log_probs = None if sampled.log_probs is None else sampled.log_probs[place]
+    where = numbers(place, sampled.tokens.device)
+    log_probs = None if sampled.log_probs is None else sampled.log_probs[where]
     top = [(top_at[index], tokens, values) for index, tokens, values in sampled.top]
-    return sampler.Sampled(sampled.tokens[place], sampled.best[place], log_probs, top)
+    raw = [(top_at[index], logits) for index, logits in sampled.raw]
+    return sampler.Sampled(sampled.tokens[where], sampled.best[where], log_probs, top, raw)

@@ -7,16 +7,19 @@ owns: they read the null block and write to it. A replay touches static buffers 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine.rows import Rows, to_device
+from slipstream.engine.rows import Rows
+from slipstream.engine.transfer import to_device
+from slipstream.kernels.adapters import AdapterPages
+from slipstream.kernels.gpu.adapters import GpuStepAdapters, decode_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
 from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, most_chunks
-from slipstream.kernels.gpu.step import step_inputs, write_back
+from slipstream.kernels.gpu.step import likeliest, step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
 
 
@@ -61,55 +64,78 @@ class DecodeBuffers:
         self.memory.copy_(to_device(staged, self.device), non_blocking=True)
 
 
+class Captured(NamedTuple):
+    """A graph and all it reads and writes that nobody else keeps: a replay does not ask whether memory is still its."""
+
+    graph: torch.cuda.CUDAGraph
+    buffers: DecodeBuffers
+    adapters: GpuStepAdapters | None
+    logits: Tensor
+    best: Tensor
+    tokens: Tensor
+
+
 class DecodeGraphs:
     def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, programs: int) -> None:
         self.model, self.cache, self.rows = model, cache, rows
         self.block_tokens, self.programs = block_tokens, programs
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeBuffers, Tensor, Tensor, Tensor]] = {}
+        self._graphs: dict[int, Captured] = {}
+        self._adapted: dict[int, Captured] = {}  # with adapters: captured when first needed
         self._pool: Any = None  # torch's handle on the memory the graphs share
+        self._logits: Tensor | None = None  # [largest, vocab]: where every graph leaves them
 
     def capture(self, largest: int, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         sizes = ladder(largest)
+        shape = (largest, self.model.spec.vocab_size)
+        self._logits = torch.empty(shape, dtype=torch.float32, device=self.rows.device)
         for done, size in enumerate(reversed(sizes)):  # the largest first: the others fit in its memory
-            self._capture(size)
+            self._graphs[size] = self._capture(size)
             progress(done + 1, len(sizes))
 
     def rung(self, rows: int) -> int | None:
         """The smallest captured size that holds this many rows."""
         return min((size for size in self._graphs if size >= rows), default=None)
 
-    def replay(self, rows: list[int], positions: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def replay(
+        self, rows: list[int], positions: list[int], adapters: tuple[AdapterPages, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Run a decode step → logits [rows, vocab], the likeliest tokens and their logits, all of static memory.
 
-        The likeliest tokens are already written to the rows.
+        The likeliest tokens are already written to the rows. adapters: where some row has one, the pages and the
+        table of rows that says which are whose.
         """
         size = self.rung(len(rows))
         assert size is not None
-        graph, buffers, logits, best, tokens = self._graphs[size]
-        buffers.fill(rows, positions)
-        graph.replay()
+        if adapters is not None and size not in self._adapted:
+            self._adapted[size] = self._capture(size, adapters)
+        captured = (self._graphs if adapters is None else self._adapted)[size]
+        captured.buffers.fill(rows, positions)
+        captured.graph.replay()
         count = len(rows)
-        return logits[:count], best[:count], tokens[:count]
+        return captured.logits[:count], captured.best[:count], captured.tokens[:count]
 
-    def _capture(self, size: int) -> None:
+    def _capture(self, size: int, adapters: tuple[AdapterPages, Tensor] | None = None) -> Captured:
         kv_heads = self.model.spec.kv_heads
         buffers = DecodeBuffers(size, kv_heads, self.programs, self.rows.padding_row, self.rows.device)
         buffers.fill([], [])
+        added = None if adapters is None else GpuStepAdapters(*adapters, decode_tiles(buffers.rows))
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels compile and libraries choose outside the capture
-            self._run(buffers)
+            self._run(buffers, added)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits, best, tokens = self._run(buffers)
+        # Other threads, which load adapters, may go on asking the driver for memory.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits, best, tokens = self._run(buffers, added)
         self._pool = self._pool or graph.pool()
-        self._graphs[size] = (graph, buffers, logits, best, tokens)
+        return Captured(graph, buffers, added, logits, best, tokens)
 
-    def _run(self, buffers: DecodeBuffers) -> tuple[Tensor, Tensor, Tensor]:
+    def _run(self, buffers: DecodeBuffers, adapters: GpuStepAdapters | None) -> tuple[Tensor, Tensor, Tensor]:
         ids, slots = step_inputs(buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens)
         attention = GpuAttention(self.rows.tables, self.block_tokens, self.programs, buffers.size, buffers.plan, None)
-        logits = self.model(Step(ids, buffers.positions, slots, attention, samples=None), self.cache)
-        best, tokens = logits.max(dim=-1)
+        place = None if self._logits is None else self._logits[: buffers.size]
+        logits = self.model(Step(ids, buffers.positions, slots, attention, None, adapters, place), self.cache)
+        best, tokens = likeliest(logits)
         write_back(buffers.rows, buffers.lengths, tokens, self.rows.tokens)
         return logits, best, tokens

@@ -39,6 +39,48 @@ class EngineInfo:
     weight_bytes: int
     cache_bytes: int
     load_seconds: float
+    step_bytes: int = 0  # what a full step takes beside weights and cache; 0: not measured
+    graph_bytes: int = 0  # what captured steps hold
+    max_beam_width: int = 1  # of one request
+
+
+@dataclass(slots=True)
+class Scores:
+    """What a step tells of one request beside its tokens. Logits are float32 bytes, [positions, vocab]."""
+
+    context_logits: bytes = b""  # of the next positions of the prompt
+    generation_logits: bytes = b""  # of the step's tokens
+    prompt_log_probs: list[float] = field(default_factory=list)  # of the next tokens of the prompt, from its second on
+
+    def merge(self, newer: Scores) -> None:
+        self.context_logits += newer.context_logits
+        self.generation_logits += newer.generation_logits
+        self.prompt_log_probs += newer.prompt_log_probs
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One request's way through the engine; times are nanoseconds on time.monotonic_ns()'s clock, 0: never came."""
+
+    arrived_ns: int = 0
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    allocated_blocks: int = 0  # of the KV cache, for prompt and answer
+    prompt_blocks: int = 0  # of those, for the prompt
+    reused_blocks: int = 0  # found in the cache when it first started
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """One way on from the prompt that beam search found."""
+
+    tokens: list[int]  # without the end mark
+    log_probs: list[float]  # one a token
+    total_log_prob: float  # of the whole, the end mark included
+    finish_reason: str  # stop or length
 
 
 @dataclass(slots=True)
@@ -53,6 +95,9 @@ class StepOutputs:
     log_probs: list[float] = field(default_factory=list)  # one a token; nan where not asked for; [] when nobody asked
     top_log_probs: dict[int, list[list[tuple[int, float]]]] = field(default_factory=dict)  # request id → per token
     errors: dict[int, str] = field(default_factory=dict)  # request id → why, for finish reason "error"
+    beams: dict[int, list[Beam]] = field(default_factory=dict)  # request id → best first, once, when it ends
+    scores: dict[int, Scores] = field(default_factory=dict)  # request id → numbers that only some ask for
+    timings: dict[int, Timing] = field(default_factory=dict)  # request id → of those that ended, once each
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +123,11 @@ class EngineStats:
     failed: int = 0  # finished with an error, those never admitted included
     reused_blocks: int = 0  # found in the cache by a new request
     queue_seconds: float = 0.0  # spent between arrival and the first step, all requests together
+    draft_tokens: int = 0  # guesses that were computed
+    accepted_draft_tokens: int = 0  # of them, those that were right
+    adapters: int = 0  # in the host's memory
+    adapter_bytes: int = 0  # of the host's memory
+    adapter_loads: int = 0
+    free_adapter_pages: int = 0  # of the device's memory for adapters
+    total_adapter_pages: int = 0
     queue_counts: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_SECONDS_BOUNDS) + 1))  # by upper bound

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.messages import Scores
+from slipstream.engine.request import PromptTable, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +23,37 @@ class RowStart:
     blocks: list[int]
     sampling: SamplingParams
     adapter: int = 0
+    pages: tuple[int, ...] = ()  # where its adapter lies
+    prompt_table: PromptTable | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowFork:
+    """A row goes on from another one of its group: that row's first `tokens` tokens, and a table of its own."""
+
+    row: int
+    source: int
+    tokens: int
+    blocks: list[int]
 
 
 @dataclass(slots=True)
 class StepPlan:
     """Row rows[i] (in its generations[i]-th use) computes counts[i] tokens from position positions[i] on.
 
-    Where samples[i], the row then has all its known tokens computed and samples the next one.
+    Where samples[i], the row then has all its known tokens computed and samples the next one. The last drafts[i]
+    of its tokens are guesses: it samples after each of them too, 1 + drafts[i] tokens in all.
+
+    The order in which a rank takes a plan over: saves, loads, copies, starts, forks, appended blocks, written tokens.
     """
 
     step: int
     starts: list[RowStart] = field(default_factory=list)
+    forks: list[RowFork] = field(default_factory=list)
+    saves: list[tuple[int, int]] = field(default_factory=list)  # (block, the host's slot that keeps it)
+    loads: list[tuple[int, int]] = field(default_factory=list)  # (the host's slot, the block that gets it)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (block, the block that becomes its copy)
+    written: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position, token) the host decided on
     appended_rows: list[int] = field(default_factory=list)  # table of appended_rows[i] gains appended_blocks[i]
     appended_blocks: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -40,17 +61,26 @@ class StepPlan:
     positions: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    placed: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (adapter, pages to write it to first)
+    masks: dict[int, bytes] = field(default_factory=dict)  # row → a bit for each token that it may sample
 
     @property
     def tokens(self) -> int:
         return sum(self.counts)
 
 
+class StepFailed(Exception):
+    """A plan could not be carried out, and nothing of it was: the text says why."""
+
+
 @dataclass(slots=True)
 class StepResult:
-    """What the sampling rows of a plan drew, in the plan's order of those rows."""
+    """What the sampling rows of a plan drew, in the plan's order of those rows: 1 + drafts tokens of each."""
 
     tokens: list[int]
     log_probs: list[float] | None = None  # nan for rows that did not ask
     top_log_probs: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # index into tokens → top n
     errors: dict[int, str] = field(default_factory=dict)  # index into tokens → why that row has no token
+    generation_logits: dict[int, bytes] = field(default_factory=dict)  # index into tokens → float32 [vocab]
+    prompt_scores: dict[int, Scores] = field(default_factory=dict)  # index into the plan's rows → of what it computed

@@ -1,11 +1,12 @@
-"""How long requests wait before their first step, counted in classes."""
+"""How long requests wait before their first step, counted in classes; and when one of them was where."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
 
-from slipstream.engine.messages import QUEUE_SECONDS_BOUNDS
+from slipstream.engine.messages import QUEUE_SECONDS_BOUNDS, Timing
+from slipstream.engine.request import Marks
 
 
 class QueueTimes:
@@ -26,3 +27,20 @@ class QueueTimes:
     def leave(self, request_id: int) -> None:
         """It is over, perhaps before it began."""
         self._arrived.pop(request_id, None)
+
+
+def timing_of(marks: Marks) -> Timing:
+    def nanoseconds(seconds: float) -> int:
+        return round(seconds * 1e9)
+
+    return Timing(
+        arrived_ns=nanoseconds(marks.arrived),
+        first_scheduled_ns=nanoseconds(marks.first_scheduled),
+        first_token_ns=nanoseconds(marks.first_token),
+        last_token_ns=nanoseconds(marks.last_token),
+        allocated_blocks=marks.allocated_blocks,
+        prompt_blocks=marks.prompt_blocks,
+        reused_blocks=marks.reused_blocks,
+        draft_tokens=marks.draft_tokens,
+        accepted_draft_tokens=marks.accepted_draft_tokens,
+    )

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from slipstream.engine.blocks import NULL_BLOCK
 from slipstream.engine.plan import RowStart, StepPlan
+from slipstream.engine.prompt_rows import PromptRows
 from slipstream.engine.request import SamplingParams
+from slipstream.engine.transfer import to_device
 
 
 class BadWords:
@@ -21,23 +23,18 @@ class BadWords:
     def __init__(self, words: tuple[tuple[int, ...], ...], device: torch.device) -> None:
         self.reach = max(len(word) for word in words) - 1
         aligned = [[-1] * (self.reach - len(word) + 1) + list(word[:-1]) for word in words]
-        self.prefixes = torch.tensor(aligned, device=device).view(len(words), self.reach)  # -1: anything
-        self.last = torch.tensor([word[-1] for word in words], device=device)
+        prefixes = np.array(aligned, dtype=np.int64).reshape(len(words), self.reach)  # -1: anything
+        self.prefixes = to_device(prefixes, device)
+        self.last = to_device(np.array([word[-1] for word in words], dtype=np.int64), device)
 
     def banned(self, tokens: Tensor, length: int) -> Tensor:
-        """tokens: [longest] of a row that knows `length` → the tokens that may not come next."""
+        """tokens: [longest] of a row that knows `length` → which of `last` may not come next."""
         reach = min(self.reach, length)
         prefixes = self.prefixes[:, self.reach - reach :]
         matches = ((prefixes == tokens[length - reach : length]) | (prefixes < 0)).all(dim=-1)
         if reach < self.reach:  # a word longer than all there is cannot be completed
             matches &= (self.prefixes[:, : self.reach - reach] < 0).all(dim=-1)
-        return self.last[matches]
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy that the host need not wait for, through memory that the device can read by itself."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        return matches
 
 
 class Rows:
@@ -54,27 +51,48 @@ class Rows:
         self.end_ids: list[Tensor | None] = [None] * max_rows
         self.bad_words: list[BadWords | None] = [None] * max_rows
         self.bias: list[tuple[Tensor, Tensor] | None] = [None] * max_rows
+        self.prompts = PromptRows(device)
+        self.scoring: set[int] = set()  # rows whose prompt is scored at every position
+        self.pages: list[tuple[int, ...]] = [()] * max_rows  # where the row's adapter lies; () without one
+        self.masks: dict[int, bytes] = {}  # of the step: row → a bit for each token that it may sample
+
+    def in_prompt(self, plan: StepPlan) -> bool:
+        """Whether a row computes a token of its prompt that is more than a token: one with scores, or of a table."""
+        if self.prompts.touches(plan.rows, plan.positions):
+            return True
+        return any(row in self.scoring and position < self.prompt_tokens[row]
+                   for row, position in zip(plan.rows, plan.positions, strict=True)) if self.scoring else False
 
     def apply(self, plan: StepPlan) -> None:
         """Take over a plan's differences: one write to the tokens and one to the tables, however many rows start."""
+        self.masks = plan.masks
         for start in plan.starts:
             self._start(start)
         self._write_tokens(plan.starts)
+        for fork in plan.forks:  # never from a row that is itself a fork's target
+            self.tokens[fork.row, : fork.tokens] = self.tokens[fork.source, : fork.tokens]
+            self.blocks[fork.row] = len(fork.blocks)
         self._write_tables(plan)
+        if plan.written:
+            rows, positions, tokens = np.array(plan.written, dtype=np.int64).T
+            places = to_device(rows * self.tokens.shape[1] + positions, self.device)
+            self.tokens.view(-1)[places] = to_device(np.ascontiguousarray(tokens), self.device)
 
     def _write_tokens(self, starts: list[RowStart]) -> None:
         if starts:
             width = self.tokens.shape[1]
             places = np.concatenate([start.row * width + np.arange(len(start.tokens)) for start in starts])
-            values = np.concatenate([np.array(start.tokens, dtype=np.int64) for start in starts])
+            tokens = [self.prompts.start(start.row, start.tokens, start.prompt_table) for start in starts]
+            values = np.concatenate([np.array(known, dtype=np.int64) for known in tokens])
             self.tokens.view(-1)[to_device(places, self.device)] = to_device(values, self.device)
 
     def _write_tables(self, plan: StepPlan) -> None:
         """What lies behind a table's end stays as it was: it may be gathered as padding, and is masked."""
         width, places, blocks = self.tables.shape[1], [], []
-        for start in plan.starts:
-            places += [start.row * width + index for index in range(len(start.blocks))]
-            blocks += start.blocks
+        tables = [(start.row, start.blocks) for start in plan.starts] + [(fork.row, fork.blocks) for fork in plan.forks]
+        for row, table in tables:
+            places += [row * width + index for index in range(len(table))]
+            blocks += table
         for row, block in zip(plan.appended_rows, plan.appended_blocks, strict=True):
             places.append(row * width + self.blocks[row])
             blocks.append(block)
@@ -89,12 +107,14 @@ class Rows:
         self.prompt_tokens[row] = start.prompt_tokens
         self.sampling[row] = sampling
         self.plain[row] = sampling.plain
+        self.pages[row] = start.pages
+        (self.scoring.add if sampling.scores_prompt else self.scoring.discard)(row)
         self.end_ids[row] = self._ids(sampling.end_ids) if sampling.min_tokens > 0 else None
         self.bad_words[row] = BadWords(sampling.bad_words, self.device) if sampling.bad_words else None
         self.bias[row] = None
         if sampling.logit_bias:
             tokens, weights = zip(*sampling.logit_bias, strict=True)
-            self.bias[row] = (self._ids(tokens), torch.tensor(weights, dtype=torch.float32, device=self.device))
+            self.bias[row] = (self._ids(tokens), to_device(np.array(weights, dtype=np.float32), self.device))
 
     def _ids(self, ids: tuple[int, ...]) -> Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self.device)
+        return to_device(np.array(ids, dtype=np.int64), self.device)

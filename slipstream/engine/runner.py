@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import torch
+from torch import Tensor
 
-from slipstream.engine import sampler
+from slipstream.engine import sampler, scores
+from slipstream.engine.host_cache import HostCache, blocks_of
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.rows import Rows
+from slipstream.engine.transfer import to_device
+from slipstream.kernels.adapters import AdapterPages, CpuStepAdapters
 from slipstream.kernels.attention import plan_attention
 from slipstream.model.transformer import Step, Transformer
 
@@ -15,11 +21,14 @@ from slipstream.model.transformer import Step, Transformer
 class Handle:
     """A launched plan. `result` waits for it."""
 
-    def __init__(self, sampled: sampler.Sampled | None) -> None:
+    def __init__(self, sampled: sampler.Sampled | None, prompts: Sequence[scores.PromptLogits] = ()) -> None:
         self._sampled = sampled
+        self._prompts = prompts
 
     def result(self) -> StepResult:
-        return StepResult(tokens=[]) if self._sampled is None else sampler.to_result(self._sampled)
+        result = StepResult(tokens=[]) if self._sampled is None else sampler.to_result(self._sampled)
+        result.prompt_scores = scores.to_scores(self._prompts)
+        return result
 
 
 class Runner:
@@ -31,24 +40,31 @@ class Runner:
         self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
         slots = (total_blocks + 1) * block_tokens  # with the null block
         self.cache = model.new_cache(slots)
+        self.host: HostCache | None = None  # for blocks that the cache has no room for
+        self.adapters: AdapterPages | None = None  # none before the first adapter comes
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Handle:
+        if self.host is not None:
+            self.host.move(plan)
+        copy_blocks(self.cache, plan.copies, self.block_tokens)
         self.rows.apply(plan)
-        logits = self.model(self._step(plan), self.cache)
-        rows = [row for row, samples in zip(plan.rows, plan.samples, strict=True) if samples]
+        wanted = scores.wanted_logits(
+            plan.rows, np.array(plan.positions), np.array(plan.counts), np.array(plan.samples), self.rows,
+            range(len(plan.rows)), plan.drafts,
+        )  # fmt: skip
+        logits = self.model(self._step(plan, wanted.tokens), self.cache)
+        prompts = scores.prompt_logits(logits, wanted, self.rows)
+        if wanted.samples is not None:
+            logits = logits[torch.from_numpy(wanted.samples)]
+        rows, lengths = sampling_places(plan, range(len(plan.rows)))
         if not rows:
-            return Handle(None)
-        lengths = [
-            position + count
-            for position, count, samples in zip(plan.positions, plan.counts, plan.samples, strict=True)
-            if samples
-        ]
+            return Handle(None, prompts)
         sampled = sampler.sample(logits, rows, lengths, self.rows)
         self.rows.tokens[rows, lengths] = sampled.tokens  # what the next step reads
-        return Handle(sampled)
+        return Handle(sampled, prompts)
 
-    def _step(self, plan: StepPlan) -> Step:
+    def _step(self, plan: StepPlan, wanted: np.ndarray) -> Step:
         rows, counts = np.array(plan.rows), np.array(plan.counts)
         positions = np.array(plan.positions)
         row_of_token = np.repeat(rows, counts)
@@ -63,5 +79,32 @@ class Runner:
             positions=token_positions,
             slots=slots,
             attention=plan_attention(tables[rows], positions, counts, self.block_tokens, self.cache),
-            samples=torch.from_numpy((ends - 1)[np.array(plan.samples)]),
+            samples=torch.from_numpy(wanted),
+            adapters=self._step_adapters(plan),
+            embeddings=self.rows.prompts.of_step(plan.rows, plan.positions, plan.counts),
         )
+
+    def _step_adapters(self, plan: StepPlan) -> CpuStepAdapters | None:
+        pages = [self.rows.pages[row] for row in plan.rows] if self.adapters is not None else []
+        return CpuStepAdapters(self.adapters, pages, plan.counts) if self.adapters is not None and any(pages) else None
+
+
+def sampling_places(plan: StepPlan, order: Iterable[int]) -> tuple[list[int], list[int]]:
+    """The rows that sample, taken in this order of the plan's columns, and how many tokens each knows by then."""
+    rows: list[int] = []
+    lengths: list[int] = []
+    for column in order:
+        if plan.samples[column]:
+            length = plan.positions[column] + plan.counts[column]
+            places = range(length - plan.drafts[column], length + 1)
+            rows += [plan.rows[column]] * len(places)
+            lengths += places
+    return rows, lengths
+
+
+def copy_blocks(cache: Tensor, copies: list[tuple[int, int]], block_tokens: int) -> None:
+    """cache: [layers, 2, kv_heads, slots, head_size]. No block is both read and written."""
+    if copies:
+        blocks = blocks_of(cache, block_tokens)
+        sources, targets = (to_device(np.array(column), cache.device) for column in zip(*copies, strict=True))
+        blocks[:, :, :, targets] = blocks[:, :, :, sources]

@@ -7,14 +7,16 @@ the batch, and again after preemption. Rows that ask for nothing special cost on
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.engine.plan import StepResult
 from slipstream.engine.request import SamplingParams
-from slipstream.engine.rows import Rows
+from slipstream.engine.rows import Rows, to_device
 from slipstream.kernels import sampling
 
 
@@ -23,28 +25,38 @@ class Sampled(NamedTuple):
     best: Tensor  # [samples] the largest logit a row could choose from; not finite when there was none
     log_probs: Tensor | None  # [samples]
     top: list[tuple[int, Tensor, Tensor]]  # (index, tokens [n], log-probabilities [n])
+    raw: Sequence[tuple[int, Tensor]] = ()  # (index, the model's own logits [vocab]) where they were asked for
 
 
 def sample(logits: Tensor, rows: list[int], lengths: list[int], state: Rows) -> Sampled:
     """logits: [samples, vocab], may be overwritten; lengths: how many tokens each row knows."""
     parameters = [state.sampling[row] for row in rows]
     if all_plain(rows, state):
-        best, tokens = logits.max(dim=-1)
+        best, tokens = sampling.likeliest(logits)
         return Sampled(tokens, best, None, [])
     logits = logits.float()
+    asked = [(index, logits[index].clone()) for index, p in enumerate(parameters) if p.generation_logits]
     raw = None
+    searching = [index for index, p in enumerate(parameters) if p.beams]
+    for index in searching:  # beams are scored by log-probabilities, which parameters then change
+        logits[index] = (logits[index] / (parameters[index].temperature or 1.0)).log_softmax(dim=-1)
     if any(p.log_probs or p.top_log_probs for p in parameters):
         raw = logits.log_softmax(dim=-1)  # of the model's own logits, before any parameter changes them
     for index, (row, p) in enumerate(zip(rows, parameters, strict=True)):
         _adjust(logits[index], p, row, lengths[index], state)
     _penalise(logits, rows, lengths, parameters, state)
+    _constrain(logits, rows, state)
     best, tokens = logits.max(dim=-1)
-    _draw(logits, tokens, parameters, lengths)
-    return Sampled(tokens, best, *_log_probs(raw, tokens, parameters))
+    _draw(logits, tokens, parameters, lengths, _top_p(rows, lengths, parameters, state))
+    chosen, top = _log_probs(raw, tokens, parameters)
+    for index in searching:
+        values, ids = logits[index].topk(parameters[index].candidates)
+        top.append((index, ids, values))
+    return Sampled(tokens, best, chosen, top, asked)
 
 
 def all_plain(rows: list[int], state: Rows) -> bool:
-    return all(state.plain[row] for row in rows)
+    return not state.masks and all(state.plain[row] for row in rows)
 
 
 def to_result(sampled: Sampled) -> StepResult:
@@ -54,6 +66,8 @@ def to_result(sampled: Sampled) -> StepResult:
         result.log_probs = sampled.log_probs.tolist()
     for index, tokens, log_probs in sampled.top:
         result.top_log_probs[index] = list(zip(tokens.tolist(), log_probs.tolist(), strict=True))
+    for index, logits in sampled.raw:
+        result.generation_logits[index] = logits.cpu().numpy().tobytes()
     for index, value in enumerate(sampled.best.tolist()):
         if not math.isfinite(value):
             result.errors[index] = (
@@ -68,8 +82,10 @@ def _adjust(logits: Tensor, p: SamplingParams, row: int, length: int, state: Row
     bias, bad_words, end_ids = state.bias[row], state.bad_words[row], state.end_ids[row]
     if bias is not None:
         logits.index_add_(0, *bias)
+    if p.no_repeat_ngram:
+        _ban(logits, *repeats(state.tokens[row, :length], p.no_repeat_ngram))
     if bad_words is not None:
-        logits[bad_words.banned(state.tokens[row], length)] = -math.inf
+        _ban(logits, bad_words.last, bad_words.banned(state.tokens[row], length))
     if end_ids is not None and length - state.prompt_tokens[row] < p.min_tokens:
         logits[end_ids] = -math.inf
 
@@ -97,10 +113,56 @@ def _penalise(
     logits[chosen] = values
 
 
-def _draw(logits: Tensor, tokens: Tensor, parameters: list[SamplingParams], lengths: list[int]) -> None:
+def _ban(logits: Tensor, tokens: Tensor, banned: Tensor) -> None:
+    """Take those of the tokens [n] that are banned [n] out of the choice, without asking the device which."""
+    logits.index_add_(0, tokens, torch.where(banned, -math.inf, 0.0))
+
+
+def repeats(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """tokens: [length] → how runs of `size` tokens end [n], and which of them the last tokens begin again [n]."""
+    if len(tokens) < size:
+        return tokens[:0], tokens[:0].bool()
+    runs = tokens.unfold(0, size, 1)  # [n, size]
+    return runs[:, size - 1], (runs[:, : size - 1] == tokens[len(tokens) - size + 1 :]).all(dim=-1)
+
+
+def _constrain(logits: Tensor, rows: list[int], state: Rows) -> None:
+    """Only what a row's mask allows stays in its choice: one operation for all rows that have one."""
+    chosen = [index for index, row in enumerate(rows) if row in state.masks]
+    if not chosen:
+        return
+    words = np.stack([np.frombuffer(state.masks[rows[index]], dtype=np.int32) for index in chosen])
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (to_device(words, logits.device)[:, :, None] >> bits & 1).view(len(chosen), -1)[:, : logits.shape[-1]]
+    logits[chosen] = logits[chosen].masked_fill(allowed == 0, -math.inf)
+
+
+def _top_p(
+    rows: list[int], lengths: list[int], parameters: list[SamplingParams], state: Rows
+) -> Tensor | None:
+    """top_p of each row at its position [samples, 1], where one of them shrinks; None: as the parameters say."""
+    if all(p.top_p_decay == 1.0 for p in parameters):
+        return None
+    column, longest = _column(state.device), max(lengths)
+    history = state.tokens[rows, :longest]  # [samples, longest]
+    position = torch.arange(longest, device=state.device)
+    begun = column([state.prompt_tokens[row] for row in rows])
+    resets = (history == column([p.top_p_reset_id for p in parameters])) & (position < column(lengths))
+    since = torch.where(resets & (position >= begun), position + 1, begun).max(dim=-1, keepdim=True).values
+    steps = column(lengths) - since  # tokens of the answer since the last reset
+    initial = column([p.top_p for p in parameters])
+    shrunk = initial * column([p.top_p_decay for p in parameters]) ** steps
+    shrunk = torch.maximum(shrunk, column([p.top_p_min for p in parameters]))
+    decays = column([p.top_p_decay < 1.0 for p in parameters])
+    return torch.where(decays & (steps > 0), shrunk, initial)
+
+
+def _draw(
+    logits: Tensor, tokens: Tensor, parameters: list[SamplingParams], lengths: list[int], top_p: Tensor | None
+) -> None:
     """Replace the likeliest tokens of the rows that sample. Who narrows the choice is known on the host."""
     drawn = [index for index, p in enumerate(parameters) if not p.greedy]
-    narrowed = [index for index in drawn if parameters[index].top_k > 0 or parameters[index].top_p < 1.0]
+    narrowed = [index for index in drawn if parameters[index].narrows]
     free = [index for index in drawn if index not in set(narrowed)]
     column = _column(logits.device)
     for chosen in (narrowed, free):
@@ -115,10 +177,10 @@ def _draw(logits: Tensor, tokens: Tensor, parameters: list[SamplingParams], leng
             tokens[chosen] = sampling.draw_from_all(values, temperature, floor, keys)
         else:
             widest = 0 if any(p.top_k == 0 for p in some) else max(p.top_k for p in some)
+            mass = column([p.top_p for p in some]) if top_p is None else top_p[chosen]
             tokens[chosen] = sampling.draw_narrowed(
-                values, temperature, column([p.top_k for p in some]), column([p.top_p for p in some]), min_p, keys,
-                widest,
-            )  # fmt: skip
+                values, temperature, column([p.top_k for p in some]), mass, min_p, keys, widest
+            )
 
 
 def _log_probs(
@@ -129,14 +191,14 @@ def _log_probs(
     chosen = raw.gather(-1, tokens[:, None]).flatten()
     top = []
     for index, p in enumerate(parameters):
-        if p.top_log_probs:
-            values, ids = raw[index].topk(p.top_log_probs)
+        if p.top_log_probs and not p.beams:
+            values, ids = raw[index].topk(min(p.top_log_probs, raw.shape[-1]))
             top.append((index, ids, values))
     return chosen, top
 
 
 def _column(device: torch.device):
-    def column(values: list[int] | list[float]) -> Tensor:
+    def column(values: list[int] | list[float] | list[bool]) -> Tensor:
         return torch.tensor(values, device=device)[:, None]
 
     return column

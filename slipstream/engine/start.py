@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from slipstream.engine.adapter_loader import ReadFolder, create_adapters
 from slipstream.engine.blocks import BlockPool
+from slipstream.engine.host_cache import HostCache
 from slipstream.engine.loop import AnyRunner, EngineLoop
 from slipstream.engine.messages import EngineInfo
 from slipstream.engine.request import GenerateRequest, SamplingParams
@@ -18,6 +21,9 @@ from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settings import EngineSettings
 from slipstream.model.spec import ModelSpec
 from slipstream.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from slipstream.engine.gpu_runner import GpuRunner
 
 # A CPU computes about this many prompt tokens before the requests beside them notice the wait.
 _CPU_STEP_TOKENS = 512
@@ -28,6 +34,7 @@ _CPU_CACHE_BYTES = 512 * 2**20
 # What graphs, libraries' workspaces and the activations of a full step take beside weights and cache.
 _GPU_SPARE_BYTES = 6 * 2**30
 _WARM_UP_REQUEST = -1
+_WARM_UP_TOKENS = 1024  # of each prompt in a step that fills the budget
 
 Progress = Callable[[int, int], None]
 
@@ -38,8 +45,14 @@ def create_engine(
     settings: EngineSettings,
     longest_sequence: int,
     progress: Progress = lambda done, total: None,
+    read_adapter: ReadFolder | None = None,
+    fp8_cache: bool = False,
 ) -> EngineLoop:
-    """An engine over these weights. `longest_sequence`: what the engine folder allows, prompt and output."""
+    """An engine over these weights. `longest_sequence`: what the engine folder allows, prompt and output.
+
+    `read_adapter` reads the folders of adapters; without it, adapters come with requests only. `fp8_cache` keeps
+    keys and values in eight bits; a CPU has no instructions for that and keeps the run's type.
+    """
     began = time.monotonic()
     device = _device(settings)
     on_gpu = device.type == "cuda"
@@ -48,27 +61,37 @@ def create_engine(
     dtype = getattr(torch, _dtype_name(settings.dtype, on_gpu))
     longest = min(longest_sequence, settings.max_sequence_tokens or longest_sequence)
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    model = Transformer(spec, tensors, dtype, device, positions=longest)
+    cache_dtype = torch.float8_e4m3fn if fp8_cache and on_gpu else dtype
+    model = Transformer(spec, tensors, dtype, device, longest, cache_dtype)
+    if min(settings.attention_windows, default=longest) < longest:  # otherwise all is in sight anyway
+        model.narrow_attention(settings.attention_windows, settings.sink_tokens)
     tensors.clear()  # what was laid out anew need not be held twice
-    blocks = _pool_blocks(spec, settings, dtype, longest, device)
+    blocks = _pool_blocks(spec, settings, cache_dtype, longest, device)
     runner: AnyRunner
+    step_bytes = graph_bytes = 0
     if on_gpu:
         from slipstream.engine.gpu_runner import GpuRunner  # needs Triton, which a CPU installation lacks
 
         runner = GpuRunner(model, blocks, settings.block_tokens, settings.max_rows, longest)
-        warm_up(spec, runner, blocks, longest)
-        runner.capture(settings.max_rows, progress)
+        step_bytes, graph_bytes = _prepare_gpu(runner, spec, settings, longest, blocks, progress)
     else:
         runner = Runner(model, blocks, settings.block_tokens, settings.max_rows, longest)
         warm_up(spec, runner, blocks, longest)
+    host_slots = settings.host_cache_bytes // (runner.cache.nbytes // (blocks + 1))
+    if host_slots and settings.reuse:
+        runner.host = HostCache(runner.cache, host_slots, settings.block_tokens)
+    adapters = create_adapters(spec, settings, dtype, device, read_adapter)
     scheduler = Scheduler(
-        BlockPool(blocks, settings.block_tokens, settings.reuse),
+        BlockPool(blocks, settings.block_tokens, settings.reuse, host_slots),
         settings.max_rows,
         settings.step_tokens or (_GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS),
         longest,
         spec.vocab_size,
         settings.policy,
         settings.chunked,
+        max_beam_width=settings.max_beam_width,
+        lookup_tokens=settings.lookup_tokens,
+        adapters=adapters.adapters,
     )
     info = EngineInfo(
         vocab_size=spec.vocab_size,
@@ -81,18 +104,40 @@ def create_engine(
         weight_bytes=weight_bytes,
         cache_bytes=runner.cache.nbytes,
         load_seconds=time.monotonic() - began,
+        step_bytes=step_bytes,
+        graph_bytes=graph_bytes,
+        max_beam_width=scheduler.capacity.beam_width,
     )
-    return EngineLoop(scheduler, runner, info, depth=2 if on_gpu else 1)
+    return EngineLoop(scheduler, runner, info, depth=2 if on_gpu and settings.overlap else 1, adapters=adapters)
 
 
-def warm_up(spec: ModelSpec, runner: AnyRunner, total_blocks: int, longest: int) -> None:
-    """Run one short request through the runner alone, so that the first user does not pay for first calls."""
+def warm_up(
+    spec: ModelSpec, runner: AnyRunner, total_blocks: int, longest: int, tokens: int = 16, requests: int = 1
+) -> None:
+    """Run short requests through the runner alone, so that the first user does not pay for first calls."""
     pool = BlockPool(total_blocks, runner.block_tokens, reuse=False)
-    scheduler = Scheduler(pool, 1, longest, longest, spec.vocab_size)
-    tokens = min(16, longest - 2, total_blocks * runner.block_tokens - 2)
-    scheduler.add(GenerateRequest(_WARM_UP_REQUEST, [0] * tokens, SamplingParams(max_tokens=2)))
+    scheduler = Scheduler(pool, requests, requests * longest, longest, spec.vocab_size)
+    tokens = min(tokens, longest - 2, total_blocks * runner.block_tokens // requests - 2)
+    for number in range(requests):
+        scheduler.add(GenerateRequest(_WARM_UP_REQUEST - number, [0] * tokens, SamplingParams(max_tokens=2)))
     while (plan := scheduler.plan()) is not None:
         scheduler.commit(plan, runner.launch(plan).result())
+
+
+def _prepare_gpu(
+    runner: GpuRunner, spec: ModelSpec, settings: EngineSettings, longest: int, blocks: int, progress: Progress
+) -> tuple[int, int]:
+    """Compile kernels, run a step of the full budget, capture decode steps → bytes of that step, of the graphs."""
+    budget = settings.step_tokens or _GPU_STEP_TOKENS
+    warm_up(spec, runner, blocks, longest)
+    each = max(1, min(longest - 2, budget, _WARM_UP_TOKENS))
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    warm_up(spec, runner, blocks, longest, each, max(1, min(budget // each, settings.max_rows)))
+    step_bytes = torch.cuda.max_memory_allocated() - held
+    free, _ = torch.cuda.mem_get_info()
+    runner.capture(settings.max_rows, progress)
+    return step_bytes, max(0, free - torch.cuda.mem_get_info()[0])
 
 
 def usable_cores() -> int:
@@ -120,7 +165,7 @@ def _pool_blocks(
 ) -> int:
     """How many blocks the pool has: what was asked for, else a share of memory; one sequence at least."""
     size = settings.block_tokens
-    if settings.cache_tokens is not None:
+    if settings.cache_tokens is not None and device.type != "cuda":
         return max(1, settings.cache_tokens // size)
     block_bytes = 2 * spec.layers * spec.kv_size * dtype.itemsize * size
     if device.type == "cuda":
@@ -128,6 +173,8 @@ def _pool_blocks(
         affordable = int((free - _GPU_SPARE_BYTES) * settings.cache_memory_fraction) // block_bytes
         most_useful = settings.max_rows * -(-longest // size)
         affordable = min(affordable, most_useful)
+        if settings.cache_tokens is not None:  # of two limits, the smaller one holds
+            return max(1, min(affordable, settings.cache_tokens // size))
     else:
         affordable = _CPU_CACHE_BYTES // block_bytes
     needed = -(-longest // size)

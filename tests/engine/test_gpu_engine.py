@@ -8,12 +8,11 @@ import random
 import pytest
 import torch
 from run_engine import generate, greedy_choices, run_all
-from tiny_models import VOCABULARY, config_of, expected_tensors, random_model
+from tiny_models import VOCABULARY, config_of, engine_tensors, positions_of, random_model
 
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
-from slipstream.model.families.registry import find_family
 
 pytestmark = pytest.mark.gpu
 LENGTH = 320
@@ -24,21 +23,31 @@ FAMILIES = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "gpt2": ("gpt2", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"attn_implementation": "eager"}),  # other implementations may leave the soft cap out
+    "gemma3": ("gemma3", {}),
+    "phi3": ("phi3", {"rope_parameters": {
+        "rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.75}}),
+    "opt": ("opt", {}),
+    "gptj": ("gptj", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "falcon-7b": ("falcon", {}),
+    "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "mixtral": ("mixtral", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
 }
 
 
 def tiny(name):
     family, options = FAMILIES[name]
-    length = {"n_positions": LENGTH} if family == "gpt2" else {"max_position_embeddings": LENGTH}
-    return random_model(config_of(family, **length, **options)).eval()
+    return random_model(config_of(family, **positions_of(family, LENGTH), **options)).eval()
 
 
 def gpu_engine(model, dtype="float32", depth=2, **settings):
-    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    spec = find_family(config).spec(config)
+    spec, tensors = engine_tensors(model)
     values = {"max_rows": 16, "cache_tokens": 16384, **settings}
-    loop = create_engine(spec, {name: t.clone() for name, t in expected_tensors(model).items()},
-                         EngineSettings(dtype=dtype, device="cuda", **values), LENGTH)
+    loop = create_engine(spec, tensors, EngineSettings(dtype=dtype, device="cuda", **values), LENGTH)
     loop.depth = depth
     return loop
 

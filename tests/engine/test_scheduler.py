@@ -1,113 +1,12 @@
 """Properties of the scheduler and the block pool, on plain Python objects: no model, milliseconds a run."""
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_harness import END, Harness, expected_answer, make_scheduler
 
 from slipstream.engine.blocks import BlockPool, next_name, root_name
-from slipstream.engine.plan import StepResult
 from slipstream.engine.request import GenerateRequest, SamplingParams
-from slipstream.engine.scheduler import Scheduler
-
-END = 3
-
-
-def next_token(history: list[int]) -> int:
-    """A stand-in for the model: the next token follows from all before it."""
-    return (sum(history) * 31 + len(history) * 7) % 50
-
-
-def expected_answer(prompt: list[int], max_tokens: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(max_tokens):
-        token = next_token(tokens)
-        if token == END:
-            break
-        tokens.append(token)
-    return tokens[len(prompt):]
-
-
-class Device:
-    """Keeps what a rank keeps, from plans alone, and checks that every plan can be carried out."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.tokens: dict[int, list[int]] = {}
-        self.tables: dict[int, list[int]] = {}
-        self.computed: dict[int, int] = {}
-
-    def run(self, plan) -> StepResult:
-        size = self.scheduler.blocks.block_tokens
-        for start in plan.starts:
-            self.tokens[start.row] = list(start.tokens)
-            self.tables[start.row] = list(start.blocks)
-            self.computed[start.row] = len(start.blocks) * size
-        for row, block in zip(plan.appended_rows, plan.appended_blocks, strict=True):
-            self.tables[row].append(block)
-        assert 0 < plan.tokens <= self.scheduler.step_tokens
-        assert len(set(plan.rows)) == len(plan.rows)
-        drawn = []
-        for row, position, count, samples in zip(plan.rows, plan.positions, plan.counts, plan.samples, strict=True):
-            assert position == self.computed[row], "a row computes without gaps"
-            self.computed[row] += count
-            assert self.computed[row] <= len(self.tokens[row])
-            assert len(self.tables[row]) * size >= self.computed[row], "blocks for all it computes"
-            if samples:
-                assert self.computed[row] == len(self.tokens[row])
-                token = next_token(self.tokens[row])
-                self.tokens[row].append(token)
-                drawn.append(token)
-        return StepResult(tokens=drawn)
-
-
-class Harness:
-    """Scheduler and device with up to `depth` plans in flight, as the loop runs them."""
-
-    def __init__(self, scheduler: Scheduler, depth: int) -> None:
-        self.scheduler, self.depth = scheduler, depth
-        self.device = Device(scheduler)
-        self.flight: list = []
-        self.answers: dict[int, list[int]] = {}
-        self.reasons: dict[int, str] = {}
-
-    def turn(self) -> None:
-        plan = self.scheduler.plan()
-        if plan is not None:
-            self.flight.append((plan, self.device.run(plan)))
-        if self.flight and (plan is None or len(self.flight) >= self.depth):
-            self.scheduler.commit(*self.flight.pop(0))
-        self.collect()
-        self.scheduler.check_integrity()
-
-    def collect(self) -> None:
-        outputs = self.scheduler.take_outputs()
-        if outputs is None:
-            return
-        tokens = iter(outputs.tokens)
-        for request_id, count, reason in zip(
-            outputs.request_ids, outputs.token_counts, outputs.finish_reasons, strict=True
-        ):
-            assert request_id not in self.reasons, "nothing is told of a finished request"
-            self.answers.setdefault(request_id, []).extend(itertools.islice(tokens, count))
-            if reason:
-                self.reasons[request_id] = reason
-
-    def run_dry(self, turns: int = 3000) -> None:
-        for _ in range(turns):
-            if not self.scheduler.has_work() and not self.flight:
-                return
-            self.turn()
-        raise AssertionError("the scheduler makes no progress")
-
-
-def make_scheduler(blocks=24, block_tokens=4, rows=4, budget=16, policy="guaranteed_no_evict", reuse=True,
-                   chunked=True, clock=lambda: 0.0) -> Scheduler:
-    pool = BlockPool(blocks, block_tokens, reuse)
-    return Scheduler(pool, rows, budget, max_sequence_tokens=64, vocab_size=50, policy=policy, chunked=chunked,
-                     clock=clock)
-
 
 prompts = st.lists(st.integers(0, 3), min_size=1, max_size=30)  # few values: prefixes often meet
 events = st.lists(

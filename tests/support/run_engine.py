@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from slipstream.engine.loop import EngineLoop
+from slipstream.engine.messages import Beam
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.kernels.attention import plan_attention
@@ -30,6 +31,7 @@ class Answers(dict[int, list[int]]):
         self.top_log_probs: dict[int, list[list[tuple[int, float]]]] = {}
         self.cached: dict[int, int] = {}
         self.errors: dict[int, str] = {}
+        self.beams: dict[int, list[Beam]] = {}
 
 
 def run_all(loop: EngineLoop, requests: list[GenerateRequest]) -> Answers:
@@ -52,6 +54,7 @@ def run_all(loop: EngineLoop, requests: list[GenerateRequest]) -> Answers:
         for request_id, tops in outputs.top_log_probs.items():
             answers.top_log_probs.setdefault(request_id, []).extend(tops)
         answers.errors.update(outputs.errors)
+        answers.beams.update(outputs.beams)
     loop.check_integrity()
     assert loop.stats().free_blocks == loop.stats().total_blocks
     return answers

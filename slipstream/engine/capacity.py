@@ -1,0 +1,59 @@
+"""What an engine can hold at all, and why a request is beyond it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.engine.blocks import BlockPool
+from slipstream.engine.request import GenerateRequest
+
+
+@dataclass(frozen=True)
+class Capacity:
+    rows: int
+    sequence_tokens: int  # prompt and output of one request
+    vocab_size: int
+    beam_width: int  # of one request
+
+    def problem(self, request: GenerateRequest, pool: BlockPool) -> str:
+        """Why the request can never run; empty when it can."""
+        prompt, wanted = len(request.prompt), request.sampling.max_tokens
+        known = self.vocab_size + (request.prompt_table.rows if request.prompt_table is not None else 0)
+        if prompt == 0:
+            return "the prompt has no tokens"
+        if wanted < 1:
+            return f"max_tokens must be at least 1, not {wanted}"
+        if prompt + wanted > self.sequence_tokens:
+            return (f"prompt ({prompt} tokens) and max_tokens ({wanted}) exceed the longest sequence, "
+                    f"{self.sequence_tokens} tokens")
+        for tokens, size in ((request.prompt, known), (request.draft, self.vocab_size)):
+            outside = next((token for token in tokens if not 0 <= token < size), None)
+            if outside is not None:
+                return f"token id {outside} is outside the vocabulary of {self.vocab_size}"
+        return self._too_wide(request) or self._too_large(request, pool)
+
+    def _too_wide(self, request: GenerateRequest) -> str:
+        width = request.sampling.beam_width
+        if width < 1:
+            return f"beam width must be at least 1, not {width}"
+        if width > self.beam_width:
+            return f"Requested beam width {width} is larger than configured max beam width {self.beam_width}"
+        if request.sampling.beams and request.sampling.guide is not None:
+            return f"beam width {width} cannot be combined with a guide"
+        if request.sampling.beams and request.sampling.candidates > self.vocab_size:
+            return f"beam width {width} needs more continuations than the vocabulary of {self.vocab_size} has"
+        return ""
+
+    def _too_large(self, request: GenerateRequest, pool: BlockPool) -> str:
+        prompt, sampling = len(request.prompt), request.sampling
+        if most_blocks(pool, prompt, sampling.max_tokens, sampling.beam_width) <= pool.total_blocks:
+            return ""
+        beams = f" of {sampling.beam_width} beams" if sampling.beams else ""
+        return (f"prompt ({prompt} tokens) and max_tokens ({sampling.max_tokens}){beams} exceed the KV cache, "
+                f"{pool.total_blocks * pool.block_tokens} tokens")
+
+
+def most_blocks(pool: BlockPool, prompt: int, max_tokens: int, beam_width: int) -> int:
+    """What a request may come to hold: beams share the full blocks of the prompt, and nothing else for sure."""
+    each = pool.blocks_for(prompt + max_tokens - 1)
+    return each + (beam_width - 1) * (each - prompt // pool.block_tokens)

@@ -1,0 +1,103 @@
+"""Constraints on the text of answers, made in a thread beside the step loop. No torch here.
+
+A request that asks for one waits here until it is made, then goes to the scheduler with it. What cannot be made
+is told as the request's error, before anything of it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+from slipstream.engine.bad_texts import BadTexts, Spelling
+from slipstream.engine.guided import GuideError, Guides
+from slipstream.engine.request import Constraint, GenerateRequest, SamplingParams
+from slipstream.engine.vocabulary import Vocabulary
+
+NO_VOCABULARY = "this engine knows no texts of its tokens: its tokenizer is missing, or of a kind that cannot be guided"
+
+
+class Made(NamedTuple):
+    request: GenerateRequest
+    constraint: Constraint | None
+    problem: str  # why there is none
+
+
+class Constraints:
+    def __init__(self, read_vocabulary: Callable[[], Vocabulary | None] = lambda: None) -> None:
+        self._read_vocabulary = read_vocabulary
+        self._executor: ThreadPoolExecutor | None = None  # most engines never need its thread
+        self._making: dict[int, tuple[GenerateRequest, Future[Constraint]]] = {}
+        self._guides: Guides | None = None
+        self._spelling: Spelling | None = None
+        self._vocabulary: Vocabulary | None = None
+
+    def __len__(self) -> int:
+        return len(self._making)
+
+    def begin(self, request: GenerateRequest) -> None:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="constraints")
+        self._making[request.request_id] = (request, self._executor.submit(self._make, request.sampling))
+
+    def drop(self, request_id: int) -> bool:
+        """Forget a request; whether it was here."""
+        return self._making.pop(request_id, None) is not None
+
+    def take_made(self) -> list[Made]:
+        """Those that need not wait any longer, in the order they came."""
+        done = [(request, future) for request, future in self._making.values() if future.done()]
+        for request, _ in done:
+            del self._making[request.request_id]
+        return [_made(request, future) for request, future in done]
+
+    def wait(self, seconds: float) -> None:
+        """Until one is made, or for this long."""
+        if self._making:
+            wait([future for _, future in self._making.values()], seconds, FIRST_COMPLETED)
+
+    def _make(self, sampling: SamplingParams) -> Constraint:
+        """In the thread."""
+        if self._vocabulary is None:
+            self._vocabulary = self._read_vocabulary()
+        if self._vocabulary is None:
+            raise GuideError(NO_VOCABULARY)
+        parts: list[Constraint] = []
+        if sampling.guide is not None:
+            self._guides = self._guides or Guides(self._vocabulary)
+            parts.append(self._guides.open(sampling.guide, sampling.end_ids))
+        if sampling.bad_texts:
+            self._spelling = self._spelling or Spelling(self._vocabulary)
+            parts.append(BadTexts(self._spelling, [text.encode() for text in sampling.bad_texts]))
+        return parts[0] if len(parts) == 1 else Both(*parts)
+
+
+class Both:
+    """What two constraints allow."""
+
+    def __init__(self, first: Constraint, second: Constraint) -> None:
+        self._parts = (first, second)
+
+    @property
+    def error(self) -> str:
+        return next((part.error for part in self._parts if part.error), "")
+
+    def mask(self, tokens: list[int]) -> bytes:
+        first, second = (part.mask(tokens) for part in self._parts)
+        both = int.from_bytes(first, "little") & int.from_bytes(second, "little")
+        return both.to_bytes(len(first), "little")
+
+    def complete(self, tokens: list[int]) -> bool:
+        return any(part.complete(tokens) for part in self._parts)
+
+
+def _made(request: GenerateRequest, future: Future[Constraint]) -> Made:
+    problem = future.exception()
+    if problem is None:
+        return Made(request, future.result(), "")
+    if isinstance(problem, GuideError):
+        return Made(request, None, str(problem))
+    return Made(request, None, f"the constraint on the answer could not be made: {problem}")
+
+

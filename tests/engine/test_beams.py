@@ -1,0 +1,133 @@
+"""Beam search finds what transformers' finds, on tiny models of float32, in whatever company it runs."""
+
+import pytest
+import torch
+from run_engine import engine, run_all
+from tiny_models import VOCABULARY, config_of, random_model
+
+from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.weights.build import build_engine
+
+EARLY_STOPPING = {False: 0, True: 1, "never": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    place = tmp_path_factory.mktemp("beams")
+    model = random_model(config_of("llama")).eval()
+    model.save_pretrained(place / "hf")
+    return model, build_engine(place / "hf", place / "engine", dtype="float32")
+
+
+def prompt_of(length: int) -> list[int]:
+    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def common_tokens(model, prompt: list[int]) -> list[int]:
+    """Tokens that beams often choose, so that as end marks they end beams at different times."""
+    found = model.generate(torch.tensor([prompt]), num_beams=4, num_return_sequences=4, max_new_tokens=12,
+                           pad_token_id=0, eos_token_id=None)
+    return found[:, len(prompt) :].flatten().tolist()
+
+
+def theirs(model, prompt: list[int], sampling: SamplingParams, early_stopping) -> list[tuple[list[int], float]]:
+    """(tokens with the end mark, score) best first."""
+    end_ids = list(sampling.end_ids) or None
+    with torch.inference_mode():
+        found = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), num_beams=sampling.beam_width,
+            num_return_sequences=sampling.beam_width,
+            max_new_tokens=sampling.max_tokens, length_penalty=sampling.length_penalty, early_stopping=early_stopping,
+            eos_token_id=end_ids, pad_token_id=VOCABULARY - 1, do_sample=False, output_scores=True,
+            return_dict_in_generate=True, repetition_penalty=sampling.repetition_penalty,
+        )  # fmt: skip
+    beams = []
+    for row, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True):
+        end = next((i + 1 for i, token in enumerate(row) if token in sampling.end_ids), len(row))
+        beams.append((row[:end], score))
+    return beams
+
+
+def assert_same(beams, expected, sampling: SamplingParams) -> None:
+    assert len(beams) == len(expected) == sampling.beam_width
+    for beam, (tokens, score) in zip(beams, expected, strict=True):
+        ends = tokens[-1] in sampling.end_ids
+        assert beam.tokens == tokens[: len(tokens) - ends]
+        assert beam.finish_reason == ("stop" if ends else "length")
+        assert beam.total_log_prob / len(tokens) ** sampling.length_penalty == pytest.approx(score, abs=2e-4)
+        if not ends:
+            assert sum(beam.log_probs) == pytest.approx(beam.total_log_prob, abs=1e-6)
+
+
+@pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.5, -1.0])
+def test_beams_are_those_of_transformers(model, early_stopping, length_penalty):
+    reference, folder = model
+    loop = engine(folder)
+    requests, expected, ends = [], {}, set()
+    for width in range(2, 9):
+        prompt = prompt_of(5 + 9 * width)
+        common = common_tokens(reference, prompt)
+        for count in (0, 2):
+            end_ids = tuple(sorted(set(common))[:count])
+            sampling = SamplingParams(
+                max_tokens=14, beam_width=width, length_penalty=length_penalty, end_ids=end_ids,
+                early_stopping=EARLY_STOPPING[early_stopping],
+            )  # fmt: skip
+            requests.append(GenerateRequest(len(requests), prompt, sampling))
+            expected[requests[-1].request_id] = theirs(reference, prompt, sampling, early_stopping)
+    answers = run_all(loop, requests)
+    for request in requests:
+        beams = answers.beams[request.request_id]
+        assert_same(beams, expected[request.request_id], request.sampling)
+        ends |= {len(beam.tokens) for beam in beams if beam.finish_reason == "stop"}
+    if length_penalty <= 0.0:  # otherwise the longest ones win
+        assert len(ends) > 3, "beams ended at different times"
+
+
+def test_a_penalty_changes_log_probabilities_as_in_transformers(model):
+    reference, folder = model
+    sampling = SamplingParams(max_tokens=12, beam_width=3, repetition_penalty=1.3, length_penalty=1.0)
+    prompt = prompt_of(20)
+    answers = run_all(engine(folder), [GenerateRequest(1, prompt, sampling)])
+    assert_same(answers.beams[1], theirs(reference, prompt, sampling, True), sampling)
+
+
+def test_beams_do_not_change_the_company_nor_the_company_them(model):
+    _, folder = model
+    searching = SamplingParams(max_tokens=20, beam_width=4)
+    sampled = SamplingParams(max_tokens=20, temperature=1.0, seed=3)
+    alone = run_all(engine(folder), [GenerateRequest(1, prompt_of(40), searching)])
+    beside = run_all(engine(folder), [GenerateRequest(2, prompt_of(41), sampled)])
+    for settings in ({}, {"step_tokens": 5, "block_tokens": 4}, {"reuse": False, "block_tokens": 8},
+                     {"policy": "max_utilization", "cache_tokens": 200, "block_tokens": 4}):
+        loop = engine(folder, max_rows=9, **settings)
+        together = run_all(loop, [
+            GenerateRequest(1, prompt_of(40), searching), GenerateRequest(2, prompt_of(41), sampled),
+            GenerateRequest(3, prompt_of(40), searching),
+        ])
+        for request_id in (1, 3):
+            assert [beam.tokens for beam in together.beams[request_id]] == [beam.tokens for beam in alone.beams[1]]
+        assert together[2] == beside[2]
+
+
+def test_diversity_favours_the_later_beams(model):
+    _, folder = model
+    plain, spread = (
+        run_all(engine(folder), [GenerateRequest(1, prompt_of(30), SamplingParams(
+            max_tokens=8, beam_width=4, diversity_rate=rate))])
+        for rate in (0.0, 50.0)
+    )  # fmt: skip
+    first = {beam.tokens[0] for beam in spread.beams[1]}
+    assert [beam.tokens for beam in plain.beams[1]] != [beam.tokens for beam in spread.beams[1]]
+    assert len(first) == 1, "with such a rate only the last beam's continuations are chosen"
+
+
+def test_a_minimum_length_and_bad_words_hold_in_every_beam(model):
+    reference, folder = model
+    prompt = prompt_of(25)
+    end, bad = sorted(set(common_tokens(reference, prompt)))[:2]
+    sampling = SamplingParams(max_tokens=10, beam_width=4, end_ids=(end,), min_tokens=6, bad_words=((bad,),))
+    for beam in run_all(engine(folder), [GenerateRequest(1, prompt, sampling)]).beams[1]:
+        assert len(beam.tokens) >= 6
+        assert bad not in beam.tokens

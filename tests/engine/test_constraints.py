@@ -1,0 +1,156 @@
+"""Rows whose next token depends on the last: however they are run, each mask is that of the tokens before it."""
+
+import pytest
+from run_engine import engine
+from tiny_models import VOCABULARY, config_of, random_model
+from told_scores import run
+
+from slipstream.engine.constraints import Both, Constraints
+from slipstream.engine.request import GenerateRequest, Guide, SamplingParams
+from slipstream.weights.build import build_engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("constraints")
+    random_model(config_of("llama", max_position_embeddings=256)).save_pretrained(place / "hf")
+    return build_engine(place / "hf", place / "engine", dtype="float32")
+
+
+def mask_of(tokens) -> bytes:
+    bits = sum(1 << token for token in tokens)
+    return bits.to_bytes(-(-VOCABULARY // 32) * 4, "little")
+
+
+class Rising:
+    """Each token is larger than the one before it; nothing can follow the largest."""
+
+    error = ""
+
+    def __init__(self, length: int = 12) -> None:
+        self.length = length
+
+    def mask(self, tokens):
+        first = tokens[-1] + 1 if tokens else 0
+        return mask_of(range(first, min(first + 7, VOCABULARY)))
+
+    def complete(self, tokens):
+        return len(tokens) == self.length or tokens[-1] == VOCABULARY - 1
+
+
+WAYS = {
+    "alone": {"max_rows": 1},
+    "together": {},
+    "in steps of 9 tokens": {"step_tokens": 9},
+    "preempted": {"policy": "max_utilization", "cache_tokens": 96, "block_tokens": 4, "max_rows": 8},
+}
+
+
+def prompts() -> list[list[int]]:
+    return [[(7 * place + index) % VOCABULARY for place in range(20 + index)] for index in range(6)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_masks_hold_at_every_token_and_change_nobody_elses(folder, way, depth):
+    sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=8)
+    expected = run(engine(folder), [GenerateRequest(i, p, sampling) for i, p in enumerate(prompts())]).tokens
+    loop = engine(folder, **WAYS[way])
+    loop.depth = depth
+    for index, prompt in enumerate(prompts()):
+        loop.scheduler.add(GenerateRequest(index, prompt, sampling), Rising() if index % 2 else None)
+    told = run(loop, [])
+    if way == "preempted":
+        assert loop.stats().preemptions > 0
+    for index in range(6):
+        tokens = told.tokens[index]
+        if index % 2:
+            assert tokens == sorted(set(tokens))
+            assert Rising().complete(tokens)
+            assert told.reasons[index] == "stop"
+        else:
+            assert tokens == expected[index]
+
+
+def test_where_nothing_is_allowed_the_constraint_says_why(folder):
+    class Nothing:
+        error = "the grammar has come to a dead end"
+
+        def mask(self, tokens):
+            return mask_of([])
+
+        def complete(self, tokens):
+            return False
+
+    loop = engine(folder)
+    loop.scheduler.add(GenerateRequest(1, [4], SamplingParams(max_tokens=3)), Nothing())
+    loop.scheduler.add(GenerateRequest(2, [4], SamplingParams(max_tokens=3)))
+    told = run(loop, [])
+    assert told.errors == {1: "the grammar has come to a dead end"}
+    assert told.reasons == {1: "error", 2: "length"}
+
+
+def test_two_constraints_allow_what_both_allow():
+    both = Both(Rising(), Rising(3))
+    assert both.mask([5]) == mask_of(range(6, 13))
+    assert both.complete([1, 2, 3])
+    assert not both.complete([1, 2])
+
+
+def test_a_request_is_refused_where_no_constraint_can_be_made(folder):
+    loop = engine(folder)
+    loop.constraints = Constraints()  # knows no tokenizer
+    guided = SamplingParams(max_tokens=3, guide=Guide("json", ""))
+    told = run(loop, [GenerateRequest(1, [4], guided), GenerateRequest(2, [4], SamplingParams(max_tokens=3))])
+    assert "knows no texts of its tokens" in told.errors[1]
+    assert told.reasons == {1: "error", 2: "length"}
+
+
+def test_a_request_may_be_cancelled_while_its_constraint_is_made(folder):
+    import threading
+
+    gate = threading.Event()
+    loop = engine(folder)
+    loop.constraints = Constraints(lambda: gate.wait(20) and None)
+    loop.submit(GenerateRequest(1, [4], SamplingParams(guide=Guide("json", ""))))
+    assert loop.has_work()
+    loop.step()
+    loop.cancel([1])
+    gate.set()
+    told = run(loop, [])
+    assert told.reasons == {1: "cancelled"}
+    assert not loop.has_work()
+
+
+def test_arrivals_and_cancels_of_every_kind_leave_nothing(folder):
+    import random
+
+    import numpy as np
+
+    from slipstream.engine.request import PromptTable
+
+    chance = random.Random(5)
+    table = PromptTable(VOCABULARY, 4, np.ones((4, 64), np.float32).tobytes())
+    kinds = [
+        {}, {"no_repeat_ngram": 2}, {"context_logits": True, "generation_logits": True}, {"prompt_log_probs": True},
+        {"temperature": 1.0, "top_p": 0.9, "top_p_decay": 0.9}, {"top_log_probs": 3, "timing": True},
+    ]  # fmt: skip
+    loop = engine(folder, cache_tokens=1024, policy="max_utilization", block_tokens=8, max_rows=12)
+    live: list[int] = []
+    for request_id in range(500):
+        sampling = SamplingParams(max_tokens=chance.randrange(1, 30), **chance.choice(kinds))
+        tuned = chance.random() < 0.2
+        prompt = [chance.randrange(VOCABULARY + 4 * tuned) for _ in range(chance.randrange(1, 40))]
+        request = GenerateRequest(request_id, prompt, sampling, prompt_table=table if tuned else None,
+                                  cache_salt="tuned" if tuned else "")
+        loop.scheduler.add(request, Rising() if chance.random() < 0.3 else None)
+        live.append(request_id)
+        while len(live) > 10:
+            loop.cancel([live.pop(chance.randrange(len(live)))])
+        if chance.random() < 0.3:
+            loop.step()
+    loop.cancel(live)
+    told = run(loop, [])
+    assert not told.errors
+    stats = loop.stats()
+    assert (stats.free_blocks, stats.finished) == (stats.total_blocks, 500)

@@ -1,0 +1,139 @@
+"""What the settings of the KV cache do to answers: windows and sinks change them, memory and its tiers do not."""
+
+import random
+
+import pytest
+import torch
+from run_engine import engine, generate, run_all
+from tiny_models import VOCABULARY, config_of, random_model
+
+from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.settings import EngineSettings
+from slipstream.weights.build import build_engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    place = tmp_path_factory.mktemp("kv")
+    model = random_model(config_of("llama", max_position_embeddings=256, attn_implementation="eager")).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.mul_(4.0)  # so that it matters what is looked at
+    model.save_pretrained(place / "hf")
+    return model, build_engine(place / "hf", place / "engine", dtype="float32")
+
+
+def prompts(count: int, length: int = 60) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, VOCABULARY, (length + 3 * i,), generator=generator).tolist() for i in range(count)]
+
+
+def choices_with(model, sequence: list[int], windows: list[int], sinks: int) -> list[int]:
+    """What transformers' model chooses after every prefix, when its layers are shown only what the rule lets them."""
+    position = torch.arange(len(sequence))
+    layers = model.model.layers
+    hooks = []
+    for index, layer in enumerate(layers):
+        window = windows[index % len(windows)]
+        near = position[None, :] > position[:, None] - (window - sinks)
+        seen = (near | (position < sinks)[None, :]) & (position[None, :] <= position[:, None])
+        mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)[None, None]
+
+        def show(module, args, kwargs, mask=mask):
+            return args, {**kwargs, "attention_mask": mask}
+
+        hooks.append(layer.register_forward_pre_hook(show, with_kwargs=True))
+    try:
+        with torch.inference_mode():
+            return model(torch.tensor([sequence])).logits[0].argmax(-1).tolist()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize(("windows", "sinks"), [([16], 0), ([24], 4), ([12, 40], 0), ([300], 0)])
+def test_a_window_hides_all_but_the_last_tokens_and_the_sinks(model, windows, sinks):
+    reference, folder = model
+    asked = prompts(3)
+    for more in ({}, {"step_tokens": 13, "block_tokens": 8}):
+        answers = generate(engine(folder, attention_windows=windows, sink_tokens=sinks, **more), asked, max_tokens=24)
+        for prompt, answer in zip(asked, answers, strict=True):
+            expected = choices_with(reference, prompt + answer, windows, sinks)
+            assert answer == expected[len(prompt) - 1 : -1]
+    if windows != [300]:
+        assert answers != generate(engine(folder), asked, max_tokens=24)
+
+
+def test_sinks_without_a_larger_window_are_refused():
+    for windows, sinks in (((), 4), ((4,), 4)):
+        with pytest.raises(ValueError, match="sink tokens need a larger attention window"):
+            EngineSettings(attention_windows=windows, sink_tokens=sinks)
+    with pytest.raises(ValueError, match="attention windows must be at least 1"):
+        EngineSettings(attention_windows=(0,))
+
+
+def test_host_memory_keeps_what_the_pool_has_no_room_for(model):
+    _, folder = model
+    asked = prompts(6)
+    plain = [generate(engine(folder), [prompt], max_tokens=10)[0] for prompt in asked]
+    cached = {}
+    for host_bytes in (0, 1 << 20):
+        loop = engine(folder, cache_tokens=128, block_tokens=8, max_rows=1, host_cache_bytes=host_bytes)
+        for _ in range(2):
+            for prompt, answer in zip(asked, plain, strict=True):
+                assert generate(loop, [prompt], max_tokens=10) == [answer]
+        cached[host_bytes] = loop.stats().cached_prompt_tokens
+    assert cached[0] == 0, "each of the others pushed it out"
+    assert cached[1 << 20] == sum((len(prompt) - 1) // 8 * 8 for prompt in asked)
+
+
+def storm(folder, cancels: int, seed: int) -> None:
+    """Sampled, searching, many-answered and guessing requests, cancelled at any moment."""
+    chance = random.Random(seed)
+    loop = engine(folder, cache_tokens=1024, block_tokens=8, max_rows=8, policy="max_utilization", lookup_tokens=2,
+                  host_cache_bytes=1 << 19)
+    count, live = 0, []
+    for request_id in range(1, cancels + 1):
+        prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 40))]
+        kind, length = request_id % 4, chance.randrange(1, 24)
+        sampling = SamplingParams(max_tokens=length, temperature=float(kind % 2), seed=request_id,
+                                  beam_width=chance.randrange(2, 5) if kind == 0 else 1)
+        draft = [chance.randrange(VOCABULARY) for _ in range(3)] if kind == 3 else []
+        loop.submit(GenerateRequest(request_id, prompt, sampling, draft=draft))
+        live.append(request_id)
+        if kind == 2:
+            count += 1
+            loop.submit(GenerateRequest(cancels + count, prompt, sampling, prompt_of=request_id))
+            live.append(cancels + count)
+        while len(live) > 7:
+            loop.cancel([live.pop(chance.randrange(len(live)))])
+        if chance.random() < 0.25:
+            loop.step()
+    loop.cancel(live)
+    while loop.has_work():
+        loop.step()
+    loop.check_integrity()
+    stats = loop.stats()
+    assert (stats.free_blocks, stats.running, stats.waiting) == (stats.total_blocks, 0, 0)
+    assert stats.finished == cancels + count
+    assert stats.cancelled > cancels // 2
+
+
+def test_a_thousand_cancels_leave_every_row_and_block_free(model):
+    storm(model[1], 1000, seed=8)
+
+
+@pytest.mark.slow
+def test_ten_thousand_cancels_leave_every_row_and_block_free(model):
+    storm(model[1], 10_000, seed=9)
+
+
+def test_without_chunks_a_prompt_is_computed_in_one_step_and_with_them_in_several(model):
+    _, folder = model
+    steps = {}
+    for chunked in (True, False):
+        loop = engine(folder, step_tokens=16, chunked=chunked)
+        run_all(loop, [GenerateRequest(1, prompts(1)[0], SamplingParams(max_tokens=1))])
+        steps[chunked] = loop.stats().steps
+    assert steps[True] - steps[False] == 3  # 60 tokens by 16

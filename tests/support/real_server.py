@@ -1,0 +1,81 @@
+"""A real server over a real engine, in processes of its own, on ports that were free."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from slipstream.cli.classic import run_command
+from slipstream.repository.fill import fill_text
+from slipstream.repository.generations.render import render_template
+from slipstream.repository.generations.tables import models_of
+
+ROOT = Path(__file__).parents[2]
+_STARTED = re.compile(r"\] Started (GRPCInferenceService|HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)")
+
+
+def build_engine(model: Path, engine: Path, *flags: str) -> Path:
+    words = ["--checkpoint_dir", str(model), "--output_dir", str(engine), "--dtype", "float32"]
+    assert run_command("build", [*words, *flags]) == 0
+    return engine
+
+
+def write_repository(folder: Path, kind: str, generation: str, engine: Path, **values: str) -> Path:
+    """The templates of a generation, filled with the engine and `values`; the rest means its defaults."""
+    for model in models_of(kind, generation):
+        write_model(folder / model, render_template(kind, model, generation), {"engine_dir": str(engine), **values})
+    return folder
+
+
+def write_model(folder: Path, template: str, values: Mapping[str, str]) -> None:
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(fill_text(template, values).text)
+
+
+class RealServer:
+    def __init__(self, repository: Path, folder: Path, *command: str) -> None:
+        """`command`: what to start instead of `slipstream start`, its ports as flags with a dash."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log = folder / "server.log"
+        # 32 bits: which rows are computed together then shows in no answer
+        program = command or ("-m", "slipstream.cli.main", "start", "--repo", str(repository), "--dtype", "float32")
+        ports = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "SLIPSTREAM_HOME": str(folder / "home"),
+                                    "PYTHONUNBUFFERED": "1"}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen([sys.executable, *program, *ports], env=environment, stdout=log,
+                                             stderr=log)
+        self.ports: dict[str, int] = {}
+
+    def wait(self) -> RealServer:
+        deadline = time.monotonic() + 60
+        while len(self.ports) < 3:
+            assert self._process.poll() is None, self.log()[-3000:]
+            assert time.monotonic() < deadline, self.log()[-3000:]
+            time.sleep(0.05)
+            self.ports = {name: int(port) for name, port in _STARTED.findall(self.log())}
+        return self
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def http(self) -> str:
+        return f"localhost:{self.ports['HTTPService']}"
+
+    @property
+    def grpc(self) -> str:
+        return f"localhost:{self.ports['GRPCInferenceService']}"
+
+    @property
+    def metrics(self) -> str:
+        return f"localhost:{self.ports['Metrics Service']}"
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)

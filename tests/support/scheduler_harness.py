@@ -1,0 +1,166 @@
+"""A stand-in for model and device, so that the scheduler can be run on plain Python objects."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+from slipstream.engine.beams import BeamSearch
+from slipstream.engine.blocks import BlockPool
+from slipstream.engine.messages import Beam
+from slipstream.engine.plan import StepPlan, StepResult
+from slipstream.engine.request import SamplingParams
+from slipstream.engine.scheduler import Scheduler
+
+END = 3
+VOCABULARY = 50
+
+
+def next_token(history: list[int]) -> int:
+    """A stand-in for the model: the next token follows from all before it."""
+    return (sum(history) * 31 + len(history) * 7) % VOCABULARY
+
+
+def expected_answer(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        token = next_token(tokens)
+        if token == END:
+            break
+        tokens.append(token)
+    return tokens[len(prompt):]
+
+
+def candidates(history: list[int], count: int) -> list[tuple[int, float]]:
+    """Log-probabilities of the likeliest tokens, from the history alone and without ties."""
+    digest = hashlib.sha256(repr(history).encode()).digest()
+    scores = {token: -0.05 - digest[token % 32] / 64 - token / 1e4 for token in range(VOCABULARY)}
+    return sorted(scores.items(), key=lambda item: -item[1])[:count]
+
+
+def expected_beams(prompt: list[int], sampling: SamplingParams) -> list[Beam]:
+    search = BeamSearch(sampling)
+    while not search.finished:
+        search.advance([candidates(prompt + list(beam.tokens), sampling.candidates) for beam in search.beams])
+    return search.results()
+
+
+class Device:
+    """Keeps what a rank keeps, from plans alone, and checks that every plan can be carried out.
+
+    A slot of the cache holds the tokens that its key and value were computed from: what a row reads must have been
+    computed from its own tokens.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.sampling: dict[int, SamplingParams] = {}
+        self.cache: dict[int, dict[int, int]] = {}  # block → offset → what it was computed from
+        self.host: dict[int, dict[int, int]] = {}  # slot → what a block had
+        self.copied = self.loaded = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.take_over(plan)
+        assert 0 < plan.tokens <= self.scheduler.step_tokens
+        assert len(set(plan.rows)) == len(plan.rows)
+        result = StepResult(tokens=[])
+        columns = zip(plan.rows, plan.positions, plan.counts, plan.samples, plan.drafts, strict=True)
+        for row, position, count, samples, drafted in columns:
+            self._compute(row, position, count)
+            assert samples or not drafted
+            for place in range(position + count - drafted, position + count + 1) if samples else ():
+                history = self.tokens[row][:place]
+                if self.sampling[row].beams:
+                    index = len(result.tokens)
+                    result.top_log_probs[index] = candidates(history, self.sampling[row].candidates)
+                result.tokens.append(next_token(history))
+            if samples:
+                drawn = result.tokens[-drafted - 1 :]
+                self.tokens[row][position + count - drafted :] = drawn
+        return result
+
+    def take_over(self, plan: StepPlan) -> None:
+        for block, slot in plan.saves:
+            self.host[slot] = dict(self.cache[block])
+        for slot, block in plan.loads:
+            self.cache[block] = dict(self.host[slot])
+            self.loaded += 1
+        targets = [target for _, target in plan.copies]
+        assert len(set(targets)) == len(targets)
+        assert not set(targets) & {source for source, _ in plan.copies}
+        for source, target in plan.copies:
+            self.cache[target] = dict(self.cache[source])
+            self.copied += 1
+        for start in plan.starts:
+            self.tokens[start.row], self.tables[start.row] = list(start.tokens), list(start.blocks)
+            self.sampling[start.row] = start.sampling
+        for fork in plan.forks:
+            self.tokens[fork.row] = self.tokens[fork.source][: fork.tokens]
+            self.tables[fork.row] = list(fork.blocks)
+        for row, block in zip(plan.appended_rows, plan.appended_blocks, strict=True):
+            self.tables[row].append(block)
+        for row, position, token in plan.written:
+            self.tokens[row][position:] = [token]
+
+    def _compute(self, row: int, position: int, count: int) -> None:
+        tokens, table, size = self.tokens[row], self.tables[row], self.scheduler.blocks.block_tokens
+        assert position + count <= len(tokens), "only what is known is computed"
+        assert len(table) * size >= position + count, "blocks for all it computes"
+        assert len(set(table)) == len(table)
+        for place in range(position + count):
+            slots, origin = self.cache.setdefault(table[place // size], {}), hash(tuple(tokens[: place + 1]))
+            if place >= position:
+                slots[place % size] = origin
+            else:
+                assert slots.get(place % size) == origin, "a row reads what was computed from other tokens"
+
+
+class Harness:
+    """Scheduler and device with up to `depth` plans in flight, as the loop runs them."""
+
+    def __init__(self, scheduler: Scheduler, depth: int) -> None:
+        self.scheduler, self.depth = scheduler, depth
+        self.device = Device(scheduler)
+        self.flight: list = []
+        self.answers: dict[int, list[int]] = {}
+        self.beams: dict[int, list[Beam]] = {}
+        self.reasons: dict[int, str] = {}
+
+    def turn(self) -> None:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.flight.append((plan, self.device.run(plan)))
+        if self.flight and (plan is None or len(self.flight) >= self.depth):
+            self.scheduler.commit(*self.flight.pop(0))
+        self.collect()
+        self.scheduler.check_integrity()
+
+    def collect(self) -> None:
+        outputs = self.scheduler.take_outputs()
+        if outputs is None:
+            return
+        tokens = iter(outputs.tokens)
+        for request_id, count, reason in zip(
+            outputs.request_ids, outputs.token_counts, outputs.finish_reasons, strict=True
+        ):
+            assert request_id not in self.reasons, "nothing is told of a finished request"
+            self.answers.setdefault(request_id, []).extend(itertools.islice(tokens, count))
+            if reason:
+                self.reasons[request_id] = reason
+        self.beams.update(outputs.beams)
+
+    def run_dry(self, turns: int = 3000) -> None:
+        for _ in range(turns):
+            if not self.scheduler.has_work() and not self.flight:
+                return
+            self.turn()
+        raise AssertionError("the scheduler makes no progress")
+
+
+def make_scheduler(blocks=24, block_tokens=4, rows=4, budget=16, policy="guaranteed_no_evict", reuse=True,
+                   chunked=True, clock=lambda: 0.0, host_slots=0, **more) -> Scheduler:
+    pool = BlockPool(blocks, block_tokens, reuse, host_slots)
+    return Scheduler(pool, rows, budget, max_sequence_tokens=64, vocab_size=VOCABULARY, policy=policy,
+                     chunked=chunked, clock=clock, **more)

@@ -1,0 +1,46 @@
+"""Requests run to their end, with all that is told of them beside their tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tiny_models import VOCABULARY
+
+from slipstream.engine.messages import Scores, Timing
+from slipstream.engine.request import GenerateRequest
+
+ALL = {"context_logits": True, "generation_logits": True, "prompt_log_probs": True, "log_probs": True}
+
+
+class Told:
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.scores: dict[int, Scores] = {}
+        self.timings: dict[int, Timing] = {}
+        self.reasons: dict[int, str] = {}
+        self.errors: dict[int, str] = {}
+
+
+def run(loop, requests: list[GenerateRequest]) -> Told:
+    told = Told()
+    for request in requests:
+        loop.submit(request)
+    while loop.has_work():
+        outputs = loop.step()
+        if outputs is None:
+            continue
+        tokens = iter(outputs.tokens)
+        for request_id, count, reason in zip(outputs.request_ids, outputs.token_counts, outputs.finish_reasons,
+                                             strict=True):
+            told.tokens.setdefault(request_id, []).extend(next(tokens) for _ in range(count))
+            told.reasons[request_id] = reason
+        for request_id, scores in outputs.scores.items():
+            told.scores.setdefault(request_id, Scores()).merge(scores)
+        told.timings |= outputs.timings
+        told.errors |= outputs.errors
+    loop.check_integrity()
+    return told
+
+
+def matrix(raw: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(raw, dtype=np.float32).reshape(-1, VOCABULARY).copy())
