@@ -20,17 +20,23 @@ import secrets
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
-from slipstream.engine.request import SamplingParams
+import numpy as np
+
+from slipstream.engine.guided import KINDS
+from slipstream.engine.messages import Scores
+from slipstream.engine.request import Guide, SamplingParams
 from slipstream.engine.settings import EngineSettings
+from slipstream.server.adapters import AdapterBook, AdapterUse
 from slipstream.server.engine_process import start_real_engine
 from slipstream.server.in_process import InProcessEngine
 from slipstream.server.limits import NUMBERS, Range
 from slipstream.server.text.chat import Message
 from slipstream.server.text.pipeline import TextDelta, TextGenerator, TextRequest
+from slipstream.server.text.sequences import TextBeam
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import EngineFolderError, find_engine_folder, read_engine_config
@@ -51,7 +57,15 @@ _BOUNDS: Mapping[str, Range] = {
     "presence_penalty": NUMBERS["presence_penalty"],
     "frequency_penalty": NUMBERS["frequency_penalty"],
     "min_tokens": NUMBERS["min_length"],
-    "top_log_probs": Range(0, 100),
+    "no_repeat_ngram": NUMBERS["no_repeat_ngram_size"],
+    "top_p_decay": NUMBERS["top_p_decay"],
+    "top_p_min": NUMBERS["top_p_min"],
+    "top_p_reset_id": NUMBERS["top_p_reset_ids"],
+    "top_log_probs": NUMBERS["top_log_probs"],
+    "n": NUMBERS["num_return_sequences"],
+    "beam_width": NUMBERS["beam_width"],
+    "length_penalty": NUMBERS["length_penalty"],
+    "diversity_rate": NUMBERS["beam_search_diversity_rate"],
 }
 
 
@@ -70,7 +84,24 @@ class SamplingOptions:
     `stop` ends the text before any of these words; `bad_words` never come. `end_ids` replace the model's own
     end-of-text tokens, `ignore_end` goes on past them, and `min_tokens` holds them off. `repetition_penalty`
     looks at prompt and answer, the other two at the answer only. `logit_bias` is added to the logits of tokens.
-    `log_probs` and `top_log_probs` ask for the log-probability of each token and of the likeliest n.
+    `no_repeat_ngram` forbids a run of that many tokens to come twice. `top_p` may shrink by `top_p_decay` with each
+    token, down to `top_p_min`, and begin anew after the token `top_p_reset_id`.
+
+    `log_probs` and `top_log_probs` ask for the log-probability of each token and of the likeliest n,
+    `prompt_log_probs` for that of each prompt token but the first; `context_logits` and `generation_logits` for the
+    logits at each token of the prompt and of the answer.
+
+    `guide_type` makes the answer obey `guide`: json (any object), json_schema, regex, ebnf_grammar, structural_tag,
+    or choice (a list of texts). A schema or list may be given as such or as JSON text. Needs `slipstream[guided]`.
+
+    `n` answers are drawn from the one prompt. A `beam_width` over 1 searches instead: its `n` best beams (all, where
+    `n` is 1) are ranked by log-probability / length ** `length_penalty`; `early_stopping` ends the search when
+    `beam_width` beams have ended (True), when a better one is not likely (False) or not possible ("never").
+
+    Requests of different `cache_salt` share nothing in the KV cache: one for each tenant keeps them apart.
+
+    `adapter` is the folder of a LoRA adapter, as peft or `slipstream lora` writes it. Answers with different adapters
+    and with none are computed together.
     """
 
     max_tokens: int = 128
@@ -90,6 +121,22 @@ class SamplingOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     log_probs: bool = False
     top_log_probs: int = 0
+    top_p_decay: float = 1.0
+    top_p_min: float = 1e-6
+    top_p_reset_id: int = -1
+    no_repeat_ngram: int = 0
+    prompt_log_probs: bool = False
+    context_logits: bool = False
+    generation_logits: bool = False
+    guide_type: str = ""
+    guide: str | Mapping[str, Any] | Sequence[str] = ""
+    n: int = 1
+    beam_width: int = 1
+    length_penalty: float = 0.0
+    early_stopping: bool | Literal["never"] = True
+    diversity_rate: float = 0.0
+    cache_salt: str = ""
+    adapter: str | Path | None = None
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
 
@@ -99,6 +146,8 @@ class SamplingOptions:
             rule = bound.refuses(value) if value is not None else ""
             if rule:
                 raise ValueError(f"{name} {rule}, got {value}")
+        if self.guide_type not in ("", *KINDS) or (self.guide and not self.guide_type):
+            raise ValueError(f"guide_type must be one of {', '.join(KINDS)}, got {self.guide_type!r}")
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(
@@ -116,7 +165,25 @@ class SamplingOptions:
             logit_bias=tuple(self.logit_bias.items()),
             log_probs=self.log_probs,
             top_log_probs=self.top_log_probs,
+            top_p_decay=self.top_p_decay,
+            top_p_min=self.top_p_min,
+            top_p_reset_id=self.top_p_reset_id,
+            no_repeat_ngram=self.no_repeat_ngram,
+            prompt_log_probs=self.prompt_log_probs,
+            context_logits=self.context_logits,
+            generation_logits=self.generation_logits,
+            guide=self._guide(),
+            beam_width=self.beam_width,
+            length_penalty=self.length_penalty,
+            early_stopping=2 if self.early_stopping == "never" else int(self.early_stopping),
+            diversity_rate=self.diversity_rate,
         )
+
+    def _guide(self) -> Guide | None:
+        if not self.guide_type:
+            return None
+        text = self.guide if isinstance(self.guide, str) else json.dumps(self.guide)
+        return Guide(self.guide_type, text)
 
     def request(self, prompt: Prompt) -> TextRequest:
         return TextRequest(
@@ -127,6 +194,9 @@ class SamplingOptions:
             add_special_tokens=self.add_special_tokens,
             skip_special_tokens=self.skip_special_tokens,
             ignore_end=self.ignore_end,
+            sequences=self.n,
+            cache_salt=self.cache_salt,
+            adapter=_adapter(self.adapter),
         )
 
 
@@ -139,6 +209,11 @@ class Completion:
     cached_tokens: int  # of the prompt, found in the cache
     log_probs: list[float] | None = None
     top_log_probs: list[list[tuple[int, float]]] | None = None
+    prompt_log_probs: list[float] | None = None  # of each prompt token but the first
+    context_logits: np.ndarray | None = None  # float32 [prompt tokens, vocab]
+    generation_logits: np.ndarray | None = None  # float32 [tokens, vocab]
+    total_log_prob: float | None = None  # of a beam, its end included
+    others: tuple[Completion, ...] = ()  # the other answers to the same prompt: of a search, best first
 
 
 class LLM:
@@ -149,7 +224,7 @@ class LLM:
     SLIPSTREAM_HOME (~/.cache/slipstream), and found there afterwards.
 
     `dtype` is what the engine computes in, and what a new build stores: auto, float32, bfloat16 or float16.
-    `weight_only` ("int8" or "int4") makes a new build smaller. `settings` are those of `EngineSettings`, such as
+    `weight_only` ("int8", "fp8" or "int4") makes a new build smaller. `settings` are those of `EngineSettings`, such as
     max_rows, cache_tokens, max_sequence_tokens, reuse and threads.
     """
 
@@ -201,6 +276,8 @@ class LLM:
     ) -> AsyncGenerator[str, None]:
         """The pieces of one answer as they are written. Leaving the loop early cancels the request."""
         chosen = _options(sampling_params, options)
+        if chosen.n > 1:
+            raise ValueError(f"a stream is one answer: n must be 1, got {chosen.n}")
         if _is_conversation(prompt):
             prompt = await self._generator.chat_prompt(cast(Conversation, prompt))
         async with aclosing(self._generator.generate(chosen.request(cast(Prompt, prompt)))) as deltas:
@@ -232,6 +309,13 @@ class LLM:
     async def _complete(self, request: TextRequest) -> Completion:
         async with aclosing(self._generator.generate(request)) as stream:
             deltas = [_check(delta) async for delta in stream]
+        parts = [[delta for delta in deltas if delta.sequence == place] for place in range(request.sequences)]
+        completions = [self._completion(request, part) for part in parts if part]
+        if deltas[-1].beams:
+            completions = [_of_beam(completions[0], beam, request.sampling.log_probs) for beam in deltas[-1].beams]
+        return replace(completions[0], others=tuple(completions[1:]))
+
+    def _completion(self, request: TextRequest, deltas: Sequence[TextDelta]) -> Completion:
         return Completion(
             text="".join(delta.text for delta in deltas),
             tokens=[token for delta in deltas for token in delta.tokens],
@@ -240,7 +324,20 @@ class LLM:
             cached_tokens=max(delta.cached_tokens for delta in deltas),
             log_probs=_joined([delta.log_probs for delta in deltas]),
             top_log_probs=_joined([delta.top_log_probs for delta in deltas]),
+            **self._scores(request.sampling, deltas),
         )
+
+    def _scores(self, sampling: SamplingParams, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+        """The numbers that were asked for, by the names of Completion."""
+        scores = Scores()
+        for delta in deltas:
+            scores.merge(delta.scores or Scores())
+        width = self._engine.info.vocab_size if self._engine.info is not None else 1
+        found: dict[str, Any] = {"prompt_log_probs": scores.prompt_log_probs} if sampling.prompt_log_probs else {}
+        for name in ("context_logits", "generation_logits"):
+            if getattr(sampling, name):
+                found[name] = np.frombuffer(getattr(scores, name), dtype=np.float32).reshape(-1, width)
+        return found
 
 
 class _EventLoopThread:
@@ -298,6 +395,15 @@ def _folder_name(source: str, dtype: str, weight_only: str | None) -> str:
     return "-".join(part for part in (readable, dtype, weight_only, digest) if part)
 
 
+def _adapter(folder: str | Path | None) -> AdapterUse | None:
+    if folder is None:
+        return None
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"adapter must be the folder of an adapter, got '{folder}'")
+    return AdapterBook().from_folder(path, f"adapter '{path.name}'")
+
+
 def _options(given: SamplingOptions | None, options: dict[str, Any]) -> SamplingOptions:
     if given is None:
         return SamplingOptions(**options)
@@ -326,6 +432,12 @@ def _check(delta: TextDelta) -> TextDelta:
     if delta.finish_reason == "error":
         raise GenerationFailed(delta.error or "the engine gave no reason")
     return delta
+
+
+def _of_beam(best: Completion, beam: TextBeam, log_probs: bool) -> Completion:
+    reason = beam.finish_reason if best.finish_reason in ("stop", "length") else best.finish_reason
+    return replace(best, text=beam.text, tokens=beam.tokens, finish_reason=reason,
+                   log_probs=beam.log_probs if log_probs else None, total_log_prob=beam.total_log_prob)
 
 
 def _joined(lists: Sequence[list[Any] | None]) -> list[Any] | None:

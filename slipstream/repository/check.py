@@ -22,12 +22,15 @@ from slipstream.repository.pbtxt import parse_pbtxt
 from slipstream.repository.problems import Problems, did_you_mean
 from slipstream.repository.roles import Role
 from slipstream.repository.schema import Reading
+from slipstream.repository.templates import template, template_names
 
 _TEMPLATES = {
     Role.PREPROCESSING: "preprocessing", Role.ENGINE: "tensorrt_llm", Role.POSTPROCESSING: "postprocessing",
     Role.ENSEMBLE: "ensemble", Role.BLS: "tensorrt_llm_bls",
 }  # fmt: skip
+_IMPORTED = ("imported", "those of slipstream import")  # kind and generation of the repositories written by import
 _INDEX = re.compile(r"\[(\d+)\]")
+_WIRES = re.compile(r"ensemble_scheduling\.step\.[^.]+(\.(input_map|output_map))?")
 _TYPED = re.compile(r"(input|output)\.[^.]+\.(data_type|dims|optional|allow_ragged_batch|reshape\.shape)")
 _FIXED_TEXT = re.compile(r"platform|backend|ensemble_scheduling\.step\..*|instance_group\.0\.kind")
 
@@ -66,7 +69,7 @@ def nearest_generation(models: list[tuple[str, _Shape]]) -> tuple[str, str]:
         return sum(_distance(shape, _template(*candidate, name)) for name, shape in models)
 
     candidates = [(kind, generation) for kind in REPOSITORIES for generation in reversed(GENERATIONS)]
-    return min(candidates, key=distance)
+    return min([*candidates, _IMPORTED], key=distance)
 
 
 def _distance(ours: _Shape, theirs: _Shape | None) -> int:
@@ -97,8 +100,8 @@ def _compare(config: ModelConfig, ours: _Shape, wanted: tuple[str, str, str], pr
 def _compare_value(
     path: str, ours: _Shape, expected: _Shape, config: ModelConfig, generation: str, problems: Problems
 ) -> None:
-    if not (_TYPED.fullmatch(path) or _FIXED_TEXT.fullmatch(path)):
-        return
+    if not (_TYPED.fullmatch(path) or _FIXED_TEXT.fullmatch(path)) or _WIRES.fullmatch(path):
+        return  # a step's wires are compared one by one, not all together
     value, wanted = ours.values.get(path), expected.values.get(path)
     if value != wanted and not _is_variable(wanted):
         text = f"is {_shown(value)}, where repositories like {generation} have {_shown(wanted)}"
@@ -146,10 +149,12 @@ def _nearest_line(shape: _Shape, path: str) -> int:
 
 @cache
 def _template(kind: str, generation: str, name: str) -> _Shape | None:
-    if name not in models_of(kind, generation):
+    names = template_names() if kind == _IMPORTED[0] else models_of(kind, generation)
+    if name not in names:
         return None
+    text = template(name) if kind == _IMPORTED[0] else render_template(kind, name, generation)
     reading = Reading(name, Problems())
-    document = reading.message("ModelConfig", parse_pbtxt(render_template(kind, name, generation)))
+    document = reading.message("ModelConfig", parse_pbtxt(text))
     shape = _shape(document, reading.lines)
     variable = {_follow(document, path)[0] for path in reading.unfilled}
     return _Shape(shape.lines, {path: "${}" if path in variable else value for path, value in shape.values.items()})
@@ -167,7 +172,17 @@ def _shape(document: Mapping[str, Any], lines: Mapping[str, int]) -> _Shape:
         if named is not None and not _INDEX.search(named):
             named_lines.setdefault(named, line)
             values[named] = value
-    return _Shape(named_lines, values)
+    return _Shape(named_lines, values | _told_by_source(document, values))
+
+
+def _told_by_source(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
+    """Wires inside an ensemble by the output they come from: what an ensemble calls them is its own affair."""
+    outside = {tensor["name"] for kind in ("input", "output") for tensor in document.get(kind, []) if "name" in tensor}
+    sources = {name: f"{step.get('model_name')}.{tensor}"
+               for step in document.get("ensemble_scheduling", {}).get("step", [])
+               for tensor, name in step.get("output_map", {}).items() if name not in outside}
+    return {path: sources[value] for path, value in values.items()
+            if path.startswith("ensemble_scheduling.step.") and isinstance(value, str) and value in sources}
 
 
 def _follow(document: Mapping[str, Any], path: str) -> tuple[str | None, Any]:

@@ -37,11 +37,20 @@ class TensorConfig:
 
 
 @dataclass(frozen=True)
+class Resource:
+    name: str
+    count: int
+    of_machine: bool  # otherwise each device has its own
+
+
+@dataclass(frozen=True)
 class InstanceGroup:
     name: str
     kind: str
     count: int
     gpus: tuple[int, ...] = ()
+    resources: tuple[Resource, ...] = ()  # that one execution takes
+    priority: int = 1  # 2 gets half the turns that 1 gets
 
 
 @dataclass(frozen=True)
@@ -164,6 +173,10 @@ def _read(file: Path, tree: Message, problems: Problems, folder_name: str) -> Mo
     return _build(file, document, reading)
 
 
+# By parameter; upstream's default surprises so many that the warning says what it means.
+_SURPRISING_DEFAULTS = {"exclude_input_in_output": "False: answers begin with the prompt"}
+
+
 def _fill(document: dict[str, Any], reading: Reading) -> None:
     """Quoted `"${…}"`: a default in the fields that have one, a warning everywhere."""
     for key in ("name", "platform", "backend"):
@@ -176,7 +189,7 @@ def _fill(document: dict[str, Any], reading: Reading) -> None:
         match = _PLACEHOLDER.fullmatch(parameter["string_value"])
         if match:
             reading.unfilled.add(f"parameters.{key}")
-            _warn_unfilled(reading, f"parameters.{key}", match.group(1), "")
+            _warn_unfilled(reading, f"parameters.{key}", match.group(1), _SURPRISING_DEFAULTS.get(key, ""))
 
 
 def _warn_unfilled(reading: Reading, key: str, variable: str, default: str) -> None:
@@ -231,10 +244,7 @@ def _build(file: Path, document: dict[str, Any], reading: Reading) -> ModelConfi
         inputs=tuple(_tensor(tensor) for tensor in document["input"]),
         outputs=tuple(_tensor(tensor) for tensor in document["output"]),
         parameters={key: value["string_value"] for key, value in document["parameters"].items()},
-        instance_groups=tuple(
-            InstanceGroup(group["name"], group["kind"], group["count"], tuple(group["gpus"]))
-            for group in document["instance_group"]
-        ),
+        instance_groups=tuple(_instance_group(group) for group in document["instance_group"]),
         dynamic_batching=None if batching is None else _dynamic_batching(batching),
         ensemble_steps=tuple(
             EnsembleStep(step["model_name"], step["model_version"], step["input_map"], step["output_map"])
@@ -246,6 +256,15 @@ def _build(file: Path, document: dict[str, Any], reading: Reading) -> ModelConfi
         lines=reading.lines,
         unfilled=frozenset(reading.unfilled),
     )
+
+
+def _instance_group(group: dict[str, Any]) -> InstanceGroup:
+    limiter = group.get("rate_limiter") or {}
+    resources = [
+        Resource(resource["name"], resource["count"], resource["global"]) for resource in limiter.get("resources", [])
+    ]
+    gpus, priority = tuple(group["gpus"]), limiter.get("priority") or 1
+    return InstanceGroup(group["name"], group["kind"], group["count"], gpus, tuple(resources), priority)
 
 
 def _tensor(tensor: dict[str, Any]) -> TensorConfig:

@@ -38,7 +38,11 @@ def _instance_groups(config: ModelConfig, groups: list[dict[str, Any]]) -> list[
         "name": "", "kind": "KIND_CPU", "count": 1, "gpus": [], "secondary_devices": [], "profile": [],
         "passive": False, "host_policy": "",
     }  # fmt: skip
+    if not groups:
+        return [{**empty, "name": config.name}]
     named = []
-    for position, group in enumerate(groups or [empty]):
-        named.append({**group, "name": group["name"] or f"{config.name}_{position}", "count": group["count"] or 1})
+    for position, group in enumerate(groups):
+        kind = "KIND_CPU" if config.backend == "python" and group["kind"] == "KIND_AUTO" else group["kind"]
+        name = group["name"] or f"{config.name}_{position}"
+        named.append({**group, "name": name, "kind": kind, "count": group["count"] or 1})
     return named

@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.engine.settings import EngineSettings
+from slipstream.engine.settings import MOST_RANK, EngineSettings
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.problems import Problems, did_you_mean
 from slipstream.repository.roles import Role
+from slipstream.repository.without_effect import WITHOUT_EFFECT
 
 BATCHING_STRATEGIES = ("inflight_fused_batching", "inflight_batching", "V1", "v1")
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 
 # What each known parameter holds. "accepted" ones have no meaning on this server and are read by nobody.
 ENGINE_PARAMETERS: dict[str, str] = {
-    "gpt_model_type": "text", "gpt_model_path": "text", "engine_dir": "text", "encoder_model_path": "accepted",
+    "gpt_model_type": "text", "gpt_model_path": "text", "engine_dir": "text", "encoder_model_path": "text",
     "max_beam_width": "int", "max_tokens_in_paged_kv_cache": "int", "batch_scheduler_policy": "text",
     "kv_cache_free_gpu_mem_fraction": "fraction", "max_num_sequences": "int", "max_attention_window_size": "text",
     "sink_token_length": "int", "exclude_input_in_output": "bool", "enable_kv_cache_reuse": "bool",
@@ -35,14 +36,9 @@ ENGINE_PARAMETERS: dict[str, str] = {
     "FORCE_CPU_ONLY_INPUT_TENSORS": "accepted", "worker_path": "accepted", "executor_worker_path": "accepted",
 }  # fmt: skip
 
-# Parameters that mean something upstream and nothing here yet, with the values that ask for nothing.
-NOT_YET: dict[str, tuple[Any, ...]] = {
-    "max_beam_width": (1,), "max_attention_window_size": (), "sink_token_length": (0,),
-    "kv_cache_host_memory_bytes": (0,), "gpu_weights_percent": (1.0,), "gpu_device_ids": (),
-    "decoding_mode": ("auto", "top_k", "top_p", "top_k_top_p"), "medusa_choices": (), "eagle_choices": (),
-    "participant_ids": (), "num_nodes": (1,), "lora_prefetch_dir": (), "guided_decoding_backend": (),
-    "tensorrt_llm_draft_model_name": (), "multimodal_encoders_name": (), "visual_model_path": (),
-}  # fmt: skip
+DECODING_MODES = ("auto", "top_k", "top_p", "top_k_top_p", "beam_search", "lookahead")
+# Guesses a step where the repository asks for lookahead and does not say how far.
+_LOOKAHEAD_TOKENS = 4
 
 _TOKENIZER = {"tokenizer_dir": "text", "tokenizer_type": "text"}
 PARAMETERS: Mapping[Role, Mapping[str, str]] = {
@@ -92,8 +88,9 @@ def read_parameters(config: ModelConfig, role: Role, problems: Problems) -> Para
             problems.warn(config.file, config.line(key), key, f"expected {wanted}, got '{text}'; using the default")
         else:
             values[name] = value
-            if value not in NOT_YET.get(name, (value,)):
-                problems.warn(config.file, config.line(key), key, f"'{text}' has no effect on this server yet")
+            ineffective = WITHOUT_EFFECT.get(name)
+            if ineffective is not None and value not in ineffective.harmless:
+                problems.warn(config.file, config.line(key), key, f"'{text}' has no effect: {ineffective.reason}")
     return Parameters(values)
 
 
@@ -117,18 +114,30 @@ def engine_settings(config: ModelConfig, parameters: Parameters, problems: Probl
     cache_tokens = parameters.get("max_tokens_in_paged_kv_cache", 0)
     if cache_tokens > 0:
         wanted["cache_tokens"] = cache_tokens
-    if parameters.get("max_num_sequences", 0) > 0:
-        wanted["max_rows"] = parameters.get("max_num_sequences")
+    for name, setting in (
+        ("max_num_sequences", "max_rows"),
+        ("max_beam_width", "max_beam_width"),
+        ("kv_cache_host_memory_bytes", "host_cache_bytes"),
+    ):
+        if parameters.get(name, 0) > 0:
+            wanted[setting] = parameters.get(name)
     for name, setting in (
         ("kv_cache_free_gpu_mem_fraction", "cache_memory_fraction"),
         ("enable_kv_cache_reuse", "reuse"),
         ("enable_chunked_context", "chunked"),
+        ("enable_trt_overlap", "overlap"),
     ):
         if parameters.get(name) is not None:
             wanted[setting] = parameters.get(name)
+    wanted |= _adapter_settings(config, parameters, problems)
+    wanted |= _attention_settings(config, parameters, problems)
+    wanted |= _lookahead_settings(config, parameters, problems)
     policy = parameters.get("batch_scheduler_policy")
     if policy in POLICIES:
         wanted["policy"] = "guaranteed_no_evict" if policy == "static_batch" else policy
+        if policy == "static_batch":
+            text = "requests join and leave at every step, as under guaranteed_no_evict"
+            problems.warn(config.file, config.line("parameters.batch_scheduler_policy"), "", text)
     elif policy is not None:
         key = "parameters.batch_scheduler_policy"
         allowed = ", ".join(POLICIES)
@@ -136,6 +145,65 @@ def engine_settings(config: ModelConfig, parameters: Parameters, problems: Probl
         problems.error(config.file, config.line(key), key, f"'{policy}' is not one of {allowed}{hint}")
     _check_batching_strategy(config, parameters, problems)
     return EngineSettings(**wanted)
+
+
+_ADAPTER_SETTINGS = {
+    "lora_cache_optimal_adapter_size": ("adapter_page_rank", 1, MOST_RANK),
+    "lora_cache_max_adapter_size": ("adapter_max_rank", 1, MOST_RANK),
+    "lora_cache_gpu_memory_fraction": ("adapter_memory_fraction", 0.0, 1.0),
+    "lora_cache_host_memory_bytes": ("adapter_host_bytes", 1, None),
+}  # fmt: skip
+
+
+def _adapter_settings(config: ModelConfig, parameters: Parameters, problems: Problems) -> dict[str, Any]:
+    wanted: dict[str, Any] = {}
+    for name, (setting, low, high) in _ADAPTER_SETTINGS.items():
+        value = parameters.get(name)
+        if value is None:
+            continue
+        if value < low or (high is not None and value > high):
+            key, bounds = f"parameters.{name}", f"at least {low}" if high is None else f"{low} to {high}"
+            problems.error(config.file, config.line(key), key, f"must be {bounds}, got {value}")
+        else:
+            wanted[setting] = value
+    largest = wanted.get("adapter_max_rank", EngineSettings.adapter_max_rank)
+    if wanted.get("adapter_page_rank", EngineSettings.adapter_page_rank) > largest:
+        wanted["adapter_page_rank"] = largest  # a page need not hold more than the largest adapter
+    return wanted
+
+
+def _attention_settings(config: ModelConfig, parameters: Parameters, problems: Problems) -> dict[str, Any]:
+    wanted: dict[str, Any] = {}
+    windows, sinks = parameters.get("max_attention_window_size"), parameters.get("sink_token_length", 0)
+    if windows is not None:
+        numbers = [_convert("int", part.strip()) for part in windows.split(",")]
+        if all(number is not None and number > 0 for number in numbers):
+            wanted["attention_windows"] = tuple(numbers)
+        else:
+            key = "parameters.max_attention_window_size"
+            text = f"expected numbers over 0 with commas between, got '{windows}'; using the default"
+            problems.warn(config.file, config.line(key), key, text)
+    if sinks > 0 and sinks < min(wanted.get("attention_windows", (0,))):
+        wanted["sink_tokens"] = sinks
+    elif sinks:
+        key = "parameters.sink_token_length"
+        text = f"'{sinks}' has no effect: it is a part of max_attention_window_size, which must be larger"
+        problems.warn(config.file, config.line(key), key, text)
+    return wanted
+
+
+def _lookahead_settings(config: ModelConfig, parameters: Parameters, problems: Problems) -> dict[str, Any]:
+    mode, size = parameters.get("decoding_mode", "auto"), parameters.get("lookahead_ngram_size")
+    if mode not in DECODING_MODES:
+        key = "parameters.decoding_mode"
+        text = f"'{mode}' has no effect: it is one of {', '.join(DECODING_MODES)}{did_you_mean(mode, DECODING_MODES)}"
+        problems.warn(config.file, config.line(key), key, text)
+    if mode == "lookahead":
+        return {"lookup_tokens": max(1, size - 1) if size is not None else _LOOKAHEAD_TOKENS}
+    if size is not None:
+        key = "parameters.lookahead_ngram_size"
+        problems.warn(config.file, config.line(key), key, f"'{size}' has no effect: decoding_mode is not lookahead")
+    return {}
 
 
 def _check_batching_strategy(config: ModelConfig, parameters: Parameters, problems: Problems) -> None:

@@ -70,3 +70,15 @@ def find_tokenizer(config: ModelConfig | None, value: str | None, engine: Path, 
     else:
         problems.error(config.file, config.line(key), key, f"{text}, and the engine folder {engine} has none")
     return engine
+
+
+def find_adapters(config: ModelConfig, value: str | None, repository: Path, problems: Problems) -> Path | None:
+    """The folder that `lora_prefetch_dir` names."""
+    if not value:
+        return None
+    candidates = candidate_folders(value, repository, config)
+    found = next((candidate for candidate in candidates if candidate.is_dir()), None)
+    if found is None:
+        key = "parameters.lora_prefetch_dir"
+        problems.error(config.file, config.line(key), key, f"no folder at '{value}'")
+    return found

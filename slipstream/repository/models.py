@@ -17,9 +17,16 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.repository.config import CONFIG_NAME, ModelConfig, QueuePolicy, read_model_config
 from slipstream.repository.engine_parameters import Parameters, engine_settings, read_parameters
 from slipstream.repository.ensembles import check_graph
-from slipstream.repository.folders import find_engine, find_tokenizer
+from slipstream.repository.folders import find_adapters, find_engine, find_tokenizer
 from slipstream.repository.problems import Problem, Problems, RepositoryError
-from slipstream.repository.roles import Role, TextFields, bls_fields, ensemble_fields, role_of
+from slipstream.repository.roles import (
+    Role,
+    TextFields,
+    bls_fields,
+    ensemble_fields,
+    role_of,
+    takes_comma_words,
+)
 from slipstream.weights.engine_config import EngineConfig
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -53,6 +60,7 @@ class EngineModel:
     max_queue_size: int  # 0: no limit
     queue_policy: QueuePolicy = field(default_factory=QueuePolicy)
     default_priority: int = 0
+    adapter_folder: Path | None = None  # holds a folder for each adapter that requests may name
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,8 @@ class TextChain:
     decoupled: bool
     placeholders: bool  # outputs nobody asked for are sent as 0.0, as repositories before 0.14 did
     accumulate_tokens: bool = False
+    draft_engine: str = ""  # the engine model that guesses for requests with num_draft_tokens
+    comma_words: bool = False  # a text of word lists holds several words, with commas between
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,8 @@ class Repository:
     def _parts(self, name: str) -> Iterator[str]:
         if name in self.chains:
             yield self.chains[name].engine
+            if self.chains[name].draft_engine:
+                yield self.chains[name].draft_engine
         for step in self.models[name].config.ensemble_steps:
             if step.model_name != name:
                 yield step.model_name
@@ -229,7 +241,7 @@ def _read_engine(
     if engine is None:
         return None
     _warn_of_echo(config, parameters, problems)
-    tokenizer = before if before and before.parameters.get("tokenizer_dir") else after
+    tokenizer = _tokenizer_named_by([before, after, model], problems)
     batching = config.dynamic_batching
     return EngineModel(
         name=model.name,
@@ -239,7 +251,7 @@ def _read_engine(
             tokenizer.parameters.get("tokenizer_dir") if tokenizer else None,
             engine.path, repository, problems,
         ),
-        settings=settings,
+        settings=_with_beams(settings, engine),
         decoupled=config.decoupled,
         exclude_input_in_output=parameters.get("exclude_input_in_output", False),
         normalize_log_probs=parameters.get("normalize_log_probs", True),
@@ -249,13 +261,37 @@ def _read_engine(
         max_queue_size=batching.queue_policy.max_queue_size if batching else 0,
         queue_policy=batching.queue_policy if batching else QueuePolicy(),
         default_priority=batching.default_priority_level if batching else 0,
+        adapter_folder=find_adapters(config, parameters.get("lora_prefetch_dir"), repository, problems),
     )  # fmt: skip
+
+
+def _tokenizer_named_by(
+    models: Sequence[RepositoryModel | None], problems: Problems
+) -> RepositoryModel | None:
+    """The first of these models that names a tokenizer; one that comes after it is not asked, which is said."""
+    naming = [model for model in models if model is not None and model.parameters.get("tokenizer_dir")]
+    last = models[-1]
+    if last is not None and last in naming[1:]:
+        first, given = naming[0], last.parameters.get("tokenizer_dir")
+        if first.parameters.get("tokenizer_dir") != given:
+            key = "parameters.tokenizer_dir"
+            text = f"'{given}' has no effect: the tokenizer that {first.name} names is used"
+            problems.warn(last.config.file, last.config.line(key), key, text)
+    return naming[0] if naming else None
+
+
+def _with_beams(settings: EngineSettings, engine: EngineConfig) -> EngineSettings:
+    """Where the repository does not say how wide beams may be, the engine's build does."""
+    if settings.max_beam_width is not None:
+        return settings
+    return replace(settings, max_beam_width=engine.build.max_beam_width)
 
 
 def _warn_of_echo(config: ModelConfig, parameters: Parameters, problems: Problems) -> None:
     """Upstream's default surprises so many that it is said once, at the start."""
-    if parameters.get("exclude_input_in_output") is None:
-        key = "parameters.exclude_input_in_output"
+    key = "parameters.exclude_input_in_output"
+    unset = parameters.get("exclude_input_in_output") is None and key not in config.unfilled  # said already, then
+    if unset and "sequence_length" in config.output_names:  # before 0.6 there was no choice
         text = "is not set: answers begin with the prompt, as upstream's do; True leaves it out"
         problems.warn(config.file, config.line(key), key, text)
 
@@ -293,6 +329,7 @@ def _ensemble_chain(model: RepositoryModel, models: Mapping[str, RepositoryModel
     if len(roles) < len(steps) or len(engines) != 1 or set(roles.values()) != known:
         return None
     after = next(name for name, role in roles.items() if role is Role.POSTPROCESSING)
+    before = next(name for name, role in roles.items() if role is Role.PREPROCESSING)
     return TextChain(
         name=model.name,
         engine=engines[0],
@@ -300,6 +337,7 @@ def _ensemble_chain(model: RepositoryModel, models: Mapping[str, RepositoryModel
         ensemble=True,
         decoupled=any(models[name].config.decoupled for name in roles),
         placeholders=_sends_placeholders(models[after].config),
+        comma_words=takes_comma_words(models[before].config),
     )
 
 
@@ -314,10 +352,15 @@ def _bls_chain(model: RepositoryModel, models: Mapping[str, RepositoryModel], pr
         text = f"there is no engine model '{engine}' here" + (f" (there is {', '.join(engines)})" if engines else "")
         problems.error(model.config.file, model.config.line(key), key, text)
         return None
+    draft = model.parameters.get("tensorrt_llm_draft_model_name") or ""
+    if draft and draft not in engines:
+        key = "parameters.tensorrt_llm_draft_model_name"
+        problems.error(model.config.file, model.config.line(key), key, f"there is no engine model '{draft}' here")
     after = _neighbour(engine, Role.POSTPROCESSING, models)
     return TextChain(
         name=model.name,
         engine=engine,
+        draft_engine=draft,
         fields=bls_fields(model.config),
         ensemble=False,
         decoupled=model.config.decoupled,

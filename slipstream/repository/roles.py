@@ -52,6 +52,7 @@ ENGINE_FIELDS = {
     "streaming": "stream",
     "min_tokens": "min_length",
     "seed": "random_seed",
+    "output_log_probs": "return_log_probs",  # a question in the gpt repository, an answer in all others
 }
 
 POSTPROCESSING_FIELDS = {
@@ -74,7 +75,9 @@ BLS_INPUTS = frozenset(
         "prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id", "embedding_bias_words",
         "embedding_bias_weights", "num_draft_tokens", "use_draft_logits", "lora_task_id", "lora_weights",
         "lora_config", "return_kv_cache_reuse_stats", "return_perf_metrics", "guided_decoding_guide_type",
-        "guided_decoding_guide", "return_num_input_tokens", "return_num_output_tokens",
+        "guided_decoding_guide", "return_num_input_tokens", "return_num_output_tokens", "return_num_cached_tokens",
+        "return_finish_reason", "return_prompt_log_probs", "top_log_probs", "no_repeat_ngram_size", "top_p_min",
+        "top_p_decay", "top_p_reset_ids", "early_stopping", "beam_search_diversity_rate",
     }
 )  # fmt: skip
 
@@ -108,6 +111,22 @@ def role_of(config: ModelConfig) -> Role:
 
 def engine_fields(config: ModelConfig) -> dict[str, str]:
     return {name: ENGINE_FIELDS.get(name, name) for name in config.input_names}
+
+
+def engine_outputs(config: ModelConfig) -> dict[str, str]:
+    """What an engine model's answers hold: the field → the name on the wire."""
+    names = {name: name for name in config.output_names}
+    return {**names, "output_log_probs": "log_probs"} if answers_in_blocks(config) else names
+
+
+def answers_in_blocks(config: ModelConfig) -> bool:
+    """Whether an engine model is that of the gpt repository, which batches requests no further than they come."""
+    return "log_probs" in config.output_names
+
+
+def takes_comma_words(preprocessing: ModelConfig) -> bool:
+    """Before 0.6, when word lists were no optional inputs, one text held all words of a list."""
+    return any(tensor.name == "STOP_WORDS_DICT" and not tensor.optional for tensor in preprocessing.inputs)
 
 
 def bls_fields(config: ModelConfig) -> TextFields:

@@ -25,8 +25,10 @@ script("{command}")
 _EXAMPLES = {
     "examples/run.py": "run",
     "examples/hf_lora_convert.py": "lora",
+    "examples/gpt/hf_gpt_convert.py": "gpt-convert",
+    "examples/quantization/quantize.py": "quantize",
     **{f"examples/{family}/{name}": command
-       for family in ("llama", "gpt", "qwen", "mistral")
+       for family in ("llama", "gpt", "qwen", "mistral", "mixtral", "falcon", "gemma", "gptj", "gptneox", "opt", "phi")
        for name, command in (("convert_checkpoint.py", "convert"), ("build.py", "build"), ("run.py", "run"),
                              ("hf_lora_convert.py", "lora"))},
 }  # fmt: skip
@@ -37,15 +39,17 @@ SCRIPTS = {
     "scripts/launch_triton_server.py": "launch",
     "inflight_batcher_llm/client/inflight_batcher_llm_client.py": "client",
     "inflight_batcher_llm/client/end_to_end_grpc_client.py": "end-to-end-client",
+    "inflight_batcher_llm/client/e2e_grpc_speculative_decoding_client.py": "speculative-client",
     "tools/inflight_batcher_llm/end_to_end_streaming_client.py": "end-to-end-client",
     "tools/inflight_batcher_llm/end_to_end_test.py": "end-to-end-test",
     "tools/inflight_batcher_llm/benchmark_core_model.py": "benchmark-core-model",
-    "tools/inflight_batcher_llm/identity_test.py": "benchmark-core-model",
+    "tools/inflight_batcher_llm/identity_test.py": "identity-test",
     "tools/gpt/client.py": "gpt-client",
     "tools/gpt/client_async.py": "gpt-client",
     "tools/gpt/identity_test.py": "gpt-identity-test",
     "tools/gpt/benchmark_core_model.py": "gpt-identity-test",
     "tools/gpt/gen_input_data.py": "gpt-input-data",
+    "tools/gpt/end_to_end_test.py": "gpt-end-to-end-test",
     **_EXAMPLES,
     **{f"tensorrt_llm/{path}": command for path, command in _EXAMPLES.items()},
 }

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequ
 from typing import Any
 
 from slipstream.server.errors import InferenceError
+from slipstream.server.http_protocol import DEPARTURE, Departure
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -26,7 +27,10 @@ class ClientGone(Exception):
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return b""
 
 
 async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
@@ -83,20 +87,17 @@ async def end_chunks(send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work; cancel it as soon as the client is gone. The body must have been read."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_client_gone(receive))
+async def while_connected(scope: Scope, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work; it is cancelled as soon as the client is gone. The body must have been read."""
+    departure: Departure = scope["state"][DEPARTURE]
+    task = asyncio.current_task()
+    assert task is not None
+    departure.listen(task.cancel)
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
+        await work
+    except asyncio.CancelledError:
+        if not departure.left or task.uncancel():
+            raise  # somebody else wants it to end
+        raise ClientGone from None
     finally:
-        watcher.cancel()
-        task.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _client_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        departure.ignore()

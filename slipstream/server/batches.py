@@ -22,6 +22,10 @@ from slipstream.server.llm_models import Generator
 from slipstream.server.queue_policy import check_queue
 from slipstream.server.tensors import Tensor
 
+# What fills an output up to the longest of a batch, where it is not the zero of its type; two values: for its two rows.
+FILLERS: Mapping[str, int | tuple[int, int]] = {"output_ids": -1, "BAD_WORDS_IDS": (0, -1), "STOP_WORDS_IDS": (0, -1)}
+_ZEROS = {"BYTES": b"", "BOOL": False, "FP32": 0.0, "FP64": 0.0, "FP16": 0.0}
+
 
 class BatchedModel:
     def __init__(self, model: ServedModel, engine: EngineModel, generator: Generator) -> None:
@@ -57,7 +61,8 @@ class BatchedModel:
         parts = [self._only(part) for part in split(request, count)]
         answers = await _all_or_first_failure(parts)
         failed = next((answer for answer in answers if answer.error is not None), None)
-        yield failed or join(answers)
+        own = getattr(self.inner, "fillers", None)
+        yield failed or join(answers, {**FILLERS, **(own(request) if own is not None else {})})
 
     async def _only(self, request: InferRequest) -> InferResponse:
         first: InferResponse | None = None
@@ -98,35 +103,36 @@ def _slice(tensor: Tensor, item: int) -> Tensor:
     return Tensor(tensor.name, tensor.datatype, (1, *tensor.shape[1:]), data)
 
 
-def join(answers: Sequence[InferResponse]) -> InferResponse:
+def join(answers: Sequence[InferResponse], fillers: Mapping[str, Any] = FILLERS) -> InferResponse:
     """The outputs one after the other; where their shapes differ, all are padded to the longest."""
     outputs = []
     for position, first in enumerate(answers[0].outputs):
-        outputs.append(_joined(first, [answer.outputs[position] for answer in answers]))
+        filler = fillers.get(first.name, _ZEROS.get(first.datatype, 0))
+        outputs.append(_joined(first, [answer.outputs[position] for answer in answers], filler))
     return InferResponse(outputs, answers[0].parameters)
 
 
-def _joined(first: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+def _joined(first: Tensor, tensors: Sequence[Tensor], filler: Any) -> Tensor:
     largest = tuple(max(dims) for dims in zip(*(tensor.shape[1:] for tensor in tensors), strict=True))
-    data = [value for tensor in tensors for value in _padded(tensor, largest)]
+    data = [value for tensor in tensors for value in _padded(tensor, largest, filler)]
     rows = sum(tensor.shape[0] for tensor in tensors)
     return Tensor(first.name, first.datatype, (rows, *largest), data)
 
 
-def _padded(tensor: Tensor, dims: tuple[int, ...]) -> list[object]:
+def _padded(tensor: Tensor, dims: tuple[int, ...], filler: Any) -> list[object]:
     if tensor.shape[1:] == dims:
         return tensor.data
-    filler = {"BYTES": b"", "BOOL": False, "FP32": 0.0, "FP64": 0.0, "FP16": 0.0}.get(tensor.datatype, 0)
     padded: list[object] = []
     for row in range(tensor.shape[0]):
         padded += _pad_row(_slice(tensor, row).data, tensor.shape[1:], dims, filler)
     return padded
 
 
-def _pad_row(data: list[object], shape: tuple[int, ...], dims: tuple[int, ...], filler: object) -> list[object]:
+def _pad_row(data: list[object], shape: tuple[int, ...], dims: tuple[int, ...], filler: Any) -> list[object]:
     if not dims:
         return data
     width, padded = prod(shape[1:]), []
     for item in range(shape[0]):
-        padded += _pad_row(data[item * width : (item + 1) * width], shape[1:], dims[1:], filler)
+        own = filler[item] if isinstance(filler, tuple) else filler
+        padded += _pad_row(data[item * width : (item + 1) * width], shape[1:], dims[1:], own)
     return padded + [filler] * (prod(dims) - len(padded))

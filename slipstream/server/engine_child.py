@@ -16,6 +16,7 @@ import msgspec
 import slipstream
 from slipstream.engine.settings import EngineSettings
 from slipstream.server import logging
+from slipstream.server.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from slipstream.server.link import EXIT_WITH_REASON, EngineFailed, FromEngine, ServerEnd, StartOrder
 
 # -P: a file in the working directory must not stand in for a library.
@@ -108,6 +109,8 @@ def child_environment() -> dict[str, str]:
     """For Python started with -P: a checkout is found through PYTHONPATH, an installed package by itself."""
     # Weights in huge pages: decoding streams through all of them each step, and small pages cost it a fifth.
     environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | dict(os.environ)
+    for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE):
+        environment.pop(variable, None)  # the server's own; a model's code has no business with them
     root = Path(slipstream.__file__).resolve().parents[1]
     if root.name in ("site-packages", "dist-packages"):
         return environment

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.server import logging
+from slipstream.server.adapters import AdapterUse
 from slipstream.server.engine_child import ENGINE_COMMAND, EngineChild
 from slipstream.server.generation import Delta, EngineUnavailable, Generation, Mailboxes
 from slipstream.server.link import EngineFailed, FromEngine
@@ -93,6 +94,10 @@ class EngineClient:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str = "",
+        prompt_of: int | None = None,
+        draft: Sequence[int] = (),
+        adapter: AdapterUse | None = None,
+        prompt_table: PromptTable | None = None,
     ) -> Generation:
         if self._draining or self._stopping:
             raise EngineUnavailable("the server is shutting down")
@@ -100,7 +105,15 @@ class EngineClient:
             raise EngineUnavailable(f"the engine is not running: {self.failure or 'it is still loading'}")
         generation = self._mailboxes.open(sampling, self._cancel)
         request_id = generation.request_id
-        self._child.link.send(GenerateRequest(request_id, prompt, sampling, priority, deadline, cache_salt=cache_salt))
+        request = GenerateRequest(
+            request_id, prompt, sampling, priority, deadline, cache_salt=cache_salt, prompt_of=prompt_of,
+            draft=list(draft), prompt_table=prompt_table, **({} if adapter is None else adapter.fields()),
+        )  # fmt: skip
+        try:
+            self._child.link.send(request)
+        except Exception:
+            self._mailboxes.withdraw(generation)  # otherwise it would count as work that the engine never ends
+            raise
         return generation
 
     def _cancel(self, request_id: int, reason: str) -> None:

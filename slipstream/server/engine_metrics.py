@@ -32,6 +32,9 @@ def engine_families(engines: Engines) -> Iterator[Family]:
     yield Family("nv_model_load_duration_secs", "gauge", "Model load time in seconds", load)
     for name, kind, text, value in _OWN:
         yield Family(name, kind, text, [(_labels(key), value(stats)) for key, (_, stats) in loaded.items()])
+    if any(stats.adapter_loads for _, stats in loaded.values()):
+        for name, kind, text, value in _ADAPTERS:
+            yield Family(name, kind, text, [(_labels(key), value(stats)) for key, (_, stats) in loaded.items()])
     queue = [(_labels(key), _queue_histogram(stats)) for key, (_, stats) in loaded.items()]
     yield Family(
         "slipstream_queue_seconds", "histogram", "From a request's arrival in the engine to its first step",
@@ -140,4 +143,11 @@ _OWN: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
     ("slipstream_kv_blocks_reused_total", "counter", "Blocks found in the cache", lambda s: s.reused_blocks),
     ("slipstream_kv_cache_hit_rate", "gauge", "Share of prompt tokens that the cache already had, since the start",
      _hit_rate),
+)  # fmt: skip
+_ADAPTERS: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (  # once there has been one
+    ("slipstream_adapters", "gauge", "Adapters in the host's memory", lambda s: s.adapters),
+    ("slipstream_adapter_bytes", "gauge", "Host memory that adapters take", lambda s: s.adapter_bytes),
+    ("slipstream_adapter_loads_total", "counter", "Adapters that were loaded", lambda s: s.adapter_loads),
+    ("slipstream_adapter_pages_free", "gauge", "Pages of the device's memory for adapters that nobody uses",
+     lambda s: s.free_adapter_pages),
 )  # fmt: skip

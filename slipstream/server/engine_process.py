@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, cast
 
 import msgspec
@@ -92,9 +93,23 @@ def _rest(loop: Loop, link: LoopLink, next_check: float) -> float:
 
 def start_real_engine(engine_folder: str, settings: EngineSettings) -> Loop:
     settings = cpu_probe.prepare(settings)
+    from slipstream.engine.constraints import Constraints
+    from slipstream.server.text.vocabulary import read_vocabulary
     from slipstream.weights.load import start_engine
 
-    return start_engine(engine_folder, settings)
+    loop = start_engine(engine_folder, settings, show_capture)
+    loop.constraints = Constraints(partial(read_vocabulary, engine_folder, loop.info.vocab_size))
+    return loop
+
+
+def show_capture(done: int, total: int) -> None:
+    """How far the capture of decode steps has come: a bar on a terminal, a line each quarter elsewhere."""
+    if sys.stderr.isatty():
+        bar = "#" * (30 * done // total)
+        sys.stderr.write(f"\r  capturing decode steps [{bar:<30}] {done}/{total}" + "\n" * (done == total))
+        sys.stderr.flush()
+    elif 4 * done // total > 4 * (done - 1) // total:
+        logging.info(f"captured {done} of {total} decode steps")
 
 
 def main(start_loop: StartLoop = start_real_engine) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from slipstream.repository.config import EnsembleStep, ModelConfig
 from slipstream.repository.ensembles import needed_steps, run_order
 from slipstream.server.errors import InferenceError
-from slipstream.server.inference import InferRequest, InferResponse
+from slipstream.server.inference import InferRequest, InferResponse, RequestTrail
 from slipstream.server.input_checks import check_request
 from slipstream.server.llm_models import ENSEMBLE_PARAMETERS
 from slipstream.server.tensors import Tensor
@@ -103,6 +103,7 @@ def _step_request(step: EnsembleStep, entry: ModelVersion, tensors: Tensors, req
         sequence_id=request.sequence_id,
         sequence_start=request.sequence_start,
         sequence_end=request.sequence_end,
+        trail=RequestTrail(trace=trace.child() if (trace := request.trail.trace) is not None else None),
     )
 
 

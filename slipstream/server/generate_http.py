@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 from slipstream.server.asgi import EVENTS, JSON, Send, end_chunks, send_chunk, start_chunked
 from slipstream.server.errors import InferenceError
-from slipstream.server.generate_response import EXACTLY_ONE, write_response
+from slipstream.server.generate_response import EXACTLY_ONE, EventWriter, write_response
 from slipstream.server.inference import InferRequest, InferResponse, ServedModel
 from slipstream.server.json_text import write_error
 
@@ -31,14 +31,14 @@ async def answer_once(model: ServedModel, request: InferRequest, send: Send) -> 
 
 
 async def answer_stream(model: ServedModel, request: InferRequest, send: Send) -> None:
-    started = False
+    started, events = False, EventWriter(request)
     async with aclosing(model.infer(request)) as responses:
         try:
             async for response in responses:
                 if not started:
                     await start_chunked(send, 200 if response.error is None else 400, EVENTS)
                     started = True
-                await send_chunk(send, b"data: " + write_response(request, response) + b"\n\n")
+                await send({"type": "http.response.body", "body": events.write(response), "more_body": True})
         except InferenceError as error:
             if not started:
                 raise

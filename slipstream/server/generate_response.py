@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
-from slipstream.server.inference import InferRequest, InferResponse
+from slipstream.server.inference import InferRequest, InferResponse, Parameter
 from slipstream.server.json_text import write_error, write_scalar, write_string
 from slipstream.server.tensors import Tensor
 
@@ -17,17 +18,58 @@ EXACTLY_ONE = (
 def write_response(request: InferRequest, response: InferResponse) -> bytes:
     if response.error is not None:
         return write_error(response.error.message)
-    names = [tensor.name for tensor in response.outputs]
-    values = [write_tensor(tensor) for tensor in response.outputs]
-    for name, value in response.parameters.items():
-        names.append(name)
-        values.append(write_scalar(value))
-    names += ("model_name", "model_version")
-    values += (write_scalar(request.model_name), write_scalar(request.model_version))
-    if request.id:
-        names.append("id")
-        values.append(write_scalar(request.id))
+    fixed = _fixed_members(request, response.parameters)
+    names = [tensor.name for tensor in response.outputs] + [name for name, _ in fixed]
+    values = [write_tensor(tensor) for tensor in response.outputs] + [value for _, value in fixed]
     return b"{" + b",".join([key + values[position] for position, key in _layout(tuple(names))]) + b"}"
+
+
+class EventWriter:
+    """The events of one stream. All but the values of the outputs is the same in each, and is put together once."""
+
+    def __init__(self, request: InferRequest) -> None:
+        self._request = request
+        self._names: list[str] = []
+        self._parameters: Mapping[str, Parameter] | None = None
+        self._pieces: list[bytes] = []  # the constant parts, and in between room for the values
+        self._slots: list[tuple[int, int]] = []  # which piece is the value of which output
+
+    def write(self, response: InferResponse) -> bytes:
+        if response.error is not None:
+            return b"data: " + write_error(response.error.message) + b"\n\n"
+        names = [tensor.name for tensor in response.outputs]
+        parameters = response.parameters
+        if names != self._names or (parameters is not self._parameters and parameters != self._parameters):
+            self._lay_out(names, parameters)
+        pieces = self._pieces
+        for piece, output in self._slots:
+            pieces[piece] = write_tensor(response.outputs[output])
+        return b"".join(pieces)
+
+    def _lay_out(self, names: list[str], parameters: Mapping[str, Parameter]) -> None:
+        fixed = _fixed_members(self._request, parameters)
+        self._names, self._parameters = names, parameters
+        self._pieces, self._slots, text = [], [], b"data: {"
+        layout = _layout((*names, *(name for name, _ in fixed)))
+        for position, key in layout:
+            text += key
+            if position < len(names):
+                self._slots.append((len(self._pieces) + 1, position))
+                self._pieces += (text, b"")
+                text = b""
+            else:
+                text += fixed[position - len(names)][1]
+            text += b"," if key is not layout[-1][1] else b"}\n\n"
+        self._pieces.append(text)
+
+
+def _fixed_members(request: InferRequest, parameters: Mapping[str, Parameter]) -> list[tuple[str, bytes]]:
+    """What an answer holds besides its outputs."""
+    members: list[tuple[str, Parameter]] = [*parameters.items()]
+    members += [("model_name", request.model_name), ("model_version", request.model_version)]
+    if request.id:
+        members.append(("id", request.id))
+    return [(name, write_scalar(value)) for name, value in members]
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from slipstream.engine.messages import StepOutputs
+from slipstream.engine.messages import Beam, Scores, StepOutputs, Timing
 from slipstream.engine.request import SamplingParams
 
 
@@ -28,6 +28,10 @@ class Delta:
     finish_reason: str = ""
     cached_tokens: int = 0
     error: str = ""
+    scores: Scores | None = None  # what only some requests ask for
+    timing: Timing | None = None  # with the last delta, where it was asked for
+    beams: list[Beam] | None = None  # with the last delta of a beam search, best first
+    lost: bool = False  # the engine is gone, so that the error is nobody's request's fault
 
     def merge(self, newer: Delta) -> None:
         self.tokens += newer.tokens
@@ -37,7 +41,11 @@ class Delta:
             self.top_log_probs = (self.top_log_probs or []) + newer.top_log_probs
         self.finish_reason = newer.finish_reason
         self.cached_tokens = max(self.cached_tokens, newer.cached_tokens)
-        self.error = newer.error
+        self.error, self.lost, self.timing, self.beams = newer.error, newer.lost, newer.timing, newer.beams
+        if self.scores is None:
+            self.scores = newer.scores
+        elif newer.scores is not None:
+            self.scores.merge(newer.scores)
 
 
 class Generation:
@@ -74,7 +82,7 @@ class Generation:
             self._arrival.set_result(None)
 
     def fail(self, reason: str) -> None:
-        self.deliver(Delta(finish_reason="error", error=reason))
+        self.deliver(Delta(finish_reason="error", error=reason, lost=True))
 
     def __aiter__(self) -> Generation:
         return self
@@ -109,6 +117,10 @@ class Mailboxes:
         generation = Generation(self._next_id, sampling, cancel)
         self._generations[generation.request_id] = generation
         return generation
+
+    def withdraw(self, generation: Generation) -> None:
+        """It could not be sent: nothing will come for it."""
+        self._close(generation.request_id)
 
     def deliver(self, outputs: StepOutputs, event_loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Hand the rows of one step to their requests, only to those of `event_loop` where one is given."""
@@ -165,4 +177,7 @@ def _delta(outputs: StepOutputs, row: int, start: int, end: int, sampling: Sampl
         finish_reason=outputs.finish_reasons[row],
         cached_tokens=outputs.cached_tokens[row],
         error=outputs.errors.get(request_id, ""),
+        scores=outputs.scores.pop(request_id, None) if outputs.scores else None,
+        timing=outputs.timings.get(request_id) if outputs.timings else None,
+        beams=outputs.beams.get(request_id) if outputs.beams else None,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from slipstream.server import logging
 from slipstream.server.access import Access, Refusal
@@ -29,6 +30,19 @@ _REFUSED = {
     503: grpc.StatusCode.UNAVAILABLE,
 }
 INTERNAL = "internal error, the server's log has the details"
+UNREADABLE = "Unable to parse request"
+
+
+def reading(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """A parser of messages; for bytes that are none it gives None, which `answering` tells in Triton's words."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return None
+
+    return read
 
 
 def answering(method: Callable[..., Awaitable[Any]], access: Access, api: str) -> Callable[[Any, Any], Any]:
@@ -36,6 +50,8 @@ def answering(method: Callable[..., Awaitable[Any]], access: Access, api: str) -
 
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
         await check_access(context, access, api)
+        if request is None:
+            await context.abort(grpc.StatusCode.INTERNAL, UNREADABLE)
         try:
             return await (method(request, context) if api == "inference" else method(request))
         except InferenceError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import traceback
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -18,9 +19,10 @@ from slipstream.server.grpc_errors import INTERNAL, STATUS
 from slipstream.server.grpc_tensors import FINAL, read_call, set_parameters, wants_empty_final, write_response
 from slipstream.server.health import ServerState
 from slipstream.server.infer_request import InferCall
-from slipstream.server.inference import InferResponse, Parameter
+from slipstream.server.inference import InferRequest, InferResponse, Parameter
 from slipstream.server.protocol import messages
 from slipstream.server.registry import ModelRegistry, ModelVersion
+from slipstream.server.tracing import RequestTrace
 
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 # A client that sends this metadata wants a stream to end at its first error, with a real status.
@@ -48,6 +50,7 @@ class Inference:
         self._registry = registry
         self._state = state
         self._memory = shared.memory
+        self._trace = shared.trace
         self._forwarded = shared.grpc_forwarded_headers
 
     async def model_infer(self, message: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -56,6 +59,18 @@ class Inference:
             raise InferenceError(DECOUPLED, Code.UNSUPPORTED)
         call = read_call(message, entry.model.config, entry.version, self._memory)
         call.request.parameters |= self.forwarded(context)
+        if (trace := self._trace.begin(entry.name)) is None:
+            return await self._only_answer(entry, call)
+        begin_grpc(trace, call.request)
+        try:
+            written = await self._only_answer(entry, call)
+            trace.stamp("GRPC_SEND_START")
+            return written
+        finally:
+            trace.stamp("GRPC_SEND_END")
+            trace.finish()
+
+    async def _only_answer(self, entry: ModelVersion, call: InferCall) -> Any:
         answer = InferResponse()
         # A client that leaves, or whose deadline passes, cancels this call, which closes the model's generator.
         async with aclosing(entry.model.infer(call.request)) as responses:
@@ -71,6 +86,8 @@ class Inference:
             async with asyncio.TaskGroup() as answering:  # the client's leaving cancels this call, and so all of them
                 ordered: asyncio.Task[None] | None = None
                 async for message in requests:
+                    if message is None:
+                        break  # what cannot be read ends the stream, as with Triton
                     answers = _Answers(self, message, stream)
                     task = answering.create_task(answers.run(after=ordered))
                     if answers.keep_order:
@@ -89,6 +106,8 @@ class Inference:
         entry = self._find(message)
         call = read_call(message, entry.model.config, entry.version, self._memory)
         call.request.parameters |= forwarded
+        if (trace := self._trace.begin(entry.name)) is not None:
+            begin_grpc(trace, call.request)
         return Admitted(entry, call)
 
     def write(self, admitted: Admitted, answer: InferResponse) -> Any:
@@ -100,6 +119,14 @@ class Inference:
         if self._state.draining:
             raise Unavailable("the server is shutting down and takes no new requests")
         return self._registry.find(message.model_name, version_number(message.model_version))
+
+
+def begin_grpc(trace: RequestTrace, request: InferRequest) -> None:
+    """gRPC has read the message by the time anybody here hears of it."""
+    now = time.monotonic_ns()
+    trace.stamp("GRPC_WAITREAD_START", now)
+    trace.stamp("GRPC_WAITREAD_END", now)
+    request.trail.trace = trace
 
 
 class _ClientGone(Exception):
@@ -157,7 +184,7 @@ class _Answers:
             if self._admitted is None:
                 assert self._refusal is not None
                 raise self._refusal
-            await self._answer(self._admitted, after if self.keep_order else None)
+            await self._answer_traced(self._admitted, after if self.keep_order else None)
         except InferenceError as error:
             await self._refuse(error.message, error.code)
         except grpc.aio.AbortError:
@@ -170,6 +197,14 @@ class _Answers:
 
     async def _refuse(self, message: str, code: Code) -> None:
         await self._stream.fail(message, code, messages.ModelInferResponse(id=self._message.id))
+
+    async def _answer_traced(self, admitted: Admitted, after: asyncio.Task[None] | None) -> None:
+        try:
+            await self._answer(admitted, after)
+        finally:
+            if (trace := admitted.call.request.trail.trace) is not None:
+                trace.stamp("GRPC_SEND_END")
+                trace.finish()
 
     async def _answer(self, admitted: Admitted, after: asyncio.Task[None] | None) -> None:
         model, request = admitted.entry.model, admitted.call.request
@@ -188,6 +223,8 @@ class _Answers:
     async def _send(self, admitted: Admitted, response: InferResponse, final: bool) -> None:
         message = self._inference.write(admitted, response)
         set_parameters(message, [(FINAL, final)])
+        if (trace := admitted.call.request.trail.trace) is not None:
+            trace.stamp("GRPC_SEND_START")
         if response.error is not None:
             await self._stream.fail(response.error.message, response.error.code, message)
         else:

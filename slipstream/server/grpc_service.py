@@ -10,7 +10,7 @@ import grpc.aio
 
 from slipstream.server.context import ServerContext
 from slipstream.server.grpc_control import Description, RepositoryCalls, SettingCalls, SharedMemoryCalls
-from slipstream.server.grpc_errors import answering, check_access
+from slipstream.server.grpc_errors import answering, check_access, reading
 from slipstream.server.grpc_health import health_handlers
 from slipstream.server.grpc_infer import Inference
 from slipstream.server.grpc_options import GrpcOptions
@@ -35,9 +35,20 @@ def create_grpc_server(
             _inference_handlers(registry, state, shared),
             health_handlers(state, shared.access),
             *reflection_handlers(shared.access),
+            _Unimplemented(),
         )
     )
     return server
+
+
+class _Unimplemented(grpc.GenericRpcHandler):
+    """For every method there is not: Triton's server says no more than that."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _inference_handlers(registry: ModelRegistry, state: ServerState, shared: ServerContext) -> grpc.GenericRpcHandler:
@@ -46,7 +57,7 @@ def _inference_handlers(registry: ModelRegistry, state: ServerState, shared: Ser
     for name, (api, method) in _unary_methods(registry, state, shared, inference).items():
         request, response = messages.method_messages(name)
         handlers[name] = grpc.unary_unary_rpc_method_handler(
-            answering(method, shared.access, api), request.FromString, response.SerializeToString
+            answering(method, shared.access, api), reading(request.FromString), response.SerializeToString
         )
 
     async def stream_infer(requests: Any, context: grpc.aio.ServicerContext) -> None:
@@ -55,7 +66,7 @@ def _inference_handlers(registry: ModelRegistry, state: ServerState, shared: Ser
 
     handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
         stream_infer,
-        messages.ModelInferRequest.FromString,
+        reading(messages.ModelInferRequest.FromString),
         messages.ModelStreamInferResponse.SerializeToString,
     )
     return grpc.method_handlers_generic_handler(messages.SERVICE, handlers)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Awaitable, Callable
-from functools import partial
+from functools import lru_cache, partial
 from importlib import resources
 from typing import Any, Protocol
 
@@ -55,6 +55,7 @@ from slipstream.server.http_admin import (
     trace_route,
 )
 from slipstream.server.http_protocol import TritonProtocol
+from slipstream.server.http_trace import TracedHttp
 from slipstream.server.infer_http import EarlyError, answer_infer, check_coupled, forwarded_headers, read_call
 from slipstream.server.json_text import write_error, write_value
 from slipstream.server.openapi import openapi_document
@@ -77,6 +78,13 @@ _OWN_PATHS = ("/v2", "/v2/health/live", "/v2/health/ready", "/v2/logging", "/v2/
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
+@lru_cache(maxsize=256)
+def _model_path(path: str) -> tuple[str, str, str] | None:
+    """The model, its version and what is asked of it; clients ask the same few again and again."""
+    match = _MODEL_PATH.fullmatch(path)
+    return (match[1], match[2] or "", match[3] or "") if match else None
+
+
 class State(Protocol):
     """What the server as a whole is doing; `health.ServerState` is the real one."""
 
@@ -89,7 +97,7 @@ class State(Protocol):
     def ready(self) -> bool: ...
 
 
-def create_app(registry: ModelRegistry, state: State, context: ServerContext | None = None) -> FastAPI:
+def create_app(registry: ModelRegistry, state: State, context: ServerContext | None = None) -> TritonRoutes:
     """`context` is what the protocols of a server share; without one, models are fixed and everything is open."""
     context = context or ServerContext()
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -97,8 +105,7 @@ def create_app(registry: ModelRegistry, state: State, context: ServerContext | N
     page = resources.files("slipstream.server").joinpath("docs.html").read_text("utf-8")
     app.add_api_route("/docs", lambda: HTMLResponse(page), include_in_schema=False)
     app.add_exception_handler(HTTPException, _triton_error)
-    app.add_middleware(TritonRoutes, registry=registry, state=state, context=context)
-    return app
+    return TritonRoutes(app, registry, state, context)
 
 
 def uvicorn_config(app: Any, host: str = "127.0.0.1", port: int = 8000, **more: Any) -> uvicorn.Config:
@@ -152,11 +159,15 @@ class TritonRoutes:
             await send_whole(send, 500, write_error("internal error, the server's log has the details"))
 
     async def _allowed(self, api: str, scope: Scope, send: Send) -> bool:
+        access = self._context.access
+        if not access.guarded and api not in access.http_restrictions:
+            return True
+
         def given(name: str) -> str | None:
             value = header(scope, name.encode("latin-1", "replace"))
             return value.decode("latin-1") if value else None
 
-        refusal = self._context.access.refuse_http(api, given)
+        refusal = access.refuse_http(api, given)
         if refusal is not None:
             await send_whole(send, refusal.status, write_error(refusal.message), TEXT)
         return refusal is None
@@ -164,8 +175,8 @@ class TritonRoutes:
     async def _route(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if path in _OWN_PATHS:
             await self._server_route(path, scope, receive, send)
-        elif match := _MODEL_PATH.fullmatch(path):
-            name, version, kind = match.groups(default="")
+        elif parts := _model_path(path):
+            name, version, kind = parts
             if await self._allowed(_APIS.get(kind, "inference"), scope, send):
                 await self._model(name, version, kind, scope, receive, send)
         elif match := REPOSITORY.fullmatch(path):
@@ -267,9 +278,13 @@ class TritonRoutes:
             return
         check_coupled(entry)
         most, memory = self._context.http_max_input_bytes, self._context.memory
-        call = read_call(scope, await read_body(scope, receive, most), entry, memory, most)
-        call.request.parameters.update(forwarded_headers(scope, self._context.http_forwarded_headers))
-        await while_connected(receive, answer_infer(entry, call, memory, scope, send))
+        with TracedHttp(self._context.trace, entry.name, send) as (trace, send):
+            call = read_call(scope, await read_body(scope, receive, most), entry, memory, most)
+            if trace is not None:
+                trace.stamp("HTTP_RECV_END")
+                call.request.trail.trace = trace
+            call.request.parameters.update(forwarded_headers(scope, self._context.http_forwarded_headers))
+            await while_connected(scope, answer_infer(entry, call, memory, scope, send))
 
     async def _generate(
         self, name: str, version: str, stream: bool, scope: Scope, receive: Receive, send: Send
@@ -279,10 +294,14 @@ class TritonRoutes:
             return
         if header(scope, b"content-encoding").lower() not in (b"", b"identity"):
             raise InferenceError("Unsupported content-encoding, only 'identity' is supported.")
-        body = await read_body(scope, receive, self._context.http_max_input_bytes)
-        request = generate_request(body, entry.model.config, entry.version)
-        answer = answer_stream if stream else answer_once
-        await while_connected(receive, answer(entry.model, request, send))
+        with TracedHttp(self._context.trace, entry.name, send) as (trace, send):
+            body = await read_body(scope, receive, self._context.http_max_input_bytes)
+            request = generate_request(body, entry.model.config, entry.version)
+            if trace is not None:
+                trace.stamp("HTTP_RECV_END")
+                request.trail.trace = trace
+            answer = answer_stream if stream else answer_once
+            await while_connected(scope, answer(entry.model, request, send))
 
 
 _NOT_ALLOWED = write_error("Method Not Allowed")

@@ -1,7 +1,13 @@
-"""uvicorn's HTTP parser with bounds on what comes before and around a body, and silence towards garbage."""
+"""uvicorn's HTTP parser with bounds on what comes before and around a body, and silence towards garbage.
+
+What is written during one turn of the event loop goes out as one piece, because a system call costs as much as
+writing an event does. And whoever works on a request can ask to be told when its client leaves.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -10,7 +16,75 @@ MAX_URL_BYTES = 8192
 MAX_HEAD_BYTES = 64 << 10
 MAX_CHUNKS = 65536  # of one request; tiny ones cost far more than the bytes they carry
 
+MAX_JOINED_BYTES = 64 << 10
+
 RAW_HEADERS = "raw_headers"  # in the request's state: names as they were written, which ASGI lowers
+DEPARTURE = "departure"  # in the request's state: how its connection tells that it is gone
+
+
+class Departure:
+    """Of one connection's client. Its requests run one after the other, so one listener is enough."""
+
+    def __init__(self, keep_reading: Callable[[], None]) -> None:
+        self.left = False
+        self._keep_reading = keep_reading  # one that is not read from never says that it is gone
+        self._listener: Callable[[], object] | None = None
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        self._listener = listener
+        if self.left:
+            listener()
+        else:
+            self._keep_reading()
+
+    def ignore(self) -> None:
+        self._listener = None
+
+    def leave(self) -> None:
+        self.left = True
+        if self._listener is not None:
+            self._listener()
+
+
+class JoiningTransport(asyncio.Transport):
+    """Joins the writes of one turn of the event loop."""
+
+    def __init__(self, transport: asyncio.Transport, event_loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._event_loop = event_loop
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def write(self, data: Any) -> None:
+        if not self._pieces:
+            self._event_loop.call_soon(self._flush)
+        self._pieces.append(data)
+        self._size += len(data)
+        if self._size > MAX_JOINED_BYTES:
+            self._flush()  # so that the transport can say when it has too much
+
+    def _flush(self) -> None:
+        if self._pieces:
+            joined = b"".join(self._pieces) if len(self._pieces) > 1 else self._pieces[0]
+            self._pieces, self._size = [], 0
+            if not self._transport.is_closing():  # the client may have left since
+                self._transport.write(joined)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
 
 
 class TritonProtocol(HttpToolsProtocol):
@@ -19,6 +93,14 @@ class TritonProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         self._chunks = 0
+        self._departure = Departure(lambda: self.flow.resume_reading())
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(JoiningTransport(transport, self.loop))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._departure.leave()
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
@@ -32,8 +114,13 @@ class TritonProtocol(HttpToolsProtocol):
         if len(self.url) > MAX_URL_BYTES:
             raise ValueError("the URL is too long")  # the parser stops, and the connection is closed below
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._raw_headers: list[tuple[bytes, bytes]] = []
+        self.scope["state"] = {RAW_HEADERS: self._raw_headers, DEPARTURE: self._departure}
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.scope["state"].setdefault(RAW_HEADERS, []).append((name, value))
+        self._raw_headers.append((name, value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

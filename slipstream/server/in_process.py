@@ -9,10 +9,11 @@ from __future__ import annotations
 import queue
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
+from slipstream.server.adapters import AdapterUse
 from slipstream.server.engine_process import Loop, describe, serve
 from slipstream.server.generation import EngineUnavailable, Generation, Mailboxes
 from slipstream.server.link import FromEngine, ToEngine
@@ -46,6 +47,10 @@ class InProcessEngine:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str = "",
+        prompt_of: int | None = None,
+        draft: Sequence[int] = (),
+        adapter: AdapterUse | None = None,
+        prompt_table: PromptTable | None = None,
     ) -> Generation:
         if self._draining:
             raise EngineUnavailable("the server is shutting down")
@@ -54,7 +59,11 @@ class InProcessEngine:
                 raise EngineUnavailable(f"the engine is not running: {self.failure}")
             generation = self._mailboxes.open(sampling, self._cancel)
         request_id = generation.request_id
-        self._link.put(GenerateRequest(request_id, prompt, sampling, priority, deadline, cache_salt=cache_salt))
+        request = GenerateRequest(
+            request_id, prompt, sampling, priority, deadline, cache_salt=cache_salt, prompt_of=prompt_of,
+            draft=list(draft), prompt_table=prompt_table, **({} if adapter is None else adapter.fields()),
+        )  # fmt: skip
+        self._link.put(request)
         return generation
 
     def begin_drain(self) -> None:

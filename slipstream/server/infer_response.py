@@ -29,9 +29,8 @@ def write_infer_response(
     call: InferCall, response: InferResponse, config: ModelConfig, memory: SharedMemory
 ) -> InferBody:
     request = call.request
-    members = [("id", request.id)] if request.id else []
-    members += [("model_name", request.model_name), ("model_version", request.model_version)]
-    fixed = write_object(members)[:-1]
+    fixed = b'{"id":' + write_scalar(request.id) + b"," if request.id else b"{"
+    fixed += _model_members(request.model_name, request.model_version)
     if response.parameters:
         fixed += b',"parameters":' + write_object(response.parameters.items())
     outputs, pieces = [], []
@@ -47,22 +46,31 @@ def write_infer_response(
     return InferBody(header, b"".join(pieces))
 
 
+@lru_cache(maxsize=256)
+def _model_members(name: str, version: str) -> bytes:
+    return write_object([("model_name", name), ("model_version", version)])[1:-1]
+
+
+@lru_cache(maxsize=256)
+def _description(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
+    """The beginning of an output, which is the same for many answers."""
+    return write_object([("name", name), ("datatype", datatype), ("shape", shape)])[:-1]
+
+
 def _write_output(tensor: Tensor, wanted: WantedOutput, memory: SharedMemory) -> tuple[bytes, bytes]:
-    description: list[tuple[str, Any]] = [
-        ("name", tensor.name), ("datatype", tensor.datatype), ("shape", tensor.shape),
-    ]  # fmt: skip
+    description = _description(tensor.name, tensor.datatype, tuple(tensor.shape))
     if wanted.place is not None:
         place = wanted.place
         memory.write(place.region, place.offset, place.byte_size, pack(tensor), tensor.name)
-        return write_object(description), b""
+        return description + b"}", b""
     if wanted.binary:
         raw = pack(tensor)
-        return write_object([*description, ("parameters", {"binary_data_size": len(raw)})]), raw
+        return description + b',"parameters":{"binary_data_size":%d}}' % len(raw), raw
     if tensor.datatype in ("FP16", "BF16"):
         text = f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
         raise InferenceError(f"{text} {tensor.name}")
     data = b",".join([write_scalar(item) for item in tensor.data])
-    return write_object(description)[:-1] + b',"data":[' + data + b"]}", b""
+    return description + b',"data":[' + data + b"]}", b""
 
 
 def classify(tensor: Tensor, count: int, config: ModelConfig) -> Tensor:

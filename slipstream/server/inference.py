@@ -11,6 +11,7 @@ from slipstream.repository.config import ModelConfig
 from slipstream.server.errors import InferenceError
 from slipstream.server.latencies import TokenLatencies
 from slipstream.server.tensors import Tensor
+from slipstream.server.tracing import RequestTrace
 
 Parameter = str | int | float | bool
 
@@ -30,6 +31,9 @@ class RequestTrail:
     last_token_ns: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    cache_hit_ns: int = 0  # what finding the answer took, where it was there already
+    cache_miss_ns: int = 0  # what looking for it and keeping it took, where it was not
+    trace: RequestTrace | None = None  # where somebody wants to read later how it went
     branches: list[RequestTrail] = field(default_factory=list)  # of the requests this one was taken apart into
     _executing: Callable[[], None] | None = None
     _latencies: TokenLatencies | None = None

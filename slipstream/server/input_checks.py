@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
+from typing import Any, cast
 
 from slipstream.repository.config import ModelConfig, TensorConfig
 from slipstream.server.errors import InferenceError
 from slipstream.server.generate_request import check_inputs, refused
 from slipstream.server.inference import InferRequest
-from slipstream.server.tensor_bytes import DATATYPES, SIZES, IncompleteString, unpack
+from slipstream.server.tensor_bytes import DATATYPES, SIZES, IncompleteString, left_packed, unpack
 from slipstream.server.tensors import Tensor
 
 _BATCH_NOTE = (
@@ -17,6 +18,8 @@ _BATCH_NOTE = (
     "input shape. If you want to specify the full shape including the batch dim in your input dims config, try "
     "setting max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
 )
+
+_LEFT_PACKED = frozenset({"lora_weights"})  # megabytes of numbers that nobody here looks at
 
 _ONCE_UNSIGNED = frozenset({
     "INPUT_1", "REQUEST_OUTPUT_LEN", "max_tokens", "request_output_len", "input_lengths", "end_id", "pad_id",
@@ -39,6 +42,8 @@ def read_raw(request: InferRequest, name: str, datatype: str, shape: tuple[int, 
     expected = count * SIZES[datatype]
     if len(raw) != expected:
         raise refused(request, f"input byte size mismatch for input {place}. Expected {expected}, got {len(raw)}")
+    if name in _LEFT_PACKED:
+        return Tensor(name, datatype, shape, cast(list[Any], left_packed(datatype, raw)))
     return Tensor(name, datatype, shape, unpack(datatype, raw))
 
 

@@ -31,7 +31,10 @@ class Members(list[tuple[str, Any]]):
 
     def get(self, name: str) -> Any:
         """The first of that name, as rapidjson finds it; None where there is none."""
-        return next((value for key, value in self if key == name), None)
+        for key, value in self:
+            if key == name:
+                return value
+        return None
 
 
 def parse_json(body: bytes) -> Any:

@@ -20,6 +20,7 @@ from slipstream.repository.reading import Reading
 from slipstream.server import logging
 from slipstream.server.engine_pool import EnginePool
 from slipstream.server.health import ServerState
+from slipstream.server.memory_table import memory_table
 from slipstream.server.options import ALL_MODELS, Port, ServerOptions
 
 if TYPE_CHECKING:
@@ -66,8 +67,10 @@ def _factories(options: ServerOptions) -> list[ModelFactory]:
     if not options.allow_python_models:
         return []
     from slipstream.server.python_models.factory import PythonModels
+    from slipstream.server.rate_limiter import RateLimiter
 
-    return [PythonModels()]
+    limiter = None if options.rate_limits is None else RateLimiter(options.rate_limits)
+    return [PythonModels(limiter)]
 
 
 def _read(options: ServerOptions, factories: Sequence[ModelFactory]) -> Reading:
@@ -288,9 +291,4 @@ def _log_models(rows: list[tuple[str, str, str]], engines: EnginePool) -> None:
     logging.info("\n" + "\n".join(table) + "\n", "server.cc:674")
     for name, engine in engines.items():
         if (info := engine.info) is not None:
-            tokens = info.total_blocks * info.block_tokens
-            logging.info(
-                f"{name}: {info.dtype} on {info.device}, weights {info.weight_bytes / 2**20:.0f} MiB, "
-                f"cache {info.cache_bytes / 2**20:.0f} MiB for {tokens} tokens, {info.max_rows} requests at once, "
-                f"up to {info.max_sequence_tokens} tokens each, loaded in {info.load_seconds:.1f} s"
-            )
+            logging.info("\n".join(memory_table(name, info)) + "\n")

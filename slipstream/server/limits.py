@@ -58,7 +58,7 @@ NUMBERS: Mapping[str, Range] = {
     "top_k": Range(0, LARGEST_INT),
     "top_p": Range(0.0, 1.0),
     "temperature": Range(0.0, None),
-    "length_penalty": Range(),
+    "length_penalty": Range(-16.0, 16.0),
     "repetition_penalty": Range(0.0, 100.0, above=True),
     "presence_penalty": Range(-100.0, 100.0),
     "frequency_penalty": Range(-100.0, 100.0),
@@ -66,9 +66,25 @@ NUMBERS: Mapping[str, Range] = {
     "embedding_bias_weights": Range(-1e4, 1e4),
     "embedding_bias": Range(-1e4, 1e4),
     "input_lengths": Range(0, LARGEST_INT, above=True),
+    "top_p_min": Range(0.0, 1.0, above=True),
+    "top_p_decay": Range(0.0, 1.0, above=True),
+    "top_p_reset_ids": Range(-1, LARGEST_INT),
+    "no_repeat_ngram_size": Range(0, 256),  # each token is compared with so many others
+    "prompt_vocab_size": Range(0, LARGEST_INT),
+    "prompt_table_extra_id": Range(0, 2**64 - 1),
+    "prompt_table_extra_ids": Range(0, 2**64 - 1),
+    "top_log_probs": Range(0, 100),
+    "beam_width": Range(0, 256, above=True),
+    "num_return_sequences": Range(0, 128, above=True),
+    "beam_search_diversity_rate": Range(-1e4, 1e4),
+    "early_stopping": Range(-LARGEST_INT, LARGEST_INT),
+    "draft_input_ids": Range(0, LARGEST_INT),
+    "num_draft_tokens": Range(0, 256),
+    "lora_task_id": Range(0, 2**64 - 1),
 }
 
 LISTS: Mapping[str, Words] = {
+    "cache_salt": Words(1, 256),
     "bad_words": Words(256, 1024),
     "stop_words": Words(64, 1024),
     "embedding_bias_words": Words(1024, 1024),
@@ -76,26 +92,41 @@ LISTS: Mapping[str, Words] = {
 
 # Upstream takes these, and this server does not work on them yet. The value that asks for nothing passes.
 LATER: Mapping[str, Any] = {
-    "beam_width": 1, "num_return_sequences": 1, "beam_search_diversity_rate": 0.0,
-    "return_context_logits": False, "return_generation_logits": False,
-    "return_kv_cache_reuse_stats": False, "return_perf_metrics": False,
-    "return_num_input_tokens": False, "return_num_output_tokens": False,
-    "prompt_embedding_table": None, "prompt_vocab_size": 0, "prompt_table_extra_id": 0, "prompt_table_extra_ids": None,
-    "num_draft_tokens": 0, "use_draft_logits": False, "draft_input_ids": None, "draft_logits": None,
-    "draft_acceptance_threshold": None,
-    "lora_task_id": 0, "lora_weights": None, "lora_config": None,
-    "top_p_min": 1e-6, "top_p_decay": 1.0, "top_p_reset_ids": -1,
     "stop": False, "decoder_text_input": b"",
-    "guided_decoding_guide_type": b"", "guided_decoding_guide": b"",
 }  # fmt: skip
 
-# Without an effect on the one sequence of a request, so that any value is as good as another.
-HARMLESS = frozenset({"early_stopping"})
+_ACCEPTED_DRAFTS = "a draft token is accepted exactly when it is the one that is drawn in its place"
+# Upstream takes these, and this server never will: why.
+REFUSED: Mapping[str, str] = {
+    "draft_logits": _ACCEPTED_DRAFTS, "draft_acceptance_threshold": _ACCEPTED_DRAFTS,
+    "use_draft_logits": _ACCEPTED_DRAFTS,
+}  # fmt: skip
 
 TAKEN_AS_THEY_ARE = frozenset({
     "text_input", "stream", "return_log_probs", "exclude_input_in_output", "input_ids", "stop_words_list",
-    "bad_words_list",
+    "bad_words_list", "return_context_logits", "return_generation_logits", "return_prompt_log_probs",
+    "return_kv_cache_reuse_stats", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens",
+    "return_num_cached_tokens", "return_finish_reason", "guided_decoding_guide_type", "guided_decoding_guide",
+    "lora_name", "lora_weights", "lora_config", "prompt_embedding_table",
 })  # fmt: skip
+
+
+# A request may bring these as parameters to a model that does not declare them as inputs.
+BY_PARAMETER: Mapping[str, str] = {
+    **dict.fromkeys((
+        "return_prompt_log_probs", "return_kv_cache_reuse_stats", "return_perf_metrics", "return_num_input_tokens",
+        "return_num_output_tokens", "return_num_cached_tokens", "return_finish_reason", "exclude_input_in_output",
+    ), "BOOL"),
+    **dict.fromkeys(("beam_width", "num_return_sequences", "early_stopping"), "INT32"),
+    **dict.fromkeys(("length_penalty", "beam_search_diversity_rate"), "FP32"),
+    **dict.fromkeys(("top_p_reset_ids", "no_repeat_ngram_size", "top_log_probs"), "INT32"),
+    **dict.fromkeys(("top_p_min", "top_p_decay"), "FP32"),
+    **dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide", "lora_name", "cache_salt"), "BYTES"),
+    "lora_task_id": "UINT64",
+}  # fmt: skip
+_PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
+    "BOOL": (bool,), "INT32": (int,), "UINT64": (int,), "FP32": (int, float), "BYTES": (str,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +150,18 @@ def check_batch(request: InferRequest, config: ModelConfig) -> None:
 def given_fields(request: InferRequest, names: Mapping[str, str]) -> dict[str, Given]:
     """The request's fields, each within its bounds. `names`: the wire's name → the field."""
     fields = {names.get(name, name): Given(name, tensor) for name, tensor in request.inputs.items()}
+    for name, value in request.parameters.items():
+        if name in BY_PARAMETER and name not in fields:
+            fields[name] = Given(name, _tensor_of(name, BY_PARAMETER[name], value))
     for field, given in fields.items():
         _check(field, given)
     return fields
+
+
+def _tensor_of(name: str, datatype: str, value: Any) -> Tensor:
+    if type(value) not in _PYTHON_TYPES[datatype]:
+        raise InferenceError(f"{name} must be of type {datatype}, got {value!r}")
+    return Tensor(name, datatype, (1, 1), [value.encode() if isinstance(value, str) else value])
 
 
 def _check(field: str, given: Given) -> None:
@@ -131,12 +171,18 @@ def _check(field: str, given: Given) -> None:
         _check_words(LISTS[field], given)
     elif field in LATER:
         _check_later(LATER[field], given)
-    elif field not in TAKEN_AS_THEY_ARE and field not in HARMLESS:
+    elif field in REFUSED:
+        if given.tensor.data and given.value is not False:
+            raise InferenceError(f"{given.name} is not taken by this server: {REFUSED[field]}", Code.UNSUPPORTED)
+    elif field not in TAKEN_AS_THEY_ARE:
         raise InferenceError(f"{given.name} is not supported by this server", Code.UNSUPPORTED)
 
 
 def _check_numbers(bound: Range, given: Given) -> None:
-    for value in given.tensor.data:
+    data = given.tensor.data
+    if len(data) > 16 and math.isfinite(sum(data)) and not bound.refuses(min(data)) and not bound.refuses(max(data)):
+        return  # a number for each token of a vocabulary is looked at as a whole
+    for value in data:
         rule = bound.refuses(value)
         if rule:
             raise InferenceError(f"{given.name} {rule}, got {value}")
@@ -169,6 +215,11 @@ def require(fields: Mapping[str, Given], field: str, name: str) -> Given:
     if given is None or not given.tensor.data:
         raise InferenceError(f"{name} is required")
     return given
+
+
+def check_tokens(prompt: list[int], longest: int) -> None:
+    if len(prompt) > longest:
+        raise InferenceError(f"Prompt length ({len(prompt)}) exceeds maximum input length ({longest}).")
 
 
 def check_prompt_length(given: Given, max_input_tokens: int) -> None:

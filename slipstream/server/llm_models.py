@@ -6,7 +6,6 @@ work raises (`Unavailable`). Closing the generator of `infer` cancels the reques
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -15,19 +14,25 @@ from typing import Protocol
 from slipstream.engine.messages import EngineInfo
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.models import EngineModel, RepositoryModel, TextChain
-from slipstream.repository.roles import engine_fields
+from slipstream.repository.roles import engine_fields, engine_outputs
+from slipstream.server.adapters import FIELDS as ADAPTER_FIELDS
+from slipstream.server.adapters import AdapterBook, AdapterUse
+from slipstream.server.drafting import DraftedGenerator, Generates
 from slipstream.server.errors import Code, InferenceError, Unavailable
 from slipstream.server.generation import EngineUnavailable
-from slipstream.server.generation_outputs import Progress, log_prob_outputs, named
+from slipstream.server.generation_outputs import Asked, Progress, as_declared, asked_of, named, side_outputs
 from slipstream.server.inference import InferRequest, InferResponse
-from slipstream.server.limits import LISTS, Given, check_batch, check_prompt_length, given_fields, require
+from slipstream.server.limits import Given, check_batch, check_prompt_length, check_tokens, given_fields, require
+from slipstream.server.prompt_tables import refuse_table
 from slipstream.server.queue_policy import TIMED_OUT, urgency
-from slipstream.server.sampling import never_ends, sampling_params, word_ids
+from slipstream.server.sampling import cache_salt_of, never_ends, sampling_params, sequences_of
+from slipstream.server.sequence_outputs import sequence_index, stacked
 from slipstream.server.stop_requests import StopRequests, asks_to_stop
 from slipstream.server.tensors import Tensor
 from slipstream.server.text.folder import TokenizerError
-from slipstream.server.text.pipeline import PromptError, TextDelta, TextRequest
+from slipstream.server.text.pipeline import PromptError, TextDelta, TextRequest, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
+from slipstream.server.token_requests import token_request
 
 ENSEMBLE_PARAMETERS: Mapping[str, bool | int] = {"sequence_end": False, "sequence_id": 0, "sequence_start": False}
 
@@ -48,10 +53,13 @@ class Generator(Protocol):
     @property
     def engine(self) -> Engine: ...
 
+    @property
+    def adapters(self) -> AdapterBook: ...
+
     def generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]: ...
 
 
-async def run(generator: Generator, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
+async def run(generator: Generates, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
     """The deltas of one generation, with every way to fail told as an InferenceError."""
     begun = False
     try:
@@ -60,8 +68,11 @@ async def run(generator: Generator, request: TextRequest) -> AsyncGenerator[Text
                 begun = begun or bool(delta.tokens)
                 if delta.finish_reason == "timeout" and not begun:
                     raise Unavailable(TIMED_OUT)
+                if delta.lost:
+                    raise Unavailable(delta.error)
                 if delta.finish_reason == "error":
-                    raise InferenceError(delta.error or "the engine failed", Code.INTERNAL)
+                    own = request.adapter is not None and request.adapter.explains(delta.error)
+                    raise InferenceError(delta.error or "the engine failed", Code.INVALID_ARG if own else Code.INTERNAL)
                 if delta.finish_reason == "cancelled":
                     raise InferenceError("the request was cancelled", Code.CANCELLED)
                 yield delta
@@ -71,9 +82,8 @@ async def run(generator: Generator, request: TextRequest) -> AsyncGenerator[Text
         raise Unavailable(str(error)) from error
 
 
-def check_tokens(prompt: list[int], longest: int) -> None:
-    if len(prompt) > longest:
-        raise InferenceError(f"Prompt length ({len(prompt)}) exceeds maximum input length ({longest}).")
+async def chosen_adapter(generator: Generator, fields: Mapping[str, Given]) -> AdapterUse | None:
+    return await generator.adapters.chosen(fields) if any(field in fields for field in ADAPTER_FIELDS) else None
 
 
 def is_true(fields: Mapping[str, Given], field: str, otherwise: bool = False) -> bool:
@@ -84,10 +94,12 @@ class TextModel:
     """Text in, text out."""
 
     def __init__(
-        self, model: RepositoryModel, chain: TextChain, engine: EngineModel, generator: Generator
+        self, model: RepositoryModel, chain: TextChain, engine: EngineModel, generator: Generator,
+        draft: Generator | None = None,
     ) -> None:
         self._model = model
         self._chain = chain
+        self._draft = draft
         self._engine = engine
         self._generator = generator
         self._names = {field: name for name, field in chain.fields.inputs.items()}
@@ -136,47 +148,68 @@ class TextModel:
     ) -> AsyncGenerator[InferResponse, None]:
         trail, urgent = given.trail, urgency(given, self._engine)
         text_request = self._text_request(fields)
+        asked = asked_of(fields, text_request.sampling, self._names, self._outputs, self._chain.placeholders)
         text_request = replace(
             text_request,
+            sampling=asked.completed(text_request.sampling),
             prompt=await self._fitting(text_request.prompt),
+            adapter=await chosen_adapter(self._generator, fields),
             priority=urgent.priority,
             deadline=urgent.deadline,
         )
-        progress = self._progress(text_request)
-        log_probs = text_request.sampling.log_probs
+        count = 1 if text_request.sampling.beams else text_request.sequences
+        sequences = [self._progress(text_request) for _ in range(count)]
         if text_request.prompt == []:
-            yield self._response("", log_probs, progress, [], final=True)
+            sequences[0].finish_reason = "stop"
+            yield self._response([""], asked, sequences[:1], final=True)
             return
         streaming = self.decoupled and is_true(fields, "stream")
         answered = False
         trail.end_input()
-        async with aclosing(run(self._generator, text_request)) as deltas:
+        async with aclosing(run(self._guessing(fields), text_request)) as deltas:
             async for delta in deltas:
                 trail.add_tokens(delta.prompt_tokens, len(delta.tokens))
+                progress = sequences[delta.sequence]
                 news = progress.add(delta)
-                if streaming and (news.text or news.tokens):
+                ended = bool(delta.finish_reason)
+                if streaming and not news.beams and (news.text or news.tokens or (ended and asked.tells_end)):
                     text = progress.text if self._chain.accumulate_tokens else news.text
-                    yield self._response(text, log_probs, progress, news.log_probs or [], bool(delta.finish_reason))
+                    final = all(other.finish_reason for other in sequences)
+                    yield self._response([text], asked, [progress], final, delta.sequence if count > 1 else None)
                     answered = True
         trail.end_infer()
         if not answered:
-            text = progress.text if streaming else self._whole(fields, progress)
-            yield self._response(text, log_probs, progress, progress.log_probs, final=True)
+            parts = [part for progress in sequences for part in progress.parts()]
+            texts = [part.text if streaming else self._whole(fields, part) for part in parts]
+            yield self._response(texts, asked, parts, final=True)
+
+    def _guessing(self, fields: Mapping[str, Given]) -> Generates:
+        """The generator of a request: with the draft model's guesses where it asks for them."""
+        count = int(fields["num_draft_tokens"].value or 0) if "num_draft_tokens" in fields else 0
+        if not count:
+            return self._generator
+        if self._draft is None:
+            text = "num_draft_tokens needs a draft model, and tensorrt_llm_draft_model_name does not name one"
+            raise InferenceError(text)
+        return DraftedGenerator(self._generator, self._generator.tokenizer, self._draft, count)
 
     def _text_request(self, fields: Mapping[str, Given]) -> TextRequest:
         tokenizer = self._generator.tokenizer
         prompt = require(fields, "text_input", self._name("text_input"))
         require(fields, "max_tokens", self._name("max_tokens"))
         check_prompt_length(prompt, self._engine.engine.build.max_input_len)
+        refuse_table(fields, self._chain.engine)
         sampling = sampling_params(fields, lambda word: tokenizer.encode(word, False))
         return TextRequest(
             prompt=self._prompt(prompt.tensor.text()),
             sampling=sampling,
-            bad_words=_words(fields, "bad_words"),
-            stop_words=_words(fields, "stop_words"),
+            bad_words=words_of(fields, "bad_words", self._chain.comma_words),
+            stop_words=words_of(fields, "stop_words", self._chain.comma_words),
             add_special_tokens=self._engine.add_special_tokens,
             skip_special_tokens=self._engine.skip_special_tokens,
             ignore_end=never_ends(fields),
+            sequences=sequences_of(fields),
+            cache_salt=cache_salt_of(fields),
         )
 
     def _prompt(self, text: str) -> str | list[int]:
@@ -193,7 +226,7 @@ class TextModel:
             return prompt  # the generator counts against the context, which is the tighter bound
         if isinstance(prompt, str):
             encode = self._generator.tokenizer.encode
-            prompt = await asyncio.to_thread(encode, prompt, self._engine.add_special_tokens)
+            prompt = await in_thread_if_long(len(prompt), encode, prompt, self._engine.add_special_tokens)
         check_tokens(prompt, longest)
         return prompt
 
@@ -211,16 +244,25 @@ class TextModel:
         return prompt + joint(self._generator.tokenizer, prompt, progress.tokens) + progress.text
 
     def _response(
-        self, text: str, asked: bool, progress: Progress, log_probs: list[float], final: bool
+        self, texts: list[str], asked: Asked, parts: list[Progress], final: bool, sequence: int | None = None
     ) -> InferResponse:
-        outputs = [Tensor("text_output", "BYTES", (1,), [text.encode("utf-8", "replace")])]
-        outputs += log_prob_outputs(asked, self._chain.placeholders, progress, log_probs)
+        outputs = stacked([
+            [Tensor("text_output", "BYTES", (1,), [text.encode("utf-8", "replace")]), *side_outputs(asked, part)]
+            for text, part in zip(texts, parts, strict=True)
+        ])
+        if sequence is not None:
+            outputs.append(sequence_index(sequence))
         parameters = ENSEMBLE_PARAMETERS if self._chain.ensemble else {}
-        return InferResponse(named(outputs, self._outputs), parameters, final=final and self._marks_end)
+        answer = as_declared(named(outputs, self._outputs, asked.by_name), self.config)
+        return InferResponse(answer, parameters, final=final and self._marks_end)
 
 
-def _words(fields: Mapping[str, Given], field: str) -> list[str]:
-    return [word for word in fields[field].tensor.texts() if word] if field in fields else []
+def words_of(fields: Mapping[str, Given], field: str, comma_separated: bool) -> list[str]:
+    """The words of a list; the first releases had one text for all of them, with commas between."""
+    texts = fields[field].tensor.texts() if field in fields else []
+    if comma_separated:
+        texts = [word.strip() for text in texts for word in text.split(",")]
+    return [word for word in texts if word]
 
 
 def joint(tokenizer: Tokenizer, prompt: str, tokens: list[int]) -> str:
@@ -246,7 +288,7 @@ class TokenModel:
         self._generator = generator
         self._placeholders = placeholders
         self._fields = engine_fields(model.config)
-        self._outputs = {name: name for name in model.config.output_names}
+        self._outputs = engine_outputs(model.config)
         self.decoupled = engine.decoupled
         self._stops = StopRequests()
 
@@ -278,12 +320,16 @@ class TokenModel:
         self, fields: Mapping[str, Given], given: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
         trail, urgent = given.trail, urgency(given, self._engine)
-        prompt = self._prompt(fields)
         request = replace(
-            self._token_request(prompt, fields), priority=urgent.priority, deadline=urgent.deadline
-        )
-        progress = Progress(frozenset(request.sampling.end_ids), self._engine.normalize_log_probs)
-        asked = request.sampling.log_probs
+            token_request(fields, self._engine, self._generator.tokenizer), priority=urgent.priority,
+            deadline=urgent.deadline, adapter=await chosen_adapter(self._generator, fields),
+        )  # fmt: skip
+        count = 1 if request.sampling.beams else request.sequences
+        end_ids, normalise = frozenset(request.sampling.end_ids), self._engine.normalize_log_probs
+        sequences = [Progress(end_ids, normalise) for _ in range(count)]
+        inputs = set(self._fields.values())
+        asked = asked_of(fields, request.sampling, inputs, self._outputs, self._placeholders)
+        request = replace(request, sampling=asked.completed(request.sampling))
         streaming = self.decoupled and is_true(fields, "stream")
         answered = False
         trail.end_input()
@@ -292,60 +338,30 @@ class TokenModel:
             async with aclosing(run(self._generator, request)) as deltas:
                 async for delta in deltas:
                     trail.add_tokens(delta.prompt_tokens, len(delta.tokens))
+                    progress = sequences[delta.sequence]
                     news = progress.add(delta)
-                    if streaming and news.tokens:
-                        final = bool(delta.finish_reason)
-                        yield self._response(news.tokens, asked, progress, news.log_probs or [], final)
+                    ended = bool(delta.finish_reason)
+                    if streaming and not news.beams and (news.tokens or (ended and asked.tells_end)):
+                        final, sequence = all(other.finish_reason for other in sequences), delta.sequence
+                        yield self._response([news.tokens], asked, [progress], final, sequence if count > 1 else None)
                         answered = True
         trail.end_infer()
         if not answered:
             echo = not streaming and not is_true(
                 fields, "exclude_input_in_output", self._engine.exclude_input_in_output
             )
-            ids = prompt + progress.tokens if echo else progress.tokens
-            yield self._response(ids, asked, progress, progress.log_probs, final=True)
-
-    def _prompt(self, fields: Mapping[str, Given]) -> list[int]:
-        given = require(fields, "input_ids", "input_ids")
-        ids = given.tensor.data
-        if "input_lengths" in fields:
-            ids = ids[: fields["input_lengths"].value]
-        if min(ids) < 0:
-            raise InferenceError(f"{given.name} holds the id {min(ids)}, which no vocabulary has")
-        check_tokens(ids, self._engine.engine.build.max_input_len)
-        vocabulary = self._engine.engine.spec.vocab_size
-        return [token % vocabulary for token in ids]  # load generators send ids of other vocabularies
-
-    def _token_request(self, prompt: list[int], fields: Mapping[str, Given]) -> TextRequest:
-        tokenizer = self._generator.tokenizer
-        require(fields, "max_tokens", "request_output_len")
-        sampling = sampling_params(fields, lambda word: tokenizer.encode(word, False))
-        stop_words = self._word_lists(fields, "stop_words_list", LISTS["stop_words"].count)
-        return TextRequest(
-            prompt=prompt,
-            sampling=replace(sampling, bad_words=tuple(self._word_lists(fields, "bad_words_list", 256))),
-            stop_words=[tokenizer.decode(word, False) for word in stop_words],
-            skip_special_tokens=False,  # the ids are what counts here, so a stop word may be a special token
-            ignore_end=not sampling.end_ids,  # the engine itself knows no end but the one it is told
-        )
-
-    def _word_lists(self, fields: Mapping[str, Given], field: str, most: int) -> list[tuple[int, ...]]:
-        if field not in fields:
-            return []
-        words = word_ids(fields[field].tensor)
-        if len(words) > most:
-            raise InferenceError(f"{field} must hold at most {most} words, got {len(words)}")
-        vocabulary = self._engine.engine.spec.vocab_size
-        if any(not 0 <= token < vocabulary for word in words for token in word):
-            raise InferenceError(f"{field} holds ids that are not in the vocabulary (0 to {vocabulary - 1})")
-        return words
+            parts = [part for progress in sequences for part in progress.parts()]
+            rows = [[*request.prompt, *part.tokens] if echo else part.tokens for part in parts]
+            yield self._response(rows, asked, parts, final=True)
 
     def _response(
-        self, ids: list[int], asked: bool, progress: Progress, log_probs: list[float], final: bool
+        self, rows: list[list[int]], asked: Asked, parts: list[Progress], final: bool, sequence: int | None = None
     ) -> InferResponse:
-        outputs = [
-            Tensor("output_ids", "INT32", (1, 1, len(ids)), list(ids)),
-            Tensor("sequence_length", "INT32", (1, 1), [len(ids)]),
-        ]
-        outputs += log_prob_outputs(asked, self._placeholders, progress, log_probs)
-        return InferResponse(named(outputs, self._outputs), final=final)
+        outputs = stacked([
+            [Tensor("output_ids", "INT32", (1, 1, len(ids)), list(ids)),
+             Tensor("sequence_length", "INT32", (1, 1), [len(ids)]), *side_outputs(asked, part)]
+            for ids, part in zip(rows, parts, strict=True)
+        ])
+        if sequence is not None:
+            outputs.append(sequence_index(sequence))
+        return InferResponse(as_declared(named(outputs, self._outputs, asked.by_name), self.config), final=final)

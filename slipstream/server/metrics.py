@@ -11,9 +11,12 @@ from typing import Any, Protocol
 
 from slipstream.server.engine_metrics import Engine, engine_families
 from slipstream.server.latencies import Histogram
+from slipstream.server.latency_metrics import MetricsConfig, cache_families, labels, summary_families
 from slipstream.server.machine_metrics import Machine
 from slipstream.server.metric_families import Family
+from slipstream.server.response_cache import CachedModel
 from slipstream.server.statistics import CountedModel, ModelCounters
+from slipstream.server.summaries import Summaries
 
 __all__ = ["CountedModel", "Engine", "ModelCounters", "ServerMetrics", "metrics_app"]
 
@@ -107,19 +110,25 @@ class Entry(Protocol):
 
 
 class ServerMetrics:
-    def __init__(self, machine: Machine | None = None) -> None:
+    def __init__(self, machine: Machine | None = None, config: MetricsConfig = MetricsConfig()) -> None:
+        self._config = config
         self._models: dict[tuple[str, str], ModelCounters] = {}
         self._engines: dict[tuple[str, str], Engine] = {}
         self._machine = machine or Machine()
         self._sources: list[Callable[[], Iterable[Family]]] = []
 
     def model(self, name: str, version: str = "1") -> ModelCounters:
-        return self._models.setdefault((name, version), ModelCounters())
+        if (name, version) not in self._models:
+            summaries = Summaries() if self._config.summary_latencies else None
+            self._models[name, version] = ModelCounters(summaries=summaries)
+        return self._models[name, version]
 
     def count(self, entry: Entry) -> CountedModel:
         """This model, with its requests counted, and those of the models it does the work of."""
         parts = {phase: self._latest(name) for phase, name in _parts(entry.model).items()}
-        return CountedModel(entry.model, self.model(entry.name, entry.version), parts)
+        counters = self.model(entry.name, entry.version)
+        counters.cached = isinstance(entry.model, CachedModel)
+        return CountedModel(entry.model, counters, parts)
 
     def _latest(self, name: str) -> Callable[[], ModelCounters]:
         def find() -> ModelCounters:
@@ -148,7 +157,7 @@ class ServerMetrics:
 
     def _model_families(self) -> Iterator[Family]:
         def family(name: str, kind: str, text: str, value: Callable[[ModelCounters], int]) -> Family:
-            return Family(name, kind, text, [(_labels(key), value(found)) for key, found in self._models.items()])
+            return Family(name, kind, text, [(labels(key), value(found)) for key, found in self._models.items()])
 
         success = "Number of successful inference requests, all batch sizes"
         yield family("nv_inference_request_success", "counter", success, lambda counters: counters.success.count)
@@ -157,21 +166,27 @@ class ServerMetrics:
             "counter",
             "Number of failed inference requests, all batch sizes",
             [
-                (_labels(key) | {"reason": reason}, count)
+                (labels(key) | {"reason": reason}, count)
                 for key, counters in self._models.items()
                 for reason, count in counters.failures.items()
             ],
         )
         for name, text, value in _COUNTERS:
+            if name.endswith("_us") and not self._config.counter_latencies:
+                continue
             yield family(name, "counter", text, value)
         pending = "Instantaneous number of pending requests awaiting execution per-model."
         yield family("nv_inference_pending_request_count", "gauge", pending, lambda counters: counters.pending)
+        yield from cache_families(self._models)
+        yield from summary_families(self._models, self._config)
         yield from self._histogram_families()
 
     def _histogram_families(self) -> Iterator[Family]:
         """Those that some model fills: only models that decode tokens have figures of tokens."""
         for name, text, label, read in _HISTOGRAMS:
-            found = [(_labels(key) | label, read(counters)) for key, counters in self._models.items()]
+            if name.startswith("nv_inference_") and not self._config.histogram_latencies:
+                continue
+            found = [(labels(key) | label, read(counters)) for key, counters in self._models.items()]
             filled = [(labels, histogram) for labels, histogram in found if histogram.count]
             if filled:
                 yield Family(name, "histogram", text, histograms=filled)
@@ -184,10 +199,6 @@ def _parts(model: Any) -> Mapping[str, str]:
             return dict(model.parts)
         model = getattr(model, "inner", None)
     return {}
-
-
-def _labels(key: tuple[str, str]) -> dict[str, str]:
-    return {"model": key[0], "version": key[1]}
 
 
 Scope = MutableMapping[str, Any]

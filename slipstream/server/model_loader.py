@@ -16,6 +16,7 @@ from slipstream.repository.config import CONFIG_NAME
 from slipstream.repository.models import EngineModel, Repository, RepositoryModel, inspect_repository
 from slipstream.repository.reading import Reading
 from slipstream.server import logging
+from slipstream.server.adapters import AdapterBook
 from slipstream.server.engine_client import EngineClient, EngineStartFailed
 from slipstream.server.engine_pool import EnginePool
 from slipstream.server.errors import Code, InferenceError, Unavailable
@@ -343,7 +344,8 @@ class ModelLoader:
 
 def text_generator(model: EngineModel, engine: EngineClient) -> Generator:
     # Its type does not say that its engine knows whether it is ready; this one does.
-    return cast(Generator, TextGenerator(Tokenizer.load(model.tokenizer_folder), engine))
+    adapters = AdapterBook(model.adapter_folder)
+    return cast(Generator, TextGenerator(Tokenizer.load(model.tokenizer_folder), engine, adapters))
 
 
 def _depends(name: str, part: str, reason: str) -> str:

@@ -44,6 +44,9 @@ class ServerOptions:
     grpc_forwarded_headers: re.Pattern[str] | None = None
     grpc_settings: Mapping[str, Any] = field(default_factory=dict)  # fields of GrpcOptions
     trace_settings: Mapping[str, Any] = field(default_factory=dict)
+    response_cache_bytes: int = 0  # 0: no cache
+    rate_limits: Mapping[tuple[str, int | str], int] | None = None  # None: instances execute when they can
+    metrics_settings: Mapping[str, Any] = field(default_factory=dict)  # fields of MetricsConfig
     engine_settings: Mapping[str, Any] = field(default_factory=dict)  # win over what the repository says
     supervision: Supervision = field(default_factory=Supervision)
     engine_command: Sequence[str] = ENGINE_COMMAND

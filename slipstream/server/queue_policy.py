@@ -14,6 +14,7 @@ from slipstream.server.inference import InferRequest
 
 QUEUE_FULL = "Exceeds maximum queue size"
 TIMED_OUT = "Request timeout expired"
+LEAST_URGENT = 2**32 - 1  # priority levels beyond it are alike
 
 
 class Engine(Protocol):
@@ -43,7 +44,7 @@ def urgency(request: InferRequest, model: EngineModel) -> Urgency:
     microseconds = _timeout(policy, given, default)
     deadline = time.monotonic() + microseconds / 1e6 if microseconds else None
     level = request.priority or _whole_number(request.parameters.get("priority")) or model.default_priority
-    return Urgency(-level, deadline)
+    return Urgency(-min(level, LEAST_URGENT), deadline)
 
 
 def _timeout(policy: QueuePolicy, given: int, default: int) -> int:

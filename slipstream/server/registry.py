@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from slipstream.repository.config import TensorConfig
 from slipstream.repository.describe import config_document
 from slipstream.repository.models import Repository, RepositoryModel
-from slipstream.repository.roles import Role
+from slipstream.repository.roles import Role, answers_in_blocks
 from slipstream.server.batches import BatchedModel
 from slipstream.server.ensemble import EnsembleModel
 from slipstream.server.errors import Code, InferenceError
+from slipstream.server.fixed_batches import FixedBatchModel
 from slipstream.server.inference import ServedModel
 from slipstream.server.llm_models import Generator, TextModel, TokenModel
 from slipstream.server.step_models import PostprocessingModel, PreprocessingModel
@@ -136,7 +137,8 @@ def served_model(
     if model.name in repository.chains:
         chain = repository.chains[model.name]
         engine, generator = repository.engines[chain.engine], generator_of(chain.engine)
-        return BatchedModel(TextModel(model, chain, engine, generator), engine, generator)
+        draft = generator_of(chain.draft_engine) if chain.draft_engine else None
+        return BatchedModel(TextModel(model, chain, engine, generator, draft), engine, generator)
     name = engine_of(repository, model)
     engine, generator = repository.engines[name], generator_of(name)
     if model.role is Role.PREPROCESSING:
@@ -144,7 +146,11 @@ def served_model(
     if model.role is Role.POSTPROCESSING:
         return PostprocessingModel(model, engine, generator)
     chains = [chain.placeholders for chain in repository.chains.values() if chain.engine == name]
-    return BatchedModel(TokenModel(model, engine, generator, placeholders=all(chains)), engine, generator)
+    in_blocks = answers_in_blocks(model.config)
+    tokens = TokenModel(model, engine, generator, placeholders=all(chains) and not in_blocks)
+    if in_blocks:
+        return BatchedModel(FixedBatchModel(tokens, generator.tokenizer.eos_id or 0), engine, generator)
+    return BatchedModel(tokens, engine, generator)
 
 
 def engine_of(repository: Repository, model: RepositoryModel) -> str:

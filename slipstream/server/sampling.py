@@ -10,7 +10,8 @@ import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.guided import KINDS
+from slipstream.engine.request import Guide, SamplingParams
 from slipstream.server.errors import InferenceError
 from slipstream.server.limits import Given
 from slipstream.server.tensors import Tensor
@@ -29,15 +30,52 @@ def sampling_params(fields: Mapping[str, Given], encode_word: Callable[[str], li
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        top_p_decay=value("top_p_decay", 1.0),
+        top_p_min=value("top_p_min", 1e-6),
+        top_p_reset_id=int(value("top_p_reset_ids", -1)),
         seed=int(value("random_seed", 0)) if "random_seed" in fields else secrets.randbits(64),
         repetition_penalty=value("repetition_penalty", 1.0),
         presence_penalty=value("presence_penalty", 0.0),
         frequency_penalty=value("frequency_penalty", 0.0),
         min_tokens=int(value("min_length", 0)),
+        no_repeat_ngram=int(value("no_repeat_ngram_size", 0)),
         end_ids=() if end_id == NEVER else (end_id,),
         logit_bias=_logit_bias(fields, encode_word),
         log_probs=bool(value("return_log_probs", False)),
+        top_log_probs=int(value("top_log_probs", 0)),
+        prompt_log_probs=bool(value("return_prompt_log_probs", False)),
+        context_logits=bool(value("return_context_logits", False)),
+        generation_logits=bool(value("return_generation_logits", False)),
+        guide=_guide(fields),
+        beam_width=int(value("beam_width", 1)),
+        length_penalty=value("length_penalty", 0.0),
+        early_stopping=int(value("early_stopping", 1)),
+        diversity_rate=value("beam_search_diversity_rate", 0.0),
     )
+
+
+def sequences_of(fields: Mapping[str, Given]) -> int:
+    """How many answers to the one prompt are wanted."""
+    return int(fields["num_return_sequences"].value) if "num_return_sequences" in fields else 1
+
+
+def _guide(fields: Mapping[str, Given]) -> Guide | None:
+    def text(field: str) -> str:
+        return fields[field].tensor.text() if field in fields else ""
+
+    kind, guide = text("guided_decoding_guide_type"), text("guided_decoding_guide")
+    if not kind and not guide:
+        return None
+    if kind not in KINDS:
+        raise InferenceError(f"guided_decoding_guide_type must be one of {', '.join(KINDS)}, got '{kind}'")
+    if not guide and kind != "json":
+        raise InferenceError(f"guided_decoding_guide is required where guided_decoding_guide_type is {kind}")
+    return Guide(kind, guide)
+
+
+def cache_salt_of(fields: Mapping[str, Given]) -> str:
+    """Requests of different salts share nothing in the KV cache."""
+    return fields["cache_salt"].tensor.text() if "cache_salt" in fields else ""
 
 
 def never_ends(fields: Mapping[str, Given]) -> bool:
@@ -49,8 +87,9 @@ def _how_to_choose(fields: Mapping[str, Given]) -> tuple[float, int, float]:
     temperature = fields["temperature"].value if "temperature" in fields else None
     top_k = int(fields["top_k"].value or 0) if "top_k" in fields else 0
     top_p = float(fields["top_p"].value or 0.0) if "top_p" in fields else 0.0
+    decay = float(fields["top_p_decay"].value or 1.0) if "top_p_decay" in fields else 1.0
     if temperature is None:
-        temperature = 1.0 if top_k > 1 or top_p > 0.0 else 0.0
+        temperature = 1.0 if top_k > 1 or top_p > 0.0 or decay < 1.0 else 0.0
     if top_k == 1:
         temperature = 0.0
     return float(temperature), top_k, top_p if top_p > 0.0 else 1.0

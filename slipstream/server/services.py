@@ -19,11 +19,13 @@ from slipstream.server.grpc_options import GrpcOptions, add_port
 from slipstream.server.grpc_service import create_grpc_server
 from slipstream.server.health import ServerState
 from slipstream.server.http import create_app, uvicorn_config
+from slipstream.server.latency_metrics import MetricsConfig
 from slipstream.server.metrics import ServerMetrics, metrics_app
 from slipstream.server.model_factories import ModelFactory
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.options import ServerOptions
 from slipstream.server.registry import ModelRegistry
+from slipstream.server.response_cache import ResponseCache
 from slipstream.server.shared_memory import SharedMemory
 from slipstream.server.trace_settings import TraceSettings
 
@@ -37,10 +39,12 @@ class Services:
     ) -> None:
         self._options = options
         self._engines = engines
-        self.metrics = ServerMetrics()
+        self.metrics = ServerMetrics(config=MetricsConfig(**options.metrics_settings))
         self.registry = ModelRegistry()
+        if options.response_cache_bytes:
+            self.registry.wrap(ResponseCache(options.response_cache_bytes).wrap)
         self.registry.wrap(self.metrics.count)
-        trace = TraceSettings(options.trace_settings)
+        trace = self._trace = TraceSettings(options.trace_settings)
         self.loader = ModelLoader(
             options.repositories, self.registry, engines, factories, options.control_mode,
             options.exit_timeout_seconds, lambda name: self._forget(name, trace),
@@ -105,6 +109,7 @@ class Services:
         await asyncio.gather(self._grpc.stop(CLOSE_SECONDS), self._http.close(), self._metrics.close())
         await self.loader.close()
         self._memory.close()
+        self._trace.close()
 
 
 def _context(options: ServerOptions, loader: ModelLoader, trace: TraceSettings) -> ServerContext:

@@ -17,6 +17,8 @@ from slipstream.repository.config import ModelConfig
 from slipstream.server.errors import Code, InferenceError
 from slipstream.server.inference import InferRequest, InferResponse, RequestTrail, ServedModel
 from slipstream.server.latencies import TokenLatencies
+from slipstream.server.summaries import Summaries
+from slipstream.server.tracing import RequestTrace
 
 if TYPE_CHECKING:
     from slipstream.server.registry import ModelRegistry
@@ -68,6 +70,10 @@ class ModelCounters:
     decoupled: bool = False
     success: Duration = field(default_factory=Duration)
     fail: Duration = field(default_factory=Duration)
+    cached: bool = False  # served from the response cache where it can be
+    cache_hit: Duration = field(default_factory=Duration)
+    cache_miss: Duration = field(default_factory=Duration)
+    summaries: Summaries | None = None  # where somebody asked for them
     queue: Duration = field(default_factory=Duration)
     phases: dict[str, Duration] = field(default_factory=_phases)
     batches: dict[int, dict[str, Duration]] = field(default_factory=dict)  # by batch size
@@ -100,13 +106,33 @@ class ModelCounters:
             counted.end()
 
     def succeed(self, spent: _Spent, batch_size: int) -> None:
-        self.success.add(spent.queue + spent.compute_input + spent.compute_infer + spent.compute_output)
-        self.queue.add(spent.queue)
+        self._answered(spent)
         for phase, duration in self.phases.items():
             duration.add(getattr(spent, phase))
+        if self.summaries is not None:
+            self.summaries.compute(spent.compute_input, spent.compute_infer, spent.compute_output)
         self.inferences += batch_size
-        self.last_inference_ms = time.time_ns() // 1_000_000
         self._execute(spent, batch_size)
+
+    def _answered(self, spent: _Spent) -> None:
+        total = spent.queue + spent.compute_input + spent.compute_infer + spent.compute_output
+        self.success.add(total)
+        self.queue.add(spent.queue)
+        self.last_inference_ms = time.time_ns() // 1_000_000
+        if self.summaries is not None:
+            self.summaries.request(None if self.cached else total, spent.queue)
+
+    def succeed_from_cache(self, spent: _Spent, ns: int) -> None:
+        """The model did nothing for it, so it is neither an inference nor an execution."""
+        self._answered(spent)
+        self.cache_hit.add(ns)
+        if self.summaries is not None:
+            self.summaries.cache_hit.observe(ns // 1000)
+
+    def miss_cache(self, ns: int) -> None:
+        self.cache_miss.add(ns)
+        if self.summaries is not None:
+            self.summaries.cache_miss.observe(ns // 1000)
 
     def failed(self, reason: str, spent: _Spent, batch_size: int) -> None:
         if self.ensemble and reason == "BACKEND":
@@ -125,9 +151,8 @@ class ModelCounters:
 
     def document(self, name: str, version: str) -> dict[str, Any]:
         """Triton's JSON for one version of a model, in its order."""
-        none = Duration()  # there is no response cache
         durations = {"success": self.success, "fail": self.fail, "queue": self.queue, **self.phases}
-        durations |= {"cache_hit": none, "cache_miss": none}
+        durations |= {"cache_hit": self.cache_hit, "cache_miss": self.cache_miss}
         return {
             "name": name,
             "version": version,
@@ -160,6 +185,8 @@ class _Counted:
         self._batch_size = batch_size
         self._began = time.monotonic_ns()
         self._waiting = True
+        if self._trail.trace is not None:
+            self._begin_trace(self._trail.trace, request)
         self.failure: str | None = None
         self.complete = False  # otherwise the reader has left
         counters.pending += 1
@@ -169,7 +196,25 @@ class _Counted:
         self._counters.pending -= self._waiting
         self._waiting = False
 
+    def _begin_trace(self, trace: RequestTrace, request: InferRequest) -> None:
+        trace.model(request.model_name, request.model_version, request.id)
+        trace.stamp("REQUEST_START", self._began)
+        trace.stamp("QUEUE_START", self._began)
+        trace.tensors("TENSOR_QUEUE_INPUT", request.inputs.values())
+
+    def _end_trace(self, trace: RequestTrace, spent: _Spent, ended: int) -> None:
+        if self._parts or not self._counters.ensemble:  # an ensemble of others computes nothing itself
+            computing = self._began + spent.queue
+            trace.stamp("COMPUTE_START", computing)
+            trace.stamp("COMPUTE_INPUT_END", computing + spent.compute_input)
+            trace.stamp("COMPUTE_OUTPUT_START", ended - spent.compute_output)
+            trace.stamp("COMPUTE_END", ended)
+        trace.stamp("REQUEST_END", ended)
+
     def answer(self, response: InferResponse) -> None:
+        if self._trail.trace is not None:
+            self._trail.trace.tensors("TENSOR_BACKEND_OUTPUT", response.outputs)
+            self._trail.trace.stamp("INFER_RESPONSE_COMPLETE")
         # Nothing can follow these, so a reader that stops here has all of it.
         self.complete = self.complete or response.final or not self._counters.decoupled
         if response.error is not None:
@@ -186,12 +231,18 @@ class _Counted:
         ended = time.monotonic_ns()
         spent = _Spent.between(self._began, ended, self._trail)
         succeeded = self.complete and self.failure is None
-        if succeeded:
+        if self._trail.cache_miss_ns:
+            self._counters.miss_cache(self._trail.cache_miss_ns)
+        if succeeded and self._trail.cache_hit_ns:
+            self._counters.succeed_from_cache(spent, self._trail.cache_hit_ns)
+        elif succeeded:
             self._counters.succeed(spent, self._batch_size)
         else:
             self._counters.failed(self.failure or "CANCELED", spent, self._batch_size)
         self._counters.tokens.finish(self._trail, (ended - self._began) / 1e9, succeeded)
         self._end_parts(spent, succeeded)
+        if self._trail.trace is not None:
+            self._end_trace(self._trail.trace, spent, ended)
 
     def _end_parts(self, spent: _Spent, succeeded: bool) -> None:
         for phase, find in self._parts.items():

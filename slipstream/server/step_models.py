@@ -6,12 +6,12 @@ from collections.abc import AsyncGenerator, Mapping
 
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.models import EngineModel, RepositoryModel
-from slipstream.repository.roles import PREPROCESSING_FIELDS
+from slipstream.repository.roles import PREPROCESSING_FIELDS, takes_comma_words
 from slipstream.server.errors import InferenceError
 from slipstream.server.generation_outputs import named
 from slipstream.server.inference import InferRequest, InferResponse
 from slipstream.server.limits import Given, check_batch, check_prompt_length, given_fields, require
-from slipstream.server.llm_models import Generator
+from slipstream.server.llm_models import Generator, words_of
 from slipstream.server.sampling import pack_words, sampling_params
 from slipstream.server.tensors import Tensor, single
 from slipstream.server.text.folder import TokenizerError
@@ -32,10 +32,16 @@ class PreprocessingModel:
         self._engine = engine
         self._generator = generator
         self._names = {name: name for name in model.config.output_names}
+        self._comma_words = takes_comma_words(model.config)
 
     @property
     def ready(self) -> bool:
         return True
+
+    def fillers(self, request: InferRequest) -> Mapping[str, int]:
+        """The prompts of a batch are filled up with the padding token."""
+        tokenizer, given = self._generator.tokenizer, request.inputs.get("PAD_ID")
+        return {"INPUT_ID": _pad(tokenizer.pad_id if given is None else given.first, tokenizer.eos_id)}
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         try:
@@ -67,7 +73,7 @@ class PreprocessingModel:
     def _word_ids(self, fields: Mapping[str, Given], field: str, name: str) -> Tensor:
         if field not in fields:
             return Tensor(name, "INT32", (1, 2, 0), [])
-        words = [self._generator.tokenizer.encode(word, False) for word in fields[field].tensor.texts() if word]
+        words = [self._generator.tokenizer.encode(word, False) for word in words_of(fields, field, self._comma_words)]
         length, data = pack_words(words)
         return Tensor(name, "INT32", (1, 2, length), data)
 

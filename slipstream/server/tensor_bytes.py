@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from typing import Any
 
 from slipstream.server.tensors import Tensor
@@ -32,6 +33,13 @@ def unpack(datatype: str, raw: bytes) -> list[Any]:
     return list(struct.unpack(f"<{len(raw) // SIZES[datatype]}{STRUCT_CODES[datatype]}", raw))
 
 
+def left_packed(datatype: str, raw: bytes) -> array[Any]:
+    """The values as they came, for those who only pass them on: FP16 as bit patterns, too."""
+    values = array({2: "H", 4: "I", 8: "Q"}.get(SIZES[datatype], "B"))
+    values.frombytes(raw)
+    return values
+
+
 def _split(raw: bytes) -> list[bytes]:
     items, position = [], 0
     while position < len(raw):
@@ -47,4 +55,6 @@ def _split(raw: bytes) -> list[bytes]:
 def pack(tensor: Tensor) -> bytes:
     if tensor.datatype == "BYTES":
         return b"".join(_LENGTH.pack(len(item)) + item for item in tensor.data)
+    if isinstance(tensor.data, array):
+        return tensor.data.tobytes()
     return struct.pack(f"<{len(tensor.data)}{STRUCT_CODES[tensor.datatype]}", *tensor.data)

@@ -28,7 +28,7 @@ class Tensor:
     name: str
     datatype: str  # as on the wire: INT32, BYTES, …
     shape: tuple[int, ...]
-    data: list[Any]  # int, float, bool or, for BYTES, bytes
+    data: list[Any]  # int, float, bool or, for BYTES, bytes; logits are an `array`, which reads like a list
 
     @property
     def first(self) -> Any:

@@ -1,15 +1,14 @@
-"""Trace settings, global and for single models: kept, checked and shown as Triton does.
-
-Requests are not traced into files by this server; a setting that would ask for it is refused in one line, so that
-nobody waits for a file that never comes.
-"""
+"""Trace settings, global and for single models: kept, checked and shown as Triton does, and who is traced by them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from slipstream.server.errors import Code, InferenceError
+from slipstream.server.tracing import RequestTrace, Sampler, TraceFile
 
 Value = str | list[str]
 LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
@@ -25,40 +24,92 @@ DEFAULTS: Mapping[str, Value] = {
 
 
 class TraceSettings:
+    """`start`: what the command line says. `begin` is asked at every request."""
+
     def __init__(self, start: Mapping[str, Value] | None = None) -> None:
         self._start: dict[str, Value] = {**DEFAULTS, **(start or {})}
         self._changed: dict[str, Value] = {}
         self._models: dict[str, dict[str, Value]] = {}
+        self._file = TraceFile(Path(str(self._start["trace_file"])))
+        self._ids = itertools.count(1)
+        self._samplers: dict[str, Sampler | None] = {}  # by model; "" is for those without settings of their own
+        self._check_usable(self._start)
+        self._active = _is_on(self._start)  # somebody may be traced
+
+    def begin(self, model: str) -> RequestTrace | None:
+        """The trace of a request that has just come; its `finish` must be called."""
+        if not self._active:
+            return None
+        scope = model if model in self._models else ""
+        if scope not in self._samplers:
+            self._samplers[scope] = self._sampler(self.get(model))
+        sampler = self._samplers[scope]
+        return sampler.next() if sampler is not None else None
 
     def get(self, model: str = "") -> dict[str, Value]:
         """The settings in force for a model, or for all models that have none of their own."""
-        return {**self._start, **self._changed, **self._models.get(model, {})}
+        shown = {**self._start, **self._changed, **self._left("")}
+        return shown | self._models[model] | self._left(model) if model in self._models else shown
+
+    def _left(self, scope: str) -> dict[str, Value]:
+        """What is left of a count that has been drawn from."""
+        sampler = self._samplers.get(scope)
+        return {"trace_count": str(sampler.left)} if sampler is not None else {}
 
     def update(self, wanted: Mapping[str, Any], model: str = "") -> dict[str, Value]:
         """Change some; None takes a change back; names nobody knows are ignored, as with Triton."""
         changes = {name: _checked(name, value) for name, value in wanted.items() if name in DEFAULTS}
         target = dict(self._models.get(model, {}) if model else self._changed)
+        target |= self._left(model)  # what is used up stays used up
         for name, value in changes.items():
             if value is None:
                 target.pop(name, None)
             else:
                 target[name] = value
-        self._check_usable({**self._start, **self._changed, **target})
+        self._check_usable({**(self.get() if model else self._start), **target})
         if model:
             self._models[model] = target
         else:
             self._changed = target
+        self._begin_anew([model] if model else list(self._samplers))
         return self.get(model)
 
     def forget(self, model: str) -> None:
         self._models.pop(model, None)
+        self._begin_anew([model])
+
+    def close(self) -> None:
+        """Write what has been collected."""
+        self._begin_anew(list(self._samplers))
+
+    def _begin_anew(self, scopes: list[str]) -> None:
+        for scope in scopes:
+            if (sampler := self._samplers.pop(scope, None)) is not None:
+                sampler.flush()
+        self._active = any(_is_on(self.get(model)) for model in ("", *self._models))
+
+    def _sampler(self, settings: Mapping[str, Value]) -> Sampler | None:
+        if not _is_on(settings):
+            return None
+        rate, count, frequency = (int(str(settings[name])) for name in NUMBERS)
+        return Sampler(self._file, settings["trace_level"], rate, count, frequency, self._ids)
 
     def _check_usable(self, settings: Mapping[str, Value]) -> None:
-        if "OFF" in settings["trace_level"]:
+        if not _is_on(settings):
             return
-        if not settings["trace_file"]:
-            raise InferenceError("Attempting to set invalid trace setting :trace file name is not given")
-        raise InferenceError("this server does not write traces", Code.UNSUPPORTED)
+        reason = None
+        if int(str(settings["trace_rate"])) <= 0:
+            reason = "sample rate must be positive"
+        elif not settings["trace_file"]:
+            reason = "trace file name is not given"
+        elif settings["trace_count"] == "0":
+            reason = ""  # Triton's reason too
+        if reason is not None:
+            raise InferenceError(f"Attempting to set invalid trace setting :{reason}")
+
+
+def _is_on(settings: Mapping[str, Value]) -> bool:
+    return "OFF" not in settings["trace_level"]
 
 
 def _checked(name: str, value: Any) -> Value | None:

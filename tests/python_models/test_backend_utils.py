@@ -299,3 +299,55 @@ class TritonPythonModel:
         request = InferRequest("bare", "1", {"text_input": text_tensor("x", shape=(1, 1))})
         assert said(await ask(model, request)) == ["8"]
         assert models.registry.configuration("bare")["output"][0]["dims"] == [1]
+
+
+NAMES = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+class TritonPythonModel:
+    def initialize(self, args):
+        self.name = np.array([args["model_instance_name"]], dtype=object)
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("text_output", self.name)]) for _ in requests]
+"""
+ENVIRONMENT = """
+import json, os
+import numpy as np
+import triton_python_backend_utils as pb_utils
+class TritonPythonModel:
+    def execute(self, requests):
+        text = np.array([json.dumps(dict(os.environ))], dtype=object)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text)]) for _ in requests]
+"""
+
+
+async def test_instances_are_named_as_the_real_server_names_them(tmp_path: Path) -> None:
+    """Without groups the one group has the model's name; kinds that are left open become what they are."""
+    folder = write_model(tmp_path, "args", NAMES)
+    write_model(tmp_path, "two", NAMES, "instance_group [ { count: 2 }, { count: 1 kind: KIND_CPU } ]")
+    async with open_models(folder, "args", "two") as models:
+        assert said(await ask(models["args"], "x")) == ["args_0"]
+        seen = {said(await ask(models["two"], "x"))[0] for _ in range(30)}
+        groups = {
+            name: [(group["name"], group["kind"], group["count"]) for group in document["instance_group"]]
+            for name in ("args", "two")
+            for document in [models.registry.configuration(name)]
+        }
+    assert seen <= {"two_0_0", "two_0_1", "two_1_0"}
+    assert groups == {
+        "args": [("args", "KIND_CPU", 1)],
+        "two": [("two_0", "KIND_CPU", 2), ("two_1", "KIND_CPU", 1)],
+    }
+
+
+async def test_the_servers_keys_are_not_in_a_models_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", "sesame")
+    monkeypatch.setenv("SLIPSTREAM_ADMIN_KEY", "open")
+    monkeypatch.setenv("MODEL_SETTING", "kept")
+    async with open_models(write_model(tmp_path, "nosy", ENVIRONMENT), "nosy") as models:
+        (found,) = said(await ask(models["nosy"], "x"))
+    variables = json.loads(found)
+    assert variables["MODEL_SETTING"] == "kept"
+    assert not {"sesame", "open"} & set(variables.values())

@@ -16,6 +16,7 @@ from slipstream.repository.fill import fill_text
 from slipstream.repository.generations.render import render_template
 from slipstream.repository.generations.tables import GENERATIONS, find_generation, models_of
 from slipstream.repository.models import read_repository
+from slipstream.repository.templates import variables, write_repository
 from slipstream.repository.workspace import SCRIPTS, write_workspace
 
 
@@ -40,6 +41,47 @@ def test_every_generation_is_served_with_its_variables_left_unfilled(
     assert chain.fields.outputs["OUTPUT_0" if generation == "2023-09" else "text_output"] == "text_output"
     texts = [problem.text for problem in check_repository(models).found]
     assert [text for text in texts if "not filled" not in text and "is not set" not in text] == []
+
+
+FILLED = {
+    "triton_max_batch_size": "4", "decoupled_mode": "False", "triton_backend": "tensorrtllm",
+    "logits_datatype": "TYPE_FP32", "encoder_input_features_data_type": "TYPE_FP16",
+    "prompt_embedding_table_data_type": "TYPE_FP16", "preprocessing_instance_count": "1",
+    "postprocessing_instance_count": "1", "bls_instance_count": "1", "exclude_input_in_output": "True",
+    "batching_strategy": "V1", "tokenizer_type": "auto", "max_queue_delay_microseconds": "0", "max_queue_size": "0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["inflight_batcher_llm", "gpt"])
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_nothing_is_said_of_a_template_that_is_filled(tmp_path: Path, kind: str, generation: str) -> None:
+    engine = write_engine_folder(tmp_path / "engine")
+    values = {**FILLED, "engine_dir": str(engine), "tokenizer_dir": str(engine)}
+    for model in models_of(kind, generation):
+        (tmp_path / "models" / model / "1").mkdir(parents=True)
+        text = render_template(kind, model, generation)
+        filled = fill_text(text, {**dict.fromkeys(variables(text), ""), **values})
+        (tmp_path / "models" / model / "config.pbtxt").write_text(filled.text)
+    assert [str(problem) for problem in check_repository(tmp_path / "models").found] == []
+
+
+def test_nothing_is_said_of_what_import_writes(tmp_path: Path) -> None:
+    engine = write_engine_folder(tmp_path / "engine")
+    write_repository(tmp_path / "models", "mine", engine, engine, 8)
+    assert [str(problem) for problem in check_repository(tmp_path / "models").found] == []
+    file = tmp_path / "models" / "ensemble" / "config.pbtxt"
+    line = next(number for number, text in enumerate(file.read_text().splitlines(), 1) if 'key: "end_id"' in text)
+    file.write_text(file.read_text().replace('key: "end_id" value: "_', 'key: "end_id" value: "_NO'))
+    found = [str(problem) for problem in check_repository(tmp_path / "models").found]
+    assert any(text.startswith(f"{file}:{line}: ensemble_scheduling.step.tensorrt_llm.input_map.end_id: ")
+               for text in found)
+
+
+def test_wires_may_have_any_name_that_both_ends_share(tmp_path: Path) -> None:
+    models = written(tmp_path, "inflight_batcher_llm", "v0.9")
+    file = models / "ensemble" / "config.pbtxt"
+    file.write_text(file.read_text().replace('"_OUT_END_ID"', '"_PREPROCESSOR_END_ID"'))
+    assert [problem for problem in check_repository(models).found if "END_ID" in str(problem)] == []
 
 
 def test_a_missing_tensor_is_told_by_the_generation_it_belongs_to(tmp_path: Path) -> None:

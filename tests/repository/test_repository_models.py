@@ -41,7 +41,7 @@ def change(repo: Path, model: str, old: str, new: str) -> None:
 
 
 def test_templates_left_unfilled_serve_with_defaults(tmp_path: Path, engine: Path) -> None:
-    """Seed 004 fills the engine's folder and nothing else; upstream cannot even parse that."""
+    """A tutorial fills the engine's folder and nothing else; upstream cannot even parse that."""
     repository = read_repository(write_templates(tmp_path / "repo", {"engine_dir": str(engine)}))
     assert all(model.config.max_batch_size == 12 for model in repository.models.values())  # the engine's
     model = repository.engines["tensorrt_llm"]
@@ -50,15 +50,16 @@ def test_templates_left_unfilled_serve_with_defaults(tmp_path: Path, engine: Pat
     assert model.add_special_tokens
     assert model.skip_special_tokens
     assert model.tokenizer_folder == engine
-    assert model.settings == EngineSettings()
+    assert model.settings == EngineSettings(max_beam_width=1)
     unfilled = [problem for problem in repository.warnings if "was not filled" in problem.text]
     warned = {(Path(problem.file).parent.name, problem.key) for problem in unfilled}
     assert ("tensorrt_llm", "max_batch_size") in warned
     assert ("tensorrt_llm", "backend") in warned
     assert ("preprocessing", "parameters.tokenizer_dir") in warned
     assert len(warned) == len(unfilled)  # one each
-    others = [problem.text for problem in repository.warnings if problem not in unfilled]
-    assert others == ["is not set: answers begin with the prompt, as upstream's do; True leaves it out"]
+    assert [problem.text for problem in repository.warnings if problem not in unfilled] == []
+    echo = "${exclude_input_in_output} was not filled: using the default (False: answers begin with the prompt)"
+    assert [problem.text for problem in unfilled if "begin with" in problem.text] == [echo]
 
 
 def test_parameters_reach_the_engine(tmp_path: Path, engine: Path) -> None:
@@ -70,7 +71,8 @@ def test_parameters_reach_the_engine(tmp_path: Path, engine: Path) -> None:
     }  # fmt: skip
     model = read_repository(write_templates(tmp_path / "repo", values)).engines["tensorrt_llm"]
     assert model.settings == EngineSettings(
-        cache_tokens=2560, cache_memory_fraction=0.5, policy="max_utilization", reuse=False, chunked=False
+        cache_tokens=2560, cache_memory_fraction=0.5, policy="max_utilization", reuse=False, chunked=False,
+        max_beam_width=1,
     )
     assert (model.exclude_input_in_output, model.normalize_log_probs, model.decoupled) == (True, False, True)
     assert (model.add_special_tokens, model.skip_special_tokens) == (False, False)
@@ -79,7 +81,7 @@ def test_parameters_reach_the_engine(tmp_path: Path, engine: Path) -> None:
 def test_parameter_that_cannot_be_read_keeps_its_default_and_warns(tmp_path: Path, engine: Path) -> None:
     values = {"engine_dir": str(engine), "kv_cache_free_gpu_mem_fraction": "half", "enable_kv_cache_reuse": "perhaps"}
     repository = read_repository(write_templates(tmp_path / "repo", values))
-    assert repository.engines["tensorrt_llm"].settings == EngineSettings()
+    assert repository.engines["tensorrt_llm"].settings == EngineSettings(max_beam_width=1)
     said = [problem.text for problem in repository.warnings if "using the default" in problem.text]
     assert [text for text in said if "was not filled" not in text] == [
         "expected a number over 0 and up to 1, got 'half'; using the default",
@@ -88,13 +90,15 @@ def test_parameter_that_cannot_be_read_keeps_its_default_and_warns(tmp_path: Pat
 
 
 def test_parameter_without_an_effect_here_is_named(tmp_path: Path, engine: Path) -> None:
-    values = {"max_attention_window_size": "2560", "decoding_mode": "top_k", "max_beam_width": "4"}
+    values = {"gpu_weights_percent": "0.5", "decoding_mode": "medusa", "kv_cache_onboard_blocks": "true"}
     values["engine_dir"] = str(engine)
     repository = read_repository(write_templates(tmp_path / "repo", values))
     said = {problem.key: problem.text for problem in repository.warnings if "no effect" in problem.text}
     assert said == {
-        "parameters.max_beam_width": "'4' has no effect on this server yet",
-        "parameters.max_attention_window_size": "'2560' has no effect on this server yet",
+        "parameters.gpu_weights_percent":
+            "'0.5' has no effect: weights are all on the device; weight-only builds make them smaller",
+        "parameters.decoding_mode":
+            "'medusa' has no effect: it is one of auto, top_k, top_p, top_k_top_p, beam_search, lookahead",
     }
 
 

@@ -93,7 +93,7 @@ TABLE = [
     refused("NaN temperature", fields(temperature=float("nan")), "temperature must be a finite number, got nan"),
     refused("infinite temperature", fields(temperature=1e300), "temperature must be a finite number, got inf"),
     refused("negative top_k", fields(top_k=-1), "top_k must be >= 0, got -1"),
-    refused("beams", fields(beam_width=2), "beam_width 2 is not supported by this server yet"),
+    refused("beams", fields(beam_width=2), "Requested beam width 2 is larger than configured max beam width 1"),
     refused("too many stop words", fields(stop_words=["x"] * 100), "stop_words must hold at most 64 words, got 100"),
     refused("prompt too long", fields(text_input="x" * 5000),
             "Prompt length (5000) exceeds maximum input length (4095)."),

@@ -121,7 +121,7 @@ def test_ids_of_different_lengths_are_padded_to_one_shape(start: Start) -> None:
     answer = post(start().port, "/v2/models/tensorrt_llm/infer", json.dumps({"inputs": inputs}).encode())
     outputs = {output["name"]: output for output in json.loads(answer.body)["outputs"]}
     assert outputs["output_ids"]["shape"] == [2, 1, 3]
-    assert outputs["output_ids"]["data"] == [65, 66, 65, 70, 0, 0]
+    assert outputs["output_ids"]["data"] == [65, 66, 65, 70, -1, -1]
     assert outputs["sequence_length"]["data"] == [3, 1]
 
 

@@ -12,7 +12,7 @@ from slipstream.repository.roles import ENGINE_FIELDS
 from slipstream.repository.templates import template
 from slipstream.server.errors import InferenceError
 from slipstream.server.inference import InferRequest
-from slipstream.server.limits import HARMLESS, LATER, LISTS, NUMBERS, TAKEN_AS_THEY_ARE, given_fields
+from slipstream.server.limits import LATER, LISTS, NUMBERS, REFUSED, TAKEN_AS_THEY_ARE, given_fields
 from slipstream.server.sampling import never_ends, pack_words, sampling_params, word_ids
 from slipstream.server.tensors import Tensor
 
@@ -51,16 +51,25 @@ def sampling(**fields: object) -> SamplingParams:
         ("embedding_bias_weights", [1.0, math.nan], "embedding_bias_weights must be a finite number, got nan"),
         ("stop_words", [b"x"] * 65, "stop_words must hold at most 64 words, got 65"),
         ("bad_words", [b"x" * 1025], "a word of bad_words must have at most 1024 bytes, got 1025"),
-        ("beam_width", 4, "beam_width 4 is not supported by this server yet"),
-        ("beam_width", 0, "beam_width 0 is not supported by this server yet"),
-        ("return_context_logits", True, "return_context_logits True is not supported by this server yet"),
-        ("return_generation_logits", True, "return_generation_logits True is not supported by this server yet"),
-        ("num_draft_tokens", 3, "num_draft_tokens 3 is not supported by this server yet"),
-        ("lora_task_id", 7, "lora_task_id 7 is not supported by this server yet"),
-        ("lora_config", [0, 0, 8], "lora_config 0 is not supported by this server yet"),
-        ("prompt_vocab_size", 2, "prompt_vocab_size 2 is not supported by this server yet"),
+        ("beam_width", 257, "beam_width must be over 0 and at most 256, got 257"),
+        ("draft_input_ids", [3, -1], "draft_input_ids must be >= 0, got -1"),
+        ("draft_acceptance_threshold", 0.5, "draft_acceptance_threshold is not taken by this server: a draft token is "
+         "accepted exactly when it is the one that is drawn in its place"),
+        ("cache_salt", [b"x" * 257], "a word of cache_salt must have at most 256 bytes, got 257"),
+        ("beam_width", 0, "beam_width must be over 0 and at most 256, got 0"),
+        ("num_return_sequences", 0, "num_return_sequences must be over 0 and at most 128, got 0"),
+        ("len_penalty", 99.0, "len_penalty must be at least -16 and at most 16, got 99.0"),
+        ("num_draft_tokens", 257, "num_draft_tokens must be at least 0 and at most 256, got 257"),
+        ("use_draft_logits", True, "use_draft_logits is not taken by this server: a draft token is accepted exactly "
+         "when it is the one that is drawn in its place"),
+        ("lora_task_id", -1, "lora_task_id must be at least 0 and at most 1.84467e+19, got -1"),
+        ("prompt_vocab_size", -1, "prompt_vocab_size must be >= 0, got -1"),
         ("decoder_text_input", b"x", "decoder_text_input is not supported by this server yet"),
-        ("runtime_top_p_decay", 0.5, "runtime_top_p_decay 0.5 is not supported by this server yet"),
+        ("runtime_top_p_decay", 0.0, "runtime_top_p_decay must be over 0 and at most 1, got 0.0"),
+        ("runtime_top_p_min", 1.5, "runtime_top_p_min must be over 0 and at most 1, got 1.5"),
+        ("runtime_top_p_reset_ids", -2, "runtime_top_p_reset_ids must be >= -1, got -2"),
+        ("no_repeat_ngram_size", -1, "no_repeat_ngram_size must be at least 0 and at most 256, got -1"),
+        ("top_log_probs", 101, "top_log_probs must be at least 0 and at most 100, got 101"),
         ("flux_capacitor", 1.21, "flux_capacitor is not supported by this server"),
     ],
 )
@@ -88,7 +97,7 @@ def test_values_that_ask_for_nothing_pass() -> None:
 
 def test_every_input_of_the_templates_has_a_place_in_the_tables() -> None:
     """A field that is in none of them would be refused, or worse, ignored."""
-    known = {*NUMBERS, *LISTS, *LATER, *HARMLESS, *TAKEN_AS_THEY_ARE}
+    known = {*NUMBERS, *LISTS, *LATER, *REFUSED, *TAKEN_AS_THEY_ARE}
     for name in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble"):
         for item in parse_pbtxt(template(name)).fields:
             if item.name == "input" and isinstance(item.value, Message):

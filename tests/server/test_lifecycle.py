@@ -172,7 +172,9 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_a_failure(serve):
 
 def test_an_engine_that_hangs_is_replaced(serve):
     server = serve("--watchdog-secs", "1").wait_started()
-    assert "no sign of life for 1 s" in generate(server, "901").text
+    lost = generate(server, "901")
+    assert (lost.status_code, lost.headers["retry-after"]) == (503, "1")  # it was not the request's fault
+    assert "no sign of life for 1 s" in lost.text
     wait_for(lambda: ready(server) == 200)
     assert generate(server).json()["text_output"] == "6 7 8"
 

@@ -1,7 +1,10 @@
 """Known traffic over a real engine: what the metrics and the statistics say equals what the client counted."""
 
+import asyncio
 import json
+import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -137,6 +140,72 @@ async def test_metrics_equal_the_clients_own_counts(stack):
     assert found[f"slipstream_requests_cancelled_total{{{place}}}"] == traffic.cancelled
     assert found[f"slipstream_output_tokens_total{{{place}}}"] >= traffic.tokens + 1
     assert found[f"slipstream_queue_seconds_count{{{place}}}"] == 4
+
+
+class Replay:
+    """A trace of requests, each at its moment and several at once; what the client counted."""
+
+    def __init__(self, stack, seed):
+        chance = random.Random(seed)
+        self._stack = stack
+        self._arrivals = []  # when, which prompt, how many tokens, what happens to it
+        for _ in range(40):
+            prompt = [chance.randrange(2, 90) for _ in range(chance.randrange(1, 60))]
+            fate = chance.choices(("stream", "once", "error", "leave"), (5, 3, 1, 1))[0]
+            self._arrivals.append((chance.uniform(0, 0.3), prompt, chance.randrange(1, 12), fate))
+        self.counts = Counter()
+
+    async def run(self):
+        await asyncio.gather(*(self._one(*arrival) for arrival in self._arrivals))
+        await until(lambda: self._stack.engine.outstanding == 0 and self._stack.engine.stats.running == 0)
+
+    async def _one(self, moment, prompt, count, fate):
+        await asyncio.sleep(moment)
+        if fate == "leave":
+            return await self._leave(prompt)
+        wanted = 0 if fate == "error" else count
+        answers = await ask(
+            self._stack.client, request("tensorrt_llm", token_inputs(prompt, wanted, fate == "stream"))
+        )
+        if fate == "error":
+            assert [result for result, _ in answers] == [None]
+            self.counts["errors"] += 1
+            return None
+        ids = [token for result, _ in answers for token in result.as_numpy("output_ids").ravel().tolist()]
+        self.counts += Counter(successes=1, tokens=len(ids), prompt_tokens=len(prompt))
+        return None
+
+    async def _leave(self, prompt):
+        async def sending():
+            yield request("tensorrt_llm", token_inputs(prompt, 180))
+
+        answers = self._stack.client.stream_infer(sending())
+        await anext(answers)
+        answers.cancel()
+        self.counts["cancelled"] += 1
+
+
+async def test_a_replayed_trace_gives_the_clients_own_counts(stack):
+    replay = Replay(stack, seed=5)
+    await replay.run()
+    counts = replay.counts
+    assert counts["successes"] + counts["errors"] + counts["cancelled"] == 40
+    assert min(counts.values()) > 0
+    await until(lambda: stack.engine.stats.finished == counts["successes"] + counts["cancelled"])
+    found = samples(stack.metrics.render())
+    place = 'model="tensorrt_llm",version="1"'
+    assert found[f"nv_inference_request_success{{{place}}}"] == counts["successes"]
+    for reason, count in (("BACKEND", counts["errors"]), ("CANCELED", counts["cancelled"])):
+        labels = f'model="tensorrt_llm",reason="{reason}",version="1"'
+        assert found[f"nv_inference_request_failure{{{labels}}}"] == count
+    for side, total in (("input", counts["prompt_tokens"]), ("output", counts["tokens"])):
+        labels = f'model="tensorrt_llm",response_metric_type="total_{side}_tokens",version="1"'
+        assert found[f"nv_llm_{side}_token_len_sum{{{labels}}}"] == total
+        assert found[f"nv_llm_{side}_token_len_count{{{labels}}}"] == counts["successes"]
+    assert found[f"slipstream_request_seconds_count{{{place}}}"] == counts["successes"]
+    assert found[f"slipstream_requests_cancelled_total{{{place}}}"] == counts["cancelled"]
+    assert found[f"nv_inference_pending_request_count{{{place}}}"] == 0
+    assert found[f"slipstream_requests_running{{{place}}}"] == 0
 
 
 async def test_a_prompt_seen_before_is_counted_as_reused(stack):

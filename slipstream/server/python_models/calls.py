@@ -14,6 +14,7 @@ from slipstream.server.input_checks import check_request
 from slipstream.server.python_models.convert import error_frame, request_of, response_frame
 from slipstream.server.python_models.custom_metrics import CustomMetrics
 from slipstream.server.python_models.frames import Call, CallAnswer, Control, ControlAnswer, ErrorFrame, ToWorker
+from slipstream.server.rate_limiter import RateLimiter
 from slipstream.server.repository_control import NoControl, RepositoryControl, load_model
 
 
@@ -24,6 +25,7 @@ class Surroundings:
     find: Callable[[str, str], ServedModel]  # by name and version (empty: the latest); InferenceError for none
     control: RepositoryControl = field(default_factory=NoControl)
     metrics: CustomMetrics = field(default_factory=CustomMetrics)
+    limiter: RateLimiter | None = None  # where instances share resources
 
 
 Send = Callable[[ToWorker], Awaitable[None]]

@@ -13,6 +13,7 @@ from slipstream.server.inference import ServedModel
 from slipstream.server.python_models.calls import Surroundings
 from slipstream.server.python_models.custom_metrics import CustomMetrics
 from slipstream.server.python_models.model import PythonModel
+from slipstream.server.rate_limiter import RateLimiter
 from slipstream.server.repository_control import NoControl, RepositoryControl
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class PythonModels:
     The engine itself is never one of them: upstream's `model.py` for it drives an engine that is not here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limiter: RateLimiter | None = None) -> None:
+        self._limiter = limiter
         self.metrics = CustomMetrics()  # what the models measure
         self.control: RepositoryControl = NoControl()  # what their load_model and unload_model reach
 
@@ -48,7 +50,7 @@ class PythonModels:
         def find(name: str, wanted: str) -> ServedModel:
             return registry.find(name, wanted).model
 
-        surroundings = Surroundings(find, self.control, self.metrics)
+        surroundings = Surroundings(find, self.control, self.metrics, self._limiter)
         return await open_python_model(model.config, _file(model, version).parent, surroundings)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.repository.config import ModelConfig
+from slipstream.repository.config import InstanceGroup, ModelConfig
 from slipstream.repository.describe import config_document
 from slipstream.server import logging
 from slipstream.server.errors import Code, InferenceError, Unavailable
@@ -21,6 +21,7 @@ from slipstream.server.python_models.convert import request_frame, response_of
 from slipstream.server.python_models.frames import Response, Start
 from slipstream.server.python_models.instance import Instance
 from slipstream.server.python_models.waiting import Pending, Waiting
+from slipstream.server.rate_limiter import GLOBAL, Contender, Device
 
 HANDED_AHEAD = 4
 DRAIN_SECONDS = 30.0  # for the requests of a model that is unloaded
@@ -41,6 +42,13 @@ class _Place:
     name: str
     kind: str
     device: int
+    group: InstanceGroup | None = None
+
+    @property
+    def needs(self) -> dict[tuple[str, Device], int]:
+        """The resources that one execution takes."""
+        resources = self.group.resources if self.group is not None else ()
+        return {(one.name, GLOBAL if one.of_machine else self.device): one.count for one in resources}
 
 
 class PythonModel:
@@ -59,6 +67,7 @@ class PythonModel:
         self._instances: dict[_Place, Instance] = {}
         self._deaths: dict[_Place, list[float]] = {}
         self._running: dict[int, Pending] = {}
+        self._contenders: dict[Instance, Contender] = {}  # for resources, where any are limited
         self._restarting: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -93,8 +102,11 @@ class PythonModel:
             raise
 
     async def _start(self, place: _Place, complete: bool = False) -> str:
-        instance = Instance(place.name, self._depth(), self._surroundings, self._take, self._dispatch, self._ended)
+        instance = Instance(
+            place.name, self._depth(), self._surroundings, self._take, lambda: self._freed(instance), self._ended
+        )
         self._instances[place] = instance
+        self._contend(instance, place)
         document = config_document(self._config, self._config.decoupled)
         arguments = {
             "model_config": json.dumps(document, separators=(",", ":"), ensure_ascii=False),
@@ -112,14 +124,42 @@ class PythonModel:
             return await instance.start(order)
         except BaseException:
             self._instances.pop(place, None)
+            self._leave_contest(instance)
             instance.kill()
             raise
+
+    def _contend(self, instance: Instance, place: _Place) -> None:
+        limiter = self._surroundings.limiter
+        if limiter is not None and place.group is not None:
+            contender = Contender(place.name, place.needs, place.group.priority)
+            limiter.join(contender)
+            self._contenders[instance] = contender
+
+    def _leave_contest(self, instance: Instance) -> None:
+        contender = self._contenders.pop(instance, None)
+        if contender is not None and self._surroundings.limiter is not None:
+            self._surroundings.limiter.leave(contender)
+
+    def _may_execute(self, instance: Instance) -> bool:
+        contender = self._contenders.get(instance)
+        if contender is None or self._surroundings.limiter is None:
+            return True
+        return self._surroundings.limiter.acquire(contender, self._dispatch)
+
+    def _release(self, instance: Instance) -> None:
+        contender = self._contenders.get(instance)
+        if contender is not None and self._surroundings.limiter is not None:
+            self._surroundings.limiter.release(contender)
+
+    def _freed(self, instance: Instance) -> None:
+        self._release(instance)
+        self._dispatch()
 
     def _depth(self) -> int:
         """A lone process may be handed requests ahead, which saves it the wait for each next one. Several would
         take them from each other, and with dynamic batching those that wait are better executed together."""
         alone = len(_places(self._config)) == 1 and self._config.dynamic_batching is None
-        return HANDED_AHEAD if alone else 1
+        return HANDED_AHEAD if alone and self._surroundings.limiter is None else 1
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         if not self.ready and not self._restarting:
@@ -138,12 +178,13 @@ class PythonModel:
 
     def _dispatch(self) -> None:
         """Give what waits to whoever is idle."""
-        for instance in self._instances.values():
+        for instance in list(self._instances.values()):
             if not self._waiting:
                 return
-            while instance.has_room and self._waiting:
+            while instance.has_room and self._waiting and self._may_execute(instance):
                 batch = self._waiting.take()
                 if not batch:
+                    self._release(instance)
                     break
                 self._execute(instance, batch)
         if self._waiting and self._timer is None and (delay := self._waiting.delay()) > 0:
@@ -188,6 +229,7 @@ class PythonModel:
         place = next((place for place, other in self._instances.items() if other is instance), None)
         if place is not None:
             del self._instances[place]
+        self._leave_contest(instance)
         text = f"the process of model instance '{instance.name}' ended: {reason}"
         held = [pending for pending in self._running.values() if pending.instance is instance]
         not_begun = instance.not_begun
@@ -253,7 +295,7 @@ def _places(config: ModelConfig) -> list[_Place]:
         kind = "GPU" if group.kind == "KIND_GPU" else "CPU"
         devices = group.gpus if kind == "GPU" and group.gpus else (0,)
         for number in range(max(1, group.count) * len(devices)):
-            places.append(_Place(f"{name}_{number}", kind, devices[number % len(devices)]))
+            places.append(_Place(f"{name}_{number}", kind, devices[number % len(devices)], group))
     return places or [_Place(f"{config.name}_0", "CPU", 0)]
 
 

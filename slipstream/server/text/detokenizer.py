@@ -37,6 +37,26 @@ def detokenizer_factory(backend: Backend) -> Callable[[], Detokenizer]:
     return lambda: WindowDetokenizer(backend)
 
 
+def spelling(backend: Backend) -> tuple[Callable[[int], bytes], bool] | None:
+    """The bytes a token writes wherever it stands, and whether a text's first space is left out.
+
+    None where a token's text depends on its neighbours.
+    """
+    steps = _decoder_steps(backend)
+    if [step["type"] for step in steps] in (["ByteLevel"], ["ByteLevel", "Fuse"]):
+        return _TokenBytes(backend), False
+    if fallback := _byte_fallback_steps(steps):
+        replacements, (stripped, count) = fallback
+        parts = _TokenParts(backend, replacements)
+
+        def token_bytes(token_id: int) -> bytes:
+            part = parts(token_id)
+            return bytes([part]) if isinstance(part, int) else part.encode()
+
+        return token_bytes, stripped == " " and count > 0
+    return None
+
+
 def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
     if backend.decoder is None:
         return []

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from slipstream.engine.messages import EngineInfo
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.guided import GuideError, check_guide
+from slipstream.engine.messages import Beam, EngineInfo, Scores, Timing
+from slipstream.engine.request import PromptTable, SamplingParams
+from slipstream.server.adapters import AdapterBook, AdapterUse
 from slipstream.server.generation import Delta
 from slipstream.server.text.chat import Message, encode_chat, render_chat
+from slipstream.server.text.sequences import TextBeam, beam_problem, merged, sampling_of_sequence, write_beams
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
 
 # Longer texts are tokenised in a thread: on the event loop they would hold up everybody's streams.
 _LONG_TEXT_CHARS = 8192
+
+# What one request may be answered with in logits.
+MOST_LOGITS_BYTES = 256 << 20
 
 Result = TypeVar("Result")
 
@@ -49,6 +56,10 @@ class Engine(Protocol):
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str = "",
+        prompt_of: int | None = None,
+        draft: Sequence[int] = (),
+        adapter: AdapterUse | None = None,
+        prompt_table: PromptTable | None = None,
     ) -> EngineGeneration: ...
 
 
@@ -64,12 +75,19 @@ class TextRequest:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
+    sequences: int = 1  # samples of the one prompt; of a beam search, how many of its beams are wanted
+    draft: Sequence[int] = ()  # a guess at how the answer begins
+    adapter: AdapterUse | None = None
+    prompt_table: PromptTable | None = None  # for a prompt of tokens, some of them beyond the vocabulary
     submitted: Callable[[EngineGeneration], None] | None = None  # told of the generation, to stop it from elsewhere
 
 
 @dataclass(slots=True)
 class TextDelta:
-    """What is new. A non-empty `finish_reason` makes it the last one."""
+    """What is new of one sequence. A non-empty `finish_reason` makes it the last one of that sequence.
+
+    The last delta of a beam search has all there is: `beams`, and the best of them as text and tokens.
+    """
 
     text: str
     tokens: list[int]
@@ -79,12 +97,18 @@ class TextDelta:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""
+    scores: Scores | None = None
+    timing: Timing | None = None
+    lost: bool = False  # the engine is gone
+    sequence: int = 0
+    beams: list[TextBeam] | None = None
 
 
 class TextGenerator:
-    def __init__(self, tokenizer: Tokenizer, engine: Engine) -> None:
+    def __init__(self, tokenizer: Tokenizer, engine: Engine, adapters: AdapterBook | None = None) -> None:
         self.tokenizer = tokenizer
         self.engine = engine
+        self.adapters = adapters or AdapterBook()
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
         """Run a request. Closing the iterator early cancels it in the engine at once.
@@ -93,26 +117,80 @@ class TextGenerator:
         """
         prompt = await self._prompt(request)
         sampling = self._sampling(request, len(prompt))
-        stream = TextStream(self.tokenizer, request.stop_words, request.skip_special_tokens)
-        generation = self.engine.submit(
-            prompt, sampling, priority=request.priority, deadline=request.deadline, cache_salt=request.cache_salt
-        )
-        if request.submitted is not None:
-            request.submitted(generation)
-        ended = False
+        self._check_logits(sampling, len(prompt), request.sequences)
+        if sampling.guide is not None:
+            await _check_guide(sampling)
+        generations = self._submit(request, prompt, sampling)
+        streams = [TextStream(self.tokenizer, request.stop_words, request.skip_special_tokens) for _ in generations]
+        running = set(range(len(generations)))
+        held: dict[int, TextDelta] = {}  # ended at a stop word, and wait for the times the engine tells at its end
         try:
-            async for delta in generation:
-                news = _advance(stream, delta, sampling.end_ids)
-                news.prompt_tokens = len(prompt)
-                if stream.stopped and not delta.finish_reason:
-                    generation.cancel("stop")
-                ended = bool(news.finish_reason)
-                yield news
-                if ended:
-                    return
+            async with aclosing(merged(generations)) as arrivals:
+                async for index, delta in arrivals:
+                    if index in held and delta.finish_reason:
+                        news = held.pop(index)
+                        news.timing = delta.timing
+                    elif index in held or index not in running:
+                        continue  # it ended at a stop word; this is the engine's own end
+                    else:
+                        news = _advance(streams[index], delta, sampling.end_ids)
+                        if delta.scores is not None:
+                            news.scores = _kept(delta.scores, len(news.tokens), len(delta.tokens))
+                        if delta.beams:
+                            self._add_beams(news, delta.beams, request)
+                        news.prompt_tokens, news.sequence = len(prompt), index
+                        if streams[index].stopped and not delta.finish_reason:
+                            generations[index].cancel("stop")
+                            if sampling.timing:
+                                held[index] = news
+                                continue
+                    if news.finish_reason:
+                        running.discard(index)
+                    yield news
+                    if not running:
+                        return
         finally:
-            if not ended:
+            for index in running:
+                generations[index].cancel()
+
+    def _submit(self, request: TextRequest, prompt: list[int], sampling: SamplingParams) -> list[EngineGeneration]:
+        """One generation for each sequence; those after the first share its prompt. Beams are one generation."""
+        generations: list[EngineGeneration] = []
+        try:
+            self._submit_each(request, prompt, sampling, generations)
+        except BaseException:  # whatever it is, those that were begun have no reader
+            for generation in generations:
                 generation.cancel()
+            raise
+        return generations
+
+    def _submit_each(
+        self, request: TextRequest, prompt: list[int], sampling: SamplingParams, generations: list[EngineGeneration]
+    ) -> None:
+        more: dict[str, Any] = {"draft": request.draft} if request.draft else {}
+        if request.adapter is not None:
+            more["adapter"] = request.adapter
+        salt = request.cache_salt
+        if request.prompt_table is not None:
+            more["prompt_table"], salt = request.prompt_table, f"{salt}\0{request.prompt_table.digest}"
+        for index in range(1 if sampling.beams else request.sequences):
+            if generations:
+                more["prompt_of"] = generations[0].request_id
+                if request.adapter is not None:  # the first has brought it
+                    more["adapter"] = replace(request.adapter, source=None)
+            generation = self.engine.submit(
+                prompt, sampling_of_sequence(sampling, index), priority=request.priority, deadline=request.deadline,
+                cache_salt=salt, **more,
+            )  # fmt: skip
+            generations.append(generation)
+            if request.submitted is not None:
+                request.submitted(generation)
+
+    def _add_beams(self, news: TextDelta, beams: Sequence[Beam], request: TextRequest) -> None:
+        written = write_beams(self.tokenizer, beams, request.stop_words, request.skip_special_tokens)
+        news.beams = written[: request.sequences] if request.sequences > 1 else written
+        best = news.beams[0]
+        news.text, news.tokens, news.log_probs = best.text, best.tokens, best.log_probs
 
     async def chat_prompt(
         self,
@@ -139,10 +217,11 @@ class TextGenerator:
     async def _prompt(self, request: TextRequest) -> list[int]:
         prompt = request.prompt
         if isinstance(prompt, str):
-            ids = await _in_thread_if_long(len(prompt), self.tokenizer.encode, prompt, request.add_special_tokens)
+            ids = await in_thread_if_long(len(prompt), self.tokenizer.encode, prompt, request.add_special_tokens)
         else:
-            self.tokenizer.check_ids(prompt)
             ids = list(prompt)
+            table = request.prompt_table
+            self.tokenizer.check_ids(ids if table is None else [token for token in ids if token < table.first_token])
         if not ids:
             raise PromptError("The prompt is empty: it has no tokens.")
         if self.engine.info is not None:
@@ -151,23 +230,64 @@ class TextGenerator:
                 raise PromptError(f"Prompt length ({len(ids)}) exceeds maximum input length ({longest}).")
         return ids
 
+    def _check_logits(self, sampling: SamplingParams, prompt_tokens: int, sequences: int) -> None:
+        """Logits are a number for every token of the vocabulary, so a long request can ask for gigabytes."""
+        if self.engine.info is None:
+            return
+        wanted = {"context_logits": prompt_tokens * sampling.context_logits,
+                  "generation_logits": sampling.max_tokens * sampling.generation_logits * sequences}
+        if sum(wanted.values()) * 4 * self.engine.info.vocab_size > MOST_LOGITS_BYTES:
+            named = " and ".join(f"{name} of {count} tokens" for name, count in wanted.items() if count)
+            most = MOST_LOGITS_BYTES // (4 * self.engine.info.vocab_size)
+            raise PromptError(
+                f"{named} exceed the bound of {MOST_LOGITS_BYTES >> 20} MiB a request, which is {most} tokens "
+                f"of this model's vocabulary"
+            )
+
     def _sampling(self, request: TextRequest, prompt_tokens: int) -> SamplingParams:
         """The request's parameters with what only the tokenizer and the engine's size can tell."""
         given = request.sampling
+        problem = beam_problem(given, request.sequences, bool(request.draft), self.engine.info)
+        if problem:
+            raise PromptError(problem)
         end_ids = given.end_ids or tuple(self.tokenizer.end_ids)
         room = given.max_tokens
         if self.engine.info is not None:
             room = self.engine.info.max_sequence_tokens - prompt_tokens
         bad_words = [*given.bad_words, *bad_word_tokens(self.tokenizer, request.bad_words)]
-        return replace(
+        sampling = replace(
             given,
             max_tokens=min(given.max_tokens, room),
             end_ids=() if request.ignore_end else end_ids,
             bad_words=tuple(dict.fromkeys(bad_words)),
+            bad_texts=self._bad_texts(request),
         )
+        return sampling if self.engine.info is None else within(sampling, self.engine.info.vocab_size)
+
+    def _bad_texts(self, request: TextRequest) -> tuple[str, ...]:
+        """The words themselves, where what a token writes is known; otherwise their likely tokens must do."""
+        if self.tokenizer.token_bytes is None or request.sampling.beams:
+            return ()
+        return tuple(dict.fromkeys(word for word in request.bad_words if word))
 
 
-async def _in_thread_if_long(size: int, function: Callable[..., Result], *args: Any) -> Result:
+def within(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Without what concerns tokens that the model cannot say: a tokenizer may know more than its model has."""
+
+    def known(token: int) -> bool:
+        if token < 0:
+            raise PromptError(f"{token} is no token: ids are at least 0")
+        return token < vocab_size
+
+    return replace(
+        sampling,
+        end_ids=tuple(token for token in sampling.end_ids if known(token)),
+        bad_words=tuple(word for word in sampling.bad_words if all(map(known, word))),
+        logit_bias=tuple((token, weight) for token, weight in sampling.logit_bias if known(token)),
+    )
+
+
+async def in_thread_if_long(size: int, function: Callable[..., Result], *args: Any) -> Result:
     return await asyncio.to_thread(function, *args) if size > _LONG_TEXT_CHARS else function(*args)
 
 
@@ -189,7 +309,26 @@ def _advance(stream: TextStream, delta: Delta, end_ids: tuple[int, ...]) -> Text
         finish_reason="stop" if stream.stopped else delta.finish_reason,
         cached_tokens=delta.cached_tokens,
         error="" if stream.stopped else delta.error,
+        timing=delta.timing,
+        lost=delta.lost,
     )
+
+
+async def _check_guide(sampling: SamplingParams) -> None:
+    """Before anything runs; in a thread, because a grammar may be long."""
+    assert sampling.guide is not None
+    try:
+        await asyncio.to_thread(check_guide, sampling.guide)
+    except GuideError as error:
+        raise PromptError(f"guided_decoding_guide: {error}") from error
+
+
+def _kept(scores: Scores, kept: int, tokens: int) -> Scores:
+    """Without the logits of tokens that come after a stop word."""
+    if kept < tokens:
+        row_bytes = len(scores.generation_logits) // tokens
+        scores.generation_logits = scores.generation_logits[: kept * row_bytes]
+    return scores
 
 
 def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[tuple[int, ...]]:

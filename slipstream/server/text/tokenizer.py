@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.server.text.backends import Backend, load_backend
-from slipstream.server.text.detokenizer import Detokenizer, detokenizer_factory
+from slipstream.server.text.detokenizer import Detokenizer, detokenizer_factory, spelling
 from slipstream.server.text.folder import TokenizerError, TokenizerFolder, read_tokenizer_folder
 
 
@@ -16,6 +16,9 @@ class Tokenizer:
     def __init__(self, folder: TokenizerFolder, backend: Backend) -> None:
         self._backend = backend
         self._new_detokenizer = detokenizer_factory(backend)
+        spelled = spelling(backend)
+        self.token_bytes = spelled[0] if spelled else None  # what a token writes; None: its neighbours have a say
+        self.strips_space = bool(spelled and spelled[1])  # of a text's first space
         # Chat templates see these by name: bos_token, eos_token, ...
         configured = {name: token.content for name, token in folder.named_tokens.items()}
         self.named_tokens = backend.default_names | configured

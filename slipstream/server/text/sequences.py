@@ -1,0 +1,96 @@
+"""The several answers one request may have: samples of one prompt, and the beams of a search."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from slipstream.engine.messages import Beam, EngineInfo
+from slipstream.engine.request import SamplingParams
+from slipstream.server.text.stream import TextStream
+from slipstream.server.text.tokenizer import Tokenizer
+
+Item = TypeVar("Item")
+
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that no two sequences of a request have the same seed
+_SEEDS = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class TextBeam:
+    """One way on from the prompt, best first among its like."""
+
+    text: str
+    tokens: list[int]
+    log_probs: list[float]
+    total_log_prob: float  # of all its tokens and its end
+    finish_reason: str
+
+
+def write_beams(
+    tokenizer: Tokenizer, beams: Sequence[Beam], stop_words: Sequence[str], skip_special_tokens: bool
+) -> list[TextBeam]:
+    """The texts of beams, each cut at the first stop word in it."""
+    written = []
+    for beam in beams:
+        stream = TextStream(tokenizer, stop_words, skip_special_tokens)
+        text = stream.push(beam.tokens) + stream.finish()
+        count = stream.tokens_used if stream.stopped else len(beam.tokens)
+        reason = "stop" if stream.stopped else beam.finish_reason
+        written.append(TextBeam(text, beam.tokens[:count], beam.log_probs[:count], beam.total_log_prob, reason))
+    return written
+
+
+def beam_problem(sampling: SamplingParams, sequences: int, drafted: bool, info: EngineInfo | None) -> str:
+    """Why a beam search cannot be what the rest of the request asks for; empty when it can, or there is none."""
+    width = sampling.beam_width
+    if not sampling.beams:
+        return ""
+    if info is not None and width > info.max_beam_width:
+        return f"Requested beam width {width} is larger than configured max beam width {info.max_beam_width}"
+    if sequences > width:
+        return f"{sequences} sequences were asked for, and a search of beam width {width} has no more than {width}"
+    other = {
+        "top_k": sampling.top_k > 1, "top_p": sampling.top_p < 1.0, "min_p": sampling.min_p > 0.0,
+        "top_p_decay": sampling.top_p_decay < 1.0,
+        "top_log_probs": sampling.top_log_probs > 0, "generation logits": sampling.generation_logits,
+        "a guide": sampling.guide is not None, "a draft": drafted,
+    }  # fmt: skip
+    named = next((name for name, asked in other.items() if asked), "")
+    return f"{named} cannot be combined with beam width {width}" if named else ""
+
+
+def sampling_of_sequence(sampling: SamplingParams, index: int) -> SamplingParams:
+    """The first sequence is what the request alone would be; each has a seed of its own that follows from it."""
+    return replace(sampling, seed=(sampling.seed + index * _SEED_STEP) % _SEEDS) if index else sampling
+
+
+async def merged(sources: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item], None]:
+    """Items of all sources as they come, with the place of the source. Ends when all have ended."""
+    if len(sources) == 1:
+        async for item in sources[0]:
+            yield 0, item
+        return
+    waiting = {asyncio.ensure_future(_next(source)): place for place, source in enumerate(sources)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                place = waiting.pop(task)
+                found = task.result()
+                if found is not None:
+                    waiting[asyncio.ensure_future(_next(sources[place]))] = place
+                    yield place, found
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _next(source: AsyncIterator[Item]) -> Item | None:
+    try:
+        return await source.__anext__()
+    except StopAsyncIteration:
+        return None

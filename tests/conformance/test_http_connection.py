@@ -1,0 +1,89 @@
+"""What lies between a socket and a request: writes that are joined, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from grpc_support import recorded_registry
+from http_support import Connection, RunningServer, request_bytes, wait_until
+
+from slipstream.server.health import ServerState
+from slipstream.server.http import create_app
+from slipstream.server.http_protocol import MAX_JOINED_BYTES, Departure, JoiningTransport
+
+
+class Noting(asyncio.Transport):
+    """A transport that remembers what was written to it, and when it was closed."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.gone = False
+
+    def is_closing(self) -> bool:
+        return self.gone
+
+    def write(self, data: Any) -> None:
+        self.written.append(bytes(data))
+
+    def close(self) -> None:
+        self.written.append(b"closed")
+
+
+async def test_the_writes_of_one_turn_go_out_as_one() -> None:
+    below = Noting()
+    transport = JoiningTransport(below, asyncio.get_running_loop())
+    for piece in (b"a", b"b", b"c"):
+        transport.write(piece)
+    assert below.written == []
+    await asyncio.sleep(0)
+    assert below.written == [b"abc"]
+    transport.write(b"d")
+    transport.close()
+    await asyncio.sleep(0)
+    assert below.written == [b"abc", b"d", b"closed"]
+
+
+async def test_much_at_once_is_not_held_back() -> None:
+    below = Noting()
+    transport = JoiningTransport(below, asyncio.get_running_loop())
+    transport.write(b"x" * MAX_JOINED_BYTES)
+    transport.write(b"y")
+    assert below.written == [b"x" * MAX_JOINED_BYTES + b"y"]
+
+
+async def test_what_was_meant_for_a_client_that_has_left_is_dropped() -> None:
+    below = Noting()
+    transport = JoiningTransport(below, asyncio.get_running_loop())
+    transport.write(b"too late")
+    below.gone = True
+    await asyncio.sleep(0)
+    assert below.written == []
+
+
+def test_who_listens_is_told_once_and_also_when_it_is_too_late() -> None:
+    told: list[str] = []
+    reading: list[int] = []
+    departure = Departure(lambda: reading.append(1))
+    departure.listen(lambda: told.append("early"))
+    departure.ignore()
+    departure.leave()
+    assert (told, reading) == ([], [1])
+    departure.listen(lambda: told.append("late"))
+    assert (told, reading) == (["late"], [1])
+
+
+@pytest.mark.parametrize("padding", [0, 1 << 20], ids=["small", "large"])  # of a large one, reading had been paused
+def test_a_client_that_leaves_is_noticed_however_large_its_request(padding: int) -> None:
+    registry = recorded_registry()[0]
+    model: Any = registry.find("slow_nd").model
+    tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["60000"]}
+    body = json.dumps({"id": "left", "inputs": [tensor]}).encode() + b" " * padding
+    with RunningServer(create_app(registry, ServerState([]))) as server:
+        with Connection(server.port) as connection:
+            connection.send(request_bytes("POST", "/v2/models/slow_nd/infer", [], body))
+            wait_until(lambda: model.counters.pending == 1)
+        wait_until(lambda: model.inner.cancelled == ["left"])
+    assert model.counters.failures["CANCELED"] == 1

@@ -1,0 +1,114 @@
+"""Both servers at once, over gRPC: every recorded call and stream goes to the real Triton and to this one.
+
+Run it where there is a Triton, as `test_live_triton.py` is run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_support import CASES, COMPRESSION, Client, RunningGrpc, document, outgoing, send
+from live.real_triton import VARIABLE, RealTriton, find_tritonserver
+
+from slipstream.server.context import ServerContext
+from slipstream.server.engine_child import ENGINE_COMMAND
+from slipstream.server.engine_client import Supervision
+from slipstream.server.engine_pool import EnginePool
+from slipstream.server.health import ServerState
+from slipstream.server.metrics import ServerMetrics
+from slipstream.server.model_loader import ModelLoader
+from slipstream.server.python_models.factory import PythonModels
+from slipstream.server.registry import ModelRegistry
+
+MODELS = Path(__file__).parents[1] / "python_models" / "repos" / "mimic"
+TRITONSERVER = find_tritonserver()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(TRITONSERVER is None, reason=f"no nvidia-pytriton is installed and ${VARIABLE} is not set"),
+]
+_PLACE = re.compile(r"(?<=At:\n  )[^()]*/(?=\w+/\d+/model\.py)")  # the machine's part of a path
+_CHANGING = ("ns", "count", "last_inference", "inference_count", "execution_count")
+# Where this server means to differ, and why. The calls are sent all the same.
+DIFFERENT: dict[str, str] = {
+    "grpc-infer-big-4mb": "a string longer than its data is refused by the server here, and by the model there",
+    "grpc-infer-params": "parameters keep the order in which they were sent, where Triton has that of a hash map",
+    "grpc-reflection": "reflection is there, which Triton's build has not",
+    "grpc-shm-register-missing": "shared memory of the machine is off unless a flag allows it",
+}
+RECORDED = [case for case in CASES if case["server"] == "mimic" and case["proto"] in ("grpc", "grpc-stream")]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("live") / "models"
+    shutil.copytree(MODELS, folder)
+    (folder / "ens" / "1").mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLOW_MODEL_LOG", str(folder.parent / "slow-model.log"))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def real(repository: Path) -> Iterator[Client]:
+    assert TRITONSERVER is not None
+    with (
+        RealTriton(TRITONSERVER, repository, repository.parent, "--id=oracle-mimic") as server,
+        Client(server.grpc_port) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def ours(repository: Path) -> Iterator[Client]:
+    registry = ModelRegistry()
+    registry.wrap(ServerMetrics().count)
+    pool = EnginePool({}, Supervision(), ENGINE_COMMAND)
+    loader = ModelLoader([repository], registry, pool, [PythonModels()])
+
+    async def load() -> None:
+        reading = loader.read()
+        assert await loader.load_all(reading.repository.models, reading) == {}
+
+    context = ServerContext(server_name="oracle-mimic", control=loader)
+    with RunningGrpc(registry, ServerState([]), context) as server, Client(server.port) as client:
+        asyncio.run_coroutine_threadsafe(load(), server.loop).result(120)
+        yield client
+        asyncio.run_coroutine_threadsafe(loader.close(), server.loop).result(120)
+
+
+def outcome(client: Client, case: dict[str, Any]) -> Any:
+    """What came back: messages, or the code and the text of an error, without what changes from run to run."""
+    try:
+        if case["proto"] == "grpc":
+            return "OK", masked(send(client, case))
+        compression = COMPRESSION[case["request"].get("compression")]
+        call = client.stream(outgoing(case["request"]["messages"]), timeout=20, compression=compression)
+        answers = [masked(document(answer)) for answer in call]
+        # Requests of one stream are answered side by side, so only the order within each of them is the same.
+        return "OK", sorted(answers, key=lambda answer: answer.get("infer_response", {}).get("id", ""))
+    except grpc.RpcError as error:
+        return error.code().name, _PLACE.sub("", error.details() or "")
+
+
+def masked(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {name: masked(value) for name, value in found.items() if name not in _CHANGING}
+    if isinstance(found, list):
+        return [masked(value) for value in found]
+    return _PLACE.sub("", found) if isinstance(found, str) else found
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=lambda case: case["case"])
+def test_both_answer_alike(real: Client, ours: Client, case: dict[str, Any]) -> None:
+    expected, found = outcome(real, case), outcome(ours, case)
+    if case["case"] in DIFFERENT:
+        assert found != expected, "this difference is gone: take it off the list"
+    else:
+        assert found == expected

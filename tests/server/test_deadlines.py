@@ -1,0 +1,127 @@
+"""A request whose time is over: what there is comes with the reason; one that never ran is told to try again."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tritonclient.grpc.aio as triton
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from grpc_stack import ask, request, tensor, text_inputs, token_inputs
+from http_support import Answer, RunningServer, post
+from optional_tensors import write_declared
+from test_pipeline_text import SpokenEngine
+from tiny_text import BEGIN, write_engine_folder
+
+from slipstream.repository.models import read_repository
+from slipstream.server.generation import Delta
+from slipstream.server.grpc_options import GrpcOptions, add_port
+from slipstream.server.grpc_service import create_grpc_server
+from slipstream.server.health import ServerState
+from slipstream.server.http import create_app
+from slipstream.server.registry import ModelRegistry, build_registry
+from slipstream.server.text.pipeline import TextGenerator
+from slipstream.server.text.tokenizer import Tokenizer
+
+RAN = [Delta(tokens=[32, 33]), Delta(tokens=[34]), Delta(finish_reason="timeout")]
+NEVER_RAN = [Delta(finish_reason="timeout")]
+
+
+class Stack:
+    def __init__(self, folder: Path, decoupled: str) -> None:
+        engine_folder = write_engine_folder(folder / "engine")
+        self.engine = SpokenEngine(ready=True)
+        self.engine.outstanding = 0  # type: ignore[attr-defined]
+        tokenizer = Tokenizer.load(engine_folder)
+        self.text = tokenizer.decode([32, 33, 34])
+        repo = write_declared(folder / "repo", engine_folder, decoupled_mode=decoupled)
+        generator: Any = TextGenerator(tokenizer, self.engine)
+        self.registry: ModelRegistry = build_registry(read_repository(repo), {"tensorrt_llm": generator})
+        self.state = ServerState([self.engine])
+
+
+@pytest.fixture(params=["true", "false"], ids=["decoupled", "coupled"])
+def stack(request, tmp_path) -> Stack:
+    return Stack(tmp_path, request.param)
+
+
+def generate(stack: Stack, model: str, endpoint: str) -> Answer:
+    fields = {"text_input": "x", "max_tokens": 50, "timeout": 70_000_000, "return_finish_reason": True,
+              "stream": endpoint == "generate_stream"}
+    with RunningServer(create_app(stack.registry, stack.state)) as server:
+        return post(server.port, f"/v2/models/{model}/{endpoint}", json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize("model", ["ensemble", "chat"])
+def test_http_answers_with_what_there_is(stack, model):
+    stack.engine.deltas = RAN
+    answer = generate(stack, model, "generate")
+    told = json.loads(answer.body)
+    assert (answer.status, told["text_output"], told["finish_reason"]) == (200, stack.text, "timeout")
+    _, deadline, _ = stack.engine.rest
+    assert 0 < deadline - time.monotonic() <= 70  # the client's timeout, in microseconds, bounds the whole request
+    streamed = generate(stack, model, "generate_stream")
+    events = [json.loads(chunk.removeprefix(b"data: ")) for chunk in streamed.chunks]
+    assert "".join(event["text_output"] for event in events) == stack.text
+    assert events[-1]["finish_reason"] == "timeout"
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
+def test_http_says_503_to_what_never_ran(stack, endpoint):
+    stack.engine.deltas = NEVER_RAN
+    for model in ("ensemble", "chat"):
+        answer = generate(stack, model, endpoint)
+        assert (answer.status, json.loads(answer.body)) == (503, {"error": "Request timeout expired"})
+
+
+@asynccontextmanager
+async def grpc(stack: Stack) -> AsyncIterator[triton.InferenceServerClient]:
+    server = create_grpc_server(stack.registry, stack.state, None, GrpcOptions())
+    client = triton.InferenceServerClient(f"127.0.0.1:{add_port(server, '127.0.0.1:0', GrpcOptions())}")
+    await server.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+        await server.stop(None)
+
+
+def calls(streaming: bool) -> list[tuple[str, list[Any]]]:
+    flag = tensor("return_finish_reason", [True], "BOOL")
+    return [("ensemble", [*text_inputs("x", 50, streaming), flag]), ("chat", [*text_inputs("x", 50, streaming), flag]),
+            ("tensorrt_llm", [*token_inputs([BEGIN, 5], 50, streaming), flag])]
+
+
+async def test_grpc_streams_answer_with_what_there_is(stack):
+    stack.engine.deltas = RAN
+    async with grpc(stack) as client:
+        for model, inputs in calls(streaming=True):
+            answers = [result for result, error in await ask(client, request(model, inputs)) if error is None]
+            answers = [result for result in answers if result.get_response().outputs]
+            assert answers[-1].as_numpy("finish_reason").tolist() == [[b"timeout"]]
+            if model == "tensorrt_llm":
+                assert [int(i) for r in answers for i in r.as_numpy("output_ids").flatten()] == [32, 33, 34]
+            else:
+                assert b"".join(r.as_numpy("text_output")[0] for r in answers).decode() == stack.text
+
+
+async def test_grpc_calls_answer_with_what_there_is_or_are_unavailable(stack):
+    async with grpc(stack) as client:
+        for model, inputs in calls(streaming=False):
+            if stack.registry.find(model).model.decoupled:
+                continue  # those take streams only
+            stack.engine.deltas = RAN
+            result = await client.infer(model, inputs, timeout=60_000_000)
+            assert result.as_numpy("finish_reason").tolist() == [[b"timeout"]]
+            stack.engine.deltas = NEVER_RAN
+            with pytest.raises(triton.InferenceServerException, match="Request timeout expired") as refusal:
+                await client.infer(model, inputs, timeout=60_000_000)
+            assert refusal.value.status() == "StatusCode.UNAVAILABLE"

@@ -1,0 +1,122 @@
+"""A draft model beside the target: the text is the target's own, whatever the draft model says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from grpc_stack import SETTINGS
+from http_support import RunningServer, post
+from tiny_engine import VOCABULARY, build_tiny_engine
+
+from slipstream.engine.request import SamplingParams
+from slipstream.repository.models import inspect_repository, read_repository
+from slipstream.repository.templates import write_repository
+from slipstream.server.drafting import DraftedGenerator
+from slipstream.server.errors import InferenceError
+from slipstream.server.health import ServerState
+from slipstream.server.http import create_app
+from slipstream.server.in_process import InProcessEngine
+from slipstream.server.registry import build_registry
+from slipstream.server.text.pipeline import TextDelta, TextGenerator, TextRequest
+from slipstream.server.text.tokenizer import Tokenizer
+from slipstream.weights.load import start_engine
+
+PROMPT = "5 9 33 71 20 8 44 2 17 63"
+
+
+@pytest.fixture(scope="module")
+def engine_folder(tmp_path_factory) -> Path:
+    return build_tiny_engine(tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture(scope="module")
+def target(engine_folder) -> Iterator[TextGenerator]:
+    engine = InProcessEngine(start_engine(engine_folder, SETTINGS))
+    yield TextGenerator(Tokenizer.load(engine_folder), engine)
+    engine.close()
+
+
+class Wrong:
+    """Guesses that are right now and then, by chance only."""
+
+    async def generate(self, request: TextRequest):
+        yield TextDelta("", [(len(request.prompt) * 7 + i) % VOCABULARY for i in range(request.sampling.max_tokens)],
+                        finish_reason="length")
+
+
+async def whole(generator: Any, request: TextRequest) -> tuple[str, list[int], list[float], str]:
+    deltas = [delta async for delta in generator.generate(request)]
+    assert [bool(delta.finish_reason) for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    log_probs = [round(value, 3) for delta in deltas for value in delta.log_probs or []]
+    tokens = [token for delta in deltas for token in delta.tokens]
+    return "".join(delta.text for delta in deltas), tokens, log_probs, deltas[-1].finish_reason
+
+
+@pytest.mark.parametrize("request_", [
+    TextRequest(PROMPT, SamplingParams(max_tokens=20), ignore_end=True),
+    TextRequest(PROMPT, SamplingParams(max_tokens=20, temperature=1.2, seed=5, log_probs=True), ignore_end=True),
+    TextRequest(PROMPT, SamplingParams(max_tokens=20, repetition_penalty=1.3), stop_words=["4 "], ignore_end=True),
+    TextRequest(PROMPT, SamplingParams(max_tokens=20, end_ids=tuple(range(40)), min_tokens=6)),
+    TextRequest(PROMPT, SamplingParams(max_tokens=1), ignore_end=True),
+], ids=["greedy", "drawn", "stop word", "end", "one"])
+async def test_the_text_does_not_depend_on_the_drafts(target, request_):
+    expected = await whole(target, request_)
+    for draft in (target, Wrong()):
+        for count in (1, 4, 30):
+            assert await whole(DraftedGenerator(target, target.tokenizer, draft, count), request_) == expected
+
+
+async def test_what_looks_at_the_answer_alone_is_refused(target):
+    request = TextRequest(PROMPT, SamplingParams(max_tokens=8, presence_penalty=0.5))
+    with pytest.raises(InferenceError, match="presence_penalty cannot be combined with num_draft_tokens"):
+        await whole(DraftedGenerator(target, target.tokenizer, Wrong(), 4), request)
+
+
+def write_with_draft(folder: Path, engine: Path) -> Path:
+    write_repository(folder, "chat", engine, engine, 8)
+    shutil.copytree(folder / "tensorrt_llm", folder / "small")
+    config = folder / "small" / "config.pbtxt"
+    config.write_text(config.read_text().replace('"tensorrt_llm"', '"small"', 1))
+    bls = folder / "chat" / "config.pbtxt"
+    lines = [line for line in bls.read_text().splitlines() if "tensorrt_llm_draft_model_name" not in line]
+    value = '{ key: "tensorrt_llm_draft_model_name" value { string_value: "small" } }'
+    bls.write_text("\n".join([*lines, f"parameters {value}"]))
+    return folder
+
+
+def test_a_request_asks_for_drafts_of_the_named_model(engine_folder, target, tmp_path):
+    repository = read_repository(write_with_draft(tmp_path / "repo", engine_folder))
+    assert set(repository.needed_by("chat")) >= {"tensorrt_llm", "small"}
+    with ExitStack() as stack:
+        registry = build_registry(repository, {"tensorrt_llm": target, "small": target})
+        port = stack.enter_context(RunningServer(create_app(registry, ServerState([target.engine])))).port
+
+        def ask(model: str = "chat", status: int = 200, **fields: Any) -> dict[str, Any]:
+            body = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, **fields}
+            answer = post(port, f"/v2/models/{model}/generate", json.dumps(body).encode())
+            assert answer.status == status, answer.body
+            return json.loads(answer.body)
+
+        plain, drafted = ask(), ask(num_draft_tokens=3)
+        assert drafted["text_output"] == plain["text_output"]
+        counted = ask(num_draft_tokens=3, return_perf_metrics=True)
+        assert counted["total_accepted_draft_tokens"] > 0
+        assert "bad_words cannot be combined" in ask(status=400, num_draft_tokens=3, bad_words=["7"])["error"]
+        assert "use_draft_logits is not taken" in ask(status=400, num_draft_tokens=3, use_draft_logits=True)["error"]
+
+
+def test_drafts_need_a_draft_model(engine_folder, tmp_path):
+    folder = write_with_draft(tmp_path / "repo", engine_folder)
+    shutil.rmtree(folder / "small")
+    _, problems = inspect_repository(folder)
+    assert [problem.text for problem in problems.errors] == ["there is no engine model 'small' here"]

@@ -1,0 +1,34 @@
+"""Events of a stream are written from a layout made once; each must be what writing its answer alone gives."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from slipstream.server.errors import InferenceError
+from slipstream.server.generate_response import EventWriter, write_response
+from slipstream.server.inference import InferRequest, InferResponse
+from slipstream.server.tensors import Tensor
+
+NAMES = ["text_output", "a", "zz", "id", "model_name", "é", 'qu"ote']
+VALUES: list[list[Any]] = [[b" 7"], [b"a", b'"b"'], [], [0.0, 1.5], [True], [3]]
+
+
+def response(chance: random.Random, names: list[str], parameters: dict[str, Any]) -> InferResponse:
+    if chance.random() < 0.1:
+        return InferResponse(error=InferenceError("no \n more"))
+    tensors = [Tensor(name, "BYTES", (1,), chance.choice(VALUES)) for name in names]
+    return InferResponse(tensors, dict(parameters) if chance.random() < 0.5 else parameters)
+
+
+def test_every_event_is_what_its_answer_alone_would_be() -> None:
+    chance = random.Random(4)
+    for _ in range(300):
+        request = InferRequest("llm", "1", {}, id=chance.choice(["", "r 1", '"']))
+        events, names, parameters = EventWriter(request), chance.sample(NAMES, chance.randint(0, 4)), {}
+        for _ in range(12):
+            if chance.random() < 0.2:  # a model may change its mind
+                names = chance.sample(NAMES, chance.randint(0, 4))
+                parameters = dict(chance.sample([("sequence_id", 0), ("a", "x"), ("b", True)], chance.randint(0, 3)))
+            answer = response(chance, names, parameters)
+            assert events.write(answer) == b"data: " + write_response(request, answer) + b"\n\n"

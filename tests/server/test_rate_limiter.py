@@ -1,0 +1,90 @@
+"""The rate limiter: nobody exceeds what there is, everybody gets a turn, and priorities share the turns out."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.server.errors import InferenceError
+from slipstream.server.rate_limiter import GLOBAL, Contender, RateLimiter, parse_resources
+
+SHARED = {("R", GLOBAL): 1}
+
+
+def contender(name: str, count: int = 1, priority: int = 1) -> Contender:
+    return Contender(name, {("R", GLOBAL): count}, priority)
+
+
+def joined(limiter: RateLimiter, *contenders: Contender) -> tuple[Contender, ...]:
+    for one in contenders:
+        limiter.join(one)
+    return contenders
+
+
+def test_one_waits_until_the_other_is_done() -> None:
+    limiter, woken = RateLimiter(SHARED), []
+    first, second = joined(limiter, contender("first"), contender("second"))
+    assert limiter.acquire(first, lambda: woken.append("first"))
+    assert not limiter.acquire(second, lambda: woken.append("second"))
+    assert woken == []
+    limiter.release(first)
+    assert woken == ["second"]
+    assert limiter.acquire(second, lambda: woken.append("again")), "it has what it waited for"
+
+
+def test_without_a_flag_there_is_as_much_as_the_most_demanding_needs() -> None:
+    limiter = RateLimiter()
+    small, other, large = joined(limiter, contender("small"), contender("other"), contender("large", 2))
+    assert limiter.acquire(small, lambda: None)
+    assert limiter.acquire(other, lambda: None)
+    assert not limiter.acquire(large, lambda: None)
+    limiter.release(small)
+    assert not large.granted
+    limiter.release(other)
+    assert large.granted
+
+
+def test_who_could_never_execute_is_refused() -> None:
+    with pytest.raises(InferenceError) as raised:
+        RateLimiter(SHARED).join(contender("greedy", 3))
+    assert raised.value.message == (
+        'Resource count for "R" is limited to 1 which will prevent scheduling of one or more model instances, '
+        "the minimum required count is 3"
+    )
+
+
+def test_priority_shares_out_the_turns() -> None:
+    """An instance of priority 2 gets half the turns of one of priority 1, when all always want one."""
+    limiter = RateLimiter(SHARED)
+    everybody = joined(limiter, *(contender(str(number), priority=1 + number % 2) for number in range(4)))
+    for _ in range(300):
+        for one in everybody:
+            limiter.acquire(one, lambda: None)
+        limiter.release(next(one for one in everybody if one.granted))
+    often, seldom = everybody[0].executions, everybody[1].executions
+    assert often == pytest.approx(100, abs=2)
+    assert seldom == pytest.approx(50, abs=2)
+
+
+def test_devices_have_resources_of_their_own() -> None:
+    limiter = RateLimiter({("R", GLOBAL): 1})
+    first, second = Contender("gpu0", {("R", 0): 1}), Contender("gpu1", {("R", 1): 1})
+    joined(limiter, first, second)
+    assert limiter.acquire(first, lambda: None)
+    assert limiter.acquire(second, lambda: None)
+
+
+def test_one_that_leaves_gives_back_and_is_not_woken() -> None:
+    limiter, woken = RateLimiter(SHARED), []
+    first, second, third = joined(limiter, contender("first"), contender("second"), contender("third"))
+    for one in (first, second, third):
+        limiter.acquire(one, lambda one=one: woken.append(one.name))
+    limiter.leave(second)
+    limiter.leave(first)
+    assert woken == ["third"]
+
+
+def test_resources_on_the_command_line() -> None:
+    assert parse_resources(["R1:10", "R2:5:0"]) == {("R1", GLOBAL): 10, ("R2", 0): 5}
+    for text in ("R1", "R1:x", ":3", "R1:1:2:3", "R1:-1"):
+        with pytest.raises(ValueError, match="must be <name>:<count>"):
+            parse_resources([text])
