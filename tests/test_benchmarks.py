@@ -85,3 +85,11 @@ def test_the_command_explains_itself(arguments, code, said):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == code
     assert said in result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_adapters_are_compared_with_the_base():
+    command = [sys.executable, str(BENCHMARKS / "adapters.py"), "--shape", "tiny", "--adapters", "5", "--rounds", "1"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line.split() for line in printed.splitlines()[1:]]
+    assert [(line[0], line[3], line[6]) for line in lines] == [(kind, *["tok/s"] * 2) for kind in ("attention", "all")]

@@ -51,6 +51,27 @@ def random_work(
         yield Work(generator.integers(0, _MOST_TOKEN_ID, length).tolist(), output)
 
 
+# Lengths in tokens and how often they occur: chat turns, most of them short, some with a long context.
+HISTOGRAMS = {
+    "example": {
+        "input": {16: 18, 32: 22, 64: 24, 128: 16, 256: 11, 512: 7, 900: 2},
+        "output": {8: 12, 16: 18, 32: 26, 64: 22, 128: 16, 200: 6},
+    }
+}
+
+
+def histogram_work(count: int, key: str, longest: int | None, generator: numpy.random.Generator) -> Iterator[Work]:
+    """Random tokens whose numbers follow a histogram; prompts over `longest` are left out."""
+    shapes = {}
+    for kind, bins in HISTOGRAMS[key].items():
+        kept = {length: weight for length, weight in bins.items() if kind == "output" or (longest or length) >= length}
+        weights = numpy.array(list(kept.values()), dtype=float)
+        shapes[kind] = generator.choice(list(kept) or [0], count, p=weights / weights.sum() if kept else None)
+    for length, output in zip(shapes["input"], shapes["output"], strict=True):
+        if length:
+            yield Work(generator.integers(0, _MOST_TOKEN_ID, int(length)).tolist(), int(output))
+
+
 def delays(count: int, rate: float, kind: str, generator: numpy.random.Generator) -> list[float]:
     """Seconds to wait before each request; a rate that is not over 0 means none."""
     if rate <= 0:

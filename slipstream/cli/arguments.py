@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from slipstream.cli.log import log
 from slipstream.weights.flags import SHORT_NAMES, Flag
 
 
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         return known
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        log("ERROR", f"{message} (see {self.prog} --help)")
         raise SystemExit(2)
 
     def _long_options(self) -> dict[str, str]:

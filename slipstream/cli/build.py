@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.cli.arguments import Parser, add_flags, explain_flags
-from slipstream.cli.convert import weight_only_of, whole_number
+from slipstream.cli.convert import dtype_of, weight_only_of, whole_number
 from slipstream.cli.progress import ProgressLines
 from slipstream.cli.versions import print_version_line
 from slipstream.weights.classic_build import DEFAULT_OUTPUT, LIMIT_NAMES, Build, build, read_build_config
@@ -28,8 +28,9 @@ def main(arguments: Sequence[str]) -> int:
     wanted = Build(
         model=model,
         output=Path(getattr(given, "output_dir", DEFAULT_OUTPUT)).expanduser(),
-        dtype=getattr(given, "dtype", None) or ("float16" if hasattr(given, "model_dir") else None),
+        dtype=dtype_of(given) or ("float16" if hasattr(given, "model_dir") else None),
         weight_only=weight_only_of(given),
+        fp8_kv_cache=hasattr(given, "fp8_kv_cache"),
         limits=_limits(given),
     )
     _say_one_device(given)

@@ -20,5 +20,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{kind}: {problem}", file=sys.stderr if problem.fatal else sys.stdout)
     errors, warnings = len(problems.errors), len(problems.warnings)
     verdict = "cannot be served" if errors else "can be served"
-    print(f"{given.repository}: {errors} errors, {warnings} warnings: {verdict}")
+    print(f"{given.repository}: {_count(errors, 'error')}, {_count(warnings, 'warning')}: {verdict}")
     return 1 if errors else 0
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from slipstream.cli.arguments import CommandError
+from slipstream.cli.log import log
 
 # name: (module, help)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -28,6 +29,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("check", "Say everything that is wrong with a model repository."),
     "client": ("client", "Token-level reference client (inflight_batcher_llm_client.py)."),
     "verify": ("verify", "Compare an engine with the model it was made from."),
+    "bench": ("profile", "Put load on a text model: latencies and throughput (genai-perf)."),
+    "profile": ("profile", "The same as bench, under Triton CLI's name."),
     "metrics": ("metrics_command", "A server's metrics as JSON."),
     "config": ("config_command", "A model's configuration as JSON."),
     "status": ("status_command", "Whether a server is live and ready."),
@@ -35,11 +38,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
 # Behind the scripts of a workspace only.
 SCRIPTS = {
     "end-to-end-client": "end_to_end_client",
+    "speculative-client": "speculative_client",
     "end-to-end-test": "end_to_end_test",
+    "identity-test": "identity_test",
     "benchmark-core-model": "benchmark_core_model",
+    "genai-perf": "profile",
+    "perf-analyzer": "perf_analyzer",
     "gpt-client": "gpt_client",
     "gpt-identity-test": "gpt_identity_test",
     "gpt-input-data": "gpt_input_data",
+    "gpt-end-to-end-test": "gpt_end_to_end_test",
+    "gpt-convert": "gpt_convert",
+    "quantize": "quantize",
 }
 
 
@@ -55,10 +65,10 @@ def guarded(main: Any, arguments: list[str]) -> int:
     except BrokenPipeError:
         return 128 + signal.SIGPIPE  # the reader of our output left; there is nobody to tell
     except KeyboardInterrupt:
-        print("interrupted; nothing was left behind", file=sys.stderr)
+        log("ERROR", "interrupted; nothing was left behind")
         return 130
     except (CommandError, ValueError, OSError) as error:  # what weights/ and repository/ refuse is a ValueError
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        log("ERROR", str(error))
         return 1
 
 
@@ -69,6 +79,14 @@ def script(name: str) -> None:
 
 def trtllm_build() -> None:
     script("build")
+
+
+def genai_perf() -> None:
+    script("genai-perf")
+
+
+def perf_analyzer() -> None:
+    script("perf-analyzer")
 
 
 class _Classic(TyperCommand):

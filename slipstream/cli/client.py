@@ -11,8 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.cli.arguments import Parser
+import numpy
+
+from slipstream.cli.client_flags import QUESTIONS, client_parser
+from slipstream.cli.connections import connect_grpc
 from slipstream.client.connection import Answer, GrpcConnection, Request, ServerError, Tls
+from slipstream.client.tensors import Array
 from slipstream.client.token_request import (
     TokenRequest,
     as_declared,
@@ -22,20 +26,19 @@ from slipstream.client.token_request import (
     stop_inputs,
 )
 from slipstream.client.words import LocalWords, Prompt, ServerWords, Words
-from slipstream.server.protocol import messages
 from slipstream.server.text.tokenizer import Tokenizer
 
-DEFAULT_TEXT = "Born in north-east France, Soyer trained as a"
 # What GPT-2 continues the default text with, for --check-output without --output-tokens-csv.
 _EXPECTED = [21221, 290, 257, 4255, 379, 262, 1957, 7072, 11, 4689, 347, 2852, 2564, 494, 13, 679]
+_CACHE_OUTPUTS = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks")
 
 
 def main(arguments: Sequence[str]) -> int:
-    given = _parser().parse(arguments)
+    given = client_parser().parse(arguments)
     if given.requested_outputs and "output_ids" not in given.requested_outputs:
         raise ValueError("--requested-outputs must name output_ids")
     tls = Tls(given.root_certificates, given.private_key, given.certificate_chain) if given.ssl else None
-    connection = GrpcConnection(messages, given.url, tls)
+    connection = connect_grpc(given.url, tls, given.grpc_compression_algorithm)
     try:
         return _ask(given, connection)
     except ServerError as error:
@@ -45,58 +48,14 @@ def main(arguments: Sequence[str]) -> int:
         connection.close()
 
 
-def _parser() -> Parser:
-    parser = Parser("slipstream client", description="Send tokens to an engine model and print what comes back.")
-    parser.add_argument("-v", "--verbose", action="store_true")
-    parser.add_argument("-u", "--url", default="localhost:8001", help="The server's gRPC address.")
-    parser.add_argument("--model-name", default="tensorrt_llm")
-    parser.add_argument("--text", default=DEFAULT_TEXT)
-    parser.add_argument("--input-tokens-csv", type=Path, help="The prompt's ids, in the first row.")
-    parser.add_argument("--draft-tokens-csv", type=Path)
-    parser.add_argument("--output-tokens-csv", type=Path, help="What --check-output compares with.")
-    parser.add_argument("--end-id", type=int, default=50256, help="With --input-tokens-csv; else the tokenizer's.")
-    parser.add_argument("--pad-id", type=int, default=50256)
-    parser.add_argument("-s", "--ssl", action="store_true")
-    for short, name in (("-r", "root-certificates"), ("-p", "private-key"), ("-x", "certificate-chain")):
-        parser.add_argument(short, f"--{name}", type=Path)
-    parser.add_argument("-t", "--stream-timeout", type=float, help="Seconds.")
-    parser.add_argument("-C", "--grpc-compression-algorithm", help="Accepted, not used.")
-    parser.add_argument("-S", "--streaming", action="store_true")
-    parser.add_argument("-c", "--check-output", action="store_true", help="PASS! or FAIL!, and exit code 1 on FAIL.")
-    parser.add_argument("-b", "--beam-width", type=int, default=1)
-    parser.add_argument("-n", "--num-return-sequences", type=int, default=None)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    for name in ("repetition-penalty", "presence-penalty", "frequency-penalty"):
-        parser.add_argument(f"--{name}", type=float)
-    parser.add_argument("--top-k", type=int, default=1)
-    parser.add_argument("--top-p", type=float, default=0.0)
-    parser.add_argument("--request-output-len", type=int, default=16)
-    parser.add_argument("--stop-after-ms", type=int, default=0, help="Send a stop order after so many milliseconds.")
-    parser.add_argument("--stop-via-request-cancel", action="store_true", help="Cancel the call instead.")
-    parser.add_argument("--tokenizer-dir", help="Default: the server's own text models do it.")
-    parser.add_argument("--tokenizer-type", default="auto", choices=["auto", "t5", "llama", "sp"], help="No effect.")
-    parser.add_argument("--request-id", default="")
-    parser.add_argument("--prompt-embedding-table-path", type=Path)
-    parser.add_argument("--prompt-task-id", type=int, default=0)
-    parser.add_argument("--dtype", default="float16", choices=["float16", "float32"])
-    parser.add_argument("--lora-path", type=Path, help="A folder that slipstream lora wrote.")
-    parser.add_argument("--lora-task-id", type=int)
-    parser.add_argument("--exclude-input-in-output", action="store_true", help="Accepted: it shows in the answer.")
-    for name in ("return-log-probs", "return-context-logits", "return-generation-logits",
-                 "return-kv-cache-reuse-stats"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--requested-outputs", nargs="*", default=[])
-    parser.add_argument("--correctness-threshold", type=float, default=1.0, help="The share of ids that must agree.")
-    return parser
-
-
 def _ask(given: Namespace, connection: GrpcConnection) -> int:
     words = _words(given, connection)
     prompt = _prompt(given, words)
     print("Input sequence: ", prompt.tokens, flush=True)
     # a stop order names the request by its id, so there must be one
     request_id = given.request_id or (str(secrets.randbits(63)) if given.stop_after_ms else "")
-    inputs = as_declared(_token_request(given, prompt).inputs(), connection.input_types(given.model_name))
+    declared = connection.input_types(given.model_name)
+    inputs = as_declared(_token_request(given, prompt, "exclude_input_in_output" in declared).inputs(), declared)
     request = Request(given.model_name, inputs, tuple(given.requested_outputs), request_id,
                       {"Streaming": given.streaming})
     try:
@@ -128,25 +87,30 @@ def _first_row(path: Path) -> list[int]:
         return [int(token) for token in next(csv.reader(file))]
 
 
-def _token_request(given: Namespace, prompt: Prompt) -> TokenRequest:
+def _token_request(given: Namespace, prompt: Prompt, may_exclude: bool) -> TokenRequest:
     optional: dict[str, Any] = {name: getattr(given, name) for name in
                                 ("repetition_penalty", "presence_penalty", "frequency_penalty")}
     optional["num_return_sequences"] = given.num_return_sequences
-    for name in ("return_context_logits", "return_generation_logits", "return_kv_cache_reuse_stats"):
+    for name in (question.replace("-", "_") for question in QUESTIONS):
         optional[name] = getattr(given, name) or None
-    arrays = {}
-    if given.lora_path is not None:
-        arrays.update(lora_arrays(given.lora_path, given.lora_task_id))
+    # before 0.14 only the repository decided; what came back shows whether the prompt is in it
+    optional["exclude_input_in_output"] = (given.exclude_input_in_output and may_exclude) or None
+    return TokenRequest(
+        prompt.tokens, given.request_output_len, prompt.end_id, prompt.pad_id, given.beam_width, given.temperature,
+        given.top_k, given.top_p, given.streaming, given.return_log_probs, optional, _arrays(given, prompt.tokens),
+    )
+
+
+def _arrays(given: Namespace, tokens: list[int]) -> dict[str, Array]:
+    arrays = lora_arrays(given.lora_path, given.lora_task_id)
     if given.prompt_embedding_table_path is not None:
         arrays.update(prompt_table_arrays(given.prompt_embedding_table_path, given.prompt_task_id, given.dtype))
+    if given.prompt_table_extra_id is not None:
+        extra = [given.prompt_table_extra_id if token >= given.vocab_size else 0 for token in tokens]
+        arrays["prompt_table_extra_ids"] = numpy.array([extra], dtype=numpy.uint64)
     if given.draft_tokens_csv is not None:
-        import numpy
-
         arrays["draft_input_ids"] = numpy.array([_first_row(given.draft_tokens_csv)], dtype=numpy.int32)
-    return TokenRequest(
-        prompt.tokens, given.request_output_len, prompt.end_id, prompt.pad_id, given.beam_width,
-        given.temperature, given.top_k, given.top_p, given.streaming, given.return_log_probs, optional, arrays,
-    )
+    return arrays
 
 
 def _single(given: Namespace, connection: GrpcConnection, request: Request) -> Iterator[Answer]:
@@ -177,7 +141,7 @@ def _streamed(given: Namespace, connection: GrpcConnection, request: Request) ->
         for answer in stream:
             if "output_ids" not in answer.outputs:
                 continue  # the answer to a stop order, or a bare end mark
-            if int(answer.outputs["sequence_length"].reshape(-1)[0]):
+            if any(beams_of(answer.outputs, [])):
                 yield answer
     finally:
         asking.set()
@@ -189,10 +153,7 @@ def _show(given: Namespace, words: Words | None, prompt: Prompt, answers: list[A
         if names != set(given.requested_outputs):
             print(f"Encountered error: the answer holds {sorted(names)}, not {sorted(given.requested_outputs)}")
             return 1
-    if given.streaming:
-        beams = [[token for answer in answers for token in beams_of(answer.outputs, [])[0]]]
-    else:
-        beams = beams_of(answers[0].outputs, prompt.tokens)
+    beams = _beams(given, prompt, answers)
     for position, tokens in enumerate(beams):
         if words is not None:
             print(f"Input: {given.text}")
@@ -204,9 +165,24 @@ def _show(given: Namespace, words: Words | None, prompt: Prompt, answers: list[A
     return _check(given, beams[0]) if given.check_output else 0
 
 
+def _beams(given: Namespace, prompt: Prompt, answers: list[Answer]) -> list[list[int]]:
+    """The new tokens of each answer. Pieces of a stream are joined; beams come whole, and only at the end."""
+    if not given.streaming or given.beam_width > 1:
+        return [beam for answer in answers for beam in beams_of(answer.outputs, prompt.tokens)]
+    pieces: dict[int, list[int]] = {0: []}
+    for answer in answers:
+        index = answer.outputs.get("sequence_index")
+        place = int(index.reshape(-1)[0]) if index is not None else 0
+        pieces.setdefault(place, []).extend(beams_of(answer.outputs, [])[0])
+    return [pieces[place] for place in sorted(pieces)]
+
+
 def _show_extras(given: Namespace, answers: list[Answer]) -> None:
-    wanted = {"cum_log_probs": given.return_log_probs, "output_log_probs": given.return_log_probs,
-              "context_logits": given.return_context_logits, "generation_logits": given.return_generation_logits}
+    wanted = {"cum_log_probs": given.return_log_probs, "output_log_probs": given.return_log_probs}
+    wanted |= {question[len("return-"):].replace("-", "_"): getattr(given, question.replace("-", "_"))
+               for question in QUESTIONS}
+    if given.return_kv_cache_reuse_stats:
+        wanted |= dict.fromkeys(_CACHE_OUTPUTS, True)
     for name, asked in wanted.items():
         if asked and answers and name in answers[-1].outputs:
             array = answers[-1].outputs[name]

@@ -14,7 +14,8 @@ from slipstream.weights.convert import DEFAULT_OUTPUT, Conversion, convert
 from slipstream.weights.flags import CONVERT_FLAGS
 from slipstream.weights.rank_split import RankMapping
 
-PRECISIONS = ("int8", "int4")
+PRECISIONS = ("int8", "int4", "fp8")
+_FP8_FLAGS = ("enable_fp8", "use_fp8", "use_fp8_rowwise")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,8 +30,9 @@ def main(arguments: Sequence[str]) -> int:
     wanted = Conversion(
         model=given.model_dir,
         output=Path(getattr(given, "output_dir", DEFAULT_OUTPUT)).expanduser(),
-        dtype=getattr(given, "dtype", "float16"),
+        dtype=dtype_of(given) or "float16",
         weight_only=weight_only_of(given),
+        fp8_kv_cache=hasattr(given, "fp8_kv_cache"),
         mapping=RankMapping(whole_number(given, "tp_size", 1), whole_number(given, "pp_size", 1)),
         config_only=hasattr(given, "save_config_only"),
     )
@@ -43,12 +45,24 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def dtype_of(given: Namespace) -> str | None:
+    """`fp8` is the type of the linears; the rest keeps the model's own 16 bits then."""
+    dtype = getattr(given, "dtype", None)
+    return "auto" if dtype == "fp8" else dtype
+
+
 def weight_only_of(given: Namespace) -> str | None:
+    fp8 = next((f"--{name}" for name in _FP8_FLAGS if hasattr(given, name)), None)
+    fp8 = fp8 or ("--dtype fp8" if getattr(given, "dtype", None) == "fp8" else None)
+    if fp8 is not None:
+        if hasattr(given, "use_weight_only"):
+            raise CommandError(f"{fp8} and --use_weight_only exclude each other")
+        return "fp8"
     if not hasattr(given, "use_weight_only"):
         return None
     precision = str(getattr(given, "weight_only_precision", "int8"))
     if precision not in PRECISIONS:
-        raise CommandError(f"--weight_only_precision {precision} is not available; use {' or '.join(PRECISIONS)}")
+        raise CommandError(f"--weight_only_precision {precision} is not available; use {', '.join(PRECISIONS)}")
     return precision
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 
 from slipstream.cli.arguments import CommandError, Parser
-from slipstream.cli.client import DEFAULT_TEXT
+from slipstream.cli.client_flags import DEFAULT_TEXT
 from slipstream.cli.connections import add_connection, open_connection
 from slipstream.client.connection import Request, ServerError
 from slipstream.client.tensors import Array
@@ -20,11 +20,11 @@ from slipstream.server.text.tokenizer import Tokenizer
 def main(arguments: Sequence[str]) -> int:
     parser = Parser("client.py", description="Send a prompt to the engine model of a gpt repository.")
     add_connection(parser)
-    parser.add_argument("-t", "--text", default=DEFAULT_TEXT)
+    parser.add_argument("-t", "--text", default=DEFAULT_TEXT, help="The prompt.")
     parser.add_argument("-c", "--concurrency", type=int, default=1, help="No effect.")
     add_sampling(parser)
-    parser.add_argument("-o", "--output_len", type=int, default=10)
-    parser.add_argument("--tokenizer_dir", type=Path, required=True)
+    parser.add_argument("-o", "--output_len", type=int, default=10, help="Tokens to ask for.")
+    parser.add_argument("--tokenizer_dir", type=Path, required=True, help="The tokenizer's folder.")
     parser.add_argument("--tokenizer_type", default="auto", help="No effect.")
     given = parser.parse(arguments)
     tokenizer = Tokenizer.load(given.tokenizer_dir)
@@ -49,9 +49,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def add_sampling(parser: Parser) -> None:
-    parser.add_argument("-beam", "--beam_width", type=int, default=1)
-    parser.add_argument("-topk", "--topk", type=int, default=1)
-    parser.add_argument("-topp", "--topp", type=float, default=0.0)
+    parser.add_argument("-beam", "--beam_width", type=int, default=1, help="How many answers a beam search keeps.")
+    parser.add_argument("-topk", "--topk", type=int, default=1, help="Choose among so many tokens; 1 is greedy.")
+    parser.add_argument("-topp", "--topp", type=float, default=0.0, help="Choose among the likeliest of this share.")
 
 
 def gpt_inputs(

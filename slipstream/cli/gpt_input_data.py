@@ -20,9 +20,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("gen_input_data.py", description=f"Write random requests to {_OUTPUT}.")
     parser.add_argument("-b", "--batch_size", type=int, default=8, help="No effect: perf_analyzer's -b decides.")
     add_sampling(parser)
-    parser.add_argument("-s", "--start_len", type=int, default=8)
-    parser.add_argument("-o", "--output_len", type=int, default=10)
-    parser.add_argument("--num_samples", type=int, default=10000)
+    parser.add_argument("-s", "--start_len", type=int, default=8, help="Tokens of a prompt.")
+    parser.add_argument("-o", "--output_len", type=int, default=10, help="Tokens to ask for.")
+    parser.add_argument("--num_samples", type=int, default=10000, help="How many requests.")
     given = parser.parse(arguments)
     generator = numpy.random.default_rng(0)
     scalars: dict[str, Any] = {

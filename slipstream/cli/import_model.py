@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from slipstream.cli.list_models import DEFAULT_REPOSITORY, RepositoryOption, fail, log, log_repository
+from slipstream.cli.list_models import DEFAULT_REPOSITORY, RepositoryOption, log_repository
+from slipstream.cli.log import VerboseOption, fail, log, program
 from slipstream.cli.progress import ProgressLines
 from slipstream.repository.templates import FIXED_NAMES, RepositoryExists, write_repository
 from slipstream.weights.build import build_engine
@@ -32,6 +34,7 @@ class WeightType(StrEnum):
 class WeightOnlyPrecision(StrEnum):
     INT8 = "int8"
     INT4 = "int4"
+    FP8 = "fp8"
 
 
 def import_model(
@@ -39,14 +42,18 @@ def import_model(
     source: Annotated[
         str | None, typer.Option("-s", "--source", help="hf:org/name, local:path, a folder or a GGUF file.")
     ] = None,
-    backend: Annotated[str, typer.Option("--backend")] = "tensorrtllm",
+    backend: Annotated[str, typer.Option("--backend", help="tensorrtllm; there is no other.")] = "tensorrtllm",
     repo: RepositoryOption = DEFAULT_REPOSITORY,
     dtype: Annotated[WeightType, typer.Option("--dtype", help="auto: the weights' own 16-bit type, or bfloat16.")]
         = WeightType.AUTO,
-    use_weight_only: Annotated[bool, typer.Option("--use_weight_only", "--use-weight-only")] = False,
+    use_weight_only: Annotated[
+        bool, typer.Option("--use_weight_only", "--use-weight-only", help="Keep the linear layers in fewer bits.")
+    ] = False,
     weight_only_precision: Annotated[
-        WeightOnlyPrecision, typer.Option("--weight_only_precision", "--weight-only-precision")
+        WeightOnlyPrecision,
+        typer.Option("--weight_only_precision", "--weight-only-precision", help="How many, with --use_weight_only."),
     ] = WeightOnlyPrecision.INT8,
+    verbose: VerboseOption = False,
 ) -> None:
     """Bring a model in: fetch it, build its engine, write the model repository."""
     if backend != "tensorrtllm":
@@ -78,7 +85,12 @@ def bring_in(
         log("WARNING", f"Found existing engine(s) at {engine}, skipping build.")
     write_repository(repository, name, engine, engine, read_engine_config(engine).build.max_batch_size)
     log_repository(repository)
+    log("INFO", f"Serve it with: {program()} start{_repository_option(repository)}")
     return engine
+
+
+def _repository_option(repository: Path) -> str:
+    return "" if repository == DEFAULT_REPOSITORY.expanduser() else f" --repo {shlex.quote(str(repository))}"
 
 
 def engine_folder_of(name: str) -> Path:

@@ -7,9 +7,13 @@ import struct
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from slipstream.cli.keys import read_api_key
+from slipstream.cli.log import VerboseOption, log
 
 
 class Protocol(StrEnum):
@@ -24,15 +28,20 @@ class InferError(Exception):
 def infer(
     model: Annotated[str, typer.Option("-m", "--model", help="The model to ask.")],
     prompt: Annotated[str, typer.Option("--prompt", help="What to ask it.")],
-    protocol: Annotated[Protocol, typer.Option("-i", "--protocol")] = Protocol.HTTP,
+    protocol: Annotated[Protocol, typer.Option("-i", "--protocol", help="How to ask.")] = Protocol.HTTP,
     url: Annotated[str, typer.Option("-u", "--url", help="The server's host.")] = "localhost",
     port: Annotated[int | None, typer.Option("-p", "--port", help="8000, or 8001 with grpc.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="The longest answer, in tokens.")] = 128,
+    api_key: Annotated[
+        Path | None, typer.Option("--api-key", help="A file with the server's key; else SLIPSTREAM_API_KEY is it.")
+    ] = None,
+    verbose: VerboseOption = False,
 ) -> None:
+    key = read_api_key(api_key)
     if protocol is Protocol.HTTP:
-        pieces = stream_http(f"{url}:{port or 8000}", model, prompt, max_tokens)
+        pieces = stream_http(f"{url}:{port or 8000}", model, prompt, max_tokens, key)
     else:
-        pieces = stream_grpc(f"{url}:{port or 8001}", model, prompt, max_tokens)
+        pieces = stream_grpc(f"{url}:{port or 8001}", model, prompt, max_tokens, key)
     try:
         for piece in pieces:
             sys.stdout.write(piece)
@@ -40,20 +49,23 @@ def infer(
     except KeyboardInterrupt:
         raise typer.Exit(130) from None  # leaving closes the connection, and the server stops generating
     except InferError as error:
-        typer.echo(f"slipstream - ERROR - {error}", err=True)
+        log("ERROR", str(error))
         raise typer.Exit(1) from None
     finally:
         sys.stdout.write("\n")
 
 
-def stream_http(address: str, model: str, prompt: str, max_tokens: int) -> Iterator[str]:
+def stream_http(address: str, model: str, prompt: str, max_tokens: int, key: str = "") -> Iterator[str]:
     import httpx
 
     url = f"http://{address}/v2/models/{model}/generate_stream"
     body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True}
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     unlimited_wait = httpx.Timeout(10.0, read=None)  # a long prompt may take a while before the first token
     try:
-        with httpx.stream("POST", url, json=body, timeout=unlimited_wait, trust_env=False) as response:
+        with httpx.stream(
+            "POST", url, json=body, headers=headers, timeout=unlimited_wait, trust_env=False
+        ) as response:
             if not response.is_success:
                 raise InferError(_error_text(response.read()) or f"the server answered {response.status_code}")
             for line in response.iter_lines():
@@ -80,7 +92,7 @@ def _error_text(body: bytes) -> str:
         return ""
 
 
-def stream_grpc(address: str, model: str, prompt: str, max_tokens: int) -> Iterator[str]:
+def stream_grpc(address: str, model: str, prompt: str, max_tokens: int, key: str = "") -> Iterator[str]:
     import grpc
 
     from slipstream.server.protocol import messages
@@ -97,7 +109,7 @@ def stream_grpc(address: str, model: str, prompt: str, max_tokens: int) -> Itera
         _add_input(request, "max_tokens", "INT32", struct.pack("<i", max_tokens))
         _add_input(request, "stream", "BOOL", b"\x01")
         try:
-            for answer in call(iter([request])):
+            for answer in call(iter([request]), metadata=[("authorization", f"Bearer {key}")] if key else []):
                 if answer.error_message:
                     raise InferError(answer.error_message)
                 yield _text_output(answer.infer_response)

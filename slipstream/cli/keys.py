@@ -8,10 +8,8 @@ from pathlib import Path
 
 import typer
 
-from slipstream.server.access import Access, Restriction
-
-API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"
-ADMIN_KEY_VARIABLE = "SLIPSTREAM_ADMIN_KEY"
+from slipstream.cli.log import log
+from slipstream.server.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, Access, Restriction
 
 
 def read_access(
@@ -20,8 +18,13 @@ def read_access(
     http: Mapping[str, Restriction] | None = None,
     grpc: Mapping[str, Restriction] | None = None,
 ) -> Access:
-    keys = _key(api_key, API_KEY_VARIABLE, "--api-key"), _key(admin_key, ADMIN_KEY_VARIABLE, "--admin-key")
+    keys = read_api_key(api_key), _key(admin_key, ADMIN_KEY_VARIABLE, "--admin-key")
     return Access(*keys, http_restrictions=http or {}, grpc_restrictions=grpc or {})
+
+
+def read_api_key(file: Path | None) -> str:
+    """From the file, or from the environment where there is none; empty where nobody gave one."""
+    return _key(file, API_KEY_VARIABLE, "--api-key")
 
 
 def _key(file: Path | None, variable: str, option: str) -> str:
@@ -31,9 +34,9 @@ def _key(file: Path | None, variable: str, option: str) -> str:
         key = file.expanduser().read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        typer.echo(f"error: {option}: the key file {file} cannot be read: {reason}", err=True)
+        log("ERROR", f"{option}: the key file {file} cannot be read: {reason}")
         raise typer.Exit(1) from error
     if not key:
-        typer.echo(f"error: {option}: the key file {file} is empty", err=True)
+        log("ERROR", f"{option}: the key file {file} is empty")
         raise typer.Exit(1)
     return key

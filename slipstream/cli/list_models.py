@@ -1,13 +1,14 @@
-"""`slipstream list`: the model repository as a tree. The tree and the log lines are Triton CLI's."""
+"""`slipstream list`: the model repository as a tree. The tree is Triton CLI's."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
+
+from slipstream.cli.log import VerboseOption, fail, log
 
 RepositoryOption = Annotated[
     Path, typer.Option("--repo", "--model-repository", "--model-store", help="The folder that holds the models.")
@@ -15,24 +16,12 @@ RepositoryOption = Annotated[
 DEFAULT_REPOSITORY = Path("~/models")
 
 
-def list_models(repo: RepositoryOption = DEFAULT_REPOSITORY) -> None:
+def list_models(repo: RepositoryOption = DEFAULT_REPOSITORY, verbose: VerboseOption = False) -> None:
     """Show the models of a repository."""
     repo = repo.expanduser()
     if not repo.is_dir():
         fail(f"No model repository exists at {repo}")
     log_repository(repo)
-
-
-def log(level: str, message: str) -> None:
-    """A line such as `triton - INFO - message`, which scripts around Triton CLI look for."""
-    stream = sys.stderr if level == "ERROR" else sys.stdout
-    print(f"triton - {level} - {' '.join(message.split())}", file=stream, flush=True)
-
-
-def fail(message: str) -> NoReturn:
-    """One line, and exit code 1."""
-    log("ERROR", message)
-    raise typer.Exit(1)
 
 
 def log_repository(repo: Path) -> None:

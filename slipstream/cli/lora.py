@@ -12,7 +12,7 @@ from slipstream.weights.lora import convert_adapter
 def main(arguments: Sequence[str]) -> int:
     parser = Parser("slipstream lora", description="Turn a PEFT adapter into the tensors of a request.")
     parser.add_argument("-i", "--in-file", type=Path, required=True, help="The adapter's folder.")
-    parser.add_argument("-o", "--out-dir", type=Path, required=True)
+    parser.add_argument("-o", "--out-dir", type=Path, required=True, help="Where the tensors go.")
     parser.add_argument("--storage-type", default="float16", help="float16 or float32.")
     parser.add_argument("-v", "--verbose", action="store_true", help="Name each tensor that has no place.")
     given = parser.parse(arguments)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from slipstream.cli import classic
+from slipstream.cli.log import running_as
 from slipstream.version import VERSION
 
 
@@ -39,6 +42,10 @@ class _LateCommand(TyperCommand):
 
 
 class _Subcommands(TyperGroup):
+    def main(self, args: Any = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
+        with running_as(prog_name):
+            return super().main(args, prog_name, **extra)
+
     def list_commands(self, ctx: Any) -> list[str]:
         return list(SUBCOMMANDS)
 
@@ -49,7 +56,7 @@ class _Subcommands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in SUBCOMMANDS:
             close = difflib.get_close_matches(args[0], SUBCOMMANDS, n=1)
-            hint = f" Did you mean '{close[0]}'?" if close else f" There are: {', '.join(SUBCOMMANDS)}."
+            hint = f" Did you mean '{close[0]}'?" if close else f" There are: {', '.join(self.list_commands(ctx))}."
             ctx.fail(f"No such command '{args[0]}'.{hint}")
         return super().resolve_command(ctx, args)
 
@@ -90,7 +97,8 @@ classic.register(app)
 
 
 def main() -> None:
-    app(prog_name="slipstream")
+    """`triton` is the same program, whose log lines are Triton CLI's."""
+    app(prog_name="triton" if Path(sys.argv[0]).name == "triton" else "slipstream")
 
 
 if __name__ == "__main__":

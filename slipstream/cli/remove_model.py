@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.list_models import DEFAULT_REPOSITORY, RepositoryOption, fail, log, log_repository
+from slipstream.cli.list_models import DEFAULT_REPOSITORY, RepositoryOption, log_repository
+from slipstream.cli.log import VerboseOption, fail, log
 
 _HELPERS = {"preprocessing", "postprocessing", "tensorrt_llm", "ensemble"}
 
@@ -15,6 +16,7 @@ _HELPERS = {"preprocessing", "postprocessing", "tensorrt_llm", "ensemble"}
 def remove_model(
     model: Annotated[str, typer.Option("-m", "--model", help="The model's name, or all.")],
     repo: RepositoryOption = DEFAULT_REPOSITORY,
+    verbose: VerboseOption = False,
 ) -> None:
     """Remove a model from a repository."""
     repo = repo.expanduser()

@@ -12,6 +12,7 @@ import typer
 
 from slipstream.cli.keys import read_access
 from slipstream.cli.list_models import DEFAULT_REPOSITORY
+from slipstream.cli.log import VerboseOption, fail, log
 from slipstream.server.engine_child import child_environment
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -30,15 +31,21 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+class Mode(StrEnum):
+    LOCAL = "local"
+    DOCKER = "docker"
+
+
 def start(
     repo: Annotated[
         Path | None,
-        typer.Option("--repo", "--model-repository", "--model-store", help="The folder that holds the models."),
+        typer.Option("--repo", "--model-repository", "--model-store",
+                     help="The folder that holds the models; default ~/models, with a small model if it is empty."),
     ] = None,
     address: Annotated[str, typer.Option("--address", help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option("--http-port")] = 8000,
-    grpc_port: Annotated[int, typer.Option("--grpc-port")] = 8001,
-    metrics_port: Annotated[int, typer.Option("--metrics-port")] = 8002,
+    http_port: Annotated[int, typer.Option("--http-port", help="HTTP; 0 takes any free port.")] = 8000,
+    grpc_port: Annotated[int, typer.Option("--grpc-port", help="gRPC; 0 takes any free port.")] = 8001,
+    metrics_port: Annotated[int, typer.Option("--metrics-port", help="Metrics; 0 takes any free port.")] = 8002,
     exit_timeout: Annotated[
         float, typer.Option("--exit-timeout-secs", help="How long running requests may take to finish at exit.")
     ] = 30.0,
@@ -58,8 +65,12 @@ def start(
         bool, typer.Option("--allow-python-models", help="Run the model.py files of the repository.")
     ] = False,
     dtype: Annotated[DataType, typer.Option("--dtype", help="What the engine computes in.")] = DataType.AUTO,
-    device: Annotated[Device, typer.Option("--device")] = Device.AUTO,
+    device: Annotated[Device, typer.Option("--device", help="What it computes on.")] = Device.AUTO,
+    mode: Annotated[Mode, typer.Option("--mode", help="local; there is no container to start.")] = Mode.LOCAL,
+    verbose: VerboseOption = False,
 ) -> None:
+    if mode is Mode.DOCKER:
+        fail("--mode docker: there is no container to start; leave it out")
     repository = repo.expanduser() if repo is not None else _default_repository()
     from slipstream.server.engine_client import Supervision
     from slipstream.server.lifecycle import StartFailed, run_server
@@ -79,7 +90,7 @@ def start(
     try:
         code = run_server(options)
     except StartFailed as error:
-        typer.echo(f"error: {error}", err=True)
+        log("ERROR", str(error))
         code = 1
     raise typer.Exit(code)
 
@@ -99,6 +110,6 @@ def _default_repository() -> Path:
         code = subprocess.call([*command, "--repo", str(repository)], env=child_environment())
         if code != 0:
             remedy = "import another model with: slipstream import -m NAME --source PATH"
-            typer.echo(f"error: {DEFAULT_MODEL} could not be imported, for the reason above; {remedy}", err=True)
+            log("ERROR", f"{DEFAULT_MODEL} could not be imported, for the reason above; {remedy}")
             raise typer.Exit(code)
     return repository

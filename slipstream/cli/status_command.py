@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 
 from slipstream.cli.arguments import Parser
-from slipstream.cli.server_address import add_address, get
+from slipstream.cli.server_address import add_address, add_protocol, asking
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser("slipstream status", description="Print whether a server is live and ready.")
-    add_address(parser, "8000")
-    given = parser.parse(arguments)
-    status = {word: get(given, 8000, f"/v2/health/{word}").is_success for word in ("live", "ready")}
-    print(json.dumps(status))
+    add_protocol(parser)
+    add_address(parser, "8001, or 8000 with http")
+    with asking(parser.parse(arguments)) as connection:
+        print(json.dumps(connection.health()))
     return 0

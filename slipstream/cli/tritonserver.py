@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.cli.tritonserver_flags import FLAGS, FlagError, Given, parse_flags
+from slipstream.cli.tritonserver_settings import metrics_settings, rate_limits, response_cache_bytes, trace_settings
 from slipstream.version import VERSION
 
 PROCESS_NAME = b"tritonserver"
@@ -146,6 +147,10 @@ def server_options(given: Given) -> Any:
         http_forwarded_headers=_pattern(given, "http-header-forward-pattern"),
         grpc_forwarded_headers=_pattern(given, "grpc-header-forward-pattern"),
         grpc_settings=_grpc_settings(given),
+        trace_settings=trace_settings(given),
+        response_cache_bytes=response_cache_bytes(given),
+        rate_limits=rate_limits(given),
+        metrics_settings=metrics_settings(given),
         announce=False,
     )  # fmt: skip
 

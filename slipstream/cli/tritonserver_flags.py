@@ -83,12 +83,18 @@ FLAGS: dict[str, Flag] = {
     "allow-sagemaker": Flag("boolean", False),
     "allow-vertex-ai": Flag("boolean", False),
     "model-namespacing": Flag("boolean", False),
+    "trace-config": Flag("text", [], many=True),
+    **dict.fromkeys(("trace-file", "trace-level", "trace-rate", "trace-count", "trace-log-frequency"), Flag()),
+    "cache-config": Flag("text", [], many=True),
+    "response-cache-byte-size": Flag("integer", 0),
+    "rate-limit": Flag("text", "off"),
+    "rate-limit-resource": Flag("text", [], many=True),
+    "metrics-config": Flag("text", [], many=True),
     **dict.fromkeys(
         (
-            "backend-directory", "repoagent-directory", "cache-directory", "response-cache-byte-size", "trace-file",
-            "trace-level", "trace-rate", "trace-count", "trace-log-frequency", "rate-limit",
-            "pinned-memory-pool-byte-size", "min-supported-compute-capability", "buffer-manager-thread-count",
-            "model-load-thread-count", "model-load-retry-count", "model-config-name", "http-thread-count",
+            "backend-directory", "repoagent-directory", "cache-directory", "pinned-memory-pool-byte-size",
+            "min-supported-compute-capability", "buffer-manager-thread-count", "model-load-thread-count",
+            "model-load-retry-count", "model-config-name", "http-thread-count",
             "grpc-infer-allocation-pool-size", "grpc-infer-thread-count", "grpc-max-response-pool-size",
             "metrics-interval-ms", "sagemaker-port", "sagemaker-safe-port-range", "sagemaker-thread-count",
             "vertex-ai-port", "vertex-ai-thread-count", "vertex-ai-default-model",
@@ -101,8 +107,8 @@ FLAGS: dict[str, Flag] = {
     ),
     **dict.fromkeys(
         (
-            "backend-config", "cache-config", "trace-config", "rate-limit-resource", "cuda-memory-pool-byte-size",
-            "cuda-virtual-address-size", "host-policy", "model-load-gpu-limit", "metrics-config",
+            "backend-config", "cuda-memory-pool-byte-size", "cuda-virtual-address-size", "host-policy",
+            "model-load-gpu-limit",
         ),
         _ignored(many=True),
     ),

@@ -50,6 +50,15 @@ class Connection(Protocol):
     def input_types(self, model: str) -> Mapping[str, str]:
         """The inputs that a model declares, and their types."""
 
+    def config(self, model: str) -> dict[str, Any]:
+        """A served model's configuration."""
+
+    def statistics(self, model: str) -> dict[str, Any]:
+        """What the server counted for a model."""
+
+    def health(self) -> dict[str, bool]:
+        """Whether the server is live, and whether it is ready."""
+
     def close(self) -> None: ...
 
 
@@ -79,26 +88,25 @@ class Pending:
 class GrpcConnection:
     """`messages` holds the protocol's message classes and the name of its service."""
 
-    def __init__(self, messages: Any, url: str, tls: Tls | None = None) -> None:
+    def __init__(
+        self, messages: Any, url: str, tls: Tls | None = None, compression: str | None = None, key: str = ""
+    ) -> None:
         import grpc
 
         self.url, self._messages = url, messages
+        self._headers = [("authorization", f"Bearer {key}")] if key else []
+        kinds = {None: None, "none": grpc.Compression.NoCompression, "deflate": grpc.Compression.Deflate,
+                 "gzip": grpc.Compression.Gzip}
         if tls is None:
-            self._channel = grpc.insecure_channel(url, options=_OPTIONS)
+            self._channel = grpc.insecure_channel(url, options=_OPTIONS, compression=kinds[compression])
         else:
             files = (tls.root_certificates, tls.private_key, tls.certificate_chain)
             credentials = grpc.ssl_channel_credentials(*(path.read_bytes() if path else None for path in files))
-            self._channel = grpc.secure_channel(url, credentials, options=_OPTIONS)
+            self._channel = grpc.secure_channel(url, credentials, options=_OPTIONS, compression=kinds[compression])
         self._infer = self._channel.unary_unary(
             f"/{messages.SERVICE}/ModelInfer",
             request_serializer=messages.ModelInferRequest.SerializeToString,
             response_deserializer=messages.ModelInferResponse.FromString,
-        )
-        self._metadata_request, metadata = messages.method_messages("ModelMetadata")
-        self._metadata = self._channel.unary_unary(
-            f"/{messages.SERVICE}/ModelMetadata",
-            request_serializer=self._metadata_request.SerializeToString,
-            response_deserializer=metadata.FromString,
         )
         self._stream = self._channel.stream_stream(
             f"/{messages.SERVICE}/ModelStreamInfer",
@@ -109,22 +117,43 @@ class GrpcConnection:
     def infer(self, request: Request) -> Answer:
         return self.infer_later(request).result()
 
-    def input_types(self, model: str) -> Mapping[str, str]:
+    def _ask(self, method: str, **fields: str) -> Any:
         import grpc
 
+        request, answer = self._messages.method_messages(method)
+        call = self._channel.unary_unary(
+            f"/{self._messages.SERVICE}/{method}",
+            request_serializer=request.SerializeToString,
+            response_deserializer=answer.FromString,
+        )
         try:
-            metadata = self._metadata(self._metadata_request(name=model))
+            return call(request(**fields), metadata=self._headers)
         except grpc.RpcError as error:
             raise _server_error(error, self.url) from error
-        return {tensor.name: tensor.datatype for tensor in metadata.inputs}
+
+    def input_types(self, model: str) -> Mapping[str, str]:
+        return {tensor.name: tensor.datatype for tensor in self._ask("ModelMetadata", name=model).inputs}
+
+    def config(self, model: str) -> dict[str, Any]:
+        from google.protobuf.json_format import MessageToDict
+
+        return MessageToDict(self._ask("ModelConfig", name=model).config, preserving_proto_field_name=True)
+
+    def statistics(self, model: str) -> dict[str, Any]:
+        from google.protobuf.json_format import MessageToDict
+
+        return MessageToDict(self._ask("ModelStatistics", name=model), preserving_proto_field_name=True)
+
+    def health(self) -> dict[str, bool]:
+        return {"live": self._ask("ServerLive").live, "ready": self._ask("ServerReady").ready}
 
     def infer_later(self, request: Request) -> Pending:
-        return Pending(self._infer.future(_message(self._messages, request)), self.url)
+        return Pending(self._infer.future(_message(self._messages, request), metadata=self._headers), self.url)
 
     def stream(self, requests: Iterable[Request], timeout: float | None = None) -> Stream:
         """Every answer to the requests, as they come; the stream ends when the server has nothing more to say."""
         wire = (_message(self._messages, request) for request in requests)
-        return Stream(self._stream(wire, timeout=timeout), self.url)
+        return Stream(self._stream(wire, timeout=timeout, metadata=self._headers), self.url)
 
     def close(self) -> None:
         self._channel.close()
@@ -150,16 +179,27 @@ class Stream:
 
 
 class HttpConnection:
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
         import httpx
 
         self.url = url if "://" in url else f"http://{url}"
         limits = httpx.Limits(max_connections=None)
-        self._client = httpx.Client(timeout=httpx.Timeout(10.0, read=None), trust_env=False, limits=limits)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(timeout=httpx.Timeout(10.0, read=None), trust_env=False, limits=limits,
+                                    headers=headers)
 
     def input_types(self, model: str) -> Mapping[str, str]:
         document = self._document("GET", f"/v2/models/{model}", None)
         return {tensor["name"]: tensor["datatype"] for tensor in document["inputs"]}
+
+    def config(self, model: str) -> dict[str, Any]:
+        return self._document("GET", f"/v2/models/{model}/config", None)
+
+    def statistics(self, model: str) -> dict[str, Any]:
+        return self._document("GET", f"/v2/models/{model}/stats", None)
+
+    def health(self) -> dict[str, bool]:
+        return {word: self._get(f"/v2/health/{word}").is_success for word in ("live", "ready")}
 
     def infer(self, request: Request) -> Answer:
         body: dict[str, Any] = {"inputs": [to_json(name, array) for name, array in request.inputs.items()]}
@@ -172,6 +212,16 @@ class HttpConnection:
         document = self._document("POST", f"/v2/models/{request.model}/infer", body)
         outputs = {tensor["name"]: from_json(tensor) for tensor in document["outputs"]}
         return Answer(outputs, document.get("id", ""))
+
+    def _get(self, path: str) -> Any:
+        import httpx
+
+        try:
+            return self._client.get(self.url + path)
+        except httpx.ConnectError as error:
+            raise ServerError(_nobody(self.url)) from error
+        except httpx.HTTPError as error:
+            raise ServerError(f"the connection to {self.url} broke: {error}") from error
 
     def _document(self, method: str, path: str, body: Any) -> dict[str, Any]:
         import httpx

@@ -53,6 +53,9 @@ def scalar(value: bool | int | float) -> Array:
     return numpy.array([[value]], dtype=kind)
 
 
+_FLOATS = {"FP16": "float16", "FP32": "float32"}
+
+
 def as_declared(inputs: Mapping[str, Array], declared: Mapping[str, str]) -> dict[str, Array]:
     """The tensors in the types a model declares: lengths were UINT32 before 0.7, and INT32 from then on.
 
@@ -63,6 +66,8 @@ def as_declared(inputs: Mapping[str, Array], declared: Mapping[str, str]) -> dic
         wanted = declared.get(name)
         if wanted in ("INT32", "UINT32") and array.dtype in (numpy.int32, numpy.uint32):
             array = array.astype(wanted.lower())
+        elif wanted in _FLOATS and array.dtype in (numpy.float16, numpy.float32):
+            array = array.astype(_FLOATS[wanted])
         if wanted is not None or array.dtype == object or array.any():
             fitting[name] = array
     return fitting
@@ -73,11 +78,14 @@ def stop_inputs() -> dict[str, Array]:
     return {"input_ids": scalar(0), "input_lengths": scalar(0), "request_output_len": scalar(0), "stop": scalar(True)}
 
 
-def lora_arrays(folder: Path, task_id: int | None) -> dict[str, Array]:
-    """The tensors of an adapter that `slipstream lora` (or hf_lora_convert.py) wrote."""
+def lora_arrays(folder: Path | None, task_id: int | None) -> dict[str, Array]:
+    """The tensors of an adapter that `slipstream lora` (or hf_lora_convert.py) wrote; its number alone where the
+    server has it already."""
     arrays: dict[str, Array] = {}
     if task_id:
         arrays["lora_task_id"] = numpy.array([[task_id]], dtype=numpy.uint64)
+    if folder is None:
+        return arrays
     weights = folder / "model.lora_weights.npy"
     config = folder / "model.lora_config.npy"
     if not config.is_file():
@@ -100,7 +108,9 @@ def prompt_table_arrays(path: Path, task: int, dtype: str) -> dict[str, Array]:
 def beams_of(outputs: Mapping[str, Array], prompt: list[int]) -> list[list[int]]:
     """The new tokens of each beam, whether or not the server sent the prompt back before them."""
     beams = []
-    for row, length in zip(outputs["output_ids"][0], outputs["sequence_length"].reshape(-1), strict=True):
+    rows = outputs["output_ids"][0]
+    whole = numpy.full(len(rows), rows.shape[-1])  # before 0.6 nothing said how long an answer is
+    for row, length in zip(rows, outputs.get("sequence_length", whole).reshape(-1), strict=True):
         tokens = [int(token) for token in row[: int(length)]]
         beams.append(tokens[len(prompt):] if tokens[: len(prompt)] == prompt else tokens)
     return beams

@@ -61,7 +61,7 @@ class ServerWords:
         return postprocess(self._connection, ids, lengths)
 
 
-def postprocess(connection: Connection, ids: Array, lengths: Array) -> str:
+def postprocess(connection: Connection, ids: Array, lengths: Array, model: str = "postprocessing") -> str:
     """The text of ids [1, 1, n]. Which other tensors the model must be given changed from release to release."""
     required = {"TOKENS_BATCH": ids}
     sized = {**required, "SEQUENCE_LENGTH": lengths}
@@ -70,7 +70,7 @@ def postprocess(connection: Connection, ids: Array, lengths: Array) -> str:
     refusal: ServerError | None = None
     for inputs in (sized, passed_through, required):
         try:
-            answer = connection.infer(Request("postprocessing", inputs, outputs=("OUTPUT",)))
+            answer = connection.infer(Request(model, inputs, outputs=("OUTPUT",)))
             return bytes(answer.outputs["OUTPUT"].reshape(-1)[0]).decode(errors="replace")
         except ServerError as error:
             refusal = refusal or error

@@ -59,7 +59,11 @@ def test_an_unknown_flag_is_refused_with_the_nearest_one(capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as ended:
         run("build", "--max_batch_sise", "4")
     assert ended.value.code == 2
-    assert "there is no option --max_batch_sise; did you mean --max_batch_size?" in capsys.readouterr().err
+    text = "there is no option --max_batch_sise; did you mean --max_batch_size? (see slipstream build --help)"
+    assert capsys.readouterr().err == f"error: {text}\n"
+    result = runner.invoke(command.app, ["build", "--max_batch_sise", "4"], prog_name="triton")
+    assert result.exit_code == 2
+    assert result.stderr == f"triton - ERROR - {text}\n"
 
 
 def test_limits_are_those_given_and_never_more_than_the_model_has(model: Path, tmp_path: Path) -> None:
@@ -78,6 +82,38 @@ def test_the_precision_of_a_conversion_reaches_the_engine(model: Path, tmp_path:
     assert run("build", "--checkpoint_dir", checkpoint, "--output_dir", tmp_path / "engine") == 0
     config = read_engine_config(tmp_path / "engine")
     assert (config.quantisation.algorithm, config.dtype) == ("W8A16", "bfloat16")
+
+
+@pytest.mark.parametrize("flags", [["--use_fp8"], ["--use_fp8_rowwise"], ["--enable_fp8"], ["--dtype", "fp8"],
+                                   ["--use_weight_only", "--weight_only_precision", "fp8"]])
+def test_every_spelling_of_fp8_reaches_the_engine(model: Path, tmp_path: Path, flags: list[str]) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    assert run("convert", "--model_dir", model, "--output_dir", checkpoint, *flags, "--fp8-kv-cache") == 0
+    assert run("build", "--checkpoint_dir", checkpoint, "--output_dir", tmp_path / "one") == 0
+    assert run("build", "--model_dir", model, "--output_dir", tmp_path / "two", *flags) == 0
+    one, two = (read_engine_config(tmp_path / name).quantisation for name in ("one", "two"))
+    assert (one.algorithm, one.kv_cache) == ("FP8", "FP8")
+    assert (two.algorithm, two.kv_cache) == ("FP8", None)
+
+
+@pytest.mark.parametrize(("form", "algorithm"), [("fp8", "FP8"), ("int8_wo", "W8A16"), ("int4_wo", "W4A16"),
+                                                 ("full_prec", None)])
+def test_the_formats_of_quantize(model: Path, tmp_path: Path, form: str, algorithm: str | None) -> None:
+    words = ["--model_dir", model, "--output_dir", tmp_path, "--qformat", form, "--calib_size", 32]
+    assert run("quantize", *words, "--kv_cache_dtype", "fp8") == 0
+    assert json.loads((tmp_path / "config.json").read_text())["quantization"] == {
+        "quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}
+
+
+def test_formats_that_need_calibration_and_two_at_once_are_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model_dir", model, "--output_dir", tmp_path]
+    assert run("quantize", *words, "--qformat", "int4_awq") == 1
+    assert "error: --qformat int4_awq: " in capsys.readouterr().err
+    assert run("convert", *words, "--use_fp8", "--use_weight_only") == 1
+    assert "error: --use_fp8 and --use_weight_only exclude each other" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("tensors", "stages"), [(4, 1), (2, 2), (1, 2)])
@@ -128,6 +164,20 @@ def test_a_command_that_is_interrupted_leaves_nothing_behind(
     source = "--model_dir" if name == "convert" else "--checkpoint_dir"
     assert run(name, source, model, "--output_dir", tmp_path / "place" / "out") == 130
     assert list((tmp_path / "place").iterdir()) == []
+
+
+def test_a_second_run_of_the_other_long_commands_changes_nothing(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (("build", "--checkpoint_dir", model, "--output_dir", tmp_path / "e"),
+                  ("workspace", tmp_path / "w"),
+                  ("quantize", "--model_dir", model, "--output_dir", tmp_path / "q", "--qformat", "fp8")):
+        assert run(*words) == 0
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+        capsys.readouterr()
+        assert run(*words) == 0
+        assert "nothing to do" in capsys.readouterr().out
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_size_that_does_not_divide_the_model_is_refused(

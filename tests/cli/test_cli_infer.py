@@ -3,7 +3,9 @@
 import http.server
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 from typer.testing import CliRunner
 
@@ -37,6 +39,55 @@ class Canned(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *arguments):
         pass
+
+
+@pytest.mark.parametrize("source", ["file", "variable"])
+def test_the_key_is_sent_over_http(source, tmp_path, monkeypatch):
+    seen = []
+
+    class Noting(Canned):
+        body = b'data: {"text_output": "yes"}\n\n'
+
+        def do_POST(self):
+            seen.append(self.headers["authorization"])
+            super().do_POST()
+
+    arguments = ["infer", "-m", "x", "--prompt", "y", "-u", "127.0.0.1"]
+    if source == "file":
+        (tmp_path / "key").write_text("secret\n")
+        arguments += ["--api-key", str(tmp_path / "key")]
+    else:
+        monkeypatch.setenv("SLIPSTREAM_API_KEY", "secret")
+    with http.server.HTTPServer(("127.0.0.1", 0), Noting) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        result = runner.invoke(command.app, [*arguments, "-p", str(server.server_port)])
+    assert (result.exit_code, result.output.strip(), seen) == (0, "yes", ["Bearer secret"])
+
+
+def test_the_key_is_sent_over_grpc(monkeypatch):
+    """A server that refuses says what it saw."""
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", "secret")
+
+    class Refusing(grpc.GenericRpcHandler):
+        def service(self, details):
+            given = dict(details.invocation_metadata).get("authorization")
+
+            def refuse(requests, context):
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, f"saw {given}")
+
+            return grpc.stream_stream_rpc_method_handler(refuse)
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((Refusing(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        arguments = ["infer", "-m", "x", "--prompt", "y", "-u", "127.0.0.1", "-p", str(port), "-i", "grpc"]
+        result = runner.invoke(command.app, arguments)
+    finally:
+        server.stop(None)
+    assert result.exit_code == 1
+    assert "saw Bearer secret" in result.output
 
 
 @pytest.fixture
@@ -75,7 +126,7 @@ def test_text_is_printed_piece_by_piece(answer):
 def test_errors_are_told_on_stderr_with_exit_code_1(answer, status, body, text):
     result = answer(status, body)
     assert result.exit_code == 1
-    assert f"slipstream - ERROR - {text}" in result.stderr
+    assert f"error: {text}" in result.stderr
 
 
 def test_the_prompt_is_required():

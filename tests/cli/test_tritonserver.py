@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,13 +13,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
 from tiny_server import HERE, MODEL, ROOT, children_of, command_of, is_running, make_repository, wait_for
 
 from slipstream.cli import tritonserver
+from slipstream.cli.classic import run_command
 from slipstream.cli.tritonserver_flags import FLAGS, FlagError, parse_flags
+from slipstream.server.grpc_options import GrpcOptions
 
 SCRIPT = """
 import sys
@@ -32,6 +37,13 @@ LAUNCHER = [
     "--model-control-mode=explicit", "--load-model=tensorrt_llm", "--grpc-port=8001", "--http-port=8000",
     "--metrics-port=8002", "--disable-auto-complete-config", "--backend-config=python,shm-region-prefix-name=prefix0_",
 ]  # fmt: skip
+
+
+EXPECTED_ARGUMENTS = {
+    "grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 200, "grpc.keepalive_permit_without_calls": 1,
+    "grpc.http2.max_pings_without_data": 5, "grpc.http2.min_ping_interval_without_data_ms": 40,
+    "grpc.http2.max_ping_strikes": 6, "grpc.max_connection_age_ms": 70, "grpc.max_connection_age_grace_ms": 80,
+}  # fmt: skip
 
 
 class Tritonserver:
@@ -57,10 +69,13 @@ class Tritonserver:
         assert self.process.poll() is None, self.log.read_text()
         return self
 
+    def place(self, service: str) -> str:
+        line = next(line for line in self.lines if f"Started {service} at" in line)
+        return line.rpartition(" ")[2]
+
     @property
     def url(self) -> str:
-        line = next(line for line in self.lines if "Started HTTPService at" in line)
-        return f"http://{line.rpartition(' ')[2]}"
+        return f"http://{self.place('HTTPService')}"
 
     def engines(self) -> list[int]:
         return [child for child in children_of(self.process.pid) if "scripted_engine" in command_of(child)]
@@ -210,6 +225,23 @@ def test_what_is_wrong_is_said_in_one_line(flags: list[str], text: str) -> None:
         (["--model-repository=/a", "--http-restricted-api=x:y=z"], "unknown API 'x'"),
         (["--model-repository=/a", "--http-header-forward-pattern=("], "is no regular expression"),
         (["--model-repository=/a", "--grpc-use-ssl=true"], "needs --grpc-server-cert"),
+        (["--model-repository=/a", "--trace-config=mode=opentelemetry"], "traces go to files (mode triton) only"),
+        (["--model-repository=/a", "--trace-config=opentelemetry,url=x"], "traces go to files (mode triton) only"),
+        (["--model-repository=/a", "--trace-config=level=TIMESTAMPS"], "trace file name is not given"),
+        (["--model-repository=/a", "--trace-config=level=LOUD"], "level must be one of"),
+        (["--model-repository=/a", "--trace-config=triton,colour=red"], "unknown setting 'colour'"),
+        (["--model-repository=/a", "--trace-config=triton,rate=fast"], "rate must be a whole number"),
+        (["--model-repository=/a", "--cache-config=redis,host=x"], "the one cache there is is 'local'"),
+        (["--model-repository=/a", "--cache-config=local,host=x"], "has no setting 'host'"),
+        (["--model-repository=/a", "--rate-limit=always"], "must be off or execution_count"),
+        (["--model-repository=/a", "--rate-limit-resource=R1:3"], "needs --rate-limit=execution_count"),
+        (
+            ["--model-repository=/a", "--rate-limit=execution_count", "--rate-limit-resource=R1"],
+            "must be <name>:<count>[:<device>]",
+        ),
+        (["--model-repository=/a", "--metrics-config=summary_latencies=maybe"], "must be true or false"),
+        (["--model-repository=/a", "--metrics-config=colour=red"], "unknown setting 'colour'"),
+        (["--model-repository=/a", "--metrics-config=summary_quantiles=2:0.1"], "a quantile is between 0 and 1"),
     ],
 )
 def test_what_cannot_be_done_ends_it_with_code_1(
@@ -231,6 +263,120 @@ def test_the_defaults_are_tritons() -> None:
     ]  # fmt: skip
     assert (options.control_mode, options.exit_timeout_seconds, options.strict_readiness) == ("none", 30.0, True)
     assert (options.allow_python_models, options.allow_client_shared_memory) == (False, False)
+
+
+def test_trace_cache_limiter_and_metrics_flags_become_options(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    flags = [
+        "--model-repository=/a", f"--trace-config=triton,file={file}", "--trace-config=level=TIMESTAMPS",
+        "--trace-config=level=TENSORS", "--trace-config", "rate=7", "--trace-config=triton,log-frequency=3",
+        "--cache-config=local,size=1048576", "--rate-limit=execution_count", "--rate-limit-resource=R1:4",
+        "--metrics-config=summary_latencies=true", "--metrics-config=summary_quantiles=0.5:0.05,0.9:0.01",
+    ]  # fmt: skip
+    given = parse_flags(flags)
+    options = tritonserver.server_options(given)
+    assert options.trace_settings == {
+        "trace_file": str(file), "trace_level": ["TIMESTAMPS", "TENSORS"], "trace_rate": "7", "log_frequency": "3",
+    }  # fmt: skip
+    assert (options.response_cache_bytes, options.rate_limits) == (1048576, {("R1", "global"): 4})
+    assert options.metrics_settings == {"summary_latencies": True, "summary_quantiles": (0.5, 0.9)}
+    assert given.ignored == []
+    older = ["--trace-file", str(file), "--trace-level=MAX", "--trace-rate=1", "--trace-count=5"]
+    settings = tritonserver.server_options(parse_flags(["--model-repository=/a", *older])).trace_settings
+    assert settings == {
+        "trace_file": str(file), "trace_level": ["TIMESTAMPS"], "trace_rate": "1", "trace_count": "5",
+    }  # fmt: skip
+
+
+def test_requests_are_traced_and_summed_up_as_the_flags_ask(
+    serve: Callable[..., Tritonserver], tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.json"
+    server = serve(
+        f"--trace-config=triton,file={file}", "--trace-config=level=TIMESTAMPS", "--trace-config=rate=1",
+        "--metrics-config=summary_latencies=true",
+    ).wait_started()  # fmt: skip
+    assert generate(server).json()["text_output"] == "6 7 8"
+    wait_for(file.exists)
+    models = [one["model_name"] for one in json.loads(file.read_text()) if "model_name" in one]
+    assert models == [MODEL]
+    scraped = httpx.get(f"http://{server.place('Metrics Service')}/metrics", trust_env=False).text
+    labels = f'model="{MODEL}",version="1"'
+    assert f"nv_inference_request_summary_us_count{{{labels}}} 1" in scraped
+
+
+UPPER = """
+import triton_python_backend_utils as pb_utils
+class TritonPythonModel:
+    def execute(self, requests):
+        texts = [pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text)]) for text in texts]
+"""
+UPPER_CONFIG = """backend: "python" response_cache { enable: true }
+input [ { name: "text_input" data_type: TYPE_STRING dims: [ -1 ] } ]
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
+instance_group [ { count: 1 kind: KIND_CPU rate_limiter { resources [ { name: "R" count: 2 } ] } } ]
+"""
+
+
+def test_a_python_model_is_served_from_the_cache_and_limited(
+    serve: Callable[..., Tritonserver], tmp_path: Path
+) -> None:
+    (tmp_path / "more" / "upper" / "1").mkdir(parents=True)
+    (tmp_path / "more" / "upper" / "1" / "model.py").write_text(UPPER)
+    (tmp_path / "more" / "upper" / "config.pbtxt").write_text(UPPER_CONFIG)
+    server = serve(
+        f"--model-repository={tmp_path / 'more'}", "--allow-python-models=true", "--cache-config=local,size=1048576",
+        "--rate-limit=execution_count", "--rate-limit-resource=R:2",
+    ).wait_started()  # fmt: skip
+    tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hello"]}
+    for _ in range(3):
+        answer = httpx.post(f"{server.url}/v2/models/upper/infer", json={"inputs": [tensor]}, timeout=30)
+        assert answer.json()["outputs"][0]["data"] == ["hello"]
+    found = httpx.get(f"{server.url}/v2/models/upper/stats").json()["model_stats"][0]
+    assert found["inference_count"] == 1
+    assert found["inference_stats"]["cache_hit"]["count"] == 2
+    scraped = httpx.get(f"http://{server.place('Metrics Service')}/metrics", trust_env=False).text
+    assert 'nv_cache_num_hits_per_model{model="upper",version="1"} 2' in scraped
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+def test_grpc_speaks_tls_when_the_flags_say_so(
+    serve: Callable[..., Tritonserver], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key,
+         "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    server = serve(
+        "--grpc-address=127.0.0.1", "--grpc-use-ssl=true", f"--grpc-server-cert={certificate}",
+        f"--grpc-server-key={key}",
+    ).wait_started()  # fmt: skip
+    place = server.place("GRPCInferenceService")
+    with tritonclient.grpc.InferenceServerClient(place, ssl=True, root_certificates=str(certificate)) as client:
+        assert client.is_model_ready(MODEL)
+    with tritonclient.grpc.InferenceServerClient(place) as plain, pytest.raises(InferenceServerException):
+        plain.is_server_live(client_timeout=5)
+    words = ["-u", place, "--ssl", "-r", str(certificate), "-S", "--text", "5", "--request-output-len", "4"]
+    assert run_command("client", words) == 0
+    assert "Output sequence:  [5, 6, 7, 8, 9]\n" in capsys.readouterr().out
+
+
+def test_keepalive_and_tls_flags_reach_grpc() -> None:
+    flags = [
+        "--grpc-keepalive-time=1000", "--grpc-keepalive-timeout=200", "--grpc-keepalive-permit-without-calls=true",
+        "--grpc-http2-max-pings-without-data=5", "--grpc-http2-min-recv-ping-interval-without-data=40",
+        "--grpc-http2-max-ping-strikes=6", "--grpc-max-connection-age=70", "--grpc-max-connection-age-grace=80",
+        "--grpc-use-ssl-mutual=true", "--grpc-server-cert=c", "--grpc-server-key=k", "--grpc-root-cert=r",
+    ]  # fmt: skip
+    options = tritonserver.server_options(parse_flags(["--model-repository=/a", *flags]))
+    grpc_options = GrpcOptions(**options.grpc_settings)
+    assert dict(grpc_options.channel_arguments()) | EXPECTED_ARGUMENTS == dict(grpc_options.channel_arguments())
+    files = (grpc_options.server_certificate, grpc_options.server_key, grpc_options.root_certificate)
+    assert files == (Path("c"), Path("k"), Path("r"))
 
 
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:

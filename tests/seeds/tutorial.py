@@ -20,10 +20,18 @@ _PROGRAMS = {
     "python3": "",
     "python": "",
     "slipstream": "-m slipstream.cli.main",
-    "triton": "-m slipstream.cli.main",
+    "triton": '-c "import sys; sys.argv[0] = \'triton\'; from slipstream.cli.main import main; main()"',
+    "genai-perf": '-c "from slipstream.cli.classic import genai_perf; genai_perf()"',
+    "perf_analyzer": '-c "from slipstream.cli.classic import perf_analyzer; perf_analyzer()"',
     "trtllm-build": '-c "from slipstream.cli.classic import trtllm_build; trtllm_build()"',
     "tritonserver": "-m slipstream.cli.tritonserver",
 }
+
+
+def blocks_of(file: Path) -> list[tuple[str, str]]:
+    """Name and commands of each block of a tutorial, in order; `skipped: …` says why one is not run."""
+    blocks = file.read_text().split("#### ")[1:]
+    return [(block.partition("\n")[0], block.partition("\n")[2]) for block in blocks]
 
 
 class Tutorial:
@@ -32,9 +40,7 @@ class Tutorial:
     def __init__(self, name: str, folder: Path, places: Mapping[str, str], like: str) -> None:
         self.folder, self.places = folder, places
         self.ports = {port: _free_port() for port in (8000, 8001, 8002)}
-        blocks = (HERE / f"{name}.txt").read_text().split("#### ")
-        self.blocks = {"before": blocks[0]}
-        self.blocks |= {block.partition("\n")[0]: block.partition("\n")[2] for block in blocks[1:]}
+        self.blocks = dict(blocks_of(HERE / f"{name}.txt"))
         self.server: subprocess.Popen[bytes] | None = None
         self._log = folder / "server.log"
         self._write_programs()
@@ -88,11 +94,17 @@ class Tutorial:
     def ask(self, cwd: Path | None = None) -> str:
         return self.run(self.text("ask"), cwd)
 
-    def close(self) -> None:
-        """End what this tutorial started, and nothing else: all of it has the tutorial's home, launched or not."""
+    def _processes(self) -> list[Path]:
+        """What this tutorial started, and nothing else: all of it has the tutorial's home, launched or not."""
         mark = f"HOME={self.folder / 'home'}".encode()
+        return [place for place in Path("/proc").glob("[0-9]*") if mark in _environment_of(place)]
+
+    def process_names(self) -> set[str]:
+        return {(place / "comm").read_text().strip() for place in self._processes()}
+
+    def close(self) -> None:
         for _ in range(300):
-            left = [place for place in Path("/proc").glob("[0-9]*") if mark in _environment_of(place)]
+            left = self._processes()
             if not left:
                 return
             for place in left:

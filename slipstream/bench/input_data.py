@@ -1,0 +1,107 @@
+"""Requests for any model as perf_analyzer makes them: from a file of tensors, or all zeros, or random."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from slipstream.client.tensors import Array
+
+_KINDS = {"TYPE_BOOL": "bool", "TYPE_UINT8": "uint8", "TYPE_UINT16": "uint16", "TYPE_UINT32": "uint32",
+          "TYPE_UINT64": "uint64", "TYPE_INT8": "int8", "TYPE_INT16": "int16", "TYPE_INT32": "int32",
+          "TYPE_INT64": "int64", "TYPE_FP16": "float16", "TYPE_FP32": "float32", "TYPE_FP64": "float64",
+          "TYPE_STRING": "object"}
+_MOST_RANDOM = 2**15
+
+
+class DataError(ValueError):
+    """The data cannot be made into requests; the text says which tensor."""
+
+
+@dataclass(frozen=True)
+class InputTensor:
+    name: str
+    kind: str  # of numpy
+    dims: tuple[int, ...]  # without the batch
+    optional: bool
+
+
+def input_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[InputTensor]:
+    """From a model's configuration; `shapes` stand in for those that it leaves open."""
+    tensors = []
+    for tensor in config.get("input", []):
+        dims = shapes.get(tensor["name"], tuple(int(dim) for dim in tensor["dims"]))
+        tensors.append(InputTensor(tensor["name"], _KINDS[tensor["data_type"]], dims, bool(tensor.get("optional"))))
+    unknown = shapes.keys() - {tensor.name for tensor in tensors}
+    if unknown:
+        raise DataError(f"--shape {min(unknown)}: the model has no such input")
+    return tensors
+
+
+def read_rows(path: Path, tensors: Sequence[InputTensor]) -> list[dict[str, Array]]:
+    """The requests of a file {"data": [{tensor: values, or {"content": values, "shape": dims}}, …]}, unbatched."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["data"]
+        return [_row(row, tensors) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"--input-data {path}: {error}") from error
+
+
+def _row(row: Mapping[str, Any], tensors: Sequence[InputTensor]) -> dict[str, Array]:
+    known = {tensor.name for tensor in tensors}
+    surplus = [name for name in row if name not in known and name != "model"]
+    if surplus:
+        raise DataError(f"the model has no input {surplus[0]}")
+    missing = [tensor.name for tensor in tensors if not tensor.optional and tensor.name not in row]
+    if missing:
+        raise DataError(f"the input {missing[0]} is missing")
+    return {tensor.name: _given(row[tensor.name], tensor) for tensor in tensors if tensor.name in row}
+
+
+def _given(value: Any, tensor: InputTensor) -> Array:
+    content, shape = (value["content"], value.get("shape")) if isinstance(value, Mapping) else (value, None)
+    flat = content if isinstance(content, list) else [content]
+    items = [str(item).encode() for item in flat] if tensor.kind == "object" else flat
+    dims = tuple(shape) if shape is not None else tensor.dims
+    if sum(dim < 0 for dim in dims) == 1 and len(dims) == 1:
+        dims = (len(items),)
+    return numpy.array(items, dtype=tensor.kind).reshape(dims)
+
+
+def made_up_row(tensors: Sequence[InputTensor], random: bool, text: str | None, length: int) -> dict[str, Array]:
+    """Zeros or random values for every input that a request must have; texts are `text`, or random letters."""
+    generator = numpy.random.default_rng(0)
+    row = {}
+    for tensor in tensors:
+        if tensor.optional:
+            continue
+        if any(dim < 0 for dim in tensor.dims):
+            raise DataError(f"the input {tensor.name} has no fixed shape; give --shape {tensor.name}:N,…")
+        if tensor.kind == "object":
+            letters = "".join(chr(97 + int(letter)) for letter in generator.integers(0, 26, length))
+            row[tensor.name] = numpy.full(tensor.dims, (text if text is not None else letters).encode(), dtype=object)
+        elif random:
+            row[tensor.name] = generator.integers(0, _MOST_RANDOM, tensor.dims).astype(tensor.kind)
+        else:
+            row[tensor.name] = numpy.zeros(tensor.dims, dtype=tensor.kind)
+    return row
+
+
+def batches(rows: Sequence[Mapping[str, Array]], size: int) -> list[dict[str, Array]]:
+    """Requests of `size` rows that follow each other, from each row once; `size` 0: the model takes no batches."""
+    if size == 0:
+        return [dict(row) for row in rows]
+    found = []
+    for start in range(0, len(rows), size):
+        chosen = [rows[(start + item) % len(rows)] for item in range(size)]
+        shapes = {name: {row[name].shape for row in chosen if name in row} for name in chosen[0]}
+        uneven = [name for name, kinds in shapes.items() if len(kinds) != 1]
+        if uneven:
+            raise DataError(f"the input {uneven[0]} has several shapes in one batch; use -b 1")
+        found.append({name: numpy.stack([row[name] for row in chosen]) for name in chosen[0]})
+    return found

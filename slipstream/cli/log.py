@@ -1,0 +1,50 @@
+"""The lines that commands print about what they do: one form for `slipstream`, Triton CLI's for `triton`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Annotated, NoReturn
+
+import typer
+
+_PROGRAM: ContextVar[str] = ContextVar("program", default="slipstream")
+
+
+# Triton CLI has it for every command.
+VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="No effect: all there is to say is said.")]
+
+
+def log(level: str, message: str) -> None:
+    """One line on stdout, an ERROR on stderr."""
+    stream = sys.stderr if level == "ERROR" else sys.stdout
+    print(line(level, " ".join(message.split())), file=stream, flush=True)
+
+
+def line(level: str, text: str) -> str:
+    """`triton - INFO - text` is what scripts around Triton CLI look for."""
+    if program() == "triton":
+        return f"triton - {level} - {text}"
+    return f"error: {text}" if level == "ERROR" else f"[{level}] {text}"
+
+
+def program() -> str:
+    """`triton` where the command line begins with it."""
+    return _PROGRAM.get()
+
+
+@contextmanager
+def running_as(name: str | None) -> Iterator[None]:
+    before = _PROGRAM.set("triton" if name == "triton" else "slipstream")
+    try:
+        yield
+    finally:
+        _PROGRAM.reset(before)
+
+
+def fail(message: str) -> NoReturn:
+    """One line, and exit code 1."""
+    log("ERROR", message)
+    raise typer.Exit(1)
