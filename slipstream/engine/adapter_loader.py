@@ -135,10 +135,7 @@ class AdapterLoader:
     @torch.inference_mode()
     def place(self, placed: Sequence[tuple[int, tuple[int, ...]]]) -> None:
         """Write adapters to the pages they were given."""
-        if self.pages is None:
-            books = self.adapters
-            most = self.layout.pages_for(books.max_rank)
-            self.pages = AdapterPages(self.layout, books.total_pages, most, self.dtype, self.device)
+        assert self.pages is not None  # nothing is placed before it was taken over
         for adapter, pages in placed:
             self.pages.write(pages, self._host[adapter])
 
@@ -155,9 +152,24 @@ class AdapterLoader:
         if loaded.bytes > limit:
             self.adapters.failed(adapter, f"it takes {loaded.bytes} bytes, the adapter cache of the host has {limit} "
                                           "(lora_cache_host_memory_bytes)")
+        elif not self._has_pages():
+            self.adapters.failed(adapter, "the GPU has too little memory left for adapters: lower "
+                                          "kv_cache_free_gpu_mem_fraction or lora_cache_max_adapter_size")
         else:
             self._host[adapter] = loaded
             self.adapters.loaded(adapter, loaded.rank, loaded.bytes)
+
+    @torch.inference_mode()
+    def _has_pages(self) -> bool:
+        """Make the pages, unless they are there. Here and not in a step: nobody's plan fails for want of them."""
+        if self.pages is None:
+            books = self.adapters
+            most = self.layout.pages_for(books.max_rank)
+            try:
+                self.pages = AdapterPages(self.layout, books.total_pages, most, self.dtype, self.device)
+            except torch.OutOfMemoryError:
+                return False
+        return True
 
     # --- in the thread ---
 

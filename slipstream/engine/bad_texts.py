@@ -37,12 +37,22 @@ class Spelling:
 class _Begun:
     """A beginning that some words share: what may come after it, and which words those are."""
 
-    __slots__ = ("depth", "longer", "words")
+    __slots__ = ("_allowed", "depth", "longer", "words")
 
     def __init__(self, depth: int) -> None:
         self.depth = depth  # in bytes
         self.longer: dict[int, _Begun] = {}  # by the next byte
         self.words: list[bytes] = []
+        self._allowed: int | None = None
+
+    def allowed(self, spelling: Spelling) -> int:
+        """A bit for each token that completes none of the words here. Found once: a step must not wait for it again."""
+        if self._allowed is None:
+            mask = bytearray(b"\xff" * spelling.vocabulary.mask_bytes)
+            for word in self.words:
+                forbid(mask, spelling.beginning(word[self.depth :]))
+            self._allowed = int.from_bytes(mask, "little")
+        return self._allowed
 
 
 class BadTexts:
@@ -65,11 +75,10 @@ class BadTexts:
         self._follow(tokens)
         if not self._begun:
             return self._anywhere
-        mask = bytearray(self._anywhere)
+        allowed = int.from_bytes(self._anywhere, "little")
         for begun in self._begun:
-            for word in begun.words:
-                forbid(mask, self._spelling.beginning(word[begun.depth :]))
-        return bytes(mask)
+            allowed &= begun.allowed(self._spelling)
+        return allowed.to_bytes(len(self._anywhere), "little")
 
     def complete(self, tokens: list[int]) -> bool:
         return False

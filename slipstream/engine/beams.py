@@ -6,8 +6,11 @@ request with a row of its own. The beams of a group advance together, when the l
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from slipstream.engine.messages import Beam
@@ -69,15 +72,17 @@ class BeamSearch:
 
     def _best(self, candidates: list[Candidates]) -> list[tuple[int, int, Path]]:
         """(beam, token, path) of the most promising continuations of all beams together, best first."""
-        found = []
-        for place, (beam, follows) in enumerate(zip(self.beams, candidates, strict=True)):
-            bonus = self.sampling.diversity_rate * place
-            for token, log_prob in follows:
-                if math.isfinite(log_prob):
-                    found.append((beam.total + log_prob + bonus, place, token, log_prob))
-        found.sort(key=lambda item: -item[0])
-        best = found[: self.sampling.candidates]
+        ways = [self._ways(place, beam, follows)
+                for place, (beam, follows) in enumerate(zip(self.beams, candidates, strict=True))]
+        best = islice(heapq.merge(*ways, key=lambda way: -way[0]), self.sampling.candidates)
         return [(place, token, self.beams[place].then(token, log_prob)) for _, place, token, log_prob in best]
+
+    def _ways(self, place: int, beam: Path, follows: Candidates) -> Iterator[tuple[float, int, int, float]]:
+        """(score, beam, token, log-probability) of one beam's continuations, best first as they came."""
+        bonus = self.sampling.diversity_rate * place
+        for token, log_prob in follows:
+            if math.isfinite(log_prob):
+                yield beam.total + log_prob + bonus, place, token, log_prob
 
     def _end(self, path: Path) -> None:
         self.ended.append(Ended(self._score(path), path))

@@ -115,6 +115,16 @@ class BlockPool:
                 else:
                     self._idle[block] = None
 
+    def never_moved(self, saves: Iterable[tuple[int, int]], loads: Iterable[tuple[int, int]]) -> None:
+        """What a plan was to bring to the host and back was not carried out: nobody may find it."""
+        self.host.lose({slot for _, slot in saves})
+        for _, block in loads:
+            if self._names[block] is not None:
+                self._forget(block)
+                if self._references[block] == 0:
+                    del self._idle[block]
+                    heapq.heappush(self._free, block)
+
     def _forget(self, block: int) -> bytes:
         name = self._names[block]
         assert name is not None

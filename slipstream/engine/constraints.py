@@ -6,8 +6,10 @@ is told as the request's error, before anything of it runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import takewhile
 from typing import NamedTuple
 
 from slipstream.engine.bad_texts import BadTexts, Spelling
@@ -43,11 +45,21 @@ class Constraints:
 
     def drop(self, request_id: int) -> bool:
         """Forget a request; whether it was here."""
-        return self._making.pop(request_id, None) is not None
+        request, future = self._making.pop(request_id, (None, None))
+        if future is not None:
+            future.cancel()  # unless the thread is at it
+        return request is not None
+
+    def take_late(self, now: float) -> list[int]:
+        """Those whose deadline has passed meanwhile, forgotten."""
+        late = [number for number, (request, _) in self._making.items() if (request.deadline or math.inf) <= now]
+        for request_id in late:
+            self.drop(request_id)
+        return late
 
     def take_made(self) -> list[Made]:
         """Those that need not wait any longer, in the order they came."""
-        done = [(request, future) for request, future in self._making.values() if future.done()]
+        done = list(takewhile(lambda pair: pair[1].done(), self._making.values()))  # one thread makes them in turn
         for request, _ in done:
             del self._making[request.request_id]
         return [_made(request, future) for request, future in done]

@@ -57,6 +57,11 @@ class HostBlocks:
         self._read.clear()
         return saves
 
+    def lose(self, slots: set[int]) -> None:
+        """Nothing was written to these."""
+        for name in [name for name, slot in self._of.items() if slot in slots]:
+            self._free.append(self._of.pop(name))
+
     def check_integrity(self) -> None:
         used = [*self._of.values(), *self._free]
         if sorted(used) != list(range(self.slots)):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from slipstream.engine.plan import StepPlan
+
+_PIECE_BYTES = 2**30
 
 
 def blocks_of(cache: Tensor, block_tokens: int) -> Tensor:
@@ -18,19 +22,30 @@ def blocks_of(cache: Tensor, block_tokens: int) -> Tensor:
 
 
 class HostCache:
+    """Slots for blocks. Memory that a device reads is handed out in powers of two: in one piece, the slots could take
+    twice what was asked for; in pieces just below such a power, they take hardly more."""
+
     def __init__(self, cache: Tensor, slots: int, block_tokens: int) -> None:
         """cache: [layers, 2, kv_heads, slots, head_size], the device's"""
         self._blocks = blocks_of(cache, block_tokens)
-        shape = (slots, *self._blocks.shape[:3], self._blocks.shape[4])  # what moves together lies together
-        self._host = torch.empty(shape, dtype=self._blocks.dtype, pin_memory=cache.device.type == "cuda")
+        shape = (*self._blocks.shape[:3], self._blocks.shape[4])  # of a slot: what moves together lies together
+        self._each = max(1, _PIECE_BYTES // (math.prod(shape) * self._blocks.dtype.itemsize))  # slots of a piece
+        pinned = cache.device.type == "cuda"
+        self._pieces = [
+            torch.empty((min(self._each, slots - first), *shape), dtype=self._blocks.dtype, pin_memory=pinned)
+            for first in range(0, slots, self._each)
+        ]
 
     @property
     def nbytes(self) -> int:
-        return self._host.nbytes
+        return sum(piece.nbytes for piece in self._pieces)
 
     def move(self, plan: StepPlan) -> None:
         """What is saved leaves before anything overwrites it. All in the order of the device's own work."""
         for block, slot in plan.saves:
-            self._host[slot].copy_(self._blocks[:, :, :, block], non_blocking=True)
+            self._slot(slot).copy_(self._blocks[:, :, :, block], non_blocking=True)
         for slot, block in plan.loads:
-            self._blocks[:, :, :, block].copy_(self._host[slot], non_blocking=True)
+            self._blocks[:, :, :, block].copy_(self._slot(slot), non_blocking=True)
+
+    def _slot(self, slot: int) -> Tensor:
+        return self._pieces[slot // self._each][slot % self._each]

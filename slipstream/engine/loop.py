@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
@@ -98,6 +99,8 @@ class EngineLoop:
         return self.scheduler.take_outputs()
 
     def _take_constrained(self) -> None:
+        for request_id in self.constraints.take_late(time.monotonic()):
+            self.scheduler.refuse(request_id, "timeout")
         for request, constraint, problem in self.constraints.take_made():
             if constraint is None:
                 self.scheduler.refuse(request.request_id, "error", problem)

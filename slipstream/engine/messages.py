@@ -7,6 +7,7 @@ serve, then one `StepOutputs` a step (columns, not objects) and an `EngineStats`
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 # The upper bounds, in seconds, of the classes that queue times are counted in; the last class has none.
 QUEUE_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
@@ -53,9 +54,18 @@ class Scores:
     prompt_log_probs: list[float] = field(default_factory=list)  # of the next tokens of the prompt, from its second on
 
     def merge(self, newer: Scores) -> None:
-        self.context_logits += newer.context_logits
-        self.generation_logits += newer.generation_logits
+        self.context_logits = _joined(self.context_logits, newer.context_logits)
+        self.generation_logits = _joined(self.generation_logits, newer.generation_logits)
         self.prompt_log_probs += newer.prompt_log_probs
+
+
+def _joined(first: bytes, second: bytes) -> bytes:
+    """In place from the second time on: a copy of all before each token's logits would be gigabytes in the end."""
+    if not first or not second:
+        return first or second
+    grown = first if isinstance(first, bytearray) else bytearray(first)
+    grown += second
+    return cast(bytes, grown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class Runner:
         if self.host is not None:
             self.host.move(plan)
         copy_blocks(self.cache, plan.copies, self.block_tokens)
+        clear_blocks(self.cache, plan.appended_blocks, self.block_tokens)
         self.rows.apply(plan)
         wanted = scores.wanted_logits(
             plan.rows, np.array(plan.positions), np.array(plan.counts), np.array(plan.samples), self.rows,
@@ -100,6 +101,12 @@ def sampling_places(plan: StepPlan, order: Iterable[int]) -> tuple[list[int], li
             rows += [plan.rows[column]] * len(places)
             lengths += places
     return rows, lengths
+
+
+def clear_blocks(cache: Tensor, blocks: list[int], block_tokens: int) -> None:
+    """Where a row is padded to whole blocks, even masked values must be finite, whoever had the blocks before."""
+    if blocks:
+        blocks_of(cache, block_tokens).index_fill_(3, torch.tensor(blocks), 0.0)
 
 
 def copy_blocks(cache: Tensor, copies: list[tuple[int, int]], block_tokens: int) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from slipstream.engine.plan import StepResult
 from slipstream.engine.request import SamplingParams
-from slipstream.engine.rows import Rows, to_device
+from slipstream.engine.rows import Rows
+from slipstream.engine.transfer import numbers, to_device
 from slipstream.kernels import sampling
 
 
@@ -97,12 +98,13 @@ def _penalise(
     if not chosen:
         return
     longest = max(lengths[i] for i in chosen)
-    history = state.tokens[[rows[i] for i in chosen], :longest]  # [chosen, longest]
+    where = numbers(chosen, logits.device)
+    history = state.tokens[numbers([rows[i] for i in chosen], logits.device), :longest]  # [chosen, longest]
     position = torch.arange(longest, device=logits.device)
     column = _column(logits.device)
     known = position < column([lengths[i] for i in chosen])
     output = known & (position >= column([state.prompt_tokens[rows[i]] for i in chosen]))
-    values = logits[chosen]
+    values = logits[where]
     seen = torch.zeros_like(values).scatter_add_(1, history, known.float()) > 0
     counts = torch.zeros_like(values).scatter_add_(1, history, output.float())
     repetition = column([parameters[i].repetition_penalty for i in chosen])
@@ -110,7 +112,7 @@ def _penalise(
     values = torch.where(seen, repeated, values)
     values -= column([parameters[i].frequency_penalty for i in chosen]) * counts
     values -= column([parameters[i].presence_penalty for i in chosen]) * (counts > 0)
-    logits[chosen] = values
+    logits[where] = values
 
 
 def _ban(logits: Tensor, tokens: Tensor, banned: Tensor) -> None:
@@ -134,7 +136,8 @@ def _constrain(logits: Tensor, rows: list[int], state: Rows) -> None:
     words = np.stack([np.frombuffer(state.masks[rows[index]], dtype=np.int32) for index in chosen])
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = (to_device(words, logits.device)[:, :, None] >> bits & 1).view(len(chosen), -1)[:, : logits.shape[-1]]
-    logits[chosen] = logits[chosen].masked_fill(allowed == 0, -math.inf)
+    where = numbers(chosen, logits.device)
+    logits[where] = logits[where].masked_fill(allowed == 0, -math.inf)
 
 
 def _top_p(
@@ -144,7 +147,7 @@ def _top_p(
     if all(p.top_p_decay == 1.0 for p in parameters):
         return None
     column, longest = _column(state.device), max(lengths)
-    history = state.tokens[rows, :longest]  # [samples, longest]
+    history = state.tokens[numbers(rows, state.device), :longest]  # [samples, longest]
     position = torch.arange(longest, device=state.device)
     begun = column([state.prompt_tokens[row] for row in rows])
     resets = (history == column([p.top_p_reset_id for p in parameters])) & (position < column(lengths))
@@ -163,22 +166,22 @@ def _draw(
     """Replace the likeliest tokens of the rows that sample. Who narrows the choice is known on the host."""
     drawn = [index for index, p in enumerate(parameters) if not p.greedy]
     narrowed = [index for index in drawn if parameters[index].narrows]
-    free = [index for index in drawn if index not in set(narrowed)]
+    free = [index for index in drawn if not parameters[index].narrows]
     column = _column(logits.device)
     for chosen in (narrowed, free):
         if not chosen:
             continue
-        some = [parameters[i] for i in chosen]
-        values = logits if len(chosen) == len(logits) else logits[chosen]
+        some, where = [parameters[i] for i in chosen], numbers(chosen, logits.device)
+        values = logits if len(chosen) == len(logits) else logits[where]
         temperature, min_p = column([p.temperature for p in some]), column([p.min_p for p in some])
         keys = column([sampling.noise_key(p.seed, lengths[i]) for i, p in zip(chosen, some, strict=True)])
         if chosen is free:
             floor = min_p if any(p.min_p > 0 for p in some) else None
-            tokens[chosen] = sampling.draw_from_all(values, temperature, floor, keys)
+            tokens[where] = sampling.draw_from_all(values, temperature, floor, keys)
         else:
             widest = 0 if any(p.top_k == 0 for p in some) else max(p.top_k for p in some)
-            mass = column([p.top_p for p in some]) if top_p is None else top_p[chosen]
-            tokens[chosen] = sampling.draw_narrowed(
+            mass = column([p.top_p for p in some]) if top_p is None else top_p[where]
+            tokens[where] = sampling.draw_narrowed(
                 values, temperature, column([p.top_k for p in some]), mass, min_p, keys, widest
             )
 
@@ -199,6 +202,6 @@ def _log_probs(
 
 def _column(device: torch.device):
     def column(values: list[int] | list[float] | list[bool]) -> Tensor:
-        return torch.tensor(values, device=device)[:, None]
+        return numbers(values, device)[:, None]
 
     return column

@@ -168,6 +168,7 @@ class Scheduler:
         for _, request in asked:
             if request.row >= 0:
                 self._preempt(plan, request)
+        self.blocks.never_moved(plan.saves, plan.loads)
 
     def take_outputs(self) -> StepOutputs | None:
         """What there is to tell since the last call."""

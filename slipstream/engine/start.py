@@ -34,7 +34,7 @@ _CPU_CACHE_BYTES = 512 * 2**20
 # What graphs, libraries' workspaces and the activations of a full step take beside weights and cache.
 _GPU_SPARE_BYTES = 6 * 2**30
 _WARM_UP_REQUEST = -1
-_WARM_UP_TOKENS = 1024  # of each prompt in a step that fills the budget
+_WARM_UP_TOKENS = 1024  # of each prompt in a step that fills the budget; more where the rows are few
 
 Progress = Callable[[int, int], None]
 
@@ -51,7 +51,7 @@ def create_engine(
     """An engine over these weights. `longest_sequence`: what the engine folder allows, prompt and output.
 
     `read_adapter` reads the folders of adapters; without it, adapters come with requests only. `fp8_cache` keeps
-    keys and values in eight bits; a CPU has no instructions for that and keeps the run's type.
+    keys and values in eight bits; a device that has no instructions for that keeps the run's type.
     """
     began = time.monotonic()
     device = _device(settings)
@@ -61,7 +61,7 @@ def create_engine(
     dtype = getattr(torch, _dtype_name(settings.dtype, on_gpu))
     longest = min(longest_sequence, settings.max_sequence_tokens or longest_sequence)
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    cache_dtype = torch.float8_e4m3fn if fp8_cache and on_gpu else dtype
+    cache_dtype = torch.float8_e4m3fn if fp8_cache and _knows_eight_bits(device) else dtype
     model = Transformer(spec, tensors, dtype, device, longest, cache_dtype)
     if min(settings.attention_windows, default=longest) < longest:  # otherwise all is in sight anyway
         model.narrow_attention(settings.attention_windows, settings.sink_tokens)
@@ -130,7 +130,7 @@ def _prepare_gpu(
     """Compile kernels, run a step of the full budget, capture decode steps → bytes of that step, of the graphs."""
     budget = settings.step_tokens or _GPU_STEP_TOKENS
     warm_up(spec, runner, blocks, longest)
-    each = max(1, min(longest - 2, budget, _WARM_UP_TOKENS))
+    each = max(1, min(longest - 2, budget, max(_WARM_UP_TOKENS, -(-budget // settings.max_rows))))
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     warm_up(spec, runner, blocks, longest, each, max(1, min(budget // each, settings.max_rows)))
@@ -149,6 +149,11 @@ def _device(settings: EngineSettings) -> torch.device:
     if settings.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(settings.device)
+
+
+def _knows_eight_bits(device: torch.device) -> bool:
+    """Whether kernels can turn e4m3 into other numbers: Ada and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _dtype_name(dtype: str, on_gpu: bool) -> str:
@@ -170,10 +175,11 @@ def _pool_blocks(
     block_bytes = 2 * spec.layers * spec.kv_size * dtype.itemsize * size
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        affordable = int((free - _GPU_SPARE_BYTES) * settings.cache_memory_fraction) // block_bytes
+        logits = 2 * settings.max_rows * spec.vocab_size * 4  # float32: those of the graphs, and those of a step
+        affordable = int((free - _GPU_SPARE_BYTES - logits) * settings.cache_memory_fraction) // block_bytes
         most_useful = settings.max_rows * -(-longest // size)
         affordable = min(affordable, most_useful)
-        if settings.cache_tokens is not None:  # of two limits, the smaller one holds
+        if settings.cache_tokens is not None and affordable > 0:  # of two limits, the smaller one holds
             return max(1, min(affordable, settings.cache_tokens // size))
     else:
         affordable = _CPU_CACHE_BYTES // block_bytes

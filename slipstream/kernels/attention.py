@@ -22,6 +22,7 @@ _MOST_PADDING = 2.0
 # From this many gathered tokens on, two batched products beat torch's fused attention for single queries. Not so
 # where one row's slots are a run: its keys are then a view with gaps between heads, which products are slow on.
 _PRODUCTS_FROM_TOKENS = 512
+_NULL_BLOCK = 0  # nobody's, and all zeros
 # Queries of a prompt taken at once; larger tiles compute more that is masked away, smaller ones call more often.
 _TILE_TOKENS = 64
 
@@ -87,7 +88,10 @@ def plan_attention(
     plan = AttentionPlan(block_tokens, [], [])
     for members in _similar(np.flatnonzero(counts == 1), lengths):
         blocks = -(-int(lengths[members].max()) // block_tokens)
-        where, length = _where(tables[members, :blocks], lengths[members], block_tokens, heads, cache_blocks)
+        # What lies behind a row's end is masked, but must be finite all the same: no other row's blocks, then.
+        used = np.arange(blocks) < -(-lengths[members, None] // block_tokens)
+        own = np.where(used, tables[members, :blocks], _NULL_BLOCK)
+        where, length = _where(own, lengths[members], block_tokens, heads, cache_blocks)
         tokens = _tokens(offsets[members])
         plan.decodes.append(DecodeGroup(tokens, where, len(members), length, torch.from_numpy(lengths[members])))
     for row in np.flatnonzero(counts > 1):

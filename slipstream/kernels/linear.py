@@ -19,6 +19,8 @@ Product = Callable[[Any], Tensor]  # of an Input; on a CPU, of a plain tensor
 # Above this many tokens expanding quantised weights beats the weight-only kernels (benchmarks/kernels.py).
 _EXPAND_ABOVE_TOKENS = 48
 _INT4_ROWS = 16  # the four-bit kernel takes weights of a multiple of this many rows
+_EIGHT_BIT_SIZES = 16  # what the rows and the columns of an eight-bit weight must be multiples of
+_EIGHT_BIT_DEVICES = (9, 0)  # Hopper: the first whose library takes a scale a row and a scale a token
 
 
 def dense(weight: Tensor, bias: Tensor | None) -> Product:
@@ -82,12 +84,20 @@ def int4(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 
 def fp8(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
     """weight: float8_e4m3fn [out, in], scales: float32 [out]; an element is worth weight × its row's scale."""
-    if weight.device.type == "cuda" and dtype == torch.bfloat16:
+    if multiplies_eight_bits(weight, dtype, weight.device):
         from slipstream.kernels.gpu.linear import EightBitProduct
 
         return EightBitProduct(weight, scales, bias)
     # Elsewhere nothing multiplies eight-bit numbers: what they stand for is kept.
     return dense((weight.float() * scales[:, None]).to(dtype), bias)
+
+
+def multiplies_eight_bits(weight: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device multiplies a weight [out, in] with activations of eight bits, in a run of this type."""
+    if weight.dtype != torch.float8_e4m3fn or device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+    fits = all(size % _EIGHT_BIT_SIZES == 0 for size in weight.shape)
+    return fits and torch.cuda.get_device_capability(device) >= _EIGHT_BIT_DEVICES
 
 
 def unpack_int4(weight: Tensor) -> Tensor:

@@ -67,13 +67,12 @@ class Tensors:
     def takes_eight_bits(self, name: str) -> bool:
         """Whether the product of this name multiplies eight-bit activations: who makes them may quantise them."""
         weight = self._left.get(f"{name}.weight")
-        eight = weight is not None and weight.dtype == torch.float8_e4m3fn
-        return eight and self.device.type == "cuda" and self.dtype == torch.bfloat16
+        return weight is not None and linear.multiplies_eight_bits(weight, self.dtype, self.device)
 
     def peek(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """A dense weight that a product will take too; None when it is quantised or missing."""
         tensor = self._left.get(name)
-        if tensor is None or tuple(tensor.shape) != shape or not tensor.is_floating_point():
+        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype.itemsize == 1:
             return None
         return self._own(tensor)
 

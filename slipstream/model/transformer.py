@@ -139,7 +139,8 @@ class Head:
                 logits = sharpen(logits, x, self.rows)
         # elsewhere they are widened where they are sampled, without a pass over all of them
         if self.bias is not None:
-            logits = logits + self.bias
+            # In place where the type allows: a graph's logits are otherwise held once more for each size of step.
+            logits = logits.add_(self.bias) if logits.dtype == torch.float32 else logits + self.bias
         return logits if not self.softcap else logits.float().div_(self.softcap).tanh_().mul_(self.softcap)
 
 

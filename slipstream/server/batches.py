@@ -52,7 +52,7 @@ class BatchedModel:
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         count = _batch_size(request, self.config)
-        check_queue(request, count, self._engine, self._generator.engine)
+        check_queue(request, count * _sequences(request), self._engine, self._generator.engine)
         if count <= 1 or self.decoupled:
             async with aclosing(self.inner.infer(request)) as responses:
                 async for response in responses:
@@ -86,6 +86,13 @@ async def _all_or_first_failure(parts: Sequence[Coroutine[Any, Any, InferRespons
 def _batch_size(request: InferRequest, config: ModelConfig) -> int:
     shapes = [tensor.shape for tensor in request.inputs.values() if tensor.shape]
     return shapes[0][0] if config.max_batch_size > 0 and shapes else 1
+
+
+def _sequences(request: InferRequest) -> int:
+    """How many generations each prompt becomes; what is no such number is refused later, by name."""
+    given = request.inputs.get("num_return_sequences")
+    value = request.parameters.get("num_return_sequences") if given is None else given.first
+    return value if type(value) is int and value > 0 else 1
 
 
 def split(request: InferRequest, count: int) -> list[InferRequest]:

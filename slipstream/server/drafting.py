@@ -11,9 +11,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
 
+from slipstream.engine.messages import EngineInfo, Timing
 from slipstream.engine.request import SamplingParams
 from slipstream.server.errors import Code, InferenceError
-from slipstream.server.text.pipeline import TextDelta, TextRequest, in_thread_if_long
+from slipstream.server.text.pipeline import PromptError, TextDelta, TextRequest, in_thread_if_long
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
 
@@ -24,10 +25,19 @@ class Generates(Protocol):
     def generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]: ...
 
 
+class Sized(Protocol):
+    info: EngineInfo | None
+
+
+class Target(Generates, Protocol):
+    @property
+    def engine(self) -> Sized: ...
+
+
 class DraftedGenerator:
     """Generates as `target` does, with `count` guesses of `draft` a turn."""
 
-    def __init__(self, target: Generates, tokenizer: Tokenizer, draft: Generates, count: int) -> None:
+    def __init__(self, target: Target, tokenizer: Tokenizer, draft: Generates, count: int) -> None:
         self._target, self._tokenizer, self._draft, self._count = target, tokenizer, draft, count
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
@@ -35,9 +45,14 @@ class DraftedGenerator:
         prompt = request.prompt
         if isinstance(prompt, str):
             prompt = await in_thread_if_long(len(prompt), self._tokenizer.encode, prompt, request.add_special_tokens)
+        if self._target.engine.info is not None:  # one turn does not see how long all of them become
+            room = max(1, self._target.engine.info.max_sequence_tokens - len(prompt))
+            request = replace(request, sampling=replace(request.sampling, max_tokens=min(
+                request.sampling.max_tokens, room)))
         stream = TextStream(self._tokenizer, request.stop_words, request.skip_special_tokens)
         answer: list[int] = []
         cached = 0
+        timing: Timing | None = None
         while True:
             turn = await self._turn(request, prompt, answer)
             used = stream.tokens_used
@@ -53,6 +68,7 @@ class DraftedGenerator:
             turn.finish_reason = turn.finish_reason if over else ""
             cached = cached or turn.cached_tokens
             turn.prompt_tokens, turn.cached_tokens = len(prompt), cached
+            timing = turn.timing = _together(timing, turn.timing)
             yield turn
             if over:
                 return
@@ -62,7 +78,11 @@ class DraftedGenerator:
         left = request.sampling.max_tokens - len(answer)
         guesses: list[int] = []
         if left > 1:
-            guesses = (await _whole(self._draft, _next(request, prompt, answer, min(self._count, left - 1)))).tokens
+            asked = _next(request, prompt, answer, min(self._count, left - 1))
+            try:
+                guesses = (await _whole(self._draft, replace(asked, adapter=None))).tokens  # it fits the target only
+            except PromptError:  # the draft model takes less than the target, which goes on alone
+                guesses = []
         wanted = _next(request, prompt, answer, min(len(guesses) + 1, left))
         return await _whole(self._target, replace(wanted, draft=guesses))
 
@@ -87,6 +107,19 @@ def _next(request: TextRequest, prompt: list[int], answer: list[int], count: int
     given = request.sampling
     sampling: SamplingParams = replace(given, max_tokens=count, min_tokens=max(0, given.min_tokens - len(answer)))
     return replace(request, prompt=prompt + answer, sampling=sampling, stop_words=(), skip_special_tokens=False)
+
+
+def _together(earlier: Timing | None, last: Timing | None) -> Timing | None:
+    """The times of all turns as those of one request."""
+    if earlier is None or last is None:
+        return last
+    return replace(
+        earlier,
+        last_token_ns=last.last_token_ns,
+        allocated_blocks=earlier.allocated_blocks + last.allocated_blocks,
+        draft_tokens=earlier.draft_tokens + last.draft_tokens,
+        accepted_draft_tokens=earlier.accepted_draft_tokens + last.accepted_draft_tokens,
+    )
 
 
 async def _whole(generator: Generates, request: TextRequest) -> TextDelta:

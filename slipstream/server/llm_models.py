@@ -147,7 +147,7 @@ class TextModel:
         self, fields: Mapping[str, Given], given: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
         trail, urgent = given.trail, urgency(given, self._engine)
-        text_request = self._text_request(fields)
+        text_request = await in_thread_if_long(words_size(fields), self._text_request, fields)
         asked = asked_of(fields, text_request.sampling, self._names, self._outputs, self._chain.placeholders)
         text_request = replace(
             text_request,
@@ -255,6 +255,12 @@ class TextModel:
         parameters = ENSEMBLE_PARAMETERS if self._chain.ensemble else {}
         answer = as_declared(named(outputs, self._outputs, asked.by_name), self.config)
         return InferResponse(answer, parameters, final=final and self._marks_end)
+
+
+def words_size(fields: Mapping[str, Given]) -> int:
+    """Bytes of the words that are cut into tokens when the request is read."""
+    given = fields.get("embedding_bias_words")
+    return sum(map(len, given.tensor.data)) if given is not None else 0
 
 
 def words_of(fields: Mapping[str, Given], field: str, comma_separated: bool) -> list[str]:

@@ -11,6 +11,7 @@ from run_engine import engine, greedy_choices, run_all
 from tiny_adapters import ALL_MODULES, save_adapter
 from tiny_models import VOCABULARY, config_of, random_model
 
+from slipstream.engine import adapter_loader
 from slipstream.engine.adapters import Adapters, AdapterSource
 from slipstream.engine.plan import StepFailed
 from slipstream.engine.request import GenerateRequest, SamplingParams
@@ -374,6 +375,22 @@ def test_a_step_that_was_not_carried_out_keeps_no_pages(models, monkeypatch):
     answers = run_all(loop, [request(place, 1, "mlp", prompt)])
     assert answers.errors == {0: "out of memory"}
     assert_merged(models, ["mlp"], [prompt], {0: answers[1]})
+
+
+def test_without_memory_for_pages_only_requests_with_adapters_fail(models, monkeypatch):
+    def no_room(*args):
+        raise torch.OutOfMemoryError("none left")
+
+    place, _ = models
+    loop, prompt = engine(place / "engine"), prompts(3)[2]
+    with monkeypatch.context() as short:
+        short.setattr(adapter_loader, "AdapterPages", no_room)
+        answers = run_all(loop, [request(place, 0, "mlp", prompt), request(place, 1, "", prompt)])
+    assert "too little memory left for adapters" in answers.errors.pop(0)
+    assert not answers.errors
+    assert_merged(models, [""], [prompt], {0: answers[1]})
+    loop.check_integrity()
+    assert_merged(models, ["mlp"], [prompt], run_all(loop, [request(place, 0, "mlp", prompt)]))  # now there is room
 
 
 # --- soak ---

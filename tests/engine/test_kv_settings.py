@@ -7,6 +7,7 @@ import torch
 from run_engine import engine, generate, run_all
 from tiny_models import VOCABULARY, config_of, random_model
 
+from slipstream.engine import host_cache
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.weights.build import build_engine
@@ -86,6 +87,19 @@ def test_host_memory_keeps_what_the_pool_has_no_room_for(model):
         cached[host_bytes] = loop.stats().cached_prompt_tokens
     assert cached[0] == 0, "each of the others pushed it out"
     assert cached[1 << 20] == sum((len(prompt) - 1) // 8 * 8 for prompt in asked)
+
+
+def test_host_memory_in_pieces_keeps_the_same(model, monkeypatch):
+    monkeypatch.setattr(host_cache, "_PIECE_BYTES", 100_000)
+    _, folder = model
+    asked = prompts(6)
+    loop = engine(folder, cache_tokens=128, block_tokens=8, max_rows=1, host_cache_bytes=1 << 20)
+    assert len(loop.runner.host._pieces) > 3
+    assert 0.9 * (1 << 20) < loop.runner.host.nbytes <= 1 << 20
+    first, second = ([generate(loop, [prompt], max_tokens=10) for prompt in asked] for _ in range(2))
+    assert first == [generate(engine(folder), [prompt], max_tokens=10) for prompt in asked]
+    assert second == first
+    assert loop.stats().cached_prompt_tokens == sum((len(prompt) - 1) // 8 * 8 for prompt in asked)
 
 
 def storm(folder, cancels: int, seed: int) -> None:

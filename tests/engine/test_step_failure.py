@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from run_engine import run_all
+from scheduler_harness import END, Harness, expected_answer, make_scheduler
 from tiny_engine import build_tiny_engine
 
 from slipstream.engine.plan import StepFailed, StepPlan
@@ -46,3 +47,23 @@ def test_the_largest_fails_and_the_others_answer_as_alone(engine_folder: Path, d
         assert answers.reasons[request_id] == "length"
     loop.check_integrity()
     assert loop.stats().free_blocks == loop.stats().total_blocks
+
+
+def test_what_a_failed_step_was_to_bring_from_the_host_is_found_by_nobody() -> None:
+    """Prompts of five blocks in a pool of eight: the third comes back from the host, in a step that fails."""
+    harness = Harness(make_scheduler(blocks=8, rows=1, host_slots=20), depth=1)
+    scheduler, prompts = harness.scheduler, [[n, *range(10, 29)] for n in (1, 2, 1)]
+    for request_id, prompt in enumerate(prompts[:2]):
+        scheduler.add(GenerateRequest(request_id, prompt, SamplingParams(max_tokens=2, end_ids=(END,))))
+        harness.run_dry()
+    scheduler.add(GenerateRequest(2, prompts[2], SamplingParams(max_tokens=2, end_ids=(END,))))
+    plan = scheduler.plan()
+    assert plan is not None
+    assert plan.loads
+    assert plan.saves
+    scheduler.abandon(plan, "no room")
+    scheduler.check_integrity()
+    scheduler.add(GenerateRequest(3, prompts[2], SamplingParams(max_tokens=2, end_ids=(END,))))
+    harness.run_dry()  # the harness looks at what every token was computed from
+    assert harness.answers[3] == expected_answer(prompts[2], 2)
+    assert harness.reasons[2] == "error"

@@ -168,7 +168,7 @@ if GPU:
 @pytest.mark.parametrize(("dtype", "stored"), [(d, d) for d in DTYPES] + [(DTYPES[-1], torch.float8_e4m3fn)])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (2, 2, 20)] if not GPU else [
-    (4, 2, 64), (32, 8, 128), (8, 8, 80), (6, 2, 96), (4, 1, 256), (2, 2, 20)])
+    (4, 2, 64), (32, 8, 128), (8, 8, 80), (6, 2, 96), (4, 1, 256), (2, 2, 20), (4, 2, 8), (4, 2, 16)])
 @pytest.mark.parametrize("rule", [AttentionRule(0.2), AttentionRule(0.2, 24), AttentionRule(0.3, 24, 5, 2.0)])
 def test_attention(dtype, stored, mix, heads, kv_heads, size, rule):
     torch.manual_seed(0)

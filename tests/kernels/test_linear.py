@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipstream.kernels import linear
+from slipstream.model.linear import Tensors
 
 SHAPES = [(64, 64), (96, 128), (160, 192), (50, 64)]
 TOKENS = [1, 3, 8, 100]
@@ -50,3 +51,31 @@ def test_int4(outputs, inputs, tokens, dtype):
     assert torch.allclose(linear.expand_int4(weight, scales, torch.float32).double(), meant, atol=1e-5)
     x = torch.randn(tokens, inputs).to(dtype)
     assert relative_error(linear.int4(weight, scales, None, dtype)(x), x.double() @ meant.t()) < 1e-2
+
+
+@pytest.mark.parametrize(("shape", "dtype", "device", "capability", "expected"), [
+    ((64, 32), torch.bfloat16, "cuda", (9, 0), True),
+    ((64, 32), torch.bfloat16, "cuda", (8, 9), False),  # the library takes no scale a row there
+    ((64, 32), torch.float16, "cuda", (9, 0), False),
+    ((64, 32), torch.bfloat16, "cpu", (9, 0), False),
+    ((72, 32), torch.bfloat16, "cuda", (9, 0), False),  # nor sizes that are no multiples of 16
+    ((64, 40), torch.bfloat16, "cuda", (10, 0), False),
+])
+def test_products_in_eight_bits_need_sizes_and_devices_that_take_them(
+    monkeypatch, shape, dtype, device, capability, expected
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    weight = torch.zeros(shape).to(torch.float8_e4m3fn)
+    assert linear.multiplies_eight_bits(weight, dtype, torch.device(device)) is expected
+    source = Tensors({"fc.weight": weight, "proj.weight": weight.to(dtype)}, dtype, torch.device(device))
+    assert source.takes_eight_bits("fc") is expected
+    assert not source.takes_eight_bits("proj")
+
+
+def test_a_quantised_weight_is_not_shown_as_a_dense_one():
+    weight = torch.randn(4, 8)
+    for stored in (torch.int8, torch.uint8, torch.float8_e4m3fn):
+        source = Tensors({"head.weight": weight.to(stored)}, torch.float32, torch.device("cpu"))
+        assert source.peek("head.weight", (4, 8)) is None
+    source = Tensors({"head.weight": weight.bfloat16()}, torch.float32, torch.device("cpu"))
+    assert torch.equal(source.peek("head.weight", (4, 8)), weight.bfloat16().float())

@@ -21,13 +21,14 @@ from tiny_engine import VOCABULARY, build_tiny_engine
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.models import inspect_repository, read_repository
 from slipstream.repository.templates import write_repository
+from slipstream.server.adapters import AdapterUse
 from slipstream.server.drafting import DraftedGenerator
 from slipstream.server.errors import InferenceError
 from slipstream.server.health import ServerState
 from slipstream.server.http import create_app
 from slipstream.server.in_process import InProcessEngine
 from slipstream.server.registry import build_registry
-from slipstream.server.text.pipeline import TextDelta, TextGenerator, TextRequest
+from slipstream.server.text.pipeline import PromptError, TextDelta, TextGenerator, TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.load import start_engine
 
@@ -74,6 +75,44 @@ async def test_the_text_does_not_depend_on_the_drafts(target, request_):
     for draft in (target, Wrong()):
         for count in (1, 4, 30):
             assert await whole(DraftedGenerator(target, target.tokenizer, draft, count), request_) == expected
+
+
+class Short:
+    """Takes no prompt at all."""
+
+    async def generate(self, request: TextRequest):
+        raise PromptError("Prompt length exceeds maximum input length.")
+        yield
+
+
+async def test_a_text_ends_with_the_context_as_without_drafts(target):
+    request = TextRequest(PROMPT, SamplingParams(max_tokens=10_000), ignore_end=True)
+    expected = await whole(target, request)
+    assert len(expected[1]) == target.engine.info.max_sequence_tokens - 10
+    for draft in (target, Short()):
+        assert await whole(DraftedGenerator(target, target.tokenizer, draft, 30), request) == expected
+
+
+async def test_adapters_are_the_targets_and_times_those_of_all_turns(target):
+    seen = []
+
+    class Watched:
+        async def generate(self, request: TextRequest):
+            seen.append(request.adapter)
+            yield TextDelta("", [1, 1], finish_reason="length")
+
+    sampling = SamplingParams(max_tokens=6, timing=True)
+    drafted = DraftedGenerator(target, target.tokenizer, Watched(), 2)
+    request = TextRequest(PROMPT, sampling, adapter=AdapterUse(7, "seven"), ignore_end=True)
+    refused = [delta async for delta in drafted.generate(request)]
+    assert "seven not found" in refused[-1].error
+    assert seen == [None]
+    deltas = [delta async for delta in drafted.generate(TextRequest(PROMPT, sampling, ignore_end=True))]
+    times = [delta.timing for delta in deltas]
+    assert len(times) > 1
+    assert {time.arrived_ns for time in times} == {times[0].arrived_ns}
+    assert times[-1].draft_tokens > times[0].draft_tokens == 2
+    assert times[-1].last_token_ns > times[0].last_token_ns
 
 
 async def test_what_looks_at_the_answer_alone_is_refused(target):

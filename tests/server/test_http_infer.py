@@ -185,6 +185,16 @@ def test_a_queue_that_is_full_refuses_with_tritons_text(start: Start) -> None:
     assert json.loads(answer.body) == {"error": "[request id: late] Exceeds maximum queue size"}
     server.engine.outstanding = 0
     assert server.infer("llama", ["a"], [1]).status == 200
+    server.engine.outstanding = rows
+    several = {"parameters": {"num_return_sequences": 3}}
+    assert server.infer("llama", ["a"], [1], several).status == 503  # each of them would wait
+
+
+@pytest.mark.parametrize("level", [2**33, 2**64 - 1])
+def test_a_priority_of_any_size_can_be_told_to_the_engine(start: Start, level: int) -> None:
+    server = start()
+    assert server.infer("llama", ["a"], [1], {"parameters": {"priority": level}}).status == 200
+    assert server.engine.urgency[0][0] == -(2**32 - 1)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ from slipstream.repository.roles import ENGINE_FIELDS
 from slipstream.repository.templates import template
 from slipstream.server.errors import InferenceError
 from slipstream.server.inference import InferRequest
-from slipstream.server.limits import LATER, LISTS, NUMBERS, REFUSED, TAKEN_AS_THEY_ARE, given_fields
-from slipstream.server.sampling import never_ends, pack_words, sampling_params, word_ids
+from slipstream.server.limits import LATER, LISTS, NUMBERS, REFUSED, TAKEN_AS_THEY_ARE, Given, given_fields
+from slipstream.server.prompt_tables import table_salt
+from slipstream.server.sampling import cache_salt_of, never_ends, pack_words, sampling_params, word_ids
 from slipstream.server.tensors import Tensor
+from slipstream.server.token_requests import word_lists
 
 DATATYPES = {bool: "BOOL", int: "INT32", float: "FP32", bytes: "BYTES"}
 
@@ -162,3 +164,24 @@ def test_word_lists_in_the_engines_layout() -> None:
     for ends in ([4, 9], [3, 1]):
         with pytest.raises(InferenceError, match="offsets"):
             word_ids(Tensor("w", "INT32", (1, 2, 2), [1, 2, *ends]))
+
+
+@pytest.mark.parametrize(("ids", "message"), [
+    ([[7] * 1025], "a word of bad_words_list must have at most 1024 ids, got 1025"),
+    ([[7]] * 257, "bad_words_list must hold at most 256 words, got 257"),
+    ([[7, 96]], "bad_words_list holds ids that are not in the vocabulary (0 to 95)"),
+])  # fmt: skip
+def test_words_of_ids_are_bounded_in_number_and_length(ids: list[list[int]], message: str) -> None:
+    length, flat = pack_words(ids)
+    fields = {"bad_words_list": Given("bad_words_list", Tensor("bad_words_list", "INT32", (1, 2, length), flat))}
+    with pytest.raises(InferenceError) as caught:
+        word_lists(fields, "bad_words_list", LISTS["bad_words"], 96)
+    assert caught.value.message == message
+
+
+def test_ids_of_tables_do_not_run_into_a_tenants_salt() -> None:
+    def salt(tenant: str, ids: list[int]) -> str:
+        fields = given_fields(request(cache_salt=tenant.encode(), prompt_table_extra_ids=ids), {})
+        return cache_salt_of(fields) + table_salt(fields)
+
+    assert len({salt("a", [1]), salt("a1", []), salt("a", [1, 1]), salt("", [1])}) == 4

@@ -196,6 +196,13 @@ async def test_an_engine_that_never_gets_ready_is_given_up(launch):
         await launch("slow", start_seconds=1.0, silence_seconds=1.0)
 
 
+async def test_what_cannot_be_sent_leaves_nothing_that_looks_like_work(launch):
+    engine = await launch()
+    with pytest.raises(OverflowError):
+        engine.submit([1], SamplingParams(), priority=2**70)
+    assert engine.outstanding == 0
+
+
 async def test_draining_refuses_new_work_and_finishes_the_old(launch):
     engine = await launch()
     generation = engine.submit([1], SamplingParams(max_tokens=30, seed=5))

@@ -105,6 +105,8 @@ async def test_tables_over_grpc_never_share_what_was_computed(folder, model, tmp
     (table_inputs(np.zeros((ROWS, HIDDEN + 1), np.float16)), "has rows of 33 numbers, the model's hidden size is 32"),
     (table_inputs(np.zeros((ROWS, HIDDEN), np.float16), ROWS + 1), "has 5 rows, fewer than the prompt_vocab_size"),
     (table_inputs(np.zeros((2, HIDDEN), np.float16), None), "input_ids holds the id 100, the last of"),
+    (table_inputs(np.full((ROWS, HIDDEN), np.inf, np.float16)), "must hold finite numbers between -65504 and 65504"),
+    (table_inputs(np.full((ROWS, HIDDEN), np.nan, np.float16)), "must hold finite numbers between -65504 and 65504"),
     ([tensor("prompt_vocab_size", [3], "INT32")], "prompt_vocab_size is 3, but there is no prompt_embedding_table"),
 ])  # fmt: skip
 async def test_tables_that_do_not_fit_are_refused_by_name(folder, tmp_path, inputs, message):

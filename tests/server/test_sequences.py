@@ -113,6 +113,7 @@ def test_a_stop_word_cuts_each_beam(server):
     ({"beam_width": 5}, "Requested beam width 5 is larger than configured max beam width 4"),
     ({"beam_width": 2, "top_k": 5}, "top_k cannot be combined with beam width 2"),
     ({"beam_width": 2, "top_p": 0.5}, "top_p cannot be combined with beam width 2"),
+    ({"beam_width": 2, "top_p_decay": 0.5}, "top_p_decay cannot be combined with beam width 2"),
     ({"beam_width": 2, "num_return_sequences": 3}, "3 sequences were asked for"),
     ({"beam_width": 2, "return_generation_logits": True}, "generation logits cannot be combined"),
     ({"beam_width": 0}, "beam_width must be over 0"),

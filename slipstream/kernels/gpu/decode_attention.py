@@ -23,6 +23,7 @@ _PACKED_TILE = 128  # eight bits each: the same bytes
 _WARPS, _STAGES = 2, 3
 _FEW_ROWS = 8
 _GROUP = 16  # the least number of query rows the matrix units take
+_SMALLEST = 16  # the least number of columns they sum over
 _PROGRAMS_PER_PROCESSOR = 8
 _LOG2_E = 1.4426950408889634
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -206,14 +207,15 @@ def attend_decode(
     kv_heads = keys.shape[0]
     group = heads // kv_heads
     queries = max(_GROUP, triton.next_power_of_2(group))
-    padded = triton.next_power_of_2(size)
+    padded = max(_SMALLEST, triton.next_power_of_2(size))
     items = plan.chunk_row.shape[0] * kv_heads
     partial = torch.empty((items, queries, padded), dtype=torch.float32, device=q.device)
     statistics = torch.empty((items, 2, queries), dtype=torch.float32, device=q.device)
     shape = {"GROUP": group, "KV_HEADS": kv_heads, "SIZE": size, "PADDED": padded, "QUERIES": queries}
     shape |= overlapping(q.device)
     eight_bits = keys.dtype == torch.float8_e4m3fn
-    packed = eight_bits and size == padded and q.is_cuda  # the interpreter knows no instructions of the hardware
+    # Each half of a head is a product of its own; the interpreter knows no instructions of the hardware.
+    packed = eight_bits and size == padded >= 2 * _SMALLEST and q.is_cuda
     if packed:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
     _decode[(min(programs, items),)](

@@ -38,8 +38,8 @@ def _few_tokens(
     last = tl.minimum(first + span, size)
     at = weight + row.to(tl.int64)[:, None] * size
     # While the kernel ahead runs out: lines of the first tiles of the weight, 128 bytes each.
-    line = tl.arange(0, 8) * (COLUMNS // 2)
-    prefetch(at + tl.minimum(first + line, size - 1)[None, :], OVERLAP)
+    line = tl.minimum(first + tl.arange(0, 8) * (COLUMNS // 2), size - 1)
+    prefetch(weight + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * size + line[None, :], OVERLAP)
     follow(OVERLAP)
     kind = x.dtype.element_ty
     total = tl.zeros([ROWS, TOKENS], tl.float32)

@@ -197,7 +197,7 @@ def attend_prefill(
         own, heads, keys, values, tables, plan.tile_token, plan.tile_position, plan.tile_queries, plan.tile_row,
         plan.tile_prefix, out, rule.scale * _LOG2_E, rule.softcap * _LOG2_E, heads.stride(0), out.stride(0), tokens,
         keys.shape[1], tables.stride(0), rule.window if rule.window is not None else 2**30, rule.sinks,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, PADDED=triton.next_power_of_2(size),
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, PADDED=max(16, triton.next_power_of_2(size)),
         BLOCK_TOKENS=block_tokens, QUERIES=QUERY_TILE, PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
         SOFTCAP=rule.softcap > 0, WINDOW=rule.window is not None, DESCRIPTOR=whole, **tuning,
     )  # fmt: skip

@@ -47,6 +47,7 @@ def _rotate_write(
         sin = tl.load(sine + position * ROTARY + column, rotary, other=0.0)
         rotated = x.to(tl.float32) * cos + other.to(tl.float32) * sin
         x = tl.where(turned, rotated.to(kind), x)
+        tl.debug_barrier()  # partners may be another warp's to overwrite: all are read by now
     tl.store(base + column, x, inside & turned)
     slot = tl.load(slots + token).to(tl.int64)
     is_key = turned & (head >= Q_HEADS)

@@ -116,7 +116,7 @@ class TextGenerator:
         Raises, before anything runs, PromptError, TokenizerError, or the engine's own refusal.
         """
         prompt = await self._prompt(request)
-        sampling = self._sampling(request, len(prompt))
+        sampling = await in_thread_if_long(sum(map(len, request.bad_words)), self._sampling, request, len(prompt))
         self._check_logits(sampling, len(prompt), request.sequences)
         if sampling.guide is not None:
             await _check_guide(sampling)

@@ -1,0 +1,120 @@
+"""Where two things that a request may ask for meet: each is what it is alone, and nobody else notices."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from run_engine import all_logits, engine, run_all
+from tiny_models import VOCABULARY, config_of, random_model
+
+from slipstream.engine.bad_texts import BadTexts, Spelling
+from slipstream.engine.constraints import Constraints
+from slipstream.engine.messages import Scores
+from slipstream.engine.request import GenerateRequest, Guide, PromptTable, SamplingParams
+from slipstream.engine.speculation import Drafter
+from slipstream.engine.vocabulary import Vocabulary
+from slipstream.weights.build import build_engine
+
+HIDDEN = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("combinations")
+    random_model(config_of("llama", max_position_embeddings=256)).save_pretrained(place / "hf")
+    return build_engine(place / "hf", place / "engine", dtype="float32")
+
+
+def prompt_of(length: int, seed: int = 3) -> list[int]:
+    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def table_of(value: float, rows: int = 4) -> PromptTable:
+    return PromptTable(VOCABULARY, rows, np.full((rows, HIDDEN), value, np.float32).tobytes())
+
+
+@pytest.mark.parametrize("settings", [{}, {"step_tokens": 7, "block_tokens": 4}], ids=["one step", "in steps"])
+def test_scores_of_a_prompt_are_told_once_with_beams_and_company(folder, settings):
+    loop, prompt = engine(folder, **settings), prompt_of(22)
+    searched = SamplingParams(max_tokens=6, beam_width=3, prompt_log_probs=True, context_logits=True)
+    loop.submit(GenerateRequest(1, prompt_of(9, seed=8), SamplingParams(max_tokens=40)))
+    loop.submit(GenerateRequest(2, prompt, searched))
+    scores = Scores()
+    while loop.has_work():
+        outputs = loop.step()
+        if outputs is not None and 2 in outputs.scores:
+            assert 2 in outputs.request_ids  # otherwise nobody reads them
+            scores.merge(outputs.scores[2])
+    expected = all_logits(folder, torch.float32, [prompt])[0]
+    told = np.frombuffer(scores.context_logits, np.float32).reshape(-1, VOCABULARY)
+    assert np.allclose(told, expected, atol=1e-3)
+    log_probs = expected.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
+    assert np.allclose(scores.prompt_log_probs, log_probs, atol=1e-3)
+
+
+def test_what_was_looked_up_is_never_a_row_of_the_table(folder):
+    prompt = [5, 6, 7, 8, VOCABULARY + 1, VOCABULARY + 2, 5, 6, 7, 8]
+    requests = [GenerateRequest(1, prompt, SamplingParams(max_tokens=12), prompt_table=table_of(0.1))]
+    assert run_all(engine(folder, lookup_tokens=4), requests) == run_all(engine(folder), requests)
+
+
+def test_a_draft_of_the_tables_rows_is_refused(folder):
+    request = GenerateRequest(1, [VOCABULARY], SamplingParams(max_tokens=4), draft=[VOCABULARY],
+                              prompt_table=table_of(0.1))
+    assert f"token id {VOCABULARY} is outside" in run_all(engine(folder), [request]).errors[1]
+
+
+def test_a_long_prompt_is_looked_at_in_parts_and_as_a_whole_in_the_end():
+    tokens = [*range(10_000), 3, 4, 5]
+    drafter = Drafter(lookup_tokens=2)
+    assert drafter.propose(tokens, len(tokens), 2) == [6, 7]  # of the first part
+    late = [*range(10_000), 9000, 9001, 9002]
+    drafter = Drafter(lookup_tokens=2)
+    found = [drafter.propose(late, len(late), 2) for _ in range(3)]
+    assert found == [[], [], [9003, 9004]]
+
+
+def test_numbers_that_are_not_finite_stay_with_the_request_that_brought_them(folder):
+    """Blocks are taken over from it, and its rows stand in the same steps as others'."""
+    poison = [GenerateRequest(90 + i, [VOCABULARY, *prompt_of(30 + i)], SamplingParams(max_tokens=3),
+                              prompt_table=table_of(math.nan), cache_salt=f"{i}") for i in range(3)]
+    others = [GenerateRequest(i, prompt_of(3 + 5 * i, seed=i), SamplingParams(max_tokens=20)) for i in range(4)]
+    settings = {"block_tokens": 8, "cache_tokens": 256, "reuse": False, "max_rows": 8}
+    expected = run_all(engine(folder, **settings), others)
+    loop = engine(folder, **settings)
+    first = run_all(loop, poison)
+    assert all("not finite" in first.errors[request.request_id] for request in poison)
+    mixed = run_all(loop, [*others[:2], *poison, *others[2:]])
+    assert {request.request_id: mixed[request.request_id] for request in others} == expected
+
+
+def test_a_deadline_passes_while_a_constraint_is_made(folder):
+    import threading
+
+    gate, loop = threading.Event(), engine(folder)
+    loop.constraints = Constraints(lambda: gate.wait(20) and None)
+    late = SamplingParams(guide=Guide("json", ""))
+    loop.submit(GenerateRequest(1, [4], late, deadline=time.monotonic() - 1.0))
+    loop.submit(GenerateRequest(2, [4], late))
+    outputs = loop.step()
+    gate.set()
+    assert outputs is not None
+    assert (outputs.request_ids, outputs.finish_reasons) == ([1], ["timeout"])
+    assert len(loop.constraints) == 1
+
+
+def test_words_that_share_a_beginning_are_each_kept_out():
+    spelling = Spelling(Vocabulary([b"a", b"b", b"c", b"bc", b"ab", b"x", b"bx"], frozenset()))
+    constraint = BadTexts(spelling, [b"ab", b"acx", b"bc"])
+
+    def allowed(tokens: list[int]) -> set[int]:
+        bits = int.from_bytes(constraint.mask(tokens), "little")
+        return {token for token in range(7) if bits >> token & 1}
+
+    assert allowed([]) == {0, 1, 2, 5, 6}
+    assert allowed([0]) == {0, 2, 5}
+    assert allowed([0, 2]) == {0, 1, 2, 6}
+    assert allowed([1]) == {0, 1, 5, 6}
+    assert allowed([0]) == {0, 2, 5}

@@ -1,0 +1,13 @@
+"""Numbers on their way to the device have the types that torch would give them."""
+
+import pytest
+import torch
+
+from slipstream.engine.transfer import numbers
+
+
+@pytest.mark.parametrize("values", [[3, 0, 2**32 - 1], [0.1, 1, 2.5], [True, False]], ids=str)
+def test_numbers_are_what_torch_makes_of_them(values):
+    made, expected = numbers(values, torch.device("cpu")), torch.tensor(values)
+    assert made.dtype == expected.dtype
+    assert torch.equal(made, expected)
