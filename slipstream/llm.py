@@ -313,7 +313,10 @@ class LLM:
         completions = [self._completion(request, part) for part in parts if part]
         if deltas[-1].beams:
             completions = [_of_beam(completions[0], beam, request.sampling.log_probs) for beam in deltas[-1].beams]
-        return replace(completions[0], others=tuple(completions[1:]))
+        first = completions[0]
+        others = (replace(other, prompt_log_probs=first.prompt_log_probs, context_logits=first.context_logits)
+                  for other in completions[1:])  # the prompt is the same, and scored once
+        return replace(first, others=tuple(others))
 
     def _completion(self, request: TextRequest, deltas: Sequence[TextDelta]) -> Completion:
         return Completion(

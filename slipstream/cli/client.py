@@ -42,7 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _ask(given, connection)
     except ServerError as error:
-        print(f"Encountered error: {error}")
+        hint = "; ask for a stream with --streaming" if "decoupled" in str(error) and not given.streaming else ""
+        print(f"Encountered error: {error}{hint}")
         return 1
     finally:
         connection.close()

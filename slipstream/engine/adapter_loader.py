@@ -44,6 +44,7 @@ class AdapterError(ValueError):
 
 # An adapter's folder → its matrices, or the tensors that a request would bring.
 ReadFolder = Callable[[str], Sequence[ModuleMatrices] | AdapterSource]
+_LARGEST_VALUE = 65504.0  # of a half, which an adapter may be computed in; nan is not below it either
 _DTYPES = {"float16": np.float16, "float32": np.float32, "bfloat16": np.uint16}
 
 
@@ -139,10 +140,6 @@ class AdapterLoader:
         for adapter, pages in placed:
             self.pages.write(pages, self._host[adapter])
 
-    def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
-
     def check_integrity(self) -> None:
         if sum(adapter.bytes for adapter in self._host.values()) != self.adapters.used_bytes:
             raise AssertionError("adapters on the host and their books disagree")
@@ -224,8 +221,8 @@ class AdapterLoader:
         if [given.first.shape, given.second.shape] != expected:
             raise AdapterError(f"{place}: A {list(given.first.shape)} and B {list(given.second.shape)} do not fit the "
                                f"model, which takes {list(expected[0])} and {list(expected[1])}")
-        if not (np.isfinite(given.first).all() and np.isfinite(given.second).all()):
-            raise AdapterError(f"{place}: holds values that are not finite")
+        if not all((np.abs(matrix) <= _LARGEST_VALUE).all() for matrix in (given.first, given.second)):
+            raise AdapterError(f"{place}: holds values that are not finite, or beyond {_LARGEST_VALUE:g}")
         seconds = np.split(self._in_order(given.second, product, parts), np.cumsum(outputs)[:-1])
         return [Matrices(given.layer, product, part, given.first, second.T)
                 for part, second in zip(parts, seconds, strict=True)]

@@ -71,7 +71,7 @@ class StepPlan:
 
 
 class StepFailed(Exception):
-    """A plan's tokens could not be computed: the text says why. Blocks that it moves or copies have been all the same."""
+    """A plan's tokens could not be computed: the text says why. Blocks that it moves or copies were, all the same."""
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slipstream.engine.beams import BeamGroup
     from slipstream.engine.speculation import Drafter
 
+COLDEST = 1e-6  # temperatures below are as good as 0, and logits divided by them beyond all numbers
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
@@ -78,7 +79,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature <= 0.0 or self.top_k == 1
+        return self.temperature < COLDEST or self.top_k == 1
 
     @property
     def plain(self) -> bool:

@@ -103,10 +103,6 @@ class Scheduler:
         if request is not None:
             self._finish(request, reason)
 
-    def fail_all(self, error: str) -> None:
-        for request in list(self._live.values()):
-            self._finish(request, "error", error)
-
     def has_work(self) -> bool:
         return bool(self._live) or bool(self._news)
 

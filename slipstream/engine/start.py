@@ -175,8 +175,9 @@ def _pool_blocks(
     block_bytes = 2 * spec.layers * spec.kv_size * dtype.itemsize * size
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        logits = 2 * settings.max_rows * spec.vocab_size * 4  # float32: those of the graphs, and those of a step
-        affordable = int((free - _GPU_SPARE_BYTES - logits) * settings.cache_memory_fraction) // block_bytes
+        # What grows with the rows: logits in float32, those of the graphs and those of a step, and all their tokens.
+        beside = settings.max_rows * (2 * spec.vocab_size * 4 + longest * 8)
+        affordable = int((free - _GPU_SPARE_BYTES - beside) * settings.cache_memory_fraction) // block_bytes
         most_useful = settings.max_rows * -(-longest // size)
         affordable = min(affordable, most_useful)
         if settings.cache_tokens is not None and affordable > 0:  # of two limits, the smaller one holds

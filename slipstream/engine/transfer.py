@@ -12,7 +12,9 @@ from torch import Tensor
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy that the host need not wait for, through memory that the device can read by itself."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type == "cuda" and array.size:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def numbers(values: Sequence[int] | Sequence[float] | Sequence[bool], device: torch.device) -> Tensor:

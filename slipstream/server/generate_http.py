@@ -6,9 +6,10 @@ from contextlib import aclosing
 
 from slipstream.server.asgi import EVENTS, JSON, Send, end_chunks, send_chunk, start_chunked
 from slipstream.server.errors import InferenceError
-from slipstream.server.generate_response import EXACTLY_ONE, EventWriter, write_response
+from slipstream.server.generate_response import EXACTLY_ONE, EventWriter, values_of, write_response
 from slipstream.server.inference import InferRequest, InferResponse, ServedModel
 from slipstream.server.json_text import write_error
+from slipstream.server.text.pipeline import in_thread_if_long
 
 
 async def answer_once(model: ServedModel, request: InferRequest, send: Send) -> None:
@@ -24,7 +25,10 @@ async def answer_once(model: ServedModel, request: InferRequest, send: Send) -> 
             if response.error is not None:
                 break
     failed = first is not None and first.error is not None
-    body = write_error(EXACTLY_ONE) if first is None or more else write_response(request, first)
+    if first is None or more:
+        body = write_error(EXACTLY_ONE)
+    else:  # logits may be millions of numbers
+        body = await in_thread_if_long(values_of(first), write_response, request, first)
     await start_chunked(send, 400 if failed else 200, JSON)
     await send_chunk(send, body)
     await end_chunks(send)
@@ -38,7 +42,8 @@ async def answer_stream(model: ServedModel, request: InferRequest, send: Send) -
                 if not started:
                     await start_chunked(send, 200 if response.error is None else 400, EVENTS)
                     started = True
-                await send({"type": "http.response.body", "body": events.write(response), "more_body": True})
+                body = await in_thread_if_long(values_of(response), events.write, response)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         except InferenceError as error:
             if not started:
                 raise

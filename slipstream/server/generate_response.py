@@ -6,13 +6,18 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from slipstream.server.inference import InferRequest, InferResponse, Parameter
-from slipstream.server.json_text import write_error, write_scalar, write_string
+from slipstream.server.json_text import write_error, write_scalar, write_string, write_values
 from slipstream.server.tensors import Tensor
 
 EXACTLY_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various "
     "number of responses"
 )
+
+
+def values_of(response: InferResponse) -> int:
+    """How many there are to write."""
+    return sum([len(tensor.data) for tensor in response.outputs])
 
 
 def write_response(request: InferRequest, response: InferResponse) -> bytes:
@@ -86,4 +91,4 @@ def write_tensor(tensor: Tensor) -> bytes:
     """One element is a scalar, more are a flat array."""
     if len(tensor.data) == 1:
         return write_scalar(tensor.data[0])
-    return b"[" + b",".join([write_scalar(item) for item in tensor.data]) + b"]"
+    return b"[" + write_values(tensor.data) + b"]"

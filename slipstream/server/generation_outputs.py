@@ -96,7 +96,7 @@ class Progress:
     beams: list[TextBeam] = field(default_factory=list)  # at the end of a search
     total: float | None = None  # of a beam, with its end: what the tokens' log-probabilities do not add up to
     told: int = 0  # tokens whose scores were sent
-    context_told: bool = False
+    context_told: bool = False  # the prompt's scores were sent, or are another sequence's to send
 
     def add(self, delta: TextDelta) -> TextDelta:
         """Take a delta in; the answer is the same without the token that ended the text."""

@@ -10,11 +10,12 @@ from slipstream.server.compression import chosen_encoding, compress, decompress
 from slipstream.server.errors import Code, InferenceError
 from slipstream.server.http_protocol import RAW_HEADERS
 from slipstream.server.infer_request import InferCall, read_infer_call
-from slipstream.server.infer_response import InferBody, write_infer_response
+from slipstream.server.infer_response import InferBody, values_as_text, write_infer_response
 from slipstream.server.inference import InferResponse, Parameter
 from slipstream.server.json_text import write_error
 from slipstream.server.registry import ModelVersion
 from slipstream.server.shared_memory import SharedMemory
+from slipstream.server.text.pipeline import in_thread_if_long
 
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 NO_RESPONSE = "the model ended without an answer"
@@ -61,7 +62,8 @@ async def answer_infer(entry: ModelVersion, call: InferCall, memory: SharedMemor
     if response.error is not None:
         await send_whole(send, response.error.status, write_error(response.error.message), TEXT)
         return
-    written = write_infer_response(call, response, entry.model.config, memory)
+    written = await in_thread_if_long(
+        values_as_text(call, response), write_infer_response, call, response, entry.model.config, memory)
     await _send(written, header(scope, b"accept-encoding").decode("latin-1"), send)
 
 

@@ -12,7 +12,7 @@ from slipstream.repository.config import ModelConfig
 from slipstream.server.errors import InferenceError
 from slipstream.server.infer_request import InferCall, WantedOutput
 from slipstream.server.inference import InferResponse
-from slipstream.server.json_text import write_object, write_scalar
+from slipstream.server.json_text import write_object, write_scalar, write_values
 from slipstream.server.shared_memory import SharedMemory
 from slipstream.server.tensor_bytes import pack
 from slipstream.server.tensors import Tensor
@@ -23,6 +23,12 @@ MAX_LABEL_BYTES = 16 << 20
 class InferBody(NamedTuple):
     header: bytes
     tensors: bytes  # empty: everything is in the header
+
+
+def values_as_text(call: InferCall, response: InferResponse) -> int:
+    """How many there are to write one by one."""
+    wanted = [(tensor, call.wanted(tensor.name)) for tensor in response.outputs]
+    return sum(len(tensor.data) for tensor, how in wanted if how is not None and not how.binary and how.place is None)
 
 
 def write_infer_response(
@@ -69,8 +75,7 @@ def _write_output(tensor: Tensor, wanted: WantedOutput, memory: SharedMemory) ->
     if tensor.datatype in ("FP16", "BF16"):
         text = f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
         raise InferenceError(f"{text} {tensor.name}")
-    data = b",".join([write_scalar(item) for item in tensor.data])
-    return description + b',"data":[' + data + b"]}", b""
+    return description + b',"data":[' + write_values(tensor.data) + b"]}", b""
 
 
 def classify(tensor: Tensor, count: int, config: ModelConfig) -> Tensor:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+_AT_ONCE = 65536
 _SPECIAL = re.compile(rb'["\\\x00-\x1f]')
 _SHORT = {b'"': b'\\"', b"\\": b"\\\\", b"\b": b"\\b", b"\f": b"\\f", b"\n": b"\\n", b"\r": b"\\r", b"\t": b"\\t"}
 _ESCAPED = {bytes([code]): b"\\u%04X" % code for code in range(0x20)} | _SHORT
@@ -56,6 +57,14 @@ def write_scalar(value: Any) -> bytes:
     if isinstance(value, bool):
         return b"true" if value else b"false"
     return b"null" if value is None else b"%d" % value
+
+
+def write_values(values: Sequence[Any]) -> bytes:
+    """Scalars with commas between them; many are joined piece by piece, so that they are not all objects at once."""
+    if len(values) <= _AT_ONCE:
+        return b",".join([write_scalar(value) for value in values])
+    pieces = (values[start : start + _AT_ONCE] for start in range(0, len(values), _AT_ONCE))
+    return b",".join([write_values(piece) for piece in pieces])
 
 
 def write_value(value: Any) -> bytes:

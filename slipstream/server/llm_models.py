@@ -22,7 +22,7 @@ from slipstream.server.errors import Code, InferenceError, Unavailable
 from slipstream.server.generation import EngineUnavailable
 from slipstream.server.generation_outputs import Asked, Progress, as_declared, asked_of, named, side_outputs
 from slipstream.server.inference import InferRequest, InferResponse
-from slipstream.server.limits import Given, check_batch, check_prompt_length, check_tokens, given_fields, require
+from slipstream.server.limits import Given, check_batch, check_prompt_length, check_tokens, given_fields, require_one
 from slipstream.server.prompt_tables import refuse_table
 from slipstream.server.queue_policy import TIMED_OUT, urgency
 from slipstream.server.sampling import cache_salt_of, never_ends, sampling_params, sequences_of
@@ -158,7 +158,7 @@ class TextModel:
             deadline=urgent.deadline,
         )
         count = 1 if text_request.sampling.beams else text_request.sequences
-        sequences = [self._progress(text_request) for _ in range(count)]
+        sequences = [self._progress(text_request, index) for index in range(count)]
         if text_request.prompt == []:
             sequences[0].finish_reason = "stop"
             yield self._response([""], asked, sequences[:1], final=True)
@@ -195,8 +195,8 @@ class TextModel:
 
     def _text_request(self, fields: Mapping[str, Given]) -> TextRequest:
         tokenizer = self._generator.tokenizer
-        prompt = require(fields, "text_input", self._name("text_input"))
-        require(fields, "max_tokens", self._name("max_tokens"))
+        prompt = require_one(fields, "text_input", self._name("text_input"))
+        require_one(fields, "max_tokens", self._name("max_tokens"))
         check_prompt_length(prompt, self._engine.engine.build.max_input_len)
         refuse_table(fields, self._chain.engine)
         sampling = sampling_params(fields, lambda word: tokenizer.encode(word, False))
@@ -230,9 +230,9 @@ class TextModel:
         check_tokens(prompt, longest)
         return prompt
 
-    def _progress(self, request: TextRequest) -> Progress:
-        end_ids = request.sampling.end_ids or tuple(self._generator.tokenizer.end_ids)
-        return Progress(frozenset(() if request.ignore_end else end_ids), self._engine.normalize_log_probs)
+    def _progress(self, request: TextRequest, index: int) -> Progress:
+        end_ids = frozenset(() if request.ignore_end else request.sampling.end_ids or self._generator.tokenizer.end_ids)
+        return Progress(end_ids, self._engine.normalize_log_probs, context_told=index > 0)
 
     def _name(self, field: str) -> str:
         return self._names.get(field, field)
@@ -332,7 +332,7 @@ class TokenModel:
         )  # fmt: skip
         count = 1 if request.sampling.beams else request.sequences
         end_ids, normalise = frozenset(request.sampling.end_ids), self._engine.normalize_log_probs
-        sequences = [Progress(end_ids, normalise) for _ in range(count)]
+        sequences = [Progress(end_ids, normalise, context_told=index > 0) for index in range(count)]
         inputs = set(self._fields.values())
         asked = asked_of(fields, request.sampling, inputs, self._outputs, self._placeholders)
         request = replace(request, sampling=asked.completed(request.sampling))

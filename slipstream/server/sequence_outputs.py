@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 from slipstream.server.tensors import Tensor
 
@@ -37,8 +39,9 @@ def _stack(column: Sequence[Tensor]) -> Tensor:
         return Tensor(first.name, first.datatype, (len(column),), [tensor.data[0] for tensor in column])
     shapes = [tensor.shape[2:] for tensor in column]
     longest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
-    data: list[object] = []
+    data: Any = first.data[:0]  # logits stay an array
+    filler: Any = array(data.typecode, [_ROWS[first.name]]) if isinstance(data, array) else [_ROWS[first.name]]
     for tensor in column:
-        row = list(tensor.data)
-        data += row + [_ROWS[first.name]] * (prod(longest) - len(row))  # only the first dimension can be shorter
+        data += tensor.data
+        data += filler * (prod(longest) - len(tensor.data))  # only the first dimension can be shorter
     return Tensor(first.name, first.datatype, (1, len(column), *longest), data)

@@ -67,6 +67,10 @@ class TestClient:
         assert after[: len(before)] == before
         assert len(after) == len(before) + 20
 
+    def test_a_model_that_streams_is_told_of(self, server: RealServer, capsys: pytest.CaptureFixture[str]) -> None:
+        printed = ask(capsys, "client", "-u", server.grpc, "--model-name", STREAMING, "--text", PROMPT, code=1)
+        assert printed.splitlines()[-1].endswith("decoupled transaction policy; ask for a stream with --streaming")
+
     def test_checks_the_answer_against_a_file(
         self, server: RealServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

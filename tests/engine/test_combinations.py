@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from run_engine import all_logits, engine, run_all
+from run_engine import all_logits, engine, generate, run_all
 from tiny_models import VOCABULARY, config_of, random_model
 
 from slipstream.engine.bad_texts import BadTexts, Spelling
@@ -88,6 +88,13 @@ def test_numbers_that_are_not_finite_stay_with_the_request_that_brought_them(fol
     assert all("not finite" in first.errors[request.request_id] for request in poison)
     mixed = run_all(loop, [*others[:2], *poison, *others[2:]])
     assert {request.request_id: mixed[request.request_id] for request in others} == expected
+
+
+@pytest.mark.parametrize("more", [{}, {"top_k": 5}, {"top_p": 0.9}])
+def test_next_to_no_temperature_is_none(folder, more):
+    prompts = [prompt_of(9, seed) for seed in range(3)]
+    assert generate(engine(folder), prompts, temperature=1e-40, seed=3, max_tokens=8, **more) == generate(
+        engine(folder), prompts, max_tokens=8)
 
 
 def test_a_deadline_passes_while_a_constraint_is_made(folder):

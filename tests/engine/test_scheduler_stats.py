@@ -114,5 +114,5 @@ def test_what_can_never_run_counts_as_failed():
     submit(found, 1, [], 2)
     found.take_outputs()
     submit(found, 2, range(4), 2)
-    found.fail_all("the device is gone")
+    found.cancel(2, "error")
     assert (found.stats().failed, found.stats().finished) == (2, 1)

@@ -1,8 +1,10 @@
 """A step that the device cannot carry out costs the request that asked most of it, and nobody else."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from run_engine import run_all
 from scheduler_harness import END, Harness, expected_answer, make_scheduler
 from tiny_engine import build_tiny_engine
@@ -67,3 +69,22 @@ def test_what_a_failed_step_was_to_bring_from_the_host_is_found_by_nobody() -> N
     harness.run_dry()  # the harness looks at what every token was computed from
     assert harness.answers[3] == expected_answer(prompts[2], 2)
     assert harness.reasons[2] == "error"
+
+
+def test_blocks_move_although_the_gpu_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan copies, or keeps in the host's memory, others find from then on."""
+    pytest.importorskip("triton", reason="what runs on a GPU needs it")
+    from slipstream.engine.gpu_runner import GpuRunner
+
+    def no_room(plan: StepPlan) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    runner, moved = object.__new__(GpuRunner), []
+    runner.host, runner.block_tokens = SimpleNamespace(move=moved.append), 8  # type: ignore[assignment]
+    runner.cache = torch.arange(32.0).view(1, 1, 1, 32, 1)
+    monkeypatch.setattr(runner, "_launch", no_room)
+    plan = StepPlan(step=1, copies=[(1, 3)], rows=[0], counts=[5])
+    with pytest.raises(StepFailed, match="ran out of memory in a step of 5 tokens"):
+        runner.launch(plan)
+    assert moved == [plan]
+    assert runner.cache.flatten()[24:].tolist() == list(range(8, 16))

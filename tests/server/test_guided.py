@@ -194,6 +194,7 @@ def test_cancelled_while_its_grammar_is_made():
 
     constraints = Constraints()
     slow: Future = Future()
+    slow.set_running_or_notify_cancel()
     request = GenerateRequest(4, [1], SamplingParams(guide=Guide("json", "")))
     constraints._making[4] = (request, slow)
     assert constraints.take_made() == []

@@ -190,7 +190,7 @@ def test_a_queue_that_is_full_refuses_with_tritons_text(start: Start) -> None:
     assert server.infer("llama", ["a"], [1], several).status == 503  # each of them would wait
 
 
-@pytest.mark.parametrize("level", [2**33, 2**64 - 1])
+@pytest.mark.parametrize("level", [2**33, 2**63 - 1])
 def test_a_priority_of_any_size_can_be_told_to_the_engine(start: Start, level: int) -> None:
     server = start()
     assert server.infer("llama", ["a"], [1], {"parameters": {"priority": level}}).status == 200

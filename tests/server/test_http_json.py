@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from array import array
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from slipstream.server import json_errors
 from slipstream.server.errors import InferenceError
 from slipstream.server.json_errors import MAX_DEPTH, Members, _Reader, parse_json
-from slipstream.server.json_text import write_double, write_string
+from slipstream.server.json_text import write_double, write_string, write_values
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))  # half a surrogate pair is no text
 values = st.recursive(
@@ -146,3 +147,10 @@ def test_any_bytes_become_a_string_that_reads_back(data: bytes) -> None:
     written = write_string(data)
     assert _Reader(written).string().encode("utf-8", "surrogateescape") == data
     assert not any(byte < 0x20 for byte in written)
+
+
+def test_many_values_are_written_as_few_are() -> None:
+    many = array("f", [0.5, -1.25, 3.0] * 50_000)
+    assert write_values(many) == b",".join([b"0.5,-1.25,3.0"] * 50_000)
+    assert write_values([]) == b""
+    assert write_values([True, None, b"a"]) == b'true,null,"a"'

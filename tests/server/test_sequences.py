@@ -20,17 +20,20 @@ from grpc_stack import ask, request, running, tensor, token_inputs
 from http_support import RunningServer, post
 from run_engine import engine, run_all
 from tiny_engine import build_tiny_engine
+from tiny_text import EchoEngine
 
 from slipstream import LLM
+from slipstream.engine.adapters import AdapterSource
 from slipstream.engine.messages import Beam
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
+from slipstream.server.adapters import AdapterUse
 from slipstream.server.health import ServerState
 from slipstream.server.http import create_app
 from slipstream.server.in_process import InProcessEngine
 from slipstream.server.registry import build_registry
-from slipstream.server.text.pipeline import TextGenerator
+from slipstream.server.text.pipeline import TextGenerator, TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.load import start_engine
 
@@ -139,6 +142,34 @@ def test_a_stream_of_samples_says_whose_each_piece_is(server):
     for event in server.ask("chat", "generate_stream", stream=True, **drawing):
         joined[event["sequence_index"]] += event["text_output"]
     assert joined == whole
+
+
+def test_the_prompts_scores_are_told_once_whatever_comes_of_it(server):
+    asked = {"return_prompt_log_probs": True, "temperature": 1.5, "random_seed": 7, "num_return_sequences": 3}
+    alone = server.ask("chat", return_prompt_log_probs=True)["prompt_log_probs"]
+    assert len(alone) == len(IDS) - 1
+    assert server.ask("chat", **asked)["prompt_log_probs"] == pytest.approx(alone, abs=1e-4)
+    assert server.ask("chat", return_prompt_log_probs=True, beam_width=3)["prompt_log_probs"] == pytest.approx(
+        alone, abs=1e-4)
+    events = server.ask("chat", "generate_stream", stream=True, **asked)
+    told = [event for event in events if "prompt_log_probs" in event]
+    assert [event["sequence_index"] for event in told] == [0]
+    assert told[0]["prompt_log_probs"] == pytest.approx(alone, abs=1e-4)
+
+
+async def test_what_a_request_brings_is_sent_once_for_all_its_sequences(engine_folder):
+    sent: list[Any] = []
+
+    class Recorder(EchoEngine):
+        def submit(self, prompt, sampling, *, adapter=None, prompt_of=None, **more):
+            sent.append((adapter.number, adapter.source is not None, sampling.prompt_log_probs))
+            return super().submit(prompt, sampling, **more)
+
+    brought = AdapterUse(7, "seven", AdapterSource(weights=b"1234"))
+    request = TextRequest([5, 6], SamplingParams(max_tokens=2, prompt_log_probs=True), sequences=3, adapter=brought)
+    generator = TextGenerator(Tokenizer.load(engine_folder), Recorder())
+    assert len([delta async for delta in generator.generate(request) if delta.finish_reason]) == 3
+    assert sent == [(7, True, True), (7, False, False), (7, False, False)]
 
 
 async def test_ids_of_beams_and_samples_have_upstreams_shapes(engine_folder, tmp_path, monkeypatch):

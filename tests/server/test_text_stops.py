@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.server.text.stops import StopWordFilter
+from slipstream.server.text.stops import StopWordFilter, StopWords
 
 words = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4)
 
@@ -69,3 +69,10 @@ def test_a_long_stop_word_is_read_in_one_pass():
     assert stop_filter.push("b") == ""
     assert stop_filter.stopped
     assert steps == 5001
+
+
+def test_texts_that_share_their_words_do_not_share_where_they_are() -> None:
+    words = StopWords(["END", "", "STOP"])
+    first, second = StopWordFilter(words), StopWordFilter(words)
+    assert [first.push("aEN"), second.push("bST"), first.push("Xc"), second.push("OPx")] == ["a", "b", "ENXc", ""]
+    assert (first.stopped, second.stopped) == (False, True)

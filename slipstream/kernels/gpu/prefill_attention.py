@@ -90,9 +90,10 @@ def _cached(keys, values, table, first, end, kv_head, cache_slots, KIND: tl.cons
 
 
 @triton.jit
-def _own(own, heads, first, kv_head, token_stride, tokens, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+def _own(own, heads, first, kv_head, token_stride, end, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
          SIZE: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
-    """A tile of the step's own keys and values, from its token `first` on; those of the row behind are masked later."""
+    """A tile of the step's own keys and values, from its token `first` on; zeros from `end` on, or, of whole tiles,
+    what the row behind has there, which is masked later."""
     key_column = (Q_HEADS + kv_head) * SIZE
     value_column = (Q_HEADS + KV_HEADS + kv_head) * SIZE
     if DESCRIPTOR:
@@ -102,16 +103,16 @@ def _own(own, heads, first, kv_head, token_stride, tokens, Q_HEADS: tl.constexpr
         column = tl.arange(0, PADDED)
         index = first + tl.arange(0, KEYS)
         where = heads + index.to(tl.int64)[:, None] * token_stride + column[None, :]
-        loaded = (column[None, :] < SIZE) & (index[:, None] < tokens)
+        loaded = (column[None, :] < SIZE) & (index[:, None] < end)
         k = tl.load(where + key_column, loaded, other=0.0)
         v = tl.load(where + value_column, loaded, other=0.0)
     return k, v
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def _prefill(
     own, heads, keys, values, tables, tile_token, tile_position, tile_queries, tile_row, tile_prefix, out, scale,
-    softcap, token_stride, out_stride, tokens, cache_slots, table_stride, window, sinks,
+    softcap, token_stride, out_stride, cache_slots, table_stride, window, sinks,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DESCRIPTOR: tl.constexpr,
@@ -158,12 +159,12 @@ def _prefill(
     if not WINDOW:
         own_begin = (position - prefix) // KEYS * KEYS
         for first in tl.range(0, own_begin, KEYS):
-            k, v = _own(own, heads, start + first, kv_head, token_stride, tokens, Q_HEADS, KV_HEADS, SIZE, PADDED, KEYS,
-                        DESCRIPTOR)
+            k, v = _own(own, heads, start + first, kv_head, token_stride, token + count, Q_HEADS, KV_HEADS, SIZE,
+                        PADDED, KEYS, DESCRIPTOR)
             best, mass, total = _look(queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION)
     for first in tl.range(own_begin, position - prefix + count, KEYS):
-        k, v = _own(own, heads, start + first, kv_head, token_stride, tokens, Q_HEADS, KV_HEADS, SIZE, PADDED, KEYS,
-                    DESCRIPTOR)
+        k, v = _own(own, heads, start + first, kv_head, token_stride, token + count, Q_HEADS, KV_HEADS, SIZE, PADDED,
+                    KEYS, DESCRIPTOR)
         key = prefix + first + tl.arange(0, KEYS)
         seen = key[None, :] <= asking[:, None]
         if WINDOW:
@@ -195,7 +196,7 @@ def attend_prefill(
         own = TensorDescriptor.from_tensor(heads.view(tokens, all_heads * size), [tuning["KEYS"], size])
     _prefill[(q_heads, plan.tile_token.shape[0])](
         own, heads, keys, values, tables, plan.tile_token, plan.tile_position, plan.tile_queries, plan.tile_row,
-        plan.tile_prefix, out, rule.scale * _LOG2_E, rule.softcap * _LOG2_E, heads.stride(0), out.stride(0), tokens,
+        plan.tile_prefix, out, rule.scale * _LOG2_E, rule.softcap * _LOG2_E, heads.stride(0), out.stride(0),
         keys.shape[1], tables.stride(0), rule.window if rule.window is not None else 2**30, rule.sinks,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, PADDED=max(16, triton.next_power_of_2(size)),
         BLOCK_TOKENS=block_tokens, QUERIES=QUERY_TILE, PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",

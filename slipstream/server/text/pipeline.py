@@ -15,6 +15,7 @@ from slipstream.server.adapters import AdapterBook, AdapterUse
 from slipstream.server.generation import Delta
 from slipstream.server.text.chat import Message, encode_chat, render_chat
 from slipstream.server.text.sequences import TextBeam, beam_problem, merged, sampling_of_sequence, write_beams
+from slipstream.server.text.stops import StopWords
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
 
@@ -120,8 +121,9 @@ class TextGenerator:
         self._check_logits(sampling, len(prompt), request.sequences)
         if sampling.guide is not None:
             await _check_guide(sampling)
+        stop_words = await in_thread_if_long(sum(map(len, request.stop_words)), StopWords, request.stop_words)
         generations = self._submit(request, prompt, sampling)
-        streams = [TextStream(self.tokenizer, request.stop_words, request.skip_special_tokens) for _ in generations]
+        streams = [TextStream(self.tokenizer, stop_words, request.skip_special_tokens) for _ in generations]
         running = set(range(len(generations)))
         held: dict[int, TextDelta] = {}  # ended at a stop word, and wait for the times the engine tells at its end
         try:
@@ -137,7 +139,7 @@ class TextGenerator:
                         if delta.scores is not None:
                             news.scores = _kept(delta.scores, len(news.tokens), len(delta.tokens))
                         if delta.beams:
-                            self._add_beams(news, delta.beams, request)
+                            self._add_beams(news, delta.beams, request, stop_words)
                         news.prompt_tokens, news.sequence = len(prompt), index
                         if streams[index].stopped and not delta.finish_reason:
                             generations[index].cancel("stop")
@@ -186,8 +188,10 @@ class TextGenerator:
             if request.submitted is not None:
                 request.submitted(generation)
 
-    def _add_beams(self, news: TextDelta, beams: Sequence[Beam], request: TextRequest) -> None:
-        written = write_beams(self.tokenizer, beams, request.stop_words, request.skip_special_tokens)
+    def _add_beams(
+        self, news: TextDelta, beams: Sequence[Beam], request: TextRequest, stop_words: StopWords
+    ) -> None:
+        written = write_beams(self.tokenizer, beams, stop_words, request.skip_special_tokens)
         news.beams = written[: request.sequences] if request.sequences > 1 else written
         best = news.beams[0]
         news.text, news.tokens, news.log_probs = best.text, best.tokens, best.log_probs

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from slipstream.engine.messages import Beam, EngineInfo
 from slipstream.engine.request import SamplingParams
+from slipstream.server.text.stops import StopWords
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
 
@@ -30,7 +31,7 @@ class TextBeam:
 
 
 def write_beams(
-    tokenizer: Tokenizer, beams: Sequence[Beam], stop_words: Sequence[str], skip_special_tokens: bool
+    tokenizer: Tokenizer, beams: Sequence[Beam], stop_words: StopWords, skip_special_tokens: bool
 ) -> list[TextBeam]:
     """The texts of beams, each cut at the first stop word in it."""
     written = []
@@ -63,8 +64,14 @@ def beam_problem(sampling: SamplingParams, sequences: int, drafted: bool, info: 
 
 
 def sampling_of_sequence(sampling: SamplingParams, index: int) -> SamplingParams:
-    """The first sequence is what the request alone would be; each has a seed of its own that follows from it."""
-    return replace(sampling, seed=(sampling.seed + index * _SEED_STEP) % _SEEDS) if index else sampling
+    """The first sequence is what the request alone would be; each has a seed of its own that follows from it.
+
+    Scores of the prompt are the same for all, and come with the first.
+    """
+    if not index:
+        return sampling
+    seed = (sampling.seed + index * _SEED_STEP) % _SEEDS
+    return replace(sampling, seed=seed, prompt_log_probs=False, context_logits=False)
 
 
 async def merged(sources: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item], None]:

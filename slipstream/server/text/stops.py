@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 
 
-class _Automaton:
+class StopWords:
     """Aho-Corasick: a state is the longest end of the text so far that begins some stop word.
 
-    Its depth is therefore exactly how much of the text must be held back.
+    Its depth is therefore exactly how much of the text must be held back. Any number of texts may use one.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -17,6 +17,7 @@ class _Automaton:
         self.depth = [0]
         self.longest_word = [0]  # length of the longest stop word that ends in this state, 0 for none
         self.shorter = [0]  # the next longest end of the text that begins a stop word
+        self.first_chars = frozenset(word[0] for word in words if word)
         for word in words:
             self._add(word)
         self._link()
@@ -55,9 +56,8 @@ class StopWordFilter:
     with "bc" and "abcd", the text "abc" is undecided.
     """
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self._automaton = _Automaton(words)
-        self._first_chars = frozenset(word[0] for word in words)
+    def __init__(self, words: Sequence[str] | StopWords) -> None:
+        self._automaton = words if isinstance(words, StopWords) else StopWords(words)
         self._state = 0
         self._read = 0  # characters the automaton has seen
         self._given = 0  # characters given out
@@ -70,7 +70,7 @@ class StopWordFilter:
         if self.stopped:
             return ""
         self._held += text
-        if self._state or not self._first_chars.isdisjoint(text):
+        if self._state or not self._automaton.first_chars.isdisjoint(text):
             self._search(text)
         else:
             self._read += len(text)

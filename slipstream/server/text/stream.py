@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.server.text.stops import StopWordFilter
+from slipstream.server.text.stops import StopWordFilter, StopWords
 from slipstream.server.text.tokenizer import Tokenizer
 
 
@@ -16,13 +16,13 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop_words: Sequence[str] = (), skip_special_tokens: bool = True
+        self, tokenizer: Tokenizer, stop_words: Sequence[str] | StopWords = (), skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer()
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        words = [word for word in stop_words if word]
-        self._filter = StopWordFilter(words) if words else None
+        words = stop_words if isinstance(stop_words, StopWords) else StopWords(stop_words)
+        self._filter = StopWordFilter(words) if words.first_chars else None
         self._seen = 0  # tokens
         self._match: tuple[int, int] | None = None  # where the stop word begins, and the tokens seen by then
 

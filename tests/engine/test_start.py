@@ -1,0 +1,38 @@
+"""How much of a GPU's memory the cache gets. The GPU is only asked what it has left."""
+
+import pytest
+import torch
+
+from slipstream.engine import start
+from slipstream.engine.settings import EngineSettings
+from slipstream.model.spec import ModelSpec
+
+SPEC = ModelSpec("LlamaForCausalLM", 1000, 64, 2, 4, 2, 16, 96, 4096)
+BLOCK = 2 * 2 * 32 * 2 * 32  # bytes: keys and values, layers, kv_size, bfloat16, tokens
+SPARE = 6 * 2**30
+
+
+def blocks(monkeypatch, free: int, longest: int = 64, **settings) -> int:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    return start._pool_blocks(SPEC, EngineSettings(**settings), torch.bfloat16, longest, torch.device("cuda"))
+
+
+def test_the_cache_leaves_room_for_steps_and_for_what_rows_take(monkeypatch):
+    beside = 64 * (2 * 1000 * 4 + 64 * 8)
+    assert blocks(monkeypatch, SPARE + beside + 100 * BLOCK, cache_memory_fraction=1.0) == 100
+    assert blocks(monkeypatch, SPARE + beside + 100 * BLOCK, cache_memory_fraction=0.5) == 50
+    assert blocks(monkeypatch, SPARE + beside + 100 * BLOCK, cache_tokens=320) == 10
+    assert blocks(monkeypatch, SPARE + 2**30) == 64 * 2  # no more than all rows could fill
+
+
+@pytest.mark.parametrize("settings", [{}, {"cache_tokens": 640}])
+def test_a_gpu_without_room_for_one_sequence_is_refused(monkeypatch, settings):
+    with pytest.raises(ValueError, match="room for 0 cached tokens, one sequence of 64 needs more"):
+        blocks(monkeypatch, SPARE, **settings)
+
+
+@pytest.mark.parametrize(("capability", "known"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_eight_bits_in_the_cache_need_a_device_that_knows_them(monkeypatch, capability, known):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert start._knows_eight_bits(torch.device("cuda")) is known
+    assert not start._knows_eight_bits(torch.device("cpu"))
