@@ -217,14 +217,6 @@ def require(fields: Mapping[str, Given], field: str, name: str) -> Given:
     return given
 
 
-def require_one(fields: Mapping[str, Given], field: str, name: str) -> Given:
-    """Where one value is all that is used, a second one would be left out in silence."""
-    given = require(fields, field, name)
-    if len(given.tensor.data) > 1:
-        raise InferenceError(f"{name} takes one value, got {len(given.tensor.data)}")
-    return given
-
-
 def check_tokens(prompt: list[int], longest: int) -> None:
     if len(prompt) > longest:
         raise InferenceError(f"Prompt length ({len(prompt)}) exceeds maximum input length ({longest}).")

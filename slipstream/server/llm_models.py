@@ -22,7 +22,7 @@ from slipstream.server.errors import Code, InferenceError, Unavailable
 from slipstream.server.generation import EngineUnavailable
 from slipstream.server.generation_outputs import Asked, Progress, as_declared, asked_of, named, side_outputs
 from slipstream.server.inference import InferRequest, InferResponse
-from slipstream.server.limits import Given, check_batch, check_prompt_length, check_tokens, given_fields, require_one
+from slipstream.server.limits import Given, check_batch, check_prompt_length, check_tokens, given_fields, require
 from slipstream.server.prompt_tables import refuse_table
 from slipstream.server.queue_policy import TIMED_OUT, urgency
 from slipstream.server.sampling import cache_salt_of, never_ends, sampling_params, sequences_of
@@ -195,8 +195,8 @@ class TextModel:
 
     def _text_request(self, fields: Mapping[str, Given]) -> TextRequest:
         tokenizer = self._generator.tokenizer
-        prompt = require_one(fields, "text_input", self._name("text_input"))
-        require_one(fields, "max_tokens", self._name("max_tokens"))
+        prompt = require(fields, "text_input", self._name("text_input"))
+        require(fields, "max_tokens", self._name("max_tokens"))
         check_prompt_length(prompt, self._engine.engine.build.max_input_len)
         refuse_table(fields, self._chain.engine)
         sampling = sampling_params(fields, lambda word: tokenizer.encode(word, False))

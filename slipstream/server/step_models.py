@@ -10,7 +10,7 @@ from slipstream.repository.roles import PREPROCESSING_FIELDS, takes_comma_words
 from slipstream.server.errors import InferenceError
 from slipstream.server.generation_outputs import named
 from slipstream.server.inference import InferRequest, InferResponse
-from slipstream.server.limits import Given, check_batch, check_prompt_length, given_fields, require_one
+from slipstream.server.limits import Given, check_batch, check_prompt_length, given_fields, require
 from slipstream.server.llm_models import Generator, words_of
 from slipstream.server.sampling import pack_words, sampling_params
 from slipstream.server.tensors import Tensor, single
@@ -53,8 +53,8 @@ class PreprocessingModel:
 
     def _outputs(self, fields: Mapping[str, Given]) -> list[Tensor]:
         tokenizer = self._generator.tokenizer
-        query = require_one(fields, "text_input", "QUERY")
-        length = require_one(fields, "max_tokens", "REQUEST_OUTPUT_LEN")
+        query = require(fields, "text_input", "QUERY")
+        length = require(fields, "max_tokens", "REQUEST_OUTPUT_LEN")
         check_prompt_length(query, self._engine.engine.build.max_input_len)
         ids = tokenizer.encode(query.tensor.text(), self._engine.add_special_tokens)
         end_id = fields["end_id"].value if "end_id" in fields else tokenizer.eos_id

@@ -86,8 +86,6 @@ TABLE = [
     Bad("tensor that JSON cannot hold", fields(prompt_embedding_table=[1.0]), 400, "content-length",
         "receiving FP16 data via JSON is not supported. "
         "Please use the binary data format for input prompt_embedding_table"),
-    refused("two prompts", fields(text_input=["a", "b"]), "text_input takes one value, got 2"),
-    refused("two lengths", fields(max_tokens=[4, 5]), "max_tokens takes one value, got 2"),
     refused("max_tokens 0", fields(max_tokens=0), "max_tokens must be > 0, got 0"),
     refused("max_tokens negative", fields(max_tokens=-1), "max_tokens must be > 0, got -1"),
     refused("max_tokens beyond INT32, which wraps", fields(max_tokens=3_000_000_000),
