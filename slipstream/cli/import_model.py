@@ -61,6 +61,7 @@ def import_model(
     try:
         bring_in(model, source, repo.expanduser(), dtype.value,
                  weight_only_precision.value if use_weight_only else None)
+        log("INFO", f"Serve it with: {program()} start{_repository_option(repo.expanduser())}")
     except BrokenPipeError:
         raise  # the reader of our output left; there is nobody to tell
     except (ValueError, OSError, RepositoryExists) as error:  # what weights/ refuses is a ValueError
@@ -85,7 +86,6 @@ def bring_in(
         log("WARNING", f"Found existing engine(s) at {engine}, skipping build.")
     write_repository(repository, name, engine, engine, read_engine_config(engine).build.max_batch_size)
     log_repository(repository)
-    log("INFO", f"Serve it with: {program()} start{_repository_option(repository)}")
     return engine
 
 

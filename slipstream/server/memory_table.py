@@ -11,7 +11,10 @@ def memory_table(name: str, info: EngineInfo) -> list[str]:
     tokens = info.total_blocks * info.block_tokens
     typical = min(_TYPICAL_TOKENS, info.max_sequence_tokens)
     at_once = min(info.max_rows, tokens // typical)
-    rows = [("weights", info.weight_bytes, info.dtype), ("key-value cache", info.cache_bytes, f"{tokens} tokens")]
+    rows = [
+        ("weights", info.weight_bytes, f"computed in {info.dtype}"),
+        ("key-value cache", info.cache_bytes, f"{tokens} tokens"),
+    ]
     if info.step_bytes:
         rows.append(("a full step", info.step_bytes, "activations"))
     if info.graph_bytes:
