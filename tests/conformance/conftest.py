@@ -1,0 +1,15 @@
+"""What the recorded calls change for the whole process is changed back, module by module."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+
+from slipstream.server import logging
+
+
+@pytest.fixture(scope="module", autouse=True)
+def log_settings_as_they_were() -> Iterator[None]:
+    before = logging.settings()
+    yield
+    logging.configure(**asdict(before))
