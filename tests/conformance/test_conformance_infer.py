@@ -122,14 +122,6 @@ def test_statistics_have_tritons_shape(port: int, name: str) -> None:
     assert (mine["name"], mine["version"]) == (recorded_one["name"], recorded_one["version"])
 
 
-@pytest.fixture
-def log_settings_restored() -> Iterator[None]:
-    before = logging.settings()
-    yield
-    logging.configure(info=before.info, verbose_level=before.verbose_level)
-
-
-@pytest.mark.usefixtures("log_settings_restored")
 def test_log_settings(port: int) -> None:
     for name in LOGGING:
         check(port, CASES[f"logging-{name}"])
