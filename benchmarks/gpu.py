@@ -213,7 +213,8 @@ def main() -> None:
     spec = SHAPES[options.shape]
     began = time.perf_counter()
     settings = EngineSettings(
-        max_rows=options.rows, reuse=False, step_tokens=options.step_tokens, max_sequence_tokens=2304
+        max_rows=options.rows, reuse=False, step_tokens=options.step_tokens, max_sequence_tokens=2304,
+        policy="max_utilization",  # as vLLM: rows start as long as there is room now
     )
     if options.from_folder:
         return from_folder(options.shape, spec, settings)

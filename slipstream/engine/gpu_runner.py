@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from slipstream.engine import sampler, scores
-from slipstream.engine.graphs import DecodeGraphs, aligned
+from slipstream.engine.graphs import DecodeGraphs, aligned, ladder
 from slipstream.engine.host_cache import HostCache
+from slipstream.engine.mixed_graphs import SIZES, MixedGraphs
 from slipstream.engine.plan import StepFailed, StepPlan, StepResult
 from slipstream.engine.rows import Rows
 from slipstream.engine.runner import copy_blocks, sampling_places
@@ -59,13 +60,17 @@ class GpuRunner:
         self.cache = model.new_cache((total_blocks + 1) * block_tokens)  # with the null block
         self.host: HostCache | None = None  # for blocks that the cache has no room for
         self.graphs = DecodeGraphs(model, self.cache, self.rows, block_tokens, self.programs)
+        self.mixed = MixedGraphs(model, self.cache, self.rows, block_tokens, self.programs)
         self.adapters: AdapterPages | None = None  # none before the first adapter comes
         self._row_pages: Tensor | None = None  # [rows, 1 + pages]: how many pages a row's adapter has, then those
 
     @torch.inference_mode()
     def capture(self, largest: int, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Record decode steps of up to `largest` rows."""
-        self.graphs.capture(largest, progress)
+        """Record decode steps of up to `largest` rows, and steps with few tokens of prompts."""
+        decodes = len(ladder(largest))
+        total = decodes + len(SIZES)
+        self.graphs.capture(largest, lambda done: progress(done, total))
+        self.mixed.capture(self.graphs.pool, lambda done: progress(decodes + done, total))
 
     def launch(self, plan: StepPlan) -> GpuHandle:
         self._move_blocks(plan)  # even where the step then fails: what moves is already known under its new place
@@ -113,7 +118,12 @@ class GpuRunner:
         samples = np.array([plan.samples[i] for i in order])
         drafts = [plan.drafts[i] for i in order]
         wanted = scores.wanted_logits(rows.tolist(), positions, counts, samples, self.rows, order, drafts)
-        logits = self.model(self._step(rows, positions, counts, wanted.tokens), self.cache)
+        size = None if wanted.prompts else self.mixed.size(counts, wanted.tokens)
+        table = self.rows.prompts.of_step(rows, positions, counts)
+        if size is not None and table is None and not self._has_adapter(rows.tolist()):
+            logits = self.mixed.replay(size, rows, positions, counts, wanted.tokens)
+        else:
+            logits = self.model(self._step(rows, positions, counts, wanted.tokens, table), self.cache)
         prompts = scores.prompt_logits(logits, wanted, self.rows)
         if not samples.any():
             return GpuHandle(None, prompts)
@@ -124,7 +134,10 @@ class GpuRunner:
         self._write_back(sampled_rows, lengths, sampled.tokens)
         return GpuHandle(_in_plan_order(sampled, order, plan), prompts)
 
-    def _step(self, rows: np.ndarray, positions: np.ndarray, counts: np.ndarray, wanted: np.ndarray) -> Step:
+    def _step(
+        self, rows: np.ndarray, positions: np.ndarray, counts: np.ndarray, wanted: np.ndarray,
+        table: tuple[Tensor, Tensor] | None,
+    ) -> Step:
         ends = np.cumsum(counts)
         offsets = ends - counts
         row_of_token = np.repeat(rows, counts)
@@ -147,7 +160,7 @@ class GpuRunner:
             self.rows.tables, self.block_tokens, self.programs, decodes,
             DecodePlan(*parts[3:9]) if decodes else None, prefill,
         )  # fmt: skip
-        adapters, table = self._step_adapters(rows, counts), self.rows.prompts.of_step(rows, positions, counts)
+        adapters = self._step_adapters(rows, counts)
         return Step(ids, token_positions, slots, attention, sampled, adapters, embeddings=table)
 
     def _has_adapter(self, rows: Iterable[int]) -> bool:

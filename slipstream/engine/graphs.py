@@ -35,33 +35,39 @@ def aligned(count: int) -> int:
     return -(-count // 4) * 4
 
 
-class DecodeBuffers:
-    """The numbers of a decode step of up to `rows` rows, in one piece of device memory."""
+class Numbers:
+    """Arrays of int32 with fixed room each, in one piece of device memory that one copy fills."""
 
-    def __init__(self, rows: int, kv_heads: int, programs: int, padding_row: int, device: torch.device) -> None:
-        self.size, self.kv_heads, self.programs, self.padding_row = rows, kv_heads, programs, padding_row
-        chunks = most_chunks(rows, programs)
-        self._lengths = [aligned(count) for count in (rows, rows, rows, rows + 1, chunks, chunks, 2)]
-        self.device = device
-        self.memory = torch.zeros(sum(self._lengths), dtype=torch.int32, device=device)
-        parts = self.memory.split(self._lengths)
-        self.rows, self.positions, self.lengths = (part[:rows] for part in parts[:3])
-        first, row, start, sizes = parts[3][: rows + 1], parts[4][:chunks], parts[5][:chunks], parts[6]
+    def __init__(self, rooms: list[int], device: torch.device) -> None:
+        self._starts = np.cumsum([0] + [aligned(room) for room in rooms])
+        self.memory = torch.zeros(int(self._starts[-1]), dtype=torch.int32, device=device)
+        self.arrays = [self.memory[start : start + room] for start, room in zip(self._starts, rooms, strict=False)]
+
+    def fill(self, values: list[np.ndarray]) -> None:
+        """Behind values that are fewer than there is room for come zeros."""
+        staged = np.zeros(self._starts[-1], dtype=np.int32)
+        for start, array in zip(self._starts, values, strict=False):
+            staged[start : start + len(array)] = array
+        self.memory.copy_(to_device(staged, self.memory.device), non_blocking=True)
+
+
+class DecodeBuffers:
+    """The numbers of a decode step of up to `size` rows."""
+
+    def __init__(self, size: int, kv_heads: int, programs: int, padding_row: int, device: torch.device) -> None:
+        self.size, self.kv_heads, self.programs, self.padding_row = size, kv_heads, programs, padding_row
+        chunks = most_chunks(size, kv_heads, programs)
+        self._numbers = Numbers([size, size, size, size + 1, chunks, chunks, 2], device)
+        self.rows, self.positions, self.lengths, first, row, start, sizes = self._numbers.arrays
         self.plan = DecodePlan(self.rows, self.lengths, first, row, start, sizes)
 
     def fill(self, rows: list[int], positions: list[int]) -> None:
         """Rows of the step and the positions they compute; the rest is padding."""
-        staged = np.zeros(sum(self._lengths), dtype=np.int32)
-        parts = np.split(staged, np.cumsum(self._lengths)[:-1])
-        count, lengths = len(rows), parts[2][: self.size]
-        parts[0][:count], parts[0][count:] = rows, self.padding_row
-        parts[1][:count] = positions
-        lengths[:] = parts[1][: self.size] + 1
+        padding = self.size - len(rows)
+        lengths = np.array(positions + [0] * padding) + 1
         first, row, start, size = cut_chunks(lengths, self.kv_heads, self.programs)
-        parts[3][: len(first)] = first
-        parts[4][: len(row)], parts[5][: len(row)] = row, start
-        parts[6][:2] = len(row), size
-        self.memory.copy_(to_device(staged, self.device), non_blocking=True)
+        padded = np.array(rows + [self.padding_row] * padding)
+        self._numbers.fill([padded, lengths - 1, lengths, first, row, start, np.array([len(row), size])])
 
 
 class Captured(NamedTuple):
@@ -75,22 +81,36 @@ class Captured(NamedTuple):
     tokens: Tensor
 
 
+def record(run: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Capture what `run` launches, into the memory of `pool` → the graph, and what `run` returned of it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # kernels compile and libraries choose outside the capture
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, which load adapters, may go on asking the driver for memory.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = run()
+    return graph, result
+
+
 class DecodeGraphs:
     def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, programs: int) -> None:
         self.model, self.cache, self.rows = model, cache, rows
         self.block_tokens, self.programs = block_tokens, programs
         self._graphs: dict[int, Captured] = {}
         self._adapted: dict[int, Captured] = {}  # with adapters: captured when first needed
-        self._pool: Any = None  # torch's handle on the memory the graphs share
-        self._logits: Tensor | None = None  # [largest, vocab]: where every graph leaves them
+        self.pool: Any = None  # torch's handle on the memory the graphs share
+        self.logits: Tensor | None = None  # [largest, vocab]: where every graph leaves them
 
-    def capture(self, largest: int, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def capture(self, largest: int, progress: Callable[[int], None]) -> None:
         sizes = ladder(largest)
         shape = (largest, self.model.spec.vocab_size)
-        self._logits = torch.empty(shape, dtype=torch.float32, device=self.rows.device)
+        self.logits = torch.empty(shape, dtype=torch.float32, device=self.rows.device)
         for done, size in enumerate(reversed(sizes)):  # the largest first: the others fit in its memory
             self._graphs[size] = self._capture(size)
-            progress(done + 1, len(sizes))
+            progress(done + 1)
 
     def rung(self, rows: int) -> int | None:
         """The smallest captured size that holds this many rows."""
@@ -119,22 +139,14 @@ class DecodeGraphs:
         buffers = DecodeBuffers(size, kv_heads, self.programs, self.rows.padding_row, self.rows.device)
         buffers.fill([], [])
         added = None if adapters is None else GpuStepAdapters(*adapters, decode_tiles(buffers.rows))
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels compile and libraries choose outside the capture
-            self._run(buffers, added)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, which load adapters, may go on asking the driver for memory.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits, best, tokens = self._run(buffers, added)
-        self._pool = self._pool or graph.pool()
+        graph, (logits, best, tokens) = record(lambda: self._run(buffers, added), self.pool)
+        self.pool = self.pool or graph.pool()
         return Captured(graph, buffers, added, logits, best, tokens)
 
     def _run(self, buffers: DecodeBuffers, adapters: GpuStepAdapters | None) -> tuple[Tensor, Tensor, Tensor]:
         ids, slots = step_inputs(buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens)
         attention = GpuAttention(self.rows.tables, self.block_tokens, self.programs, buffers.size, buffers.plan, None)
-        place = None if self._logits is None else self._logits[: buffers.size]
+        place = None if self.logits is None else self.logits[: buffers.size]
         logits = self.model(Step(ids, buffers.positions, slots, attention, None, adapters, place), self.cache)
         best, tokens = likeliest(logits)
         write_back(buffers.rows, buffers.lengths, tokens, self.rows.tokens)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import follow, overlapping
+from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, power_of_two
 from slipstream.kernels.gpu.quantised import new_quantised, store_quantised, warps_for
 from slipstream.kernels.inputs import Quantised
 
@@ -21,6 +21,7 @@ def _gate(x, row, column, inside, size):
     return activated * multiplied
 
 
+@Quick
 @triton.jit
 def _silu_gated(x, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -30,6 +31,7 @@ def _silu_gated(x, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     tl.store(out + row * size + column, _gate(x, row, column, inside, size), inside)
 
 
+@Quick
 @triton.jit
 def _silu_gated_quantised(x, values, scales, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -44,7 +46,7 @@ def silu_gated(x: Tensor) -> Tensor:
     """x: [tokens, 2 * size], the activated half first → [tokens, size]."""
     tokens, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty((tokens, size))
-    _silu_gated[(tokens, triton.cdiv(size, _BLOCK))](
+    _silu_gated[(tokens, pieces(size, _BLOCK))](
         x, out, size, BLOCK=_BLOCK, num_warps=4, **overlapping(x.device)
     )
     return out
@@ -55,6 +57,6 @@ def silu_gated_quantised(x: Tensor) -> Quantised:
     tokens, size = x.shape[0], x.shape[1] // 2
     out = new_quantised(tokens, size, x.device)
     _silu_gated_quantised[(tokens,)](
-        x, *out, size, BLOCK=triton.next_power_of_2(size), num_warps=warps_for(size), **overlapping(x.device)
+        x, *out, size, BLOCK=power_of_two(size), num_warps=warps_for(size), **overlapping(x.device)
     )
     return out

@@ -4,6 +4,8 @@ Two kernels a product. The first makes the middle [tokens, pages, parts * rank] 
 to y. Both run over tiles: runs of tokens of one row. Which pages a tile's row has, they read on the device, and the
 grid depends on the number of tiles alone; so a decode step, whose tiles are its tokens, can be captured once for
 whatever adapters its rows will have. Tiles without an adapter, and pages that add nothing to the product, end at once.
+
+Tokens of a decode step have nothing to share: kernels of their own read each adapter once, as fast as memory gives it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.adapters import AdapterPages
+from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, power_of_two
 
 TILE_TOKENS = 64  # of a prompt
 _SMALLEST = 16  # the least that tl.dot multiplies
@@ -24,8 +27,11 @@ _INPUTS = 128  # of x and A, loaded at once
 _OUTPUTS = 128
 _SPLITS = 4  # of the sum over inputs, where there are few tiles to keep the machine busy
 _MANY_TILES = 256
+_HELD = 8192  # elements of A or B that a program of a decode step reads at once
+_MOST_SPLITS = 16  # of the sum over inputs in a decode step
 
 
+@Quick
 @triton.jit
 def _shrink(
     x, memory, middle, starts, counts, rows, row_pages, products,
@@ -55,6 +61,7 @@ def _shrink(
             tl.store(place + width[None, :], total, inside[:, None] & (width < WIDTH)[None, :])
 
 
+@Quick
 @triton.jit
 def _expand(
     middle, memory, y, starts, counts, rows, row_pages, products,
@@ -66,14 +73,7 @@ def _expand(
     table = row_pages + tl.load(rows + tile).to(tl.int64) * row_stride
     pages = tl.load(table)
     if pages > 0:
-        # A block of columns lies in one part: each part is cut into blocks by itself.
-        first_blocks: tl.constexpr = (FIRST_PART + OUTPUTS - 1) // OUTPUTS
-        second_blocks: tl.constexpr = (SECOND_PART + OUTPUTS - 1) // OUTPUTS
-        part = (block >= first_blocks).to(tl.int32) + (block >= first_blocks + second_blocks).to(tl.int32)
-        begin = tl.where(part == 0, block * OUTPUTS, tl.where(
-            part == 1, FIRST_PART + (block - first_blocks) * OUTPUTS,
-            FIRST_PART + SECOND_PART + (block - first_blocks - second_blocks) * OUTPUTS))
-        end = tl.where(part == 0, FIRST_PART, tl.where(part == 1, FIRST_PART + SECOND_PART, outputs))
+        part, begin, end = _columns_of(block, outputs, FIRST_PART, SECOND_PART, OUTPUTS)
         column = begin + tl.arange(0, OUTPUTS)
         token = tl.load(starts + tile) + tl.arange(0, TILE)
         inside = tl.arange(0, TILE) < tl.load(counts + tile)
@@ -96,6 +96,81 @@ def _expand(
         tl.store(place, (before + total).to(y.dtype.element_ty), held)
 
 
+@Quick
+@triton.jit
+def _shrink_one(
+    x, memory, middle, rows, row_pages, products,
+    inputs, x_stride, page_stride, row_stride, split_stride, token_stride, first_at,
+    PRODUCT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    token, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    table = row_pages + tl.load(rows + token).to(tl.int64) * row_stride
+    width = tl.arange(0, PADDED)
+    share = tl.cdiv(inputs, INPUTS * SPLITS) * INPUTS
+    follow(OVERLAP)
+    for number in range(tl.load(table)):
+        page = tl.load(table + 1 + number).to(tl.int64)
+        if (tl.load(products + page) >> PRODUCT) & 1:
+            total = tl.zeros([PADDED], tl.float32)
+            for begin in range(split * share, min(inputs, (split + 1) * share), INPUTS):
+                column = begin + tl.arange(0, INPUTS)
+                held = column < inputs
+                first = tl.load(memory + page * page_stride + first_at + width[:, None] * inputs + column[None, :],
+                                (width < WIDTH)[:, None] & held[None, :], other=0.0)
+                given = tl.load(x + token * x_stride + column, held, other=0.0)
+                total += tl.sum(first.to(tl.float32) * given.to(tl.float32)[None, :], 1)
+            place = middle + split * split_stride + token * token_stride + number * WIDTH
+            tl.store(place + width, total, width < WIDTH)
+
+
+@Quick
+@triton.jit
+def _expand_one(
+    middle, memory, y, rows, row_pages, products,
+    outputs, y_stride, page_stride, row_stride, split_stride, token_stride, second_at,
+    FIRST_PART: tl.constexpr, SECOND_PART: tl.constexpr, PRODUCT: tl.constexpr, PARTS: tl.constexpr,
+    RANK: tl.constexpr, PADDED: tl.constexpr, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    table = row_pages + tl.load(rows + token).to(tl.int64) * row_stride
+    pages = tl.load(table)
+    part, begin, end = _columns_of(block, outputs, FIRST_PART, SECOND_PART, OUTPUTS)
+    column = begin + tl.arange(0, OUTPUTS)
+    rank = tl.arange(0, PADDED)
+    held = column < end
+    follow(OVERLAP)
+    if pages > 0:
+        total = tl.load(y + token * y_stride + column, held, other=0.0).to(tl.float32)
+        for number in range(pages):
+            page = tl.load(table + 1 + number).to(tl.int64)
+            if (tl.load(products + page) >> PRODUCT) & 1:
+                second = tl.load(memory + page * page_stride + second_at + rank[:, None] * outputs + column[None, :],
+                                 (rank < RANK)[:, None] & held[None, :], other=0.0)
+                given = tl.zeros([PADDED], tl.float32)
+                at = middle + token * token_stride + (number * PARTS + part) * RANK + rank
+                for split in tl.static_range(SPLITS):
+                    given += tl.load(at + split * split_stride, rank < RANK, other=0.0)
+                # Rounded as the product of many tokens rounds it.
+                given = given.to(second.dtype).to(tl.float32)
+                total += tl.sum(given[:, None] * second.to(tl.float32), 0)
+        tl.store(y + token * y_stride + column, total.to(y.dtype.element_ty), held)
+
+
+@triton.jit
+def _columns_of(block, outputs, FIRST_PART: tl.constexpr, SECOND_PART: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Part, first column and end of a block of columns, which lies in one part: each is cut into blocks by itself."""
+    first_blocks: tl.constexpr = (FIRST_PART + OUTPUTS - 1) // OUTPUTS
+    second_blocks: tl.constexpr = (SECOND_PART + OUTPUTS - 1) // OUTPUTS
+    part = (block >= first_blocks).to(tl.int32) + (block >= first_blocks + second_blocks).to(tl.int32)
+    begin = tl.where(part == 0, block * OUTPUTS, tl.where(
+        part == 1, FIRST_PART + (block - first_blocks) * OUTPUTS,
+        FIRST_PART + SECOND_PART + (block - first_blocks - second_blocks) * OUTPUTS))
+    end = tl.where(part == 0, FIRST_PART, tl.where(part == 1, FIRST_PART + SECOND_PART, outputs))
+    return part, begin, end
+
+
+@Quick
 @triton.jit
 def _spread(values, runs, page, BLOCK: tl.constexpr):
     run = runs + tl.program_id(0) * 3
@@ -129,10 +204,10 @@ def decode_tiles(rows: Tensor) -> Tiles:
 def cut_adapter_tiles(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """rows, counts: of a step's rows, whose tokens lie one row after the other → starts, counts, rows of tiles."""
     offsets = np.cumsum(counts) - counts
-    pieces = -(-counts // TILE_TOKENS)
-    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    starts = np.repeat(offsets, pieces) + number * TILE_TOKENS
-    return starts, np.minimum(np.repeat(offsets + counts, pieces) - starts, TILE_TOKENS), np.repeat(rows, pieces)
+    tiles = -(-counts // TILE_TOKENS)
+    number = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    starts = np.repeat(offsets, tiles) + number * TILE_TOKENS
+    return starts, np.minimum(np.repeat(offsets + counts, tiles) - starts, TILE_TOKENS), np.repeat(rows, tiles)
 
 
 class GpuStepAdapters:
@@ -142,28 +217,60 @@ class GpuStepAdapters:
 
     def add(self, y: Tensor, x: Tensor, layer: int, product: int) -> None:
         """y: [tokens, out], x: [tokens, in]; the last dimension of both is contiguous"""
+        if self._tiles.tokens == 1:
+            self._add_one(y, x, layer, product)
+        else:
+            self._add_tiles(y, x, layer, product)
+
+    def _add_one(self, y: Tensor, x: Tensor, layer: int, product: int) -> None:
+        layout, memory, table = self._pages.layout, self._pages.memory, self._row_pages
+        inputs, outputs = layout.shapes[product]
+        parts, rank, tokens = len(outputs), layout.rank, self._tiles.starts.shape[0]
+        width = power_of_two(parts * rank)
+        taken = max(64, _HELD // width)
+        splits = min(_MOST_SPLITS, pieces(inputs, taken))
+        middle = self._middle(splits, x, parts * rank)
+        common = (self._tiles.rows, table, self._pages.device_products)
+        strides = (memory.stride(0), table.stride(0), middle.stride(0), middle.stride(1))
+        first_at, second_at = layout.starts(layer, product)
+        _shrink_one[(tokens, splits)](
+            x, memory, middle, *common, inputs, x.stride(0), *strides, first_at, PRODUCT=product, WIDTH=parts * rank,
+            PADDED=width, INPUTS=taken, SPLITS=splits, num_warps=4, **overlapping(x.device),
+        )  # fmt: skip
+        columns = max(64, _HELD // power_of_two(rank))
+        _expand_one[(tokens, sum(pieces(width, columns) for width in outputs))](
+            middle, memory, y, *common, sum(outputs), y.stride(0), *strides, second_at,
+            FIRST_PART=outputs[0], SECOND_PART=outputs[1] if parts > 1 else 0, PRODUCT=product, PARTS=parts,
+            RANK=rank, PADDED=power_of_two(rank), OUTPUTS=columns, SPLITS=splits, num_warps=4, **overlapping(x.device),
+        )  # fmt: skip
+
+    def _add_tiles(self, y: Tensor, x: Tensor, layer: int, product: int) -> None:
         layout, memory, tiles, table = self._pages.layout, self._pages.memory, self._tiles, self._row_pages
         inputs, outputs = layout.shapes[product]
         parts, rank, count = len(outputs), layout.rank, tiles.starts.shape[0]
         splits = 1 if count > _MANY_TILES else _SPLITS
-        tile = max(_SMALLEST, triton.next_power_of_2(tiles.tokens))
-        most_pages = table.shape[1] - 1
-        middle = torch.empty((splits, x.shape[0], most_pages * parts * rank), dtype=torch.float32, device=x.device)
+        tile = max(_SMALLEST, power_of_two(tiles.tokens))
+        middle = self._middle(splits, x, parts * rank)
         common = (tiles.starts, tiles.counts, tiles.rows, table, self._pages.device_products)
         strides = (memory.stride(0), table.stride(0), middle.stride(0), middle.stride(1))
         first_at, second_at = layout.starts(layer, product)
-        _shrink[(count, most_pages, splits)](
+        _shrink[(count, table.shape[1] - 1, splits)](
             x, memory, middle, *common, inputs, x.stride(0), *strides, first_at,
             PRODUCT=product, WIDTH=parts * rank, PADDED=_padded(parts * rank), TILE=tile, INPUTS=_INPUTS,
             SPLITS=splits, num_warps=4,
         )  # fmt: skip
-        blocks = sum(triton.cdiv(width, _OUTPUTS) for width in outputs)
+        blocks = sum(pieces(width, _OUTPUTS) for width in outputs)
         _expand[(count, blocks)](
             middle, memory, y, *common, sum(outputs), y.stride(0), *strides, second_at,
             FIRST_PART=outputs[0], SECOND_PART=outputs[1] if parts > 1 else 0, PRODUCT=product, PARTS=parts,
             RANK=rank, PADDED=_padded(rank), TILE=tile, OUTPUTS=_OUTPUTS, SPLITS=splits, num_warps=4,
         )  # fmt: skip
 
+    def _middle(self, splits: int, x: Tensor, width: int) -> Tensor:
+        """Room for what A makes of x: [splits of the sum, tokens, most pages * width]"""
+        shape = (splits, x.shape[0], (self._row_pages.shape[1] - 1) * width)
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
+
 
 def _padded(count: int) -> int:
-    return max(_SMALLEST, triton.next_power_of_2(count))
+    return max(_SMALLEST, power_of_two(count))

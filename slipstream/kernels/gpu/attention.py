@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.attention_rule import AttentionRule
@@ -27,7 +26,7 @@ class GpuAttention:
         """heads: [tokens, q_heads + 2 * kv_heads, head_size], rotated → [tokens, q_heads, head_size]"""
         tokens, all_heads, size = heads.shape
         q_heads = all_heads - 2 * keys.shape[0]
-        out = torch.empty((tokens, q_heads, size), dtype=heads.dtype, device=heads.device)
+        out = heads.new_empty((tokens, q_heads, size))
         if self.decode is not None:
             first = slice(0, self.decodes)
             attend_decode(heads[first, :q_heads], keys, values, self.tables, self.decode, self.block_tokens,

@@ -1,8 +1,8 @@
 """Attention of rows with one new token each, over the paged cache: equal pieces of work whatever the lengths.
 
 The host cuts every row's cached tokens into chunks of one size, chosen so that chunks × key heads fill the
-machine a few times over. A fixed number of programs takes chunks in turn; a second kernel merges the chunks of
-rows that have several. The plan lies in device memory and the grids never change, so a graph may hold both.
+machine a few times over. A fixed number of programs takes chunks in turn; of a row with several, the one who is
+done last merges them. The plan lies in device memory and the grid never changes, so a graph may hold it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.gpu.launch import follow, let_next, overlapping, wait
+from slipstream.kernels.gpu.launch import Quick, counters, let_next, overlapping, power_of_two, wait
 
 _TILE = 64  # cached tokens a program looks at at once
 _PACKED_TILE = 128  # eight bits each: the same bytes
-_WARPS, _STAGES = 2, 3
+_WARPS, _STAGES = 4, 3
 _FEW_ROWS = 8
+_LARGE = (1024, 512, 256)  # tokens of a chunk
+_MERGED = 32  # chunks that are soon merged
 _GROUP = 16  # the least number of query rows the matrix units take
 _SMALLEST = 16  # the least number of columns they sum over
-_PROGRAMS_PER_PROCESSOR = 8
+_PROGRAMS_PER_PROCESSOR = 12
 _LOG2_E = 1.4426950408889634
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -41,16 +43,30 @@ class DecodePlan:
     sizes: Tensor  # [2]: chunks, tokens of a chunk
 
 
-def most_chunks(rows: int, programs: int) -> int:
-    return rows + programs
+def most_chunks(rows: int, kv_heads: int, programs: int) -> int:
+    """How many chunks `cut_chunks` makes at most: a chunk holds all tokens' share of one of `programs / kv_heads`."""
+    return rows + programs // kv_heads
+
+
+def _most_of_a_row(kv_heads: int, programs: int) -> int:
+    """Chunks of a row, which one program merges: as many as it takes to keep the machine busy, and no more."""
+    return max(_MERGED, programs // (_PROGRAMS_PER_PROCESSOR * kv_heads))
+
+
+def _unhurried(lengths: np.ndarray, kv_heads: int, programs: int) -> int:
+    """The largest chunk of which there are enough to keep every processor at it. To begin one takes its time."""
+    enough = 1.9 * programs / _PROGRAMS_PER_PROCESSOR
+    for size in _LARGE:
+        if int((-(-lengths // size)).sum()) * kv_heads >= enough:
+            return size
+    return _TILE if len(lengths) < _FEW_ROWS else 2 * _TILE
 
 
 def cut_chunks(lengths: np.ndarray, kv_heads: int, programs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """lengths: [rows] → first_chunk [rows + 1], chunk_row, chunk_start, and the tokens of a chunk."""
-    total = int(lengths.sum())
-    size = -(-total * kv_heads // programs)
-    # Few rows need their pieces small to finish soon; many are better off with fewer pieces to merge.
-    size = max(_TILE if len(lengths) < _FEW_ROWS else 2 * _TILE, -(-size // _TILE) * _TILE)
+    total, longest = int(lengths.sum()) * kv_heads, int(lengths.max(initial=0))
+    size = max(total // programs, longest // _most_of_a_row(kv_heads, programs)) + 1
+    size = max(-(-size // _TILE) * _TILE, _unhurried(lengths, kv_heads, programs))
     chunks = -(-lengths // size)
     first = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(chunks, out=first[1:])
@@ -77,13 +93,15 @@ def _unpack(pairs):
     )  # fmt: skip
 
 
+@Quick
 @triton.jit
 def _decode(
     q, keys, values, tables, rows, lengths, first_chunk, chunk_row, chunk_start, sizes, out, partial, statistics,
-    scale, softcap, q_stride, cache_slots, table_stride, window, sinks,
+    arrivals, scale, softcap, q_stride, cache_slots, table_stride, window, sinks,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, COMPUTE: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, COMPUTE: tl.constexpr, PACKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # Packed, the cache is read as pairs of eight-bit numbers: even and odd columns of a head are then two halves of
     # half the width, each with its own products. Otherwise there is one "half", the whole head.
@@ -103,9 +121,9 @@ def _decode(
         start = tl.load(chunk_start + chunk)
         length = tl.load(lengths + index)
         table = tables + tl.load(rows + index).to(tl.int64) * table_stride
-        alone = tl.load(first_chunk + index + 1) - tl.load(first_chunk + index) == 1
+        first = tl.load(first_chunk + index)
+        last = tl.load(first_chunk + index + 1)
         end = tl.minimum(start + chunk_tokens, length)
-        oldest = tl.maximum(length - window, 0)
         at = index.to(tl.int64) * q_stride + (head * GROUP + query[:, None]) * SIZE + STEP * column[None, :]
         held = (query[:, None] < GROUP) & (column[None, :] < HALF)
         queries = tl.load(q + at, held, other=0.0).to(COMPUTE)
@@ -116,11 +134,14 @@ def _decode(
             odd_queries = tl.load(q + at + 1, held, other=0.0).to(COMPUTE)
             odd_total = tl.zeros([QUERIES, WIDTH], tl.float32)
         begin = start
-        if not SINKS:
+        oldest = tl.maximum(length - window, 0)
+        if WINDOW and not SINKS:
             begin = tl.maximum(start, oldest // TILE * TILE)
         for tile in tl.range(begin, end, TILE):
             token = tile + tl.arange(0, TILE)
-            seen = (token < end) & ((token >= oldest) | (token < sinks))
+            seen = token < end
+            if WINDOW:
+                seen = seen & ((token >= oldest) | (token < sinks))
             block = tl.load(table + token // BLOCK_TOKENS, seen, other=0).to(tl.int64)
             slot = head * cache_slots + block * BLOCK_TOKENS + token % BLOCK_TOKENS
             where = slot[:, None] * HALF + column[None, :]
@@ -137,16 +158,18 @@ def _decode(
                 scores = softcap * squeeze(scores / softcap)
             scores = tl.where(seen[None, :], scores, float("-inf"))
             top = tl.maximum(best, tl.max(scores, 1))
-            safe = tl.where(top == float("-inf"), 0.0, top)  # nothing of the chunk may be in sight yet
+            safe = top
+            if WINDOW:
+                safe = tl.where(top == float("-inf"), 0.0, top)  # nothing of the chunk may be in sight yet
             weights = tl.exp2(scores - safe[:, None])
             shrink = tl.exp2(best - safe)
             mass = mass * shrink + tl.sum(weights, 1)
-            total = total * shrink[:, None] + tl.dot(weights.to(COMPUTE), v, input_precision=PRECISION)
+            total = tl.dot(weights.to(COMPUTE), v, total * shrink[:, None], input_precision=PRECISION)
             if PACKED:
                 odd_total = tl.dot(weights.to(COMPUTE), odd_v, odd_total * shrink[:, None])
             best = top
-        if alone:
-            result = out + index.to(tl.int64) * GROUP * KV_HEADS * SIZE + (head * GROUP + query[:, None]) * SIZE
+        result = out + index.to(tl.int64) * GROUP * KV_HEADS * SIZE + (head * GROUP + query[:, None]) * SIZE
+        if last - first == 1:
             tl.store(result + STEP * column[None, :], (total / mass[:, None]).to(kind), held)
             if PACKED:
                 tl.store(result + 2 * column[None, :] + 1, (odd_total / mass[:, None]).to(kind), held)
@@ -157,39 +180,40 @@ def _decode(
                 tl.store(partial + place + 1, odd_total)
             tl.store(statistics + item * 2 * QUERIES + query, best)
             tl.store(statistics + item * 2 * QUERIES + QUERIES + query, mass)
+            tl.debug_barrier()  # every thread's part is stored before the arrival is told
+            if tl.atomic_add(arrivals + index * KV_HEADS + head, 1) == last - first - 1:
+                tl.store(arrivals + index * KV_HEADS + head, 0)  # for the next layer
+                _merge(partial, statistics, result, first, last, head, KV_HEADS, GROUP, SIZE, PADDED, QUERIES)
     let_next(OVERLAP)
 
 
 @triton.jit
 def _merge(
-    first_chunk, partial, statistics, out,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    partial, statistics, result, first, last, head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    follow(OVERLAP)
-    index = tl.program_id(0)
-    head = tl.program_id(1)
-    query = tl.program_id(2)
-    first = tl.load(first_chunk + index)
-    last = tl.load(first_chunk + index + 1)
-    if last - first > 1:
-        column = tl.arange(0, PADDED)
-        best = float("-inf")
-        mass = 0.0
-        total = tl.zeros([PADDED], tl.float32)
-        for chunk in range(first, last):
-            item = chunk * KV_HEADS + head
-            chunk_best = tl.load(statistics + item * 2 * QUERIES + query)
-            chunk_mass = tl.load(statistics + item * 2 * QUERIES + QUERIES + query)
-            top = tl.maximum(best, chunk_best)
-            # A chunk wholly outside the window has no mass and a best of minus infinity.
-            keep = tl.where(best == float("-inf"), 0.0, tl.exp2(best - top))
-            add = tl.where(chunk_best == float("-inf"), 0.0, tl.exp2(chunk_best - top))
-            total = total * keep + tl.load(partial + (item * QUERIES + query) * PADDED + column) * add
-            mass = mass * keep + chunk_mass * add
-            best = top
-        at = (index.to(tl.int64) * KV_HEADS * GROUP + head * GROUP + query) * SIZE + column
-        tl.store(out + at, (total / mass).to(out.dtype.element_ty), column < SIZE)
+    """The chunks of one row and head, always in the same order; other processors may have written them."""
+    query = tl.arange(0, QUERIES)
+    column = tl.arange(0, PADDED)
+    best = tl.full([QUERIES], float("-inf"), tl.float32)
+    mass = tl.zeros([QUERIES], tl.float32)
+    total = tl.zeros([QUERIES, PADDED], tl.float32)
+    for chunk in range(first, last):
+        item = chunk * KV_HEADS + head
+        at = statistics + item * 2 * QUERIES + query
+        chunk_best = tl.load(at, cache_modifier=".cg")
+        chunk_mass = tl.load(at + QUERIES, cache_modifier=".cg")
+        place = (item * QUERIES + query[:, None]) * PADDED + column[None, :]
+        chunk_total = tl.load(partial + place, cache_modifier=".cg")
+        top = tl.maximum(best, chunk_best)
+        # A chunk wholly outside the window has no mass and a best of minus infinity.
+        keep = tl.where(best == float("-inf"), 0.0, tl.exp2(best - top))
+        add = tl.where(chunk_best == float("-inf"), 0.0, tl.exp2(chunk_best - top))
+        total = total * keep[:, None] + chunk_total * add[:, None]
+        mass = mass * keep + chunk_mass * add
+        best = top
+    held = (query[:, None] < GROUP) & (column[None, :] < SIZE)
+    tl.store(result + column[None, :], (total / mass[:, None]).to(result.dtype.element_ty), held)
 
 
 def attend_decode(
@@ -206,8 +230,8 @@ def attend_decode(
     rows, heads, size = q.shape
     kv_heads = keys.shape[0]
     group = heads // kv_heads
-    queries = max(_GROUP, triton.next_power_of_2(group))
-    padded = max(_SMALLEST, triton.next_power_of_2(size))
+    queries = max(_GROUP, power_of_two(group))
+    padded = max(_SMALLEST, power_of_two(size))
     items = plan.chunk_row.shape[0] * kv_heads
     partial = torch.empty((items, queries, padded), dtype=torch.float32, device=q.device)
     statistics = torch.empty((items, 2, queries), dtype=torch.float32, device=q.device)
@@ -220,15 +244,15 @@ def attend_decode(
         keys, values = keys.view(torch.int16), values.view(torch.int16)
     _decode[(min(programs, items),)](
         q, keys, values, tables, plan.rows, plan.lengths, plan.first_chunk, plan.chunk_row, plan.chunk_start,
-        plan.sizes, out, partial, statistics, rule.scale * _LOG2_E, rule.softcap * _LOG2_E, q.stride(0), keys.shape[1],
-        tables.stride(0), rule.window if rule.window is not None else 2**30, rule.sinks,
-        SOFTCAP=rule.softcap > 0, SINKS=rule.sinks > 0,
+        plan.sizes, out, partial, statistics, counters(rows * kv_heads, q.device), rule.scale * _LOG2_E,
+        rule.softcap * _LOG2_E, q.stride(0), keys.shape[1], tables.stride(0),
+        rule.window if rule.window is not None else 2**30, rule.sinks,
+        SOFTCAP=rule.softcap > 0, WINDOW=rule.window is not None, SINKS=rule.sinks > 0,
         # The hardware turns eight bits into float16 in one instruction; bfloat16 would take several.
         COMPUTE=tl.float16 if eight_bits else _TYPES[q.dtype], PACKED=packed,
         BLOCK_TOKENS=block_tokens, TILE=_PACKED_TILE if packed else _TILE,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=_WARPS, num_stages=_STAGES, **shape,
     )  # fmt: skip
-    _merge[(rows, kv_heads, group)](plan.first_chunk, partial, statistics, out, num_warps=1, **shape)
 
 
 def programs_of(device: torch.device) -> int:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.gpu.launch import Quick, pieces, power_of_two
+
 _BLOCK = 1024
 _LARGEST_TILE = 128
 
@@ -26,6 +28,7 @@ class ExpertPlan:
     tile: int  # pairs of a tile
 
 
+@Quick
 @triton.jit(do_not_specialize=["pairs"])
 def _sort_pairs(chosen, starts, order, pairs, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
@@ -42,6 +45,7 @@ def _sort_pairs(chosen, starts, order, pairs, BLOCK: tl.constexpr):
         place += tl.sum(mine, 0)
 
 
+@Quick
 @triton.jit(do_not_specialize=["most"])
 def _cut_tiles(
     starts, tile_expert, tile_first, most,
@@ -61,6 +65,7 @@ def _cut_tiles(
         tl.store(tile_expert + at, -1, (at >= used) & (at < most))
 
 
+@Quick
 @triton.jit
 def _grouped_product(
     x, weight, scales, order, starts, tile_expert, tile_first, out, choices, outputs, inputs,
@@ -92,12 +97,12 @@ def _grouped_product(
 def plan_experts(chosen: Tensor, experts: int) -> ExpertPlan:
     """chosen: [tokens, per_token]"""
     pairs = chosen.numel()
-    tile = min(_LARGEST_TILE, max(16, triton.next_power_of_2(pairs // experts)))
+    tile = min(_LARGEST_TILE, max(16, power_of_two(pairs // experts)))
     most = pairs // tile + min(pairs, experts)  # each expert in use has at most one tile that is not full
     order, starts, tile_expert, tile_first = (
         torch.empty(count, dtype=torch.int32, device=chosen.device) for count in (pairs, experts + 1, most, most))
     _sort_pairs[(experts + 1,)](chosen, starts, order, pairs, BLOCK=_BLOCK, num_warps=4)
-    _cut_tiles[(1,)](starts, tile_expert, tile_first, most, EXPERTS=experts, PADDED=triton.next_power_of_2(experts),
+    _cut_tiles[(1,)](starts, tile_expert, tile_first, most, EXPERTS=experts, PADDED=power_of_two(experts),
                      TILE=tile, BLOCK=_BLOCK, num_warps=4)
     return ExpertPlan(order, starts, tile_expert, tile_first, tile)
 
@@ -110,7 +115,7 @@ def grouped_product(x: Tensor, weight: Tensor, scales: Tensor | None, plan: Expe
     out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
     rows = 128 if plan.tile >= 64 else 64
     exact = x.dtype == torch.float32
-    _grouped_product[(triton.cdiv(outputs, rows), plan.tile_expert.shape[0])](
+    _grouped_product[(pieces(outputs, rows), plan.tile_expert.shape[0])](
         x, weight, scales, plan.order, plan.starts, plan.tile_expert, plan.tile_first, out, pairs // x.shape[0],
         outputs, inputs, SCALED=scales is not None, TILE=plan.tile, ROWS=rows, COLUMNS=32 if exact else 64,
         PRECISION="ieee" if exact else "tf32", num_warps=8 if plan.tile >= 64 else 4, num_stages=2 if exact else 3,

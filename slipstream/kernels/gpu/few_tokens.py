@@ -6,14 +6,12 @@ programs share a tile's columns, and the last of them to finish adds the parts u
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import follow, overlapping, prefetch
+from slipstream.kernels.gpu.launch import Quick, counters, follow, overlapping, pieces, power_of_two, prefetch
 
 _ROWS = 64  # of a tile: what the matrix units take at once
 _TILE_BYTES = 256  # of a row in a tile
@@ -21,6 +19,7 @@ _LEAST_PROGRAMS = 64  # programs with deep queues of reads; more of them only ta
 _MOST_COLUMNS = 8192  # of one program
 
 
+@Quick
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def _few_tokens(
     x, x_scales, weight, weight_scales, bias, out, partial, arrivals, tokens, rows, size, parts,
@@ -88,11 +87,11 @@ def few_tokens(
     tokens, size = x.shape
     rows = weight.shape[0]
     columns = _TILE_BYTES // weight.element_size()
-    tiles, parts = triton.cdiv(rows, _ROWS), _parts(rows, size, columns)
+    tiles, parts = pieces(rows, _ROWS), _parts(rows, size, columns)
     if out is None:
         kind = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
         out = torch.empty((tokens, rows), dtype=kind, device=x.device)
-    width = max(16, triton.next_power_of_2(tokens))
+    width = max(16, power_of_two(tokens))
     partial, arrivals = _meeting_place(x.device, tiles, parts, width)
     _few_tokens[(tiles, parts)](
         x.contiguous(), x_scales, weight, weight_scales, bias, out, partial, arrivals, tokens, rows, size, parts,
@@ -107,19 +106,13 @@ def few_tokens(
 
 def _parts(rows: int, size: int, columns: int) -> int:
     """How many programs share a tile's columns."""
-    tiles, parts = triton.cdiv(rows, _ROWS), 1
+    tiles, parts = pieces(rows, _ROWS), 1
     while (tiles * parts < _LEAST_PROGRAMS or size / parts > _MOST_COLUMNS) and size / parts > 2 * columns:
         parts *= 2
     return parts
 
 
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """Zero between any two products: who arrives last resets what it counted."""
-    return torch.zeros(65536, dtype=torch.int32, device=device)
-
-
 def _meeting_place(device: torch.device, tiles: int, parts: int, width: int) -> tuple[Tensor | None, Tensor | None]:
     if parts == 1:
         return None, None
-    return torch.empty(parts * tiles * _ROWS * width, dtype=torch.float32, device=device), _counters(device)
+    return torch.empty(parts * tiles * _ROWS * width, dtype=torch.float32, device=device), counters(tiles, device)

@@ -1,18 +1,80 @@
-"""Kernels that begin before the one ahead has ended: what does not depend on it is done while it runs out.
+"""How kernels are launched: with little work for the host, and before the kernel ahead has ended.
 
-Every kernel of a step waits for its predecessor before it reads or writes what others share, so that each one
-also waits, through it, for all before. Needs Hopper or later; elsewhere kernels simply follow each other.
+What does not depend on the kernel ahead is done while it runs out. Every kernel of a step waits for its predecessor
+before it reads or writes what others share, so that each one also waits, through it, for all before. Needs Hopper or
+later; elsewhere kernels simply follow each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+class Quick:
+    """A kernel that Triton is asked for once for each kind of arguments, and that is then launched directly.
+
+    Triton searches for the compiled variant at every launch, which costs the host several times what the launch
+    does. Arguments of one kind share a variant: Triton compiles for types, for addresses and numbers that sixteen
+    divides, and for the number one. All kernels of a process run on one device.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._names = list(kernel.arg_names)
+        self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        """arguments: those known at run time, in order; constants: the others, and Triton's options."""
+        kind = (*map(_kind, arguments), *constants.values())
+        found = self._compiled.get(kind)
+        if found is None:
+            compiled = self._kernel[grid](*arguments, **constants)
+            if compiled is not None:  # the interpreter compiles nothing
+                self._compiled[kind] = compiled, [constants[name] for name in self._names[len(arguments) :]]
+            return
+        compiled, rest = found
+        compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
+
+
+def counters(least: int, device: torch.device) -> Tensor:
+    """For programs that share work to count who has arrived: int32, zero between any two kernels, because who arrives
+    last resets what it counted."""
+    return _counters(power_of_two(max(least, 65536)), device)
+
+
+@cache
+def _counters(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def pieces(count: int, size: int) -> int:
+    """How many pieces of `size` hold `count`."""
+    return -(-count // size)
+
+
+def power_of_two(count: int) -> int:
+    """The least that holds `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+def _kind(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if argument.__class__ is int:
+        return argument % 16 == 0, argument == 1, argument.bit_length() > 31
+    if argument.__class__.__name__ == "TensorDescriptor":
+        return argument.base.dtype, *argument.block_shape
+    return argument.__class__
 
 
 @triton.jit

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import follow, overlapping
+from slipstream.kernels.gpu.launch import Quick, follow, overlapping, power_of_two
 from slipstream.kernels.gpu.quantised import new_quantised, store_quantised, warps_for
 from slipstream.kernels.inputs import Input
 from slipstream.kernels.normalisation import Norm
 
 
+@Quick
 @triton.jit
 def _add_norm(
     hidden, delta, weight, bias, normal, scales, size, epsilon,
@@ -21,7 +21,7 @@ def _add_norm(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    gain = tl.load(weight + column, inside, other=0.0)
+    gain = tl.load(weight + column, inside, other=0.0).to(tl.float32)
     follow(OVERLAP)
     x = tl.load(hidden + row * size + column, inside, other=0.0).to(tl.float32)
     if ADD:
@@ -30,16 +30,13 @@ def _add_norm(
     if CENTRE:
         x = tl.where(inside, x - tl.sum(x, 0) / size, 0.0)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
-    # Rounded before the weight is applied, as the twin does.
-    kind = weight.dtype.element_ty
-    y = x.to(kind) * gain
+    y = x * gain
     if CENTRE:
-        y = x * gain.to(tl.float32)
         y += tl.load(bias + column, inside, other=0.0).to(tl.float32)
     if QUANTISE:
-        store_quantised(y.to(kind).to(tl.float32), normal, scales, row, column, inside, size)
+        store_quantised(y, normal, scales, row, column, inside, size)
     else:
-        tl.store(normal + row * size + column, y.to(kind), inside)
+        tl.store(normal + row * size + column, y.to(normal.dtype.element_ty), inside)
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Input:
@@ -52,12 +49,12 @@ def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Input:
 
 
 def normalise(x: Tensor, norm: Norm) -> Tensor:
-    """x: [tokens, size] → the same shape in the weight's type."""
+    """x: [tokens, size] → the same shape in the norm's type."""
     return _plain(x, None, norm)
 
 
 def _plain(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
-    normal = torch.empty(hidden.shape, dtype=norm.weight.dtype, device=hidden.device)
+    normal = hidden.new_empty(hidden.shape, dtype=norm.result)
     _launch(hidden, delta, norm, normal, None)
     return normal
 
@@ -67,5 +64,5 @@ def _launch(hidden: Tensor, delta: Tensor | None, norm: Norm, normal: Tensor, sc
     _add_norm[(tokens,)](
         hidden, delta, norm.weight, norm.bias, normal, scales, size, norm.epsilon,
         ADD=delta is not None, CENTRE=norm.bias is not None, QUANTISE=scales is not None,
-        BLOCK=triton.next_power_of_2(size), num_warps=warps_for(size), **overlapping(hidden.device),
+        BLOCK=power_of_two(size), num_warps=warps_for(size), **overlapping(hidden.device),
     )  # fmt: skip

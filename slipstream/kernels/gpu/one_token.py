@@ -7,13 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import follow, overlapping
+from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, power_of_two
 
 _PROGRAMS = 512  # enough for every processor to have reads in flight
 _COLUMNS = 512
 _MOST_ROWS = 16  # of a program: what registers hold
 
 
+@Quick
 @triton.jit
 def _one_token(
     x, weight, bias, out, rows, size,
@@ -44,9 +45,9 @@ def one_token(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None
     rows, size = weight.shape
     if out is None:
         out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
-    share = triton.next_power_of_2(triton.cdiv(rows, _PROGRAMS) + 1) // 2
+    share = power_of_two(pieces(rows, _PROGRAMS) + 1) // 2
     taken = max(2, min(_MOST_ROWS, share))
-    _one_token[(triton.cdiv(rows, taken),)](
+    _one_token[(pieces(rows, taken),)](
         x, weight, bias, out, rows, size, BIAS=bias is not None, ROWS=taken, COLUMNS=_COLUMNS, num_warps=4,
         **overlapping(x.device),
     )  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu.decode_attention import squeeze
+from slipstream.kernels.gpu.launch import Quick, power_of_two
 
 QUERY_TILE = 128
 FAR = 2048  # tokens of a row from which it counts as long
@@ -109,6 +110,7 @@ def _own(own, heads, first, kv_head, token_stride, end, Q_HEADS: tl.constexpr, K
     return k, v
 
 
+@Quick
 @triton.jit
 def _prefill(
     own, heads, keys, values, tables, tile_token, tile_position, tile_queries, tile_row, tile_prefix, out, scale,
@@ -198,7 +200,7 @@ def attend_prefill(
         own, heads, keys, values, tables, plan.tile_token, plan.tile_position, plan.tile_queries, plan.tile_row,
         plan.tile_prefix, out, rule.scale * _LOG2_E, rule.softcap * _LOG2_E, heads.stride(0), out.stride(0),
         keys.shape[1], tables.stride(0), rule.window if rule.window is not None else 2**30, rule.sinks,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, PADDED=max(16, triton.next_power_of_2(size)),
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, PADDED=max(16, power_of_two(size)),
         BLOCK_TOKENS=block_tokens, QUERIES=QUERY_TILE, PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
         SOFTCAP=rule.softcap > 0, WINDOW=rule.window is not None, DESCRIPTOR=whole, **tuning,
     )  # fmt: skip
@@ -208,7 +210,7 @@ def _tuning(dtype: torch.dtype, size: int, far: bool) -> dict[str, Any]:
     """Tiles as large as shared memory holds; the copy engine wants them a power of two wide."""
     if dtype == torch.float32 or size > 128:
         return {"KEYS": 32, "num_warps": 8, "num_stages": 2, "DESCRIPTOR": False}
-    if size != triton.next_power_of_2(size) or size < 16:
+    if size != power_of_two(size) or size < 16:
         return {"KEYS": 64, "num_warps": 4, "num_stages": 2, "DESCRIPTOR": False}
     if far:
         return {"KEYS": 128, "num_warps": 8, "num_stages": 3, "DESCRIPTOR": True}

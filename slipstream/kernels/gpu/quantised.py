@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import follow, overlapping
+from slipstream.kernels.gpu.launch import Quick, follow, overlapping, power_of_two
 from slipstream.kernels.inputs import Quantised
 
 
@@ -20,6 +20,7 @@ def store_quantised(y, values, scales, row, column, inside, size):
     tl.store(values + row * size + column, bounded.to(values.dtype.element_ty), inside)
 
 
+@Quick
 @triton.jit
 def _quantise(x, values, scales, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -35,7 +36,7 @@ def quantise(x: Tensor) -> Quantised:
     tokens, size = x.shape
     out = new_quantised(tokens, size, x.device)
     _quantise[(tokens,)](
-        x, *out, size, BLOCK=triton.next_power_of_2(size), num_warps=warps_for(size), **overlapping(x.device)
+        x, *out, size, BLOCK=power_of_two(size), num_warps=warps_for(size), **overlapping(x.device)
     )
     return out
 
@@ -49,4 +50,4 @@ def new_quantised(tokens: int, size: int, device: torch.device) -> Quantised:
 
 def warps_for(size: int) -> int:
     """Of a program that holds a whole row."""
-    return min(16, max(1, triton.next_power_of_2(size) // 512))
+    return min(16, max(1, power_of_two(size) // 512))

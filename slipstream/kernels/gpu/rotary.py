@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import follow, overlapping
+from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, power_of_two
 
 _HEADS = 8  # heads a program takes; fewer leave it too little to do, more too few programs for one token
 
 
+@Quick
 @triton.jit
 def _rotate_write(
     heads, positions, slots, cosine, sine, q_weight, k_weight, keys, values, cache_slots, epsilon,
@@ -39,8 +40,8 @@ def _rotate_write(
             weight += tl.load(k_weight + column, inside & (turned & (head >= Q_HEADS)), other=0.0)
             partner_weight = tl.load(q_weight + partner, inside & is_query, other=0.0)
             partner_weight += tl.load(k_weight + partner, inside & (turned & (head >= Q_HEADS)), other=0.0)
-            other = (other.to(tl.float32) * scale).to(kind) * partner_weight
-            x = tl.where(turned, (x32 * scale).to(kind) * weight, x)
+            other = (other.to(tl.float32) * scale * partner_weight).to(kind)
+            x = tl.where(turned, (x32 * scale * weight).to(kind), x)
         position = tl.load(positions + token)
         rotary = (column < ROTARY) & (head >= 0)
         cos = tl.load(cosine + position * ROTARY + column, rotary, other=1.0)
@@ -80,9 +81,9 @@ def rotate_write(
     kv_heads = keys.shape[0]
     q_heads = all_heads - 2 * kv_heads
     cosine, sine = turn if turn is not None else (heads, heads)
-    _rotate_write[(tokens, triton.cdiv(all_heads, _HEADS))](
+    _rotate_write[(tokens, pieces(all_heads, _HEADS))](
         heads, positions, slots, cosine, sine, q_norm, k_norm, keys, values, keys.shape[1], epsilon,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, PADDED=triton.next_power_of_2(size),
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, PADDED=power_of_two(size),
         ROTARY=cosine.shape[-1] if turn is not None else 0, NORM=q_norm is not None, HEADS=_HEADS, num_warps=4,
         **overlapping(heads.device),
     )  # fmt: skip

@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import follow, overlapping
+from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces
 
 _BLOCK = 128
 _PARTS = 32  # programs that share a row of logits
 
 
+@Quick
 @triton.jit(do_not_specialize=["count"])
 def _step_inputs(
     rows, positions, tokens, tables, ids, slots, count, tokens_stride, tables_stride,
@@ -39,13 +40,14 @@ def step_inputs(
     count = rows.shape[0]
     ids = torch.empty(count, dtype=torch.int64, device=rows.device)
     slots = torch.empty(count, dtype=torch.int32, device=rows.device)
-    _step_inputs[(triton.cdiv(count, _BLOCK),)](
+    _step_inputs[(pieces(count, _BLOCK),)](
         rows, positions, tokens, tables, ids, slots, count, tokens.stride(0), tables.stride(0),
         BLOCK_TOKENS=block_tokens, BLOCK=_BLOCK, num_warps=4, **overlapping(rows.device),
     )  # fmt: skip
     return ids, slots
 
 
+@Quick
 @triton.jit(do_not_specialize=["count"])
 def _write_back(rows, lengths, drawn, tokens, count, tokens_stride, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     follow(OVERLAP)
@@ -59,11 +61,12 @@ def _write_back(rows, lengths, drawn, tokens, count, tokens_stride, BLOCK: tl.co
 def write_back(rows: Tensor, lengths: Tensor, drawn: Tensor, tokens: Tensor) -> None:
     """drawn: int64 [samples] becomes the token after the `lengths` known ones of each of `rows` (int32 both)."""
     count = rows.shape[0]
-    _write_back[(triton.cdiv(count, _BLOCK),)](
+    _write_back[(pieces(count, _BLOCK),)](
         rows, lengths, drawn, tokens, count, tokens.stride(0), BLOCK=_BLOCK, num_warps=4, **overlapping(rows.device)
     )
 
 
+@Quick
 @triton.jit
 def _likeliest_of_parts(
     logits, best, tokens, vocab, stride, span, BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr
@@ -86,6 +89,7 @@ def _likeliest_of_parts(
     tl.store(tokens + row * PARTS + part, token)
 
 
+@Quick
 @triton.jit
 def _likeliest(best, tokens, best_out, tokens_out, PARTS: tl.constexpr, OVERLAP: tl.constexpr):
     follow(OVERLAP)
@@ -102,7 +106,7 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """logits: [rows, vocab] → the largest of each row in float32 (nan where one is) and its token, the first of
     equals."""
     rows, vocab = logits.shape
-    span = triton.cdiv(vocab, _PARTS * 16) * 16
+    span = pieces(vocab, _PARTS * 16) * 16
     part_best = torch.empty((rows, _PARTS), dtype=torch.float32, device=logits.device)
     part_tokens = torch.empty((rows, _PARTS), dtype=torch.int32, device=logits.device)
     _likeliest_of_parts[(rows, _PARTS)](
