@@ -25,6 +25,7 @@ from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
 from slipstream.model.spec import ModelSpec
+from slipstream.weights.parameters import choose_quantisation, engine_parameters, scales_name
 from slipstream.weights.quantise import quantise_fp8
 
 SHAPES = {
@@ -106,10 +107,9 @@ def random_tensors(spec: ModelSpec, fp8: bool = False) -> dict[str, torch.Tensor
         if spec.qk_norm:
             tensors[f"{name}attention.q_layernorm.weight"] = ones(spec.head_size)
             tensors[f"{name}attention.k_layernorm.weight"] = ones(spec.head_size)
-        if fp8:
-            for part in ("attention.qkv", "attention.dense", "mlp.gate_up", "mlp.proj"):
-                stored, scales = quantise_fp8(tensors[f"{name}{part}.weight"])
-                tensors[f"{name}{part}.weight"], tensors[f"{name}{part}.scales"] = stored, scales
+    for one in engine_parameters(spec, choose_quantisation(spec, "fp8" if fp8 else None)):
+        if one.bits:
+            tensors[one.name], tensors[scales_name(one.name)] = quantise_fp8(tensors[one.name])
     return tensors
 
 
@@ -214,7 +214,6 @@ def main() -> None:
     began = time.perf_counter()
     settings = EngineSettings(
         max_rows=options.rows, reuse=False, step_tokens=options.step_tokens, max_sequence_tokens=2304,
-        policy="max_utilization",  # as vLLM: rows start as long as there is room now
     )
     if options.from_folder:
         return from_folder(options.shape, spec, settings)

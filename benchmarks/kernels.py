@@ -22,7 +22,7 @@ from torch.nn import functional
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu.activation import silu_gated
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, programs_of
+from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, processors_of
 from slipstream.kernels.gpu.few_tokens import few_tokens
 from slipstream.kernels.gpu.normalisation import add_norm
 from slipstream.kernels.gpu.one_token import one_token
@@ -111,11 +111,11 @@ def decode_attention(lengths: np.ndarray, label: str, heads: int, kv_heads: int,
     tables, blocks = tables_for(lengths)
     cache = (random(copies, 2, kv_heads, blocks * BLOCK, size) * 0.5).to(dtype)
     step = random(len(lengths), heads + 2 * kv_heads, size)
-    programs = programs_of(DEVICE)
-    first, row, start, chunk = cut_chunks(lengths, kv_heads, programs)
+    processors = processors_of(DEVICE)
+    first, row, start, chunk = cut_chunks(lengths, kv_heads, processors)
     plan = DecodePlan(on_device(np.arange(len(lengths))), on_device(lengths), on_device(first), on_device(row),
                       on_device(start), on_device(np.array([len(row), chunk])))
-    attention = GpuAttention(tables, BLOCK, programs, len(lengths), plan, None)
+    attention = GpuAttention(tables, BLOCK, processors, len(lengths), plan, None)
     time = microseconds(lambda i: attention.attend(step, *cache[i], AttentionRule(size**-0.5)), copies)
     name = "fp8" if dtype.itemsize == 1 else "bf16"
     show("decode attention", f"{name} {heads}/{kv_heads} {label}", time,
@@ -130,7 +130,7 @@ def prefill_attention(prompts: list[int], prefix: int, heads: int, kv_heads: int
     step = random(int(counts.sum()), heads + 2 * kv_heads, size)
     columns = cut_tiles(np.arange(len(counts)), np.full(len(counts), prefix), counts, np.cumsum(counts) - counts)
     plan = PrefillPlan(*map(on_device, columns), far=max(prompts) + prefix >= FAR)  # type: ignore[misc, arg-type]
-    attention = GpuAttention(tables, BLOCK, programs_of(DEVICE), 0, None, plan)
+    attention = GpuAttention(tables, BLOCK, processors_of(DEVICE), 0, None, plan)
     time = microseconds(lambda _: attention.attend(step, *cache, AttentionRule(size**-0.5)), 1)
     flops = sum(4 * heads * size * (count * prefix + count * count / 2) for count in prompts)
     behind = f" behind {prefix}" if prefix else ""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
 from slipstream.engine.messages import Beam
-from slipstream.engine.request import Request, SamplingParams
+from slipstream.engine.request import Constraint, Request, SamplingParams
 
 Candidates = list[tuple[int, float]]  # (token, log-probability), the likeliest first
 
@@ -26,9 +26,17 @@ class Path:
     tokens: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     total: float = 0.0  # of the log-probabilities
+    logits: tuple[bytes, ...] = ()  # that each token was chosen from; empty ones where nobody asked
 
-    def then(self, token: int, log_prob: float) -> Path:
-        return Path((*self.tokens, token), (*self.log_probs, log_prob), self.total + log_prob)
+    def then(self, token: int, log_prob: float, logits: bytes = b"") -> Path:
+        return Path((*self.tokens, token), (*self.log_probs, log_prob), self.total + log_prob, (*self.logits, logits))
+
+
+class Told(NamedTuple):
+    """What a beam sampled."""
+
+    candidates: Candidates
+    logits: bytes
 
 
 class Survivor(NamedTuple):
@@ -42,19 +50,22 @@ class Ended(NamedTuple):
 
 
 class BeamSearch:
-    def __init__(self, sampling: SamplingParams) -> None:
+    def __init__(self, sampling: SamplingParams, constraint: Constraint | None = None) -> None:
         self.sampling = sampling
+        self._constraint = constraint
         self.beams = [Path()]
         self.ended: list[Ended] = []  # the best `beam_width`, best first
         self.finished = False
 
-    def advance(self, candidates: list[Candidates]) -> list[Survivor]:
-        """One token further: what each beam may be followed by → the beams that go on, best first."""
+    def advance(self, candidates: list[Candidates], logits: Sequence[bytes] = ()) -> list[Survivor]:
+        """One token further: what each beam may be followed by → the beams that go on, best first.
+
+        `logits`: those that the candidates of each beam come from, where somebody wants to see them."""
         width, length = self.sampling.beam_width, len(self.beams[0].tokens) + 1
         survivors: list[Survivor] = []
         paths: list[Path] = []
-        for rank, (parent, token, path) in enumerate(self._best(candidates)):
-            if token in self.sampling.end_ids or length == self.sampling.max_tokens:
+        for rank, (parent, token, path) in enumerate(self._best(candidates, logits)):
+            if length == self.sampling.max_tokens or self._stops(path):
                 if rank < width:  # the others are here only so that enough beams go on
                     self._end(path)
             elif len(survivors) < width:
@@ -70,12 +81,13 @@ class BeamSearch:
         chosen = [*self.ended, *(() if self.finished else cut)][: self.sampling.beam_width]
         return [self._beam(ended.path) for ended in chosen]
 
-    def _best(self, candidates: list[Candidates]) -> list[tuple[int, int, Path]]:
+    def _best(self, candidates: list[Candidates], logits: Sequence[bytes]) -> list[tuple[int, int, Path]]:
         """(beam, token, path) of the most promising continuations of all beams together, best first."""
         ways = [self._ways(place, beam, follows)
                 for place, (beam, follows) in enumerate(zip(self.beams, candidates, strict=True))]
         best = islice(heapq.merge(*ways, key=lambda way: -way[0]), self.sampling.candidates)
-        return [(place, token, self.beams[place].then(token, log_prob)) for _, place, token, log_prob in best]
+        return [(place, token, self.beams[place].then(token, log_prob, logits[place] if logits else b""))
+                for _, place, token, log_prob in best]
 
     def _ways(self, place: int, beam: Path, follows: Candidates) -> Iterator[tuple[float, int, int, float]]:
         """(score, beam, token, log-probability) of one beam's continuations, best first as they came."""
@@ -88,6 +100,11 @@ class BeamSearch:
         self.ended.append(Ended(self._score(path), path))
         self.ended.sort(key=lambda ended: -ended.score)
         del self.ended[self.sampling.beam_width :]
+
+    def _stops(self, path: Path) -> bool:
+        if path.tokens[-1] in self.sampling.end_ids:
+            return True
+        return self._constraint is not None and self._constraint.complete(list(path.tokens))
 
     def _score(self, path: Path) -> float:
         return path.total / len(path.tokens) ** self.sampling.length_penalty
@@ -105,10 +122,11 @@ class BeamSearch:
         return self.beams[0].total / best_length**sampling.length_penalty <= self.ended[-1].score
 
     def _beam(self, path: Path) -> Beam:
-        ends = bool(path.tokens) and path.tokens[-1] in self.sampling.end_ids
-        shown = len(path.tokens) - ends  # the end mark itself is not part of the answer
-        reason = "stop" if ends else "length"
-        return Beam(list(path.tokens[:shown]), list(path.log_probs[:shown]), path.total, reason)
+        marked = path.tokens[-1] in self.sampling.end_ids
+        shown = len(path.tokens) - marked  # the end mark itself is not part of the answer
+        reason = "stop" if self._stops(path) else "length"
+        logits = b"".join(path.logits[:shown])
+        return Beam(list(path.tokens[:shown]), list(path.log_probs[:shown]), path.total, reason, logits)
 
 
 class Move(NamedTuple):
@@ -125,7 +143,7 @@ class BeamGroup:
     members: list[Request]
     search: BeamSearch
     order: list[Request] = field(default_factory=list)  # the member that computes search.beams[i]
-    told: dict[int, Candidates] = field(default_factory=dict)  # what members sampled, by their row
+    told: dict[int, Told] = field(default_factory=dict)  # what members sampled, by their row
     advanced: bool = False  # since the last plan, which has to be told the beams' new tokens
     moves: list[Move] = field(default_factory=list)  # decided, and not yet part of a plan
     asleep: list[Request] = field(default_factory=list)  # have a row, but no blocks before the first beam has some
@@ -136,7 +154,7 @@ class BeamGroup:
         for _ in range(leader.sampling.beam_width - 1):
             # A constraint goes by the tokens it is shown, so that all beams can ask the same one.
             members.append(Request(leader.request, leader.arrival, list(leader.tokens), constraint=leader.constraint))
-        group = cls(members, BeamSearch(leader.sampling), [leader])
+        group = cls(members, BeamSearch(leader.sampling, leader.constraint), [leader])
         for member in members:
             member.group, member.lockstep = group, True
         return group
@@ -150,12 +168,13 @@ class BeamGroup:
         """The member whose prompt the others share."""
         return self.order[0]
 
-    def tell(self, member: Request, candidates: Candidates) -> bool:
+    def tell(self, member: Request, candidates: Candidates, logits: bytes = b"") -> bool:
         """Take what a member sampled; True when that was the last, and the group has advanced."""
-        self.told[member.row] = candidates
+        self.told[member.row] = Told(candidates, logits)
         if len(self.told) < len(self.order):
             return False
-        survivors = self.search.advance([self.told[member.row] for member in self.order])
+        told = [self.told[member.row] for member in self.order]
+        survivors = self.search.advance([one.candidates for one in told], [one.logits for one in told])
         self.told.clear()
         if not self.search.finished:
             self._place(survivors)

@@ -6,7 +6,7 @@
 
 A block's name is the hash of all tokens up to its end (with the adapter and the tenant's salt at the
 root), so equal prefixes meet in the same blocks. Only full blocks whose content is written get a name.
-Block 0 is the null block: padding reads it, nobody is given it.
+Block 0 is the null block: padding reads it, nobody is given it. In a table it stands for a block that was let go.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import heapq
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from slipstream.engine.host_blocks import HostBlocks
+from slipstream.engine.retention import IdleBlocks, Keep
 
 NULL_BLOCK = 0
 
@@ -44,7 +44,8 @@ class BlockPool:
         self.host = HostBlocks(host_slots if reuse else 0)
         # A heap: the lowest number is handed out first, so that tables tend to be runs of blocks.
         self._free = list(range(1, total_blocks + 1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._idle = IdleBlocks()
+        self._keeps: dict[int, Keep] = {}  # of named blocks that somebody wants to be dearer or cheaper than others
         self._references = [0] * (total_blocks + 1)
         self._names: list[bytes | None] = [None] * (total_blocks + 1)
         self._blocks: dict[bytes, int] = {}
@@ -61,6 +62,10 @@ class BlockPool:
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
+
+    def block_of(self, name: bytes) -> int:
+        """The block of this name, or the null block."""
+        return self._blocks.get(name, NULL_BLOCK)
 
     def find(self, names: Iterable[bytes]) -> list[int]:
         """The blocks of the longest known prefix of a chain of names. Nothing is taken."""
@@ -79,12 +84,15 @@ class BlockPool:
     def take(self, blocks: Iterable[int]) -> None:
         """Hold found blocks: once more for those already held."""
         for block in blocks:
+            if block == NULL_BLOCK:
+                continue
             if self._references[block] == 0:
-                del self._idle[block]
+                self._idle.remove(block)
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks of no content, forgetting the least recently used names if need be."""
+        """Hand out `count` blocks of no content, forgetting names if need be: those that nobody wants kept, and among
+        them the least recently used, first."""
         if count > self.available:
             raise OutOfBlocks(f"{count} blocks asked for, {self.available} available")
         blocks = []
@@ -92,7 +100,7 @@ class BlockPool:
             if self._free:
                 block = heapq.heappop(self._free)
             else:
-                block, _ = self._idle.popitem(last=False)
+                block = self._idle.pop()
                 self.host.save(block, self._forget(block))
             self._references[block] = 1
             blocks.append(block)
@@ -105,15 +113,22 @@ class BlockPool:
         self._names[block] = name
         self._blocks[name] = block
 
+    def keep(self, block: int, keep: Keep | None) -> None:
+        """From now on, and as long as it has its name, the block is as dear as this says; None: as it was."""
+        if keep is not None and self._names[block] is not None:
+            self._keeps[block] = keep
+
     def release(self, blocks: Sequence[int]) -> None:
         """Give up one hold on each. A table is released whole: its tail becomes the first to be forgotten."""
         for block in reversed(blocks):
+            if block == NULL_BLOCK:
+                continue
             self._references[block] -= 1
             if self._references[block] == 0:
                 if self._names[block] is None:
                     heapq.heappush(self._free, block)
                 else:
-                    self._idle[block] = None
+                    self._idle.add(block, self._keeps.get(block))
 
     def never_moved(self, saves: Iterable[tuple[int, int]], loads: Iterable[tuple[int, int]]) -> None:
         """What a plan was to bring to the host and back was not carried out: nobody may find it."""
@@ -122,7 +137,7 @@ class BlockPool:
             if self._names[block] is not None:
                 self._forget(block)
                 if self._references[block] == 0:
-                    del self._idle[block]
+                    self._idle.remove(block)
                     heapq.heappush(self._free, block)
 
     def _forget(self, block: int) -> bytes:
@@ -130,6 +145,7 @@ class BlockPool:
         assert name is not None
         del self._blocks[name]
         self._names[block] = None
+        self._keeps.pop(block, None)
         return name
 
     def check_integrity(self, tables: Iterable[Sequence[int]] = ()) -> None:
@@ -138,11 +154,13 @@ class BlockPool:
         held = [0] * (self.total_blocks + 1)
         for table in tables:
             for block in table:
-                held[block] += 1
+                held[block] += block != NULL_BLOCK
         if held != self._references:
             wrong = [b for b in range(self.total_blocks + 1) if held[b] != self._references[b]]
             raise AssertionError(f"blocks {wrong[:8]}: tables and reference counts differ")
         free, idle = set(self._free), set(self._idle)
+        if len(idle) != len(self._idle) or not all(self._names[block] is not None for block in self._keeps):
+            raise AssertionError("an idle block has two priorities, or one without a name has one")
         holders = {b for b in range(1, self.total_blocks + 1) if self._references[b] > 0}
         if len(free) != len(self._free) or free & idle or free & holders or idle & holders:
             raise AssertionError("a block is in two places")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.engine.blocks import BlockPool
 from slipstream.engine.request import GenerateRequest
 
 
@@ -15,7 +14,7 @@ class Capacity:
     vocab_size: int
     beam_width: int  # of one request
 
-    def problem(self, request: GenerateRequest, pool: BlockPool) -> str:
+    def problem(self, request: GenerateRequest) -> str:
         """Why the request can never run; empty when it can."""
         prompt, wanted = len(request.prompt), request.sampling.max_tokens
         known = self.vocab_size + (request.prompt_table.rows if request.prompt_table is not None else 0)
@@ -30,7 +29,7 @@ class Capacity:
             outside = next((token for token in tokens if not 0 <= token < size), None)
             if outside is not None:
                 return f"token id {outside} is outside the vocabulary of {self.vocab_size}"
-        return self._too_wide(request) or self._too_large(request, pool)
+        return self._too_wide(request)
 
     def _too_wide(self, request: GenerateRequest) -> str:
         width = request.sampling.beam_width
@@ -43,17 +42,3 @@ class Capacity:
         if request.sampling.beams and request.sampling.candidates > self.vocab_size:
             return f"beam width {width} needs more continuations than the vocabulary of {self.vocab_size} has"
         return ""
-
-    def _too_large(self, request: GenerateRequest, pool: BlockPool) -> str:
-        prompt, sampling = len(request.prompt), request.sampling
-        if most_blocks(pool, prompt, sampling.max_tokens, sampling.beam_width) <= pool.total_blocks:
-            return ""
-        beams = f" of {sampling.beam_width} beams" if sampling.beams else ""
-        return (f"prompt ({prompt} tokens) and max_tokens ({sampling.max_tokens}){beams} exceed the KV cache, "
-                f"{pool.total_blocks * pool.block_tokens} tokens")
-
-
-def most_blocks(pool: BlockPool, prompt: int, max_tokens: int, beam_width: int) -> int:
-    """What a request may come to hold: beams share the full blocks of the prompt, and nothing else for sure."""
-    each = pool.blocks_for(prompt + max_tokens - 1)
-    return each + (beam_width - 1) * (each - prompt // pool.block_tokens)

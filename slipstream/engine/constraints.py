@@ -7,14 +7,17 @@ is told as the request's error, before anything of it runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import reduce
 from itertools import takewhile
+from operator import and_
 from typing import NamedTuple
 
 from slipstream.engine.bad_texts import BadTexts, Spelling
 from slipstream.engine.guided import GuideError, Guides
 from slipstream.engine.request import Constraint, GenerateRequest, SamplingParams
+from slipstream.engine.stop_texts import StopTexts
 from slipstream.engine.vocabulary import Vocabulary
 
 NO_VOCABULARY = "this engine knows no texts of its tokens: its tokenizer is missing, or of a kind that cannot be guided"
@@ -82,23 +85,25 @@ class Constraints:
         if sampling.bad_texts:
             self._spelling = self._spelling or Spelling(self._vocabulary)
             parts.append(BadTexts(self._spelling, [text.encode() for text in sampling.bad_texts]))
-        return parts[0] if len(parts) == 1 else Both(*parts)
+        if sampling.stop_texts:
+            parts.append(StopTexts(self._vocabulary, [text.encode() for text in sampling.stop_texts]))
+        return parts[0] if len(parts) == 1 else All(parts)
 
 
-class Both:
-    """What two constraints allow."""
+class All:
+    """What several constraints allow together."""
 
-    def __init__(self, first: Constraint, second: Constraint) -> None:
-        self._parts = (first, second)
+    def __init__(self, parts: Sequence[Constraint]) -> None:
+        self._parts = parts
 
     @property
     def error(self) -> str:
         return next((part.error for part in self._parts if part.error), "")
 
     def mask(self, tokens: list[int]) -> bytes:
-        first, second = (part.mask(tokens) for part in self._parts)
-        both = int.from_bytes(first, "little") & int.from_bytes(second, "little")
-        return both.to_bytes(len(first), "little")
+        masks = [mask for part in self._parts if (mask := part.mask(tokens))]
+        allowed = reduce(and_, (int.from_bytes(mask, "little") for mask in masks), -1)
+        return allowed.to_bytes(len(masks[0]), "little") if masks else b""
 
     def complete(self, tokens: list[int]) -> bool:
         return any(part.complete(tokens) for part in self._parts)

@@ -19,7 +19,7 @@ from slipstream.engine.transfer import numbers, to_device
 from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import TILE_TOKENS, GpuStepAdapters, Tiles, cut_adapter_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, programs_of
+from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, processors_of
 from slipstream.kernels.gpu.prefill_attention import FAR, PrefillPlan, cut_tiles
 from slipstream.kernels.gpu.step import step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
@@ -55,12 +55,12 @@ class GpuRunner:
     ) -> None:
         self.model = model
         self.block_tokens = block_tokens
-        self.programs = programs_of(model.device)
+        self.processors = processors_of(model.device)
         self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
         self.cache = model.new_cache((total_blocks + 1) * block_tokens)  # with the null block
         self.host: HostCache | None = None  # for blocks that the cache has no room for
-        self.graphs = DecodeGraphs(model, self.cache, self.rows, block_tokens, self.programs)
-        self.mixed = MixedGraphs(model, self.cache, self.rows, block_tokens, self.programs)
+        self.graphs = DecodeGraphs(model, self.cache, self.rows, block_tokens, self.processors)
+        self.mixed = MixedGraphs(model, self.cache, self.rows, block_tokens, self.processors)
         self.adapters: AdapterPages | None = None  # none before the first adapter comes
         self._row_pages: Tensor | None = None  # [rows, 1 + pages]: how many pages a row's adapter has, then those
 
@@ -144,7 +144,7 @@ class GpuRunner:
         position_of_token = np.arange(ends[-1]) + np.repeat(positions - offsets, counts)
         decodes = int((counts == 1).sum())
         first, chunk_row, chunk_start, size = cut_chunks(
-            (positions + counts)[:decodes], self.model.spec.kv_heads, self.programs)
+            (positions + counts)[:decodes], self.model.spec.kv_heads, self.processors)
         tiles = cut_tiles(rows[decodes:], positions[decodes:], counts[decodes:], offsets[decodes:])
         parts = _pack(
             [row_of_token, position_of_token, wanted, rows[:decodes], (positions + counts)[:decodes],
@@ -157,7 +157,7 @@ class GpuRunner:
         if decodes < len(rows):
             prefill = PrefillPlan(*parts[9:14], far=bool(max((positions + counts)[decodes:]) >= FAR))  # type: ignore[misc, arg-type]
         attention = GpuAttention(
-            self.rows.tables, self.block_tokens, self.programs, decodes,
+            self.rows.tables, self.block_tokens, self.processors, decodes,
             DecodePlan(*parts[3:9]) if decodes else None, prefill,
         )  # fmt: skip
         adapters = self._step_adapters(rows, counts)

@@ -54,9 +54,9 @@ class Numbers:
 class DecodeBuffers:
     """The numbers of a decode step of up to `size` rows."""
 
-    def __init__(self, size: int, kv_heads: int, programs: int, padding_row: int, device: torch.device) -> None:
-        self.size, self.kv_heads, self.programs, self.padding_row = size, kv_heads, programs, padding_row
-        chunks = most_chunks(size, kv_heads, programs)
+    def __init__(self, size: int, kv_heads: int, processors: int, padding_row: int, device: torch.device) -> None:
+        self.size, self.kv_heads, self.processors, self.padding_row = size, kv_heads, processors, padding_row
+        chunks = most_chunks(size, kv_heads, processors)
         self._numbers = Numbers([size, size, size, size + 1, chunks, chunks, 2], device)
         self.rows, self.positions, self.lengths, first, row, start, sizes = self._numbers.arrays
         self.plan = DecodePlan(self.rows, self.lengths, first, row, start, sizes)
@@ -65,7 +65,7 @@ class DecodeBuffers:
         """Rows of the step and the positions they compute; the rest is padding."""
         padding = self.size - len(rows)
         lengths = np.array(positions + [0] * padding) + 1
-        first, row, start, size = cut_chunks(lengths, self.kv_heads, self.programs)
+        first, row, start, size = cut_chunks(lengths, self.kv_heads, self.processors)
         padded = np.array(rows + [self.padding_row] * padding)
         self._numbers.fill([padded, lengths - 1, lengths, first, row, start, np.array([len(row), size])])
 
@@ -96,9 +96,9 @@ def record(run: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any
 
 
 class DecodeGraphs:
-    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, programs: int) -> None:
+    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, processors: int) -> None:
         self.model, self.cache, self.rows = model, cache, rows
-        self.block_tokens, self.programs = block_tokens, programs
+        self.block_tokens, self.processors = block_tokens, processors
         self._graphs: dict[int, Captured] = {}
         self._adapted: dict[int, Captured] = {}  # with adapters: captured when first needed
         self.pool: Any = None  # torch's handle on the memory the graphs share
@@ -136,7 +136,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int, adapters: tuple[AdapterPages, Tensor] | None = None) -> Captured:
         kv_heads = self.model.spec.kv_heads
-        buffers = DecodeBuffers(size, kv_heads, self.programs, self.rows.padding_row, self.rows.device)
+        buffers = DecodeBuffers(size, kv_heads, self.processors, self.rows.padding_row, self.rows.device)
         buffers.fill([], [])
         added = None if adapters is None else GpuStepAdapters(*adapters, decode_tiles(buffers.rows))
         graph, (logits, best, tokens) = record(lambda: self._run(buffers, added), self.pool)
@@ -145,7 +145,7 @@ class DecodeGraphs:
 
     def _run(self, buffers: DecodeBuffers, adapters: GpuStepAdapters | None) -> tuple[Tensor, Tensor, Tensor]:
         ids, slots = step_inputs(buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens)
-        attention = GpuAttention(self.rows.tables, self.block_tokens, self.programs, buffers.size, buffers.plan, None)
+        attention = GpuAttention(self.rows.tables, self.block_tokens, self.processors, buffers.size, buffers.plan, None)
         place = None if self.logits is None else self.logits[: buffers.size]
         logits = self.model(Step(ids, buffers.positions, slots, attention, None, adapters, place), self.cache)
         best, tokens = likeliest(logits)

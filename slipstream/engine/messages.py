@@ -91,6 +91,7 @@ class Beam:
     log_probs: list[float]  # one a token
     total_log_prob: float  # of the whole, the end mark included
     finish_reason: str  # stop or length
+    generation_logits: bytes = b""  # of each token, where they were asked for: float32 [tokens, vocab]
 
 
 @dataclass(slots=True)

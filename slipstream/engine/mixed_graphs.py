@@ -32,11 +32,11 @@ class MixedBuffers:
     """The numbers of a step of up to `decodes` rows with one token and `tokens` tokens of other rows."""
 
     def __init__(
-        self, decodes: int, tokens: int, kv_heads: int, programs: int, padding_row: int, device: torch.device
+        self, decodes: int, tokens: int, kv_heads: int, processors: int, padding_row: int, device: torch.device
     ) -> None:
         self.decodes, self.tokens = decodes, tokens
-        self.kv_heads, self.programs, self.padding_row = kv_heads, programs, padding_row
-        chunks, tiles = most_chunks(decodes, kv_heads, programs), tokens // QUERY_TILE + _PROMPTS + 1
+        self.kv_heads, self.processors, self.padding_row = kv_heads, processors, padding_row
+        chunks, tiles = most_chunks(decodes, kv_heads, processors), tokens // QUERY_TILE + _PROMPTS + 1
         total, wanted = decodes + tokens, decodes + _PROMPTS
         rooms = [total, total, wanted, decodes, decodes, decodes + 1, chunks, chunks, 2, *[tiles] * 5]
         self._numbers = Numbers(rooms, device)
@@ -56,7 +56,7 @@ class MixedBuffers:
         place = np.arange(self.decodes, self.decodes + self.tokens)
         own_positions = place + np.repeat(positions - offsets, counts)
         own_positions[self.tokens - left :] = 0  # the padding row has no more than one block
-        first, chunk_row, chunk_start, size = cut_chunks(single_positions + 1, self.kv_heads, self.programs)
+        first, chunk_row, chunk_start, size = cut_chunks(single_positions + 1, self.kv_heads, self.processors)
         tiles = cut_tiles(rows, positions, counts, offsets)
         self._numbers.fill([
             np.append(single_rows, np.repeat(rows, counts)), np.append(single_positions, own_positions),
@@ -72,9 +72,9 @@ class _Captured(NamedTuple):
 
 
 class MixedGraphs:
-    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, programs: int) -> None:
+    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, processors: int) -> None:
         self.model, self.cache, self.rows = model, cache, rows
-        self.block_tokens, self.programs = block_tokens, programs
+        self.block_tokens, self.processors = block_tokens, processors
         self._graphs: dict[tuple[int, int], _Captured] = {}
 
     def capture(self, pool: Any, progress: Callable[[int], None]) -> None:
@@ -87,7 +87,7 @@ class MixedGraphs:
 
     def _capture(self, decodes: int, tokens: int, pool: Any, logits: Tensor) -> _Captured:
         kv_heads, device = self.model.spec.kv_heads, self.rows.device
-        buffers = MixedBuffers(decodes, tokens, kv_heads, self.programs, self.rows.padding_row, device)
+        buffers = MixedBuffers(decodes, tokens, kv_heads, self.processors, self.rows.padding_row, device)
         nothing = np.zeros(0, dtype=np.int64)
         buffers.fill(nothing, nothing, nothing, nothing)
         graph, result = record(lambda: self._run(buffers, logits[: decodes + _PROMPTS]), pool)
@@ -114,5 +114,5 @@ class MixedGraphs:
     def _run(self, buffers: MixedBuffers, logits: Tensor) -> Tensor:
         ids, slots = step_inputs(buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens)
         attention = GpuAttention(
-            self.rows.tables, self.block_tokens, self.programs, buffers.decodes, buffers.decode, buffers.prefill)
+            self.rows.tables, self.block_tokens, self.processors, buffers.decodes, buffers.decode, buffers.prefill)
         return self.model(Step(ids, buffers.positions, slots, attention, buffers.wanted, None, logits), self.cache)

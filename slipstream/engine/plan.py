@@ -44,7 +44,8 @@ class StepPlan:
     Where samples[i], the row then has all its known tokens computed and samples the next one. The last drafts[i]
     of its tokens are guesses: it samples after each of them too, 1 + drafts[i] tokens in all.
 
-    The order in which a rank takes a plan over: saves, loads, copies, starts, forks, appended blocks, written tokens.
+    The order in which a rank takes a plan over: saves, loads, copies, starts, forks, appended blocks, passed
+    blocks, written tokens.
     """
 
     step: int
@@ -53,6 +54,7 @@ class StepPlan:
     saves: list[tuple[int, int]] = field(default_factory=list)  # (block, the host's slot that keeps it)
     loads: list[tuple[int, int]] = field(default_factory=list)  # (the host's slot, the block that gets it)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, the block that becomes its copy)
+    passed: list[tuple[int, int]] = field(default_factory=list)  # (row, place in its table that has no block any more)
     written: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position, token) the host decided on
     appended_rows: list[int] = field(default_factory=list)  # table of appended_rows[i] gains appended_blocks[i]
     appended_blocks: list[int] = field(default_factory=list)

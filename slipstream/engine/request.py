@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from slipstream.engine.adapters import AdapterSource
+from slipstream.engine.retention import Keep, Retention
 
 if TYPE_CHECKING:
     from slipstream.engine.beams import BeamGroup
@@ -55,6 +56,7 @@ class SamplingParams:
     no_repeat_ngram: int = 0  # a run of this many tokens may not come twice, prompt included; 0: off
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not appear
     bad_texts: tuple[str, ...] = ()  # nor may these in the text of the answer, however it is cut into tokens
+    stop_texts: tuple[str, ...] = ()  # in the text of a beam, these end it; of other answers, the caller sees the text
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
     log_probs: bool = False  # the chosen token's log-probability
     top_log_probs: int = 0  # how many of the most likely tokens to report besides
@@ -96,7 +98,7 @@ class SamplingParams:
     @property
     def constrained(self) -> bool:
         """Which tokens may come depends on the text so far: the next one waits until the last is known."""
-        return self.guide is not None or bool(self.bad_texts)
+        return self.guide is not None or bool(self.bad_texts or self.stop_texts)
 
     @property
     def scores_prompt(self) -> bool:
@@ -138,6 +140,7 @@ class GenerateRequest:
     adapter_name: str = ""  # what errors call the adapter
     adapter_source: AdapterSource | None = None  # where to load it from, unless the engine has it
     prompt_table: PromptTable | None = None  # for prompts with tokens beyond the vocabulary
+    retention: Retention | None = None  # how dear the blocks are that it leaves behind
 
 
 class Constraint(Protocol):
@@ -149,7 +152,9 @@ class Constraint(Protocol):
         ...
 
     def mask(self, tokens: list[int]) -> bytes:
-        """The answer's tokens so far → a bit for each token of the vocabulary, lowest first, in 32-bit words."""
+        """The answer's tokens so far → a bit for each token of the vocabulary, lowest first, in 32-bit words.
+
+        Empty where all may come."""
         ...
 
     def complete(self, tokens: list[int]) -> bool:
@@ -200,7 +205,8 @@ class Request:
     named: int = 0  # how many of its blocks were offered to the pool under their names
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
-    claim: int = 0  # blocks it may still come to need, while it runs
+    claim: int = 0  # blocks it may still come to need, while it runs; with a window, those it holds too
+    passed: int = 0  # how far its blocks were let go of, because nothing that it computes looks at them
     lockstep: bool = False  # nothing of it is computed while a token of it is on its way
     group: BeamGroup | None = None  # of which it is one beam
     drafter: Drafter | None = None
@@ -231,6 +237,11 @@ class Request:
             return 0
         known = len(self.tokens) + self.pending
         return known - self.computed if known < self.limit else 0
+
+    def keep_of(self, block: int, block_tokens: int) -> Keep | None:
+        """How dear its block of this number is to it."""
+        retention = self.request.retention
+        return None if retention is None else retention.of_block(block * block_tokens, self.prompt_tokens)
 
     def finish(self, reason: FinishReason) -> None:
         assert self.finish_reason is None, f"request {self.request.request_id} finished twice"

@@ -73,6 +73,10 @@ class Rows:
             self.tokens[fork.row, : fork.tokens] = self.tokens[fork.source, : fork.tokens]
             self.blocks[fork.row] = len(fork.blocks)
         self._write_tables(plan)
+        if plan.passed:
+            rows, passed = np.array(plan.passed, dtype=np.int64).T
+            where = to_device(rows * self.tables.shape[1] + passed, self.device)
+            self.tables.view(-1).index_fill_(0, where, NULL_BLOCK)  # kernels may read it, finite, and mask it
         if plan.written:
             rows, positions, tokens = np.array(plan.written, dtype=np.int64).T
             places = to_device(rows * self.tokens.shape[1] + positions, self.device)

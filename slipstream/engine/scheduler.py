@@ -17,9 +17,10 @@ from slipstream.engine.beam_rows import bring_up
 from slipstream.engine.beams import BeamGroup
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.capacity import Capacity
+from slipstream.engine.columns import add_column, strike
 from slipstream.engine.counters import Counters
 from slipstream.engine.followers import follow, release_followers, source_of
-from slipstream.engine.holdings import Holdings, strike
+from slipstream.engine.holdings import Holdings
 from slipstream.engine.messages import EngineStats, StepOutputs
 from slipstream.engine.news import News
 from slipstream.engine.plan import StepPlan, StepResult
@@ -29,6 +30,7 @@ from slipstream.engine.sampled import settle_guesses, take_tokens
 from slipstream.engine.settings import Policy
 from slipstream.engine.speculation import Drafter, accepted, guesses_of
 from slipstream.engine.waiting import Waiting
+from slipstream.engine.window import Window
 
 
 class Scheduler:
@@ -45,6 +47,7 @@ class Scheduler:
         max_beam_width: int | None = None,
         lookup_tokens: int = 0,
         adapters: Adapters | None = None,
+        window: Window | None = None,
     ) -> None:
         self.blocks = blocks
         # Without chunks a whole prompt must fit one step.
@@ -54,10 +57,11 @@ class Scheduler:
         self.policy = policy
         self.chunked = chunked
         self.lookup_tokens = lookup_tokens
+        self.window = window
         self._clock = clock
         self._live: dict[int, Request] = {}  # by request id; of a group of beams, its leader
         self._waiting = Waiting()
-        self._holdings = Holdings(blocks, max_rows, adapters)
+        self._holdings = Holdings(blocks, max_rows, adapters, window, self.step_tokens)
         self._gate = AdapterGate(adapters)
         self._arrivals = 0
         self._now = 0.0  # when the results being applied came
@@ -70,7 +74,7 @@ class Scheduler:
 
     def add(self, request: GenerateRequest, constraint: Constraint | None = None) -> None:
         """Queue a request. One that can never run is answered with an error at once."""
-        problem = self.capacity.problem(request, self.blocks) or self._gate.problem(request)
+        problem = self.capacity.problem(request) or self._gate.problem(request)
         if request.request_id in self._live:
             problem = f"request id {request.request_id} is in use"
         if problem:
@@ -84,6 +88,9 @@ class Scheduler:
         elif (request.draft or self.lookup_tokens) and constraint is None and not request.sampling.scores_prompt:
             queued.drafter, queued.lockstep = Drafter(request.draft, self.lookup_tokens), True
         queued.lockstep |= constraint is not None  # it goes by the text, which must be known first
+        if problem := self._holdings.too_large(queued):
+            self.refuse(request.request_id, "error", problem)
+            return
         self._live[request.request_id] = queued
         self._gate.enter(request)
         self._queue_times.arrive(request.request_id)
@@ -116,6 +123,7 @@ class Scheduler:
         plan = StepPlan(step=self._counters.steps)
         self._waiting.push(*self._gate.begin(plan.step))
         preemptions = self._counters.preemptions
+        self._holdings.begin_plan()
         budget = self._plan_running(plan, self.step_tokens)
         if preemptions == self._counters.preemptions:  # what preemption freed is for those that run
             self._admit(plan, budget)
@@ -195,9 +203,7 @@ class Scheduler:
                 else:
                     budget -= self._give(plan, request, 1, budget)
         for request in sorted(longer, key=lambda r: (-r.request.priority, r.arrival)):
-            count = self._share(request.deficit, budget)
-            if count:
-                budget -= self._give(plan, request, count, budget)
+            budget -= self._give(plan, request, self._share(request.deficit, budget), budget)
         return budget
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
@@ -207,6 +213,8 @@ class Scheduler:
                 return
             first = request.group.first if request.group is not None else request
             source = source_of(request)
+            if source is not None and not self._holdings.can_fork(source, request.prompt_tokens - 1):
+                source = None
             stored: list[bytes] = []
             if source is None:
                 found = self._holdings.reusable(first)
@@ -215,7 +223,7 @@ class Scheduler:
             else:
                 start = request.prompt_tokens - 1
                 found = source.blocks[: start // self.blocks.block_tokens]
-            count = self._share(first.known - start, budget)
+            count = min(self._share(first.known - start, budget), self._holdings.room(first, start) - start)
             if count == 0 or not self._holdings.fit(first, found, start + count, self.policy):
                 return  # the head of the queue waits, so nobody behind it overtakes for ever
             self._waiting.pop()
@@ -242,15 +250,15 @@ class Scheduler:
         self, plan: StepPlan, request: Request, found: list[int], stored: list[bytes], source: Request | None
     ) -> None:
         leader = request.group.leader if request.group is not None else request
-        most, returns = self._holdings.most_blocks(request), leader.generation >= 0
+        returns = leader.generation >= 0
         if source is None:
             self._holdings.start(plan, request, found, stored)
         else:
-            self._holdings.take_row(request, most - len(found))
+            self._holdings.take_row(request, claim=0)  # the fork knows
             self._holdings.fork(plan, source, request, request.prompt_tokens - 1)
         if request.group is not None:
             for member in request.group.sleep():
-                self._holdings.take_row(member, most - request.prompt_tokens // self.blocks.block_tokens)
+                self._holdings.take_row(member, self._holdings.beside(request))
         if not returns:  # after a preemption
             leader.cached_tokens = request.computed
             self._counters.prompt_tokens += leader.prompt_tokens
@@ -262,6 +270,10 @@ class Scheduler:
 
     def _give(self, plan: StepPlan, request: Request, count: int, budget: int) -> int:
         """Let a request compute `count` tokens, and guesses beyond them; returns how many it computes."""
+        room = self._holdings.room(request, request.settled) - request.computed
+        count, budget = min(count, room), min(budget, room)
+        if count <= 0:
+            return 0
         guesses = guesses_of(request, count, budget - count, self.blocks) if request.drafter is not None else []
         if not self._extend(plan, request, request.computed + count + len(guesses)):
             return 0
@@ -274,6 +286,7 @@ class Scheduler:
         missing = self._holdings.missing(request, tokens)
         if missing <= 0:
             return True
+        self._holdings.pass_blocks(plan, request)
         if not self._make_room(plan, request, missing):
             return False
         self._holdings.append(plan, request, missing)
@@ -287,25 +300,10 @@ class Scheduler:
         return True
 
     def _schedule(self, plan: StepPlan, request: Request, count: int, guesses: Sequence[int] = ()) -> int:
-        computed = request.computed
-        samples = computed + count == len(request.tokens) + request.pending
-        plan.rows.append(request.row)
-        plan.generations.append(request.generation)
-        plan.positions.append(computed)
-        plan.counts.append(count + len(guesses))
-        plan.samples.append(samples)
-        plan.drafts.append(len(guesses))
-        if computed < request.prompt_tokens:
+        if request.computed < request.prompt_tokens:
             self._counters.context_requests += 1
             self._counters.context_tokens += count
-        request.computed = computed + count + len(guesses)
-        request.pending += samples + len(guesses)
-        request.guesses = guesses
-        if guesses:
-            plan.written += [(request.row, len(request.tokens) + i, token) for i, token in enumerate(guesses)]
-        if samples and request.constraint is not None:
-            plan.masks[request.row] = request.constraint.mask(request.tokens[request.prompt_tokens :])
-        return count + len(guesses)
+        return add_column(plan, request, count, guesses)
 
     def _preempt(self, plan: StepPlan, request: Request) -> None:
         """Take a running request's row and blocks; it waits again and computes anew what the cache lost.
@@ -326,7 +324,8 @@ class Scheduler:
     # --- beams ---
 
     def _apply_beam(self, member: Request, group: BeamGroup, result: StepResult, index: int) -> None:
-        if not group.tell(member, result.top_log_probs.get(index, [])) or not group.search.finished:
+        logits = result.generation_logits.get(index, b"")
+        if not group.tell(member, result.top_log_probs.get(index, []), logits) or not group.search.finished:
             return
         found = group.search.results()
         self._counters.output_tokens += sum(len(beam.tokens) for beam in found)

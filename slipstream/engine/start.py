@@ -19,6 +19,7 @@ from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settings import EngineSettings
+from slipstream.engine.window import Window
 from slipstream.model.spec import ModelSpec
 from slipstream.model.transformer import Transformer
 
@@ -92,6 +93,7 @@ def create_engine(
         max_beam_width=settings.max_beam_width,
         lookup_tokens=settings.lookup_tokens,
         adapters=adapters.adapters,
+        window=Window.of((layer.rule for layer in model.layers), longest),
     )
     info = EngineInfo(
         vocab_size=spec.vocab_size,

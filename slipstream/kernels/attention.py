@@ -3,7 +3,8 @@
 A cache layer is [kv_heads, slots, head_size]; slot = block × block_tokens + offset. With heads outermost, the
 blocks of a row gather into one contiguous matrix a head, which is what matrix products are fast on. An
 `AttentionPlan` is made once a step and serves every layer. Rows that compute one token (decode) are taken
-together, gathered and masked to a common length; rows that compute several are taken one by one.
+together, gathered and masked to a common length; rows that compute several are taken one by one. A row that looks
+through a window has null blocks where it has let go of what it passed; those that begin its table are not gathered.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class DecodeGroup:
     tokens: Tensor | slice  # which tokens of the step
     where: Tensor | slice  # [rows * kv_heads * blocks] blocks to gather, or the one row's slots when they are a run
     rows: int
-    length: int  # what the rows are padded to
-    lengths: Tensor  # [rows]
+    first: int  # position of the first token gathered
+    length: int  # what the rows are padded to, from there on
+    lengths: Tensor  # [rows]: where they end
     masks: dict[AttentionRule, Tensor | None] = field(default_factory=dict)
 
 
@@ -45,6 +47,7 @@ class PrefillRow:
 
     tokens: slice
     where: Tensor | slice  # [kv_heads * blocks] blocks to gather, or slots when they are a run
+    first: int  # position of the first token gathered
     start: int  # tokens that were computed before this step
     length: int
 
@@ -64,7 +67,7 @@ class AttentionPlan:
         for group in self.decodes:
             output[group.tokens] = _attend_decode(queries[group.tokens], keys, values, group, self.block_tokens, rule)
         for row in self.prefills:
-            k, v = (_gather(t, row.where, 1, self.block_tokens)[0, :, : row.length] for t in (keys, values))
+            k, v = (_gather(t, row.where, 1, self.block_tokens)[0, :, : row.length - row.first] for t in (keys, values))
             output[row.tokens] = _attend_prefill(queries[row.tokens], k, v, row, rule)
         return output
 
@@ -88,19 +91,27 @@ def plan_attention(
     plan = AttentionPlan(block_tokens, [], [])
     for members in _similar(np.flatnonzero(counts == 1), lengths):
         blocks = -(-int(lengths[members].max()) // block_tokens)
+        passed = _passed(tables[members, :blocks])
         # What lies behind a row's end is masked, but must be finite all the same: no other row's blocks, then.
-        used = np.arange(blocks) < -(-lengths[members, None] // block_tokens)
-        own = np.where(used, tables[members, :blocks], _NULL_BLOCK)
-        where, length = _where(own, lengths[members], block_tokens, heads, cache_blocks)
-        tokens = _tokens(offsets[members])
-        plan.decodes.append(DecodeGroup(tokens, where, len(members), length, torch.from_numpy(lengths[members])))
+        used = np.arange(passed, blocks) < -(-lengths[members, None] // block_tokens)
+        own, first = np.where(used, tables[members, passed:blocks], _NULL_BLOCK), passed * block_tokens
+        where, length = _where(own, lengths[members] - first, block_tokens, heads, cache_blocks)
+        ends = torch.from_numpy(lengths[members])
+        plan.decodes.append(DecodeGroup(_tokens(offsets[members]), where, len(members), first, length, ends))
     for row in np.flatnonzero(counts > 1):
         length = int(lengths[row])
         table = tables[row : row + 1, : -(-length // block_tokens)]
-        where, _ = _where(table, lengths[row : row + 1], block_tokens, heads, cache_blocks)
+        first = _passed(table) * block_tokens
+        own = table[:, first // block_tokens :]
+        where, _ = _where(own, lengths[row : row + 1] - first, block_tokens, heads, cache_blocks)
         tokens = slice(int(offsets[row]), int(offsets[row + 1]))
-        plan.prefills.append(PrefillRow(tokens, where, int(positions[row]), length))
+        plan.prefills.append(PrefillRow(tokens, where, first, int(positions[row]), length))
     return plan
+
+
+def _passed(tables: np.ndarray) -> int:
+    """How many blocks at the beginning none of these rows has any more."""
+    return int((tables != _NULL_BLOCK).argmax(axis=1).min())
 
 
 def _attend_decode(
@@ -125,7 +136,7 @@ def _attend_decode(
 
 
 def _attend_prefill(q: Tensor, k: Tensor, v: Tensor, row: PrefillRow, rule: AttentionRule) -> Tensor:
-    """q: [new tokens, heads, head_size]; k, v: [kv_heads, length, head_size] → as q.
+    """q: [new tokens, heads, head_size]; k, v: [kv_heads, length - first, head_size] → as q.
 
     Queries are taken in tiles: a tile leaves out the keys after it, and its scores stay in the cache.
     """
@@ -136,13 +147,14 @@ def _attend_prefill(q: Tensor, k: Tensor, v: Tensor, row: PrefillRow, rule: Atte
     for begin in range(0, count, _TILE_TOKENS):
         end = min(begin + _TILE_TOKENS, count)
         first, last = row.start + begin, row.start + end  # positions of the tile's queries
-        oldest = 0 if rule.window is None or rule.sinks else max(0, first - rule.window + 1)
+        oldest = row.first if rule.window is None or rule.sinks else max(row.first, first - rule.window + 1)
         queries = by_key_head[:, begin:end].reshape(len(k), -1, size)
-        scores = _squeeze(torch.bmm(queries, k[:, oldest:last].transpose(1, 2)), rule)
+        keys = slice(oldest - row.first, last - row.first)
+        scores = _squeeze(torch.bmm(queries, k[:, keys].transpose(1, 2)), rule)
         scores = scores.view(len(k), end - begin, group, -1)
         scores += _tile_mask(first, last, oldest, rule, q.dtype, q.device)[:, None, :]
         weights = torch.softmax(scores, dim=-1).view(len(k), -1, last - oldest)
-        tile = torch.bmm(weights, v[:, oldest:last]).view(len(k), end - begin, heads // len(k), size)
+        tile = torch.bmm(weights, v[:, keys]).view(len(k), end - begin, heads // len(k), size)
         output[begin:end] = tile.transpose(0, 1).reshape(end - begin, heads, size)
     return output
 
@@ -193,9 +205,10 @@ def _where(
 def _decode_mask(group: DecodeGroup, rule: AttentionRule, dtype: torch.dtype) -> Tensor | None:
     """[rows, 1, 1, length]: 0 where a row may look, -inf elsewhere; None when it may look everywhere."""
     lengths = group.lengths[:, None]
-    if bool((lengths == group.length).all()) and (rule.window is None or rule.window >= group.length):
+    whole = bool((lengths == group.first + group.length).all())
+    if whole and (rule.window is None or rule.window >= group.length):
         return None
-    position = torch.arange(group.length)[None, :]
+    position = torch.arange(group.first, group.first + group.length)[None, :]
     seen = position < lengths
     if rule.window is not None:
         seen &= (position >= lengths - rule.window) | (position < rule.sinks)

@@ -48,9 +48,9 @@ def wide(weight: Tensor) -> Callable[..., Tensor] | None:
 def int8(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
     """weight: int8 [out, in], scales: [out]; an element is worth weight × its row's scale."""
     if weight.device.type == "cuda":
-        from slipstream.kernels.gpu.linear import WholeNumberProduct
+        from slipstream.kernels.gpu.linear import WeightOnlyProduct
 
-        return WholeNumberProduct(weight.contiguous(), scales, bias)
+        return WeightOnlyProduct(weight.contiguous(), scales, bias)
     weight, scales = weight.contiguous(), scales.to(dtype)
 
     def product(x: Tensor) -> Tensor:
@@ -82,12 +82,21 @@ def int4(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
     return product
 
 
-def fp8(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
-    """weight: float8_e4m3fn [out, in], scales: float32 [out]; an element is worth weight × its row's scale."""
-    if multiplies_eight_bits(weight, dtype, weight.device):
+def fp8(
+    weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, eight_bit_inputs: bool = True
+) -> Product:
+    """weight: float8_e4m3fn [out, in], scales: float32 [out]; an element is worth weight × its row's scale.
+
+    `eight_bit_inputs`: where the device can, activations are rounded to e4m3 as well.
+    """
+    if eight_bit_inputs and multiplies_eight_bits(weight, dtype, weight.device):
         from slipstream.kernels.gpu.linear import EightBitProduct
 
         return EightBitProduct(weight, scales, bias)
+    if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) >= _EIGHT_BIT_DEVICES:
+        from slipstream.kernels.gpu.linear import WeightOnlyProduct
+
+        return WeightOnlyProduct(weight.contiguous(), scales, bias)
     # Elsewhere nothing multiplies eight-bit numbers: what they stand for is kept.
     return dense((weight.float() * scales[:, None]).to(dtype), bias)
 

@@ -1,4 +1,4 @@
-"""Add to the residual stream and normalise it: float32 [tokens, hidden] → [tokens, hidden] in the weight's type."""
+"""Add to the residual stream and normalise it: float32 [tokens, hidden] → [tokens, hidden] in the norm's type."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ class Norm:
     bias: Tensor | None  # [size]
     epsilon: float
     quantise: bool = False  # give the result in eight bits; only kernels that do it in the same pass pay heed
+    dtype: torch.dtype | None = None  # of the result; None: the weight's
+
+    @property
+    def result(self) -> torch.dtype:
+        return self.dtype or self.weight.dtype
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
@@ -27,13 +32,13 @@ def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
 
 
 def normalise(x: Tensor, norm: Norm) -> Tensor:
-    """x: [tokens, size] → the same shape in the weight's type."""
+    """x: [tokens, size] → the same shape in the norm's type."""
     if norm.bias is None:
-        return rms_norm(x, norm.weight, norm.epsilon)
+        return rms_norm(x, norm.weight, norm.epsilon, norm.result)
     normal = torch.layer_norm(x.float(), (x.shape[-1],), norm.weight.float(), norm.bias.float(), norm.epsilon)
-    return normal.to(norm.weight.dtype)
+    return normal.to(norm.result)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x: [..., size], weight: [size]. Computed in float32 whatever the types are."""
-    return functional.rms_norm(x.float(), (x.shape[-1],), None, epsilon).to(weight.dtype) * weight
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    """x: [..., size], weight: [size] → the shape of x. Computed in float32 and rounded once, to the type asked for."""
+    return functional.rms_norm(x.float(), (x.shape[-1],), weight.float(), epsilon).to(dtype)

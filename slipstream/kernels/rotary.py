@@ -24,7 +24,8 @@ def rotate_write(
     q_heads = heads.shape[1] - 2 * kv_heads
     qk, v = heads[:, : q_heads + kv_heads], heads[:, q_heads + kv_heads :]
     if q_norm is not None and k_norm is not None:
-        q, k = rms_norm(qk[:, :q_heads], q_norm, epsilon), rms_norm(qk[:, q_heads:], k_norm, epsilon)
+        q = rms_norm(qk[:, :q_heads], q_norm, epsilon, heads.dtype)
+        k = rms_norm(qk[:, q_heads:], k_norm, epsilon, heads.dtype)
         qk = torch.cat((q, k), dim=1)
     if turn is not None:
         qk = rotate(qk, *turn)

@@ -11,20 +11,24 @@ from slipstream.kernels import linear
 class Tensors:
     """The tensors of an engine, each taken exactly once; what is missing or left over is an error that names it."""
 
-    def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device, eight_bit_inputs: bool = True
+    ) -> None:
+        """`eight_bit_inputs`: whether products with e4m3 weights may round their activations to e4m3 too."""
         self._left = dict(tensors)
+        self._eight_bit_inputs = eight_bit_inputs
         self._missing: list[str] = []
         self.dtype = dtype
         self.device = device
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A parameter in the run's type, on its device."""
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """A parameter on the run's device, in this type or else the run's."""
         tensor = self._take(name)
         if tensor is None:
             return torch.empty(0)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, the model's config says {shape}")
-        return self._own(tensor)
+        return self._own(tensor, dtype)
 
     def product(self, name: str, outputs: int, inputs: int, bias: bool) -> linear.Product:
         """The product with weight `name`.weight, dense or quantised as the engine holds it."""
@@ -42,7 +46,7 @@ class Tensors:
         if weight.dtype == torch.uint8 and tuple(weight.shape) == (outputs, inputs // 2):
             return linear.int4(weight, scales, offset, self.dtype)
         if weight.dtype == torch.float8_e4m3fn and tuple(weight.shape) == (outputs, inputs):
-            return linear.fp8(weight, scales, offset, self.dtype)
+            return linear.fp8(weight, scales, offset, self.dtype, self._eight_bit_inputs)
         raise ValueError(f"{name}.weight: {weight.dtype} {tuple(weight.shape)} is no form of [{outputs}, {inputs}]")
 
     def products(self, name: str, count: int, outputs: int, inputs: int) -> list[linear.Product]:
@@ -67,7 +71,9 @@ class Tensors:
     def takes_eight_bits(self, name: str) -> bool:
         """Whether the product of this name multiplies eight-bit activations: who makes them may quantise them."""
         weight = self._left.get(f"{name}.weight")
-        return weight is not None and linear.multiplies_eight_bits(weight, self.dtype, self.device)
+        if weight is None or not self._eight_bit_inputs:
+            return False
+        return linear.multiplies_eight_bits(weight, self.dtype, self.device)
 
     def peek(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """A dense weight that a product will take too; None when it is quantised or missing."""
@@ -93,9 +99,9 @@ class Tensors:
         if problems:
             raise ValueError("; ".join(problems))
 
-    def _own(self, tensor: Tensor) -> Tensor:
+    def _own(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A copy where there would be none: a tensor of a mapped file keeps the whole file in memory."""
-        return tensor.to(device=self.device, dtype=self.dtype, copy=self.device.type == "cpu")
+        return tensor.to(device=self.device, dtype=dtype or self.dtype, copy=self.device.type == "cpu")
 
     def _take(self, name: str) -> Tensor | None:
         tensor = self._left.pop(name, None)

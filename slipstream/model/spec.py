@@ -6,7 +6,9 @@ find what they expect.
 
 Tensor names, in a checkpoint and in an engine (weights are [out_features, in_features]):
 
-    transformer.vocab_embedding.weight                [vocab, hidden]
+    transformer.vocab_embedding.weight                [vocab, embedding]       the hidden size, unless there are these:
+    transformer.project_in.weight                     [hidden, embedding]
+    transformer.project_out.weight                    [embedding, hidden]
     transformer.position_embedding.weight             [positions, hidden]      learned positions only
     transformer.layers.N.input_layernorm.weight       [hidden]                 (+ .bias with layer norm)
     transformer.layers.N.attention.qkv.weight         [(heads + 2 kv_heads) * head_size, hidden] (+ .bias)
@@ -19,13 +21,13 @@ Tensor names, in a checkpoint and in an engine (weights are [out_features, in_fe
     transformer.layers.N.mlp.gate.weight              [ffn, hidden]  the multiplied half, gated mlp only
     transformer.layers.N.mlp.proj.weight              [hidden, ffn]                              (+ .bias)
     transformer.layers.N.mlp.router.weight            [experts, hidden]        in place of fc, gate and proj where
-    transformer.layers.N.mlp.experts.gate_up.weight   [experts * 2 * expert_ffn, hidden]   there are experts: an
+    transformer.layers.N.mlp.experts.gate_up.weight   [experts * 2 * expert_ffn, hidden]   a layer has experts: an
     transformer.layers.N.mlp.experts.proj.weight      [experts * hidden, expert_ffn]       expert's rows together
     transformer.layers.N.mlp.shared.gate_up.weight    [2 * shared_ffn, hidden] the expert of all tokens, if there is one
     transformer.layers.N.mlp.shared.proj.weight       [hidden, shared_ffn]
     transformer.layers.N.mlp.shared_share.weight      [1, hidden]
-    transformer.ln_f.weight                           [hidden]                 (+ .bias with layer norm)
-    lm_head.weight                                    [vocab, hidden]          absent when tied  (+ .bias)
+    transformer.ln_f.weight                           [hidden]                 (+ .bias with layer norm) if any
+    lm_head.weight                                    [vocab, embedding]       absent when tied  (+ .bias)
 
 An engine holds `mlp.gate_up.weight` [2 * ffn, hidden] (rows of fc, then rows of gate) in place of the two.
 """
@@ -38,6 +40,7 @@ from typing import Any, Literal
 # Several times what any model has: larger counts are those of a damaged config.
 _MOST_EXPERTS = 4096
 MOST_LAYERS = 4096
+_NARROW_BELOW = 2048  # of the hidden size
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Experts:
     ffn_size: int
     normalised: bool = True  # the chosen ones' shares are made to sum to 1
     shared_ffn_size: int = 0  # of an expert that every token takes, by a share of its own; 0: there is none
+    layers: tuple[bool, ...] | None = None  # which layers have them, the others a feed-forward part; None: all
 
     def __post_init__(self) -> None:
         _check_sizes(self, "count", "per_token", "ffn_size")
@@ -114,6 +118,9 @@ class ModelSpec:
     sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
     sliding_layers: tuple[bool, ...] | None = None  # which layers slide; None: all, when there is a window
     experts: Experts | None = None
+    norms_after: bool = False  # each norm takes the sum that its part adds to, and what it gives is the next sum
+    final_norm: bool = True
+    embedding_size: int = 0  # where it is not the hidden size: products lead from it and back to it
 
     def __post_init__(self) -> None:
         _check_sizes(self, "vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_size", "ffn_size",
@@ -124,6 +131,10 @@ class ModelSpec:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.sliding_layers is not None and len(self.sliding_layers) != self.layers:
             raise ValueError(f"sliding_layers names {len(self.sliding_layers)} layers, the model has {self.layers}")
+        if self.experts is not None and self.experts.layers is not None and len(self.experts.layers) != self.layers:
+            raise ValueError(f"experts are told of {len(self.experts.layers)} layers, the model has {self.layers}")
+        if self.norms_after and (self.output_norms or self.parallel_residual or self.norm != "layer"):
+            raise ValueError("norms_after go with layer norm and a plain residual")
         if self.output_norms if self.parallel_residual else self.shared_norm:
             raise ValueError("output_norms go with a sequential residual, shared_norm with a parallel one")
 
@@ -139,6 +150,28 @@ class ModelSpec:
     def qkv_size(self) -> int:
         return self.q_size + 2 * self.kv_size
 
+    @property
+    def embedding_width(self) -> int:
+        return self.embedding_size or self.hidden_size
+
+    @property
+    def narrow(self) -> bool:
+        """Whether three bits of mantissa are felt: then few linears take e4m3, and none takes such activations."""
+        return self.hidden_size < _NARROW_BELOW
+
+    @property
+    def ffn_sizes(self) -> tuple[int, ...]:
+        """Of every kind of feed-forward part that the model has."""
+        experts = self.experts
+        if experts is None:
+            return (self.ffn_size,)
+        own = (experts.ffn_size, experts.shared_ffn_size) if experts.shared_ffn_size else (experts.ffn_size,)
+        return own if experts.layers is None else (*own, self.ffn_size)
+
+    def experts_of_layer(self, layer: int) -> Experts | None:
+        has_some = self.experts is not None and (self.experts.layers is None or self.experts.layers[layer])
+        return self.experts if has_some else None
+
     def window_of_layer(self, layer: int) -> int | None:
         slides = self.sliding_layers is None or self.sliding_layers[layer]
         return self.sliding_window if slides else None
@@ -150,12 +183,14 @@ class ModelSpec:
     def parameters(self) -> int:
         """How many weights the model has; what a decode step must read."""
         attention = self.hidden_size * self.qkv_size + self.q_size * self.hidden_size
-        ffn = self.ffn_size
-        if self.experts is not None:
-            ffn = self.experts.count * self.experts.ffn_size + self.experts.shared_ffn_size
+        ffn = 0
+        for layer in range(self.layers):
+            experts = self.experts_of_layer(layer)
+            ffn += self.ffn_size if experts is None else experts.count * experts.ffn_size + experts.shared_ffn_size
         mlp = (3 if self.gated_mlp else 2) * self.hidden_size * ffn
-        head = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
-        return self.layers * (attention + mlp) + self.vocab_size * self.hidden_size + head
+        embedding = self.vocab_size * self.embedding_width + 2 * self.embedding_size * self.hidden_size
+        head = 0 if self.tied_embeddings else self.vocab_size * self.embedding_width
+        return self.layers * attention + mlp + embedding + head
 
     def to_config(self) -> dict[str, Any]:
         """The JSON form, under the unified checkpoint's key names."""
@@ -177,7 +212,8 @@ class ModelSpec:
         if values.get("sliding_layers") is not None:
             values["sliding_layers"] = tuple(values["sliding_layers"])
         if values.get("experts") is not None:
-            values["experts"] = Experts(**values["experts"])
+            layers = values["experts"].get("layers")
+            values["experts"] = Experts(**{**values["experts"], "layers": layers and tuple(layers)})
         return cls(**values)
 
 
@@ -217,6 +253,9 @@ _CONFIG_KEYS = {
     "sliding_window": "sliding_window",
     "sliding_layers": "sliding_layers",
     "experts": "moe",
+    "norms_after": "norms_after",
+    "final_norm": "final_norm",
+    "embedding_size": "word_embed_proj_dim",
 }
 _REQUIRED_KEYS = [_CONFIG_KEYS[name] for name in
                   ("architecture", "vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_size",

@@ -55,8 +55,12 @@ class Transformer:
         self.spec, self.dtype, self.device = spec, dtype, device
         self.cache_dtype = cache_dtype or dtype
         self.operations = operations_on(device)
-        source = Tensors(tensors, dtype, device)
-        self.embedding = source.take("transformer.vocab_embedding.weight", (spec.vocab_size, spec.hidden_size))
+        source = Tensors(tensors, dtype, device, eight_bit_inputs=not spec.narrow)
+        self.embedding = source.take("transformer.vocab_embedding.weight", (spec.vocab_size, spec.embedding_width))
+        self.project_in = self.project_out = None
+        if spec.embedding_size:
+            self.project_in = source.take("transformer.project_in.weight", (spec.hidden_size, spec.embedding_size))
+            self.project_out = source.take("transformer.project_out.weight", (spec.embedding_size, spec.hidden_size))
         # Rounded as the model was trained with it, in the type of its embedding.
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self.position_embedding: Tensor | None = None
@@ -69,7 +73,7 @@ class Transformer:
                 cosine, sine = rotary_table(spec, positions, theta)
                 self.rotary[theta] = (cosine.to(device), sine.to(device))
         self.layers = [Layer(spec, index, source, self.operations) for index in range(spec.layers)]
-        self.final_norm = _norm(spec, source, "transformer.ln_f")
+        self.final_norm = _norm(spec, source, "transformer.ln_f") if spec.final_norm else None
         self.head = Head(spec, source, self.embedding)
         source.close()
 
@@ -91,6 +95,8 @@ class Transformer:
         """cache: [layers, 2, kv_heads, slots, head_size] → logits [samples, vocab], float32 on CPU."""
         # The residual stream stays in float32: in bf16 every addition to it would round away what layers add.
         hidden = functional.embedding(step.token_ids, self.embedding).float()
+        if self.project_in is not None:
+            hidden = functional.linear(hidden, self.project_in.float())
         if step.embeddings is not None:
             hidden[step.embeddings[0]] = step.embeddings[1]
         if self.embedding_scale != 1.0:
@@ -104,11 +110,19 @@ class Transformer:
             delta = layer(hidden, delta, step, turns.get(layer.theta), layer_cache)
         if step.samples is not None:
             hidden, delta = hidden[step.samples], delta[step.samples] if delta is not None else None
-        return self.head(plain(self.operations.add_norm(hidden, delta, self.final_norm)), step.logits)
+        return self.head(self._output(hidden, delta), step.logits)
+
+    def _output(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
+        """[samples, hidden] → what the head takes: [samples, embedding]"""
+        if self.final_norm is not None:
+            x = plain(self.operations.add_norm(hidden, delta, self.final_norm))
+        else:
+            x = (hidden if delta is None else hidden + delta).to(self.dtype)
+        return x if self.project_out is None else functional.linear(x, self.project_out)
 
 
 class Head:
-    """From normalised hidden states [samples, hidden] to logits [samples, vocab]."""
+    """From normalised hidden states [samples, embedding] to logits [samples, vocab]."""
 
     def __init__(self, spec: ModelSpec, source: Tensors, embedding: Tensor) -> None:
         self.softcap = spec.final_softcap
@@ -117,7 +131,7 @@ class Head:
         if spec.tied_embeddings:  # a quantised engine holds a head of its own all the same
             self.rows = embedding
         else:
-            self.rows = source.peek("lm_head.weight", (spec.vocab_size, spec.hidden_size))
+            self.rows = source.peek("lm_head.weight", (spec.vocab_size, spec.embedding_width))
         own = source.has("lm_head.weight")
         self.wide: Callable[..., Tensor] | None = None  # gives float32, where the device can
         if self.rows is not None and not (spec.tied_embeddings and own):
@@ -128,7 +142,7 @@ class Head:
         elif spec.tied_embeddings and not own:
             self.product = linear.dense(embedding, None)
         else:
-            self.product = source.product("lm_head", spec.vocab_size, spec.hidden_size, False)
+            self.product = source.product("lm_head", spec.vocab_size, spec.embedding_width, False)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """`out`: where the logits may go, where the device can put them there"""
@@ -157,7 +171,7 @@ def sharpen(logits: Tensor, x: Tensor, rows: Tensor) -> Tensor:
 
 class Layer:
     def __init__(self, spec: ModelSpec, index: int, source: Tensors, operations: Operations) -> None:
-        self.spec, self.operations, self.index = spec, operations, index
+        self.spec, self.operations, self.index, self.dtype = spec, operations, index, source.dtype
         scale = spec.attention_scale or spec.head_size**-0.5
         self.rule = AttentionRule(scale, spec.window_of_layer(index), softcap=spec.attention_softcap)
         self.theta = spec.theta_of_layer(index)
@@ -166,8 +180,8 @@ class Layer:
         self.qkv = source.product(f"{name}.attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
-            self.q_norm = source.take(f"{name}.attention.q_layernorm.weight", (spec.head_size,)) + spec.norm_offset
-            self.k_norm = source.take(f"{name}.attention.k_layernorm.weight", (spec.head_size,)) + spec.norm_offset
+            self.q_norm = _norm_weight(spec, source, f"{name}.attention.q_layernorm.weight", spec.head_size)
+            self.k_norm = _norm_weight(spec, source, f"{name}.attention.k_layernorm.weight", spec.head_size)
         self.dense = source.product(f"{name}.attention.dense", spec.hidden_size, spec.q_size, spec.dense_bias)
         self.attended_norm = self.mlp_norm = None  # of what attention and the feed-forward part add
         if spec.output_norms:
@@ -178,7 +192,7 @@ class Layer:
         self.post_norm = self.input_norm if spec.shared_norm else _norm(spec, source, f"{name}.{between}", first)
         self.activate = _activation(spec, operations, source.takes_eight_bits(f"{name}.mlp.proj"))
         self.mixture: Mixture | None = None
-        if spec.experts is not None:
+        if spec.experts_of_layer(index) is not None:
             self.mixture = Mixture(spec, source, f"{name}.mlp", self.activate)
             return
         rows = 2 * spec.ffn_size if spec.gated_mlp else spec.ffn_size
@@ -187,9 +201,13 @@ class Layer:
 
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor
-    ) -> Tensor:
+    ) -> Tensor | None:
         """hidden: the residual stream, to which `delta` of the layer before is added → what this layer adds to it"""
         spec, add_norm, normalise = self.spec, self.operations.add_norm, self.operations.normalise
+        if spec.norms_after:
+            attended = self.attention(hidden.to(self.dtype), step, turn, cache)
+            _normed_sum(hidden, self.mlp(_normed_sum(hidden, attended, self.input_norm), step), self.post_norm)
+            return None
         x = add_norm(hidden, delta, self.input_norm)
         delta = self.attention(x, step, turn, cache)
         if spec.parallel_residual:
@@ -224,6 +242,14 @@ class Layer:
         return y
 
 
+def _normed_sum(hidden: Tensor, delta: Tensor, norm: Norm) -> Tensor:
+    """Make the residual stream its sum with `delta`, normalised → the same in the type of `delta`."""
+    assert norm.bias is not None
+    hidden += delta
+    hidden.copy_(functional.layer_norm(hidden, norm.weight.shape, norm.weight.float(), norm.bias.float(), norm.epsilon))
+    return hidden.to(delta.dtype)
+
+
 def _activation(spec: ModelSpec, operations: Operations, eight_bits: bool) -> Callable[[Tensor], Any]:
     """What stands between the two products: [tokens, 2 * ffn], or [tokens, ffn] without a gate → [tokens, ffn]"""
     activation = ACTIVATIONS[spec.activation]
@@ -236,6 +262,11 @@ def _activation(spec: ModelSpec, operations: Operations, eight_bits: bool) -> Ca
 
 def _norm(spec: ModelSpec, source: Tensors, name: str, product: str = "") -> Norm:
     """`product`: the one that alone takes the result, in whatever form suits it."""
-    weight = source.take(f"{name}.weight", (spec.hidden_size,)) + spec.norm_offset
-    bias = source.take(f"{name}.bias", (spec.hidden_size,)) if spec.norm == "layer" else None
-    return Norm(weight, bias, spec.norm_epsilon, source.takes_eight_bits(product))
+    weight = _norm_weight(spec, source, f"{name}.weight", spec.hidden_size)
+    bias = source.take(f"{name}.bias", (spec.hidden_size,), torch.float32) if spec.norm == "layer" else None
+    return Norm(weight, bias, spec.norm_epsilon, source.takes_eight_bits(product), source.dtype)
+
+
+def _norm_weight(spec: ModelSpec, source: Tensors, name: str, size: int) -> Tensor:
+    """In float32: 16 bits would round its sum with the offset, and what is normalised before it is scaled."""
+    return source.take(name, (size,), torch.float32) + spec.norm_offset

@@ -103,6 +103,7 @@ def config_document(
                 "quant_algo": quantisation.algorithm,
                 "group_size": quantisation.group_size,
                 "kv_cache_quant_algo": quantisation.kv_cache,
+                "exclude_modules": list(quantisation.excluded),
             },
         },
         "build_config": asdict(limits),
@@ -124,7 +125,8 @@ def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineC
         spec=ModelSpec.from_config(pretrained),
         dtype=pretrained["dtype"],
         quantisation=Quantisation(
-            quantisation["quant_algo"], quantisation["group_size"], quantisation.get("kv_cache_quant_algo")),
+            quantisation["quant_algo"], quantisation["group_size"], quantisation.get("kv_cache_quant_algo"),
+            tuple(quantisation.get("exclude_modules", ()))),
         build=BuildLimits(**{key: int(value) for key, value in config["build_config"].items() if key in known}),
         generation=GenerationDefaults(tuple(generation["end_ids"]), generation["bos_id"], generation["pad_id"]),
         content_hash=own["content_hash"],

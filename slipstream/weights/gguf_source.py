@@ -12,7 +12,7 @@ import numpy as np
 from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
-from slipstream.model.families import phi3
+from slipstream.model.families import gptj, phi3
 from slipstream.model.families.family import Recipe, UnsupportedModel, WeightMap, collapse_layer
 from slipstream.model.families.registry import FAMILIES, name_list
 from slipstream.model.spec import ModelSpec, RopeScaling
@@ -45,11 +45,14 @@ _WEIGHTS = WeightMap(
     },
     ignored=(r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight"),  # read into the spec
 )
-# the converter already turned GPT-2's matrices round and left its q, k and v joined
+# the converter already turned GPT-2's matrices round, and put the rows of NeoX's and Falcon's q, k and v in this order
 _GPT2_WEIGHTS = replace(_WEIGHTS, layers={**_WEIGHTS.layers, "attention.qkv": ("attn_qkv",), "mlp.fc": ("ffn_up",)})
 _PHI3_WEIGHTS = replace(
     _WEIGHTS, rows=phi3.WEIGHTS.rows,
     layers={**_WEIGHTS.layers, "attention.qkv": ("attn_qkv",), "mlp.fc": ("ffn_up",), "mlp.gate": ("ffn_up",)})
+_GPTJ_WEIGHTS = replace(_WEIGHTS, rows=gptj.WEIGHTS.rows, layers={**_WEIGHTS.layers, "mlp.fc": ("ffn_up",)})
+_FALCON_WEIGHTS = replace(_GPT2_WEIGHTS, layers={  # of those with two norms, the one of attention comes second
+    **_GPT2_WEIGHTS.layers, "input_layernorm": ("attn_norm_2",), "post_layernorm": ("attn_norm",)})
 _GEMMA2_WEIGHTS = replace(_WEIGHTS, layers={
     **_WEIGHTS.layers, "post_layernorm": ("post_attention_norm",), "pre_feedforward_layernorm": ("ffn_norm",),
     "post_feedforward_layernorm": ("post_ffw_norm",)})
@@ -59,7 +62,9 @@ _EXPERT_WEIGHTS = replace(_WEIGHTS, layers={
     "mlp.experts.proj": ("ffn_down_exps.{expert}",)})
 _ARCHITECTURES = {"llama": _WEIGHTS, "qwen2": _WEIGHTS, "qwen3": _WEIGHTS, "gpt2": _GPT2_WEIGHTS, "gemma": _WEIGHTS,
                   "gemma2": _GEMMA2_WEIGHTS, "gemma3": _GEMMA2_WEIGHTS, "phi3": _PHI3_WEIGHTS,
-                  "qwen3moe": _EXPERT_WEIGHTS}
+                  "qwen3moe": _EXPERT_WEIGHTS, "falcon": _GPT2_WEIGHTS, "gptneox": _GPT2_WEIGHTS, "gptj": _GPTJ_WEIGHTS}
+_FAMILY_NAMES = {"gptneox": "gpt_neox"}  # where it is another
+_SECOND_NORM = "blk.0.attn_norm_2.weight"
 _WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of files that have any
 _LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # whose scores are scaled by hidden / heads; files do not say it
 _PLAIN = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}
@@ -70,7 +75,9 @@ class GgufSource:
         self.label = label
         self.file = read_gguf(path).with_single_experts()
         self.architecture = _architecture(self.file)
-        self._map = _EXPERT_WEIGHTS if _experts(self.file) else _ARCHITECTURES[self.architecture]
+        self._map = _ARCHITECTURES[self.architecture]
+        if _experts(self.file) or _SECOND_NORM in self.file.tensors:
+            self._map = _EXPERT_WEIGHTS if _experts(self.file) else _FALCON_WEIGHTS
         try:
             self.spec = read_spec(self.file, self.architecture)
         except (SourceError, UnsupportedModel):
@@ -138,10 +145,9 @@ class GgufSource:
 
 def read_spec(file: GgufFile, architecture: str) -> ModelSpec:
     """The metadata said as a Hugging Face config, read by the family, completed by which tensors there are."""
-    name = _WITH_EXPERTS[architecture] if _experts(file) else architecture
+    name = _WITH_EXPERTS[architecture] if _experts(file) else _FAMILY_NAMES.get(architecture, architecture)
     family = next(family for family in FAMILIES if family.name == name)
-    config = _gpt2_config(file) if architecture == "gpt2" else _decoder_config(file, architecture)
-    spec = family.spec(config)
+    spec = family.spec(_CONFIGS.get(architecture, _decoder_config)(file, architecture))
     names = file.tensors
     spec = replace(
         spec,
@@ -149,6 +155,7 @@ def read_spec(file: GgufFile, architecture: str) -> ModelSpec:
         qkv_bias="blk.0.attn_qkv.bias" in names or "blk.0.attn_q.bias" in names,
         dense_bias="blk.0.attn_output.bias" in names,
         mlp_bias="blk.0.ffn_down.bias" in names,
+        head_bias="output.bias" in names,
         norm_offset=0.0,  # the converter has added Gemma's
     )
     if "rope_freqs.weight" in names:
@@ -222,8 +229,9 @@ def _own_options(value: _Values, architecture: str, head_share: int, head_size: 
     return {key: given for key, given in options.items() if given}  # a window of 0 is none
 
 
-def _gpt2_config(file: GgufFile) -> dict[str, Any]:
-    value = _Values(file, "gpt2")
+def _gpt2_config(file: GgufFile, architecture: str) -> dict[str, Any]:
+    """GPT-2's and GPT-J's: the one has no rotary positions, and pays no heed to what is said of them."""
+    value = _Values(file, architecture)
     return {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "n_embd": value.required("embedding_length"),
@@ -232,7 +240,39 @@ def _gpt2_config(file: GgufFile) -> dict[str, Any]:
         "n_inner": value.required("feed_forward_length"),
         "n_positions": value.required("context_length"),
         "layer_norm_epsilon": value.required("attention.layer_norm_epsilon"),
+        "rotary_dim": value.get("rope.dimension_count"),
+        "rope_theta": value.get("rope.freq_base"),
     }
+
+
+def _layer_norm_config(file: GgufFile, architecture: str) -> dict[str, Any]:
+    """Falcon's and NeoX's, each with the names of its own besides those that both have."""
+    value = _Values(file, architecture)
+    heads, hidden = value.required("attention.head_count"), value.required("embedding_length")
+    joined = file.tensors.get("blk.0.attn_qkv.weight")
+    if joined is None:
+        raise SourceError(f"{file.path}: has no tensor blk.0.attn_qkv.weight: it is not a whole model")
+    return {
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": value.required("block_count"),
+        "num_attention_heads": heads,
+        "intermediate_size": value.required("feed_forward_length"),
+        "max_position_embeddings": value.required("context_length"),
+        "layer_norm_eps": value.required("attention.layer_norm_epsilon"),
+        "rope_theta": value.get("rope.freq_base"),
+        "partial_rotary_factor": (value.get("rope.dimension_count") or hidden // heads) / (hidden // heads),
+        "use_parallel_residual": value.get("use_parallel_residual") is not False,
+        # of Falcon; older files tell the number of key heads wrongly, the tensor does not
+        "layer_norm_epsilon": value.required("attention.layer_norm_epsilon"),
+        "ffn_hidden_size": value.required("feed_forward_length"),
+        "new_decoder_architecture": True,
+        "num_kv_heads": (joined.shape[0] // (hidden // heads) - heads) // 2,
+        "num_ln_in_parallel_attn": 2 if _SECOND_NORM in file.tensors else 1,
+    }
+
+
+_CONFIGS = {"gpt2": _gpt2_config, "gptj": _gpt2_config, "falcon": _layer_norm_config, "gptneox": _layer_norm_config}
 
 
 def _rope_scaling(file: GgufFile, value: _Values) -> dict[str, Any] | None:

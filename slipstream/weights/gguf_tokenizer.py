@@ -28,8 +28,8 @@ _PATTERNS = {
     "tekken": rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
               r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-# tokenizer.ggml.pre → how text is cut: a pattern above, "gpt2" (the pattern built into ByteLevel), or "digits"
-# (the same after cutting out every digit)
+# tokenizer.ggml.pre → how text is cut: a pattern above, "gpt2" (the pattern built into ByteLevel), "digits" (the same
+# after cutting out every digit), or "falcon" (the same after runs of punctuation and before numbers, three digits each)
 _CUTS = {
     "default": "gpt2", "gpt-2": "gpt2", "gpt2": "gpt2", "phi-2": "gpt2", "olmo": "gpt2", "jina-es": "gpt2",
     "smollm": "digits", "starcoder": "digits", "refact": "digits", "command-r": "digits", "codeshell": "digits",
@@ -37,6 +37,7 @@ _CUTS = {
     "smaug-bpe": "llama3",
     "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2", "megrez": "qwen2",
     "tekken": "tekken",
+    "falcon": "falcon",
 }
 _WHOLE_WORDS_FIRST = ("llama3", "tekken")  # a word that is a token is that token, whatever the merges say
 
@@ -109,6 +110,13 @@ def _pre_tokenizer(cut: str) -> pre_tokenizers.PreTokenizer:
         return pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ])
+    if cut == "falcon":
+        return pre_tokenizers.Sequence([
+            pre_tokenizers.Punctuation(behavior="contiguous"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            pre_tokenizers.Digits(individual_digits=False),
+            pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), behavior="isolated"),
         ])
     return pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(_PATTERNS[cut]), behavior="isolated"),

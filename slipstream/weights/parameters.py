@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from slipstream.model.spec import ModelSpec
+from slipstream.model.spec import Experts, ModelSpec
 
 Shape = tuple[int, ...]
 ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -31,6 +32,7 @@ class Quantisation:
     algorithm: str | None = None
     group_size: int = 0
     kv_cache: str | None = None  # "FP8": keys and values are kept in e4m3, where the device can
+    excluded: tuple[str, ...] = ()  # patterns of the linears that are stored as they are
 
     @property
     def bits(self) -> int:
@@ -64,34 +66,47 @@ def choose_quantisation(spec: ModelSpec, weight_only: str | None, fp8_kv_cache: 
     kv_cache = "FP8" if fp8_kv_cache else None
     if weight_only is None:
         return Quantisation(kv_cache=kv_cache)
-    if weight_only in ("int8", "fp8"):
-        return Quantisation({"int8": "W8A16", "fp8": "FP8"}[weight_only], kv_cache=kv_cache)
+    if weight_only == "int8":
+        return Quantisation("W8A16", kv_cache=kv_cache)
+    if weight_only == "fp8":
+        return Quantisation("FP8", kv_cache=kv_cache, excluded=_not_in_fp8(spec))
     if weight_only != "int4":
         raise ValueError(f"precision {weight_only!r} of the weights is not one of int8, int4, fp8")
-    ffn_size = math.gcd(spec.experts.ffn_size, spec.experts.shared_ffn_size) if spec.experts else spec.ffn_size
-    inputs = (spec.hidden_size, spec.q_size, ffn_size)
+    inputs = (spec.hidden_size, spec.q_size, spec.embedding_width, *spec.ffn_sizes)
     if all(count % _GROUP_SIZE == 0 for count in inputs):
         return Quantisation("W4A16", _GROUP_SIZE, kv_cache)
     raise ValueError(f"int4 needs sizes that are multiples of {_GROUP_SIZE}; this model's linears take "
                      f"{', '.join(map(str, sorted(set(inputs))))} inputs: use int8")
 
 
+def _not_in_fp8(spec: ModelSpec) -> tuple[str, ...]:
+    """In a narrow model, the linears whose rounding costs most for their size.
+
+    The last layer takes back large parts of the residual stream: its error is large beside what is left.
+    """
+    return ("*.attention.qkv", "*.mlp.*proj", f"*.layers.{spec.layers - 1}.*") if spec.narrow else ()
+
+
 def checkpoint_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Every parameter of the model under its checkpoint name, in the order files hold them."""
-    shapes: dict[str, Shape] = {_EMBEDDING: (spec.vocab_size, spec.hidden_size)}
+    shapes: dict[str, Shape] = {_EMBEDDING: (spec.vocab_size, spec.embedding_width)}
+    if spec.embedding_size:
+        shapes["transformer.project_in.weight"] = (spec.hidden_size, spec.embedding_size)
+        shapes["transformer.project_out.weight"] = (spec.embedding_size, spec.hidden_size)
     if spec.position == "learned":
         shapes["transformer.position_embedding.weight"] = (spec.max_positions, spec.hidden_size)
     for layer in range(spec.layers):
-        shapes.update(_layer_shapes(spec, f"transformer.layers.{layer}."))
-    shapes.update(_norm("transformer.ln_f", spec))
+        shapes.update(_layer_shapes(spec, layer, f"transformer.layers.{layer}."))
+    if spec.final_norm:
+        shapes.update(_norm("transformer.ln_f", spec))
     if not spec.tied_embeddings:
-        shapes[_HEAD] = (spec.vocab_size, spec.hidden_size)
+        shapes[_HEAD] = (spec.vocab_size, spec.embedding_width)
     if spec.head_bias:
         shapes["lm_head.bias"] = (spec.vocab_size,)
     return shapes
 
 
-def _layer_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
+def _layer_shapes(spec: ModelSpec, layer: int, prefix: str) -> Iterator[tuple[str, Shape]]:
     yield from _norm(f"{prefix}input_layernorm", spec)
     yield from _linear(f"{prefix}attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias)
     if spec.qk_norm:
@@ -102,26 +117,30 @@ def _layer_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
         yield from _norm(f"{prefix}post_layernorm", spec)
     if spec.output_norms:
         yield from _norm(f"{prefix}pre_feedforward_layernorm", spec)
-    yield from _feed_forward_shapes(spec, f"{prefix}mlp.")
+    experts = spec.experts_of_layer(layer)
+    if experts is None:
+        yield from _feed_forward_shapes(spec, f"{prefix}mlp.")
+    else:
+        yield from _expert_shapes(experts, spec.hidden_size, f"{prefix}mlp.")
     if spec.output_norms:
         yield from _norm(f"{prefix}post_feedforward_layernorm", spec)
 
 
 def _feed_forward_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
-    if spec.experts is not None:
-        count, ffn_size = spec.experts.count, spec.experts.ffn_size
-        yield f"{prefix}router.weight", (count, spec.hidden_size)
-        yield f"{prefix}experts.gate_up.weight", (count * 2 * ffn_size, spec.hidden_size)
-        yield f"{prefix}experts.proj.weight", (count * spec.hidden_size, ffn_size)
-        if spec.experts.shared_ffn_size:
-            yield f"{prefix}shared.gate_up.weight", (2 * spec.experts.shared_ffn_size, spec.hidden_size)
-            yield f"{prefix}shared.proj.weight", (spec.hidden_size, spec.experts.shared_ffn_size)
-            yield f"{prefix}shared_share.weight", (1, spec.hidden_size)
-        return
     yield from _linear(f"{prefix}fc", spec.ffn_size, spec.hidden_size, spec.mlp_bias)
     if spec.gated_mlp:
         yield from _linear(f"{prefix}gate", spec.ffn_size, spec.hidden_size, spec.mlp_bias)
     yield from _linear(f"{prefix}proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
+
+
+def _expert_shapes(experts: Experts, hidden_size: int, prefix: str) -> Iterator[tuple[str, Shape]]:
+    yield f"{prefix}router.weight", (experts.count, hidden_size)
+    yield f"{prefix}experts.gate_up.weight", (experts.count * 2 * experts.ffn_size, hidden_size)
+    yield f"{prefix}experts.proj.weight", (experts.count * hidden_size, experts.ffn_size)
+    if experts.shared_ffn_size:
+        yield f"{prefix}shared.gate_up.weight", (2 * experts.shared_ffn_size, hidden_size)
+        yield f"{prefix}shared.proj.weight", (hidden_size, experts.shared_ffn_size)
+        yield f"{prefix}shared_share.weight", (1, hidden_size)
 
 
 def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Iterator[tuple[str, Shape]]:
@@ -150,6 +169,8 @@ def engine_parameters(spec: ModelSpec, quantisation: Quantisation) -> list[Engin
             name = name.replace(".mlp.fc.", ".mlp.gate_up.")
             shape = (2 * shape[0], *shape[1:])
         bits = head_bits if name == _HEAD else quantisation.bits if name.endswith(_LINEARS) else 0
+        if any(fnmatchcase(name.removesuffix(".weight"), pattern) for pattern in quantisation.excluded):
+            bits = 0
         parameters.append(EngineParameter(name, parts, shape, bits))
     if head_bits and spec.tied_embeddings:
         # the head is read whole every step, the embedding a row a token: only the head gains from few bits

@@ -1,7 +1,7 @@
 """Quantisation of weights, rows at a time, in the portable layout of an engine file.
 
-Scales and offsets of whole numbers are chosen among the values bfloat16 has, because that is what the kernels
-read: the weights are then rounded to levels that really occur, and nothing is lost a second time when the engine loads.
+Scales and offsets are chosen among the values bfloat16 has, because that is what the kernels read: the weights are
+then rounded to levels that really occur, and nothing is lost a second time when the engine loads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LARGEST_E4M3 = 448.0
 def quantise_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """rows [n, k] → e4m3 weights [n, k] and float32 scales [n]: a row's largest element becomes e4m3's largest."""
     wide = rows.float()
-    scales = wide.abs().amax(dim=1) / _LARGEST_E4M3
+    scales = _readable(wide.abs().amax(dim=1) / _LARGEST_E4M3)
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     bounded = (wide / scales[:, None]).clamp_(-_LARGEST_E4M3, _LARGEST_E4M3)
     return bounded.to(torch.float8_e4m3fn), scales

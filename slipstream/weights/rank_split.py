@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Range = tuple[int, int]
 _LAYER = re.compile(r"transformer\.layers\.(\d+)\.(.+)")
 _HEAD = "lm_head."
+_LAST = ("transformer.ln_f.", "transformer.project_out.")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class RankMapping:
         if self.tp_size < 1 or self.pp_size < 1:
             raise ValueError("tp_size and pp_size must be at least 1")
         few, many = sorted((spec.kv_heads, self.tp_size))
-        ffn_size = math.gcd(spec.experts.ffn_size, spec.experts.shared_ffn_size) if spec.experts else spec.ffn_size
+        ffn_size = math.gcd(*spec.ffn_sizes)
         if spec.heads % self.tp_size or many % few or ffn_size % self.tp_size:
             raise ValueError(f"tp_size {self.tp_size} does not divide this model: it has {spec.heads} heads, "
                              f"{spec.kv_heads} key heads and {ffn_size} feed-forward columns")
@@ -74,7 +75,7 @@ def rank_parameters(spec: ModelSpec, mapping: RankMapping, rank: int) -> dict[st
     for parameter in checkpoint_shapes(spec):
         match = _LAYER.fullmatch(parameter)
         if match is None:
-            wanted = last_stage if parameter.startswith(_HEAD) or ".ln_f." in parameter else 0
+            wanted = last_stage if parameter.startswith((_HEAD, *_LAST)) else 0
             if stage == wanted:
                 held[parameter] = parameter
         elif int(match.group(1)) // per_stage == stage:

@@ -1,13 +1,18 @@
 """Beam search finds what transformers' finds, on tiny models of float32, in whatever company it runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from run_engine import engine, run_all
 from tiny_models import VOCABULARY, config_of, random_model
 
+from slipstream.engine.constraints import Constraints
 from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.vocabulary import Vocabulary
 from slipstream.weights.build import build_engine
 
+LETTERS = "abcd"
 EARLY_STOPPING = {False: 0, True: 1, "never": 2}
 
 
@@ -30,7 +35,9 @@ def common_tokens(model, prompt: list[int]) -> list[int]:
     return found[:, len(prompt) :].flatten().tolist()
 
 
-def theirs(model, prompt: list[int], sampling: SamplingParams, early_stopping) -> list[tuple[list[int], float]]:
+def theirs(
+    model, prompt: list[int], sampling: SamplingParams, early_stopping, **more
+) -> list[tuple[list[int], float]]:
     """(tokens with the end mark, score) best first."""
     end_ids = list(sampling.end_ids) or None
     with torch.inference_mode():
@@ -39,7 +46,7 @@ def theirs(model, prompt: list[int], sampling: SamplingParams, early_stopping) -
             num_return_sequences=sampling.beam_width,
             max_new_tokens=sampling.max_tokens, length_penalty=sampling.length_penalty, early_stopping=early_stopping,
             eos_token_id=end_ids, pad_token_id=VOCABULARY - 1, do_sample=False, output_scores=True,
-            return_dict_in_generate=True, repetition_penalty=sampling.repetition_penalty,
+            return_dict_in_generate=True, repetition_penalty=sampling.repetition_penalty, **more,
         )  # fmt: skip
     beams = []
     for row, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True):
@@ -83,6 +90,69 @@ def test_beams_are_those_of_transformers(model, early_stopping, length_penalty):
         ends |= {len(beam.tokens) for beam in beams if beam.finish_reason == "stop"}
     if length_penalty <= 0.0:  # otherwise the longest ones win
         assert len(ends) > 3, "beams ended at different times"
+
+
+class HasWord:
+    """A stopping criterion of transformers: the text after the prompt has a word in it."""
+
+    def __init__(self, prompt: list[int], words: tuple[str, ...]) -> None:
+        self.prompt, self.words = prompt, words
+
+    def end(self, tokens: list[int]) -> int | None:
+        """How many tokens it takes."""
+        return next((count for count in range(1, len(tokens) + 1)
+                     if any(word in text_of(tokens[:count]) for word in self.words)), None)
+
+    def __call__(self, sequences: torch.Tensor, scores, **more) -> torch.Tensor:
+        return torch.tensor([self.end(row) is not None for row in sequences[:, len(self.prompt) :].tolist()])
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(LETTERS[token % 4] * (1 + token % 2) for token in tokens)
+
+
+@pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
+@pytest.mark.parametrize("words", [("ca",), ("ddd", "bca"), ("aac", "d"), ("never",)])
+def test_a_beam_that_has_said_a_stop_word_has_ended(model, early_stopping, words):
+    """As transformers, asked after every token, has it: such a beam is one of the answers, the others go on."""
+    reference, folder = model
+    loop = engine(folder)
+    loop.constraints = Constraints(lambda: Vocabulary([text_of([t]).encode() for t in range(VOCABULARY)], frozenset()))
+    reasons = set()
+    for width in (2, 3, 5):
+        prompt = prompt_of(7 + 5 * width)
+        sampling = SamplingParams(max_tokens=14, beam_width=width, early_stopping=EARLY_STOPPING[early_stopping])
+        criterion = HasWord(prompt, words)
+        expected = theirs(reference, prompt, sampling, early_stopping, stopping_criteria=[criterion])
+        found = run_all(loop, [GenerateRequest(1, prompt, replace(sampling, stop_texts=words))]).beams[1]
+        for beam, (tokens, score) in zip(found, expected, strict=True):
+            end = criterion.end(tokens)
+            assert beam.tokens == tokens[:end]
+            assert beam.finish_reason == ("length" if end is None else "stop")
+            assert beam.total_log_prob == pytest.approx(score, abs=2e-4)
+        reasons |= {beam.finish_reason for beam in found}
+    assert ("stop" in reasons) is (words != ("never",))
+
+
+def test_a_bad_text_comes_in_no_beam(model):
+    """As transformers, told before every token which ones may come, has it."""
+    reference, folder = model
+    loop = engine(folder)
+    loop.constraints = Constraints(lambda: Vocabulary([text_of([t]).encode() for t in range(VOCABULARY)], frozenset()))
+    words = ("ab", "cc", "ddb")
+    for width in (2, 4):
+        prompt = prompt_of(9 + 5 * width)
+
+        def allowed(_, sequence, prompt=prompt):
+            text = text_of(sequence.tolist()[len(prompt) :])
+            return [t for t in range(VOCABULARY) if not any(word in text + text_of([t]) for word in words)]
+
+        sampling = SamplingParams(max_tokens=12, beam_width=width)
+        expected = theirs(reference, prompt, sampling, True, prefix_allowed_tokens_fn=allowed)
+        found = run_all(loop, [GenerateRequest(1, prompt, replace(sampling, bad_texts=words))]).beams[1]
+        assert [beam.tokens for beam in found] == [tokens for tokens, _ in expected]
+        plain = run_all(loop, [GenerateRequest(1, prompt, sampling)]).beams[1]
+        assert any(word in text_of(beam.tokens) for beam in plain for word in words)
 
 
 def test_a_penalty_changes_log_probabilities_as_in_transformers(model):

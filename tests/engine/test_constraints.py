@@ -5,7 +5,7 @@ from run_engine import engine
 from tiny_models import VOCABULARY, config_of, random_model
 from told_scores import run
 
-from slipstream.engine.constraints import Both, Constraints
+from slipstream.engine.constraints import All, Constraints
 from slipstream.engine.request import GenerateRequest, Guide, SamplingParams
 from slipstream.weights.build import build_engine
 
@@ -91,7 +91,7 @@ def test_where_nothing_is_allowed_the_constraint_says_why(folder):
 
 
 def test_two_constraints_allow_what_both_allow():
-    both = Both(Rising(), Rising(3))
+    both = All([Rising(), Rising(3)])
     assert both.mask([5]) == mask_of(range(6, 13))
     assert both.complete([1, 2, 3])
     assert not both.complete([1, 2])

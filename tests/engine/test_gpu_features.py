@@ -77,6 +77,18 @@ def test_windows_and_sinks_are_those_of_the_cpu(model, windows, sinks):
     assert generate(engine_on("cuda", model, **settings), prompts(6), max_tokens=60) == expected
 
 
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("way", [{}, {"overlap": False}, {"policy": "max_utilization"}, {"lookup_tokens": 3}])
+def test_requests_longer_than_the_pool_run_through_a_window(model, sinks, way):
+    """What the window has passed is others': 224 tokens of cache serve 300 and 188 beside each other."""
+    settings = {"attention_windows": (40,), "sink_tokens": sinks}
+    asked = [prompts(6)[5] * 2, prompts(6)[5]]
+    expected = generate(engine_on("cpu", model, **settings), asked, max_tokens=60)
+    loop = engine_on("cuda", model, cache_tokens=224, block_tokens=16, step_tokens=48, **settings, **way)
+    for _ in range(2):
+        assert generate(loop, asked, max_tokens=60) == expected
+
+
 def test_host_memory_keeps_what_the_pool_has_no_room_for(model):
     asked = [[first, *range(90)] for first in range(6)]
     expected = generate(engine_on("cpu", model), asked, max_tokens=10)

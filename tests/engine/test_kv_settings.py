@@ -66,6 +66,36 @@ def test_a_window_hides_all_but_the_last_tokens_and_the_sinks(model, windows, si
         assert answers != generate(engine(folder), asked, max_tokens=24)
 
 
+@pytest.mark.parametrize(("windows", "sinks"), [([16], 0), ([24], 4)])
+@pytest.mark.parametrize("more", [{}, {"policy": "max_utilization"}, {"lookup_tokens": 3},
+                                  {"host_cache_bytes": 1 << 18}])
+def test_requests_longer_than_the_pool_run_through_a_window(model, windows, sinks, more):
+    """What a window has passed is let go of: 150 tokens of cache serve requests of 230 beside each other."""
+    reference, folder = model
+    loop = engine(folder, attention_windows=windows, sink_tokens=sinks, cache_tokens=150, block_tokens=8,
+                  step_tokens=24, **more)
+    asked = [*prompts(2, length=190), prompts(1)[0]]
+    for group in (asked, asked[:1], asked[:1]):
+        answers = generate(loop, group, max_tokens=35)
+        for prompt, answer in zip(group, answers, strict=True):
+            assert answer == choices_with(reference, prompt + answer, windows, sinks)[len(prompt) - 1 : -1]
+    # The last time from the end of what was computed before; the beginning is long gone.
+    assert loop.stats().cached_prompt_tokens >= 184
+
+
+def test_a_window_wider_than_the_pool_does_not_make_a_request_fit(model):
+    loop = engine(model[1], attention_windows=[200], cache_tokens=150, block_tokens=8)
+    answers = run_all(loop, [GenerateRequest(1, prompts(1)[0] * 3, SamplingParams(max_tokens=40))])
+    assert answers.errors[1] == "prompt (180 tokens) and max_tokens (40) exceed the KV cache, 144 tokens"
+
+
+def test_layers_that_see_everything_keep_every_block(model):
+    """A window over some layers only: the others still look at all there is."""
+    loop = engine(model[1], attention_windows=[16, 300], cache_tokens=150, block_tokens=8)
+    answers = run_all(loop, [GenerateRequest(1, prompts(1)[0] * 3, SamplingParams(max_tokens=40))])
+    assert "exceed the KV cache" in answers.errors[1]
+
+
 def test_sinks_without_a_larger_window_are_refused():
     for windows, sinks in (((), 4), ((4,), 4)):
         with pytest.raises(ValueError, match="sink tokens need a larger attention window"):
@@ -102,11 +132,11 @@ def test_host_memory_in_pieces_keeps_the_same(model, monkeypatch):
     assert loop.stats().cached_prompt_tokens == sum((len(prompt) - 1) // 8 * 8 for prompt in asked)
 
 
-def storm(folder, cancels: int, seed: int) -> None:
+def storm(folder, cancels: int, seed: int, **more) -> None:
     """Sampled, searching, many-answered and guessing requests, cancelled at any moment."""
     chance = random.Random(seed)
     loop = engine(folder, cache_tokens=1024, block_tokens=8, max_rows=8, policy="max_utilization", lookup_tokens=2,
-                  host_cache_bytes=1 << 19)
+                  host_cache_bytes=1 << 19, **more)
     count, live = 0, []
     for request_id in range(1, cancels + 1):
         prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 40))]
@@ -136,6 +166,10 @@ def storm(folder, cancels: int, seed: int) -> None:
 
 def test_a_thousand_cancels_leave_every_row_and_block_free(model):
     storm(model[1], 1000, seed=8)
+
+
+def test_cancels_leave_everything_free_where_a_window_lets_go_of_blocks(model):
+    storm(model[1], 400, seed=10, attention_windows=(12,), sink_tokens=3)
 
 
 @pytest.mark.slow

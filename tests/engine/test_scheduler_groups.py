@@ -9,6 +9,7 @@ from scheduler_harness import END, Harness, expected_answer, expected_beams, mak
 
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.speculation import Drafter, accepted
+from slipstream.engine.window import Window
 
 
 def beams(max_tokens: int, width: int, **more) -> SamplingParams:
@@ -82,12 +83,13 @@ def draft_of(prompt: list[int], right: int) -> list[int]:
 
 @settings(max_examples=250, deadline=None)
 @given(events, st.sampled_from(["guaranteed_no_evict", "max_utilization"]), st.booleans(), st.booleans(),
-       st.integers(1, 2), st.integers(24, 40), st.sampled_from([0, 3]), st.sampled_from([0, 1, 5, 30]))
+       st.integers(1, 2), st.integers(24, 40), st.sampled_from([0, 3]), st.sampled_from([0, 1, 5, 30]),
+       st.sampled_from([None, None, Window(1), Window(6), Window(9, sinks=2), Window(14, sinks=5)]))
 def test_any_mix_of_beams_samples_and_guesses_is_answered_right(
-    story, policy, reuse, chunked, depth, blocks, lookup_tokens, host_slots
+    story, policy, reuse, chunked, depth, blocks, lookup_tokens, host_slots, window
 ):
     scheduler = make_scheduler(blocks=blocks, rows=6, policy=policy, reuse=reuse, chunked=chunked,
-                               lookup_tokens=lookup_tokens, host_slots=host_slots)
+                               lookup_tokens=lookup_tokens, host_slots=host_slots, window=window)
     harness = Harness(scheduler, depth)
     asked = Asked(harness)
     for event in story:
@@ -106,6 +108,7 @@ def test_any_mix_of_beams_samples_and_guesses_is_answered_right(
                 harness.turn()
     harness.run_dry()
     asked.check()
+    assert policy == "max_utilization" or scheduler.stats().preemptions == 0
 
 
 def storm(cancels: int, seed: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.engine.window import Window
 from slipstream.kernels import attention
 from slipstream.kernels.attention import cache_shape, plan_attention
 from slipstream.kernels.attention_rule import AttentionRule
@@ -97,3 +98,28 @@ def test_padding_reads_the_null_block_and_changes_nothing(dtype):
         one = plan_attention(tables[row : row + 1], np.array([position]), np.array([1]), BLOCK, cache)
         alone = one.attend(q[row : row + 1], keys, values, AttentionRule(0.3))
         assert torch.allclose(alone[0].float(), together[row].float(), atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows, st.sampled_from([1, 5, 8, 30]), st.sampled_from([0, 3]), st.booleans(), st.integers(0, 1000))
+def test_blocks_that_a_window_has_passed_are_not_read(mix, window, sinks, scattered, seed):
+    """The null block in their place, and what lies in them now no number at all: the same result."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = [-(-(start + count) // BLOCK) for start, count in mix]
+    order = torch.randperm(sum(blocks), generator=generator) + 1 if scattered else torch.arange(1, sum(blocks) + 1)
+    tables = np.zeros((len(mix), max(blocks)), dtype=np.int32)
+    for row, (count, end) in enumerate(zip(blocks, np.cumsum(blocks), strict=True)):
+        tables[row, :count] = order[end - count : end].numpy()
+    cache = torch.randn(cache_shape(1, (sum(blocks) + 1) * BLOCK, 2, 8), generator=generator)
+    cache[..., :BLOCK, :] = 0.0
+    positions, counts = np.array([s for s, _ in mix]), np.array([c for _, c in mix])
+    q = torch.randn(int(counts.sum()), 4, 8, generator=generator)
+    rule = AttentionRule(0.3, window, sinks)
+    expected = plan_attention(tables, positions, counts, BLOCK, cache).attend(q, *cache[0], rule)
+    left = tables.copy()
+    for row, (start, _) in enumerate(mix):
+        for index in Window(window, sinks).passed(start, BLOCK):
+            cache[..., tables[row, index] * BLOCK : (tables[row, index] + 1) * BLOCK, :] = math.nan
+            left[row, index] = 0
+    found = plan_attention(left, positions, counts, BLOCK, cache).attend(q, *cache[0], rule)
+    assert torch.allclose(found, expected, atol=1e-6)

@@ -1,5 +1,6 @@
 """Each Triton kernel against its torch twin. Without a GPU they run in Triton's interpreter, on small shapes."""
 
+import math
 import os
 
 import numpy as np
@@ -12,6 +13,7 @@ if not GPU:
 
 pytest.importorskip("triton", reason="the kernels need Triton, which a CPU installation of torch does not bring")
 
+from slipstream.engine.window import Window  # noqa: E402
 from slipstream.kernels import activation, normalisation, rotary  # noqa: E402
 from slipstream.kernels.attention import cache_shape, plan_attention  # noqa: E402
 from slipstream.kernels.attention_rule import AttentionRule  # noqa: E402
@@ -21,8 +23,9 @@ from slipstream.kernels.gpu import quantised as gpu_quantised  # noqa: E402
 from slipstream.kernels.gpu import rotary as gpu_rotary  # noqa: E402
 from slipstream.kernels.gpu import step as gpu_step  # noqa: E402
 from slipstream.kernels.gpu.attention import GpuAttention  # noqa: E402
-from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, programs_of  # noqa: E402
+from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, processors_of  # noqa: E402
 from slipstream.kernels.gpu.few_tokens import few_tokens  # noqa: E402
+from slipstream.kernels.gpu.linear import WeightOnlyProduct  # noqa: E402
 from slipstream.kernels.gpu.one_token import one_token  # noqa: E402
 from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles  # noqa: E402
 from slipstream.kernels.inputs import Quantised, quantise  # noqa: E402
@@ -126,7 +129,7 @@ def test_rotate_write(dtype, q_heads, kv_heads, size, rotary_size, norm):
     assert not cache[:, :, untouched].any(), "nothing is written beside the slots"
 
 
-def gpu_plan(tables, positions, counts, block, programs, kv_heads):
+def gpu_plan(tables, positions, counts, block, processors, kv_heads):
     """Decode rows first, as the runner lays a step out."""
     order = np.concatenate((np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)))
     positions, counts = positions[order], counts[order]
@@ -140,13 +143,13 @@ def gpu_plan(tables, positions, counts, block, programs, kv_heads):
     decode = prefill = None
     if decodes:
         lengths = (positions + counts)[:decodes]
-        first, row, start, size = cut_chunks(lengths, kv_heads, programs)
+        first, row, start, size = cut_chunks(lengths, kv_heads, processors)
         decode = DecodePlan(device(rows[:decodes]), device(lengths), device(first), device(row), device(start),
                             device([len(row), size]))
     if decodes < len(rows):
         rest = slice(decodes, None)
         prefill = PrefillPlan(*map(device, cut_tiles(rows[rest], positions[rest], counts[rest], offsets[rest])))
-    return order, GpuAttention(device(tables), block, programs, decodes, decode, prefill)
+    return order, GpuAttention(device(tables), block, processors, decodes, decode, prefill)
 
 
 MIXES = {
@@ -183,7 +186,7 @@ def test_attention(dtype, stored, mix, heads, kv_heads, size, rule):
     for row, count in enumerate(blocks):
         tables[row, :count], free = free[:count], free[count:]
     cache = torch.randn(cache_shape(1, (int(blocks.sum()) + 1) * block, kv_heads, size)).to(stored)
-    order, plan = gpu_plan(tables, positions, counts, block, programs_of(DEVICE), kv_heads)
+    order, plan = gpu_plan(tables, positions, counts, block, processors_of(DEVICE), kv_heads)
     step = torch.randn(int(counts.sum()), heads + 2 * kv_heads, size).to(dtype)
     step[:, heads:] = step[:, heads:].to(stored).to(dtype)  # the cache holds the step's own keys and values as exactly
     position = np.concatenate([np.arange(positions[r], positions[r] + counts[r]) for r in order])
@@ -197,6 +200,30 @@ def test_attention(dtype, stored, mix, heads, kv_heads, size, rule):
     assert close(got, expected, 2e-3 if stored == torch.float8_e4m3fn else 0.0)  # eight bits are read as float16
 
 
+@pytest.mark.parametrize("sinks", [0, 5])
+def test_blocks_that_a_window_has_passed_are_not_read(sinks):
+    """The null block stands in their place, and what lies in them now is no number."""
+    torch.manual_seed(0)
+    block, heads, kv_heads, size = 32, 4, 2, 16
+    positions, counts, rule = np.array([200, 100, 170, 90]), np.array([1, 1, 3, 130]), AttentionRule(0.2, 40, sinks)
+    tables = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
+    cache = torch.randn(cache_shape(1, 33 * block, kv_heads, size))
+    cache[..., :block, :] = 0.0
+    step = torch.randn(int(counts.sum()), heads + 2 * kv_heads, size)
+
+    def attend() -> torch.Tensor:
+        _, plan = gpu_plan(tables, positions, counts, block, processors_of(DEVICE), kv_heads)
+        return plan.attend(step.to(DEVICE), *cache[0].to(DEVICE), rule).cpu()
+
+    expected = attend()
+    for row, position in enumerate(positions):
+        for index in Window(40, sinks).passed(int(position), block):
+            cache[..., tables[row, index] * block : (tables[row, index] + 1) * block, :] = math.nan
+            tables[row, index] = 0
+    assert (tables == 0).sum() == (7 if sinks else 11)
+    assert torch.equal(attend(), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(40, 64), (7, 600), (1100, 512)])
 @pytest.mark.parametrize("bias", [False, True])
@@ -208,7 +235,7 @@ def test_one_token(dtype, rows, size, bias):
     assert close(got, torch.nn.functional.linear(x.float(), weight.float(), None if offset is None else offset.float()))
 
 
-@pytest.mark.parametrize("kind", ["plain", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["plain", "int8", "fp8 weights", "fp8"])
 @pytest.mark.parametrize(("tokens", "rows", "size"), [(3, 64, 128), (16, 40, 600), (33, 130, 1024), (64, 128, 512)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_few_tokens(kind, tokens, rows, size, bias):
@@ -222,6 +249,9 @@ def test_few_tokens(kind, tokens, rows, size, bias):
     if kind == "int8":
         weight, weight_scales = quantise_rows(weight, 8, 0)
         exact_weight = dequantise(weight, weight_scales)
+    if kind == "fp8 weights":
+        weight, weight_scales = quantise_fp8(weight)
+        exact_weight = dequantise(weight, weight_scales)
     if kind == "fp8":
         if not GPU:
             pytest.skip("the interpreter has no products of eight-bit numbers")
@@ -232,6 +262,21 @@ def test_few_tokens(kind, tokens, rows, size, bias):
     expected = torch.nn.functional.linear(exact, exact_weight, None if offset is None else offset.float())
     for _ in range(2):  # the second finds the counters as the first left them
         assert close(few_tokens(*on_device), expected)
+
+
+@pytest.mark.parametrize("quantised", [quantise_fp8, lambda weight: quantise_rows(weight, 8, 0)], ids=["fp8", "int8"])
+@pytest.mark.parametrize("tokens", [3, 100])
+def test_eight_bit_weights_with_activations_of_16_bits(quantised, tokens):
+    """Read as they are and expanded, they stand for the same weights."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if GPU else torch.float16  # the interpreter does not know bfloat16
+    x, bias = torch.randn(tokens, 200).to(dtype), torch.randn(50).to(dtype)
+    stored, scales = quantised(torch.randn(50, 200))
+    product = WeightOnlyProduct(stored.to(DEVICE), scales.to(DEVICE), bias.to(DEVICE))
+    got = product(x.to(DEVICE))
+    assert got.dtype == dtype
+    expected = torch.nn.functional.linear(x.float(), dequantise(stored, scales), bias.float())
+    assert close(got.float(), expected, 5e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -70,6 +70,8 @@ def test_products_in_eight_bits_need_sizes_and_devices_that_take_them(
     source = Tensors({"fc.weight": weight, "proj.weight": weight.to(dtype)}, dtype, torch.device(device))
     assert source.takes_eight_bits("fc") is expected
     assert not source.takes_eight_bits("proj")
+    in_16_bits = Tensors({"fc.weight": weight}, dtype, torch.device(device), eight_bit_inputs=False)
+    assert not in_16_bits.takes_eight_bits("fc")
 
 
 def test_a_quantised_weight_is_not_shown_as_a_dense_one():

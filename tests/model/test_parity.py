@@ -52,6 +52,8 @@ VARIANTS = {
     "phi3-window-partial": ("phi3", {"sliding_window": 24, "rope_parameters": {
         **ROPE, "rope_type": "default", "partial_rotary_factor": 0.75}}),
     "opt": ("opt", {}),
+    "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "opt-narrow-no-final-norm": ("opt", {"word_embed_proj_dim": 48, "_remove_final_layer_norm": True}),
     "opt-untied-no-bias": ("opt", {"tie_word_embeddings": False, "enable_bias": False, "activation_function": "gelu"}),
     "gptj": ("gptj", {}),
     "gptj-whole-head": ("gptj", {"rotary_dim": 16, "n_inner": 96}),
@@ -68,7 +70,9 @@ VARIANTS = {
     "mixtral-window": ("mixtral", {"sliding_window": 24, "num_local_experts": 2}),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen2_moe-normalised": ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": False}),
+    "qwen2_moe-every-other-layer": ("qwen2_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 3}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-some-dense": ("qwen3_moe", {"mlp_only_layers": [0, 2], "num_hidden_layers": 4}),
     "qwen3_moe-normalised": ("qwen3_moe", {"norm_topk_prob": True, "attention_bias": True, "num_experts": 16,
                                            "num_experts_per_tok": 8}),
 }

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 
 from slipstream.engine.beams import BeamSearch
-from slipstream.engine.blocks import BlockPool
+from slipstream.engine.blocks import NULL_BLOCK, BlockPool
 from slipstream.engine.messages import Beam
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.request import SamplingParams
@@ -53,7 +53,7 @@ class Device:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+        self.scheduler, self.window = scheduler, scheduler.window
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.sampling: dict[int, SamplingParams] = {}
@@ -101,6 +101,8 @@ class Device:
             self.tables[fork.row] = list(fork.blocks)
         for row, block in zip(plan.appended_rows, plan.appended_blocks, strict=True):
             self.tables[row].append(block)
+        for row, place in plan.passed:
+            self.tables[row][place] = NULL_BLOCK
         for row, position, token in plan.written:
             self.tokens[row][position:] = [token]
 
@@ -108,13 +110,23 @@ class Device:
         tokens, table, size = self.tokens[row], self.tables[row], self.scheduler.blocks.block_tokens
         assert position + count <= len(tokens), "only what is known is computed"
         assert len(table) * size >= position + count, "blocks for all it computes"
-        assert len(set(table)) == len(table)
-        for place in range(position + count):
+        held = [block for block in table if block != NULL_BLOCK]
+        assert len(set(held)) == len(held)
+        for place in self._in_sight(position, count):
+            assert table[place // size] != NULL_BLOCK, "a row reads or writes a block that it has let go"
             slots, origin = self.cache.setdefault(table[place // size], {}), hash(tuple(tokens[: place + 1]))
             if place >= position:
                 slots[place % size] = origin
             else:
                 assert slots.get(place % size) == origin, "a row reads what was computed from other tokens"
+
+
+    def _in_sight(self, position: int, count: int) -> list[int]:
+        """What tokens from `position` on look at, and write."""
+        if self.window is None:
+            return list(range(position + count))
+        oldest = max(0, position - self.window.tokens + 1)
+        return sorted({*range(min(self.window.sinks, position)), *range(oldest, position + count)})
 
 
 class Harness:

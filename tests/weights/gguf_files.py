@@ -21,11 +21,18 @@ _NAMES = {
     "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
     "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "self_attention.query_key_value": "attn_qkv", "self_attention.dense": "attn_output", "ln_attn": "attn_norm_2",
+    "ln_mlp": "attn_norm", "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
+    "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output",
+    "attn.q_proj": "attn_q", "attn.k_proj": "attn_k", "attn.v_proj": "attn_v", "attn.out_proj": "attn_output",
+    "mlp.fc_in": "ffn_up", "mlp.fc_out": "ffn_down",
+    "transformer.word_embeddings": "token_embd", "gpt_neox.embed_in": "token_embd",
+    "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output",
     "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
 }
 
 
-_ARCHITECTURES = {"gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+_ARCHITECTURES = {"gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_neox": "gptneox"}
 _OUTPUT_NORM = {"post_attention_layernorm": "post_attention_norm"}  # of Gemma 2 and 3
 
 
@@ -41,6 +48,15 @@ def gguf_name(name: str, output_norms: bool = False) -> str:
 def interleave_halves(rows: np.ndarray, heads: int) -> np.ndarray:
     """What the converter does to Llama's q and k: the two halves of a head, row by row in turn."""
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def ungroup_heads(rows: np.ndarray, config: Any) -> np.ndarray:
+    """What the converter does to a joined q, k and v: from each key head's own together to all queries first."""
+    size = config.hidden_size // config.num_attention_heads
+    groups = (rows.shape[0] // size - config.num_attention_heads) // 2
+    by_group = rows.reshape(groups, -1, size, *rows.shape[1:])
+    parts = by_group[:, :-2], by_group[:, -2:-1], by_group[:, -1:]
+    return np.concatenate([part.reshape(-1, *rows.shape[1:]) for part in parts])
 
 
 def gguf_tensors(model: Any) -> dict[str, np.ndarray]:
@@ -59,6 +75,8 @@ def gguf_tensors(model: Any) -> dict[str, np.ndarray]:
             array = interleave_halves(array, config.num_attention_heads)
         if config.model_type in ("llama", "mixtral") and ".k_proj" in name:
             array = interleave_halves(array, config.num_key_value_heads)
+        if "query_key_value" in name:
+            array = ungroup_heads(array, config)
         if "gemma" in config.model_type and name.endswith("norm.weight"):
             array = array + 1  # as the converter does
         tensors[gguf_name(name, config.model_type in ("gemma2", "gemma3_text"))] = array
@@ -111,6 +129,20 @@ def _sizes(config: Any) -> dict[str, Any]:
     if kind == "gpt2":
         return {**sizes, "gpt2.feed_forward_length": 4 * config.n_embd,
                 "gpt2.attention.layer_norm_epsilon": config.layer_norm_epsilon}
+    if kind == "gptj":
+        return {**sizes, "gptj.feed_forward_length": config.n_inner or 4 * config.n_embd,
+                "gptj.attention.layer_norm_epsilon": config.layer_norm_epsilon,
+                "gptj.rope.dimension_count": config.rotary_dim}
+    if kind == "gptneox":
+        turned = config.rope_parameters.get("partial_rotary_factor", 0.25)
+        return {**sizes, "gptneox.feed_forward_length": config.intermediate_size,
+                "gptneox.attention.layer_norm_epsilon": config.layer_norm_eps,
+                "gptneox.rope.dimension_count": int(turned * config.hidden_size // config.num_attention_heads),
+                "gptneox.use_parallel_residual": config.use_parallel_residual}
+    if kind == "falcon":
+        return {**sizes, "falcon.feed_forward_length": config.ffn_hidden_size,
+                "falcon.attention.layer_norm_epsilon": config.layer_norm_epsilon,
+                "falcon.attention.head_count_kv": config.num_kv_heads if config.new_decoder_architecture else 1}
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters.get("full_attention") or config.rope_parameters
     own = {f"{kind}.attention.sliding_window": getattr(config, "sliding_window", None) or 0}

@@ -41,7 +41,7 @@ def test_config_comes_back_as_it_was_built(engine: Path, tmp_path: Path) -> None
     document = json.loads((engine / "config.json").read_text())
     assert document["pretrained_config"]["mapping"] == {"world_size": 1, "tp_size": 1, "pp_size": 1}
     assert document["pretrained_config"]["quantization"] == {
-        "quant_algo": None, "group_size": 0, "kv_cache_quant_algo": None}
+        "quant_algo": None, "group_size": 0, "kv_cache_quant_algo": None, "exclude_modules": []}
     assert document["slipstream"]["format"] == 1
     assert document["slipstream"]["source"] == str(tmp_path / "hf-llama")
 

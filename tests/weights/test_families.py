@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -184,7 +185,7 @@ def test_a_config_written_before_there_were_experts_or_caps_reads_as_it_did() ->
     spec = spec_of(LLAMA)
     new = ("norm_offset", "inter_layernorms", "parallel_attention", "shared_norm", "embedding_scale", "attention_scale",
            "attn_logit_softcapping", "final_logit_softcapping", "rope_local_base_freq", "head_bias",
-           "moe")
+           "moe", "norms_after", "final_norm", "word_embed_proj_dim")
     assert ModelSpec.from_config({key: value for key, value in spec.to_config().items() if key not in new}) == spec
 
 
@@ -284,20 +285,39 @@ def test_experts() -> None:
     assert (shared.experts, shared.qkv_bias) == (Experts(4, 2, 1408, shared_ffn_size=48), True)
 
 
+@pytest.mark.parametrize(("options", "layers"), [
+    ({"decoder_sparse_step": 2}, (False, True, False)),
+    ({"mlp_only_layers": [2]}, (True, True, False)),
+    ({"decoder_sparse_step": 1, "mlp_only_layers": []}, None),
+])
+def test_layers_without_experts(options: dict[str, Any], layers: tuple[bool, ...] | None) -> None:
+    spec = spec_of(named("Qwen3MoeForCausalLM", moe_intermediate_size=32, **options))
+    assert spec.experts is not None
+    assert spec.experts.layers == layers
+    assert ModelSpec.from_config(json.loads(json.dumps(spec.to_config()))) == spec
+    dense = [index for index in range(3) if f"transformer.layers.{index}.mlp.fc.weight" in checkpoint_shapes(spec)]
+    assert dense == [index for index, has in enumerate(layers or ()) if not has]
+    assert spec.ffn_sizes == ((32,) if layers is None else (32, 160))
+
+
+def test_opt_with_norms_after_and_narrow_embeddings() -> None:
+    spec = spec_of(named("OPTForCausalLM", do_layer_norm_before=False, word_embed_proj_dim=32))
+    assert (spec.norms_after, spec.final_norm, spec.embedding_width) == (True, False, 32)
+    assert ModelSpec.from_config(json.loads(json.dumps(spec.to_config()))) == spec
+    assert spec.parameters() == sum(prod(shape) for name, shape in checkpoint_shapes(spec).items()
+                                    if len(shape) == 2 and "position" not in name)
+
+
 REFUSED = [
     ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ("Gemma2ForCausalLM", {"layer_types": ["chunked_attention"] * 3}, "layer_types.*'chunked_attention'"),
     ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}},
      "rope_type=yarn of sliding_attention"),
-    ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
-    ("OPTForCausalLM", {"word_embed_proj_dim": 32}, "word_embed_proj_dim=32.*hidden_size=64"),
-    ("OPTForCausalLM", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm=True"),
+    ("OPTForCausalLM", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
     ("FalconForCausalLM", {"alibi": True}, "alibi=True"),
     ("FalconForCausalLM", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn=False"),
     ("Qwen2MoeForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
-    ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
-    ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
     ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "9 experts a token, of 8"),
     ("MixtralForCausalLM", {"num_local_experts": 10**9}, "2 experts a token, of 1000000000; the most are"),
     ("GPTNeoXForCausalLM", {"num_attention_heads": 10**9}, "head_size is 0"),

@@ -1,5 +1,7 @@
 """Eight-bit floating point: what the build stores, and that a machine without the instructions still serves it."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,11 @@ from tiny_engine import build_tiny_engine
 
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
+from slipstream.model.spec import Experts, ModelSpec
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.load import start_engine
+from slipstream.weights.parameters import Quantisation, choose_quantisation, engine_layout
 from slipstream.weights.quantise import dequantise, quantise_fp8
 
 
@@ -40,11 +44,47 @@ def test_linears_are_stored_in_eight_bits_and_the_head_is_not(plain: Path, eight
     folder = read_engine_folder(eight_bits)
     assert (folder.quantisation.algorithm, folder.quantisation.kv_cache) == ("FP8", "FP8")
     tensors, exact = folder.tensors(), read_engine_folder(plain).tensors()
-    name = "transformer.layers.1.mlp.gate_up"
+    name = "transformer.layers.0.mlp.gate_up"
     stored, scales = quantise_fp8(exact[f"{name}.weight"])
     assert torch.equal(tensors[f"{name}.weight"].view(torch.uint8), stored.view(torch.uint8))
     assert torch.equal(tensors[f"{name}.scales"], scales)
     assert torch.equal(tensors["lm_head.weight"], exact["lm_head.weight"])
+
+
+def eight_bit_names(spec: ModelSpec, quantisation: Quantisation) -> set[str]:
+    layout = engine_layout(spec, "bfloat16", quantisation)
+    return {name.removeprefix("transformer.layers.") for name, slot in layout.items() if slot.dtype == "F8_E4M3"}
+
+
+def test_which_linears_take_eight_bits_depends_on_the_width(eight_bits: Path) -> None:
+    spec = read_engine_folder(eight_bits).spec
+    last = spec.layers - 1
+    every = {f"{layer}.{part}.weight" for layer in range(spec.layers)
+             for part in ("attention.qkv", "attention.dense", "mlp.gate_up", "mlp.proj")}
+    wide = replace(spec, hidden_size=2048)
+    assert eight_bit_names(wide, choose_quantisation(wide, "fp8")) == every
+    narrow = replace(spec, hidden_size=2032)
+    assert eight_bit_names(narrow, choose_quantisation(narrow, "fp8")) == {
+        name for name in every
+        if name.endswith(("dense.weight", "gate_up.weight")) and not name.startswith(f"{last}.")}
+    assert eight_bit_names(spec, Quantisation("FP8")) == every, "as folders hold them that were built before"
+    assert choose_quantisation(spec, "int8").excluded == ()
+
+
+def test_experts_of_a_narrow_model_add_in_16_bits() -> None:
+    experts = Experts(count=4, per_token=2, ffn_size=32, shared_ffn_size=32)
+    spec = ModelSpec(architecture="Qwen2MoeForCausalLM", vocab_size=64, hidden_size=64, layers=2, heads=2, kv_heads=2,
+                     head_size=16, ffn_size=32, max_positions=64, experts=experts)
+    assert eight_bit_names(spec, choose_quantisation(spec, "fp8")) == {
+        "0.attention.dense.weight", "0.mlp.experts.gate_up.weight", "0.mlp.shared.gate_up.weight"}
+
+
+def test_an_engine_says_what_it_left_in_16_bits(eight_bits: Path) -> None:
+    config = json.loads((eight_bits / "config.json").read_text())
+    folder = read_engine_folder(eight_bits)
+    excluded = ["*.attention.qkv", "*.mlp.*proj", f"*.layers.{folder.spec.layers - 1}.*"]
+    assert config["pretrained_config"]["quantization"]["exclude_modules"] == excluded
+    assert folder.quantisation.excluded == tuple(excluded)
 
 
 def test_a_cpu_serves_what_the_eight_bits_stand_for(plain: Path, eight_bits: Path) -> None:
@@ -56,9 +96,8 @@ def test_a_cpu_serves_what_the_eight_bits_stand_for(plain: Path, eight_bits: Pat
     answers = run_all(loop, [request])
     rounded = start_engine(plain, settings)
     exact = read_engine_folder(plain).tensors()
-    for index, layer in enumerate(rounded.runner.model.layers):  # type: ignore[attr-defined]
-        for attribute, part in (("qkv", "attention.qkv"), ("dense", "attention.dense"), ("first", "mlp.gate_up"),
-                                ("proj", "mlp.proj")):
+    for index, layer in enumerate(rounded.runner.model.layers[:-1]):  # type: ignore[attr-defined]
+        for attribute, part in (("dense", "attention.dense"), ("first", "mlp.gate_up")):
             weight = dequantise(*quantise_fp8(exact[f"transformer.layers.{index}.{part}.weight"]))
             setattr(layer, attribute, lambda x, weight=weight: torch.nn.functional.linear(x, weight))
     expected = run_all(rounded, [request])

@@ -68,6 +68,9 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_fact
     ("gemma", {}), ("gemma2", {"query_pre_attn_scalar": 16}),
     ("gemma3", {"query_pre_attn_scalar": 16, "num_hidden_layers": 7, "layer_types": None}),
     ("phi3", {"sliding_window": 24}), ("mixtral", {}), ("qwen3_moe", {"norm_topk_prob": True}),
+    ("falcon", {}), ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    ("gpt_neox", {}), ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}), ("gptj", {}),
     ("phi3", {"rope_parameters": LONGROPE, "max_position_embeddings": 160, "original_max_position_embeddings": 64})])
 def test_a_file_of_another_family_computes_what_transformers_does(
     tmp_path: Path, family: str, options: dict[str, Any]
@@ -191,8 +194,8 @@ def test_unsupported_architecture_names_its_tensors(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(UnsupportedModel, match=r"mamba is not supported; supported: llama, qwen2, qwen3, gpt2, gemma, "
-                                               r"gemma2, gemma3, phi3, qwen3moe; tensors that match no known name: "
-                                               r"blk\.N\.ssm_in\.weight$"):
+                                               r"gemma2, gemma3, phi3, qwen3moe, falcon, gptneox, gptj; tensors that "
+                                               r"match no known name: blk\.N\.ssm_in\.weight$"):
         GgufSource(path, "gguf")
 
 

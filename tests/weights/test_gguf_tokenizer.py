@@ -55,6 +55,9 @@ HUB_TOKENIZERS = {
     "smollm": byte_level(cut=pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])),
     "llama-bpe": byte_level(cut=split(LLAMA3), ignore_merges=True),
     "qwen2": byte_level(cut=split(QWEN2), normalizer=normalizers.NFC()),
+    "falcon": byte_level(cut=pre_tokenizers.Sequence([
+        pre_tokenizers.Punctuation("contiguous"), GPT2, pre_tokenizers.Digits(individual_digits=False),
+        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")])),
 }
 
 

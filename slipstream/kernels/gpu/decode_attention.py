@@ -26,7 +26,8 @@ _LARGE = (1024, 512, 256)  # tokens of a chunk
 _MERGED = 32  # chunks that are soon merged
 _GROUP = 16  # the least number of query rows the matrix units take
 _SMALLEST = 16  # the least number of columns they sum over
-_PROGRAMS_PER_PROCESSOR = 12
+_FEW_SHARES, _MANY_SHARES = 4, 12  # programs of a processor
+_AT_ONCE = 2  # of them, what its memory holds
 _LOG2_E = 1.4426950408889634
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -43,30 +44,36 @@ class DecodePlan:
     sizes: Tensor  # [2]: chunks, tokens of a chunk
 
 
-def most_chunks(rows: int, kv_heads: int, programs: int) -> int:
-    """How many chunks `cut_chunks` makes at most: a chunk holds all tokens' share of one of `programs / kv_heads`."""
-    return rows + programs // kv_heads
+def most_chunks(rows: int, kv_heads: int, processors: int) -> int:
+    """How many chunks `cut_chunks` makes at most."""
+    shares = _programs(rows, kv_heads, processors) // kv_heads  # a chunk holds more than one of so many of all tokens
+    return min(rows * _most_of_a_row(kv_heads, processors), rows + shares)
 
 
-def _most_of_a_row(kv_heads: int, programs: int) -> int:
+def _programs(rows: int, kv_heads: int, processors: int) -> int:
+    """Lengths of many rows differ, and small shares even that out; what few rows leave to do nobody should wait for."""
+    return processors * (_FEW_SHARES if rows * kv_heads <= _AT_ONCE * processors else _MANY_SHARES)
+
+
+def _most_of_a_row(kv_heads: int, processors: int) -> int:
     """Chunks of a row, which one program merges: as many as it takes to keep the machine busy, and no more."""
-    return max(_MERGED, programs // (_PROGRAMS_PER_PROCESSOR * kv_heads))
+    return max(_MERGED, processors // kv_heads)
 
 
-def _unhurried(lengths: np.ndarray, kv_heads: int, programs: int) -> int:
+def _unhurried(lengths: np.ndarray, kv_heads: int, processors: int) -> int:
     """The largest chunk of which there are enough to keep every processor at it. To begin one takes its time."""
-    enough = 1.9 * programs / _PROGRAMS_PER_PROCESSOR
     for size in _LARGE:
-        if int((-(-lengths // size)).sum()) * kv_heads >= enough:
+        if int((-(-lengths // size)).sum()) * kv_heads >= 0.95 * _AT_ONCE * processors:
             return size
     return _TILE if len(lengths) < _FEW_ROWS else 2 * _TILE
 
 
-def cut_chunks(lengths: np.ndarray, kv_heads: int, programs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+def cut_chunks(lengths: np.ndarray, kv_heads: int, processors: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """lengths: [rows] → first_chunk [rows + 1], chunk_row, chunk_start, and the tokens of a chunk."""
     total, longest = int(lengths.sum()) * kv_heads, int(lengths.max(initial=0))
-    size = max(total // programs, longest // _most_of_a_row(kv_heads, programs)) + 1
-    size = max(-(-size // _TILE) * _TILE, _unhurried(lengths, kv_heads, programs))
+    share = total // _programs(len(lengths), kv_heads, processors)
+    size = max(share, longest // _most_of_a_row(kv_heads, processors)) + 1
+    size = max(-(-size // _TILE) * _TILE, _unhurried(lengths, kv_heads, processors))
     chunks = -(-lengths // size)
     first = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(chunks, out=first[1:])
@@ -101,28 +108,31 @@ def _decode(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, COMPUTE: tl.constexpr, PACKED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ROOM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # Packed, the cache is read as pairs of eight-bit numbers: even and odd columns of a head are then two halves of
     # half the width, each with its own products. Otherwise there is one "half", the whole head.
     STEP: tl.constexpr = 2 if PACKED else 1
     WIDTH: tl.constexpr = PADDED // STEP
     HALF: tl.constexpr = SIZE // STEP
-    wait(OVERLAP)
-    chunks = tl.load(sizes)
+    # The plan was there before the step: what it says of an item is read while the kernel ahead, or the item before,
+    # runs out.
+    items = tl.load(sizes) * KV_HEADS
     chunk_tokens = tl.load(sizes + 1)
     column = tl.arange(0, WIDTH)
     query = tl.arange(0, QUERIES)
     kind = out.dtype.element_ty
-    for item in range(tl.program_id(0), chunks * KV_HEADS, tl.num_programs(0)):
-        chunk = item // KV_HEADS
+    index, start, length, row, first, last = _about(
+        tl.program_id(0) // KV_HEADS, rows, lengths, first_chunk, chunk_row, chunk_start)
+    wait(OVERLAP)
+    if ROOM:  # for the next kernel beside all programs of this one
+        let_next(OVERLAP)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        coming = tl.minimum(item + tl.num_programs(0), items - 1) // KV_HEADS
+        next_index, next_start, next_length, next_row, next_first, next_last = _about(
+            coming, rows, lengths, first_chunk, chunk_row, chunk_start)
         head = item % KV_HEADS
-        index = tl.load(chunk_row + chunk)
-        start = tl.load(chunk_start + chunk)
-        length = tl.load(lengths + index)
-        table = tables + tl.load(rows + index).to(tl.int64) * table_stride
-        first = tl.load(first_chunk + index)
-        last = tl.load(first_chunk + index + 1)
+        table = tables + row.to(tl.int64) * table_stride
         end = tl.minimum(start + chunk_tokens, length)
         at = index.to(tl.int64) * q_stride + (head * GROUP + query[:, None]) * SIZE + STEP * column[None, :]
         held = (query[:, None] < GROUP) & (column[None, :] < HALF)
@@ -184,7 +194,20 @@ def _decode(
             if tl.atomic_add(arrivals + index * KV_HEADS + head, 1) == last - first - 1:
                 tl.store(arrivals + index * KV_HEADS + head, 0)  # for the next layer
                 _merge(partial, statistics, result, first, last, head, KV_HEADS, GROUP, SIZE, PADDED, QUERIES)
-    let_next(OVERLAP)
+        index, start, length = next_index, next_start, next_length
+        row, first, last = next_row, next_first, next_last
+    if not ROOM:
+        let_next(OVERLAP)
+
+
+@triton.jit
+def _about(chunk, rows, lengths, first_chunk, chunk_row, chunk_start):
+    """A chunk's row in the plan and its first token, then of that row: tokens, table, first chunk, and the one behind
+    its last."""
+    index = tl.load(chunk_row + chunk)
+    first = tl.load(first_chunk + index)
+    last = tl.load(first_chunk + index + 1)
+    return index, tl.load(chunk_start + chunk), tl.load(lengths + index), tl.load(rows + index), first, last
 
 
 @triton.jit
@@ -223,7 +246,7 @@ def attend_decode(
     tables: Tensor,  # int32 [rows of the engine, blocks]
     plan: DecodePlan,
     block_tokens: int,
-    programs: int,
+    processors: int,
     rule: AttentionRule,
     out: Tensor,  # [rows, heads, head_size], contiguous
 ) -> None:
@@ -242,20 +265,21 @@ def attend_decode(
     packed = eight_bits and size == padded >= 2 * _SMALLEST and q.is_cuda
     if packed:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
-    _decode[(min(programs, items),)](
+    programs = min(_programs(rows, kv_heads, processors), items)
+    _decode[(programs,)](
         q, keys, values, tables, plan.rows, plan.lengths, plan.first_chunk, plan.chunk_row, plan.chunk_start,
         plan.sizes, out, partial, statistics, counters(rows * kv_heads, q.device), rule.scale * _LOG2_E,
         rule.softcap * _LOG2_E, q.stride(0), keys.shape[1], tables.stride(0),
         rule.window if rule.window is not None else 2**30, rule.sinks,
         SOFTCAP=rule.softcap > 0, WINDOW=rule.window is not None, SINKS=rule.sinks > 0,
         # The hardware turns eight bits into float16 in one instruction; bfloat16 would take several.
-        COMPUTE=tl.float16 if eight_bits else _TYPES[q.dtype], PACKED=packed,
+        COMPUTE=tl.float16 if eight_bits else _TYPES[q.dtype], PACKED=packed, ROOM=programs <= _AT_ONCE * processors,
         BLOCK_TOKENS=block_tokens, TILE=_PACKED_TILE if packed else _TILE,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=_WARPS, num_stages=_STAGES, **shape,
     )  # fmt: skip
 
 
-def programs_of(device: torch.device) -> int:
+def processors_of(device: torch.device) -> int:
     if device.type != "cuda":
-        return 8  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_PROCESSOR
+        return 2  # the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count

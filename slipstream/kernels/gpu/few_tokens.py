@@ -77,7 +77,7 @@ def _few_tokens(
 
 def few_tokens(
     x: Tensor,  # [tokens, in], contiguous: 16 bits, or e4m3 with x_scales
-    weight: Tensor,  # [out, in]: of x's type, or int8 with weight_scales
+    weight: Tensor,  # [out, in]: of x's type, or int8 or e4m3 with weight_scales
     bias: Tensor | None,  # [out]
     x_scales: Tensor | None = None,  # float32 [tokens, 1]
     weight_scales: Tensor | None = None,  # float32 [out]

@@ -54,8 +54,8 @@ class WideProduct:
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
 
 
-class WholeNumberProduct:
-    """Weights of int8 with a scale a row: read as they are for few tokens, expanded for many."""
+class WeightOnlyProduct:
+    """Weights of int8 or e4m3 with a scale a row: read as they are for few tokens, expanded for many."""
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         self.weight, self.scales, self.bias = weight, scales.float(), bias

@@ -19,7 +19,6 @@ def _rotate_write(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
     ROTARY: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
@@ -28,29 +27,33 @@ def _rotate_write(
     turned = head < Q_HEADS + KV_HEADS  # queries and keys; values pass as they are
     is_query = head < Q_HEADS
     kind = heads.dtype.element_ty
-    x = tl.load(base + column, inside, other=0.0)
     HALF: tl.constexpr = ROTARY // 2
+    # The kernel ahead makes the heads. All else was there before it: that comes while it runs out.
+    slot = tl.load(slots + token).to(tl.int64)
     if ROTARY > 0:
         partner = tl.where(column < HALF, column + HALF, tl.where(column < ROTARY, column - HALF, column))
-        other = tl.load(base + partner, inside & turned, other=0.0)
-        if NORM:
-            x32 = x.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(x32 * x32, 1) / SIZE + epsilon)[:, None]
-            weight = tl.load(q_weight + column, inside & is_query, other=0.0)
-            weight += tl.load(k_weight + column, inside & (turned & (head >= Q_HEADS)), other=0.0)
-            partner_weight = tl.load(q_weight + partner, inside & is_query, other=0.0)
-            partner_weight += tl.load(k_weight + partner, inside & (turned & (head >= Q_HEADS)), other=0.0)
-            other = (other.to(tl.float32) * scale * partner_weight).to(kind)
-            x = tl.where(turned, (x32 * scale * weight).to(kind), x)
         position = tl.load(positions + token)
         rotary = (column < ROTARY) & (head >= 0)
         cos = tl.load(cosine + position * ROTARY + column, rotary, other=1.0)
         sin = tl.load(sine + position * ROTARY + column, rotary, other=0.0)
+        if NORM:
+            weight = tl.load(q_weight + column, inside & is_query, other=0.0)
+            weight += tl.load(k_weight + column, inside & (turned & (head >= Q_HEADS)), other=0.0)
+            partner_weight = tl.load(q_weight + partner, inside & is_query, other=0.0)
+            partner_weight += tl.load(k_weight + partner, inside & (turned & (head >= Q_HEADS)), other=0.0)
+    follow(OVERLAP)
+    x = tl.load(base + column, inside, other=0.0)
+    if ROTARY > 0:
+        other = tl.load(base + partner, inside & turned, other=0.0)
+        if NORM:
+            x32 = x.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(x32 * x32, 1) / SIZE + epsilon)[:, None]
+            other = (other.to(tl.float32) * scale * partner_weight).to(kind)
+            x = tl.where(turned, (x32 * scale * weight).to(kind), x)
         rotated = x.to(tl.float32) * cos + other.to(tl.float32) * sin
         x = tl.where(turned, rotated.to(kind), x)
         tl.debug_barrier()  # partners may be another warp's to overwrite: all are read by now
     tl.store(base + column, x, inside & turned)
-    slot = tl.load(slots + token).to(tl.int64)
     is_key = turned & (head >= Q_HEADS)
     key_at = ((head - Q_HEADS) * cache_slots + slot) * SIZE + column
     tl.store(keys + key_at, x.to(keys.dtype.element_ty), inside & is_key)

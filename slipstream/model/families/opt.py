@@ -1,10 +1,13 @@
-"""OPT: learned positions behind two that were kept for padding, layer norm, biases, ReLU."""
+"""OPT: learned positions behind two that were kept for padding, layer norm, biases, ReLU.
+
+The one of 350 million parameters has its norms after the sums, and embeddings that are narrower than what it computes.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from slipstream.model.families.family import Family, UnsupportedModel, WeightMap
+from slipstream.model.families.family import Family, WeightMap
 from slipstream.model.families.hf_config import decoder_spec, refuse_unusual, required
 from slipstream.model.spec import ModelSpec
 
@@ -22,6 +25,8 @@ WEIGHTS = WeightMap(
     outer={
         "transformer.vocab_embedding": "model.decoder.embed_tokens",
         "transformer.position_embedding": "model.decoder.embed_positions",
+        "transformer.project_in": "model.decoder.project_in",
+        "transformer.project_out": "model.decoder.project_out",
         "transformer.ln_f": "model.decoder.final_layer_norm",
         "lm_head": "lm_head",
     },
@@ -32,18 +37,18 @@ WEIGHTS = WeightMap(
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    refuse_unusual("OPT", config, {"do_layer_norm_before": True, "_remove_final_layer_norm": False,
-                                   "layer_norm_elementwise_affine": True})
+    refuse_unusual("OPT", config, {"layer_norm_elementwise_affine": True})
     hidden = required(config, "hidden_size")
-    if config.get("word_embed_proj_dim") not in (None, hidden):
-        raise UnsupportedModel(f"OPT with word_embed_proj_dim={config['word_embed_proj_dim']} other than "
-                               f"hidden_size={hidden} is not supported")
+    embedding = config.get("word_embed_proj_dim") or hidden
+    norms_after = not config.get("do_layer_norm_before", True)
     bias = bool(config.get("enable_bias", True))
     config = {"tie_word_embeddings": True, **config, "intermediate_size": required(config, "ffn_dim"),
               "hidden_act": config.get("activation_function") or "relu", "rms_norm_eps": 1e-5}
     return decoder_spec(
         "OPTForCausalLM", config, default_positions=2048, gated_mlp=False, norm="layer", position="learned",
-        qkv_bias=bias, dense_bias=bias, mlp_bias=bias,
+        qkv_bias=bias, dense_bias=bias, mlp_bias=bias, norms_after=norms_after,
+        final_norm=not norms_after and not config.get("_remove_final_layer_norm"),
+        embedding_size=embedding if embedding != hidden else 0,
     )
 
 

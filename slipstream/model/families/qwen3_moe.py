@@ -6,25 +6,31 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.model.families.family import Family
-from slipstream.model.families.hf_config import decoder_spec, refuse_unusual
+from slipstream.model.families.hf_config import decoder_spec, layer_numbers
 from slipstream.model.families.qwen3 import WEIGHTS as QWEN3_WEIGHTS
 from slipstream.model.spec import Experts, ModelSpec
 
 _EXPERT = "mlp.experts.{expert}."
 WEIGHTS = replace(QWEN3_WEIGHTS, layers={
-    **{module: sources for module, sources in QWEN3_WEIGHTS.layers.items() if not module.startswith("mlp.")},
+    **QWEN3_WEIGHTS.layers,  # some layers may have one feed-forward part instead
     "mlp.router": ("mlp.gate",),
     "mlp.experts.gate_up": (f"{_EXPERT}gate_proj", f"{_EXPERT}up_proj"),
     "mlp.experts.proj": (f"{_EXPERT}down_proj",),
 })
 
 
+def expert_layers(config: dict[str, Any]) -> tuple[bool, ...] | None:
+    """Every so many layers have experts, but those that are named do not; None: all have."""
+    step, without = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    chosen = tuple(layer not in without and (layer + 1) % step == 0 for layer in layer_numbers(config))
+    return None if all(chosen) else chosen
+
+
 def spec(config: dict[str, Any]) -> ModelSpec:
-    refuse_unusual("Qwen3 with experts", config, {"decoder_sparse_step": 1, "mlp_only_layers": []})
     attention_bias = bool(config.get("attention_bias", False))
     experts = Experts(config.get("num_experts") or config.get("num_local_experts") or 128,
                       config.get("num_experts_per_tok") or 8, config.get("moe_intermediate_size") or 768,
-                      normalised=bool(config.get("norm_topk_prob", False)))
+                      normalised=bool(config.get("norm_topk_prob", False)), layers=expert_layers(config))
     # one window for all layers here, not the choice of layers that the dense Qwen3 has
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     return decoder_spec(

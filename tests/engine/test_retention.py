@@ -1,0 +1,98 @@
+"""Cached blocks that requests want kept, or gone first: in the pool, through the scheduler and through an engine."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_harness import Harness, make_scheduler
+
+from slipstream.engine.blocks import BlockPool
+from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.retention import USUAL_PRIORITY, IdleBlocks, Keep, KeptRange, Retention
+
+keeps = st.one_of(st.none(), st.builds(Keep, st.integers(0, 100), st.one_of(st.none(), st.integers(0, 5000))))
+events = st.lists(st.one_of(
+    st.tuples(st.just("add"), st.integers(1, 12), keeps), st.tuples(st.just("remove"), st.integers(1, 12)),
+    st.tuples(st.just("pop")), st.tuples(st.just("wait"), st.floats(0.0, 4.0)),
+), max_size=60)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(events)
+def test_the_cheapest_goes_first_and_of_equals_the_oldest(story):
+    now = [0.0]
+    idle = IdleBlocks(clock=lambda: now[0])
+    model: list[tuple[int, int, float | None]] = []  # (block, priority, until), in the order they came to that priority
+    for event in story:
+        if event[0] == "add" and event[1] not in [block for block, _, _ in model]:
+            keep = event[2]
+            idle.add(event[1], keep)
+            usual = keep is None or keep.priority == USUAL_PRIORITY
+            until = None if usual or keep.milliseconds is None else now[0] + keep.milliseconds / 1000
+            model.append((event[1], USUAL_PRIORITY if usual else keep.priority, until))
+        elif event[0] == "remove" and event[1] in [block for block, _, _ in model]:
+            idle.remove(event[1])
+            model = [entry for entry in model if entry[0] != event[1]]
+        elif event[0] == "wait":
+            now[0] += event[1]
+        elif event[0] == "pop" and model:
+            over = sorted((entry for entry in model if entry[2] is not None and entry[2] <= now[0]),
+                          key=lambda entry: (entry[2], entry[0]))
+            model = [entry for entry in model if entry not in over]
+            model += [(block, USUAL_PRIORITY, None) for block, _, _ in over]
+            expected = min(model, key=lambda entry: entry[1])
+            assert idle.pop() == expected[0]
+            model.remove(expected)
+        assert sorted(idle) == sorted(block for block, _, _ in model)
+        assert len(idle) == len(model)
+        assert all(block in idle for block, _, _ in model)
+
+
+def test_a_range_is_found_by_the_first_token_of_a_block():
+    retention = Retention((KeptRange(0, 8, Keep(90)), KeptRange(6, None, Keep(10, 500))), answer=Keep(1))
+    assert [retention.of_block(first, 16) for first in (0, 4, 8, 12, 16, 20)] == [
+        Keep(90), Keep(90), Keep(10, 500), Keep(10, 500), Keep(1), Keep(1)]
+    assert Retention((KeptRange(4, 8, Keep(90)),)).of_block(0, 16) is None
+    assert Retention().of_block(16, 16) is None
+
+
+def leave(harness: Harness, request_id: int, prompt: list[int], retention: Retention | None = None) -> int:
+    """Run a request; how many of its prompt's tokens were cached."""
+    before = harness.scheduler.stats().cached_prompt_tokens
+    harness.scheduler.add(GenerateRequest(request_id, prompt, SamplingParams(max_tokens=1), retention=retention))
+    harness.run_dry()
+    return harness.scheduler.stats().cached_prompt_tokens - before
+
+
+@pytest.mark.parametrize(("priority", "kept"), [(90, 12), (None, 0), (0, 0)])
+def test_a_dear_prompt_outlives_cheaper_ones(priority, kept):
+    """The pool holds four prompts; six others come after the one that was to be kept."""
+    harness = Harness(make_scheduler(blocks=16, block_tokens=4, budget=64), depth=1)
+    retention = None if priority is None else Retention((KeptRange(0, None, Keep(priority)),))
+    leave(harness, 0, [1] * 13, retention)
+    for other in range(1, 7):
+        assert leave(harness, other, [other + 1] * 13) == 0
+    assert leave(harness, 7, [1] * 13) == kept
+
+
+def test_what_was_cheap_becomes_dear_when_a_later_request_says_so():
+    harness = Harness(make_scheduler(blocks=16, block_tokens=4, budget=64), depth=1)
+    leave(harness, 0, [1] * 13)
+    assert leave(harness, 1, [1] * 13, Retention((KeptRange(0, None, Keep(80)),))) == 12
+    for other in range(2, 8):
+        leave(harness, other, [other + 1] * 13)
+    assert leave(harness, 8, [1] * 13) == 12
+
+
+def test_a_block_loses_what_was_said_of_it_with_its_name():
+    pool = BlockPool(2, 4)
+    (block,) = pool.allocate(1)
+    pool.keep(block, Keep(90))  # it has no name yet: nothing to keep
+    pool.name(block, b"a")
+    pool.keep(block, Keep(0))
+    pool.release([block])
+    pool.check_integrity()
+    for taken in pool.allocate(2):
+        pool.name(taken, bytes([taken]))
+        pool.release([taken])
+    pool.check_integrity()
+    assert not pool._keeps
