@@ -27,7 +27,8 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import uvloop
-from server_load import Load, Rate, generate_load, grpc_body, grpc_rate, http_rate, infer_load, stream_load
+from grpc_load import grpc_body, grpc_rate
+from server_load import Load, Rate, generate_load, http_rate, infer_load, stream_load
 from server_peers import Peer, start_ours, start_triton
 
 TEXT = "What is machine learning?"
@@ -52,10 +53,7 @@ def cases() -> list[Case]:
         for title, load in (("HTTP generate", generate_load(TEXT)), ("HTTP infer", infer_load(TEXT))):
             found.append(Case(f"{title} × {concurrency}", "requests/s", _http(load, concurrency)))
 
-        def call(peer: Peer, seconds: float, concurrency: int = concurrency) -> Awaitable[Rate]:
-            return grpc_rate(peer.grpc_port, message, concurrency, seconds)
-
-        found.append(Case(f"gRPC infer × {concurrency}", "requests/s", call))
+        found.append(Case(f"gRPC infer × {concurrency}", "requests/s", _grpc(message, concurrency)))
     found.sort(key=lambda case: case.title.split(" × ")[0])
     for streams in STREAMS:
         found.append(Case(f"generate_stream × {streams}", "tokens/s", _http(stream_load(TOKENS), streams)))
@@ -65,6 +63,13 @@ def cases() -> list[Case]:
 
 def _http(load: Load, concurrency: int) -> Callable[[Peer, float], Awaitable[Rate]]:
     return lambda peer, seconds: http_rate(peer.http_port, load, concurrency, seconds)
+
+
+def _grpc(message: bytes, concurrency: int) -> Callable[[Peer, float], Awaitable[Rate]]:
+    async def run(peer: Peer, seconds: float) -> Rate:
+        return Rate(await grpc_rate(peer.grpc_port, message, concurrency, seconds))
+
+    return run
 
 
 def check_stream(peer: Peer) -> float:

@@ -105,43 +105,6 @@ def _totals(connections: list[_Connection]) -> tuple[int, int]:
     return sum(one.answers for one in connections), sum(one.events for one in connections)
 
 
-async def grpc_rate(port: int, body: bytes, concurrency: int, seconds: float) -> Rate:
-    """ModelInfer calls a second, the messages left as the bytes they are."""
-    import grpc
-
-    channels = [
-        grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)])
-        for _ in range(max(1, concurrency // 8))
-    ]
-    calls = [channel.unary_unary("/inference.GRPCInferenceService/ModelInfer") for channel in channels]
-    done, ending = 0, False
-
-    async def keep_calling(number: int) -> None:
-        nonlocal done
-        while not ending:
-            await calls[number % len(calls)](body)
-            done += 1
-
-    tasks = [asyncio.ensure_future(keep_calling(number)) for number in range(concurrency)]
-    await asyncio.sleep(min(0.3, seconds / 4))
-    before, began = done, time.monotonic()
-    await asyncio.sleep(seconds)
-    rate = Rate((done - before) / (time.monotonic() - began))
-    ending = True
-    await asyncio.gather(*tasks)
-    await asyncio.gather(*(channel.close() for channel in channels))
-    return rate
-
-
-def grpc_body(text: bytes) -> bytes:
-    from slipstream.server.protocol import messages
-
-    message = messages.ModelInferRequest(model_name="echo")
-    message.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-    message.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
-    return bytes(message.SerializeToString())
-
-
 def generate_load(text: str) -> Load:
     return Load("/v2/models/echo/generate", json.dumps({"text_input": text}).encode(), 1)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
-import grpc.aio
 from google.protobuf.message import DecodeError
 
-from slipstream.server import logging
-from slipstream.server.access import Access, Refusal
+from slipstream.server.access import Access
 from slipstream.server.errors import Code, InferenceError
+from slipstream.server.grpc_transport import Call, Status
 
 STATUS = {
     Code.UNKNOWN: grpc.StatusCode.UNKNOWN,
@@ -29,53 +27,40 @@ _REFUSED = {
     403: grpc.StatusCode.PERMISSION_DENIED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
-INTERNAL = "internal error, the server's log has the details"
 UNREADABLE = "Unable to parse request"
 
 
-def reading(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """A parser of messages; for bytes that are none it gives None, which `answering` tells in Triton's words."""
+def read_message(kind: Any, data: bytes) -> Any:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise Status(grpc.StatusCode.INTERNAL, UNREADABLE) from None
 
-    def read(data: bytes) -> Any:
+
+def answering(method: Callable[..., Awaitable[Any]], request: Any, access: Access, api: str) -> Callable[..., Any]:
+    """A unary call whose errors become gRPC's, for those who may call it. Inference also sees the call."""
+
+    async def answer(data: bytes, call: Call) -> bytes:
+        check_access(call, access, api)
+        message = read_message(request, data)
         try:
-            return parse(data)
-        except DecodeError:
-            return None
-
-    return read
-
-
-def answering(method: Callable[..., Awaitable[Any]], access: Access, api: str) -> Callable[[Any, Any], Any]:
-    """A unary call whose errors become gRPC's, for those who may call it. Inference also sees the metadata."""
-
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        await check_access(context, access, api)
-        if request is None:
-            await context.abort(grpc.StatusCode.INTERNAL, UNREADABLE)
-        try:
-            return await (method(request, context) if api == "inference" else method(request))
+            answered = await (method(message, call) if api == "inference" else method(message))
         except InferenceError as error:
-            await context.abort(STATUS[error.code], error.message)
-        except Exception:
-            logging.error(f"gRPC: {traceback.format_exc().rstrip()}")
-            await context.abort(grpc.StatusCode.INTERNAL, INTERNAL)
+            raise Status(STATUS[error.code], error.message) from None
+        return bytes(answered.SerializeToString())
 
-    return call
+    return answer
 
 
-async def check_access(context: grpc.aio.ServicerContext, access: Access, api: str) -> None:
+def check_access(call: Call, access: Access, api: str) -> None:
+    """Raises Status for those who may not."""
     if not access.guarded and api not in access.grpc_restrictions:
         return  # everybody may, so the metadata need not be looked through
-    refusal = refused_to(context, access, api)
-    if refusal is not None:
-        await context.abort(_REFUSED[refusal.status], refusal.message)
-
-
-def refused_to(context: grpc.aio.ServicerContext, access: Access, api: str) -> Refusal | None:
-    metadata = {str(key).lower(): value for key, value in context.invocation_metadata() or ()}
+    metadata = {key.lower(): value for key, value in call.metadata}
 
     def header(name: str) -> str | None:
         value = metadata.get(name)
         return value.decode("latin-1") if isinstance(value, bytes) else value
 
-    return access.refuse_grpc(api, header)
+    if (refusal := access.refuse_grpc(api, header)) is not None:
+        raise Status(_REFUSED[refusal.status], refusal.message)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-
-import grpc
-import grpc.aio
 
 from slipstream.server.access import Access
 from slipstream.server.grpc_errors import check_access
+from slipstream.server.grpc_transport import Call, Handler, StreamCall, Streaming, Unary
 from slipstream.server.health import ServerState
 
 SERVICE = "grpc.health.v1.Health"
@@ -17,28 +14,24 @@ _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"  # HealthCheckResponse.status
 LOOK_EVERY_SECONDS = 0.5
 
 
-def health_handlers(state: ServerState, access: Access) -> grpc.GenericRpcHandler:
+def health_handlers(state: ServerState, access: Access) -> dict[str, Handler]:
     """The answer is the server's, whatever service is asked for, as with Triton."""
 
     def status() -> bytes:
         return _SERVING if state.ready else _NOT_SERVING
 
-    async def check(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        await check_access(context, access, "health")
+    async def check(request: bytes, call: Call) -> bytes:
+        check_access(call, access, "health")
         return status()
 
-    async def watch(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        await check_access(context, access, "health")
+    async def watch(call: StreamCall) -> None:
+        check_access(call, access, "health")
         told = b""
         while not (state.draining and told == _NOT_SERVING):  # a watcher must not hold up a server that leaves
             if (now := status()) != told:
                 told = now
-                yield now
+                await call.write(now)
             else:
                 await asyncio.sleep(LOOK_EVERY_SECONDS)
 
-    methods = {
-        "Check": grpc.unary_unary_rpc_method_handler(check),
-        "Watch": grpc.unary_stream_rpc_method_handler(watch),
-    }
-    return grpc.method_handlers_generic_handler(SERVICE, methods)
+    return {f"/{SERVICE}/Check": Unary(check), f"/{SERVICE}/Watch": Streaming(watch)}

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-import grpc
-import grpc.aio
+from google.protobuf.message import DecodeError
 
 from slipstream.server import logging
 from slipstream.server.context import ServerContext
 from slipstream.server.errors import Code, InferenceError, Unavailable
-from slipstream.server.grpc_errors import INTERNAL, STATUS
+from slipstream.server.grpc_errors import STATUS
 from slipstream.server.grpc_tensors import FINAL, read_call, set_parameters, wants_empty_final, write_response
+from slipstream.server.grpc_transport import INTERNAL, Call, ClientGone, Status, StreamCall
 from slipstream.server.health import ServerState
 from slipstream.server.infer_request import InferCall
 from slipstream.server.inference import InferRequest, InferResponse, Parameter
@@ -53,17 +52,18 @@ class Inference:
         self._trace = shared.trace
         self._forwarded = shared.grpc_forwarded_headers
 
-    async def model_infer(self, message: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def model_infer(self, message: Any, call: Call) -> Any:
         entry = self._find(message)
         if entry.model.decoupled:
             raise InferenceError(DECOUPLED, Code.UNSUPPORTED)
-        call = read_call(message, entry.model.config, entry.version, self._memory)
-        call.request.parameters |= self.forwarded(context)
+        asked = read_call(message, entry.model.config, entry.version, self._memory)
+        asked.request.parameters |= self.forwarded(call)
+        asked.request.peer = call.peer
         if (trace := self._trace.begin(entry.name)) is None:
-            return await self._only_answer(entry, call)
-        begin_grpc(trace, call.request)
+            return await self._only_answer(entry, asked)
+        begin_grpc(trace, asked.request)
         try:
-            written = await self._only_answer(entry, call)
+            written = await self._only_answer(entry, asked)
             trace.stamp("GRPC_SEND_START")
             return written
         finally:
@@ -79,28 +79,29 @@ class Inference:
                     raise answer.error
         return self.write(Admitted(entry, call), answer)
 
-    async def model_stream_infer(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+    async def model_stream_infer(self, call: StreamCall) -> None:
         """Any number of requests, answered side by side. An error is an answer; the stream goes on."""
-        stream = _Stream(context, self.forwarded(context))
+        stream = _Stream(call, self.forwarded(call))
         try:
             async with asyncio.TaskGroup() as answering:  # the client's leaving cancels this call, and so all of them
                 ordered: asyncio.Task[None] | None = None
-                async for message in requests:
-                    if message is None:
+                async for data in call:
+                    try:
+                        message = messages.ModelInferRequest.FromString(data)
+                    except DecodeError:
                         break  # what cannot be read ends the stream, as with Triton
                     answers = _Answers(self, message, stream)
                     task = answering.create_task(answers.run(after=ordered))
                     if answers.keep_order:
                         ordered = task
-        except* grpc.aio.AbortError:
-            pass  # the client has its status; the others' answers have ended with the stream
+        except* Status as group:
+            raise group.exceptions[0] from None  # the others' answers have ended with the stream
 
-    def forwarded(self, context: grpc.aio.ServicerContext) -> dict[str, Parameter]:
+    def forwarded(self, call: Call) -> dict[str, Parameter]:
         """The metadata that models are to see as parameters."""
         if self._forwarded is None:
             return {}
-        metadata = ((str(key), value) for key, value in context.invocation_metadata() or ())
-        return {key: value for key, value in metadata if isinstance(value, str) and self._forwarded.fullmatch(key)}
+        return {key: value for key, value in call.metadata if isinstance(value, str) and self._forwarded.fullmatch(key)}
 
     def admit(self, message: Any, forwarded: dict[str, Parameter]) -> Admitted:
         entry = self._find(message)
@@ -129,18 +130,15 @@ def begin_grpc(trace: RequestTrace, request: InferRequest) -> None:
     request.trail.trace = trace
 
 
-class _ClientGone(Exception):
-    """Nobody reads any more; gRPC is about to cancel the call."""
-
-
 class _Stream:
     """The way out of one stream; gRPC takes one message at a time."""
 
-    def __init__(self, context: grpc.aio.ServicerContext, forwarded: dict[str, Parameter]) -> None:
+    def __init__(self, call: StreamCall, forwarded: dict[str, Parameter]) -> None:
         self.forwarded = forwarded
-        self._context = context
-        metadata = context.invocation_metadata() or ()
-        self._errors_end = any(key == ERRORS_END_STREAM and value == "true" for key, value in metadata)
+        self.peer = call.peer
+        self._call = call
+        self._errors_end = any(key == ERRORS_END_STREAM and value == "true" for key, value in call.metadata)
+        self._ended = False
         self._turn = asyncio.Lock()
 
     async def write(self, response: Any) -> None:
@@ -148,15 +146,15 @@ class _Stream:
             await self._send(messages.ModelStreamInferResponse(infer_response=response))
 
     async def _send(self, answer: Any) -> None:
-        try:
-            await self._context.write(answer)
-        except grpc.aio.InternalError as error:  # the message was on its way out as the client left
-            raise _ClientGone from error
+        if self._ended:
+            raise ClientGone
+        await self._call.write(answer.SerializeToString())
 
     async def fail(self, message: str, code: Code, response: Any) -> None:
         async with self._turn:
             if self._errors_end:
-                await self._context.abort(STATUS[code], message)
+                self._ended = True
+                raise Status(STATUS[code], message)
             await self._send(messages.ModelStreamInferResponse(error_message=message, infer_response=response))
 
 
@@ -171,6 +169,7 @@ class _Answers:
         self._admitted: Admitted | None = None
         try:
             self._admitted = inference.admit(message, stream.forwarded)
+            self._admitted.call.request.peer = stream.peer
         except InferenceError as error:
             self._refusal = error
 
@@ -187,9 +186,9 @@ class _Answers:
             await self._answer_traced(self._admitted, after if self.keep_order else None)
         except InferenceError as error:
             await self._refuse(error.message, error.code)
-        except grpc.aio.AbortError:
+        except Status:
             raise
-        except _ClientGone:
+        except ClientGone:
             return  # its model's generator is closed by now, and with it the request
         except Exception:
             logging.error(f"gRPC: {traceback.format_exc().rstrip()}")

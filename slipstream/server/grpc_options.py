@@ -8,13 +8,11 @@ from typing import Literal
 
 import grpc
 
+from slipstream.server.grpc_transport import GrpcServer
+
 UNLIMITED = -1
 Compression = Literal["none", "deflate", "gzip"]
-_COMPRESSION = {
-    "none": grpc.Compression.NoCompression,
-    "deflate": grpc.Compression.Deflate,
-    "gzip": grpc.Compression.Gzip,
-}
+_COMPRESSION = {"none": 0, "deflate": 1, "gzip": 2}  # the library's numbers
 
 
 @dataclass(frozen=True)
@@ -41,14 +39,11 @@ class GrpcOptions:
         if self.root_certificate is not None and self.server_certificate is None:
             raise ValueError("clients can only show certificates where the server has one")
 
-    @property
-    def compression(self) -> grpc.Compression:
-        return _COMPRESSION[self.response_compression]
-
     def channel_arguments(self) -> list[tuple[str, int]]:
         arguments = [
             ("grpc.max_receive_message_length", self.largest_request_bytes),
             ("grpc.max_send_message_length", UNLIMITED),
+            ("grpc.default_compression_algorithm", _COMPRESSION[self.response_compression]),
             ("grpc.so_reuseport", 0),  # two servers on one port must not look like success
             ("grpc.keepalive_time_ms", self.keepalive_time_ms),
             ("grpc.keepalive_timeout_ms", self.keepalive_timeout_ms),
@@ -75,7 +70,7 @@ class GrpcOptions:
         return grpc.ssl_server_credentials([pair], root, require_client_auth=root is not None)
 
 
-def add_port(server: grpc.aio.Server, address: str, options: GrpcOptions) -> int:
+def add_port(server: GrpcServer, address: str, options: GrpcOptions) -> int:
     """Listen at an address ("127.0.0.1:8001"), with TLS where it is asked for; the port that it became."""
     credentials = options.credentials()
     if credentials is None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
-import grpc.aio
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from slipstream.server.access import Access
-from slipstream.server.grpc_errors import check_access
+from slipstream.server.grpc_errors import check_access, read_message
+from slipstream.server.grpc_transport import Handler, StreamCall, Streaming
 from slipstream.server.protocol import messages
 
 SERVICES = (messages.SERVICE, "grpc.health.v1.Health")
@@ -70,19 +70,15 @@ _NAMES = ("Request", "Answer")
 Request, Answer = _protocol()
 
 
-def reflection_handlers(access: Access) -> list[grpc.GenericRpcHandler]:
-    async def info(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        await check_access(context, access, "metadata")
-        async for request in requests:
-            yield answer(request)
+def reflection_handlers(access: Access) -> dict[str, Handler]:
+    async def info(call: StreamCall) -> None:
+        check_access(call, access, "metadata")
+        async for data in call:
+            await call.write(answer(read_message(Request, data)).SerializeToString())
 
-    handler = grpc.stream_stream_rpc_method_handler(info, Request.FromString, Answer.SerializeToString)
-    return [
-        grpc.method_handlers_generic_handler(
-            f"grpc.reflection.{version}.ServerReflection", {"ServerReflectionInfo": handler}
-        )
-        for version in VERSIONS
-    ]
+    return {
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo": Streaming(info) for version in VERSIONS
+    }
 
 
 def answer(request: Any) -> Any:

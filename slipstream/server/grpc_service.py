@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import grpc
-import grpc.aio
-
 from slipstream.server.context import ServerContext
 from slipstream.server.grpc_control import Description, RepositoryCalls, SettingCalls, SharedMemoryCalls
-from slipstream.server.grpc_errors import answering, check_access, reading
+from slipstream.server.grpc_errors import answering, check_access
 from slipstream.server.grpc_health import health_handlers
 from slipstream.server.grpc_infer import Inference
 from slipstream.server.grpc_options import GrpcOptions
 from slipstream.server.grpc_reflection import reflection_handlers
+from slipstream.server.grpc_transport import GrpcServer, Handler, StreamCall, Streaming, Unary
 from slipstream.server.health import ServerState
 from slipstream.server.protocol import messages
 from slipstream.server.registry import ModelRegistry
@@ -27,49 +25,28 @@ def create_grpc_server(
     state: ServerState,
     shared: ServerContext | None = None,
     options: GrpcOptions | None = None,
-) -> grpc.aio.Server:
+) -> GrpcServer:
     shared, options = shared or ServerContext(), options or GrpcOptions()
-    server = grpc.aio.server(options=options.channel_arguments(), compression=options.compression)
-    server.add_generic_rpc_handlers(
-        (
-            _inference_handlers(registry, state, shared),
-            health_handlers(state, shared.access),
-            *reflection_handlers(shared.access),
-            _Unimplemented(),
-        )
-    )
-    return server
+    handlers = {
+        **_inference_handlers(registry, state, shared),
+        **health_handlers(state, shared.access),
+        **reflection_handlers(shared.access),
+    }
+    return GrpcServer(handlers, options.channel_arguments())
 
 
-class _Unimplemented(grpc.GenericRpcHandler):
-    """For every method there is not: Triton's server says no more than that."""
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
-
-        return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _inference_handlers(registry: ModelRegistry, state: ServerState, shared: ServerContext) -> grpc.GenericRpcHandler:
+def _inference_handlers(registry: ModelRegistry, state: ServerState, shared: ServerContext) -> dict[str, Handler]:
     inference = Inference(registry, state, shared)
-    handlers = {}
+    handlers: dict[str, Handler] = {}
     for name, (api, method) in _unary_methods(registry, state, shared, inference).items():
-        request, response = messages.method_messages(name)
-        handlers[name] = grpc.unary_unary_rpc_method_handler(
-            answering(method, shared.access, api), reading(request.FromString), response.SerializeToString
-        )
+        request, _ = messages.method_messages(name)
+        handlers[f"/{messages.SERVICE}/{name}"] = Unary(answering(method, request, shared.access, api))
 
-    async def stream_infer(requests: Any, context: grpc.aio.ServicerContext) -> None:
-        await check_access(context, shared.access, "inference")
-        await inference.model_stream_infer(requests, context)
+    async def stream_infer(call: StreamCall) -> None:
+        check_access(call, shared.access, "inference")
+        await inference.model_stream_infer(call)
 
-    handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-        stream_infer,
-        reading(messages.ModelInferRequest.FromString),
-        messages.ModelStreamInferResponse.SerializeToString,
-    )
-    return grpc.method_handlers_generic_handler(messages.SERVICE, handlers)
+    return {**handlers, f"/{messages.SERVICE}/ModelStreamInfer": Streaming(stream_infer)}
 
 
 def _unary_methods(

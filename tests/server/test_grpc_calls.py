@@ -159,31 +159,6 @@ async def test_a_deadline_cancels_in_the_engine(stack):
     await until(lambda: stack.engine.stats.cancelled == 1)
 
 
-async def test_a_stop_request_ends_the_one_of_its_id_with_what_it_has(stack):
-    stopping = [*token_inputs([3], 1), tensor("stop", [True], "BOOL")]
-    answers, begun = [], asyncio.Event()
-
-    async def sending():
-        yield request("tensorrt_llm", token_inputs([3], 240), id="long")
-        await begun.wait()
-        yield request("tensorrt_llm", stopping, id="other")  # nobody of that id: no error
-        yield request("tensorrt_llm", stopping, id="long")
-
-    async with asyncio.timeout(30):
-        async for result, error in stack.client.stream_infer(sending()):
-            assert error is None
-            answers.append(result.get_response())
-            begun.set()
-    ids = sum(len(answer.raw_output_contents[0]) // 4 for answer in answers if answer.outputs)
-    assert 0 < ids < 240
-    empty = [(answer.id, answer.parameters["triton_final_response"].bool_param) for answer in answers
-             if not answer.outputs]  # fmt: skip
-    assert empty == [("other", True), ("long", True)]
-    await until(lambda: stack.engine.outstanding == 0)
-    (_, error), = await ask(stack.client, request("tensorrt_llm", stopping, id=""))
-    assert error.message() == "A request id must be provided for request cancellation"
-
-
 @pytest.fixture
 async def coupled(engine_folder, tmp_path):
     """The same repository, its models answering exactly once."""

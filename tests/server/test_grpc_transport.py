@@ -1,0 +1,275 @@
+"""The gRPC server below the service, asked by gRPC's own clients: what a handler sees, and what a client gets."""
+
+import asyncio
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from slipstream.server.grpc_options import GrpcOptions
+from slipstream.server.grpc_transport import INTERNAL, GrpcServer, Status, Streaming, Unary
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from grpc_load import PATH, grpc_rate
+
+ARGUMENTS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1 << 20)]
+
+
+@asynccontextmanager
+async def serving(**handlers):
+    server = GrpcServer({f"/test.Service/{name}": handler for name, handler in handlers.items()}, ARGUMENTS)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield server, channel
+    finally:
+        await server.stop(None)
+
+
+async def failure(call):
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return raised.value.code(), raised.value.details()
+
+
+async def twice(data, call):
+    return data * 2
+
+
+class Waiting:
+    """A handler that waits to be let go, and says how it ended."""
+
+    def __init__(self):
+        self.begun, self.go, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.cancelled = False
+
+    async def wait(self):
+        self.begun.set()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        finally:
+            self.ended.set()
+
+    async def unary(self, data, call):
+        await self.wait()
+        return b"answer"
+
+    async def stream(self, call):
+        await call.write(b"first")
+        await self.wait()
+
+
+async def test_many_calls_at_once_each_get_their_own_answer():
+    async with serving(Twice=Unary(twice)) as (server, channel):
+        call = channel.unary_unary("/test.Service/Twice")
+        answers = await asyncio.gather(*(call(b"%d" % number) for number in range(300)))
+        assert answers == [b"%d" % number * 2 for number in range(300)]
+        assert await call(b"") == b""
+        assert not server.running
+
+
+async def test_a_handler_sees_the_metadata_of_its_call():
+    seen = []
+
+    async def look(data, call):
+        seen.extend(call.metadata)
+        return b""
+
+    async with serving(Look=Unary(look)) as (_, channel):
+        await channel.unary_unary("/test.Service/Look")(b"", metadata=[("x-name", "v"), ("x-data-bin", b"\xff\x00")])
+    assert [tuple(pair) for pair in seen if pair[0].startswith("x-")] == [("x-name", "v"), ("x-data-bin", b"\xff\x00")]
+
+
+async def test_a_call_ends_with_the_status_its_handler_raises():
+    async def refuse(data, call):
+        raise Status(grpc.StatusCode.NOT_FOUND, "nö: 100%")
+
+    async with serving(Refuse=Unary(refuse)) as (_, channel):
+        found = await failure(channel.unary_unary("/test.Service/Refuse")(b""))
+        assert found == (grpc.StatusCode.NOT_FOUND, "nö: 100%")
+        assert await failure(channel.unary_unary("/test.Service/Other")(b"")) == (grpc.StatusCode.UNIMPLEMENTED, "")
+
+
+async def test_a_handler_that_breaks_is_told_of_in_the_log_only(capfd):
+    async def break_down(data, call):
+        raise KeyError("a secret")
+
+    async def cancel_itself(data, call):
+        raise asyncio.CancelledError
+
+    async with serving(Break=Unary(break_down), Cancel=Unary(cancel_itself)) as (server, channel):
+        found = await failure(channel.unary_unary("/test.Service/Break")(b""))
+        assert found == (grpc.StatusCode.INTERNAL, INTERNAL)
+        code, _ = await failure(channel.unary_unary("/test.Service/Cancel")(b""))
+        assert code is grpc.StatusCode.CANCELLED
+        assert not server.running
+    assert "KeyError: 'a secret'" in capfd.readouterr().err
+
+
+async def test_a_unary_call_takes_exactly_one_message_of_bounded_length():
+    async with serving(Twice=Unary(twice)) as (_, channel):
+        code, _ = await failure(channel.stream_unary("/test.Service/Twice")(iter([])))
+        assert code is grpc.StatusCode.UNIMPLEMENTED
+        code, _ = await failure(channel.unary_unary("/test.Service/Twice")(bytes((1 << 20) + 1)))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await channel.unary_unary("/test.Service/Twice")(b"a") == b"aa"
+
+
+@pytest.mark.parametrize("kind", ["unary", "stream"])
+@pytest.mark.parametrize("how", ["leaves", "deadline"])
+async def test_a_client_that_leaves_cancels_the_handler(kind, how):
+    waiting = Waiting()
+    handler = Unary(waiting.unary) if kind == "unary" else Streaming(waiting.stream)
+    async with serving(Wait=handler) as (server, channel), asyncio.timeout(20):
+        method = channel.unary_unary if kind == "unary" else channel.unary_stream
+        call = method("/test.Service/Wait")(b"", timeout=0.2 if how == "deadline" else None)
+        await waiting.begun.wait()
+        if how == "leaves":
+            call.cancel()
+        await waiting.ended.wait()
+        expected = grpc.StatusCode.CANCELLED if how == "leaves" else grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (waiting.cancelled, await call.code()) == (True, expected)
+        await asyncio.sleep(0)
+        assert not server.running
+
+
+async def test_a_stream_passes_messages_both_ways_in_order():
+    async def echo(call):
+        count = 0
+        async for message in call:
+            count += 1
+            await call.write(message)
+        raise Status(grpc.StatusCode.DATA_LOSS, f"after {count}")
+
+    async with serving(Echo=Streaming(echo)) as (_, channel):
+        call = channel.stream_stream("/test.Service/Echo")(b"%d" % number for number in range(500))
+        answers = []
+
+        async def collect():
+            async for answer in call:
+                answers.append(answer)
+
+        assert await failure(collect()) == (grpc.StatusCode.DATA_LOSS, "after 500")
+        assert answers == [b"%d" % number for number in range(500)]
+
+
+async def test_a_reader_that_is_slow_holds_up_the_writer():
+    written, ended = 0, asyncio.Event()
+
+    async def flood(call):
+        nonlocal written
+        try:
+            while True:
+                await call.write(bytes(64 << 10))
+                written += 1
+        finally:
+            ended.set()
+
+    async with serving(Flood=Streaming(flood)) as (_, channel), asyncio.timeout(20):
+        call = channel.unary_stream("/test.Service/Flood")(b"")
+        assert len(await call.read()) == 64 << 10
+        before = -1
+        while before != written:  # until no more fits into the buffers on the way
+            before = written
+            await asyncio.sleep(0.1)
+        assert written < 1000
+        call.cancel()
+        await ended.wait()
+
+
+class Counting:
+    """Passes connections on to a port, and counts the bytes that come back."""
+
+    def __init__(self, port):
+        self.port = port
+        self.received = 0
+
+    async def connect(self, reader, writer):
+        beyond = await asyncio.open_connection("127.0.0.1", self.port)
+        await asyncio.gather(self.copy(reader, beyond[1]), self.copy(beyond[0], writer, count=True))
+
+    async def copy(self, reader, writer, count=False):
+        while data := await reader.read(1 << 16):
+            self.received += len(data) * count
+            writer.write(data)
+        writer.close()
+
+
+@pytest.mark.parametrize(("compression", "short"), [("none", False), ("deflate", True), ("gzip", True)])
+async def test_answers_are_compressed_where_the_server_is_told_to(compression, short):
+    async def large(data, call):
+        return bytes(1 << 20)
+
+    arguments = GrpcOptions(response_compression=compression).channel_arguments()
+    server = GrpcServer({"/test.Service/Large": Unary(large)}, arguments)
+    counting = Counting(server.add_insecure_port("127.0.0.1:0"))
+    await server.start()
+    async with await asyncio.start_server(counting.connect, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            assert await channel.unary_unary("/test.Service/Large")(b"") == bytes(1 << 20)
+    await server.stop(None)
+    assert (counting.received < 10_000) == short
+
+
+async def test_stopping_lets_calls_end_within_the_grace():
+    waiting = Waiting()
+    async with serving(Wait=Unary(waiting.unary), Twice=Unary(twice)) as (server, channel), asyncio.timeout(20):
+        call = channel.unary_unary("/test.Service/Wait")(b"")
+        await waiting.begun.wait()
+        stopping = asyncio.create_task(server.stop(10))
+        code, _ = await failure(channel.unary_unary("/test.Service/Twice")(b""))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert not stopping.done()
+        waiting.go.set()
+        assert await call == b"answer"
+        await stopping
+        await server.stop(None)  # once more does nothing
+
+
+@pytest.mark.parametrize("grace", [None, 0.1])
+async def test_stopping_cancels_what_goes_on_longer(grace):
+    waiting, streaming = Waiting(), Waiting()
+    handlers = {"Wait": Unary(waiting.unary), "Stream": Streaming(streaming.stream)}
+    async with serving(**handlers) as (server, channel), asyncio.timeout(20):
+        calls = channel.unary_unary("/test.Service/Wait")(b""), channel.unary_stream("/test.Service/Stream")(b"")
+        assert await calls[1].read() == b"first"
+        await waiting.begun.wait()
+        await streaming.begun.wait()
+        await server.stop(grace)
+        assert waiting.cancelled
+        assert streaming.cancelled
+        assert [await call.code() for call in calls] == [grpc.StatusCode.UNAVAILABLE] * 2
+
+
+async def test_a_port_that_is_taken_is_an_error_and_a_server_need_not_start():
+    async with serving() as _:
+        first, second = GrpcServer({}, ARGUMENTS), GrpcServer({}, ARGUMENTS)
+        port = first.add_insecure_port("127.0.0.1:0")
+        with pytest.raises(RuntimeError, match=f"cannot listen at 127.0.0.1:{port}"):
+            second.add_insecure_port(f"127.0.0.1:{port}")
+        await first.stop(None)
+        await second.stop(None)
+
+
+async def test_the_client_of_the_benchmark_counts_answers_and_tells_of_errors():
+    async def refuse(data, call):
+        raise Status(grpc.StatusCode.NOT_FOUND, "no")
+
+    for handler in (Unary(twice), Unary(refuse)):
+        server = GrpcServer({PATH: handler}, ARGUMENTS)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        if handler.answer is twice:
+            assert await grpc_rate(port, b"message", 16, 0.1) > 0
+        else:
+            with pytest.raises(RuntimeError, match="ModelInfer answered"):
+                await grpc_rate(port, b"message", 1, 0.1)
+        await server.stop(None)
