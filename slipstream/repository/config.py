@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ class TensorConfig:
     allow_ragged_batch: bool = False
     label_filename: str = ""  # of an output: the names of its classes, one a line
 
-    @property
+    @cached_property
     def datatype(self) -> str:
         """As the wire says it: INT32, BYTES, …"""
         return "BYTES" if self.data_type == "TYPE_STRING" else self.data_type.removeprefix("TYPE_")
@@ -116,11 +117,19 @@ class ModelConfig:
     def is_ensemble(self) -> bool:
         return self.platform == "ensemble" or bool(self.ensemble_steps)
 
+    @cached_property
+    def inputs_by_name(self) -> Mapping[str, TensorConfig]:
+        return {tensor.name: tensor for tensor in self.inputs}
+
+    @cached_property
+    def required_inputs(self) -> tuple[str, ...]:
+        return tuple(tensor.name for tensor in self.inputs if not tensor.optional)
+
     @property
     def input_names(self) -> frozenset[str]:
         return frozenset(tensor.name for tensor in self.inputs)
 
-    @property
+    @cached_property
     def output_names(self) -> frozenset[str]:
         return frozenset(tensor.name for tensor in self.outputs)
 

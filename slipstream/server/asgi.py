@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from types import TracebackType
 from typing import Any
 
 from slipstream.server.errors import InferenceError
@@ -22,6 +23,14 @@ OCTETS = b"application/octet-stream"
 EVENTS = b"text/event-stream; charset=utf-8"
 
 
+class Refused(Exception):
+    """A request that goes no further than its head."""
+
+    def __init__(self, status: int, message: str, content_type: bytes = TEXT) -> None:
+        super().__init__(message)
+        self.status, self.message, self.content_type = status, message, content_type
+
+
 class ClientGone(Exception):
     """The client closed its connection before it had sent everything."""
 
@@ -36,7 +45,7 @@ def header(scope: Scope, name: bytes) -> bytes:
 async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
     """The whole body. One that is too big is read to its end, unkept, so that the client gets to see the answer."""
     announced = int(header(scope, b"content-length") or 0)
-    if header(scope, b"expect") and announced > most:
+    if announced > most and header(scope, b"expect"):
         raise too_big(announced, most)  # it waits to be told to send; it need not
     pieces: list[bytes] = []
     size = 0
@@ -83,21 +92,28 @@ async def send_chunk(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def end_chunks(send: Send) -> None:
-    await send({"type": "http.response.body", "body": b""})
+async def end_chunks(send: Send, last: bytes = b"") -> None:
+    await send({"type": "http.response.body", "body": last})
 
 
-async def while_connected(scope: Scope, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work; it is cancelled as soon as the client is gone. The body must have been read."""
-    departure: Departure = scope["state"][DEPARTURE]
-    task = asyncio.current_task()
-    assert task is not None
-    departure.listen(task.cancel)
-    try:
-        await work
-    except asyncio.CancelledError:
-        if not departure.left or task.uncancel():
-            raise  # somebody else wants it to end
-        raise ClientGone from None
-    finally:
-        departure.ignore()
+class WhileConnected:
+    """Work done within is cancelled as soon as the client is gone: ClientGone. The body must have been read."""
+
+    __slots__ = ("_departure", "_task")
+
+    def __init__(self, scope: Scope) -> None:
+        self._departure: Departure = scope["state"][DEPARTURE]
+        self._task = asyncio.current_task()
+
+    def __enter__(self) -> None:
+        assert self._task is not None
+        self._departure.listen(self._task.cancel)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._departure.ignore()
+        if kind is asyncio.CancelledError and self._departure.left:
+            assert self._task is not None
+            if not self._task.uncancel():  # otherwise somebody else wants it to end, too
+                raise ClientGone from None

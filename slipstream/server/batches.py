@@ -1,15 +1,16 @@
 """A request for several prompts at once: taken apart into one request each, and the answers put together again.
 
-The engine batches whatever is in flight, so the parts run side by side. Only a model that answers exactly once can
-do this; a decoupled one refuses batches, as upstream does. The queue's limits count here too: one place for every
-model that reaches an engine.
+The engine batches whatever is in flight, so the parts run side by side. The answers of a decoupled model stay apart,
+and each says which part it is of, where the model declares the output for that (as upstream's do since 0.12); one that
+does not refuses batches, as upstream did before. The queue's limits count here too: one place for every model that
+reaches an engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -18,10 +19,13 @@ from slipstream.repository.config import ModelConfig
 from slipstream.repository.models import EngineModel
 from slipstream.server.errors import Code, InferenceError
 from slipstream.server.inference import InferRequest, InferResponse, ServedModel
+from slipstream.server.joining import LONG, numbers, one_after_another
 from slipstream.server.llm_models import Generator
 from slipstream.server.queue_policy import check_queue
 from slipstream.server.tensors import Tensor
+from slipstream.server.text.sequences import merged
 
+INDEX = "batch_index"
 # What fills an output up to the longest of a batch, where it is not the zero of its type; two values: for its two rows.
 FILLERS: Mapping[str, int | tuple[int, int]] = {"output_ids": -1, "BAD_WORDS_IDS": (0, -1), "STOP_WORDS_IDS": (0, -1)}
 _ZEROS = {"BYTES": b"", "BOOL": False, "FP32": 0.0, "FP64": 0.0, "FP16": 0.0}
@@ -53,6 +57,11 @@ class BatchedModel:
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         count = _batch_size(request, self.config)
         check_queue(request, count * _sequences(request), self._engine, self._generator.engine)
+        apart = self.decoupled and INDEX in self.config.output_names
+        if count > 1 and apart:
+            async for response in self._apart(split(request, count)):
+                yield response
+            return
         if count <= 1 or self.decoupled:
             async with aclosing(self.inner.infer(request)) as responses:
                 async for response in responses:
@@ -61,8 +70,28 @@ class BatchedModel:
         parts = [self._only(part) for part in split(request, count)]
         answers = await _all_or_first_failure(parts)
         failed = next((answer for answer in answers if answer.error is not None), None)
+        if failed is not None:
+            yield failed
+            return
         own = getattr(self.inner, "fillers", None)
-        yield failed or join(answers, {**FILLERS, **(own(request) if own is not None else {})})
+        fillers = {**FILLERS, **(own(request) if own is not None else {})}
+        if sum(numbers(answer.outputs) for answer in answers) < LONG:
+            yield join(answers, fillers)
+        else:  # others' answers would wait for it
+            yield await asyncio.to_thread(join, answers, fillers)
+
+    async def _apart(self, parts: Sequence[InferRequest]) -> AsyncGenerator[InferResponse, None]:
+        """The answers to all parts as they come. The last one of them all is the last."""
+        ended: set[int] = set()
+        async with AsyncExitStack() as stack:
+            answers = [await stack.enter_async_context(aclosing(self.inner.infer(part))) for part in parts]
+            async for index, answer in merged([aiter(source) for source in answers]):
+                if answer.final:
+                    ended.add(index)
+                outputs = answer.outputs
+                if answer.error is None:
+                    outputs = [*outputs, Tensor(INDEX, "INT32", (1, 1), [index])]
+                yield replace(answer, outputs=outputs, final=len(ended) == len(parts))
 
     async def _only(self, request: InferRequest) -> InferResponse:
         first: InferResponse | None = None
@@ -115,31 +144,12 @@ def join(answers: Sequence[InferResponse], fillers: Mapping[str, Any] = FILLERS)
     outputs = []
     for position, first in enumerate(answers[0].outputs):
         filler = fillers.get(first.name, _ZEROS.get(first.datatype, 0))
-        outputs.append(_joined(first, [answer.outputs[position] for answer in answers], filler))
+        outputs.append(_joined([answer.outputs[position] for answer in answers], filler))
     return InferResponse(outputs, answers[0].parameters)
 
 
-def _joined(first: Tensor, tensors: Sequence[Tensor], filler: Any) -> Tensor:
+def _joined(tensors: Sequence[Tensor], filler: Any) -> Tensor:
+    first = tensors[0]
     largest = tuple(max(dims) for dims in zip(*(tensor.shape[1:] for tensor in tensors), strict=True))
-    data = [value for tensor in tensors for value in _padded(tensor, largest, filler)]
     rows = sum(tensor.shape[0] for tensor in tensors)
-    return Tensor(first.name, first.datatype, (rows, *largest), data)
-
-
-def _padded(tensor: Tensor, dims: tuple[int, ...], filler: Any) -> list[object]:
-    if tensor.shape[1:] == dims:
-        return tensor.data
-    padded: list[object] = []
-    for row in range(tensor.shape[0]):
-        padded += _pad_row(_slice(tensor, row).data, tensor.shape[1:], dims, filler)
-    return padded
-
-
-def _pad_row(data: list[object], shape: tuple[int, ...], dims: tuple[int, ...], filler: Any) -> list[object]:
-    if not dims:
-        return data
-    width, padded = prod(shape[1:]), []
-    for item in range(shape[0]):
-        own = filler[item] if isinstance(filler, tuple) else filler
-        padded += _pad_row(data[item * width : (item + 1) * width], shape[1:], dims[1:], own)
-    return padded + [filler] * (prod(dims) - len(padded))
+    return Tensor(first.name, first.datatype, (rows, *largest), one_after_another(tensors, largest, filler))

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
 from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
+from slipstream.engine.retention import Retention
 from slipstream.engine.settings import EngineSettings
 from slipstream.server import logging
 from slipstream.server.adapters import AdapterUse
@@ -94,6 +95,7 @@ class EngineClient:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str = "",
+        retention: Retention | None = None,
         prompt_of: int | None = None,
         draft: Sequence[int] = (),
         adapter: AdapterUse | None = None,
@@ -107,7 +109,8 @@ class EngineClient:
         request_id = generation.request_id
         request = GenerateRequest(
             request_id, prompt, sampling, priority, deadline, cache_salt=cache_salt, prompt_of=prompt_of,
-            draft=list(draft), prompt_table=prompt_table, **({} if adapter is None else adapter.fields()),
+            draft=list(draft), prompt_table=prompt_table, retention=retention,
+            **({} if adapter is None else adapter.fields()),
         )  # fmt: skip
         try:
             self._child.link.send(request)

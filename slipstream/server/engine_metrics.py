@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Protocol
 
 from slipstream.engine.messages import QUEUE_SECONDS_BOUNDS, EngineInfo, EngineStats
@@ -19,15 +19,19 @@ class Engine(Protocol):
 Engines = Mapping[tuple[str, str], Engine]  # by the name and version of the model that stands for it
 
 
-def engine_families(engines: Engines) -> Iterator[Family]:
+def engine_families(engines: Engines, whole_batches: Collection[str] = ()) -> Iterator[Family]:
+    """`whole_batches`: the models whose repository asks for batches that run as a whole (upstream's V1)."""
     loaded = {key: (engine.info, engine.stats) for key, engine in engines.items() if engine.info is not None}
     if not loaded:
         return
     for name, text, label, read in _UPSTREAM:
         samples: list[tuple[Mapping[str, str], float]] = []
         for key, (info, stats) in loaded.items():
+            if name == (_INFLIGHT if key[0] in whole_batches else _V1):
+                continue  # has the figures of its own kind of batches only
             samples += [(_labels(key) | {label: category}, value) for category, value in read(info, stats).items()]
-        yield Family(name, "gauge", text, samples)
+        if samples:
+            yield Family(name, "gauge", text, samples)
     load = [(_labels(key), info.load_seconds) for key, (info, _) in loaded.items()]
     yield Family("nv_model_load_duration_secs", "gauge", "Model load time in seconds", load)
     for name, kind, text, value in _OWN:
@@ -89,6 +93,14 @@ def _batcher_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
     }
 
 
+def _v1_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
+    return {
+        "total_context_tokens": stats.context_tokens,
+        "total_generation_tokens": stats.generation_requests,  # one of each
+        "empty_generation_slots": 0,  # a place whose request has ended does not wait for the others: the next has it
+    }
+
+
 def _disaggregated_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
     return {"kv_cache_transfer_ms": 0, "request_count": 0}  # prompts and answers are computed in one place
 
@@ -97,17 +109,19 @@ def _general_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
     return {"timestamp": int(time.time()), "iteration_counter": stats.steps}
 
 
+_INFLIGHT, _V1 = "nv_trt_llm_inflight_batcher_metrics", "nv_trt_llm_v1_metrics"
 _ReadGauges = Callable[[EngineInfo, EngineStats], dict[str, float]]
 _UPSTREAM: tuple[tuple[str, str, str, _ReadGauges], ...] = (
     ("nv_trt_llm_request_metrics", "TRT LLM request metrics", "request_type", _request_metrics),
     ("nv_trt_llm_runtime_memory_metrics", "TRT LLM runtime memory metrics", "memory_type", _memory_metrics),
     ("nv_trt_llm_kv_cache_block_metrics", "TRT LLM KV cache block metrics", "kv_cache_block_type", _block_metrics),
     (
-        "nv_trt_llm_inflight_batcher_metrics",
+        _INFLIGHT,
         "TRT LLM inflight_batcher-specific metrics",
         "inflight_batcher_specific_metric",
         _batcher_metrics,
     ),
+    (_V1, "TRT LLM v1-specific metrics", "v1_specific_metric", _v1_metrics),
     ("nv_trt_llm_general_metrics", "General TRT LLM metrics", "general_type", _general_metrics),
     (
         "nv_trt_llm_disaggregated_serving_metrics",

@@ -16,7 +16,8 @@ async def answer_once(model: ServedModel, request: InferRequest, send: Send) -> 
     """The status is the first answer's, a second answer only changes the body: that is Triton's way."""
     first: InferResponse | None = None
     more = False
-    async with aclosing(model.infer(request)) as responses:
+    responses = model.infer(request)
+    try:
         async for response in responses:
             if first is not None:
                 more = True
@@ -24,14 +25,15 @@ async def answer_once(model: ServedModel, request: InferRequest, send: Send) -> 
             first = response
             if response.error is not None:
                 break
+    finally:
+        await responses.aclose()
     failed = first is not None and first.error is not None
     if first is None or more:
         body = write_error(EXACTLY_ONE)
     else:  # logits may be millions of numbers
         body = await in_thread_if_long(values_of(first), write_response, request, first)
     await start_chunked(send, 400 if failed else 200, JSON)
-    await send_chunk(send, body)
-    await end_chunks(send)
+    await end_chunks(send, body)
 
 
 async def answer_stream(model: ServedModel, request: InferRequest, send: Send) -> None:

@@ -6,6 +6,7 @@ one level of the same. What the real server checks is checked here, in its order
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from slipstream.repository.config import ModelConfig, TensorConfig
@@ -21,24 +22,21 @@ def generate_request(body: bytes, config: ModelConfig, version: str) -> InferReq
     document = parse_json(body)
     if not isinstance(document, Members):
         raise InferenceError("attempt to get members for non-object", Code.INTERNAL)
-    request = InferRequest(config.name, version, {}, id=_request_id(document))
-    tensors = {tensor.name: tensor for tensor in config.inputs}
-    _convert(request, document, tensors, config.max_batch_size > 0)
+    request = InferRequest(config.name, version, {}, id=_request_id(document.first()))
+    _convert(request, document, config.inputs_by_name, config.max_batch_size > 0)
     check_inputs(request, config)
     return request
 
 
-def _request_id(document: Members) -> str:
-    if not any(name == "id" for name, _ in document):
-        return ""
-    value = document.get("id")
+def _request_id(document: dict[str, Any]) -> str:
+    value = document.get("id", "")
     if not isinstance(value, str):
         raise InferenceError("Unable to parse 'id': attempt to access JSON non-string as string", Code.INTERNAL)
     return value
 
 
 def _convert(
-    request: InferRequest, document: Members, tensors: dict[str, TensorConfig], batched: bool, nested: bool = False
+    request: InferRequest, document: Members, tensors: Mapping[str, TensorConfig], batched: bool, nested: bool = False
 ) -> None:
     for name, value in document:
         if name == NESTED_KEY and not nested:
@@ -68,7 +66,8 @@ def refused(request: InferRequest, text: str) -> InferenceError:
 
 def check_inputs(request: InferRequest, config: ModelConfig) -> None:
     """What Triton's core checks before a model sees a request, whatever the protocol."""
-    _check_count(request, config)
+    if not len(config.required_inputs) <= len(request.inputs) <= len(config.inputs):
+        raise _wrong_count(request, config)
     if config.max_batch_size > 0:
         _check_batch(request, config)
     for tensor in request.inputs.values():
@@ -83,12 +82,10 @@ def check_inputs(request: InferRequest, config: ModelConfig) -> None:
             raise refused(request, text)
 
 
-def _check_count(request: InferRequest, config: ModelConfig) -> None:
+def _wrong_count(request: InferRequest, config: ModelConfig) -> InferenceError:
     """Only the number of inputs is checked, so that an optional one can hide a missing one. That is Triton's way."""
-    required = [tensor.name for tensor in config.inputs if not tensor.optional]
+    required = config.required_inputs
     given, total = len(request.inputs), len(config.inputs)
-    if len(required) <= given <= total:
-        return
     expected = f"number of inputs between {len(required)} and {total}" if len(required) < total else f"{total} inputs"
     got = ",".join(f"'{name}'" for name in reversed(request.inputs))
     names = ",".join(f"'{name}'" for name in required if name not in request.inputs)
@@ -97,7 +94,7 @@ def _check_count(request: InferRequest, config: ModelConfig) -> None:
         f"expected {expected} but got {given} inputs for model '{config.name}'. Got input(s) [{got}], "
         f"but missing required input(s) {missing}. Please provide all required input(s)."
     )
-    raise refused(request, text)
+    return refused(request, text)
 
 
 def _check_batch(request: InferRequest, config: ModelConfig) -> None:

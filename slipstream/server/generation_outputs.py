@@ -7,18 +7,22 @@ A flag may also come as a parameter, to a model that declares neither.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Collection, Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.engine.messages import Scores, Timing
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.config import ModelConfig
+from slipstream.server.joining import LONG
 from slipstream.server.limits import Given
+from slipstream.server.tensor_bytes import left_packed
 from slipstream.server.tensors import Tensor, single
 from slipstream.server.text.pipeline import TextDelta
 from slipstream.server.text.sequences import TextBeam
+
+Made = TypeVar("Made")
 
 _BLOCKS = ("return_kv_cache_reuse_stats", "return_perf_metrics")
 _PERFORMANCE = ("return_perf_metrics",)
@@ -122,6 +126,7 @@ class Progress:
         ended = self.finish_reason in ("stop", "length")  # otherwise it was ended from outside, all beams alike
         return [
             replace(self, tokens=beam.tokens, log_probs=beam.log_probs, text=beam.text, total=beam.total_log_prob,
+                    scores=replace(self.scores, generation_logits=beam.generation_logits),
                     finish_reason=beam.finish_reason if ended else self.finish_reason)
             for beam in self.beams
         ]
@@ -130,6 +135,14 @@ class Progress:
     def cumulative(self) -> float:
         total = sum(self.log_probs) if self.total is None else self.total
         return total / len(self.log_probs) if self.normalise and self.log_probs else total
+
+
+async def made(make: Callable[..., Made], texts: Any, asked: Asked, parts: Sequence[Progress], *more: Any) -> Made:
+    """An answer; in a thread where it has so many logits that others' answers would wait for it."""
+    logits = sum(len(part.scores.context_logits) + len(part.scores.generation_logits) for part in parts)
+    if logits < 4 * LONG:
+        return make(texts, asked, parts, *more)
+    return await asyncio.to_thread(make, texts, asked, parts, *more)
 
 
 def side_outputs(asked: Asked, progress: Progress) -> list[Tensor]:
@@ -163,14 +176,14 @@ def _logits(asked: Asked, progress: Progress, start: int) -> list[Tensor]:
     outputs: list[Tensor] = []
     sampling, scores = asked.sampling, progress.scores
     if sampling.context_logits and not progress.context_told:
-        values = _floats(scores.context_logits)
+        values: Any = memoryview(scores.context_logits).cast("f")  # a list would take ten times the memory
         positions = max(1, progress.prompt_tokens)
         outputs.append(Tensor("context_logits", "FP32", (1, positions, len(values) // positions), values))
     elif asked.placeholders:
         outputs.append(Tensor("context_logits", "FP32", (1, 1, 1), [0.0]))
     if sampling.generation_logits:
         count = len(progress.tokens) - start
-        values = _floats(scores.generation_logits)
+        values = memoryview(scores.generation_logits).cast("f")
         width = len(values) // count if count else 0
         outputs.append(Tensor("generation_logits", "FP32", (1, 1, count, width), values))
         scores.generation_logits = b""
@@ -181,11 +194,6 @@ def _logits(asked: Asked, progress: Progress, start: int) -> list[Tensor]:
         outputs.append(Tensor("prompt_log_probs", "FP32", (1, len(values)), values))
     progress.context_told = True
     return outputs
-
-
-def _floats(raw: bytes) -> Any:
-    """A list would take ten times the memory."""
-    return array("f", raw)
 
 
 def _counts(asked: Asked, progress: Progress) -> list[Tensor]:
@@ -241,8 +249,10 @@ def _narrowed(tensor: Tensor, datatype: str) -> Tensor:
 
     values = np.array(tensor.data, dtype=np.float32)
     if datatype == "FP16":
-        data = values.clip(-65504.0, 65504.0).astype(np.float16).tolist()
+        halves = values.clip(-65504.0, 65504.0).astype(np.float16)
     else:  # the upper half of the bits, rounded to the nearest, ties to even
         bits = values.view(np.uint32)
-        data = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).tolist()
+        halves = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    # As bit patterns, and an array: nobody computes with them, and there are millions.
+    data: Any = left_packed(datatype, halves.tobytes())
     return Tensor(tensor.name, datatype, tensor.shape, data)

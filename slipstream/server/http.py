@@ -34,12 +34,13 @@ from slipstream.server.asgi import (
     TEXT,
     ClientGone,
     Receive,
+    Refused,
     Scope,
     Send,
+    WhileConnected,
     header,
     read_body,
     send_whole,
-    while_connected,
 )
 from slipstream.server.context import ServerContext
 from slipstream.server.errors import InferenceError, Unavailable
@@ -55,7 +56,7 @@ from slipstream.server.http_admin import (
     trace_route,
 )
 from slipstream.server.http_protocol import TritonProtocol
-from slipstream.server.http_trace import TracedHttp
+from slipstream.server.http_trace import StampedSend
 from slipstream.server.infer_http import EarlyError, answer_infer, check_coupled, forwarded_headers, read_call
 from slipstream.server.json_text import write_error, write_value
 from slipstream.server.openapi import openapi_document
@@ -73,7 +74,9 @@ _MODEL_PATH = re.compile(
     r"/v2/models/([^/]+)(?:/versions/([0-9]+))?(?:/(infer|generate|generate_stream|ready|config|stats))?"
 )
 _APIS = {"ready": "health", "config": "model-config", "stats": "statistics", "": "metadata"}
-_OWN_PATHS = ("/v2", "/v2/health/live", "/v2/health/ready", "/v2/logging", "/v2/trace/setting", "/v2/models/stats")
+_OWN_PATHS = frozenset(
+    {"/v2", "/v2/health/live", "/v2/health/ready", "/v2/logging", "/v2/trace/setting", "/v2/models/stats"}
+)
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -140,12 +143,14 @@ class TritonRoutes:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = _Started(send)
         try:
             if path == "/v2" or path.startswith("/v2/"):
-                await self._route(path, scope, receive, started)
-            elif await self._allowed("metadata", scope, send):
+                await self._route(path, scope, receive, send)
+            else:
+                self._check_access("metadata", scope)
                 await self._app(scope, receive, send)
+        except Refused as refusal:
+            await send_whole(send, refusal.status, write_error(refusal.message), refusal.content_type)
         except InferenceError as error:
             headers = (RETRY_AFTER,) if isinstance(error, Unavailable) else ()
             content_type = TEXT if isinstance(error, EarlyError) else JSON
@@ -153,15 +158,14 @@ class TritonRoutes:
         except ClientGone:
             return
         except Exception:
-            if started.yes:
-                raise  # uvicorn logs it and closes, so that the client does not take a part for the whole
             logging.error(f"{scope['method']} {path}: {traceback.format_exc().rstrip()}")
+            # Where the answer has begun, uvicorn refuses this one and closes: a part must not be taken for the whole.
             await send_whole(send, 500, write_error("internal error, the server's log has the details"))
 
-    async def _allowed(self, api: str, scope: Scope, send: Send) -> bool:
+    def _check_access(self, api: str, scope: Scope) -> None:
         access = self._context.access
         if not access.guarded and api not in access.http_restrictions:
-            return True
+            return
 
         def given(name: str) -> str | None:
             value = header(scope, name.encode("latin-1", "replace"))
@@ -169,20 +173,24 @@ class TritonRoutes:
 
         refusal = access.refuse_http(api, given)
         if refusal is not None:
-            await send_whole(send, refusal.status, write_error(refusal.message), TEXT)
-        return refusal is None
+            raise Refused(refusal.status, refusal.message)
 
     async def _route(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if path in _OWN_PATHS:
             await self._server_route(path, scope, receive, send)
         elif parts := _model_path(path):
             name, version, kind = parts
-            if await self._allowed(_APIS.get(kind, "inference"), scope, send):
-                await self._model(name, version, kind, scope, receive, send)
+            self._check_access(_APIS.get(kind, "inference"), scope)
+            if kind == "infer":
+                await self._infer(name, version, scope, receive, send)
+            elif kind in ("generate", "generate_stream"):
+                await self._generate(name, version, kind == "generate_stream", scope, receive, send)
+            else:
+                await self._describe_model(name, version, kind, scope, send)
         elif match := REPOSITORY.fullmatch(path):
-            if await self._allowed("model-repository", scope, send):
-                work = partial(repository_route, match, self._context)
-                await self._administer(("POST",), work, scope, receive, send)
+            self._check_access("model-repository", scope)
+            work = partial(repository_route, match, self._context)
+            await self._administer(("POST",), work, scope, receive, send)
         elif match := MODEL_TRACE.fullmatch(path):
             await self._trace(match.group(1), scope, receive, send)
         elif match := SHARED_MEMORY.fullmatch(path):
@@ -194,25 +202,22 @@ class TritonRoutes:
         if path == "/v2/trace/setting":
             await self._trace("", scope, receive, send)
         elif path == "/v2/logging":
-            if await self._allowed("logging", scope, send):
-                work = partial(logging_route, scope["method"])
-                await self._administer(("GET", "POST"), work, scope, receive, send)
+            self._check_access("logging", scope)
+            work = partial(logging_route, scope["method"])
+            await self._administer(("GET", "POST"), work, scope, receive, send)
         elif path == "/v2/models/stats":
-            if await self._allowed("statistics", scope, send):
-                await self._get(scope, send, JSON, lambda: (200, self._statistics("", "")))
+            self._check_access("statistics", scope)
+            await self._get(scope, send, JSON, lambda: (200, self._statistics("", "")))
         elif path == "/v2":
-            if await self._allowed("metadata", scope, send):
-                await self._get(scope, send, JSON, lambda: (200, write_value(self._server)))
-        elif await self._allowed("health", scope, send):
+            self._check_access("metadata", scope)
+            await self._get(scope, send, JSON, lambda: (200, write_value(self._server)))
+        else:
+            self._check_access("health", scope)
             healthy = self._state.live if path.endswith("live") else self._state.ready
             await self._get(scope, send, TEXT, lambda: (200 if healthy else 400, b""))
 
-    async def _model(self, name: str, version: str, kind: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if kind == "infer":
-            await self._infer(name, version, scope, receive, send)
-        elif kind in ("generate", "generate_stream"):
-            await self._generate(name, version, kind == "generate_stream", scope, receive, send)
-        elif kind == "ready":
+    async def _describe_model(self, name: str, version: str, kind: str, scope: Scope, send: Send) -> None:
+        if kind == "ready":
             ready = (200, b"") if self._registry.is_ready(name, version) else (400, _NOT_READY)
             await self._get(scope, send, TEXT, lambda: ready)
         elif kind == "config":
@@ -228,7 +233,9 @@ class TritonRoutes:
     async def _get(
         self, scope: Scope, send: Send, content_type: bytes, answer: Callable[[], tuple[int, bytes]]
     ) -> None:
-        status, body = answer() if scope["method"] == "GET" else (405, _NOT_ALLOWED)
+        if scope["method"] != "GET":
+            raise Refused(405, _NOT_ALLOWED, content_type)
+        status, body = answer()
         await send_whole(send, status, body, content_type)
 
     async def _administer(
@@ -240,81 +247,72 @@ class TritonRoutes:
         send: Send,
     ) -> None:
         if scope["method"] not in methods:
-            await send_whole(send, 405, _NOT_ALLOWED)
-            return
+            raise Refused(405, _NOT_ALLOWED, JSON)
         body = await read_body(scope, receive, self._context.http_max_input_bytes)
         await send_whole(send, 200, await work(body))
 
     async def _trace(self, model: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if await self._allowed("trace", scope, send):
-            work = partial(trace_route, scope["method"], model, self._context, self._registry)
-            await self._administer(("GET", "POST"), work, scope, receive, send)
+        self._check_access("trace", scope)
+        work = partial(trace_route, scope["method"], model, self._context, self._registry)
+        await self._administer(("GET", "POST"), work, scope, receive, send)
 
     async def _shared_memory(self, match: re.Match[str], scope: Scope, receive: Receive, send: Send) -> None:
-        if await self._allowed("shared-memory", scope, send):
-            methods = ("GET",) if match.group(3) == "status" else ("POST",)
-            work = partial(shared_memory_route, match, self._context)
-            await self._administer(methods, work, scope, receive, send)
+        self._check_access("shared-memory", scope)
+        methods = ("GET",) if match.group(3) == "status" else ("POST",)
+        work = partial(shared_memory_route, match, self._context)
+        await self._administer(methods, work, scope, receive, send)
 
-    async def _begin(
-        self, name: str, version: str, scope: Scope, send: Send, not_allowed_type: bytes = JSON
-    ) -> ModelVersion | None:
-        """The model a request is for; None when it was answered already."""
+    def _asked_model(self, name: str, version: str, scope: Scope, not_allowed_type: bytes = JSON) -> ModelVersion:
         if scope["method"] != "POST":
-            await send_whole(send, 405, _NOT_ALLOWED, not_allowed_type)
-            return None
+            raise Refused(405, _NOT_ALLOWED, not_allowed_type)
         if self._state.draining:
             raise Unavailable("the server is shutting down and takes no new requests")
         return self._registry.find(name, version)
 
     async def _infer(self, name: str, version: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            entry = await self._begin(name, version, scope, send, TEXT)
+            entry = self._asked_model(name, version, scope, TEXT)
         except InferenceError as error:
             if isinstance(error, Unavailable):
                 raise
             raise EarlyError(error.message, error.code) from error
-        if entry is None:
-            return
         check_coupled(entry)
         most, memory = self._context.http_max_input_bytes, self._context.memory
-        with TracedHttp(self._context.trace, entry.name, send) as (trace, send):
+        if (trace := self._context.trace.begin(entry.name)) is not None:
+            send = StampedSend(send, trace)
+        try:
             call = read_call(scope, await read_body(scope, receive, most), entry, memory, most)
             if trace is not None:
                 trace.stamp("HTTP_RECV_END")
                 call.request.trail.trace = trace
-            call.request.parameters.update(forwarded_headers(scope, self._context.http_forwarded_headers))
-            await while_connected(scope, answer_infer(entry, call, memory, scope, send))
+            if (forwarded := self._context.http_forwarded_headers) is not None:
+                call.request.parameters.update(forwarded_headers(scope, forwarded))
+            with WhileConnected(scope):
+                await answer_infer(entry, call, memory, scope, send)
+        finally:
+            if trace is not None:
+                trace.finish()
 
     async def _generate(
         self, name: str, version: str, stream: bool, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        entry = await self._begin(name, version, scope, send)
-        if entry is None:
-            return
+        entry = self._asked_model(name, version, scope)
         if header(scope, b"content-encoding").lower() not in (b"", b"identity"):
             raise InferenceError("Unsupported content-encoding, only 'identity' is supported.")
-        with TracedHttp(self._context.trace, entry.name, send) as (trace, send):
+        if (trace := self._context.trace.begin(entry.name)) is not None:
+            send = StampedSend(send, trace)
+        try:
             body = await read_body(scope, receive, self._context.http_max_input_bytes)
             request = generate_request(body, entry.model.config, entry.version)
             if trace is not None:
                 trace.stamp("HTTP_RECV_END")
                 request.trail.trace = trace
-            answer = answer_stream if stream else answer_once
-            await while_connected(scope, answer(entry.model, request, send))
+            with WhileConnected(scope):
+                await (answer_stream if stream else answer_once)(entry.model, request, send)
+        finally:
+            if trace is not None:
+                trace.finish()
 
 
-_NOT_ALLOWED = write_error("Method Not Allowed")
+_NOT_ALLOWED = "Method Not Allowed"
 _NOT_READY = write_error("Model version not ready")
-
-
-class _Started:
-    """A `send` that remembers whether the answer has begun."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.yes = False
-
-    async def __call__(self, message: Any) -> None:
-        self.yes = True
-        await self._send(message)

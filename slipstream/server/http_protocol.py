@@ -10,13 +10,18 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from slipstream.server.http_exchange import Exchange, read_target
 
 MAX_URL_BYTES = 8192
 MAX_HEAD_BYTES = 64 << 10
 MAX_CHUNKS = 65536  # of one request; tiny ones cost far more than the bytes they carry
 
 MAX_JOINED_BYTES = 64 << 10
+
+_ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 RAW_HEADERS = "raw_headers"  # in the request's state: names as they were written, which ASGI lowers
 DEPARTURE = "departure"  # in the request's state: how its connection tells that it is gone
@@ -63,6 +68,14 @@ class JoiningTransport(asyncio.Transport):
         if self._size > MAX_JOINED_BYTES:
             self._flush()  # so that the transport can say when it has too much
 
+    def write_last(self, data: bytes) -> None:
+        """The end of an answer, with which nothing that follows could be joined."""
+        if self._pieces:
+            self.write(data)
+            self._flush()
+        elif not self._transport.is_closing():
+            self._transport.write(data)
+
     def _flush(self) -> None:
         if self._pieces:
             joined = b"".join(self._pieces) if len(self._pieces) > 1 else self._pieces[0]
@@ -92,11 +105,12 @@ class TritonProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._in_head = True
         self._head_bytes = 0
+        self._header_bytes = 0
         self._chunks = 0
-        self._departure = Departure(lambda: self.flow.resume_reading())
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(JoiningTransport(transport, self.loop))
+        self._departure = Departure(self.flow.resume_reading)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -110,33 +124,73 @@ class TritonProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_url(self, url: bytes) -> None:
-        super().on_url(url)
+        self.url += url
         if len(self.url) > MAX_URL_BYTES:
             raise ValueError("the URL is too long")  # the parser stops, and the connection is closed below
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
+        self._header_bytes = 0
         self._raw_headers: list[tuple[bytes, bytes]] = []
-        self.scope["state"] = {RAW_HEADERS: self._raw_headers, DEPARTURE: self._departure}
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._raw_headers.append((name, value))
-        super().on_header(name, value)
+        self._header_bytes += len(name) + len(value)
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes, self._chunks = False, 0, 0
-        if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+        if self._header_bytes > MAX_HEAD_BYTES:
             raise ValueError("the headers are too long")
-        super().on_headers_complete()
+        version, before = self.parser.get_http_version(), self.cycle
+        self.scope = self._scope(version)
+        self.cycle = Exchange(self, version != "1.0" and self.parser.should_keep_alive())
+        if before is None or before.response_complete:
+            self._start_asgi_task(self.cycle, self.app)
+        else:  # the client did not wait for the answer to its last request
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
+
+    def _scope(self, version: str) -> Any:
+        target = read_target(self.url)
+        return {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": version,
+            "method": self.parser.get_method().decode("ascii"),
+            "path": target.path,
+            "raw_path": target.raw_path,
+            "query_string": target.query,
+            "root_path": "",
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "headers": self.headers,
+            "state": {RAW_HEADERS: self._raw_headers, DEPARTURE: self._departure},
+        }
 
     def on_chunk_header(self) -> None:
         self._chunks += 1
         if self._chunks > MAX_CHUNKS:
             raise ValueError("too many chunks")
 
+    def on_body(self, body: bytes) -> None:
+        if not self.cycle.response_complete:
+            self.cycle.body += body
+            if len(self.cycle.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+            self.cycle.message_event.set()
+
     def on_message_complete(self) -> None:
         self._in_head = True
-        super().on_message_complete()
+        if not self.cycle.response_complete:
+            self.cycle.more_body = False
+            self.cycle.message_event.set()
 
     def send_400_response(self, msg: str) -> None:
         """Triton closes on what is not HTTP, without a word."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
 from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
+from slipstream.engine.retention import Retention
 from slipstream.server.adapters import AdapterUse
 from slipstream.server.engine_process import Loop, describe, serve
 from slipstream.server.generation import EngineUnavailable, Generation, Mailboxes
@@ -47,6 +48,7 @@ class InProcessEngine:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str = "",
+        retention: Retention | None = None,
         prompt_of: int | None = None,
         draft: Sequence[int] = (),
         adapter: AdapterUse | None = None,
@@ -61,7 +63,8 @@ class InProcessEngine:
         request_id = generation.request_id
         request = GenerateRequest(
             request_id, prompt, sampling, priority, deadline, cache_salt=cache_salt, prompt_of=prompt_of,
-            draft=list(draft), prompt_table=prompt_table, **({} if adapter is None else adapter.fields()),
+            draft=list(draft), prompt_table=prompt_table, retention=retention,
+            **({} if adapter is None else adapter.fields()),
         )  # fmt: skip
         self._link.put(request)
         return generation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import aclosing
 
 from slipstream.server.asgi import JSON, OCTETS, TEXT, Headers, Scope, Send, header, send_whole
 from slipstream.server.compression import chosen_encoding, compress, decompress
@@ -32,14 +31,14 @@ def check_coupled(entry: ModelVersion) -> None:
 
 
 def read_call(scope: Scope, body: bytes, entry: ModelVersion, memory: SharedMemory, most: int) -> InferCall:
-    body = decompress(header(scope, b"content-encoding").decode("latin-1").lower(), body, most)
-    size = _header_bytes(header(scope, HEADER_LENGTH), len(body))
+    if encoding := header(scope, b"content-encoding"):
+        body = decompress(encoding.decode("latin-1").lower(), body, most)
+    given = header(scope, HEADER_LENGTH)
+    size = _header_bytes(given, len(body)) if given else None
     return read_infer_call(body, size, entry.model.config, entry.version, memory)
 
 
-def _header_bytes(given: bytes, body_bytes: int) -> int | None:
-    if not given:
-        return None
+def _header_bytes(given: bytes, body_bytes: int) -> int:
     digits = given.removeprefix(b"-")
     value = int(given) if digits.isdigit() and len(digits) < 20 else 0  # as C reads a number that is none
     if value < 0 or value > body_bytes:
@@ -48,10 +47,8 @@ def _header_bytes(given: bytes, body_bytes: int) -> int | None:
     return value
 
 
-def forwarded_headers(scope: Scope, names: re.Pattern[str] | None) -> dict[str, Parameter]:
+def forwarded_headers(scope: Scope, names: re.Pattern[str]) -> dict[str, Parameter]:
     """The headers a model may see, as parameters. Their names are as the client wrote them."""
-    if names is None:
-        return {}
     given = scope.get("state", {}).get(RAW_HEADERS) or scope["headers"]
     pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in given]
     return {name: value for name, value in pairs if names.fullmatch(name)}
@@ -70,9 +67,12 @@ async def answer_infer(entry: ModelVersion, call: InferCall, memory: SharedMemor
 async def _only_response(entry: ModelVersion, call: InferCall) -> InferResponse:
     """The first answer; the model is heard to its end, because one that is cut off counts as cancelled."""
     first: InferResponse | None = None
-    async with aclosing(entry.model.infer(call.request)) as responses:
+    responses = entry.model.infer(call.request)
+    try:
         async for response in responses:
             first = first or response
+    finally:
+        await responses.aclose()
     return first or InferResponse(error=InferenceError(NO_RESPONSE, Code.INTERNAL))
 
 

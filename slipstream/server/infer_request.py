@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -15,6 +17,8 @@ from slipstream.server.json_errors import Members, parse_json
 from slipstream.server.shared_memory import SharedMemory
 from slipstream.server.tensor_bytes import DATATYPES, SIZES
 from slipstream.server.tensors import Tensor, read_values, unreadable
+
+Object = dict[str, Any]  # of JSON
 
 MAX_DIMENSIONS = 64
 _ONE_SOURCE = (
@@ -51,8 +55,13 @@ class InferCall:
 
     def wanted(self, name: str) -> WantedOutput | None:
         if not self.outputs:
-            return WantedOutput(name, self.binary_output)
+            return _unnamed_output(name, self.binary_output)
         return next((output for output in self.outputs if output.name == name), None)
+
+
+@lru_cache(maxsize=256)
+def _unnamed_output(name: str, binary: bool) -> WantedOutput:
+    return WantedOutput(name, binary)
 
 
 def read_infer_call(
@@ -64,15 +73,18 @@ def read_infer_call(
         _read_bare(request, body, config)
         call = InferCall(request, binary_output=True)
     else:
-        document = parse_json(body[:header_bytes])
-        if not isinstance(document, Members):
+        written = parse_json(body[:header_bytes])
+        if not isinstance(written, Members):
             raise InferenceError("attempt to access non-existing object member 'inputs'", Code.INTERNAL)
-        call = InferCall(request)
-        _read_id(request, document)
-        _read_parameters(call, document)
+        call, document = InferCall(request), written.first()
+        if "id" in document:
+            request.id = _string(document, "id")
+        if "parameters" in document:
+            _read_parameters(call, document["parameters"])
         raw = b"" if header_bytes is None else body[header_bytes:]
         _read_inputs(request, document, raw, memory)
-        _read_outputs(call, document)
+        if document.get("outputs") is not None:
+            _read_outputs(call, document)
     check_request(request, config)
     return call
 
@@ -100,15 +112,7 @@ def _read_bare(request: InferRequest, body: bytes, config: ModelConfig) -> None:
     request.inputs[tensor.name] = read_raw(request, tensor.name, tensor.datatype, shape, body)
 
 
-def _read_id(request: InferRequest, document: Members) -> None:
-    if any(name == "id" for name, _ in document):
-        request.id = _string(document, "id")
-
-
-def _read_parameters(call: InferCall, document: Members) -> None:
-    parameters = document.get("parameters")
-    if parameters is None and not any(name == "parameters" for name, _ in document):
-        return
+def _read_parameters(call: InferCall, parameters: Any) -> None:
     if not isinstance(parameters, Members):
         raise InferenceError("failed to get request params.: attempt to get members for non-object", Code.INTERNAL)
     for name, value in parameters:
@@ -142,17 +146,15 @@ def _parameter(name: str, value: Any) -> Parameter:
     return value
 
 
-def _read_inputs(request: InferRequest, document: Members, raw: bytes, memory: SharedMemory) -> None:
+def _read_inputs(request: InferRequest, document: Object, raw: bytes, memory: SharedMemory) -> None:
     position = 0
-    for given in _array(document, "inputs"):
-        if not isinstance(given, Members):
-            raise InferenceError(f"Unable to parse 'name': {_missing('name')}", Code.INTERNAL)
+    for given in _objects(document, "inputs"):
         name, shape, datatype = _string(given, "name"), _shape(given), _string(given, "datatype")
         if datatype not in DATATYPES:
             raise InferenceError(f"invalid datatype for input {name}")
         if name in request.inputs:
             raise refused(request, f"input '{name}' already exists in request")
-        size, place, has_data = _sources(given)
+        size, place = _sources(given)
         if size is not None:
             piece = raw[position : position + size]
             if len(piece) < size:
@@ -164,8 +166,7 @@ def _read_inputs(request: InferRequest, document: Members, raw: bytes, memory: S
             data = memory.read(place.region, place.offset, place.byte_size)
             tensor = read_raw(request, name, datatype, shape, data)
         else:
-            assert has_data
-            tensor = _from_json(name, datatype, shape, given.get("data"))
+            tensor = _from_json(name, datatype, shape, given["data"])
         request.inputs[name] = tensor
     if position < len(raw):
         raise InferenceError(f"unexpected additional input data for model '{request.model_name}'")
@@ -178,20 +179,25 @@ def _from_json(name: str, datatype: str, shape: tuple[int, ...], value: Any) -> 
     return Tensor(name, datatype, shape, values)
 
 
-def _sources(given: Members) -> tuple[int | None, SharedPlace | None, bool]:
-    """Where an input's data is: so many bytes after the header, a place in shared memory, or the JSON itself."""
-    parameters = given.get("parameters")
-    parameters = parameters if isinstance(parameters, Members) else Members()
+def _sources(given: Object) -> tuple[int | None, SharedPlace | None]:
+    """Where an input's data is: so many bytes after the header, a place in shared memory, or else the JSON itself."""
+    if "data" in given and "parameters" not in given:
+        return None, None
+    parameters = _parameters(given)
     size = parameters.get("binary_data_size")
     place = _place(parameters)
-    has_data = any(name == "data" for name, _ in given)
-    count = (size is not None) + (place is not None) + has_data
+    count = (size is not None) + (place is not None) + ("data" in given)
     if count != 1:
         raise InferenceError(_ONE_SOURCE + ("no field is set" if count == 0 else "multiple fields are set"))
-    return None if size is None else _unsigned("binary_data_size", size), place, has_data
+    return None if size is None else _unsigned("binary_data_size", size), place
 
 
-def _place(parameters: Members) -> SharedPlace | None:
+def _parameters(given: Object) -> Object:
+    parameters = given.get("parameters")
+    return parameters.first() if isinstance(parameters, Members) else {}
+
+
+def _place(parameters: Object) -> SharedPlace | None:
     region = parameters.get("shared_memory_region")
     if region is None:
         return None
@@ -205,14 +211,9 @@ def _place(parameters: Members) -> SharedPlace | None:
     return SharedPlace(region, _unsigned("shared_memory_offset", offset), _unsigned("shared_memory_byte_size", size))
 
 
-def _read_outputs(call: InferCall, document: Members) -> None:
-    if document.get("outputs") is None:
-        return
-    for given in _array(document, "outputs"):
-        if not isinstance(given, Members):
-            raise InferenceError(f"Unable to parse 'name': {_missing('name')}", Code.INTERNAL)
-        parameters = given.get("parameters")
-        parameters = parameters if isinstance(parameters, Members) else Members()
+def _read_outputs(call: InferCall, document: Object) -> None:
+    for given in _objects(document, "outputs"):
+        parameters = _parameters(given)
         binary = parameters.get("binary_data")
         classes = parameters.get("classification")
         call.outputs.append(WantedOutput(
@@ -228,32 +229,41 @@ def _missing(name: str) -> str:
     return f"attempt to access non-existing object member '{name}'"
 
 
-def _member(given: Members, name: str) -> Any:
-    for key, value in given:
-        if key == name:
-            return value
-    raise InferenceError(f"Unable to parse '{name}': {_missing(name)}", Code.INTERNAL)
+def _unlike(given: Object, name: str, text: str) -> InferenceError:
+    """A member that is not there, or not what it must be."""
+    return InferenceError(f"Unable to parse '{name}': {text if name in given else _missing(name)}", Code.INTERNAL)
 
 
-def _string(given: Members, name: str) -> str:
-    value = _member(given, name)
+def _string(given: Object, name: str) -> str:
+    value = given.get(name)
     if not isinstance(value, str):
-        raise InferenceError(f"Unable to parse '{name}': {_NON_STRING}", Code.INTERNAL)
+        raise _unlike(given, name, _NON_STRING)
     return value
 
 
-def _array(given: Members, name: str) -> list[Any]:
-    value = _member(given, name)
+def _array(given: Object, name: str) -> list[Any]:
+    value = given.get(name)
     if type(value) is not list:
-        raise InferenceError(f"Unable to parse '{name}': attempt to access JSON non-array as array", Code.INTERNAL)
+        raise _unlike(given, name, "attempt to access JSON non-array as array")
     return value
 
 
-def _shape(given: Members) -> tuple[int, ...]:
+def _objects(given: Object, name: str) -> Iterator[Object]:
+    """Those of an array, one by one: what is wrong with one is said before the next is looked at."""
+    for item in _array(given, name):
+        if not isinstance(item, Members):
+            raise InferenceError(f"Unable to parse 'name': {_missing('name')}", Code.INTERNAL)
+        yield item.first()
+
+
+def _shape(given: Object) -> tuple[int, ...]:
     dims = _array(given, "shape")
     if len(dims) > MAX_DIMENSIONS:
         raise InferenceError(f"a shape has at most {MAX_DIMENSIONS} dimensions, got {len(dims)}")
-    return tuple(_unsigned("shape", dim) for dim in dims)
+    for dim in dims:
+        if type(dim) is not int or not 0 <= dim < 2**63:
+            raise _unlike(given, "shape", _NON_UNSIGNED)
+    return tuple(dims)
 
 
 def _unsigned(name: str, value: Any) -> int:

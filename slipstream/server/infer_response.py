@@ -27,8 +27,12 @@ class InferBody(NamedTuple):
 
 def values_as_text(call: InferCall, response: InferResponse) -> int:
     """How many there are to write one by one."""
-    wanted = [(tensor, call.wanted(tensor.name)) for tensor in response.outputs]
-    return sum(len(tensor.data) for tensor, how in wanted if how is not None and not how.binary and how.place is None)
+    count = 0
+    for tensor in response.outputs:
+        wanted = call.wanted(tensor.name)
+        if wanted is not None and not wanted.binary and wanted.place is None:
+            count += len(tensor.data)
+    return count
 
 
 def write_infer_response(
@@ -80,7 +84,7 @@ def _write_output(tensor: Tensor, wanted: WantedOutput, memory: SharedMemory) ->
 
 def classify(tensor: Tensor, count: int, config: ModelConfig) -> Tensor:
     """The highest values of each batch item as "value:index:label"."""
-    if tensor.datatype == "BYTES":
+    if tensor.datatype in ("BYTES", "FP16", "BF16"):
         raise InferenceError(f"class result not available for output due to unsupported type '{tensor.datatype}'")
     batched = config.max_batch_size > 0
     rows = tensor.shape[0] if batched and tensor.shape else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -41,6 +41,11 @@ class RequestTrail:
     def attend(self, executing: Callable[[], None], latencies: TokenLatencies, began_ns: int) -> None:
         self._executing, self._latencies, self.began_ns = executing, latencies, began_ns
 
+    def part(self) -> None:
+        """From whoever attended: the two must not keep each other, and all the request's tensors, in memory."""
+        for trail in (self, *self.branches):
+            trail._executing = None
+
     def branch(self) -> RequestTrail:
         """The trail of one batch item: its tokens are its own, what is counted is counted with the whole."""
         made = RequestTrail(self.began_ns, _executing=self._executing, _latencies=self._latencies)
@@ -49,7 +54,8 @@ class RequestTrail:
 
     def leave_queue(self) -> None:
         self.queue_ended_ns = time.monotonic_ns()
-        self.execute()
+        if self._executing is not None:
+            self._executing()
 
     def end_input(self) -> None:
         self.input_ended_ns = time.monotonic_ns()
@@ -83,6 +89,7 @@ class InferRequest:
     sequence_id: int | str = 0
     sequence_start: bool = False
     sequence_end: bool = False
+    peer: Callable[[], str] | None = None  # tells the connection it came over, where the protocol keeps to one
 
 
 @dataclass(slots=True)
@@ -99,8 +106,21 @@ class InferResponse:
     final: bool = False
 
 
+class Answers(Protocol):
+    """The answers to one request, as they come. Closing them early gives the request up, at once.
+
+    Most models write an asynchronous generator; one that answers thousands of times a second is spared its cost.
+    """
+
+    def __aiter__(self) -> AsyncIterator[InferResponse]: ...
+
+    def __anext__(self) -> Awaitable[InferResponse]: ...
+
+    def aclose(self) -> Awaitable[None]: ...
+
+
 class ServedModel(Protocol):
-    """Something that answers. Closing the generator early gives the request up, at once."""
+    """Something that answers."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -113,4 +133,4 @@ class ServedModel(Protocol):
     @property
     def ready(self) -> bool: ...
 
-    def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]: ...
+    def infer(self, request: InferRequest) -> Answers: ...

@@ -49,12 +49,13 @@ def read_raw(request: InferRequest, name: str, datatype: str, shape: tuple[int, 
 
 def check_request(request: InferRequest, config: ModelConfig) -> None:
     check_inputs(request, config)
-    known = {tensor.name: tensor for tensor in config.inputs}
     for tensor in request.inputs.values():
-        if tensor.name not in known:
+        expected = config.inputs_by_name.get(tensor.name)
+        if expected is None:
             raise InferenceError(f"unexpected inference input '{tensor.name}' for model '{config.name}'")
-        _check_tensor(request, tensor, known[tensor.name], config)
-    check_outputs(request.outputs, config)
+        _check_tensor(request, tensor, expected, config)
+    if request.outputs:
+        check_outputs(request.outputs, config)
     if "sequence_batching" in config.document and not request.sequence_id:
         text = "must specify a non-zero or non-empty correlation ID"
         raise InferenceError(f"inference request to model '{config.name}' {text}")
@@ -72,13 +73,14 @@ def _check_tensor(request: InferRequest, tensor: Tensor, expected: TensorConfig,
         kinds = f"data-type is '{given}', but model '{config.name}' expects '{expected.datatype}'"
         raise refused(request, f"inference input '{tensor.name}' {kinds}")
     wanted = ((-1,) if config.max_batch_size > 0 else ()) + expected.dims
-    fits = len(wanted) == len(tensor.shape) and all(
-        dim in (-1, given) for dim, given in zip(wanted, tensor.shape, strict=True)
-    )
-    if not fits:
+    if len(wanted) != len(tensor.shape) or any(map(_differ, wanted, tensor.shape)):
         shapes = f"Expected {_shape(wanted)}, got {_shape(tensor.shape)}."
         text = f"unexpected shape for input '{tensor.name}' for model '{config.name}'. {shapes}"
         raise refused(request, text + (_BATCH_NOTE if config.max_batch_size > 0 else ""))
+
+
+def _differ(wanted: int, given: int) -> bool:
+    return wanted not in (-1, given)
 
 
 def _another_generation(tensor: Tensor, expected: TensorConfig) -> bool:

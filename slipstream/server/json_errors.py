@@ -29,19 +29,22 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class Members(list[tuple[str, Any]]):
     """A JSON object as it was written: pairs, in order, repeated names included."""
 
+    def first(self) -> dict[str, Any]:
+        """By name; of a repeated one the first, as rapidjson finds it."""
+        return dict(reversed(self))
+
     def get(self, name: str) -> Any:
-        """The first of that name, as rapidjson finds it; None where there is none."""
-        for key, value in self:
-            if key == name:
-                return value
-        return None
+        return self.first().get(name)
 
 
 def parse_json(body: bytes) -> Any:
     """Members, list, str, int, float, bool or None. InferenceError says what is wrong, and where."""
     try:
-        value = _DECODER.decode(body.decode("utf-8"))
+        text = body.decode("utf-8").strip(" \t\n\r")
+        value, end = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
+        return _Reader(body).document()
+    if end != len(text):
         return _Reader(body).document()
     nested = body.count(b"[") + body.count(b"{") > MAX_DEPTH and not _shallow(value)
     if nested or (b"\\u" in body and not _encodable(value)):

@@ -55,9 +55,10 @@ class TokenLatencies:
         trail.last_token_ns = now
         trail.output_tokens += count
 
-    def finish(self, trail: RequestTrail, seconds: float, succeeded: bool) -> None:
+    def finish(self, trail: RequestTrail, seconds: float) -> None:
+        """A request that succeeded has ended."""
         generated = [part for part in (trail, *trail.branches) if part.prompt_tokens]
-        if not succeeded or not generated:
+        if not generated:
             return
         self.whole_answer_s.observe(seconds)
         for part in generated:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+# gRPC's library looks at this as it is imported. Its sockets are then read by whoever takes its events, and not by
+# threads of its own, which would have to wake somebody for every call.
+GRPC_READING = ("GRPC_EXPERIMENTS", "-event_engine_listener")
+
 
 class StartFailed(Exception):
     """The server cannot start. The text is the cause and what to do about it."""
@@ -177,6 +181,7 @@ class _Server:
             return 0
         self._engines.attend()
         await asyncio.sleep(0)  # so that the engines are watched from here on
+        os.environ.setdefault(*GRPC_READING)
         from slipstream.server.services import Services
 
         try:

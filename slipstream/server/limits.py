@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.engine.retention import LARGEST_PRIORITY
 from slipstream.repository.config import ModelConfig
 from slipstream.server.errors import Code, InferenceError
 from slipstream.server.inference import InferRequest
@@ -81,6 +82,12 @@ NUMBERS: Mapping[str, Range] = {
     "draft_input_ids": Range(0, LARGEST_INT),
     "num_draft_tokens": Range(0, 256),
     "lora_task_id": Range(0, 2**64 - 1),
+    "retention_token_range_starts": Range(0, LARGEST_INT),
+    "retention_token_range_ends": Range(-1, LARGEST_INT),
+    "retention_token_range_priorities": Range(0, LARGEST_PRIORITY),
+    "retention_token_range_durations_ms": Range(-1, LARGEST_INT),
+    "retention_decode_priority": Range(0, LARGEST_PRIORITY),
+    "retention_decode_duration_ms": Range(-1, LARGEST_INT),
 }
 
 LISTS: Mapping[str, Words] = {
@@ -90,20 +97,21 @@ LISTS: Mapping[str, Words] = {
     "embedding_bias_words": Words(1024, 1024),
 }
 
-# Upstream takes these, and this server does not work on them yet. The value that asks for nothing passes.
-LATER: Mapping[str, Any] = {
-    "stop": False, "decoder_text_input": b"",
-}  # fmt: skip
-
 _ACCEPTED_DRAFTS = "a draft token is accepted exactly when it is the one that is drawn in its place"
-# Upstream takes these, and this server never will: why.
+_DECODER_ONLY = "it runs decoder-only models of text"
+# Upstream takes these, and this server never will: why. What is empty or false asks for nothing, and passes.
 REFUSED: Mapping[str, str] = {
-    "draft_logits": _ACCEPTED_DRAFTS, "draft_acceptance_threshold": _ACCEPTED_DRAFTS,
-    "use_draft_logits": _ACCEPTED_DRAFTS,
+    **dict.fromkeys(("draft_logits", "draft_acceptance_threshold", "use_draft_logits"), _ACCEPTED_DRAFTS),
+    **dict.fromkeys((
+        "decoder_text_input", "decoder_input_ids", "decoder_input_lengths", "encoder_input_features",
+        "encoder_output_lengths", "cross_attention_mask", "skip_cross_attn_blocks", "image_input", "image_bytes_input",
+        "image_url_input", "video_bytes_input",
+    ), _DECODER_ONLY),
+    "context_phase_params": "it computes prompt and answer itself",
 }  # fmt: skip
 
 TAKEN_AS_THEY_ARE = frozenset({
-    "text_input", "stream", "return_log_probs", "exclude_input_in_output", "input_ids", "stop_words_list",
+    "text_input", "stream", "stop", "return_log_probs", "exclude_input_in_output", "input_ids", "stop_words_list",
     "bad_words_list", "return_context_logits", "return_generation_logits", "return_prompt_log_probs",
     "return_kv_cache_reuse_stats", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens",
     "return_num_cached_tokens", "return_finish_reason", "guided_decoding_guide_type", "guided_decoding_guide",
@@ -124,6 +132,7 @@ BY_PARAMETER: Mapping[str, str] = {
     **dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide", "lora_name", "cache_salt"), "BYTES"),
     "lora_task_id": "UINT64",
 }  # fmt: skip
+_WHOLE = "context_and_generation"  # the parameter request_type: the others are for engines that share the work
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
     "BOOL": (bool,), "INT32": (int,), "UINT64": (int,), "FP32": (int, float), "BYTES": (str,),
 }  # fmt: skip
@@ -155,6 +164,9 @@ def given_fields(request: InferRequest, names: Mapping[str, str]) -> dict[str, G
             fields[name] = Given(name, _tensor_of(name, BY_PARAMETER[name], value))
     for field, given in fields.items():
         _check(field, given)
+    if request.parameters.get("request_type", _WHOLE) != _WHOLE:
+        asked = f"request_type {request.parameters['request_type']!r}"
+        raise InferenceError(f"{asked} is not taken by this server, which computes prompt and answer", Code.UNSUPPORTED)
     return fields
 
 
@@ -169,10 +181,8 @@ def _check(field: str, given: Given) -> None:
         _check_numbers(NUMBERS[field], given)
     elif field in LISTS:
         _check_words(LISTS[field], given)
-    elif field in LATER:
-        _check_later(LATER[field], given)
     elif field in REFUSED:
-        if given.tensor.data and given.value is not False:
+        if given.tensor.data and given.value is not False and given.value != b"":
             raise InferenceError(f"{given.name} is not taken by this server: {REFUSED[field]}", Code.UNSUPPORTED)
     elif field not in TAKEN_AS_THEY_ARE:
         raise InferenceError(f"{given.name} is not supported by this server", Code.UNSUPPORTED)
@@ -195,18 +205,6 @@ def _check_words(bound: Words, given: Given) -> None:
     longest = max((len(word) for word in words), default=0)
     if longest > bound.bytes:
         raise InferenceError(f"a word of {given.name} must have at most {bound.bytes} bytes, got {longest}")
-
-
-def _check_later(nothing: Any, given: Given) -> None:
-    if not given.tensor.data:
-        return
-    value = given.value
-    same = nothing is not None and (
-        math.isclose(value, nothing, rel_tol=1e-6) if isinstance(nothing, float) else value == nothing
-    )
-    if not same:
-        shown = f" {value}" if isinstance(value, (bool, int, float)) else ""
-        raise InferenceError(f"{given.name}{shown} is not supported by this server yet", Code.UNSUPPORTED)
 
 
 def require(fields: Mapping[str, Given], field: str, name: str) -> Given:

@@ -20,7 +20,7 @@ from slipstream.server.adapters import AdapterBook, AdapterUse
 from slipstream.server.drafting import DraftedGenerator, Generates
 from slipstream.server.errors import Code, InferenceError, Unavailable
 from slipstream.server.generation import EngineUnavailable
-from slipstream.server.generation_outputs import Asked, Progress, as_declared, asked_of, named, side_outputs
+from slipstream.server.generation_outputs import Asked, Progress, as_declared, asked_of, made, named, side_outputs
 from slipstream.server.inference import InferRequest, InferResponse
 from slipstream.server.limits import Given, check_batch, check_prompt_length, check_tokens, given_fields, require
 from slipstream.server.prompt_tables import refuse_table
@@ -175,13 +175,14 @@ class TextModel:
                 if streaming and not news.beams and (news.text or news.tokens or (ended and asked.tells_end)):
                     text = progress.text if self._chain.accumulate_tokens else news.text
                     final = all(other.finish_reason for other in sequences)
-                    yield self._response([text], asked, [progress], final, delta.sequence if count > 1 else None)
+                    place = delta.sequence if count > 1 else None
+                    yield await made(self._response, [text], asked, [progress], final, place)
                     answered = True
         trail.end_infer()
         if not answered:
             parts = [part for progress in sequences for part in progress.parts()]
             texts = [part.text if streaming else self._whole(fields, part) for part in parts]
-            yield self._response(texts, asked, parts, final=True)
+            yield await made(self._response, texts, asked, parts, True)
 
     def _guessing(self, fields: Mapping[str, Given]) -> Generates:
         """The generator of a request: with the draft model's guesses where it asks for them."""
@@ -309,7 +310,7 @@ class TokenModel:
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         try:
             if asks_to_stop(request, self._fields):
-                self._stops.stop(request.id)
+                self._stops.stop(request)
                 yield InferResponse(final=True)
                 return
             check_batch(request, self.config)
@@ -339,7 +340,7 @@ class TokenModel:
         streaming = self.decoupled and is_true(fields, "stream")
         answered = False
         trail.end_input()
-        with self._stops.listing(given.id) as running:
+        with self._stops.listing(given) as running:
             request = replace(request, submitted=running.append)
             async with aclosing(run(self._generator, request)) as deltas:
                 async for delta in deltas:
@@ -348,8 +349,9 @@ class TokenModel:
                     news = progress.add(delta)
                     ended = bool(delta.finish_reason)
                     if streaming and not news.beams and (news.tokens or (ended and asked.tells_end)):
-                        final, sequence = all(other.finish_reason for other in sequences), delta.sequence
-                        yield self._response([news.tokens], asked, [progress], final, sequence if count > 1 else None)
+                        final = all(other.finish_reason for other in sequences)
+                        place = delta.sequence if count > 1 else None
+                        yield await made(self._response, [news.tokens], asked, [progress], final, place)
                         answered = True
         trail.end_infer()
         if not answered:
@@ -358,7 +360,7 @@ class TokenModel:
             )
             parts = [part for progress in sequences for part in progress.parts()]
             rows = [[*request.prompt, *part.tokens] if echo else part.tokens for part in parts]
-            yield self._response(rows, asked, parts, final=True)
+            yield await made(self._response, rows, asked, parts, True)
 
     def _response(
         self, rows: list[list[int]], asked: Asked, parts: list[Progress], final: bool, sequence: int | None = None

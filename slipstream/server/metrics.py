@@ -44,17 +44,17 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ModelCounters], int]], ...] = (
     (
         "nv_inference_compute_input_duration_us",
         "Cumulative compute input duration in microseconds (does not include cached requests)",
-        lambda counters: counters.phases["compute_input"].ns // 1000,
+        lambda counters: counters.phases.compute_input // 1000,
     ),
     (
         "nv_inference_compute_infer_duration_us",
         "Cumulative compute inference duration in microseconds (does not include cached requests)",
-        lambda counters: counters.phases["compute_infer"].ns // 1000,
+        lambda counters: counters.phases.compute_infer // 1000,
     ),
     (
         "nv_inference_compute_output_duration_us",
         "Cumulative inference compute output duration in microseconds (does not include cached requests)",
-        lambda counters: counters.phases["compute_output"].ns // 1000,
+        lambda counters: counters.phases.compute_output // 1000,
     ),
 )
 # Name, help, a label besides model and version, and which of a model's histograms it is.
@@ -114,6 +114,7 @@ class ServerMetrics:
         self._config = config
         self._models: dict[tuple[str, str], ModelCounters] = {}
         self._engines: dict[tuple[str, str], Engine] = {}
+        self._whole_batches: set[str] = set()  # names of the models that ask for upstream's V1
         self._machine = machine or Machine()
         self._sources: list[Callable[[], Iterable[Family]]] = []
 
@@ -128,6 +129,8 @@ class ServerMetrics:
         parts = {phase: self._latest(name) for phase, name in _parts(entry.model).items()}
         counters = self.model(entry.name, entry.version)
         counters.cached = isinstance(entry.model, CachedModel)
+        if entry.model.config.parameter("gpt_model_type") in ("V1", "v1"):
+            self._whole_batches.add(entry.name)
         return CountedModel(entry.model, counters, parts)
 
     def _latest(self, name: str) -> Callable[[], ModelCounters]:
@@ -145,13 +148,15 @@ class ServerMetrics:
         """A model is gone, and its figures with it, as with Triton; one that comes back begins at zero."""
         self._models = {key: found for key, found in self._models.items() if key[0] != name}
         self._engines = {key: found for key, found in self._engines.items() if key[0] != name}
+        self._whole_batches.discard(name)
 
     def add_source(self, source: Callable[[], Iterable[Family]]) -> None:
         """More families, asked for at every scrape: those that models define themselves."""
         self._sources.append(source)
 
     def render(self) -> str:
-        families = [*self._model_families(), *engine_families(self._engines), *self._machine.families()]
+        families = [*self._model_families(), *engine_families(self._engines, self._whole_batches)]
+        families += self._machine.families()
         families += [family for source in self._sources for family in source()]
         return "".join(family.render() for family in families)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from math import prod
-from typing import Any
 
+from slipstream.server.joining import one_after_another
 from slipstream.server.tensors import Tensor
 
 # Tensors of which each sequence has its own, with what fills a shorter row; all others are the request's.
@@ -37,11 +35,6 @@ def _stack(column: Sequence[Tensor]) -> Tensor:
     first = column[0]
     if first.name == "text_output":
         return Tensor(first.name, first.datatype, (len(column),), [tensor.data[0] for tensor in column])
-    shapes = [tensor.shape[2:] for tensor in column]
-    longest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
-    data: Any = first.data[:0]  # logits stay an array
-    filler: Any = array(data.typecode, [_ROWS[first.name]]) if isinstance(data, array) else [_ROWS[first.name]]
-    for tensor in column:
-        data += tensor.data
-        data += filler * (prod(longest) - len(tensor.data))  # only the first dimension can be shorter
+    longest = tuple(max(sizes) for sizes in zip(*(tensor.shape[2:] for tensor in column), strict=True))
+    data = one_after_another(column, (1, *longest), _ROWS[first.name])
     return Tensor(first.name, first.datatype, (1, len(column), *longest), data)

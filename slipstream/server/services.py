@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import grpc
 import uvicorn
 
 from slipstream.repository.reading import Reading
@@ -57,7 +56,7 @@ class Services:
         self._http = _WebServer(create_app(self.registry, state, context))
         self._metrics = _WebServer(metrics_app(self.metrics))
         self._grpc_options = GrpcOptions(**options.grpc_settings)
-        self._grpc: grpc.aio.Server = create_grpc_server(self.registry, state, context, self._grpc_options)
+        self._grpc = create_grpc_server(self.registry, state, context, self._grpc_options)
         self._connect(factories)
 
     def _connect(self, factories: Sequence[ModelFactory]) -> None:

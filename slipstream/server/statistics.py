@@ -7,15 +7,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.repository.config import ModelConfig
 from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import InferRequest, InferResponse, RequestTrail, ServedModel
+from slipstream.server.inference import Answers, InferRequest, InferResponse, RequestTrail, ServedModel
 from slipstream.server.latencies import TokenLatencies
 from slipstream.server.summaries import Summaries
 from slipstream.server.tracing import RequestTrace
@@ -40,8 +40,7 @@ class Duration:
         return {"count": self.count, "ns": self.ns}
 
 
-@dataclass(frozen=True, slots=True)
-class _Spent:
+class _Spent(NamedTuple):
     """Where the time of one request went, in nanoseconds."""
 
     queue: int
@@ -58,8 +57,23 @@ class _Spent:
         return _Spent(queue_end - began, input_end - queue_end, max(infer_end - input_end, 0), ended - infer_end)
 
 
-def _phases() -> dict[str, Duration]:
-    return {phase: Duration() for phase in PHASES}
+@dataclass(slots=True)
+class Phases:
+    """What some executions spent, each of which went through every phase, in nanoseconds."""
+
+    count: int = 0
+    compute_input: int = 0
+    compute_infer: int = 0
+    compute_output: int = 0
+
+    def add(self, spent: _Spent) -> None:
+        self.count += 1
+        self.compute_input += spent.compute_input
+        self.compute_infer += spent.compute_infer
+        self.compute_output += spent.compute_output
+
+    def documents(self) -> dict[str, dict[str, int]]:
+        return {phase: {"count": self.count, "ns": getattr(self, phase)} for phase in PHASES}
 
 
 @dataclass
@@ -75,8 +89,8 @@ class ModelCounters:
     cache_miss: Duration = field(default_factory=Duration)
     summaries: Summaries | None = None  # where somebody asked for them
     queue: Duration = field(default_factory=Duration)
-    phases: dict[str, Duration] = field(default_factory=_phases)
-    batches: dict[int, dict[str, Duration]] = field(default_factory=dict)  # by batch size
+    phases: Phases = field(default_factory=Phases)
+    batches: dict[int, Phases] = field(default_factory=dict)  # by batch size
     failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAILURE_REASONS, 0))
     inferences: int = 0
     executions: int = 0
@@ -84,38 +98,22 @@ class ModelCounters:
     pending: int = 0  # came in, and the model has not begun to answer
     tokens: TokenLatencies = field(default_factory=TokenLatencies)
 
-    async def record(
-        self,
-        request: InferRequest,
-        responses: AsyncGenerator[InferResponse, None],
-        batch_size: int = 1,
-        parts: Parts | None = None,
-    ) -> AsyncGenerator[InferResponse, None]:
+    def record(
+        self, request: InferRequest, responses: Answers, batch_size: int = 1, parts: Parts | None = None
+    ) -> Answers:
         """Pass on the answers to one request and count how it went."""
-        counted = _Counted(self, request, batch_size, parts or {})
-        try:
-            async with aclosing(responses):
-                async for response in responses:
-                    counted.answer(response)
-                    yield response
-            counted.complete = True
-        except Exception as error:
-            counted.failure = failure_reason(error)
-            raise
-        finally:
-            counted.end()
+        return _Counted(self, request, responses, batch_size, parts or {})
 
     def succeed(self, spent: _Spent, batch_size: int) -> None:
         self._answered(spent)
-        for phase, duration in self.phases.items():
-            duration.add(getattr(spent, phase))
+        self.phases.add(spent)
         if self.summaries is not None:
             self.summaries.compute(spent.compute_input, spent.compute_infer, spent.compute_output)
         self.inferences += batch_size
         self._execute(spent, batch_size)
 
     def _answered(self, spent: _Spent) -> None:
-        total = spent.queue + spent.compute_input + spent.compute_infer + spent.compute_output
+        total = sum(spent)
         self.success.add(total)
         self.queue.add(spent.queue)
         self.last_inference_ms = time.time_ns() // 1_000_000
@@ -138,31 +136,30 @@ class ModelCounters:
         if self.ensemble and reason == "BACKEND":
             reason = "OTHER"  # an ensemble has no backend that could fail
         self.failures[reason] += 1
-        self.fail.add(spent.queue + spent.compute_input + spent.compute_infer + spent.compute_output)
+        self.fail.add(sum(spent))
         if not self.ensemble and reason != "REJECTED":
             self._execute(spent, batch_size)
 
     def _execute(self, spent: _Spent, batch_size: int) -> None:
         self.executions += 1
         if batch_size not in self.batches:
-            self.batches[batch_size] = _phases()
-        for phase, duration in self.batches[batch_size].items():
-            duration.add(getattr(spent, phase))
+            self.batches[batch_size] = Phases()
+        self.batches[batch_size].add(spent)
 
     def document(self, name: str, version: str) -> dict[str, Any]:
         """Triton's JSON for one version of a model, in its order."""
-        durations = {"success": self.success, "fail": self.fail, "queue": self.queue, **self.phases}
-        durations |= {"cache_hit": self.cache_hit, "cache_miss": self.cache_miss}
+        asked = _documents({"success": self.success, "fail": self.fail, "queue": self.queue})
+        cached = _documents({"cache_hit": self.cache_hit, "cache_miss": self.cache_miss})
         return {
             "name": name,
             "version": version,
             "last_inference": self.last_inference_ms,
             "inference_count": self.inferences,
             "execution_count": self.executions,
-            "inference_stats": _documents(durations),
+            "inference_stats": {**asked, **self.phases.documents(), **cached},
             "response_stats": {},
             "batch_stats": [
-                {"batch_size": size, **_documents(phases)} for size, phases in sorted(self.batches.items())
+                {"batch_size": size, **phases.documents()} for size, phases in sorted(self.batches.items())
             ],
             "memory_usage": [],
         }
@@ -176,10 +173,13 @@ Parts = Mapping[str, Callable[[], ModelCounters]]
 
 
 class _Counted:
-    """One request while it is answered."""
+    """The answers to one request, counted as they pass."""
 
-    def __init__(self, counters: ModelCounters, request: InferRequest, batch_size: int, parts: Parts) -> None:
+    def __init__(
+        self, counters: ModelCounters, request: InferRequest, responses: Answers, batch_size: int, parts: Parts
+    ) -> None:
         self._counters = counters
+        self._responses = responses
         self._parts = parts
         self._trail = request.trail
         self._batch_size = batch_size
@@ -187,14 +187,38 @@ class _Counted:
         self._waiting = True
         if self._trail.trace is not None:
             self._begin_trace(self._trail.trace, request)
-        self.failure: str | None = None
-        self.complete = False  # otherwise the reader has left
+        self._failure: str | None = None
+        self._complete = False  # otherwise the reader has left
+        self._ended = False
         counters.pending += 1
         self._trail.attend(self._begin_answering, counters.tokens, self._began)
 
+    def __aiter__(self) -> _Counted:
+        return self
+
+    async def __anext__(self) -> InferResponse:
+        try:
+            response = await self._responses.__anext__()
+        except StopAsyncIteration:
+            self._complete = True
+            self._end()
+            raise
+        except BaseException as error:
+            self._failure = failure_reason(error)
+            self._end()
+            raise
+        self._answer(response)
+        return response
+
+    async def aclose(self) -> None:
+        if not self._ended:
+            await self._responses.aclose()
+            self._end()
+
     def _begin_answering(self) -> None:
-        self._counters.pending -= self._waiting
-        self._waiting = False
+        if self._waiting:
+            self._counters.pending -= 1
+            self._waiting = False
 
     def _begin_trace(self, trace: RequestTrace, request: InferRequest) -> None:
         trace.model(request.model_name, request.model_version, request.id)
@@ -211,26 +235,29 @@ class _Counted:
             trace.stamp("COMPUTE_END", ended)
         trace.stamp("REQUEST_END", ended)
 
-    def answer(self, response: InferResponse) -> None:
+    def _answer(self, response: InferResponse) -> None:
         if self._trail.trace is not None:
             self._trail.trace.tensors("TENSOR_BACKEND_OUTPUT", response.outputs)
             self._trail.trace.stamp("INFER_RESPONSE_COMPLETE")
         # Nothing can follow these, so a reader that stops here has all of it.
-        self.complete = self.complete or response.final or not self._counters.decoupled
+        self._complete = self._complete or response.final or not self._counters.decoupled
         if response.error is not None:
-            self.failure = failure_reason(response.error)
+            self._failure = failure_reason(response.error)
         elif not self._trail.first_answer_ns:
-            self._begin_answering()
+            if self._waiting:
+                self._begin_answering()
             self._trail.first_answer_ns = time.monotonic_ns()
             if self._counters.decoupled:
                 waited = (self._trail.first_answer_ns - self._began) / 1e6
                 self._counters.tokens.first_response_ms.observe(waited)
 
-    def end(self) -> None:
-        self._begin_answering()
+    def _end(self) -> None:
+        self._ended = True
+        if self._waiting:
+            self._begin_answering()
         ended = time.monotonic_ns()
         spent = _Spent.between(self._began, ended, self._trail)
-        succeeded = self.complete and self.failure is None
+        succeeded = self._complete and self._failure is None
         if self._trail.cache_miss_ns:
             self._counters.miss_cache(self._trail.cache_miss_ns)
         if succeeded and self._trail.cache_hit_ns:
@@ -238,11 +265,14 @@ class _Counted:
         elif succeeded:
             self._counters.succeed(spent, self._batch_size)
         else:
-            self._counters.failed(self.failure or "CANCELED", spent, self._batch_size)
-        self._counters.tokens.finish(self._trail, (ended - self._began) / 1e9, succeeded)
-        self._end_parts(spent, succeeded)
+            self._counters.failed(self._failure or "CANCELED", spent, self._batch_size)
+        if succeeded and (self._trail.prompt_tokens or self._trail.branches):
+            self._counters.tokens.finish(self._trail, (ended - self._began) / 1e9)
+        if self._parts:
+            self._end_parts(spent, succeeded)
         if self._trail.trace is not None:
             self._end_trace(self._trail.trace, spent, ended)
+        self._trail.part()
 
     def _end_parts(self, spent: _Spent, succeeded: bool) -> None:
         for phase, find in self._parts.items():
@@ -250,11 +280,13 @@ class _Counted:
             if succeeded:
                 find().succeed(share, self._batch_size)
             elif phase == "compute_infer" and self._trail.input_ended_ns:
-                find().failed(self.failure or "CANCELED", share, self._batch_size)
+                find().failed(self._failure or "CANCELED", share, self._batch_size)
 
 
-def failure_reason(error: Exception) -> str:
+def failure_reason(error: BaseException) -> str:
     """Which of Triton's four reasons for a failure this one is."""
+    if isinstance(error, asyncio.CancelledError):
+        return "CANCELED"
     if not isinstance(error, InferenceError):
         return "OTHER"
     return {Code.UNAVAILABLE: "REJECTED", Code.CANCELLED: "CANCELED"}.get(error.code, "BACKEND")
@@ -284,15 +316,17 @@ class CountedModel:
     def ready(self) -> bool:
         return self.inner.ready
 
-    def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    def infer(self, request: InferRequest) -> Answers:
         self.counters.decoupled = self.inner.decoupled  # of an ensemble, its steps tell, which may come and go
         items = batch_size(request, self.config)
-        return self.counters.record(request, self.inner.infer(request), items, self._parts)
+        return _Counted(self.counters, request, self.inner.infer(request), items, self._parts or {})
 
 
 def batch_size(request: InferRequest, config: ModelConfig) -> int:
+    if config.max_batch_size == 0:
+        return 1
     shapes = [tensor.shape for tensor in request.inputs.values() if tensor.shape]
-    return shapes[0][0] if config.max_batch_size > 0 and shapes else 1
+    return shapes[0][0] if shapes else 1
 
 
 def model_statistics(registry: ModelRegistry, name: str = "", version: str = "") -> list[dict[str, Any]]:

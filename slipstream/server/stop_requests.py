@@ -1,6 +1,8 @@
 """Upstream's own way to end a request early: another request of the same id, with `stop` set.
 
-The one that runs ends with the tokens it has; the one that stops it has an empty answer.
+What runs ends with the tokens it has; the request that stops it has an empty answer. Upstream's client sends no id
+unless it is told to: over a connection, a stop order without one means whatever runs there without one. Where nothing
+does, it is refused, as upstream refuses all of them.
 """
 
 from __future__ import annotations
@@ -20,32 +22,45 @@ class Stoppable(Protocol):
 
 
 class StopRequests:
-    """The requests of one model that run under an id of their client's choice."""
+    """The requests of one model that can be stopped by another; the parts of a batch have one id."""
 
     def __init__(self) -> None:
-        self._running: dict[str, list[Stoppable]] = {}
+        self._running: dict[tuple[str, str], list[list[Stoppable]]] = {}
 
     def __len__(self) -> int:
         return len(self._running)
 
     @contextmanager
-    def listing(self, request_id: str) -> Iterator[list[Stoppable]]:
+    def listing(self, request: InferRequest) -> Iterator[list[Stoppable]]:
         """Put what runs for this request into the list; it can be stopped until the block ends."""
         running: list[Stoppable] = []
-        if request_id:
-            self._running[request_id] = running  # of two with the same id, the newer one is meant
+        named = _named(request)
+        if named is None:
+            yield running
+            return
+        self._running.setdefault(named, []).append(running)
         try:
             yield running
         finally:
-            if self._running.get(request_id) is running:
-                del self._running[request_id]
+            beside = [other for other in self._running.pop(named) if other is not running]
+            if beside:
+                self._running[named] = beside
 
-    def stop(self, request_id: str) -> None:
-        """One that is not there, or no longer, is no error."""
-        if not request_id:
+    def stop(self, request: InferRequest) -> None:
+        """An id that is not there, or no longer, is no error."""
+        named = _named(request)
+        if named is None or not (request.id or named in self._running):
             raise InferenceError(NO_ID)
-        for running in self._running.get(request_id, ()):
-            running.cancel("stop")
+        for running in self._running.get(named, ()):
+            for generation in running:
+                generation.cancel("stop")
+
+
+def _named(request: InferRequest) -> tuple[str, str] | None:
+    """(id, connection), of which one is empty; None where a request has neither."""
+    if request.id:
+        return request.id, ""
+    return None if request.peer is None else ("", request.peer())
 
 
 def asks_to_stop(request: InferRequest, fields: Any) -> bool:

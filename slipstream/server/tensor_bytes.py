@@ -55,6 +55,6 @@ def _split(raw: bytes) -> list[bytes]:
 def pack(tensor: Tensor) -> bytes:
     if tensor.datatype == "BYTES":
         return b"".join(_LENGTH.pack(len(item)) + item for item in tensor.data)
-    if isinstance(tensor.data, array):
+    if isinstance(tensor.data, (array, memoryview)):
         return tensor.data.tobytes()
     return struct.pack(f"<{len(tensor.data)}{STRUCT_CODES[tensor.datatype]}", *tensor.data)

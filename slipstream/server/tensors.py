@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -28,7 +27,7 @@ class Tensor:
     name: str
     datatype: str  # as on the wire: INT32, BYTES, …
     shape: tuple[int, ...]
-    data: list[Any]  # int, float, bool or, for BYTES, bytes; logits are an `array`, which reads like a list
+    data: list[Any]  # int, float, bool or, for BYTES, bytes; logits are a `memoryview`, which reads like a list
 
     @property
     def first(self) -> Any:
@@ -63,12 +62,12 @@ def _is_array(value: Any) -> bool:
     return type(value) is list  # Members, which is an object, is a subclass
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if not _is_array(value):
-        yield value
-        return
-    for item in value:
-        yield from _flat(item)  # the parser bounds the depth
+def _flat(value: Any) -> list[Any]:
+    if type(value) is not list:
+        return [value]
+    if list not in map(type, value):
+        return value
+    return [leaf for item in value for leaf in _flat(item)]  # the parser bounds the depth
 
 
 def _shape(config: TensorConfig, batched: bool, count: int) -> tuple[int, ...]:
@@ -99,7 +98,11 @@ def read_values(name: str, datatype: str, value: Any) -> list[Any]:
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
         )
     if datatype == "BYTES":
-        return [_bytes(item) for item in _flat(value)]
+        try:
+            return [item.encode("utf-8", "surrogateescape") for item in _flat(value)]
+        except AttributeError:
+            text = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
+            raise InferenceError(text, Code.INTERNAL) from None
     if datatype == "BOOL":
         return [_boolean(item) for item in _flat(value)]
     if datatype in FLOATS:
@@ -109,13 +112,6 @@ def read_values(name: str, datatype: str, value: Any) -> list[Any]:
     if datatype in UNSIGNED_BITS:
         return [_unsigned(item, UNSIGNED_BITS[datatype]) for item in _flat(value)]
     raise InferenceError(f"invalid datatype for input {name}")
-
-
-def _bytes(item: Any) -> bytes:
-    if not isinstance(item, str):
-        text = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
-        raise InferenceError(text, Code.INTERNAL)
-    return item.encode("utf-8", "surrogateescape")
 
 
 def _boolean(item: Any) -> bool:

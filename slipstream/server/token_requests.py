@@ -10,6 +10,7 @@ from slipstream.repository.models import EngineModel
 from slipstream.server.errors import InferenceError
 from slipstream.server.limits import LISTS, Given, Words, check_tokens, require
 from slipstream.server.prompt_tables import prompt_table, table_salt
+from slipstream.server.retention_fields import retention_of
 from slipstream.server.sampling import cache_salt_of, sampling_params, sequences_of, word_ids
 from slipstream.server.text.pipeline import TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ def token_request(fields: Mapping[str, Given], engine: EngineModel, tokenizer: T
         prompt_table=table,
         cache_salt=cache_salt_of(fields) + table_salt(fields),
         draft=draft_ids(fields, engine),
+        retention=retention_of(fields),
     )
 
 

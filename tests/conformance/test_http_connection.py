@@ -54,6 +54,17 @@ async def test_much_at_once_is_not_held_back() -> None:
     assert below.written == [b"x" * MAX_JOINED_BYTES + b"y"]
 
 
+async def test_the_end_of_an_answer_does_not_wait_and_takes_along_what_does() -> None:
+    below = Noting()
+    transport = JoiningTransport(below, asyncio.get_running_loop())
+    transport.write_last(b"whole")
+    assert below.written == [b"whole"]
+    transport.write(b"first, ")
+    transport.write_last(b"last")
+    await asyncio.sleep(0)
+    assert below.written == [b"whole", b"first, last"]
+
+
 async def test_what_was_meant_for_a_client_that_has_left_is_dropped() -> None:
     below = Noting()
     transport = JoiningTransport(below, asyncio.get_running_loop())

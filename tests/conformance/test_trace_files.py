@@ -53,10 +53,12 @@ def change(port: int, wanted: dict[str, Any], model: str = "") -> Any:
 def activities(file: Path) -> list[dict[str, Any]]:
     """What a file holds. Its last request may be written only after its answer has been read."""
     deadline = time.monotonic() + 10
-    while not file.exists():
-        assert time.monotonic() < deadline, f"{file.name} was never written"
-        time.sleep(0.01)
-    return json.loads(file.read_bytes())
+    while time.monotonic() < deadline:
+        try:
+            return json.loads(file.read_bytes())
+        except (FileNotFoundError, json.JSONDecodeError):
+            time.sleep(0.01)
+    raise AssertionError(f"{file.name} was never written whole")
 
 
 def stamps(found: list[dict[str, Any]], trace_id: int) -> dict[str, int]:

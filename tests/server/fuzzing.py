@@ -22,7 +22,7 @@ from test_http_infer_fuzz import damaged
 
 from slipstream.repository.config import read_model_config
 from slipstream.repository.problems import Problems
-from slipstream.server.grpc_errors import INTERNAL
+from slipstream.server.grpc_transport import INTERNAL
 from slipstream.server.protocol import messages
 
 REPOSITORIES = Path(__file__).parents[1] / "conformance" / "repos"

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
@@ -21,7 +25,8 @@ from tiny_text import EchoEngine, EchoGeneration, text_registry, write_engine_fo
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import fill, template
-from slipstream.server.batches import join, split
+from slipstream.server import batches
+from slipstream.server.batches import BatchedModel, join, split
 from slipstream.server.context import ServerContext
 from slipstream.server.health import ServerState
 from slipstream.server.http import create_app
@@ -260,6 +265,46 @@ def test_splitting_and_joining_are_each_others_reverse() -> None:
     assert [part.inputs["x"].data for part in parts] == [[1, 2], [3, 4], [5, 6]]
     joined = join([InferResponse([part.inputs["x"]]) for part in parts])
     assert joined.outputs[0] == tensor
+
+
+def test_joining_logits_makes_no_list_of_them_and_fills_shorter_prompts() -> None:
+    lengths, width = (3, 5, 1), 40_000
+    parts = [Tensor("context_logits", "FP32", (1, count, width), array("f", range(count * width))) for count in lengths]
+    joined = join([InferResponse([part]) for part in parts]).outputs[0]
+    assert joined.shape == (3, 5, width)
+    assert isinstance(joined.data, memoryview)
+    expected = np.zeros((3, 5, width), np.float32)
+    for row, part in zip(expected, parts, strict=True):
+        row[: part.shape[1]] = np.array(part.data).reshape(part.shape[1:])
+    assert np.array_equal(np.array(joined.data).reshape(joined.shape), expected)
+
+
+async def test_a_large_batch_of_logits_is_joined_beside_the_event_loop(monkeypatch) -> None:
+    seen = set()
+
+    def watched(*given):
+        seen.add(threading.current_thread())
+        return join(*given)
+
+    monkeypatch.setattr(batches, "join", watched)
+    monkeypatch.setattr(batches, "check_queue", lambda *given: None)
+    model = BatchedModel(LogitsModel(), None, SimpleNamespace(engine=None))
+    for tokens, beside in ((2, False), (9, True)):
+        seen.clear()
+        inputs = {"input_ids": Tensor("input_ids", "INT32", (2, 1), [tokens, tokens + 1])}
+        (answer,) = [answer async for answer in model.infer(InferRequest("logits", "1", inputs))]
+        assert answer.outputs[0].shape == (2, tokens + 1, 30_000)
+        assert seen != {threading.main_thread()} if beside else seen == {threading.main_thread()}
+
+
+class LogitsModel:
+    """As many positions as the one token says."""
+
+    decoupled, ready, config = False, True, SimpleNamespace(max_batch_size=8)
+
+    async def infer(self, request):
+        count = request.inputs["input_ids"].first
+        yield InferResponse([Tensor("context_logits", "FP32", (1, count, 30_000), array("f", bytes(120_000 * count)))])
 
 
 def test_joining_pads_inner_dimensions_too() -> None:

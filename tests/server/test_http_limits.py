@@ -7,17 +7,19 @@ import math
 import pytest
 
 from slipstream.engine.request import SamplingParams
+from slipstream.repository.generations.tables import GENERATIONS, read_model
 from slipstream.repository.pbtxt import Message, Scalar, parse_pbtxt
 from slipstream.repository.roles import ENGINE_FIELDS
 from slipstream.repository.templates import template
 from slipstream.server.errors import InferenceError
 from slipstream.server.inference import InferRequest
-from slipstream.server.limits import LATER, LISTS, NUMBERS, REFUSED, TAKEN_AS_THEY_ARE, Given, given_fields
+from slipstream.server.limits import LISTS, NUMBERS, REFUSED, TAKEN_AS_THEY_ARE, Given, given_fields
 from slipstream.server.prompt_tables import table_salt
 from slipstream.server.sampling import cache_salt_of, never_ends, pack_words, sampling_params, word_ids
 from slipstream.server.tensors import Tensor
 from slipstream.server.token_requests import word_lists
 
+FIRST_NAMES = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}  # an ensemble's wires say which fields they are
 DATATYPES = {bool: "BOOL", int: "INT32", float: "FP32", bytes: "BYTES"}
 
 
@@ -66,7 +68,10 @@ def sampling(**fields: object) -> SamplingParams:
          "when it is the one that is drawn in its place"),
         ("lora_task_id", -1, "lora_task_id must be at least 0 and at most 1.84467e+19, got -1"),
         ("prompt_vocab_size", -1, "prompt_vocab_size must be >= 0, got -1"),
-        ("decoder_text_input", b"x", "decoder_text_input is not supported by this server yet"),
+        ("decoder_text_input", b"x", "decoder_text_input is not taken by this server: it runs decoder-only models of "
+         "text"),
+        ("context_phase_params", 1, "context_phase_params is not taken by this server: it computes prompt and answer "
+         "itself"),
         ("runtime_top_p_decay", 0.0, "runtime_top_p_decay must be over 0 and at most 1, got 0.0"),
         ("runtime_top_p_min", 1.5, "runtime_top_p_min must be over 0 and at most 1, got 1.5"),
         ("runtime_top_p_reset_ids", -2, "runtime_top_p_reset_ids must be >= -1, got -2"),
@@ -93,19 +98,23 @@ def test_error_says_the_clients_own_name_of_a_field() -> None:
 
 
 def test_values_that_ask_for_nothing_pass() -> None:
-    values = {name: value for name, value in LATER.items() if value is not None}
+    values = {"stop": False, "decoder_text_input": b"", "use_draft_logits": False, "draft_logits": []}
     assert set(given_fields(request(**values), {})) == set(values)
 
 
 def test_every_input_of_the_templates_has_a_place_in_the_tables() -> None:
     """A field that is in none of them would be refused, or worse, ignored."""
-    known = {*NUMBERS, *LISTS, *LATER, *REFUSED, *TAKEN_AS_THEY_ARE}
+    known = {*NUMBERS, *LISTS, *REFUSED, *TAKEN_AS_THEY_ARE}
     for name in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble"):
         for item in parse_pbtxt(template(name)).fields:
             if item.name == "input" and isinstance(item.value, Message):
                 tensor = next(f.value for f in item.value.fields if f.name == "name")
                 assert isinstance(tensor, Scalar)
                 assert ENGINE_FIELDS.get(tensor.text, tensor.text) in known, tensor.text
+    for generation in GENERATIONS:
+        for name in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble"):
+            for tensor in read_model("inflight_batcher_llm", name, generation).inputs:
+                assert ENGINE_FIELDS.get(tensor.name, tensor.name) in known | FIRST_NAMES, tensor.name
 
 
 @pytest.mark.parametrize(

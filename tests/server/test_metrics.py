@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import weakref
 from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +122,16 @@ async def test_pending_is_what_has_no_answer_yet():
     assert (counters.pending, counters.success.count) == (0, 1)
 
 
+async def test_a_request_lets_go_of_who_counted_it():
+    request = asked()
+    recorded = ModelCounters().record(request, answers(InferResponse()))
+    request.trail.branch()
+    assert [answer async for answer in recorded] == [InferResponse()]
+    counting = weakref.ref(recorded)
+    del recorded
+    assert counting() is None
+
+
 class Engine:
     info = ScriptedLoop().info
     stats = EngineStats(
@@ -150,6 +161,27 @@ def test_engine_gauges_are_the_engines_own_figures():
     assert [value(*batcher, category) for category in batches] == [2, 17, 1, 0]
     assert value("request_metrics", "request_type", "context") == 1
     assert value("general_metrics", "general_type", "iteration_counter") == 77
+
+
+def test_an_engine_that_is_asked_for_whole_batches_has_the_figures_of_those():
+    model = SimpleNamespace(
+        config=SimpleNamespace(ensemble_steps=(), parameter={"gpt_model_type": "V1"}.get), decoupled=False, ready=True
+    )
+    metrics = ServerMetrics()
+    metrics.watch_engine("old", Engine())
+    metrics.watch_engine("new", Engine())
+    metrics.count(SimpleNamespace(name="old", version="1", model=model))
+    found = samples(metrics.render())
+    place = 'model="old",v1_specific_metric="{}",version="1"'
+    kinds = ("total_context_tokens", "total_generation_tokens", "empty_generation_slots")
+    names = [f"nv_trt_llm_v1_metrics{{{place.format(kind)}}}" for kind in kinds]
+    assert [found[name] for name in names] == [17, 2, 0]
+    assert [name for name in found if name.startswith("nv_trt_llm_v1_")] == names
+    batcher = [name for name in found if name.startswith("nv_trt_llm_inflight_batcher_metrics")]
+    assert len(batcher) == 4
+    assert all('model="new"' in name for name in batcher)
+    metrics.forget("old")
+    assert "nv_trt_llm_v1_metrics" not in metrics.render()
 
 
 def test_our_own_figures_of_the_engine():
@@ -275,7 +307,7 @@ class Part:
 
 async def test_work_done_for_other_models_is_counted_as_theirs():
     metrics = ServerMetrics()
-    config = SimpleNamespace(max_batch_size=0, ensemble_steps=("pre", "engine"))
+    config = SimpleNamespace(max_batch_size=0, ensemble_steps=("pre", "engine"), parameter={}.get)
     model = metrics.count(ModelVersion("chain", "1", Part(config)))
     metrics.model("pre")
     metrics.model("engine", "3")

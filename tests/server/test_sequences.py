@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 
 import grpc_stack
 from grpc_stack import ask, request, running, tensor, token_inputs
 from http_support import RunningServer, post
-from run_engine import engine, run_all
+from run_engine import all_logits, engine, run_all
 from tiny_engine import build_tiny_engine
 from tiny_text import EchoEngine
 
@@ -105,6 +106,24 @@ def test_fields_of_the_search_reach_it(server, engine_folder):
     assert spread != [" ".join(map(str, beam.tokens)) for beam in plain]
 
 
+@pytest.mark.parametrize("stop", [False, True])
+def test_each_beam_has_the_logits_that_its_tokens_were_chosen_from(server, engine_folder, stop):
+    """[1, beams, tokens, vocabulary]: what the model says after the prompt and the beam up to there."""
+    word = server.ask("chat", beam_width=3)["text_output"][0].split()[2]
+    fields = {"stop_words": [word]} if stop else {}
+    answer = server.ask("chat", beam_width=3, return_generation_logits=True, **fields)
+    beams = [[int(token) for token in text.split()] for text in answer["text_output"]]
+    if stop:
+        assert len({len(beam) for beam in beams}) > 1
+        beams = [[*beam, int(word)] if len(beam) < 6 else beam for beam in beams]  # the logits of its tokens come, too
+    longest = max(map(len, beams))
+    logits = np.array(answer["generation_logits"], np.float32).reshape(3, longest, -1)
+    expected = all_logits(engine_folder, torch.float32, [IDS + beam for beam in beams])
+    for row, beam, theirs in zip(logits, beams, expected, strict=True):
+        assert np.allclose(row[: len(beam)], theirs[len(IDS) - 1 : -1].numpy(), atol=1e-4)
+        assert not row[len(beam) :].any()
+
+
 def test_a_stop_word_cuts_each_beam(server):
     whole = server.ask("chat", beam_width=3)["text_output"]
     word = whole[0].split()[2]
@@ -118,7 +137,6 @@ def test_a_stop_word_cuts_each_beam(server):
     ({"beam_width": 2, "top_p": 0.5}, "top_p cannot be combined with beam width 2"),
     ({"beam_width": 2, "top_p_decay": 0.5}, "top_p_decay cannot be combined with beam width 2"),
     ({"beam_width": 2, "num_return_sequences": 3}, "3 sequences were asked for"),
-    ({"beam_width": 2, "return_generation_logits": True}, "generation logits cannot be combined"),
     ({"beam_width": 0}, "beam_width must be over 0"),
 ])
 def test_what_a_search_cannot_be_is_refused_by_name(server, fields, words):

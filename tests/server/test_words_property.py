@@ -102,6 +102,22 @@ def test_only_what_would_complete_a_word_is_forbidden(kind):
             assert (token in free) != completes, (before, token)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_word_that_is_a_special_token_ends_the_answer_there(kind):
+    """It leaves no trace in the text, so that the engine must end at the token."""
+    tokenizer = load(kind)
+    marks = [(token, tokenizer.decode([token], False)) for token in sorted(tokenizer.special_ids)]
+    marks = [(token, word) for token, word in marks if tokenizer.encode(word, False) == [token]]
+    assert marks
+    for token, word in marks:
+        engine = SpokenEngine([Delta(finish_reason="length")])
+        asyncio.run(collect(engine, TextRequest("the dog", stop_words=["dog", word], ignore_end=True), kind))
+        assert engine.sampling.end_ids == (token,)
+        shown = TextRequest("the dog", stop_words=[word], ignore_end=True, skip_special_tokens=False)
+        asyncio.run(collect(engine, shown, kind))
+        assert engine.sampling.end_ids == ()
+
+
 def test_tokenizers_whose_tokens_have_neighbours_fall_back_to_their_likely_tokens():
     tokenizer = Tokenizer.load(samples.word_piece())
     assert vocabulary_of(tokenizer, tokenizer.vocab_size) is None

@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from slipstream.server.python_models.backend_tensors import InferenceResponse, Tensor, TritonError, TritonModelException
 from slipstream.server.python_models.channel import Channel, PendingCall
 from slipstream.server.python_models.frames import Call, CallCancel, RequestFrame, Response
@@ -109,48 +111,42 @@ class InferenceRequest:
     ) -> None:
         if not all(isinstance(tensor, Tensor) for tensor in inputs):
             raise TypeError("inputs of an InferenceRequest must be Tensor objects")
-        self._id, self._correlation_id = request_id, correlation_id
+        written = parameters if isinstance(parameters, str) else json.dumps(dict(parameters or {}))
+        self._frame = RequestFrame(
+            0, request_id, correlation_id, flags, timeout, written, tuple(requested_output_names), []
+        )
         self._inputs = list(inputs)
-        self._requested = list(requested_output_names)
+        self._flags = flags
         self._model_name, self._model_version = model_name, model_version
-        self._flags, self._timeout = flags, timeout
-        self._trace = trace or InferenceTrace()
-        self._parameters = parameters if isinstance(parameters, str) else json.dumps(dict(parameters or {}))
+        self._trace = trace
         self.preferred_memory = preferred_memory
-        self._channel = Channel.current()
-        self._number = 0  # 0: made here
-        self._sender: ResponseSender | None = None
+        self._sender: ResponseSender | None = None  # of a request to this model
 
     @classmethod
-    def from_frame(cls, frame: RequestFrame) -> InferenceRequest:
-        request = cls(
-            request_id=frame.id,
-            correlation_id=frame.correlation_id,
-            inputs=[Tensor.from_frame(tensor) for tensor in frame.inputs],
-            requested_output_names=frame.requested_outputs,
-            flags=frame.flags,
-            timeout=frame.timeout,
-            parameters=frame.parameters,
-        )
-        request._number = frame.number
-        request._channel.expect(frame.number)
-        request._sender = ResponseSender(request._channel, frame.number)
+    def from_frame(cls, frame: RequestFrame, channel: Channel) -> InferenceRequest:
+        request = cls.__new__(cls)
+        request._frame = frame
+        request._inputs = [Tensor.from_frame(tensor) for tensor in frame.inputs]
+        request._flags = frame.flags
+        request._model_name, request._model_version = "", -1
+        request._trace = request.preferred_memory = None
+        request._sender = ResponseSender(channel, frame.number)
         return request
 
     def inputs(self) -> list[Tensor]:
         return self._inputs
 
     def request_id(self) -> str:
-        return self._id
+        return self._frame.id
 
     def correlation_id(self) -> int | str:
-        return self._correlation_id
+        return self._frame.correlation_id
 
     def requested_output_names(self) -> list[str]:
-        return self._requested
+        return list(self._frame.requested_outputs)
 
     def parameters(self) -> str:
-        return self._parameters
+        return self._frame.parameters
 
     def flags(self) -> int:
         return self._flags
@@ -163,13 +159,13 @@ class InferenceRequest:
             raise TritonModelException("rescheduling a request is not supported")
 
     def timeout(self) -> int:
-        return self._timeout
+        return self._frame.timeout
 
     def trace(self) -> InferenceTrace:
-        return self._trace
+        return self._trace or InferenceTrace()
 
     def is_cancelled(self) -> bool:
-        return self._channel.is_cancelled(self._number)
+        return self._sender is not None and self._sender.is_cancelled()
 
     def get_response_sender(self) -> ResponseSender:
         if self._sender is None:
@@ -178,7 +174,8 @@ class InferenceRequest:
 
     def exec(self, decoupled: bool = False) -> Any:
         """Ask the model and wait: its one response, or with `decoupled` an iterator of them."""
-        answers = ResponseIterator(self._channel, self._begin(decoupled))
+        channel = Channel.current()
+        answers = ResponseIterator(channel, self._begin(channel, decoupled))
         if decoupled:
             return answers
         responses = list(answers)
@@ -190,19 +187,11 @@ class InferenceRequest:
     async def async_exec(self, decoupled: bool = False) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, self.exec, decoupled)
 
-    def _begin(self, decoupled: bool) -> PendingCall:
+    def _begin(self, channel: Channel, decoupled: bool) -> PendingCall:
         if not self._model_name:
             raise TritonModelException("an InferenceRequest to be executed needs a model_name")
-        call = self._channel.begin()
-        frame = RequestFrame(
-            number=call.number,
-            id=self._id,
-            correlation_id=self._correlation_id,
-            flags=self._flags,
-            timeout=self._timeout,
-            parameters=self._parameters,
-            requested_outputs=self._requested,
-            inputs=[tensor.frame() for tensor in self._inputs],
-        )
-        self._channel.send(Call(frame, self._model_name, self._model_version, decoupled))
+        call = channel.begin()
+        inputs = [tensor.frame() for tensor in self._inputs]
+        frame = msgspec.structs.replace(self._frame, number=call.number, flags=self._flags, inputs=inputs)
+        channel.send(Call(frame, self._model_name, self._model_version, decoupled))
         return call

@@ -53,7 +53,7 @@ class TritonError:
 
 def numpy_to_triton_type(numpy_type: Any) -> str:
     """The wire's name for a NumPy type."""
-    given = np.dtype(numpy_type)
+    given = numpy_type if isinstance(numpy_type, np.dtype) else np.dtype(numpy_type)
     if given.kind == "S":  # fixed-width bytes
         return "BYTES"
     if given not in WIRE_TYPES:
@@ -141,20 +141,20 @@ def _array(frame: TensorFrame) -> np.ndarray[Any, Any]:
     if isinstance(frame.data, list):
         items = np.empty(len(frame.data), dtype=np.object_)
         items[:] = frame.data
-        return items.reshape(frame.shape)
+        return items if len(frame.shape) == 1 else items.reshape(frame.shape)
     # A bytearray, because models write to their inputs and an array over bytes is read-only.
     return np.frombuffer(bytearray(frame.data), dtype=NUMPY_TYPES[frame.datatype]).reshape(frame.shape)
 
 
 def _data(array: np.ndarray[Any, Any], datatype: str) -> bytes | list[bytes]:
     if datatype == "BYTES":
-        return [_item(item) for item in array.ravel().tolist()]
+        return [item if type(item) is bytes else _item(item) for item in array.ravel().tolist()]
     return np.ascontiguousarray(array).tobytes()
 
 
 def _item(item: Any) -> bytes:
     if isinstance(item, bytes):
-        return item
+        return bytes(item)
     return (item if isinstance(item, str) else str(item)).encode()
 
 
@@ -162,9 +162,10 @@ class InferenceResponse:
     def __init__(
         self, output_tensors: Sequence[Tensor] = (), error: TritonError | None = None, parameters: str | None = None
     ) -> None:
-        if not all(isinstance(tensor, Tensor) for tensor in output_tensors):
-            raise TypeError("output_tensors of an InferenceResponse must be Tensor objects")
         self._outputs = list(output_tensors)
+        for tensor in self._outputs:
+            if not isinstance(tensor, Tensor):
+                raise TypeError("output_tensors of an InferenceResponse must be Tensor objects")
         self._error = error
         self._parameters = parameters or "{}"
 
@@ -188,4 +189,5 @@ class InferenceResponse:
     def frame(self) -> ResponseFrame:
         if self._error is not None:
             return ResponseFrame([], ErrorFrame(self._error.message(), self._error.code()))
-        return ResponseFrame([tensor.frame() for tensor in self._outputs], None, json.loads(self._parameters))
+        parameters = {} if self._parameters == "{}" else json.loads(self._parameters)
+        return ResponseFrame([tensor.frame() for tensor in self._outputs], None, parameters)

@@ -54,11 +54,18 @@ _NUMBERED_TYPES = dict(enumerate(TRITON_STRING_TO_NUMPY.values(), start=1))
 
 
 def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
-    return next((tensor for tensor in request.inputs() if tensor.name() == name), None)
+    return _tensor_by_name(request.inputs(), name)
 
 
 def get_output_tensor_by_name(response: InferenceResponse, name: str) -> Tensor | None:
-    return next((tensor for tensor in response.output_tensors() if tensor.name() == name), None)
+    return _tensor_by_name(response.output_tensors(), name)
+
+
+def _tensor_by_name(tensors: Sequence[Tensor], name: str) -> Tensor | None:
+    for tensor in tensors:
+        if tensor.name() == name:
+            return tensor
+    return None
 
 
 def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import msgspec
 
@@ -13,7 +14,7 @@ from slipstream.server.tensor_bytes import SIZES, pack, unpack
 from slipstream.server.tensors import Tensor
 
 _PARAMETERS = msgspec.json.Decoder(dict[str, str | int | float | bool])
-
+_WRITER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 _START, _END = 1, 2  # the flags of a sequence
 
@@ -38,8 +39,8 @@ def request_frame(number: int, request: InferRequest) -> RequestFrame:
         correlation_id=request.sequence_id,
         flags=_START * request.sequence_start | _END * request.sequence_end,
         timeout=request.timeout_microseconds,
-        parameters=json.dumps(request.parameters, separators=(",", ":"), ensure_ascii=False),
-        requested_outputs=list(request.outputs),
+        parameters=_WRITER.encode(request.parameters) if request.parameters else "{}",
+        requested_outputs=request.outputs,
         inputs=[tensor_frame(tensor) for tensor in request.inputs.values()],
     )
 
@@ -56,7 +57,7 @@ def request_of(frame: RequestFrame, model_name: str, model_version: str) -> Infe
         {tensor.name: tensor_of(tensor) for tensor in frame.inputs},
         id=frame.id,
         parameters=parameters,
-        outputs=tuple(frame.requested_outputs),
+        outputs=frame.requested_outputs,
         timeout_microseconds=frame.timeout,
         sequence_id=frame.correlation_id,
         sequence_start=bool(frame.flags & _START),
@@ -71,7 +72,7 @@ def response_of(frame: ResponseFrame, final: bool) -> InferResponse:
     return InferResponse([tensor_of(tensor) for tensor in frame.outputs], frame.parameters, final=final)
 
 
-def response_frame(response: InferResponse, wanted: list[str]) -> ResponseFrame:
+def response_frame(response: InferResponse, wanted: Sequence[str]) -> ResponseFrame:
     """An answer of another model, with the outputs it was asked for (all when it was asked for none)."""
     if response.error is not None:
         return error_frame(response.error)

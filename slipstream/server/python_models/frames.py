@@ -1,4 +1,7 @@
-"""What goes over the socket between the server and the process of a Python model.
+"""What goes over the two sockets between the server and the process of a Python model.
+
+Orders come over one, which the thread that runs the model reads itself: to be handed each by another thread costs
+more than most orders do. What a model may have to hear while it runs comes over the other.
 
 A frame is four bytes of length and the msgpack form of one of the structures below. Both ends decode into these
 types and refuse anything else; tensors travel as raw bytes and nothing here can name code to run.
@@ -7,7 +10,6 @@ types and refuse anything else; tensors travel as raw bytes and nothing here can
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -45,7 +47,7 @@ class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
     flags: int
     timeout: int
     parameters: str  # JSON
-    requested_outputs: list[str]
+    requested_outputs: tuple[str, ...]
     inputs: list[TensorFrame]
 
 
@@ -103,6 +105,8 @@ class Response(msgspec.Struct, frozen=True, array_like=True, tag="response"):
 class Executed(msgspec.Struct, frozen=True, array_like=True, tag="executed"):
     """`execute` has returned; the instance can take more."""
 
+    responses: list[Response]  # what it returned
+
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
     """Ask another model of the server."""
@@ -150,12 +154,15 @@ class MetricFrame(msgspec.Struct, frozen=True, array_like=True, tag="metric"):
     buckets: tuple[float, ...] = ()
 
 
-ToWorker = Start | Execute | Cancel | CallAnswer | ControlAnswer | Stop
+Order = Start | Execute | Stop
+News = Cancel | CallAnswer | ControlAnswer
+ToWorker = Order | News
 FromWorker = (
     Started | StartFailed | Response | Executed | Call | CallCancel | Control | Log | MetricFamilyFrame | MetricFrame
 )
 _ENCODER = msgspec.msgpack.Encoder()
-TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+NEWS: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
 FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
@@ -173,25 +180,27 @@ class FrameReader:
         self._decoder = decoder
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Any]:
-        self._buffer += data
-        position = 0
+    def feed(self, data: bytes | memoryview) -> list[Any]:
+        """The messages that are complete now. Most often they come whole, and are read where they are."""
+        if self._buffer:
+            self._buffer += data
+        view = memoryview(self._buffer or data)
+        messages, position = [], 0
         try:
-            while len(self._buffer) - position >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(self._buffer, position)
+            while len(view) - position >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(view, position)
                 if length > MAX_FRAME_BYTES:
                     raise FrameError(f"a frame claims {length} bytes")
                 end = position + _LENGTH.size + length
-                if end > len(self._buffer):
+                if end > len(view):
                     break
-                body = bytes(memoryview(self._buffer)[position + _LENGTH.size : end])
+                messages.append(self._decoder.decode(view[position + _LENGTH.size : end]))
                 position = end
-                yield self._decode(body)
-        finally:
-            del self._buffer[:position]
-
-    def _decode(self, body: bytes) -> Any:
-        try:
-            return self._decoder.decode(body)
         except msgspec.MsgspecError as error:
             raise FrameError(f"a damaged frame: {error}") from error
+        if self._buffer:
+            view.release()  # as long as it is looked at, it cannot shrink
+            del self._buffer[:position]
+        elif position < len(view):
+            self._buffer += view[position:]
+        return messages

@@ -1,4 +1,4 @@
-"""One process of a Python model as the server holds it: its socket, its output, its end."""
+"""One process of a Python model as the server holds it: its sockets, its output, its end."""
 
 from __future__ import annotations
 
@@ -49,13 +49,14 @@ _LOGS = {"I": logging.info, "W": logging.warning, "E": logging.error}
 
 
 class _Link(asyncio.Protocol):
-    """The server's end of the socket."""
+    """The server's end of a socket."""
 
     def __init__(self, on_message: Callable[[FromWorker], None], on_lost: Callable[[], None]) -> None:
         self._reader = FrameReader(FROM_WORKER)
         self._on_message = on_message
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
+        self._held: list[bytes] | None = None  # what is written while messages are taken
         self._writable = asyncio.Event()
 
     def connection_made(self, transport: Any) -> None:
@@ -63,12 +64,18 @@ class _Link(asyncio.Protocol):
         self._writable.set()
 
     def data_received(self, data: bytes) -> None:
+        """What the messages lead to goes out together: a system call, and waking the model, cost more than to wait."""
+        self._held = []
         try:
             for message in self._reader.feed(data):
                 self._on_message(message)
         except FrameError as error:
             logging.error(f"a Python model's process does not speak our language any more: {error}")
             self.close()
+        finally:
+            held, self._held = self._held, None
+            if held and self._transport is not None and not self._transport.is_closing():
+                self._transport.write(b"".join(held))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._writable.set()
@@ -81,7 +88,9 @@ class _Link(asyncio.Protocol):
         self._writable.set()
 
     def write(self, message: ToWorker) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if self._held is not None:
+            self._held.append(encode(message))
+        elif self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode(message))
 
     async def send(self, message: ToWorker) -> None:
@@ -103,7 +112,7 @@ class Instance:
         depth: int,
         surroundings: Surroundings,
         on_response: Callable[[Response], None],
-        on_free: Callable[[], None],
+        on_free: Callable[[Instance], None],
         on_end: Callable[[Instance, str], None],
     ) -> None:
         self.name = name
@@ -113,7 +122,8 @@ class Instance:
         self._surroundings = surroundings
         self._on_response, self._on_free, self._on_end = on_response, on_free, on_end
         self._process: subprocess.Popen[bytes] | None = None
-        self._link: _Link | None = None
+        self._orders: _Link | None = None
+        self._news: _Link | None = None
         self._calls: Calls | None = None
         self._started: asyncio.Future[str] | None = None
         self._ended = asyncio.Event()
@@ -136,15 +146,14 @@ class Instance:
         """Returns the configuration as the model completed it (empty: it did not); InferenceError if it failed."""
         event_loop = asyncio.get_running_loop()
         self._started = event_loop.create_future()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            self._process = _spawn(theirs)
+        (orders, their_orders), (news, their_news) = socket.socketpair(), socket.socketpair()
+        with their_orders, their_news:
+            self._process = _spawn(their_orders, their_news)
         self._follow_output(event_loop)
-        ours.setblocking(False)
-        self._link = link = _Link(self._take, self._lost)
-        self._calls = Calls(self._surroundings, link.send)
-        await event_loop.create_unix_connection(lambda: link, sock=ours)
-        link.write(order)
+        self._orders = await _linked(orders, self._take, self._lost)
+        self._news = await _linked(news, self._take, self._orders.close)
+        self._calls = Calls(self._surroundings, self._news.send)
+        self._orders.write(order)
         return await self._started
 
     def _follow_output(self, event_loop: asyncio.AbstractEventLoop) -> None:
@@ -171,11 +180,13 @@ class Instance:
     def _take(self, message: FromWorker) -> None:
         assert self._calls is not None
         assert self._started is not None
-        if isinstance(message, Response):
-            self._on_response(message)
-        elif isinstance(message, Executed):
+        if isinstance(message, Executed):
             self._batches.popleft()
-            self._on_free()
+            for response in message.responses:
+                self._on_response(response)
+            self._on_free(self)
+        elif isinstance(message, Response):
+            self._on_response(message)
         elif isinstance(message, Call):
             self._calls.begin(message)
         elif isinstance(message, CallCancel):
@@ -192,12 +203,12 @@ class Instance:
 
     def _control(self, message: Control) -> None:
         assert self._calls is not None
-        assert self._link is not None
+        assert self._news is not None
         assert self._started is not None
         if message.action in ("load", "unload") and not self._started.done():
             # Whoever loads this model holds the repository until it has started: it would wait for itself.
             text = "models cannot be loaded or unloaded while this one is being initialized"
-            self._link.write(ControlAnswer(message.call, 0.0, ErrorFrame(text, Code.UNAVAILABLE.name)))
+            self._news.write(ControlAnswer(message.call, 0.0, ErrorFrame(text, Code.UNAVAILABLE.name)))
         else:
             self._calls.begin_control(message)
 
@@ -212,17 +223,19 @@ class Instance:
             logging.verbose(1, message.message, message.place)
 
     def execute(self, requests: list[RequestFrame]) -> None:
-        assert self._link is not None
+        assert self._orders is not None
         self._batches.append([request.number for request in requests])
-        self._link.write(Execute(requests))
+        self._orders.write(Execute(requests))
 
     def cancel(self, number: int) -> None:
-        if self._link is not None:
-            self._link.write(Cancel(number))
+        if self._news is not None:
+            self._news.write(Cancel(number))
 
     def _lost(self) -> None:
         """The socket is closed: the process has ended or is beyond talking to."""
         self._serving = False
+        if self._news is not None:
+            self._news.close()
         if self._calls is not None:
             self._calls.close()
         self.kill()
@@ -246,9 +259,9 @@ class Instance:
 
     async def stop(self) -> None:
         """Let the model finalize, then make sure."""
-        if self._link is None:
+        if self._orders is None:
             return
-        self._link.write(Stop())
+        self._orders.write(Stop())
         try:
             await asyncio.wait_for(self._ended.wait(), STOP_SECONDS)
         except TimeoutError:
@@ -257,13 +270,21 @@ class Instance:
             await self._ended.wait()
 
 
-def _spawn(end: socket.socket) -> subprocess.Popen[bytes]:
+async def _linked(end: socket.socket, on_message: Callable[[FromWorker], None], on_lost: Callable[[], None]) -> _Link:
+    link = _Link(on_message, on_lost)
+    end.setblocking(False)
+    await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=end)
+    return link
+
+
+def _spawn(*ends: socket.socket) -> subprocess.Popen[bytes]:
+    descriptors = [end.fileno() for end in ends]
     return subprocess.Popen(
-        [*WORKER_COMMAND, str(end.fileno()), str(os.getpid())],
+        [*WORKER_COMMAND, *map(str, descriptors), str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        pass_fds=(end.fileno(),),
+        pass_fds=descriptors,
         env={**child_environment(), "PYTHONUNBUFFERED": "1"},
         start_new_session=True,  # a Ctrl-C in the terminal is for the server alone
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from slipstream.repository.config import InstanceGroup, ModelConfig
 from slipstream.repository.describe import config_document
 from slipstream.server import logging
 from slipstream.server.errors import Code, InferenceError, Unavailable
-from slipstream.server.inference import InferRequest, InferResponse
+from slipstream.server.inference import Answers, InferRequest, InferResponse
 from slipstream.server.python_models.calls import Surroundings
 from slipstream.server.python_models.completion import completed
 from slipstream.server.python_models.convert import request_frame, response_of
@@ -59,7 +58,7 @@ class PythonModel:
         surroundings: Surroundings,
         forgiveness: Forgiveness = Forgiveness(),
     ) -> None:
-        self._config = config
+        self.config = config
         self._version_folder = version_folder.resolve()
         self._surroundings = surroundings
         self._forgiveness = forgiveness
@@ -67,18 +66,15 @@ class PythonModel:
         self._instances: dict[_Place, Instance] = {}
         self._deaths: dict[_Place, list[float]] = {}
         self._running: dict[int, Pending] = {}
+        self._numbers = 0  # of the requests that instances were given
         self._contenders: dict[Instance, Contender] = {}  # for resources, where any are limited
         self._restarting: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     @property
-    def config(self) -> ModelConfig:
-        return self._config
-
-    @property
     def decoupled(self) -> bool:
-        return self._config.decoupled
+        return self.config.decoupled
 
     @property
     def ready(self) -> bool:
@@ -90,12 +86,12 @@ class PythonModel:
 
     async def start(self) -> None:
         """Start every instance; InferenceError with the model's reason when one of them fails."""
-        first, *rest = _places(self._config)
+        first, *rest = _places(self.config)
         try:
             document = await self._start(first, complete=True)
             if document:
-                self._config = completed(self._config, json.loads(document))
-                self._waiting = Waiting(self._config)
+                self.config = completed(self.config, json.loads(document))
+                self._waiting = Waiting(self.config)
             await asyncio.gather(*(self._start(place) for place in rest))
         except BaseException:
             await self.close()
@@ -103,11 +99,11 @@ class PythonModel:
 
     async def _start(self, place: _Place, complete: bool = False) -> str:
         instance = Instance(
-            place.name, self._depth(), self._surroundings, self._take, lambda: self._freed(instance), self._ended
+            place.name, self._depth(), self._surroundings, self._take, self._freed, self._ended
         )
         self._instances[place] = instance
         self._contend(instance, place)
-        document = config_document(self._config, self._config.decoupled)
+        document = config_document(self.config, self.config.decoupled)
         arguments = {
             "model_config": json.dumps(document, separators=(",", ":"), ensure_ascii=False),
             "model_instance_kind": place.kind,
@@ -115,12 +111,12 @@ class PythonModel:
             "model_instance_device_id": str(place.device),
             "model_repository": str(self._version_folder.parent),
             "model_version": self._version_folder.name,
-            "model_name": self._config.name,
+            "model_name": self.config.name,
         }
-        file = self._version_folder / (self._config.document.get("default_model_filename") or "model.py")
+        file = self._version_folder / (self.config.document.get("default_model_filename") or "model.py")
         folder = str(self._version_folder.parent)
         try:
-            order = Start(str(file), folder, place.name, self._config.decoupled, arguments, complete)
+            order = Start(str(file), folder, place.name, self.config.decoupled, arguments, complete)
             return await instance.start(order)
         except BaseException:
             self._instances.pop(place, None)
@@ -141,8 +137,10 @@ class PythonModel:
             self._surroundings.limiter.leave(contender)
 
     def _may_execute(self, instance: Instance) -> bool:
+        if not self._contenders or self._surroundings.limiter is None:
+            return True
         contender = self._contenders.get(instance)
-        if contender is None or self._surroundings.limiter is None:
+        if contender is None:
             return True
         return self._surroundings.limiter.acquire(contender, self._dispatch)
 
@@ -152,35 +150,30 @@ class PythonModel:
             self._surroundings.limiter.release(contender)
 
     def _freed(self, instance: Instance) -> None:
-        self._release(instance)
-        self._dispatch()
+        if self._contenders:
+            self._release(instance)
+        if self._waiting:
+            self._dispatch()
 
     def _depth(self) -> int:
         """A lone process may be handed requests ahead, which saves it the wait for each next one. Several would
         take them from each other, and with dynamic batching those that wait are better executed together."""
-        alone = len(_places(self._config)) == 1 and self._config.dynamic_batching is None
+        alone = len(_places(self.config)) == 1 and self.config.dynamic_batching is None
         return HANDED_AHEAD if alone and self._surroundings.limiter is None else 1
 
-    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        if not self.ready and not self._restarting:
-            raise Unavailable(f"no instance of model '{self._config.name}' is running")
+    def infer(self, request: InferRequest) -> Answers:
+        return _Answers(self, request)
+
+    def admit(self, request: InferRequest) -> Pending:
+        if (self._closed or not self._instances) and not self._restarting:
+            raise Unavailable(f"no instance of model '{self.config.name}' is running")
         pending = self._waiting.add(request)
         self._dispatch()
-        final = False
-        try:
-            while not final:
-                response, final = await pending.answers.get()
-                if response is not None:
-                    yield response
-        finally:
-            if not final:
-                self._give_up(pending)
+        return pending
 
     def _dispatch(self) -> None:
         """Give what waits to whoever is idle."""
         for instance in list(self._instances.values()):
-            if not self._waiting:
-                return
             while instance.has_room and self._waiting and self._may_execute(instance):
                 batch = self._waiting.take()
                 if not batch:
@@ -197,7 +190,8 @@ class PythonModel:
     def _execute(self, instance: Instance, batch: list[Pending]) -> None:
         frames = []
         for pending in batch:
-            pending.instance = instance
+            self._numbers += 1
+            pending.number, pending.instance = self._numbers, instance
             pending.request.trail.leave_queue()
             self._running[pending.number] = pending
             frames.append(request_frame(pending.number, pending.request))
@@ -217,9 +211,9 @@ class PythonModel:
         if message.final:
             del self._running[message.number]
             pending.request.trail.end_infer()
-        pending.answers.put_nowait((response, message.final))
+        pending.put(response, message.final)
 
-    def _give_up(self, pending: Pending) -> None:
+    def give_up(self, pending: Pending) -> None:
         self._waiting.remove(pending)
         if self._running.pop(pending.number, None) is not None and pending.instance is not None:
             pending.instance.cancel(pending.number)
@@ -278,12 +272,45 @@ class PythonModel:
             task.cancel()
         await asyncio.gather(*(instance.stop() for instance in list(self._instances.values())))
         for pending in self._waiting.clear():
-            pending.fail(Unavailable(f"model '{self._config.name}' was unloaded"))
+            pending.fail(Unavailable(f"model '{self.config.name}' was unloaded"))
 
     async def _drain(self) -> None:
         deadline = time.monotonic() + DRAIN_SECONDS
         while (self._running or (self._waiting and self._instances)) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
+
+
+class _Answers:
+    """To one request, which the model admits when the first of them is asked for."""
+
+    def __init__(self, model: PythonModel, request: InferRequest) -> None:
+        self._model = model
+        self._request = request
+        self._pending: Pending | None = None
+        self._final = False
+
+    def __aiter__(self) -> _Answers:
+        return self
+
+    async def __anext__(self) -> InferResponse:
+        if self._pending is None:
+            self._pending = self._model.admit(self._request)
+        try:
+            while not self._final:
+                if not self._pending.answers:
+                    await self._pending.arrival()
+                response, self._final = self._pending.answers.popleft()
+                if response is not None:
+                    return response
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        if self._pending is not None and not self._final:
+            self._final = True
+            self._model.give_up(self._pending)
 
 
 def _places(config: ModelConfig) -> list[_Place]:

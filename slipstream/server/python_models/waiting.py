@@ -13,20 +13,34 @@ from slipstream.server.inference import InferRequest, InferResponse
 from slipstream.server.python_models.instance import Instance
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Pending:
-    """A request on its way through the model."""
+    """A request on its way through the model, and what came back so far that nobody has read.
 
-    number: int
+    An answer is a response, None where only the end has come, and whether it is the end.
+    """
+
     request: InferRequest
-    rows: int
-    shapes: tuple[object, ...]  # what must be equal for two requests to be executed together
-    came: float = field(default_factory=time.monotonic)
-    answers: asyncio.Queue[tuple[InferResponse | None, bool]] = field(default_factory=asyncio.Queue)
+    came: float
+    rows: int = 1
+    shapes: tuple[object, ...] = ()  # what must be equal for two requests to be executed together
+    number: int = 0  # by which an instance knows it; its requests have growing numbers
     instance: Instance | None = None  # that works on it
+    answers: deque[tuple[InferResponse | None, bool]] = field(default_factory=deque)
+    _reader: asyncio.Future[None] | None = None  # that waits for the next one
+
+    def put(self, response: InferResponse | None, final: bool) -> None:
+        self.answers.append((response, final))
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def arrival(self) -> asyncio.Future[None]:
+        """Of the next answer, where there is none yet."""
+        self._reader = asyncio.get_running_loop().create_future()
+        return self._reader
 
     def fail(self, error: InferenceError) -> None:
-        self.answers.put_nowait((InferResponse(error=error, final=True), True))
+        self.put(InferResponse(error=error, final=True), True)
 
 
 class Waiting:
@@ -38,19 +52,18 @@ class Waiting:
         self._batched = config.max_batch_size > 0
         self._ragged = frozenset(tensor.name for tensor in config.inputs if tensor.allow_ragged_batch)
         self._queue: deque[Pending] = deque()
-        self._numbers = 0
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def add(self, request: InferRequest) -> Pending:
+        pending = Pending(request, time.monotonic())
         if self._batching is not None:
             limit = self._batching.queue_policy.max_queue_size
             if limit and len(self._queue) >= limit:
                 name = request.id or "<id_unknown>"
                 raise InferenceError(f"[request id: {name}] Exceeds maximum queue size", Code.UNAVAILABLE)
-        self._numbers += 1
-        pending = Pending(self._numbers, request, self._rows(request), self._shapes(request))
+            pending.rows, pending.shapes = self._rows(request), self._shapes(request)
         self._queue.append(pending)
         return pending
 
@@ -80,8 +93,9 @@ class Waiting:
         return waiting
 
     def _expire(self) -> None:
-        policy = self._batching.queue_policy if self._batching is not None else None
-        if policy is None or policy.timeout_action == "DELAY":
+        assert self._batching is not None
+        policy = self._batching.queue_policy
+        if policy.timeout_action == "DELAY":
             return
         for pending in list(self._queue):
             limit = policy.default_timeout_microseconds
@@ -94,11 +108,11 @@ class Waiting:
 
     def take(self) -> list[Pending]:
         """What an idle instance is to execute next; nothing when it is better to wait for more."""
+        if self._batching is None:
+            return [self._queue.popleft()] if self._queue else []
         self._expire()
         if not self._queue:
             return []
-        if self._batching is None:
-            return [self._queue.popleft()]
         batch, rows = [self._queue[0]], self._queue[0].rows
         for pending in list(self._queue)[1:]:
             if pending.shapes != batch[0].shapes or rows + pending.rows > self._max_rows:

@@ -1,6 +1,6 @@
-"""One instance of a Python model: `python -m slipstream.server.python_models.worker SOCKET PARENT`.
+"""One instance of a Python model: `python -m slipstream.server.python_models.worker ORDERS NEWS PARENT`.
 
-The server starts and watches it. SOCKET is the number of an inherited descriptor, PARENT the server's process id.
+The server starts and watches it. ORDERS and NEWS are the numbers of inherited sockets, PARENT the server's process id.
 This is the only place where code of a repository runs.
 """
 
@@ -16,14 +16,15 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from slipstream.server.python_models.backend_config import ModelConfig
-from slipstream.server.python_models.backend_requests import InferenceRequest
+from slipstream.server.python_models.backend_requests import InferenceRequest, ResponseSender
 from slipstream.server.python_models.backend_tensors import InferenceResponse, TritonError
 from slipstream.server.python_models.channel import Channel
-from slipstream.server.python_models.frames import Execute, Executed, Response, Start, Started, StartFailed, Stop
+from slipstream.server.python_models.frames import Execute, Executed, Order, Response, Start, Started, StartFailed, Stop
 
 SEARCH_PATH = Path(__file__).parent / "search_path"
 _PR_SET_PDEATHSIG = 1
@@ -62,30 +63,22 @@ class Worker:
         arguments["model_config"] = json.dumps(completed.as_dict(), separators=(",", ":"))
         return arguments, arguments["model_config"]
 
-    def serve(self) -> None:
-        while True:
-            order = self._channel.work.get()
+    def serve(self, orders: Iterator[Order]) -> None:
+        for order in orders:
             if isinstance(order, Execute):
-                wanted = [frame for frame in order.requests if not self._given_up(frame.number)]
-                answers = self._execute([InferenceRequest.from_frame(frame) for frame in wanted]) if wanted else []
-                self._channel.send(*answers, Executed())
+                wanted = self._channel.take_up(order.requests)
+                requests = [InferenceRequest.from_frame(frame, self._channel) for frame in wanted]
+                self._channel.send(Executed(self._execute(requests) if requests else []))
             elif isinstance(order, Stop):
                 if hasattr(self._model, "finalize"):
                     self._model.finalize()
                 return
 
-    def _given_up(self, number: int) -> bool:
-        """Nobody waits for it any more: it needs no answer."""
-        if not self._channel.is_cancelled(number):
-            return False
-        self._channel.forget(number)
-        return True
-
     def _execute(self, requests: list[InferenceRequest]) -> list[Response]:
         """Returns the answers that are still to be sent."""
         try:
             answers = self._model.execute(requests)
-            if inspect.isawaitable(answers):
+            if not isinstance(answers, list) and inspect.isawaitable(answers):
                 answers = asyncio.run(_wait(answers))
             if not self._start.decoupled:
                 return _frames(requests, answers)
@@ -124,11 +117,13 @@ def _frames(requests: list[InferenceRequest], answers: Any) -> list[Response]:
         raise TypeError(f"execute must return a list of InferenceResponse, not {type(answers).__name__}")
     if len(answers) != len(requests):
         raise ValueError(f"execute got {len(requests)} requests but returned {len(answers)} responses")
-    senders = [request.get_response_sender() for request in requests]
-    left = [(sender, answer) for sender, answer in zip(senders, answers, strict=True) if not sender.closed]
-    for _, answer in left:
-        if not isinstance(answer, InferenceResponse):
-            raise TypeError(f"execute must return InferenceResponse objects, not {type(answer).__name__}")
+    left: list[tuple[ResponseSender, InferenceResponse]] = []
+    for request, answer in zip(requests, answers, strict=True):
+        sender = request.get_response_sender()
+        if not sender.closed:
+            if not isinstance(answer, InferenceResponse):
+                raise TypeError(f"execute must return InferenceResponse objects, not {type(answer).__name__}")
+            left.append((sender, answer))
     return [sender.frame(answer, final=True) for sender, answer in left]
 
 
@@ -167,18 +162,19 @@ def _die_with(parent_process: int) -> bool:
 
 
 def main() -> int:
-    descriptor, parent_process = int(sys.argv[1]), int(sys.argv[2])
+    *sockets, parent_process = map(int, sys.argv[1:])
     if not _die_with(parent_process):
         return 1
-    channel = Channel(socket.socket(fileno=descriptor))
+    channel = Channel(*(socket.socket(fileno=descriptor) for descriptor in sockets))
     channel.listen()
-    start = channel.work.get()
+    orders = channel.orders()
+    start = next(orders)
     if not isinstance(start, Start):
         return 1
     worker = Worker(channel, start)
     if not worker.begin():
         return 1
-    worker.serve()
+    worker.serve(orders)
     return 0
 
 

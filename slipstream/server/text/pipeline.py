@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from slipstream.engine.guided import GuideError, check_guide
 from slipstream.engine.messages import Beam, EngineInfo, Scores, Timing
 from slipstream.engine.request import PromptTable, SamplingParams
+from slipstream.engine.retention import Retention
 from slipstream.server.adapters import AdapterBook, AdapterUse
 from slipstream.server.generation import Delta
 from slipstream.server.text.chat import Message, encode_chat, render_chat
@@ -61,6 +62,7 @@ class Engine(Protocol):
         draft: Sequence[int] = (),
         adapter: AdapterUse | None = None,
         prompt_table: PromptTable | None = None,
+        retention: Retention | None = None,
     ) -> EngineGeneration: ...
 
 
@@ -80,6 +82,7 @@ class TextRequest:
     draft: Sequence[int] = ()  # a guess at how the answer begins
     adapter: AdapterUse | None = None
     prompt_table: PromptTable | None = None  # for a prompt of tokens, some of them beyond the vocabulary
+    retention: Retention | None = None  # how dear the blocks are that it leaves in the cache
     submitted: Callable[[EngineGeneration], None] | None = None  # told of the generation, to stop it from elsewhere
 
 
@@ -117,8 +120,9 @@ class TextGenerator:
         Raises, before anything runs, PromptError, TokenizerError, or the engine's own refusal.
         """
         prompt = await self._prompt(request)
-        sampling = await in_thread_if_long(sum(map(len, request.bad_words)), self._sampling, request, len(prompt))
-        self._check_logits(sampling, len(prompt), request.sequences)
+        words = sum(map(len, (*request.bad_words, *request.stop_words)))
+        sampling = await in_thread_if_long(words, self._sampling, request, len(prompt))
+        self._check_logits(sampling, len(prompt), max(request.sequences, sampling.beam_width))
         if sampling.guide is not None:
             await _check_guide(sampling)
         stop_words = await in_thread_if_long(sum(map(len, request.stop_words)), StopWords, request.stop_words)
@@ -170,6 +174,8 @@ class TextGenerator:
         self, request: TextRequest, prompt: list[int], sampling: SamplingParams, generations: list[EngineGeneration]
     ) -> None:
         more: dict[str, Any] = {"draft": request.draft} if request.draft else {}
+        if request.retention is not None:
+            more["retention"] = request.retention
         if request.adapter is not None:
             more["adapter"] = request.adapter
         salt = request.cache_salt
@@ -262,17 +268,30 @@ class TextGenerator:
         sampling = replace(
             given,
             max_tokens=min(given.max_tokens, room),
-            end_ids=() if request.ignore_end else end_ids,
+            end_ids=(*(() if request.ignore_end else end_ids), *self._stop_marks(request)),
             bad_words=tuple(dict.fromkeys(bad_words)),
             bad_texts=self._bad_texts(request),
+            stop_texts=self._stop_texts(request),
         )
         return sampling if self.engine.info is None else within(sampling, self.engine.info.vocab_size)
 
     def _bad_texts(self, request: TextRequest) -> tuple[str, ...]:
         """The words themselves, where what a token writes is known; otherwise their likely tokens must do."""
-        if self.tokenizer.token_bytes is None or request.sampling.beams:
+        if self.tokenizer.token_bytes is None:
             return ()
         return tuple(dict.fromkeys(word for word in request.bad_words if word))
+
+    def _stop_marks(self, request: TextRequest) -> tuple[int, ...]:
+        """Stop words that are special tokens, which do not show in a text that leaves those out."""
+        found = [self.tokenizer.encode(word, False) for word in request.stop_words
+                 if word and request.skip_special_tokens]
+        return tuple({ids[0]: None for ids in found if len(ids) == 1 and ids[0] in self.tokenizer.special_ids})
+
+    def _stop_texts(self, request: TextRequest) -> tuple[str, ...]:
+        """Nobody sees a beam's text before its end, so that the engine must know where it stops."""
+        if self.tokenizer.token_bytes is None or not request.sampling.beams:
+            return ()
+        return tuple(dict.fromkeys(word for word in request.stop_words if word))
 
 
 def within(sampling: SamplingParams, vocab_size: int) -> SamplingParams:

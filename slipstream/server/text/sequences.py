@@ -28,6 +28,7 @@ class TextBeam:
     log_probs: list[float]
     total_log_prob: float  # of all its tokens and its end
     finish_reason: str
+    generation_logits: bytes = b""  # float32 [tokens, vocab]
 
 
 def write_beams(
@@ -40,7 +41,8 @@ def write_beams(
         text = stream.push(beam.tokens) + stream.finish()
         count = stream.tokens_used if stream.stopped else len(beam.tokens)
         reason = "stop" if stream.stopped else beam.finish_reason
-        written.append(TextBeam(text, beam.tokens[:count], beam.log_probs[:count], beam.total_log_prob, reason))
+        logits = beam.generation_logits[: len(beam.generation_logits) // max(1, len(beam.tokens)) * count]
+        written.append(TextBeam(text, beam.tokens[:count], beam.log_probs[:count], beam.total_log_prob, reason, logits))
     return written
 
 
@@ -56,7 +58,7 @@ def beam_problem(sampling: SamplingParams, sequences: int, drafted: bool, info: 
     other = {
         "top_k": sampling.top_k > 1, "top_p": sampling.top_p < 1.0, "min_p": sampling.min_p > 0.0,
         "top_p_decay": sampling.top_p_decay < 1.0,
-        "top_log_probs": sampling.top_log_probs > 0, "generation logits": sampling.generation_logits,
+        "top_log_probs": sampling.top_log_probs > 0,
         "a guide": sampling.guide is not None, "a draft": drafted,
     }  # fmt: skip
     named = next((name for name, asked in other.items() if asked), "")

@@ -1,0 +1,143 @@
+"""What goes over a model process's sockets: frames in pieces of any size, and orders and news that cross."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from slipstream.server.python_models.channel import Channel
+from slipstream.server.python_models.frames import (
+    FROM_WORKER,
+    ORDERS,
+    Cancel,
+    Execute,
+    Executed,
+    FrameError,
+    FrameReader,
+    Log,
+    RequestFrame,
+    Response,
+    Stop,
+    TensorFrame,
+    encode,
+)
+from slipstream.server.python_models.instance import _Link
+
+MESSAGES = [
+    Log("I", "one", "here"),
+    Executed([Response(7, None, True)]),
+    Log("W", "x" * 300, "there"),
+]
+
+
+def request(number: int) -> RequestFrame:
+    return RequestFrame(number, "", 0, 0, 0, "{}", (), [TensorFrame("text_input", "BYTES", (1,), [b"text"])])
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 64, 10_000])
+def test_frames_are_read_from_pieces_of_any_size(size: int) -> None:
+    data = b"".join(map(encode, MESSAGES))
+    reader = FrameReader(FROM_WORKER)
+    pieces = [data[start : start + size] for start in range(0, len(data), size)]
+    assert [message for piece in pieces for message in reader.feed(piece)] == MESSAGES
+
+
+def test_what_is_no_frame_is_refused() -> None:
+    for data in (b"\xff\xff\xff\xff", b"\x01\0\0\0\x00", encode(Stop())[:4] + b"\x01" * 20):
+        with pytest.raises(FrameError):
+            FrameReader(FROM_WORKER).feed(data)
+
+
+def test_each_end_refuses_what_only_the_other_may_say() -> None:
+    with pytest.raises(FrameError):
+        FrameReader(ORDERS).feed(encode(Executed([])))
+
+
+class Server:
+    """The server's ends of a channel."""
+
+    def __init__(self) -> None:
+        self.orders, theirs = socket.socketpair()
+        self.news, their_news = socket.socketpair()
+        self.channel = Channel(theirs, their_news)
+        self.channel.listen()
+
+    def cancel(self, number: int) -> None:
+        self.news.sendall(encode(Cancel(number)))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(Channel, "_current", None)
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)  # a channel's thread ends the process when the server is gone
+    made = Server()
+    yield made
+    made.orders.close()
+    made.news.close()
+    until(lambda: ended == [1])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_request_that_is_given_up_before_its_order_is_read_is_not_begun(server: Server) -> None:
+    server.cancel(2)
+    until(lambda: server.channel.is_cancelled(2))
+    wanted = server.channel.take_up([request(number) for number in (1, 2, 3)])
+    assert [frame.number for frame in wanted] == [1, 3]
+    assert [server.channel.is_cancelled(number) for number in (1, 2, 3)] == [False, False, False]
+
+
+def test_a_request_that_runs_learns_that_it_is_given_up(server: Server) -> None:
+    server.channel.take_up([request(1), request(2)])
+    server.cancel(1)
+    until(lambda: server.channel.is_cancelled(1))
+    assert not server.channel.is_cancelled(2)
+
+
+def test_giving_up_what_is_answered_leaves_no_trace(server: Server) -> None:
+    server.channel.take_up([request(1), request(2)])
+    server.channel.forget(1)
+    server.cancel(1)
+    server.cancel(2)
+    until(lambda: server.channel.is_cancelled(2))
+    assert not server.channel.is_cancelled(1)
+
+
+def test_orders_are_read_by_whoever_asks_for_them(server: Server) -> None:
+    server.orders.sendall(encode(Execute([request(1)])) + encode(Stop()))
+    orders = server.channel.orders()
+    assert [next(orders), next(orders)] == [Execute([request(1)]), Stop()]
+
+
+class Noting:
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def test_what_several_messages_lead_to_goes_out_as_one() -> None:
+    transport = Noting()
+
+    def follow(message: Any) -> None:
+        link.write(Cancel(message.responses[0].number))
+
+    link = _Link(follow, lambda: None)
+    link.connection_made(transport)
+    link.data_received(b"".join(encode(Executed([Response(number, None, True)])) for number in (1, 2)))
+    link.write(Cancel(3))
+    assert transport.written == [encode(Cancel(1)) + encode(Cancel(2)), encode(Cancel(3))]
