@@ -108,7 +108,7 @@ class BlockPool:
 
     def name(self, block: int, name: bytes) -> None:
         """The block is full and written: from now on others may find it under this name."""
-        if not self.reuse or self._names[block] is not None or name in self._blocks:
+        if not self.reuse or block == NULL_BLOCK or self._names[block] is not None or name in self._blocks:
             return  # another block holds the same content already: this one stays nameless
         self._names[block] = name
         self._blocks[name] = block

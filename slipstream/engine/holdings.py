@@ -225,6 +225,7 @@ class Holdings:
         """Let go of what nothing that is left to compute looks at."""
         if self.window is None:
             return
+        self.name_blocks(request)  # what right guesses have filled is passed before anybody named it
         passed = self.window.passed(request.settled, self.blocks.block_tokens)
         gone = range(max(passed.start, request.passed), passed.stop)
         self.blocks.release([request.blocks[index] for index in gone])

@@ -190,18 +190,23 @@ class Scheduler:
 
     def _plan_running(self, plan: StepPlan, budget: int) -> int:
         """Running requests first, those one token short of their next before all; returns the budget left."""
-        longer, block_tokens = [], self.blocks.block_tokens
+        longer, guessing, block_tokens = [], [], self.blocks.block_tokens
         for request in list(self._holdings.running.values()):
             if request.group is not None and budget > 0:
                 bring_up(plan, request.group, self._holdings, self._make_room)
             deficit = request.deficit
             if deficit > 1:
                 longer.append(request)
+            elif deficit == 1 and request.drafter is not None:
+                guessing.append(request)
             elif deficit == 1 and budget > 0:
-                if request.drafter is None and request.computed < len(request.blocks) * block_tokens:
+                if request.computed < len(request.blocks) * block_tokens:
                     budget -= self._schedule(plan, request, 1)  # the usual case: its block has room
                 else:
                     budget -= self._give(plan, request, 1, budget)
+        for behind, request in zip(reversed(range(len(guessing))), guessing, strict=True):
+            if budget > 0:  # guesses are for what is left once everybody has a token
+                budget -= self._give(plan, request, 1, max(1, budget - behind))
         for request in sorted(longer, key=lambda r: (-r.request.priority, r.arrival)):
             budget -= self._give(plan, request, self._share(request.deficit, budget), budget)
         return budget

@@ -27,6 +27,8 @@ DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction po
 # A client that sends this metadata wants a stream to end at its first error, with a real status.
 ERRORS_END_STREAM = "triton_grpc_error"
 
+_MOST_UNDER_WAY = 1024  # requests of one stream
+
 
 def version_number(text: str) -> str:
     if text and not (text.isascii() and text.isdecimal()):
@@ -81,7 +83,7 @@ class Inference:
 
     async def model_stream_infer(self, call: StreamCall) -> None:
         """Any number of requests, answered side by side. An error is an answer; the stream goes on."""
-        stream = _Stream(call, self.forwarded(call))
+        stream, room = _Stream(call, self.forwarded(call)), asyncio.Semaphore(_MOST_UNDER_WAY)
         try:
             async with asyncio.TaskGroup() as answering:  # the client's leaving cancels this call, and so all of them
                 ordered: asyncio.Task[None] | None = None
@@ -91,11 +93,15 @@ class Inference:
                     except DecodeError:
                         break  # what cannot be read ends the stream, as with Triton
                     answers = _Answers(self, message, stream)
+                    await room.acquire()  # meanwhile the library's flow control holds the client back
                     task = answering.create_task(answers.run(after=ordered))
+                    task.add_done_callback(lambda _: room.release())
                     if answers.keep_order:
                         ordered = task
         except* Status as group:
             raise group.exceptions[0] from None  # the others' answers have ended with the stream
+        except* ClientGone:
+            pass  # while it was told of an error
 
     def forwarded(self, call: Call) -> dict[str, Parameter]:
         """The metadata that models are to see as parameters."""

@@ -134,6 +134,8 @@ class StreamCall(Call):
         return self
 
     async def __anext__(self) -> bytes:
+        if self._gone:  # the library takes no operation of a call whose server is being stopped
+            raise StopAsyncIteration
         event = await self._perform([cygrpc.ReceiveMessageOperation(_NO_FLAGS)])
         message: bytes | None = event.batch_operations[0].message()
         if message is None:

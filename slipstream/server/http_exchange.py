@@ -144,6 +144,8 @@ class Exchange(RequestResponseCycle):
                 content.append(b"0\r\n\r\n")
         else:
             self.expected_content_length -= len(body)
+            if self.expected_content_length < 0:
+                raise RuntimeError("the answer is not as long as its head announced")
             content.append(body)
         if more:
             self.transport.write(b"".join(content))

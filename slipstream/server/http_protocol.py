@@ -7,10 +7,11 @@ writing an event does. And whoever works on a request can ask to be told when it
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from slipstream.server.http_exchange import Exchange, read_target
@@ -100,6 +101,18 @@ class JoiningTransport(asyncio.Transport):
         return self._transport.get_extra_info(name, default)
 
 
+class PipelineFlow(FlowControl):
+    """Nothing more is read while requests that came before their turn are left: each may bring thousands with it."""
+
+    def __init__(self, transport: Any, pipeline: deque[Any]) -> None:
+        super().__init__(transport)
+        self._pipeline = pipeline
+
+    def resume_reading(self) -> None:
+        if not self._pipeline:
+            super().resume_reading()
+
+
 class TritonProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,6 +123,7 @@ class TritonProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(JoiningTransport(transport, self.loop))
+        self.flow = PipelineFlow(self.transport, self.pipeline)
         self._departure = Departure(self.flow.resume_reading)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -117,10 +131,9 @@ class TritonProtocol(HttpToolsProtocol):
         self._departure.leave()
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._head_bytes += len(data)  # of a head or of trailers: counted anew wherever a body goes on
         super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+        if self._head_bytes > MAX_HEAD_BYTES:
             self.transport.close()
 
     def on_url(self, url: bytes) -> None:
@@ -136,8 +149,12 @@ class TritonProtocol(HttpToolsProtocol):
         self._raw_headers: list[tuple[bytes, bytes]] = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._raw_headers.append((name, value))
         self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MAX_HEAD_BYTES:
+            raise ValueError("the headers are too long")
+        if not self._in_head:
+            return  # a trailer: what comes behind a body is not for those who judge by the headers
+        self._raw_headers.append((name, value))
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -145,8 +162,6 @@ class TritonProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes, self._chunks = False, 0, 0
-        if self._header_bytes > MAX_HEAD_BYTES:
-            raise ValueError("the headers are too long")
         version, before = self.parser.get_http_version(), self.cycle
         self.scope = self._scope(version)
         self.cycle = Exchange(self, version != "1.0" and self.parser.should_keep_alive())
@@ -180,6 +195,7 @@ class TritonProtocol(HttpToolsProtocol):
             raise ValueError("too many chunks")
 
     def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
         if not self.cycle.response_complete:
             self.cycle.body += body
             if len(self.cycle.body) > HIGH_WATER_LIMIT:
@@ -187,7 +203,7 @@ class TritonProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
-        self._in_head = True
+        self._in_head, self._head_bytes = True, 0
         if not self.cycle.response_complete:
             self.cycle.more_body = False
             self.cycle.message_event.set()

@@ -212,8 +212,10 @@ class _Counted:
 
     async def aclose(self) -> None:
         if not self._ended:
-            await self._responses.aclose()
-            self._end()
+            try:
+                await self._responses.aclose()
+            finally:
+                self._end()
 
     def _begin_answering(self) -> None:
         if self._waiting:

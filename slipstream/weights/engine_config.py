@@ -126,7 +126,7 @@ def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineC
         dtype=pretrained["dtype"],
         quantisation=Quantisation(
             quantisation["quant_algo"], quantisation["group_size"], quantisation.get("kv_cache_quant_algo"),
-            tuple(quantisation.get("exclude_modules", ()))),
+            tuple(quantisation.get("exclude_modules") or ())),
         build=BuildLimits(**{key: int(value) for key, value in config["build_config"].items() if key in known}),
         generation=GenerationDefaults(tuple(generation["end_ids"]), generation["bos_id"], generation["pad_id"]),
         content_hash=own["content_hash"],

@@ -98,3 +98,27 @@ def test_a_client_that_leaves_is_noticed_however_large_its_request(padding: int)
             wait_until(lambda: model.counters.pending == 1)
         wait_until(lambda: model.inner.cancelled == ["left"])
     assert model.counters.failures["CANCELED"] == 1
+
+
+CHUNKED = (b"POST /v2/models/echo/generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+           b"14\r\n{\"text_input\": \"hi\"}\r\n0\r\n")
+
+
+def test_trailers_are_not_headers_and_do_not_go_on_for_ever() -> None:
+    with RunningServer(create_app(recorded_registry()[0], ServerState([]))) as server:
+        with Connection(server.port) as connection:
+            connection.send(CHUNKED + b"content-encoding: gzip\r\n\r\n")
+            assert connection.answer().status == 200, "as a header it would have made the body unreadable"
+        with Connection(server.port) as connection:
+            connection.send(CHUNKED)
+            trailers = b"".join(b"trailer-%d: %s\r\n" % (number, b"x" * 100) for number in range(100_000))
+            with pytest.raises(ConnectionError):
+                connection.send(trailers)
+
+
+def test_requests_before_their_turn_are_read_only_when_it_comes() -> None:
+    one = request_bytes("GET", "/v2/health/live", [], b"")
+    app = create_app(recorded_registry()[0], ServerState([]))
+    with RunningServer(app) as server, Connection(server.port) as client:
+        client.send(one * 5000)
+        assert [client.answer().status for _ in range(5000)] == [200] * 5000

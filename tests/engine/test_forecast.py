@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from scheduler_harness import Harness, expected_answer
+from scheduler_harness import Device, Harness, expected_answer
 
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.forecast import Forecast
@@ -83,6 +83,23 @@ def test_nobody_is_put_off_whatever_comes(seed):
             assert answers[number] == expected_answer(request.prompt, request.sampling.max_tokens)
         elif number not in gone:
             assert len(answers[number]) == request.sampling.max_tokens
+
+
+def test_guesses_take_nobodys_place_in_a_step(monkeypatch):
+    # Two that guess stand before two that decode. Steps have a token for each and no more: guesses would keep the last
+    # two waiting, whose end the others count on.
+    monkeypatch.setattr("scheduler_harness.next_token", lambda known: 100 + len(known) if len(known) < 226 else 7)
+    monkeypatch.setattr(Device, "_compute", lambda *_: None)
+    scheduler = Scheduler(BlockPool(3490, 1, reuse=False), 14, 14, 400, 1000, lookup_tokens=1)
+    harness = Harness(scheduler, 1)
+    for number in range(1, 15):
+        limit = 275 if number <= 10 else 325 if number <= 12 else 230
+        guesses = number in (11, 12)  # scored prompts have no guesses
+        sampling = SamplingParams(max_tokens=limit - 1, prompt_log_probs=not guesses)
+        scheduler.add(GenerateRequest(number, [1], sampling))
+    harness.run_dry()
+    assert scheduler.stats().preemptions == 0
+    assert set(harness.reasons.values()) == {"length"}
 
 
 class Decoding:

@@ -3,10 +3,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import END, Harness, expected_answer, make_scheduler
+from scheduler_harness import END, Harness, expected_answer, make_scheduler, next_token
 
-from slipstream.engine.blocks import BlockPool, next_name, root_name
+from slipstream.engine.blocks import NULL_BLOCK, BlockPool, next_name, root_name
 from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.window import Window
 
 prompts = st.lists(st.integers(0, 3), min_size=1, max_size=30)  # few values: prefixes often meet
 events = st.lists(
@@ -157,3 +158,19 @@ def test_pool_forgets_the_least_recently_used_tail_first():
     pool.check_integrity([[table[2]]])
     with pytest.raises(AssertionError):
         pool.check_integrity([])
+
+
+def test_blocks_that_a_window_passes_at_once_are_named_before_they_go():
+    scheduler = make_scheduler(blocks=40, block_tokens=2, rows=2, budget=32, window=Window(3, 0))
+    harness, known = Harness(scheduler, 1), [5, 6, 7]
+    while len(known) < 43:
+        known.append(next_token(known))
+    scheduler.add(GenerateRequest(1, known[:3], SamplingParams(max_tokens=40), draft=known[3:]))
+    harness.run_dry()
+    assert harness.answers[1] == known[3:]
+    names = [next_name(root_name(0, ""), known[:2])]
+    for start in range(2, 40, 2):
+        names.append(next_name(names[-1], known[start : start + 2]))
+    found = scheduler.blocks.find(names)
+    assert len(found) >= 10, "all that was computed in one go can be found again"
+    assert NULL_BLOCK not in found, "nothing is found where there is nothing"

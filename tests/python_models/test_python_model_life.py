@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,37 @@ async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         await asyncio.sleep(0.005)
+
+
+FORKING = """
+import multiprocessing, time
+""" + SLEEPER.replace("    def execute", """    def initialize(self, args):
+        self.helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        self.helper.start()
+    def execute""", 1)
+
+
+async def test_helpers_that_hold_its_sockets_do_not_hide_a_processs_end(tmp_path: Path) -> None:
+    async with open_models(write_model(tmp_path, "forking", FORKING), "forking") as models:
+        model = models["forking"]
+        (process,) = model.process_ids
+        (failed,) = await asyncio.wait_for(ask(model, "crash"), 20)
+        assert failed.error is not None
+        assert failed.error.message == "the process of model instance 'forking_0' ended: exit code 9"
+        assert said(await ask(model, "again")) == ["again 1"]
+        assert model.process_ids != [process]
+        await until(lambda: not in_group(process))  # its helper went with it
+
+
+def in_group(leader: int) -> list[int]:
+    """The processes of a group that run."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, group = place.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                found.append(int(place.parent.name))
+    return found
 
 
 async def test_kill_fails_its_requests_and_starts_again(tmp_path: Path) -> None:

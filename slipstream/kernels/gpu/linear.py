@@ -64,7 +64,8 @@ class WeightOnlyProduct:
         x = plain(x)
         if x.dtype != torch.float32 and x.shape[0] <= _FEW_EIGHT_BITS:
             return few_tokens(x, self.weight, self.bias, weight_scales=self.scales)
-        return functional.linear(x, self.weight.to(x.dtype) * self.scales.to(x.dtype)[:, None], self.bias)
+        # In float32, because the scales of small weights are no numbers that float16 has.
+        return functional.linear(x, (self.weight.float() * self.scales[:, None]).to(x.dtype), self.bias)
 
 
 class EightBitProduct:

@@ -112,7 +112,8 @@ class Channel:
         return answer
 
     def forget(self, number: int) -> None:
-        self._cancelled.pop(number, None)
+        with self._marking:
+            self._cancelled.pop(number, None)
 
     def is_cancelled(self, number: int) -> bool:
         return self._cancelled.get(number, False)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from slipstream.server import logging
@@ -45,6 +46,7 @@ from slipstream.server.python_models.frames import (
 # -P: a file in the working directory must not stand in for a library.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "slipstream.server.python_models.worker")
 STOP_SECONDS = 10.0  # for `finalize`
+_LAST_WORDS_SECONDS = 0.5  # to read what a process sent before it ended
 _LOGS = {"I": logging.info, "W": logging.warning, "E": logging.error}
 
 
@@ -162,6 +164,15 @@ class Instance:
         descriptor = self._process.stdout.fileno()
         os.set_blocking(descriptor, False)
         event_loop.add_reader(descriptor, self._read_output, event_loop, descriptor)
+        if hasattr(os, "pidfd_open"):  # processes that the model has forked may hold the sockets open
+            watched = os.pidfd_open(self._process.pid)
+            event_loop.add_reader(watched, self._exited, event_loop, watched)
+
+    def _exited(self, event_loop: asyncio.AbstractEventLoop, watched: int) -> None:
+        event_loop.remove_reader(watched)
+        os.close(watched)
+        if self._orders is not None:
+            event_loop.call_later(_LAST_WORDS_SECONDS, self._orders.close)
 
     def _read_output(self, event_loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
         try:
@@ -234,6 +245,7 @@ class Instance:
     def _lost(self) -> None:
         """The socket is closed: the process has ended or is beyond talking to."""
         self._serving = False
+        self._kill_group()
         if self._news is not None:
             self._news.close()
         if self._calls is not None:
@@ -252,6 +264,12 @@ class Instance:
             self._started.set_exception(InferenceError(text, Code.INTERNAL))
         self._ended.set()
         self._on_end(self, reason)
+
+    def _kill_group(self) -> None:
+        """The process leads a group of its own, to which its helpers belong; they would outlive the server."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         if self._process is not None and self._process.poll() is None:

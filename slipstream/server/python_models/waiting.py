@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 from slipstream.repository.config import DynamicBatching, ModelConfig
 from slipstream.server.errors import Code, InferenceError
@@ -51,7 +52,7 @@ class Waiting:
         self._max_rows = max(1, config.max_batch_size)
         self._batched = config.max_batch_size > 0
         self._ragged = frozenset(tensor.name for tensor in config.inputs if tensor.allow_ragged_batch)
-        self._queue: deque[Pending] = deque()
+        self._queue: OrderedDict[Pending, None] = OrderedDict()  # those in the midst of it may leave, many at once
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -64,7 +65,7 @@ class Waiting:
                 name = request.id or "<id_unknown>"
                 raise InferenceError(f"[request id: {name}] Exceeds maximum queue size", Code.UNAVAILABLE)
             pending.rows, pending.shapes = self._rows(request), self._shapes(request)
-        self._queue.append(pending)
+        self._queue[pending] = None
         return pending
 
     def _rows(self, request: InferRequest) -> int:
@@ -81,11 +82,11 @@ class Waiting:
         """What nobody began to work on is first in the queue again."""
         for pending in reversed(taken):
             pending.instance = None
-            self._queue.appendleft(pending)
+            self._queue[pending] = None
+            self._queue.move_to_end(pending, last=False)
 
     def remove(self, pending: Pending) -> None:
-        if pending in self._queue:
-            self._queue.remove(pending)
+        self._queue.pop(pending, None)
 
     def clear(self) -> list[Pending]:
         waiting = list(self._queue)
@@ -103,26 +104,27 @@ class Waiting:
                 own = pending.request.timeout_microseconds
                 limit = min(limit, own) if limit else own
             if limit and (time.monotonic() - pending.came) * 1e6 > limit:
-                self._queue.remove(pending)
+                del self._queue[pending]
                 pending.fail(InferenceError("Request timeout expired", Code.UNAVAILABLE))
 
     def take(self) -> list[Pending]:
         """What an idle instance is to execute next; nothing when it is better to wait for more."""
         if self._batching is None:
-            return [self._queue.popleft()] if self._queue else []
+            return [self._queue.popitem(last=False)[0]] if self._queue else []
         self._expire()
         if not self._queue:
             return []
-        batch, rows = [self._queue[0]], self._queue[0].rows
-        for pending in list(self._queue)[1:]:
+        batch = [next(iter(self._queue))]
+        rows = batch[0].rows
+        for pending in islice(self._queue, 1, None):
             if pending.shapes != batch[0].shapes or rows + pending.rows > self._max_rows:
                 break
             batch.append(pending)
             rows += pending.rows
         if self.delay() > 0 and rows < self._enough():
             return []
-        for _ in batch:
-            self._queue.popleft()
+        for pending in batch:
+            del self._queue[pending]
         return batch
 
     def delay(self) -> float:
@@ -130,7 +132,7 @@ class Waiting:
         if self._batching is None or not self._queue:
             return 0.0
         allowed = self._batching.max_queue_delay_microseconds / 1e6
-        return max(0.0, self._queue[0].came + allowed - time.monotonic())
+        return max(0.0, next(iter(self._queue)).came + allowed - time.monotonic())
 
     def _enough(self) -> int:
         assert self._batching is not None
