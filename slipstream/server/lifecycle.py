@@ -221,7 +221,7 @@ class _Server:
         finally:
             if polling is not None:
                 polling.cancel()
-        await self._drain()
+        await self._drain(services)
         await services.close()
         await self._engines.stop()
         return 0
@@ -237,13 +237,15 @@ class _Server:
         event.cancel()
         return False
 
-    async def _drain(self) -> None:
+    async def _drain(self, services: Services) -> None:
         """Refuse new work, finish what was admitted, but not beyond the exit timeout."""
         self._state.draining = True
         self._engines.begin_drain()
-        logging.info(f"Waiting for in-flight requests to complete: {self._engines.outstanding} now")
+        under_way = self._engines.outstanding + services.loader.under_way
+        logging.info(f"Waiting for in-flight requests to complete: {under_way} now")
+        idle = asyncio.gather(self._engines.wait_drained(), services.loader.wait_idle())
         try:
-            await asyncio.wait_for(self._engines.wait_drained(), self._options.exit_timeout_seconds)
+            await asyncio.wait_for(idle, self._options.exit_timeout_seconds)
         except TimeoutError:
             seconds = self._options.exit_timeout_seconds
             logging.warning(f"requests still run after {seconds:g} s (--exit-timeout-secs) and are given up")

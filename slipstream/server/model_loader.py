@@ -31,6 +31,7 @@ from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.server.warmup import warm_up
 
 READY, UNAVAILABLE, LOADING = "READY", "UNAVAILABLE", "LOADING"
+_IDLE_SECONDS = 0.01  # between looks whether models still work, while the server stops
 _CODE_NAMES = {Code.INTERNAL: "Internal", Code.INVALID_ARG: "Invalid argument", Code.UNSUPPORTED: "Unsupported"}
 
 
@@ -177,9 +178,18 @@ class ModelLoader:
             for version, status in sorted(versions.items())
         ]
 
+    @property
+    def under_way(self) -> int:
+        """Requests that models with processes of their own have taken up."""
+        models = dict.fromkeys(model for versions in self._served.values() for model in versions)
+        return sum(getattr(model, "under_way", 0) for model in models)
+
+    async def wait_idle(self) -> None:
+        while self.under_way:
+            await asyncio.sleep(_IDLE_SECONDS)
+
     async def close(self) -> None:
-        for models in self._served.values():
-            await _close(models)
+        await asyncio.gather(*map(_close, self._served.values()))
         await asyncio.gather(*self._releases)
 
     # -- one model

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,26 @@ def test_without_leave_the_server_refuses_and_nothing_runs(tmp_path: Path) -> No
     assert refused.wait_exit() != 0
     assert any("'shout'" in line for line in refused.lines)
     assert not marker.exists()
+
+
+SLOW = """
+import time, triton_python_backend_utils as pb_utils
+class TritonPythonModel:
+    def execute(self, requests):
+        print("it works")
+        time.sleep(6.5)  # longer than connections are kept open for those who only listen
+        given = [pb_utils.get_input_tensor_by_name(request, "text_input") for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("text_output", one.as_numpy())]) for one in given]
+"""
+
+
+def test_a_stopping_server_lets_python_models_answer(tmp_path: Path) -> None:
+    running = TinyServer(write_model(tmp_path, "slow", SLOW), tmp_path / "tmp", "--allow-python-models").wait_started()
+    body = json.dumps({"text_input": "still here"}).encode()
+    with ThreadPoolExecutor() as asking:
+        answer = asking.submit(urllib.request.urlopen, f"{running.url}/v2/models/slow/generate", body, 60)
+        wait_for(lambda: any("it works" in line for line in running.lines))
+        running.process.send_signal(signal.SIGTERM)
+        assert json.load(answer.result())["text_output"] == "still here"
+    assert running.process.wait(30) == 0
+    assert any("Waiting for in-flight requests to complete: 1 now" in line for line in running.lines)

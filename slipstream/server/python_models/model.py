@@ -262,6 +262,10 @@ class PythonModel:
             for pending in self._waiting.clear():
                 pending.fail(Unavailable(text))
 
+    @property
+    def under_way(self) -> int:
+        return len(self._running) + len(self._waiting)
+
     async def close(self) -> None:
         """Let what was admitted end, finalize every instance and let its process go."""
         await self._drain()
