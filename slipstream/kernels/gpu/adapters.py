@@ -140,27 +140,26 @@ def _expand_one(
     rank = tl.arange(0, PADDED)
     held = column < end
     place = memory + second_at + rank[:, None] * outputs + column[None, :]
-    inside = (rank < RANK)[:, None] & held[None, :]
     # The pages were there before the step: B comes while the kernel ahead runs out, or the page before is added.
     page = tl.load(table + 1).to(tl.int64)
-    adds = (pages > 0) & (((tl.load(products + page) >> PRODUCT) & 1) != 0)
-    second = tl.load(place + page * page_stride, inside & adds, other=0.0)
+    added = (pages > 0).to(tl.int32) * ((tl.load(products + page) >> PRODUCT) & 1) * RANK  # columns of B
+    second = tl.load(place + page * page_stride, (rank < added)[:, None] & held[None, :], other=0.0)
     follow(OVERLAP)
     if pages > 0:
         total = tl.load(y + token * y_stride + column, held, other=0.0).to(tl.float32)
         for number in range(pages):
             page = tl.load(table + 1 + tl.minimum(number + 1, pages - 1)).to(tl.int64)
-            next_adds = (number + 1 < pages) & (((tl.load(products + page) >> PRODUCT) & 1) != 0)
-            next_second = tl.load(place + page * page_stride, inside & next_adds, other=0.0)
+            next_added = tl.where(number + 1 < pages, (tl.load(products + page) >> PRODUCT) & 1, 0) * RANK
+            next_second = tl.load(place + page * page_stride, (rank < next_added)[:, None] & held[None, :], other=0.0)
             given = tl.zeros([PADDED], tl.float32)
             at = middle + token * token_stride + (number * PARTS + part) * RANK + rank
             for split in tl.static_range(SPLITS):
-                given += tl.load(at + split * split_stride, (rank < RANK) & adds, other=0.0)
+                given += tl.load(at + split * split_stride, rank < added, other=0.0)
             # Rounded as the product of many tokens rounds it.
             given = given.to(second.dtype).to(tl.float32)
             total += tl.sum(given[:, None] * second.to(tl.float32), 0)
             second = next_second
-            adds = next_adds
+            added = next_added
         tl.store(y + token * y_stride + column, total.to(y.dtype.element_ty), held)
 
 
