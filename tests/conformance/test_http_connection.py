@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from http_support import Connection, RunningServer, request_bytes, wait_until
 
 from slipstream.server.health import ServerState
 from slipstream.server.http import create_app
-from slipstream.server.http_protocol import MAX_JOINED_BYTES, Departure, JoiningTransport
+from slipstream.server.http_protocol import MAX_JOINED_BYTES, Departure, JoiningTransport, PipelineFlow
 
 
 class Noting(asyncio.Transport):
@@ -116,7 +117,27 @@ def test_trailers_are_not_headers_and_do_not_go_on_for_ever() -> None:
                 connection.send(trailers)
 
 
-def test_requests_before_their_turn_are_read_only_when_it_comes() -> None:
+def test_nothing_is_read_while_requests_wait_for_their_turn() -> None:
+    told: list[str] = []
+
+    class Reading(Noting):
+        def pause_reading(self) -> None:
+            told.append("pause")
+
+        def resume_reading(self) -> None:
+            told.append("resume")
+
+    waiting = deque(["a request"])
+    flow = PipelineFlow(Reading(), waiting)
+    flow.pause_reading()
+    flow.resume_reading()
+    assert told == ["pause"]
+    waiting.clear()
+    flow.resume_reading()
+    assert told == ["pause", "resume"]
+
+
+def test_requests_that_come_before_their_turn_are_all_answered() -> None:
     one = request_bytes("GET", "/v2/health/live", [], b"")
     app = create_app(recorded_registry()[0], ServerState([]))
     with RunningServer(app) as server, Connection(server.port) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -119,3 +120,13 @@ async def until(condition: Any) -> None:
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running_coupled(engine_folder, tmp_path):
+    """The same repository, its models answering exactly once."""
+    write_repository(tmp_path / "repo", "chat", engine_folder, engine_folder, 8)
+    for file in (tmp_path / "repo").glob("*/config.pbtxt"):
+        file.write_text(re.sub(r"decoupled: \w+", "decoupled: false", file.read_text()))
+    async with running(engine_folder, tmp_path, keep=True) as found:
+        yield found

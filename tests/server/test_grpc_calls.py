@@ -10,12 +10,11 @@ import grpc
 import pytest
 import tritonclient.grpc as blocking
 from google.protobuf import descriptor_pb2, descriptor_pool
-from grpc_stack import ask, request, running, tensor, text_inputs, token_inputs, until
+from grpc_stack import ask, request, running, running_coupled, tensor, text_inputs, token_inputs, until
 from tiny_engine import build_tiny_engine
 from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import InferenceServerException
 
-from slipstream.repository.templates import write_repository
 from slipstream.server import grpc_reflection, logging
 from slipstream.server.access import Access
 from slipstream.server.context import ServerContext
@@ -161,11 +160,7 @@ async def test_a_deadline_cancels_in_the_engine(stack):
 
 @pytest.fixture
 async def coupled(engine_folder, tmp_path):
-    """The same repository, its models answering exactly once."""
-    write_repository(tmp_path / "repo", "chat", engine_folder, engine_folder, 8)
-    for file in (tmp_path / "repo").glob("*/config.pbtxt"):
-        file.write_text(re.sub(r"decoupled: \w+", "decoupled: false", file.read_text()))
-    async with running(engine_folder, tmp_path, keep=True) as found:
+    async with running_coupled(engine_folder, tmp_path) as found:
         yield found
 
 

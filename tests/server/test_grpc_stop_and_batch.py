@@ -1,14 +1,13 @@
 """Requests that end others, and requests of several prompts, asked by Triton's own clients of a real engine."""
 
 import asyncio
-import re
 
 import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as blocking
 import tritonclient.grpc.aio as concurrent
-from grpc_stack import ask, request, running, tensor, token_inputs, until
+from grpc_stack import ask, request, running, running_coupled, tensor, token_inputs, until
 from tiny_engine import build_tiny_engine
 
 from slipstream.repository.templates import write_repository
@@ -30,11 +29,7 @@ async def stack(engine_folder, tmp_path):
 
 @pytest.fixture
 async def coupled(engine_folder, tmp_path):
-    """The same repository, its models answering exactly once."""
-    write_repository(tmp_path / "repo", "chat", engine_folder, engine_folder, 8)
-    for file in (tmp_path / "repo").glob("*/config.pbtxt"):
-        file.write_text(re.sub(r"decoupled: \w+", "decoupled: false", file.read_text()))
-    async with running(engine_folder, tmp_path, keep=True) as found:
+    async with running_coupled(engine_folder, tmp_path) as found:
         yield found
 
 
