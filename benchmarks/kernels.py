@@ -22,7 +22,7 @@ from torch.nn import functional
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu.activation import silu_gated
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, processors_of
+from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, places_of
 from slipstream.kernels.gpu.few_tokens import few_tokens
 from slipstream.kernels.gpu.normalisation import add_norm
 from slipstream.kernels.gpu.one_token import one_token
@@ -113,11 +113,9 @@ def decode_attention(lengths: np.ndarray, label: str, heads: int, kv_heads: int,
     tables, blocks = tables_for(lengths)
     cache = (random(copies, 2, kv_heads, blocks * BLOCK, size) * 0.5).to(dtype)
     step = random(len(lengths), heads + 2 * kv_heads, size)
-    processors = processors_of(DEVICE)
-    first, row, start, chunk = cut_chunks(lengths, kv_heads, processors)
-    plan = DecodePlan(on_device(np.arange(len(lengths))), on_device(lengths), on_device(first), on_device(row),
-                      on_device(start), on_device(np.array([len(row), chunk])))
-    attention = GpuAttention(tables, BLOCK, processors, len(lengths), plan, None)
+    places = places_of(DEVICE)
+    plan = DecodePlan(on_device(cut_chunks(np.arange(len(lengths)), lengths, kv_heads, places)))
+    attention = GpuAttention(tables, BLOCK, places, len(lengths), plan, None)
     time = microseconds(lambda i: attention.attend(step, *cache[i], AttentionRule(size**-0.5)), copies)
     name = "fp8" if dtype.itemsize == 1 else "bf16"
     show("decode attention", f"{name} {heads}/{kv_heads} {label}", time,
@@ -130,9 +128,10 @@ def prefill_attention(prompts: list[int], prefix: int, heads: int, kv_heads: int
     tables, blocks = tables_for(counts + prefix)
     cache = random(2, kv_heads, blocks * BLOCK, size)
     step = random(int(counts.sum()), heads + 2 * kv_heads, size)
-    columns = cut_tiles(np.arange(len(counts)), np.full(len(counts), prefix), counts, np.cumsum(counts) - counts)
-    plan = PrefillPlan(*map(on_device, columns), far=max(prompts) + prefix >= FAR)  # type: ignore[misc, arg-type]
-    attention = GpuAttention(tables, BLOCK, processors_of(DEVICE), 0, None, plan)
+    far = max(prompts) + prefix >= FAR
+    columns = cut_tiles(np.arange(len(counts)), np.full(len(counts), prefix), counts, np.cumsum(counts) - counts, far)
+    plan = PrefillPlan(*map(on_device, columns), far=far)  # type: ignore[misc]
+    attention = GpuAttention(tables, BLOCK, 0, 0, None, plan)
     time = microseconds(lambda _: attention.attend(step, *cache, AttentionRule(size**-0.5)), 1)
     flops = sum(4 * heads * size * (count * prefix + count * count / 2) for count in prompts)
     behind = f" behind {prefix}" if prefix else ""
@@ -167,10 +166,11 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         for heads, kv_heads in ((32, 8), (32, 32)):
             decode_attention(np.full(1000, 190), "1000 × 190", heads, kv_heads, dtype)
-            decode_attention(mixed, "256 × 100 to 2048", heads, kv_heads, dtype)
+            for rows in (256, 128, 64):
+                decode_attention(mixed[:rows], f"{rows} × 100 to 2048", heads, kv_heads, dtype)
             decode_attention(np.full(32, 2000), "32 × 2000", heads, kv_heads, dtype)
             decode_attention(np.full(32, 200), "32 × 200", heads, kv_heads, dtype)
-    for prompts, prefix in (([8192], 0), ([1024] * 8, 0), ([128] * 64, 0), ([2048], 6144)):
+    for prompts, prefix in (([8192], 0), ([2048] * 4, 0), ([1024] * 8, 0), ([128] * 64, 0), ([2048], 6144)):
         prefill_attention(prompts, prefix, 32, 8)
     products()
     small_kernels()

@@ -19,7 +19,7 @@ from slipstream.engine.transfer import numbers, to_device
 from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import TILE_TOKENS, GpuStepAdapters, Tiles, cut_adapter_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, processors_of
+from slipstream.kernels.gpu.decode_attention import CHUNK_NUMBERS, DecodePlan, cut_chunks, places_of
 from slipstream.kernels.gpu.prefill_attention import FAR, PrefillPlan, cut_tiles
 from slipstream.kernels.gpu.step import step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
@@ -55,12 +55,12 @@ class GpuRunner:
     ) -> None:
         self.model = model
         self.block_tokens = block_tokens
-        self.processors = processors_of(model.device)
+        self.places = places_of(model.device)
         self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
         self.cache = model.new_cache((total_blocks + 1) * block_tokens)  # with the null block
         self.host: HostCache | None = None  # for blocks that the cache has no room for
-        self.graphs = DecodeGraphs(model, self.cache, self.rows, block_tokens, self.processors)
-        self.mixed = MixedGraphs(model, self.cache, self.rows, block_tokens, self.processors)
+        self.graphs = DecodeGraphs(model, self.cache, self.rows, block_tokens, self.places)
+        self.mixed = MixedGraphs(model, self.cache, self.rows, block_tokens, self.places)
         self.adapters: AdapterPages | None = None  # none before the first adapter comes
         self._row_pages: Tensor | None = None  # [rows, 1 + pages]: how many pages a row's adapter has, then those
 
@@ -143,22 +143,21 @@ class GpuRunner:
         row_of_token = np.repeat(rows, counts)
         position_of_token = np.arange(ends[-1]) + np.repeat(positions - offsets, counts)
         decodes = int((counts == 1).sum())
-        first, chunk_row, chunk_start, size = cut_chunks(
-            (positions + counts)[:decodes], self.model.spec.kv_heads, self.processors)
-        tiles = cut_tiles(rows[decodes:], positions[decodes:], counts[decodes:], offsets[decodes:])
+        chunks = cut_chunks(rows[:decodes], (positions + counts)[:decodes], self.model.spec.kv_heads, self.places)
+        far = bool((positions + counts)[decodes:].max(initial=0) >= FAR)
+        tiles = cut_tiles(rows[decodes:], positions[decodes:], counts[decodes:], offsets[decodes:], far)
         parts = _pack(
-            [row_of_token, position_of_token, wanted, rows[:decodes], (positions + counts)[:decodes],
-             first, chunk_row, chunk_start, np.array([len(chunk_row), size]), *tiles],
+            [row_of_token, position_of_token, wanted, chunks.ravel(), *tiles],
             self.model.device,
-        )  # fmt: skip
-        row_tokens, token_positions, sampled = parts[:3]
+        )
+        row_tokens, token_positions, sampled, cut = parts[:4]
         ids, slots = step_inputs(row_tokens, token_positions, self.rows.tokens, self.rows.tables, self.block_tokens)
         prefill = None
         if decodes < len(rows):
-            prefill = PrefillPlan(*parts[9:14], far=bool(max((positions + counts)[decodes:]) >= FAR))  # type: ignore[misc, arg-type]
+            prefill = PrefillPlan(*parts[4:9], far=far)  # type: ignore[misc, arg-type]
         attention = GpuAttention(
-            self.rows.tables, self.block_tokens, self.processors, decodes,
-            DecodePlan(*parts[3:9]) if decodes else None, prefill,
+            self.rows.tables, self.block_tokens, self.places, decodes,
+            DecodePlan(cut.view(-1, CHUNK_NUMBERS)) if decodes else None, prefill,
         )  # fmt: skip
         adapters = self._step_adapters(rows, counts)
         return Step(ids, token_positions, slots, attention, sampled, adapters, embeddings=table)

@@ -18,7 +18,7 @@ from slipstream.engine.transfer import to_device
 from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import GpuStepAdapters, decode_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, most_chunks
+from slipstream.kernels.gpu.decode_attention import CHUNK_NUMBERS, DecodePlan, cut_chunks, most_chunks
 from slipstream.kernels.gpu.step import likeliest, step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
 
@@ -54,20 +54,20 @@ class Numbers:
 class DecodeBuffers:
     """The numbers of a decode step of up to `size` rows."""
 
-    def __init__(self, size: int, kv_heads: int, processors: int, padding_row: int, device: torch.device) -> None:
-        self.size, self.kv_heads, self.processors, self.padding_row = size, kv_heads, processors, padding_row
-        chunks = most_chunks(size, kv_heads, processors)
-        self._numbers = Numbers([size, size, size, size + 1, chunks, chunks, 2], device)
-        self.rows, self.positions, self.lengths, first, row, start, sizes = self._numbers.arrays
-        self.plan = DecodePlan(self.rows, self.lengths, first, row, start, sizes)
+    def __init__(self, size: int, kv_heads: int, places: int, padding_row: int, device: torch.device) -> None:
+        self.size, self.kv_heads, self.places, self.padding_row = size, kv_heads, places, padding_row
+        chunks = most_chunks(size, kv_heads, places)
+        self._numbers = Numbers([size, size, size, chunks * CHUNK_NUMBERS], device)
+        self.rows, self.positions, self.lengths, cut = self._numbers.arrays
+        self.plan = DecodePlan(cut.view(-1, CHUNK_NUMBERS))
 
     def fill(self, rows: list[int], positions: list[int]) -> None:
         """Rows of the step and the positions they compute; the rest is padding."""
         padding = self.size - len(rows)
         lengths = np.array(positions + [0] * padding) + 1
-        first, row, start, size = cut_chunks(lengths, self.kv_heads, self.processors)
         padded = np.array(rows + [self.padding_row] * padding)
-        self._numbers.fill([padded, lengths - 1, lengths, first, row, start, np.array([len(row), size])])
+        chunks = cut_chunks(padded, lengths, self.kv_heads, self.places)
+        self._numbers.fill([padded, lengths - 1, lengths, chunks.ravel()])
 
 
 class Captured(NamedTuple):
@@ -96,9 +96,9 @@ def record(run: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any
 
 
 class DecodeGraphs:
-    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, processors: int) -> None:
+    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, places: int) -> None:
         self.model, self.cache, self.rows = model, cache, rows
-        self.block_tokens, self.processors = block_tokens, processors
+        self.block_tokens, self.places = block_tokens, places
         self._graphs: dict[int, Captured] = {}
         self._adapted: dict[int, Captured] = {}  # with adapters: captured when first needed
         self.pool: Any = None  # torch's handle on the memory the graphs share
@@ -136,7 +136,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int, adapters: tuple[AdapterPages, Tensor] | None = None) -> Captured:
         kv_heads = self.model.spec.kv_heads
-        buffers = DecodeBuffers(size, kv_heads, self.processors, self.rows.padding_row, self.rows.device)
+        buffers = DecodeBuffers(size, kv_heads, self.places, self.rows.padding_row, self.rows.device)
         buffers.fill([], [])
         added = None if adapters is None else GpuStepAdapters(*adapters, decode_tiles(buffers.rows))
         graph, (logits, best, tokens) = record(lambda: self._run(buffers, added), self.pool)
@@ -145,7 +145,7 @@ class DecodeGraphs:
 
     def _run(self, buffers: DecodeBuffers, adapters: GpuStepAdapters | None) -> tuple[Tensor, Tensor, Tensor]:
         ids, slots = step_inputs(buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens)
-        attention = GpuAttention(self.rows.tables, self.block_tokens, self.processors, buffers.size, buffers.plan, None)
+        attention = GpuAttention(self.rows.tables, self.block_tokens, self.places, buffers.size, buffers.plan, None)
         place = None if self.logits is None else self.logits[: buffers.size]
         logits = self.model(Step(ids, buffers.positions, slots, attention, None, adapters, place), self.cache)
         best, tokens = likeliest(logits)

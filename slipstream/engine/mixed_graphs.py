@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.engine.graphs import Numbers, record
 from slipstream.engine.rows import Rows
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, most_chunks
+from slipstream.kernels.gpu.decode_attention import CHUNK_NUMBERS, DecodePlan, cut_chunks, most_chunks
 from slipstream.kernels.gpu.prefill_attention import QUERY_TILE, PrefillPlan, cut_tiles
 from slipstream.kernels.gpu.step import step_inputs
 from slipstream.model.transformer import Step, Transformer
@@ -32,17 +32,17 @@ class MixedBuffers:
     """The numbers of a step of up to `decodes` rows with one token and `tokens` tokens of other rows."""
 
     def __init__(
-        self, decodes: int, tokens: int, kv_heads: int, processors: int, padding_row: int, device: torch.device
+        self, decodes: int, tokens: int, kv_heads: int, places: int, padding_row: int, device: torch.device
     ) -> None:
         self.decodes, self.tokens = decodes, tokens
-        self.kv_heads, self.processors, self.padding_row = kv_heads, processors, padding_row
-        chunks, tiles = most_chunks(decodes, kv_heads, processors), tokens // QUERY_TILE + _PROMPTS + 1
+        self.kv_heads, self.places, self.padding_row = kv_heads, places, padding_row
+        chunks, tiles = most_chunks(decodes, kv_heads, places), tokens // QUERY_TILE + _PROMPTS + 1
         total, wanted = decodes + tokens, decodes + _PROMPTS
-        rooms = [total, total, wanted, decodes, decodes, decodes + 1, chunks, chunks, 2, *[tiles] * 5]
+        rooms = [total, total, wanted, chunks * CHUNK_NUMBERS, *[tiles] * 5]
         self._numbers = Numbers(rooms, device)
-        self.rows, self.positions, self.wanted = self._numbers.arrays[:3]
-        self.decode = DecodePlan(*self._numbers.arrays[3:9])
-        self.prefill = PrefillPlan(*self._numbers.arrays[9:])  # type: ignore[arg-type]
+        self.rows, self.positions, self.wanted, cut = self._numbers.arrays[:4]
+        self.decode = DecodePlan(cut.view(-1, CHUNK_NUMBERS))
+        self.prefill = PrefillPlan(*self._numbers.arrays[4:])  # type: ignore[arg-type]
 
     def fill(self, rows: np.ndarray, positions: np.ndarray, counts: np.ndarray, wanted: np.ndarray) -> None:
         """Of the step's rows, those with one token first; wanted: the tokens whose logits are."""
@@ -56,12 +56,11 @@ class MixedBuffers:
         place = np.arange(self.decodes, self.decodes + self.tokens)
         own_positions = place + np.repeat(positions - offsets, counts)
         own_positions[self.tokens - left :] = 0  # the padding row has no more than one block
-        first, chunk_row, chunk_start, size = cut_chunks(single_positions + 1, self.kv_heads, self.processors)
+        chunks = cut_chunks(single_rows, single_positions + 1, self.kv_heads, self.places)
         tiles = cut_tiles(rows, positions, counts, offsets)
         self._numbers.fill([
             np.append(single_rows, np.repeat(rows, counts)), np.append(single_positions, own_positions),
-            np.where(wanted < decodes, wanted, wanted + idle), single_rows, single_positions + 1,
-            first, chunk_row, chunk_start, np.array([len(chunk_row), size]), *tiles,
+            np.where(wanted < decodes, wanted, wanted + idle), chunks.ravel(), *tiles,
         ])  # fmt: skip
 
 
@@ -72,9 +71,9 @@ class _Captured(NamedTuple):
 
 
 class MixedGraphs:
-    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, processors: int) -> None:
+    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, places: int) -> None:
         self.model, self.cache, self.rows = model, cache, rows
-        self.block_tokens, self.processors = block_tokens, processors
+        self.block_tokens, self.places = block_tokens, places
         self._graphs: dict[tuple[int, int], _Captured] = {}
 
     def capture(self, pool: Any, progress: Callable[[int], None]) -> None:
@@ -87,7 +86,7 @@ class MixedGraphs:
 
     def _capture(self, decodes: int, tokens: int, pool: Any, logits: Tensor) -> _Captured:
         kv_heads, device = self.model.spec.kv_heads, self.rows.device
-        buffers = MixedBuffers(decodes, tokens, kv_heads, self.processors, self.rows.padding_row, device)
+        buffers = MixedBuffers(decodes, tokens, kv_heads, self.places, self.rows.padding_row, device)
         nothing = np.zeros(0, dtype=np.int64)
         buffers.fill(nothing, nothing, nothing, nothing)
         graph, result = record(lambda: self._run(buffers, logits[: decodes + _PROMPTS]), pool)
@@ -114,5 +113,5 @@ class MixedGraphs:
     def _run(self, buffers: MixedBuffers, logits: Tensor) -> Tensor:
         ids, slots = step_inputs(buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens)
         attention = GpuAttention(
-            self.rows.tables, self.block_tokens, self.processors, buffers.decodes, buffers.decode, buffers.prefill)
+            self.rows.tables, self.block_tokens, self.places, buffers.decodes, buffers.decode, buffers.prefill)
         return self.model(Step(ids, buffers.positions, slots, attention, buffers.wanted, None, logits), self.cache)

@@ -1,6 +1,7 @@
 """What a captured step is told: rows with one token first, then the tokens of others, then padding."""
 
 import os
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,9 +17,14 @@ PADDING = 99
 
 
 def filled(rows, positions, counts, wanted):
-    buffers = MixedBuffers(4, 16, kv_heads=2, processors=2, padding_row=PADDING, device=torch.device("cpu"))
+    buffers = MixedBuffers(4, 16, kv_heads=2, places=2, padding_row=PADDING, device=torch.device("cpu"))
     buffers.fill(*(np.array(column, dtype=np.int64) for column in (rows, positions, counts, wanted)))
     return buffers
+
+
+def tables_and_lengths(buffers):
+    """Of the rows with one token: how often the step has which."""
+    return Counter((chunk[1], chunk[4]) for chunk in buffers.decode.chunks.tolist() if chunk[7])
 
 
 def test_rows_with_one_token_come_first_and_padding_is_a_row_of_its_own():
@@ -26,8 +32,7 @@ def test_rows_with_one_token_come_first_and_padding_is_a_row_of_its_own():
     assert buffers.rows.tolist() == [3, 5] + [PADDING] * 2 + [7] * 7 + [2] * 4 + [PADDING] * 5
     assert buffers.positions.tolist() == [10, 33, 0, 0, *range(7), 5, 6, 7, 8, 0, 0, 0, 0, 0]
     assert buffers.wanted.tolist()[:4] == [0, 1, 10, 14], "the last tokens of 7 and 2 lie behind the padding"
-    assert buffers.decode.rows.tolist() == [3, 5, PADDING, PADDING]
-    assert buffers.decode.lengths.tolist() == [11, 34, 1, 1]
+    assert tables_and_lengths(buffers) == {(3, 11): 1, (5, 34): 1, (PADDING, 1): 2}
     tiles = zip(*(getattr(buffers.prefill, f"tile_{name}").tolist()[:3]
                   for name in ("token", "position", "queries", "row", "prefix")), strict=True)
     assert sorted(tiles) == [(4, 0, 7, 7, 0), (11, 5, 4, 2, 5), (15, 0, 5, PADDING, 0)]
@@ -47,20 +52,34 @@ def test_a_step_filled_anew_keeps_nothing_of_the_one_before():
     assert set(buffers.rows.tolist()) == {PADDING}
     assert not buffers.positions.any()
     assert not buffers.wanted.any()
-    assert buffers.decode.lengths.tolist() == [1] * 4
+    assert tables_and_lengths(buffers) == {(PADDING, 1): 4}
     assert buffers.prefill.tile_queries.tolist()[:2] == [16, 0]
     assert buffers.prefill.tile_row.tolist()[0] == PADDING
 
 
-@pytest.mark.parametrize("processors", [2, 132])
+@pytest.mark.parametrize("places", [2, 660])
 @pytest.mark.parametrize("kv_heads", [1, 8, 32])
-def test_chunks_cover_every_row_and_fit_their_room(processors, kv_heads):
+def test_chunks_cover_every_row_and_fit_their_room(places, kv_heads):
     chance = np.random.default_rng(0)
     for lengths in ([], [1], [100_000], [64] * 40, [1, 5000, 3], chance.integers(1, 3000, 300)):
         lengths = np.array(lengths, dtype=np.int64)
-        first, row, start, size = cut_chunks(lengths, kv_heads, processors)
-        assert len(row) <= most_chunks(len(lengths), kv_heads, processors)
-        for index, length in enumerate(lengths):
-            mine = start[first[index] : first[index + 1]]
-            assert (row[first[index] : first[index + 1]] == index).all()
-            assert mine.tolist() == list(range(0, length, size)), "one after the other, to the end of the row"
+        chunks = cut_chunks(np.arange(len(lengths)) + 50, lengths, kv_heads, places)
+        assert len(chunks) <= most_chunks(len(lengths), kv_heads, places)
+        row, table, start, end, length, place = chunks.T[:6]
+        assert sorted(place) == list(range(len(chunks)))
+        assert (table == row + 50).all()
+        assert (length == lengths[row]).all()
+        assert (end - start).tolist() == sorted(end - start, reverse=True), "the longest first"
+        for index, tokens in enumerate(lengths):
+            mine = chunks[row == index][np.argsort(place[row == index])]
+            assert (mine[0, 2], mine[-1, 3]) == (0, tokens)
+            assert (mine[1:, 2] == mine[:-1, 3]).all(), "one after the other, to the end of the row"
+            assert (mine[:, 5] - mine[:, 6]).tolist() == list(range(len(mine)))
+            assert (mine[:, 7] == len(mine)).all()
+
+
+def test_rows_are_cut_only_where_whole_ones_would_leave_the_machine_idle():
+    many = cut_chunks(np.zeros(256, dtype=np.int64), np.full(256, 1500), 8, 660)
+    assert (many[:, 7] == 1).all(), "2,048 programs are plenty for 660 places"
+    few = cut_chunks(np.zeros(32, dtype=np.int64), np.full(32, 2000), 8, 660)
+    assert (few[:, 7] == 2).all(), "256 are not, so each row is cut in two"

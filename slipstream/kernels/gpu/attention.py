@@ -17,7 +17,7 @@ class GpuAttention:
 
     tables: Tensor  # int32 [rows of the engine, blocks]
     block_tokens: int
-    processors: int
+    places: int  # programs that the machine holds at once
     decodes: int
     decode: DecodePlan | None
     prefill: PrefillPlan | None
@@ -30,7 +30,7 @@ class GpuAttention:
         if self.decode is not None:
             first = slice(0, self.decodes)
             attend_decode(heads[first, :q_heads], keys, values, self.tables, self.decode, self.block_tokens,
-                          self.processors, rule, out[first])
+                          self.places, rule, out[first])
         if self.prefill is not None:
             attend_prefill(heads, keys, values, self.tables, self.prefill, self.block_tokens, rule, out)
         return out

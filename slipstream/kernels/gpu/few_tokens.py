@@ -17,6 +17,7 @@ _ROWS = 64  # of a tile: what the matrix units take at once
 _TILE_BYTES = 256  # of a row in a tile
 _LEAST_PROGRAMS = 64  # programs with deep queues of reads; more of them only take turns
 _MOST_COLUMNS = 8192  # of one program
+_AHEAD = 2  # lines of 128 bytes of each row that a program asks for before it may begin; asking takes time, too
 
 
 @Quick
@@ -25,7 +26,7 @@ def _few_tokens(
     x, x_scales, weight, weight_scales, bias, out, partial, arrivals, tokens, rows, size, parts,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, X_SCALED: tl.constexpr, WEIGHT_SCALED: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -37,7 +38,7 @@ def _few_tokens(
     last = tl.minimum(first + span, size)
     at = weight + row.to(tl.int64)[:, None] * size
     # While the kernel ahead runs out: lines of the first tiles of the weight, 128 bytes each.
-    line = tl.minimum(first + tl.arange(0, 8) * (COLUMNS // 2), size - 1)
+    line = tl.minimum(first + tl.arange(0, AHEAD) * (COLUMNS // 2), size - 1)
     prefetch(weight + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * size + line[None, :], OVERLAP)
     follow(OVERLAP)
     kind = x.dtype.element_ty
@@ -99,7 +100,7 @@ def few_tokens(
         # Many tiles keep the processors busy by their number, few by the depth of their queues.
         STAGES=4 if tiles >= 256 or width > 32 else 6, EVEN=rows % _ROWS == 0 and size % columns == 0,
         X_SCALED=x_scales is not None, WEIGHT_SCALED=weight_scales is not None, BIAS=bias is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, **overlapping(x.device),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=_AHEAD, num_warps=4, **overlapping(x.device),
     )  # fmt: skip
     return out
 

@@ -19,39 +19,44 @@ from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu.decode_attention import squeeze
 from slipstream.kernels.gpu.launch import Quick, power_of_two
 
-QUERY_TILE = 128
-FAR = 2048  # tokens of a row from which it counts as long
+FAR = 3072  # tokens of a row from which it counts as long
+QUERY_TILE, _FAR_QUERY_TILE = 64, 128  # large tiles read keys less often, small ones compute less in vain
 _LOG2_E = 1.4426950408889634
 
 
 @dataclass(slots=True)
 class PrefillPlan:
-    """All int32, on the device; a tile is up to QUERY_TILE queries of one row."""
+    """What `cut_tiles` gave: all int32, on the device; a tile is some queries of one row."""
 
     tile_token: Tensor  # [tiles]: the step's token of the first query
     tile_position: Tensor  # [tiles]: its position
     tile_queries: Tensor  # [tiles]
     tile_row: Tensor  # [tiles]: which table
     tile_prefix: Tensor  # [tiles]: how many of the row's tokens the cache holds from before this step
-    far: bool = False  # whether some row is long: large tiles of keys then pay
+    far: bool = False  # whether some row is long
 
 
 def cut_tiles(
-    rows: np.ndarray, positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray
+    rows: np.ndarray, positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray, far: bool = False
 ) -> tuple[np.ndarray, ...]:
     """Columns of PrefillPlan for rows that compute counts[i] tokens from positions[i], at the step's offsets[i].
 
     Later tiles of a row look at more keys: they go first, so that the last programs to start are short.
     """
-    tiles = -(-counts // QUERY_TILE)
+    size = _query_tile(far)
+    tiles = -(-counts // size)
     row = np.repeat(np.arange(len(counts)), tiles)
     number = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    begin = number * QUERY_TILE
+    begin = number * size
     order = np.argsort(-(positions[row] + begin), kind="stable")
     row, begin = row[order], begin[order]
-    queries = np.minimum(counts[row] - begin, QUERY_TILE)
+    queries = np.minimum(counts[row] - begin, size)
     columns = (offsets[row] + begin, positions[row] + begin, queries, rows[row], positions[row])
     return tuple(column.astype(np.int32) for column in columns)
+
+
+def _query_tile(far: bool) -> int:
+    return _FAR_QUERY_TILE if far else QUERY_TILE
 
 
 @triton.jit
@@ -93,8 +98,8 @@ def _cached(keys, values, table, first, end, kv_head, cache_slots, KIND: tl.cons
 @triton.jit
 def _own(own, heads, first, kv_head, token_stride, end, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
          SIZE: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
-    """A tile of the step's own keys and values, from its token `first` on; zeros from `end` on, or, of whole tiles,
-    what the row behind has there, which is masked later."""
+    """A tile of the step's own keys and values, from its token `first` on. A descriptor is for tiles that end before
+    `end`; otherwise zeros stand from there on, because what the row behind has there may be no number."""
     key_column = (Q_HEADS + kv_head) * SIZE
     value_column = (Q_HEADS + KV_HEADS + kv_head) * SIZE
     if DESCRIPTOR:
@@ -108,6 +113,21 @@ def _own(own, heads, first, kv_head, token_stride, end, Q_HEADS: tl.constexpr, K
         k = tl.load(where + key_column, loaded, other=0.0)
         v = tl.load(where + value_column, loaded, other=0.0)
     return k, v
+
+
+@triton.jit
+def _look_at_own(own, heads, first, start, prefix, asking, end, queries, best, mass, total, kv_head, token_stride,
+                 scale, softcap, window, sinks, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
+                 PADDED: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+                 PRECISION: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
+    """Take a tile of the row's own keys, from its `first` new one on, of which not every query may see all."""
+    k, v = _own(own, heads, start + first, kv_head, token_stride, end, Q_HEADS, KV_HEADS, SIZE, PADDED, KEYS,
+                DESCRIPTOR)
+    key = prefix + first + tl.arange(0, KEYS)
+    seen = key[None, :] <= asking[:, None]
+    if WINDOW:
+        seen = seen & ((key[None, :] > asking[:, None] - window) | (key[None, :] < sinks))
+    return _look(queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION)
 
 
 @Quick
@@ -164,14 +184,19 @@ def _prefill(
             k, v = _own(own, heads, start + first, kv_head, token_stride, token + count, Q_HEADS, KV_HEADS, SIZE,
                         PADDED, KEYS, DESCRIPTOR)
             best, mass, total = _look(queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION)
-    for first in tl.range(own_begin, position - prefix + count, KEYS):
-        k, v = _own(own, heads, start + first, kv_head, token_stride, token + count, Q_HEADS, KV_HEADS, SIZE, PADDED,
-                    KEYS, DESCRIPTOR)
-        key = prefix + first + tl.arange(0, KEYS)
-        seen = key[None, :] <= asking[:, None]
-        if WINDOW:
-            seen = seen & ((key[None, :] > asking[:, None] - window) | (key[None, :] < sinks))
-        best, mass, total = _look(queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION)
+    own_end = position - prefix + count
+    whole = own_end
+    if DESCRIPTOR:
+        whole = own_end // KEYS * KEYS
+    for first in tl.range(own_begin, whole, KEYS):
+        best, mass, total = _look_at_own(
+            own, heads, first, start, prefix, asking, token + count, queries, best, mass, total, kv_head, token_stride,
+            scale, softcap, window, sinks, Q_HEADS, KV_HEADS, SIZE, PADDED, KEYS, WINDOW, SOFTCAP, PRECISION,
+            DESCRIPTOR)
+    if whole < own_end:
+        best, mass, total = _look_at_own(
+            own, heads, whole, start, prefix, asking, token + count, queries, best, mass, total, kv_head, token_stride,
+            scale, softcap, window, sinks, Q_HEADS, KV_HEADS, SIZE, PADDED, KEYS, WINDOW, SOFTCAP, PRECISION, False)
     at = (token + query).to(tl.int64)[:, None] * out_stride + head * SIZE + column[None, :]
     tl.store(out + at, (total / mass[:, None]).to(kind), held)
 
@@ -201,17 +226,17 @@ def attend_prefill(
         plan.tile_prefix, out, rule.scale * _LOG2_E, rule.softcap * _LOG2_E, heads.stride(0), out.stride(0),
         keys.shape[1], tables.stride(0), rule.window if rule.window is not None else 2**30, rule.sinks,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, PADDED=max(16, power_of_two(size)),
-        BLOCK_TOKENS=block_tokens, QUERIES=QUERY_TILE, PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
+        BLOCK_TOKENS=block_tokens, QUERIES=_query_tile(plan.far),
+        PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
         SOFTCAP=rule.softcap > 0, WINDOW=rule.window is not None, DESCRIPTOR=whole, **tuning,
     )  # fmt: skip
 
 
 def _tuning(dtype: torch.dtype, size: int, far: bool) -> dict[str, Any]:
     """Tiles as large as shared memory holds; the copy engine wants them a power of two wide."""
+    warps = 8 if far else 4
     if dtype == torch.float32 or size > 128:
-        return {"KEYS": 32, "num_warps": 8, "num_stages": 2, "DESCRIPTOR": False}
+        return {"KEYS": 32, "num_warps": warps, "num_stages": 2, "DESCRIPTOR": False}
     if size != power_of_two(size) or size < 16:
-        return {"KEYS": 64, "num_warps": 4, "num_stages": 2, "DESCRIPTOR": False}
-    if far:
-        return {"KEYS": 128, "num_warps": 8, "num_stages": 3, "DESCRIPTOR": True}
-    return {"KEYS": 64, "num_warps": 4, "num_stages": 2, "DESCRIPTOR": True}
+        return {"KEYS": 64, "num_warps": warps, "num_stages": 2, "DESCRIPTOR": False}
+    return {"KEYS": 128 if far else 32, "num_warps": warps, "num_stages": 3, "DESCRIPTOR": True}
