@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a bare box has n
 
 import torch
 
+from slipstream.engine.plan import StepPlan
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
@@ -66,8 +67,8 @@ WORKLOADS = [
 # What TensorRT-LLM publishes for eight-bit weights and cache on the same GPU; fewer requests, the same shapes.
 FP8_WORKLOADS = [
     Workload("128/128", 4000, "tok/s", (128, 0), (128, 0)),
-    Workload("1k/1k", 1000, "tok/s", (1000, 0), (1000, 0)),
-    Workload("2k/128", 600, "tok/s", (2048, 0), (128, 0)),
+    Workload("1k/1k", 2000, "tok/s", (1000, 0), (1000, 0)),
+    Workload("2k/128", 1500, "tok/s", (2048, 0), (128, 0)),
 ]
 READ_BYTES_PER_SECOND = 4.30e12
 FLOPS = {2: 700e12, 1: 1400e12}  # by the bytes of a weight
@@ -173,31 +174,44 @@ def from_folder(shape: str, spec: ModelSpec, settings: EngineSettings) -> None:
               f"(weights {loop.info.weight_bytes / 2**30:.1f} GiB)", flush=True)
 
 
-def run(loop, spec: ModelSpec, work: Workload, first_id: int) -> tuple[float, int, int]:
-    """Seconds, output tokens and steps of one pass over the workload."""
+def run(loop, spec: ModelSpec, work: Workload, first_id: int) -> tuple[float, int, list[StepPlan]]:
+    """Seconds, output tokens and the steps' plans of one pass over the workload."""
     chance = random.Random(1)
     requests = [GenerateRequest(first_id + i, [chance.randrange(spec.vocab_size) for _ in range(prompt)],
                                 SamplingParams(max_tokens=output)) for i, (prompt, output) in enumerate(work.draw())]
+    plans: list[StepPlan] = []
+    launch = loop.runner.launch
+
+    def noted(plan: StepPlan):
+        plans.append(plan)
+        return launch(plan)
+
+    loop.runner.launch = noted
     torch.cuda.synchronize()
-    steps, began, tokens = loop.stats().steps, time.perf_counter(), 0
+    began, tokens = time.perf_counter(), 0
     for request in requests:
         loop.submit(request)
     while loop.has_work():
         outputs = loop.step()
         tokens += len(outputs.tokens) if outputs is not None else 0
-    return time.perf_counter() - began, tokens, loop.stats().steps - steps
+    seconds = time.perf_counter() - began
+    loop.runner.launch = launch
+    return seconds, tokens, plans
 
 
-def limit_seconds(spec: ModelSpec, work: Workload, rows: int, weight_bytes: int) -> float:
-    """Time in which the hardware could do it: arithmetic of all tokens, or the weights and the cache read each step."""
-    drawn = work.draw()
-    body = spec.parameters() - (1 if spec.tied_embeddings else 2) * spec.vocab_size * spec.hidden_size
+def limit_seconds(spec: ModelSpec, plan: StepPlan, weight_bytes: int) -> float:
+    """Time in which the hardware could do a step: its products' arithmetic or the weights read, whichever takes
+    longer, then the attention of prompts, and the keys and values of rows with one token read."""
     head = spec.vocab_size * spec.hidden_size
-    flops = sum(2 * body * (p + o) + 2 * head * o for p, o in drawn)
-    steps = max(o for _, o in drawn) * -(-len(drawn) // rows)
-    cache = sum(2 * spec.layers * spec.kv_size * weight_bytes * (p * o + o * o / 2) for p, o in drawn)
-    reading = (steps * (weight_bytes * body + 2 * head) + cache) / READ_BYTES_PER_SECOND
-    return max(flops / FLOPS[weight_bytes] + cache / READ_BYTES_PER_SECOND, reading)
+    body = spec.parameters() - (1 if spec.tied_embeddings else 2) * head
+    samples = sum(plan.samples)
+    arithmetic = 2 * body * plan.tokens / FLOPS[weight_bytes] + 2 * head * samples / FLOPS[2]
+    reading = (weight_bytes * body + (2 * head if samples else 0)) / READ_BYTES_PER_SECOND
+    cached = sum(p + 1 for p, count in zip(plan.positions, plan.counts, strict=True) if count == 1)
+    pairs = sum(c * (p + c / 2) for p, c in zip(plan.positions, plan.counts, strict=True) if c > 1)
+    attention = (cached * 2 * spec.layers * spec.kv_size * weight_bytes / READ_BYTES_PER_SECOND
+                 + 4 * spec.layers * spec.q_size * pairs / FLOPS[2])
+    return max(arithmetic, reading) + attention
 
 
 def main() -> None:
@@ -229,12 +243,12 @@ def main() -> None:
             continue
         if work.name in ("c1", "b32"):
             run(loop, spec, work, 10**6 * (index + 50))
-        seconds, tokens, steps = run(loop, spec, work, 10**6 * index)
+        seconds, tokens, plans = run(loop, spec, work, 10**6 * index)
         figure = tokens / seconds if work.unit == "tok/s" else work.requests / seconds
         target, peer = FP8_TARGETS[work.name] if options.fp8 else TARGETS[options.shape][work.name]
-        share = limit_seconds(spec, work, options.rows, 1 if options.fp8 else 2) / seconds
+        share = sum(limit_seconds(spec, plan, 1 if options.fp8 else 2) for plan in plans) / seconds
         print(f"{work.name:8} {figure:10.1f} {work.unit:6} {share:8.0%} {target:8} {peer:8} {figure / peer:7.2f} "
-              f"{seconds / steps * 1e3:8.2f}", flush=True)
+              f"{seconds / len(plans) * 1e3:8.2f}", flush=True)
         loop.check_integrity()
     if importlib.util.find_spec("vllm") is not None and not options.fp8:
         del loop
@@ -249,8 +263,8 @@ def profile(loop, spec: ModelSpec, work: Workload) -> None:
     from torch.profiler import profile as record
 
     with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-        seconds, _, steps = run(loop, spec, work, 10**9)
-    print(f"{work.name}: {seconds:.2f} s, {steps} steps")
+        seconds, _, plans = run(loop, spec, work, 10**9)
+    print(f"{work.name}: {seconds:.2f} s, {len(plans)} steps")
     print(recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=18, max_name_column_width=60))
 
 

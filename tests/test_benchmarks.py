@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.engine.plan import StepPlan
 from slipstream.model.spec import ModelSpec
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -93,3 +94,23 @@ def test_adapters_are_compared_with_the_base():
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = [line.split() for line in printed.splitlines()[1:]]
     assert [(line[0], line[3], line[6]) for line in lines] == [(kind, *["tok/s"] * 2) for kind in ("attention", "all")]
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    return runpy.run_path(str(BENCHMARKS / "gpu.py"))
+
+
+def test_a_step_takes_the_longer_of_arithmetic_and_reading_then_attention(gpu):
+    spec = small_model()
+    head = spec.vocab_size * spec.hidden_size
+    body = spec.parameters() - head
+    cached_token = 2 * spec.layers * spec.kv_size * 2  # bytes
+    few = StepPlan(step=0, rows=[0, 1], positions=[9, 19], counts=[1, 1], samples=[True, True])
+    reading = 2 * (body + head) / gpu["READ_BYTES_PER_SECOND"]
+    keys_and_values = (10 + 20) * cached_token / gpu["READ_BYTES_PER_SECOND"]
+    assert gpu["limit_seconds"](spec, few, 2) == pytest.approx(reading + keys_and_values)
+    prompt = StepPlan(step=0, rows=[0], positions=[100], counts=[4000], samples=[False])
+    arithmetic = 2 * body * 4000 / gpu["FLOPS"][2]
+    attention = 4 * spec.layers * spec.q_size * 4000 * (100 + 2000) / gpu["FLOPS"][2]
+    assert gpu["limit_seconds"](spec, prompt, 2) == pytest.approx(arithmetic + attention)

@@ -19,6 +19,7 @@ from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import GpuStepAdapters, decode_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
 from slipstream.kernels.gpu.decode_attention import CHUNK_NUMBERS, DecodePlan, cut_chunks, most_chunks
+from slipstream.kernels.gpu.linear import suited_library
 from slipstream.kernels.gpu.step import likeliest, step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
 
@@ -81,17 +82,18 @@ class Captured(NamedTuple):
     tokens: Tensor
 
 
-def record(run: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture what `run` launches, into the memory of `pool` → the graph, and what `run` returned of it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # kernels compile and libraries choose outside the capture
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads, which load adapters, may go on asking the driver for memory.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = run()
+def record(run: Callable[[], Any], tokens: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Capture what `run` launches, a step of `tokens`, into the memory of `pool` → the graph, and what `run` gave."""
+    with suited_library(tokens):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # kernels compile and libraries choose outside the capture
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, which load adapters, may go on asking the driver for memory.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = run()
     return graph, result
 
 
@@ -139,7 +141,7 @@ class DecodeGraphs:
         buffers = DecodeBuffers(size, kv_heads, self.places, self.rows.padding_row, self.rows.device)
         buffers.fill([], [])
         added = None if adapters is None else GpuStepAdapters(*adapters, decode_tiles(buffers.rows))
-        graph, (logits, best, tokens) = record(lambda: self._run(buffers, added), self.pool)
+        graph, (logits, best, tokens) = record(lambda: self._run(buffers, added), size, self.pool)
         self.pool = self.pool or graph.pool()
         return Captured(graph, buffers, added, logits, best, tokens)
 

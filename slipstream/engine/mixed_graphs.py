@@ -89,7 +89,7 @@ class MixedGraphs:
         buffers = MixedBuffers(decodes, tokens, kv_heads, self.places, self.rows.padding_row, device)
         nothing = np.zeros(0, dtype=np.int64)
         buffers.fill(nothing, nothing, nothing, nothing)
-        graph, result = record(lambda: self._run(buffers, logits[: decodes + _PROMPTS]), pool)
+        graph, result = record(lambda: self._run(buffers, logits[: decodes + _PROMPTS]), decodes + tokens, pool)
         return _Captured(graph, buffers, result)
 
     def size(self, counts: np.ndarray, wanted: np.ndarray) -> tuple[int, int] | None:

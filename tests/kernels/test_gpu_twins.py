@@ -100,8 +100,6 @@ def test_silu_gated(dtype, size):
     (4, 2, 16, 16), (6, 2, 20, 20), (2, 2, 16, 8), (9, 3, 16, 16), (4, 4, 16, 0)])
 @pytest.mark.parametrize("norm", [False, True])
 def test_rotate_write(dtype, q_heads, kv_heads, size, rotary_size, norm):
-    if norm and not rotary_size:
-        pytest.skip("qk-norm comes with rotation")
     torch.manual_seed(0)
     tokens, slots_total = 5, 32
     heads = torch.randn(tokens, q_heads + 2 * kv_heads, size).to(dtype)

@@ -16,49 +16,83 @@ _HEADS = 8  # heads a program takes; fewer leave it too little to do, more too f
 @triton.jit
 def _rotate_write(
     heads, positions, slots, cosine, sine, q_weight, k_weight, keys, values, cache_slots, epsilon,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-    ROTARY: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
+    REST: tl.constexpr, REST_PADDED: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """A head is two halves that turn into each other, and a rest that does not turn; either may be missing."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    column = tl.arange(0, PADDED)[None, :]
-    inside = (head < Q_HEADS + 2 * KV_HEADS) & (column < SIZE)
-    base = heads + token * (Q_HEADS + 2 * KV_HEADS) * SIZE + head * SIZE
+    real = head < Q_HEADS + 2 * KV_HEADS
     turned = head < Q_HEADS + KV_HEADS  # queries and keys; values pass as they are
-    is_query = head < Q_HEADS
+    base = heads + token * (Q_HEADS + 2 * KV_HEADS) * SIZE + head * SIZE
     kind = heads.dtype.element_ty
-    HALF: tl.constexpr = ROTARY // 2
     # The kernel ahead makes the heads. All else was there before it: that comes while it runs out.
     slot = tl.load(slots + token).to(tl.int64)
-    if ROTARY > 0:
-        partner = tl.where(column < HALF, column + HALF, tl.where(column < ROTARY, column - HALF, column))
-        position = tl.load(positions + token)
-        rotary = (column < ROTARY) & (head >= 0)
-        cos = tl.load(cosine + position * ROTARY + column, rotary, other=1.0)
-        sin = tl.load(sine + position * ROTARY + column, rotary, other=0.0)
+    square = tl.zeros([HEADS, 1], tl.float32)
+    if HALF > 0:
+        column = tl.arange(0, HALF_PADDED)[None, :]
+        inside = column < HALF
+        at = tl.load(positions + token) * (2 * HALF) + column
+        first_cosine, second_cosine = tl.load(cosine + at, inside), tl.load(cosine + at + HALF, inside)
+        first_sine, second_sine = tl.load(sine + at, inside), tl.load(sine + at + HALF, inside)
         if NORM:
-            weight = tl.load(q_weight + column, inside & is_query, other=0.0)
-            weight += tl.load(k_weight + column, inside & (turned & (head >= Q_HEADS)), other=0.0)
-            partner_weight = tl.load(q_weight + partner, inside & is_query, other=0.0)
-            partner_weight += tl.load(k_weight + partner, inside & (turned & (head >= Q_HEADS)), other=0.0)
+            first_weight = _weight(q_weight, k_weight, column, head, inside, Q_HEADS)
+            second_weight = _weight(q_weight, k_weight, column + HALF, head, inside, Q_HEADS)
+    if REST > 0:
+        rest_column = 2 * HALF + tl.arange(0, REST_PADDED)[None, :]
+        rest_inside = rest_column < SIZE
+        if NORM:
+            rest_weight = _weight(q_weight, k_weight, rest_column, head, rest_inside, Q_HEADS)
     follow(OVERLAP)
-    x = tl.load(base + column, inside, other=0.0)
-    if ROTARY > 0:
-        other = tl.load(base + partner, inside & turned, other=0.0)
-        if NORM:
-            x32 = x.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(x32 * x32, 1) / SIZE + epsilon)[:, None]
-            other = (other.to(tl.float32) * scale * partner_weight).to(kind)
-            x = tl.where(turned, (x32 * scale * weight).to(kind), x)
-        rotated = x.to(tl.float32) * cos + other.to(tl.float32) * sin
-        x = tl.where(turned, rotated.to(kind), x)
-        tl.debug_barrier()  # partners may be another warp's to overwrite: all are read by now
-    tl.store(base + column, x, inside & turned)
-    is_key = turned & (head >= Q_HEADS)
+    if HALF > 0:
+        first = tl.load(base + column, real & inside, other=0.0)
+        second = tl.load(base + column + HALF, real & inside, other=0.0)
+    if REST > 0:
+        rest = tl.load(base + rest_column, real & rest_inside, other=0.0)
+    if NORM:
+        if HALF > 0:
+            square += tl.sum(first.to(tl.float32) * first.to(tl.float32), 1)[:, None]
+            square += tl.sum(second.to(tl.float32) * second.to(tl.float32), 1)[:, None]
+        if REST > 0:
+            square += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), 1)[:, None]
+        scale = tl.rsqrt(square / SIZE + epsilon)
+        if HALF > 0:
+            first = tl.where(turned, (first.to(tl.float32) * scale * first_weight).to(kind), first)
+            second = tl.where(turned, (second.to(tl.float32) * scale * second_weight).to(kind), second)
+        if REST > 0:
+            rest = tl.where(turned, (rest.to(tl.float32) * scale * rest_weight).to(kind), rest)
+    if HALF > 0:
+        one, other = first.to(tl.float32), second.to(tl.float32)
+        first = tl.where(turned, (one * first_cosine + other * first_sine).to(kind), first)
+        second = tl.where(turned, (other * second_cosine + one * second_sine).to(kind), second)
+        tl.debug_barrier()  # where threads are more than numbers, several read one: all have by now
+        _write(first, base, keys, values, column, slot, head, real & inside, cache_slots, Q_HEADS, KV_HEADS, SIZE)
+        _write(second, base, keys, values, column + HALF, slot, head, real & inside, cache_slots, Q_HEADS, KV_HEADS,
+               SIZE)
+    if REST > 0:
+        _write(rest, base, keys, values, rest_column, slot, head, real & rest_inside, cache_slots, Q_HEADS, KV_HEADS,
+               SIZE)
+
+
+@triton.jit
+def _weight(q_weight, k_weight, column, head, inside, Q_HEADS: tl.constexpr):
+    """Of the norm of queries, or of that of keys."""
+    weight = tl.load(q_weight + column, inside & (head < Q_HEADS), other=0.0)
+    return weight + tl.load(k_weight + column, inside & (head >= Q_HEADS), other=0.0)
+
+
+@triton.jit
+def _write(
+    x, base, keys, values, column, slot, head, held, cache_slots,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Columns of heads: queries and keys to where they came from, keys and values to the cache."""
+    is_value = head >= Q_HEADS + KV_HEADS
+    tl.store(base + column, x, held & (head < Q_HEADS + KV_HEADS))
     key_at = ((head - Q_HEADS) * cache_slots + slot) * SIZE + column
-    tl.store(keys + key_at, x.to(keys.dtype.element_ty), inside & is_key)
+    tl.store(keys + key_at, x.to(keys.dtype.element_ty), held & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS))
     value_at = ((head - Q_HEADS - KV_HEADS) * cache_slots + slot) * SIZE + column
-    tl.store(values + value_at, x.to(values.dtype.element_ty), inside & (head >= Q_HEADS + KV_HEADS))
+    tl.store(values + value_at, x.to(values.dtype.element_ty), held & is_value)
 
 
 def turn_at(
@@ -84,10 +118,11 @@ def rotate_write(
     kv_heads = keys.shape[0]
     q_heads = all_heads - 2 * kv_heads
     cosine, sine = turn if turn is not None else (heads, heads)
+    half = cosine.shape[-1] // 2 if turn is not None else 0
     _rotate_write[(tokens, pieces(all_heads, _HEADS))](
         heads, positions, slots, cosine, sine, q_norm, k_norm, keys, values, keys.shape[1], epsilon,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, PADDED=power_of_two(size),
-        ROTARY=cosine.shape[-1] if turn is not None else 0, NORM=q_norm is not None, HEADS=_HEADS, num_warps=4,
-        **overlapping(heads.device),
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, HALF=half, HALF_PADDED=power_of_two(max(1, half)),
+        REST=size - 2 * half, REST_PADDED=power_of_two(max(1, size - 2 * half)), NORM=q_norm is not None,
+        HEADS=_HEADS, num_warps=4, **overlapping(heads.device),
     )  # fmt: skip
     return heads
