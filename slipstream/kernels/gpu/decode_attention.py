@@ -112,7 +112,7 @@ def _decode(
     # The plan was there before the step: what it says is read while the kernel ahead runs out.
     item = tl.program_id(0)
     head = item % KV_HEADS
-    chunk = chunks + item // KV_HEADS * 8
+    chunk = chunks + item // KV_HEADS * 8  # CHUNK_NUMBERS
     row = tl.load(chunk)
     table = tables + tl.load(chunk + 1).to(tl.int64) * table_stride
     start = tl.load(chunk + 2)
