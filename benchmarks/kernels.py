@@ -26,7 +26,7 @@ from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, plac
 from slipstream.kernels.gpu.few_tokens import few_tokens
 from slipstream.kernels.gpu.normalisation import add_norm
 from slipstream.kernels.gpu.one_token import one_token
-from slipstream.kernels.gpu.prefill_attention import FAR, PrefillPlan, cut_tiles
+from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, far_tiles
 from slipstream.kernels.gpu.quantised import quantise
 from slipstream.kernels.gpu.rotary import rotate_write
 from slipstream.kernels.gpu.step import likeliest
@@ -128,7 +128,7 @@ def prefill_attention(prompts: list[int], prefix: int, heads: int, kv_heads: int
     tables, blocks = tables_for(counts + prefix)
     cache = random(2, kv_heads, blocks * BLOCK, size)
     step = random(int(counts.sum()), heads + 2 * kv_heads, size)
-    far = max(prompts) + prefix >= FAR
+    far = far_tiles(max(prompts) + prefix, step.dtype, size, DEVICE)
     columns = cut_tiles(np.arange(len(counts)), np.full(len(counts), prefix), counts, np.cumsum(counts) - counts, far)
     plan = PrefillPlan(*map(on_device, columns), far=far)  # type: ignore[misc]
     attention = GpuAttention(tables, BLOCK, 0, 0, None, plan)

@@ -20,7 +20,7 @@ from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import TILE_TOKENS, GpuStepAdapters, Tiles, cut_adapter_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
 from slipstream.kernels.gpu.decode_attention import CHUNK_NUMBERS, DecodePlan, cut_chunks, places_of
-from slipstream.kernels.gpu.prefill_attention import FAR, PrefillPlan, cut_tiles
+from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, far_tiles
 from slipstream.kernels.gpu.step import step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
 
@@ -144,7 +144,8 @@ class GpuRunner:
         position_of_token = np.arange(ends[-1]) + np.repeat(positions - offsets, counts)
         decodes = int((counts == 1).sum())
         chunks = cut_chunks(rows[:decodes], (positions + counts)[:decodes], self.model.spec.kv_heads, self.places)
-        far = bool((positions + counts)[decodes:].max(initial=0) >= FAR)
+        longest = int((positions + counts)[decodes:].max(initial=0))
+        far = far_tiles(longest, self.model.dtype, self.model.spec.head_size, self.model.device)
         tiles = cut_tiles(rows[decodes:], positions[decodes:], counts[decodes:], offsets[decodes:], far)
         parts = _pack(
             [row_of_token, position_of_token, wanted, chunks.ravel(), *tiles],

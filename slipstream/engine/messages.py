@@ -43,6 +43,7 @@ class EngineInfo:
     step_bytes: int = 0  # what a full step takes beside weights and cache; 0: not measured
     graph_bytes: int = 0  # what captured steps hold
     max_beam_width: int = 1  # of one request
+    windowed: bool = False  # every layer forgets, so that a sequence may be longer than the cache
 
 
 @dataclass(slots=True)

@@ -109,6 +109,7 @@ def create_engine(
         step_bytes=step_bytes,
         graph_bytes=graph_bytes,
         max_beam_width=scheduler.capacity.beam_width,
+        windowed=scheduler.window is not None,
     )
     return EngineLoop(scheduler, runner, info, depth=2 if on_gpu and settings.overlap else 1, adapters=adapters)
 
@@ -130,6 +131,8 @@ def _prepare_gpu(
     runner: GpuRunner, spec: ModelSpec, settings: EngineSettings, longest: int, blocks: int, progress: Progress
 ) -> tuple[int, int]:
     """Compile kernels, run a step of the full budget, capture decode steps → bytes of that step, of the graphs."""
+    from slipstream.kernels.gpu.prefill_attention import FAR  # needs Triton
+
     budget = settings.step_tokens or _GPU_STEP_TOKENS
     warm_up(spec, runner, blocks, longest)
     each = max(1, min(longest - 2, budget, max(_WARM_UP_TOKENS, -(-budget // settings.max_rows))))
@@ -137,6 +140,8 @@ def _prepare_gpu(
     torch.cuda.reset_peak_memory_stats()
     warm_up(spec, runner, blocks, longest, each, max(1, min(budget // each, settings.max_rows)))
     step_bytes = torch.cuda.max_memory_allocated() - held
+    if longest - 2 >= FAR:  # a long prompt has kernels of its own, which are not to be compiled while others wait
+        warm_up(spec, runner, blocks, longest, FAR)
     free, _ = torch.cuda.mem_get_info()
     runner.capture(settings.max_rows, progress)
     return step_bytes, max(0, free - torch.cuda.mem_get_info()[0])
@@ -148,8 +153,11 @@ def usable_cores() -> int:
 
 
 def _device(settings: EngineSettings) -> torch.device:
+    nvidia = torch.version.hip is None  # torch calls AMD's GPUs cuda, too
     if settings.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if nvidia and torch.cuda.is_available() else "cpu")
+    if settings.device.startswith("cuda") and not nvidia:
+        raise ValueError("device: this torch is for AMD's GPUs, the kernels are for NVIDIA's; use the device cpu")
     return torch.device(settings.device)
 
 
@@ -172,9 +180,13 @@ def _pool_blocks(
 ) -> int:
     """How many blocks the pool has: what was asked for, else a share of memory; one sequence at least."""
     size = settings.block_tokens
-    if settings.cache_tokens is not None and device.type != "cuda":
-        return max(1, settings.cache_tokens // size)
     block_bytes = 2 * spec.layers * spec.kv_size * dtype.itemsize * size
+    if settings.cache_tokens is not None and device.type != "cuda":
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // block_bytes
+        if settings.cache_tokens > room * size:
+            raise ValueError(f"a cache of {settings.cache_tokens} tokens is more than the machine's memory, which "
+                             f"{room * size} would fill: lower max_tokens_in_paged_kv_cache")
+        return max(1, settings.cache_tokens // size)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # What grows with the rows: logits in float32, those of the graphs and those of a step, and all their tokens.

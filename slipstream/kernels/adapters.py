@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 PRODUCTS = QKV, DENSE, FIRST, PROJ = range(4)  # the products of a layer, in the order they are computed
-PRODUCT_NAMES = ("attention.qkv", "attention.dense", "mlp.first", "mlp.proj")
 
 _ALIGNED = 64  # elements: where a matrix begins, so that kernels read whole cache lines
 _FEW_TOKENS = 8  # up to this many, the tokens of an adapter go into one batched product with other adapters' tokens

@@ -36,3 +36,23 @@ def test_eight_bits_in_the_cache_need_a_device_that_knows_them(monkeypatch, capa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert start._knows_eight_bits(torch.device("cuda")) is known
     assert not start._knows_eight_bits(torch.device("cpu"))
+
+
+def test_a_cache_beyond_the_machines_memory_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(start.os, "sysconf", {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": BLOCK}.get)
+
+    def on_cpu(tokens: int) -> int:
+        settings = EngineSettings(cache_tokens=tokens)
+        return start._pool_blocks(SPEC, settings, torch.bfloat16, 64, torch.device("cpu"))
+
+    assert on_cpu(3200) == 100
+    with pytest.raises(ValueError, match="which 3200 would fill: lower max_tokens_in_paged_kv_cache"):
+        on_cpu(3201)
+
+
+def test_an_amd_gpu_is_refused_by_name_and_passed_over_by_auto(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert start._device(EngineSettings(device="auto")).type == "cpu"
+    with pytest.raises(ValueError, match="device: this torch is for AMD's GPUs"):
+        start._device(EngineSettings(device="cuda"))

@@ -27,7 +27,7 @@ from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, plac
 from slipstream.kernels.gpu.few_tokens import few_tokens  # noqa: E402
 from slipstream.kernels.gpu.linear import WeightOnlyProduct  # noqa: E402
 from slipstream.kernels.gpu.one_token import one_token  # noqa: E402
-from slipstream.kernels.gpu.prefill_attention import FAR, PrefillPlan, cut_tiles  # noqa: E402
+from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, far_tiles  # noqa: E402
 from slipstream.kernels.inputs import Quantised, quantise  # noqa: E402
 from slipstream.weights.quantise import dequantise, quantise_fp8, quantise_rows  # noqa: E402
 
@@ -127,7 +127,7 @@ def test_rotate_write(dtype, q_heads, kv_heads, size, rotary_size, norm):
     assert not cache[:, :, untouched].any(), "nothing is written beside the slots"
 
 
-def gpu_plan(tables, positions, counts, block, places, kv_heads):
+def gpu_plan(tables, positions, counts, block, kv_heads, dtype, size):
     """Decode rows first, as the runner lays a step out."""
     order = np.concatenate((np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)))
     positions, counts = positions[order], counts[order]
@@ -141,13 +141,13 @@ def gpu_plan(tables, positions, counts, block, places, kv_heads):
     decode = prefill = None
     if decodes:
         lengths = (positions + counts)[:decodes]
-        decode = DecodePlan(device(cut_chunks(rows[:decodes], lengths, kv_heads, places)))
+        decode = DecodePlan(device(cut_chunks(rows[:decodes], lengths, kv_heads, places_of(DEVICE))))
     if decodes < len(rows):
         rest = slice(decodes, None)
-        far = bool((positions + counts).max() >= FAR)
+        far = far_tiles(int((positions + counts).max()), dtype, size, DEVICE)
         tiles = cut_tiles(rows[rest], positions[rest], counts[rest], offsets[rest], far)
         prefill = PrefillPlan(*map(device, tiles), far=far)
-    return order, GpuAttention(device(tables), block, places, decodes, decode, prefill)
+    return order, GpuAttention(device(tables), block, places_of(DEVICE), decodes, decode, prefill)
 
 
 MIXES = {
@@ -184,7 +184,7 @@ def test_attention(dtype, stored, mix, heads, kv_heads, size, rule):
     for row, count in enumerate(blocks):
         tables[row, :count], free = free[:count], free[count:]
     cache = torch.randn(cache_shape(1, (int(blocks.sum()) + 1) * block, kv_heads, size)).to(stored)
-    order, plan = gpu_plan(tables, positions, counts, block, places_of(DEVICE), kv_heads)
+    order, plan = gpu_plan(tables, positions, counts, block, kv_heads, dtype, size)
     step = torch.randn(int(counts.sum()), heads + 2 * kv_heads, size).to(dtype)
     step[:, heads:] = step[:, heads:].to(stored).to(dtype)  # the cache holds the step's own keys and values as exactly
     position = np.concatenate([np.arange(positions[r], positions[r] + counts[r]) for r in order])
@@ -198,6 +198,22 @@ def test_attention(dtype, stored, mix, heads, kv_heads, size, rule):
     assert close(got, expected, 2e-3 if stored == torch.float8_e4m3fn else 0.0)  # eight bits are read as float16
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(40, 2), (4, 2)])  # more query heads a key head than 16, and few
+def test_attention_of_many_rows(heads, kv_heads):
+    torch.manual_seed(0)
+    block, size, rows = 32, 32, 14 if not GPU else 1200
+    positions, counts = np.arange(rows) * 7 % 200, np.ones(rows, dtype=np.int64)
+    tables = np.arange(1, 1 + rows * 7, dtype=np.int32).reshape(rows, 7)
+    cache = torch.randn(cache_shape(1, (1 + rows * 7) * block, kv_heads, size)).half()
+    step = torch.randn(rows, heads + 2 * kv_heads, size).half()
+    slots = torch.from_numpy(tables[np.arange(rows), positions // block] * block + positions % block).long()
+    cache[0][:, :, slots] = step[:, heads:].unflatten(1, (2, kv_heads)).permute(1, 2, 0, 3)
+    _, plan = gpu_plan(tables, positions, counts, block, kv_heads, step.dtype, size)
+    got = plan.attend(step.to(DEVICE), *cache[0].to(DEVICE), AttentionRule(0.2))
+    twin = plan_attention(tables, positions, counts, block, cache.float())
+    assert close(got.float(), twin.attend(step[:, :heads].float(), *cache[0].float(), AttentionRule(0.2)), 3e-3)
+
+
 def test_a_prompt_does_not_see_what_is_no_number_in_the_one_behind():
     torch.manual_seed(0)
     block, heads, kv_heads, size = 32, 4, 2, 16
@@ -207,7 +223,7 @@ def test_a_prompt_does_not_see_what_is_no_number_in_the_one_behind():
     step = torch.randn(int(counts.sum()), heads + 2 * kv_heads, size).half()
 
     def attend() -> torch.Tensor:
-        _, plan = gpu_plan(tables, positions, counts, block, places_of(DEVICE), kv_heads)
+        _, plan = gpu_plan(tables, positions, counts, block, kv_heads, step.dtype, size)
         return plan.attend(step.to(DEVICE), *cache[0].to(DEVICE), AttentionRule(0.2)).cpu()
 
     expected = attend()
@@ -229,7 +245,7 @@ def test_blocks_that_a_window_has_passed_are_not_read(sinks):
     step = torch.randn(int(counts.sum()), heads + 2 * kv_heads, size)
 
     def attend() -> torch.Tensor:
-        _, plan = gpu_plan(tables, positions, counts, block, places_of(DEVICE), kv_heads)
+        _, plan = gpu_plan(tables, positions, counts, block, kv_heads, step.dtype, size)
         return plan.attend(step.to(DEVICE), *cache[0].to(DEVICE), rule).cpu()
 
     expected = attend()

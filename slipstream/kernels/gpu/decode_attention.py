@@ -27,6 +27,7 @@ _AT_ONCE = 5  # programs that a processor holds
 _FULL = 1.3  # even shares of all tokens that a chunk holds at least: to begin and to merge one takes its time
 _MERGED = 32  # chunks that are soon merged
 CHUNK_NUMBERS = 8
+_NUMBERS = tl.constexpr(CHUNK_NUMBERS)
 _LOG2_E = 1.4426950408889634
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -59,7 +60,7 @@ def cut_chunks(tables: np.ndarray, lengths: np.ndarray, kv_heads: int, places: i
     """tables: [rows], which one is whose; lengths: [rows] → int32 [chunks, CHUNK_NUMBERS], the longest first.
 
     The numbers of a chunk: the row of the step, its table, the first token and the one behind the last, the row's
-    length, the chunk's place among those of all rows, that of the row's first chunk, and how many the row has.
+    length, the chunk's place among those of all rows that are cut, that of the row's first, and how many the row has.
     """
     programs = len(lengths) * kv_heads
     least = _TILE * (1 if 10 * programs < places else 2 if 5 * programs < places else 4)
@@ -67,12 +68,13 @@ def cut_chunks(tables: np.ndarray, lengths: np.ndarray, kv_heads: int, places: i
     of_longest = int(lengths.max(initial=0)) // _most_of_a_row(kv_heads, places) + 1
     size = -(-max(least, math.ceil(share), of_longest) // _TILE) * _TILE
     counts = -(-lengths // size)
-    first = np.cumsum(counts) - counts
+    cut = np.where(counts > 1, counts, 0)
+    first = np.cumsum(cut) - cut
     row = np.repeat(np.arange(len(lengths)), counts)
-    place = np.arange(len(row))
-    start = (place - first[row]) * size
+    number = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]  # of the row's chunks
+    start = number * size
     end = np.minimum(start + size, lengths[row])
-    numbers = (row, tables[row], start, end, lengths[row], place, first[row], counts[row])
+    numbers = (row, tables[row], start, end, lengths[row], first[row] + number, first[row], counts[row])
     return np.stack(numbers, axis=1).astype(np.int32)[np.argsort(start - end, kind="stable")]
 
 
@@ -112,7 +114,7 @@ def _decode(
     # The plan was there before the step: what it says is read while the kernel ahead runs out.
     item = tl.program_id(0)
     head = item % KV_HEADS
-    chunk = chunks + item // KV_HEADS * 8  # CHUNK_NUMBERS
+    chunk = chunks + item // KV_HEADS * _NUMBERS
     row = tl.load(chunk)
     table = tables + tl.load(chunk + 1).to(tl.int64) * table_stride
     start = tl.load(chunk + 2)
@@ -121,7 +123,7 @@ def _decode(
     part = tl.load(chunk + 5) * KV_HEADS + head
     first = tl.load(chunk + 6)
     parts = tl.load(chunk + 7)
-    if parts == 0:
+    if parts == 0:  # and no need to wait: another program of the grid does, and the grid is not over before
         return
     column = tl.arange(0, PADDED)
     value_column = tl.arange(0, WIDTH)
@@ -177,18 +179,29 @@ def _decode(
         if PACKED:
             tl.store(result + 2 * value_column[None, :] + 1, (odd_total / mass[:, None]).to(kind), held)
     else:
-        place = (part * QUERIES + query[:, None]) * PADDED + STEP * value_column[None, :]
-        tl.store(partial + place, total, held)
+        place = partial + (part * QUERIES + query[:, None]) * PADDED + STEP * value_column[None, :]
+        tl.store(place, total, held)
         if PACKED:
-            tl.store(partial + place + 1, odd_total, held)
-        tl.store(statistics + part * 2 * QUERIES + query, best)
-        tl.store(statistics + part * 2 * QUERIES + QUERIES + query, mass)
-        tl.debug_barrier()  # every thread's part is stored before the arrival is told
-        if tl.atomic_add(arrivals + row * KV_HEADS + head, 1) == parts - 1:
-            tl.store(arrivals + row * KV_HEADS + head, 0)  # for the next layer
-            _merge(partial, statistics, result, first, first + parts, head, KV_HEADS, GROUP, SIZE, PADDED, QUERIES)
+            tl.store(place + 1, odd_total, held)
+        _arrive(partial, statistics, arrivals + row * KV_HEADS + head, result, best, mass, part, first, parts, head,
+                KV_HEADS, GROUP, SIZE, PADDED, QUERIES)
     if not ROOM:
         let_next(OVERLAP)
+
+
+@triton.jit
+def _arrive(
+    partial, statistics, arrivals, result, best, mass, part, first, parts, head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """A chunk's total is stored; who is the last of its row and head merges them all."""
+    at = statistics + part * 2 * QUERIES + tl.arange(0, QUERIES)
+    tl.store(at, best)
+    tl.store(at + QUERIES, mass)
+    tl.debug_barrier()  # every thread's part is stored before the arrival is told
+    if tl.atomic_add(arrivals, 1) == parts - 1:
+        tl.store(arrivals, 0)  # for the next layer
+        _merge(partial, statistics, result, first, first + parts, head, KV_HEADS, GROUP, SIZE, PADDED, QUERIES)
 
 
 @triton.jit
@@ -237,8 +250,10 @@ def attend_decode(
     queries = max(_GROUP, power_of_two(group))
     padded = max(_SMALLEST, power_of_two(size))
     items = plan.chunks.shape[0] * kv_heads
-    partial = torch.empty((items, queries, padded), dtype=torch.float32, device=q.device)
-    statistics = torch.empty((items, 2, queries), dtype=torch.float32, device=q.device)
+    # A row that is cut has at most twice as many chunks as it has tokens over those of a chunk.
+    shared = min(items, int(2 * places / _FULL))
+    partial = torch.empty((shared, queries, padded), dtype=torch.float32, device=q.device)
+    statistics = torch.empty((shared, 2, queries), dtype=torch.float32, device=q.device)
     shape = {"GROUP": group, "KV_HEADS": kv_heads, "SIZE": size, "PADDED": padded, "QUERIES": queries}
     shape |= overlapping(q.device)
     eight_bits = keys.dtype == torch.float8_e4m3fn
@@ -247,7 +262,9 @@ def attend_decode(
     if packed:
         values = values.view(torch.int16)
     # Many programs are best small; wide or long numbers need the registers of several warps.
-    narrow = rows * kv_heads >= 3 * places and q.element_size() == 2 and padded <= 128 and packed == eight_bits
+    small = q.element_size() == 2 and padded <= 128 and queries == _GROUP and packed == eight_bits
+    narrow = small and rows * kv_heads >= 3 * places
+    tile = _NARROW_TILE[keys.element_size()] if narrow else _TILE if padded * keys.element_size() <= 512 else _TILE // 2
     _decode[(items,)](
         q, keys, values, tables, plan.chunks, out, partial, statistics, counters(rows * kv_heads, q.device),
         rule.scale * _LOG2_E, rule.softcap * _LOG2_E, q.stride(0), keys.shape[1], tables.stride(0),
@@ -255,7 +272,7 @@ def attend_decode(
         SOFTCAP=rule.softcap > 0, WINDOW=rule.window is not None, SINKS=rule.sinks > 0,
         # The hardware turns eight bits into float16 in one instruction; bfloat16 would take several.
         COMPUTE=tl.float16 if eight_bits else _TYPES[q.dtype], PACKED=packed, ROOM=2 * items <= places,
-        BLOCK_TOKENS=block_tokens, TILE=_NARROW_TILE[keys.element_size()] if narrow else _TILE,
+        BLOCK_TOKENS=block_tokens, TILE=tile,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=1 if narrow else 4,
         num_stages=2, **shape,
     )  # fmt: skip

@@ -11,7 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import Quick, counters, follow, overlapping, pieces, power_of_two, prefetch
+from slipstream.kernels.gpu.launch import (
+    Quick,
+    counters,
+    follow,
+    overlapping,
+    pieces,
+    power_of_two,
+    prefetch,
+    shared_memory,
+)
 
 _ROWS = 64  # of a tile: what the matrix units take at once
 _TILE_BYTES = 256  # of a row in a tile
@@ -97,8 +106,8 @@ def few_tokens(
     _few_tokens[(tiles, parts)](
         x.contiguous(), x_scales, weight, weight_scales, bias, out, partial, arrivals, tokens, rows, size, parts,
         TOKENS=width, ROWS=_ROWS, COLUMNS=columns, SPLIT=parts > 1,
-        # Many tiles keep the processors busy by their number, few by the depth of their queues.
-        STAGES=4 if tiles >= 256 or width > 32 else 6, EVEN=rows % _ROWS == 0 and size % columns == 0,
+        STAGES=_stages(tiles, width, columns * (_ROWS * weight.element_size() + width * x.element_size()), x.device),
+        EVEN=rows % _ROWS == 0 and size % columns == 0,
         X_SCALED=x_scales is not None, WEIGHT_SCALED=weight_scales is not None, BIAS=bias is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=_AHEAD, num_warps=4, **overlapping(x.device),
     )  # fmt: skip
@@ -111,6 +120,12 @@ def _parts(rows: int, size: int, columns: int) -> int:
     while (tiles * parts < _LEAST_PROGRAMS or size / parts > _MOST_COLUMNS) and size / parts > 2 * columns:
         parts *= 2
     return parts
+
+
+def _stages(tiles: int, width: int, tile_bytes: int, device: torch.device) -> int:
+    """Tiles under way: many programs keep the processors busy by their number, few by the depth of their queues."""
+    wanted = 4 if tiles >= 256 or width > 32 else 6
+    return max(2, min(wanted, shared_memory(device) // tile_bytes))
 
 
 def _meeting_place(device: torch.device, tiles: int, parts: int, width: int) -> tuple[Tensor | None, Tensor | None]:

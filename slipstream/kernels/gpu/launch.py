@@ -1,8 +1,8 @@
 """How kernels are launched: with little work for the host, and before the kernel ahead has ended.
 
-What does not depend on the kernel ahead is done while it runs out. Every kernel of a step waits for its predecessor
-before it reads or writes what others share, so that each one also waits, through it, for all before. Needs Hopper or
-later; elsewhere kernels simply follow each other.
+What does not depend on the kernel ahead is done while it runs out. Of every kernel of a step at least one program waits
+for its predecessor, and all do that read or write what others share, so that each kernel also waits, through it, for
+all before. Needs Hopper or later; elsewhere kernels simply follow each other.
 """
 
 from __future__ import annotations
@@ -55,6 +55,15 @@ def counters(least: int, device: torch.device) -> Tensor:
 @cache
 def _counters(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes near a processor that a program may have. Hopper's have 227 KiB, Ampere's 163; those made for games 99."""
+    if device.type != "cuda":
+        return 2**30  # the interpreter
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
 def pieces(count: int, size: int) -> int:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu.decode_attention import squeeze
-from slipstream.kernels.gpu.launch import Quick, power_of_two
+from slipstream.kernels.gpu.launch import Quick, power_of_two, shared_memory
 
-FAR = 3072  # tokens of a row from which it counts as long
-QUERY_TILE, _FAR_QUERY_TILE = 64, 128  # large tiles read keys less often, small ones compute less in vain
+FAR = 3072  # tokens of a row from which large tiles pay: they read keys less often, small ones compute less in vain
+QUERY_TILE, _FAR_QUERY_TILE = 64, 128
+_FAR_BYTES = 230_400  # of shared memory that large tiles take
 _LOG2_E = 1.4426950408889634
 
 
@@ -33,7 +34,7 @@ class PrefillPlan:
     tile_queries: Tensor  # [tiles]
     tile_row: Tensor  # [tiles]: which table
     tile_prefix: Tensor  # [tiles]: how many of the row's tokens the cache holds from before this step
-    far: bool = False  # whether some row is long
+    far: bool = False  # whether tiles are large
 
 
 def cut_tiles(
@@ -53,6 +54,16 @@ def cut_tiles(
     queries = np.minimum(counts[row] - begin, size)
     columns = (offsets[row] + begin, positions[row] + begin, queries, rows[row], positions[row])
     return tuple(column.astype(np.int32) for column in columns)
+
+
+def far_tiles(longest: int, dtype: torch.dtype, size: int, device: torch.device) -> bool:
+    """Whether to cut a step into large tiles whose longest row has so many tokens."""
+    return longest >= FAR and _by_descriptor(dtype, size) and shared_memory(device) >= _FAR_BYTES
+
+
+def _by_descriptor(dtype: torch.dtype, size: int) -> bool:
+    """The copy engine wants tiles a power of two wide; wider and longer numbers leave no room for its queues."""
+    return dtype != torch.float32 and 16 <= size <= 128 and size == power_of_two(size)
 
 
 def _query_tile(far: bool) -> int:
@@ -171,7 +182,7 @@ def _prefill(
     for first in tl.range(begin, prefix, KEYS):
         k, v = _cached(keys, values, table, first, prefix, kv_head, cache_slots, kind, SIZE, PADDED, BLOCK_TOKENS, KEYS)
         key = first + tl.arange(0, KEYS)
-        seen = (key < prefix)[None, :] & (asking[:, None] >= 0)
+        seen = tl.broadcast_to((key < prefix)[None, :], [QUERIES, KEYS])
         if WINDOW:
             seen = seen & ((key[None, :] > asking[:, None] - window) | (key[None, :] < sinks))
         best, mass, total = _look(queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION)
@@ -233,10 +244,8 @@ def attend_prefill(
 
 
 def _tuning(dtype: torch.dtype, size: int, far: bool) -> dict[str, Any]:
-    """Tiles as large as shared memory holds; the copy engine wants them a power of two wide."""
-    warps = 8 if far else 4
-    if dtype == torch.float32 or size > 128:
-        return {"KEYS": 32, "num_warps": warps, "num_stages": 2, "DESCRIPTOR": False}
-    if size != power_of_two(size) or size < 16:
-        return {"KEYS": 64, "num_warps": warps, "num_stages": 2, "DESCRIPTOR": False}
-    return {"KEYS": 128 if far else 32, "num_warps": warps, "num_stages": 3, "DESCRIPTOR": True}
+    if _by_descriptor(dtype, size):
+        return {"KEYS": 128 if far else 32, "num_warps": 8 if far else 4, "num_stages": 3, "DESCRIPTOR": True}
+    row_bytes = dtype.itemsize * power_of_two(size)  # of a key
+    keys = max(16, min(128 // dtype.itemsize, 2**14 // row_bytes))
+    return {"KEYS": keys, "num_warps": 4, "num_stages": 2 if row_bytes <= 512 else 1, "DESCRIPTOR": False}

@@ -1,0 +1,104 @@
+"""Compile kernels for GPUs that are not here, as they would be launched there, and print the memory each one takes.
+
+    python tests/kernels/kernel_resources.py ARCHITECTURE SHARED_BYTES
+
+Run as a process of its own: the tests around it have Triton's interpreter switched on, which compiles nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as build
+
+from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.gpu import decode_attention, few_tokens, launch, prefill_attention, rotary
+
+ARCHITECTURE, SHARED_BYTES = int(sys.argv[1]), int(sys.argv[2])
+CPU = torch.device("cpu")
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", torch.int32: "i32", torch.int16: "i16",
+         torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.int64: "i64"}  # fmt: skip
+
+
+def type_of(argument: Any) -> str:
+    if argument is None:
+        return "constexpr"
+    if isinstance(argument, torch.Tensor):
+        return "*" + TYPES[argument.dtype]
+    if isinstance(argument, float):
+        return "fp32"
+    if isinstance(argument, int):
+        return "i32"
+    shape = ",".join(map(str, argument.block_shape))
+    return f"tensordesc<{TYPES[argument.base.dtype]}[{shape}]>"
+
+
+def compiled(kernel: launch.Quick, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """What `Quick` does instead of a launch."""
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in constants}
+    names = kernel._kernel.arg_names
+    signature = {name: type_of(argument) for name, argument in zip(names, arguments, strict=False)}
+    signature |= dict.fromkeys(constants, "constexpr")
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    fixed |= {(i,): None for i, argument in enumerate(arguments) if argument is None}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, argument in enumerate(arguments)
+               if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0)}
+    source = ASTSource(kernel._kernel, signature, fixed, aligned)
+    result = build(source, target=GPUTarget("cuda", ARCHITECTURE, 32), options=options)
+    print(f"{kernel._kernel.__name__} {constants} {result.metadata.shared}", flush=True)
+
+
+def decode(heads: int, kv_heads: int, size: int, dtype: torch.dtype, cached: torch.dtype, rows: int) -> None:
+    places = 5 * 128
+    plan = decode_attention.cut_chunks(np.zeros(rows, dtype=np.int64), np.full(rows, 100), kv_heads, places)
+    q, cache = torch.empty(rows, heads, size, dtype=dtype), torch.empty(2, kv_heads, 32, size, dtype=cached)
+    tables, chunks = torch.zeros(rows, 4, dtype=torch.int32), decode_attention.DecodePlan(torch.from_numpy(plan))
+    decode_attention.attend_decode(q, *cache, tables, chunks, 32, places, AttentionRule(0.1), q)
+
+
+def prefill(heads: int, kv_heads: int, size: int, dtype: torch.dtype, longest: int) -> None:
+    far = prefill_attention.far_tiles(longest, dtype, size, CPU)
+    tiles = prefill_attention.cut_tiles(*(np.array([n]) for n in (0, 0, 64, 0)), far)
+    plan = prefill_attention.PrefillPlan(*map(torch.from_numpy, tiles), far=far)  # type: ignore[misc, arg-type]
+    step, cache = (torch.empty(*shape, size, dtype=dtype) for shape in ((64, heads + 2 * kv_heads), (2, kv_heads, 32)))
+    tables, out = torch.zeros(1, 4, dtype=torch.int32), torch.empty(64, heads, size, dtype=dtype)
+    prefill_attention.attend_prefill(step, *cache, tables, plan, 32, AttentionRule(0.1), out)
+
+
+def product(tokens: int, dtype: torch.dtype, stored: torch.dtype) -> None:
+    scales = torch.empty(4096) if stored != dtype or stored == torch.float8_e4m3fn else None
+    by_token = torch.empty(tokens, 1) if dtype == torch.float8_e4m3fn else None
+    x, weight = torch.empty(tokens, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=stored)
+    few_tokens.few_tokens(x, weight, None, by_token, scales)
+
+
+def main() -> None:
+    launch.Quick._launch = compiled  # type: ignore[method-assign]
+    overlapping = {"OVERLAP": True, "launch_pdl": True} if ARCHITECTURE >= 90 else {"OVERLAP": False}
+    for module in (decode_attention, few_tokens, rotary):
+        module.overlapping = lambda device: overlapping  # type: ignore[attr-defined]
+    for module in (few_tokens, prefill_attention):
+        module.shared_memory = lambda device: SHARED_BYTES  # type: ignore[attr-defined]
+    half = torch.bfloat16
+    for tokens in (16, 32, 64):
+        product(tokens, half, half)
+        product(tokens, half, torch.int8)
+    for size in (64, 128, 256):
+        decode(32, 8, size, half, half, 4)
+        prefill(32, 8, size, half, 100)
+        prefill(32, 8, size, half, 100_000)
+    decode(32, 8, 128, half, half, 4000)
+    decode(32, 8, 256, torch.float32, torch.float32, 4)
+    prefill(32, 8, 256, torch.float32, 100)
+    if ARCHITECTURE >= 89:
+        decode(32, 8, 128, half, torch.float8_e4m3fn, 4)
+        product(64, torch.float8_e4m3fn, torch.float8_e4m3fn)
+
+
+if __name__ == "__main__":
+    main()
