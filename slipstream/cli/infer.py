@@ -95,6 +95,7 @@ def _error_text(body: bytes) -> str:
 def stream_grpc(address: str, model: str, prompt: str, max_tokens: int, key: str = "") -> Iterator[str]:
     import grpc
 
+    from slipstream.client.connection import grpc_error_text
     from slipstream.server.protocol import messages
 
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
@@ -114,8 +115,7 @@ def stream_grpc(address: str, model: str, prompt: str, max_tokens: int, key: str
                     raise InferError(answer.error_message)
                 yield _text_output(answer.infer_response)
         except grpc.RpcError as error:
-            refused = error.code() is grpc.StatusCode.UNAVAILABLE
-            raise InferError(_nobody(address) if refused else error.details()) from error
+            raise InferError(grpc_error_text(error, address)) from error
 
 
 def _add_input(request: Any, name: str, datatype: str, raw: bytes) -> None:

@@ -47,13 +47,14 @@ def start(
     grpc_port: Annotated[int, typer.Option("--grpc-port", help="gRPC; 0 takes any free port.")] = 8001,
     metrics_port: Annotated[int, typer.Option("--metrics-port", help="Metrics; 0 takes any free port.")] = 8002,
     exit_timeout: Annotated[
-        float, typer.Option("--exit-timeout-secs", help="How long running requests may take to finish at exit.")
+        float, typer.Option("--exit-timeout-secs", min=0, help="How long running requests may take to finish at exit.")
     ] = 30.0,
     server_timeout: Annotated[
-        float, typer.Option("--server-timeout", help="How long the engine may take to start, in seconds.")
+        float, typer.Option("--server-timeout", min=1, help="How long the engine may take to start, in seconds.")
     ] = 300.0,
     watchdog: Annotated[
-        float, typer.Option("--watchdog-secs", help="How long a busy engine may be silent before it is replaced.")
+        float,
+        typer.Option("--watchdog-secs", min=1, help="How long a busy engine may be silent before it is replaced."),
     ] = 60.0,
     api_key: Annotated[
         Path | None, typer.Option("--api-key", help="A file with the key every request must bring.")

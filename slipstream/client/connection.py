@@ -11,6 +11,7 @@ from slipstream.client.tensors import Array, datatype_of, from_bytes, from_json,
 
 _OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1),
             ("grpc.max_send_message_length", -1)]
+_UNREACHED = ("failed to connect to all addresses", "connections to all backends failing")  # grpc's own words
 
 
 class ServerError(Exception):
@@ -266,8 +267,14 @@ def _server_error(error: Any, url: str) -> ServerError:
 
     if error.code() is grpc.StatusCode.CANCELLED:
         return ServerError("Locally cancelled by application!", cancelled=True)
-    return ServerError(_nobody(url) if error.code() is grpc.StatusCode.UNAVAILABLE else error.details())
+    return ServerError(grpc_error_text(error, url))
 
 
-def _nobody(url: str) -> str:
-    return f"no server answers at {url}; start one with slipstream start or slipstream launch"
+def grpc_error_text(error: Any, url: str) -> str:
+    """What the server said, where there is one: UNAVAILABLE is its answer, too, when its queue is full."""
+    details: str = error.details() or ""
+    return _nobody(url, "gRPC ") if details.startswith(_UNREACHED) else details
+
+
+def _nobody(url: str, protocol: str = "") -> str:
+    return f"no server answers {protocol}at {url}; start one with slipstream start or slipstream launch"

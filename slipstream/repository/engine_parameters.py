@@ -111,16 +111,19 @@ def _convert(kind: str, text: str) -> Any:
 def engine_settings(config: ModelConfig, parameters: Parameters, problems: Problems) -> EngineSettings:
     """What the repository asks of the engine; what it leaves open stays as the engine has it."""
     wanted: dict[str, Any] = {}
-    cache_tokens = parameters.get("max_tokens_in_paged_kv_cache", 0)
-    if cache_tokens > 0:
-        wanted["cache_tokens"] = cache_tokens
     for name, setting in (
+        ("max_tokens_in_paged_kv_cache", "cache_tokens"),
         ("max_num_sequences", "max_rows"),
         ("max_beam_width", "max_beam_width"),
         ("kv_cache_host_memory_bytes", "host_cache_bytes"),
     ):
-        if parameters.get(name, 0) > 0:
-            wanted[setting] = parameters.get(name)
+        value = parameters.get(name, 0)
+        if value > 0:
+            wanted[setting] = value
+        elif value < 0:
+            key = f"parameters.{name}"
+            text = f"expected a number over 0, got '{value}'; using the default"
+            problems.warn(config.file, config.line(key), key, text)
     for name, setting in (
         ("kv_cache_free_gpu_mem_fraction", "cache_memory_fraction"),
         ("enable_kv_cache_reuse", "reuse"),
@@ -144,6 +147,7 @@ def engine_settings(config: ModelConfig, parameters: Parameters, problems: Probl
         hint = did_you_mean(policy, POLICIES)
         problems.error(config.file, config.line(key), key, f"'{policy}' is not one of {allowed}{hint}")
     _check_batching_strategy(config, parameters, problems)
+    _check_instances(config, problems)
     return EngineSettings(**wanted)
 
 
@@ -204,6 +208,14 @@ def _lookahead_settings(config: ModelConfig, parameters: Parameters, problems: P
         key = "parameters.lookahead_ngram_size"
         problems.warn(config.file, config.line(key), key, f"'{size}' has no effect: decoding_mode is not lookahead")
     return {}
+
+
+def _check_instances(config: ModelConfig, problems: Problems) -> None:
+    instances = sum(max(group.count, 1) for group in config.instance_groups)
+    if instances > 1:
+        key = "instance_group"
+        text = f"{instances} instances have no effect: one engine runs max_num_sequences requests at once"
+        problems.warn(config.file, config.line(key), key, text)
 
 
 def _check_batching_strategy(config: ModelConfig, parameters: Parameters, problems: Problems) -> None:

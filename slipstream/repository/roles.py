@@ -63,7 +63,7 @@ POSTPROCESSING_FIELDS = {
     "OUT_GENERATION_LOGITS": "generation_logits",
 }
 
-_LATER_SPELLINGS = {"min_tokens": "min_length", "seed": "random_seed"}
+LATER_SPELLINGS = {"min_tokens": "min_length", "seed": "random_seed"}
 
 BLS_INPUTS = frozenset(
     {
@@ -130,7 +130,7 @@ def takes_comma_words(preprocessing: ModelConfig) -> bool:
 
 
 def bls_fields(config: ModelConfig) -> TextFields:
-    inputs = {name: _LATER_SPELLINGS.get(name, name) for name in config.input_names}
+    inputs = {name: LATER_SPELLINGS.get(name, name) for name in config.input_names}
     return TextFields(inputs, {name: name for name in config.output_names})
 
 

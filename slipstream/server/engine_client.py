@@ -201,6 +201,8 @@ class EngineClient:
         self.info, self.failure, self._serving = info, None, True
         if not self._started.done():
             self._started.set_result(None)
+        else:
+            logging.info(f"the engine serves again, after {time.monotonic() - self._restarts[-1]:.1f} s")
 
     def _lose(self, reason: str) -> None:
         """It serves no more: say so to everybody who waits. The first reason is the cause."""

@@ -1,7 +1,7 @@
 """One request's way back from the engine: a mailbox that merges what arrives between two reads.
 
-A slow reader never makes a queue: the deltas it has not read yet are one delta. Whoever runs the engine
-(a child process or a thread) calls `deliver` on the event loop of the reader.
+A slow reader never makes a queue: the deltas it has not read yet are one delta, which `max_tokens` bounds. Whoever
+runs the engine (a child process or a thread) calls `deliver` on the event loop of the reader.
 """
 
 from __future__ import annotations

@@ -86,6 +86,22 @@ class Exchange(RequestResponseCycle):
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
+    async def run_asgi(self, app: Any) -> None:
+        try:
+            await app(self.scope, self.receive, self.send)
+            if not self.response_complete and not self.disconnected:
+                raise RuntimeError("the application returned before the end of its answer")
+        except asyncio.CancelledError:
+            self.transport.close()  # the server stops and has waited long enough: nothing went wrong here
+        except Exception as error:
+            self.logger.error("Exception in ASGI application", exc_info=error)
+            if self.response_started:
+                self.transport.close()
+            else:
+                await self.send_500_response()
+        finally:
+            self.on_response = lambda: None
+
     async def receive(self) -> Any:
         if self.waiting_for_100_continue and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

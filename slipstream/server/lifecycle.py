@@ -145,6 +145,8 @@ class _Sockets:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             taken.bind((address, port))
+        except OverflowError as error:
+            raise StartFailed(f"{option} must be 0 to 65535, got {port}") from error
         except OSError as error:
             remedy = f"stop what uses it or choose another port with {option}"
             raise StartFailed(f"cannot use {address}:{port}: {error.strerror}; {remedy}") from error

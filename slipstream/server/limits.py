@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.engine.retention import LARGEST_PRIORITY
 from slipstream.repository.config import ModelConfig
+from slipstream.repository.roles import LATER_SPELLINGS
 from slipstream.server.errors import Code, InferenceError
 from slipstream.server.inference import InferRequest
 from slipstream.server.tensors import Tensor
@@ -124,13 +125,18 @@ BY_PARAMETER: Mapping[str, str] = {
     **dict.fromkeys((
         "return_prompt_log_probs", "return_kv_cache_reuse_stats", "return_perf_metrics", "return_num_input_tokens",
         "return_num_output_tokens", "return_num_cached_tokens", "return_finish_reason", "exclude_input_in_output",
+        "return_log_probs",
     ), "BOOL"),
-    **dict.fromkeys(("beam_width", "num_return_sequences", "early_stopping"), "INT32"),
-    **dict.fromkeys(("length_penalty", "beam_search_diversity_rate"), "FP32"),
-    **dict.fromkeys(("top_p_reset_ids", "no_repeat_ngram_size", "top_log_probs"), "INT32"),
-    **dict.fromkeys(("top_p_min", "top_p_decay"), "FP32"),
+    **dict.fromkeys((
+        "beam_width", "num_return_sequences", "early_stopping", "top_k", "top_p_reset_ids", "min_length", "min_tokens",
+        "no_repeat_ngram_size", "top_log_probs", "end_id", "pad_id",
+    ), "INT32"),
+    **dict.fromkeys((
+        "temperature", "top_p", "top_p_min", "top_p_decay", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "length_penalty", "beam_search_diversity_rate",
+    ), "FP32"),
     **dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide", "lora_name", "cache_salt"), "BYTES"),
-    "lora_task_id": "UINT64",
+    **dict.fromkeys(("random_seed", "seed", "lora_task_id"), "UINT64"),
 }  # fmt: skip
 _WHOLE = "context_and_generation"  # the parameter request_type: the others are for engines that share the work
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
@@ -160,8 +166,9 @@ def given_fields(request: InferRequest, names: Mapping[str, str]) -> dict[str, G
     """The request's fields, each within its bounds. `names`: the wire's name → the field."""
     fields = {names.get(name, name): Given(name, tensor) for name, tensor in request.inputs.items()}
     for name, value in request.parameters.items():
-        if name in BY_PARAMETER and name not in fields:
-            fields[name] = Given(name, _tensor_of(name, BY_PARAMETER[name], value))
+        field = LATER_SPELLINGS.get(name, name)
+        if name in BY_PARAMETER and field not in fields:
+            fields[field] = Given(name, _tensor_of(name, BY_PARAMETER[name], value))
     for field, given in fields.items():
         _check(field, given)
     if request.parameters.get("request_type", _WHOLE) != _WHOLE:

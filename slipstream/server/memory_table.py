@@ -9,7 +9,8 @@ _TYPICAL_TOKENS = 1024  # prompt and answer of a typical chat
 
 def memory_table(name: str, info: EngineInfo) -> list[str]:
     tokens = info.total_blocks * info.block_tokens
-    typical = min(_TYPICAL_TOKENS, info.max_sequence_tokens)
+    longest = info.max_sequence_tokens if info.windowed else min(info.max_sequence_tokens, tokens)
+    typical = min(_TYPICAL_TOKENS, longest)
     at_once = min(info.max_rows, tokens // typical)
     rows = [
         ("weights", info.weight_bytes, f"computed in {info.dtype}"),
@@ -23,6 +24,12 @@ def memory_table(name: str, info: EngineInfo) -> list[str]:
     lines += [f"  {label:<16} {size / 2**20:>10.0f} MiB  {what}" for label, size, what in rows]
     lines.append(
         f"  {at_once} requests of {typical} tokens at once; {info.max_rows} of any length, up to "
-        f"{info.max_sequence_tokens} tokens each"
+        f"{longest} tokens each"
     )
+    if longest < info.max_sequence_tokens:
+        enough = -(-info.max_sequence_tokens // info.block_tokens) * info.block_tokens
+        lines.append(
+            f"  the model takes sequences of {info.max_sequence_tokens} tokens; max_tokens_in_paged_kv_cache {enough} "
+            "would hold one"
+        )
     return lines

@@ -8,6 +8,7 @@ from slipstream.server.registry import ModelRegistry
 from slipstream.version import VERSION
 
 _ERROR = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
+_REGION = {"name": "region", "in": "path", "required": True, "schema": {"type": "string"}}
 _FIELD_TYPES = {"BOOL": "boolean", "BYTES": "string", "FP32": "number", "FP64": "number"}
 
 
@@ -31,9 +32,12 @@ def openapi_document(registry: ModelRegistry) -> dict[str, Any]:
             "/v2/repository/index": _post("The models of the repository and their states", "JSON"),
             "/v2/repository/models/{model}/load": _post("Load a model", "Empty", model),
             "/v2/repository/models/{model}/unload": _post("Unload a model", "Empty", model),
-            "/v2/logging": _get("The log settings", "JSON", JSON_OBJECT),
-            "/v2/trace/setting": _get("The trace settings", "JSON", JSON_OBJECT),
+            "/v2/logging": _get("The log settings", "JSON", JSON_OBJECT) | _post("Change the log settings", "JSON"),
+            "/v2/trace/setting": _trace(),
+            "/v2/models/{model}/trace/setting": _trace(model),
             "/v2/systemsharedmemory/status": _get("The registered regions", "JSON", JSON_OBJECT),
+            "/v2/systemsharedmemory/region/{region}/register": _post("Register a region", "Empty", _REGION),
+            "/v2/systemsharedmemory/region/{region}/unregister": _post("Forget a region", "Empty", _REGION),
             "/v2/health/live": _get("The server answers", "Empty", TEXT_EMPTY),
             "/v2/health/ready": _get("The server takes work", "Empty; 400 when it does not", TEXT_EMPTY),
             "/v2/models/{model}/ready": _get("The model takes work", "Empty", TEXT_EMPTY, model),
@@ -54,6 +58,10 @@ def _get(summary: str, answer: str, content: dict[str, Any], model: dict[str, An
     if model is not None:
         operation["parameters"] = [model]
     return {"get": operation}
+
+
+def _trace(model: dict[str, Any] | None = None) -> dict[str, Any]:
+    return _get("The trace settings", "JSON", JSON_OBJECT, model) | _post("Change the trace settings", "JSON", model)
 
 
 def _post(summary: str, answer: str, model: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -92,9 +100,10 @@ def _request_schema(registry: ModelRegistry, name: str) -> dict[str, Any]:
     if not any(entry.name == name for entry in registry):
         return {"type": "object"}
     config = registry.find(name).model.config
-    properties = {"id": {"type": "string"}}
+    properties: dict[str, Any] = {"id": {"type": "string"}}
     for tensor in config.inputs:
         kind = _FIELD_TYPES.get(tensor.datatype, "integer")
-        properties[tensor.name] = {"type": kind}
+        several = tensor.dims != (1,)
+        properties[tensor.name] = {"type": [kind, "array"], "items": {"type": kind}} if several else {"type": kind}
     required = [tensor.name for tensor in config.inputs if not tensor.optional]
     return {"type": "object", "properties": properties, "required": required}

@@ -9,7 +9,7 @@ from typing import Protocol
 from slipstream.engine.messages import EngineInfo
 from slipstream.repository.config import QueuePolicy
 from slipstream.repository.models import EngineModel
-from slipstream.server.errors import Unavailable
+from slipstream.server.errors import InferenceError, Unavailable
 from slipstream.server.inference import InferRequest
 
 QUEUE_FULL = "Exceeds maximum queue size"
@@ -39,11 +39,11 @@ def check_queue(request: InferRequest, count: int, model: EngineModel, engine: E
 
 def urgency(request: InferRequest, model: EngineModel) -> Urgency:
     """A client's timeout bounds its whole request; the policy's default bounds those that bring none."""
-    given = request.timeout_microseconds or _whole_number(request.parameters.get("timeout"))
+    given = _whole_number(request, "timeout", request.timeout_microseconds)
     policy, default = model.queue_policy, model.queue_policy.default_timeout_microseconds
     microseconds = _timeout(policy, given, default)
     deadline = time.monotonic() + microseconds / 1e6 if microseconds else None
-    level = request.priority or _whole_number(request.parameters.get("priority")) or model.default_priority
+    level = _whole_number(request, "priority", request.priority) or model.default_priority
     return Urgency(-min(level, LEAST_URGENT), deadline)
 
 
@@ -55,6 +55,9 @@ def _timeout(policy: QueuePolicy, given: int, default: int) -> int:
     return given or default
 
 
-def _whole_number(value: object) -> int:
-    """A parameter as generate requests carry it; what is no positive integer counts as not given."""
-    return value if type(value) is int and value > 0 else 0
+def _whole_number(request: InferRequest, name: str, given: int) -> int:
+    """`given`: the request's own field; in a generate request it is one parameter among the others."""
+    value = given or request.parameters.get(name, 0)
+    if type(value) is not int or value < 0:
+        raise InferenceError(f"{name} must be an integer of 0 or more, got {value!r}")
+    return value

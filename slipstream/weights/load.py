@@ -8,6 +8,7 @@ from slipstream.engine.loop import EngineLoop
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import Progress, create_engine
 from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.integrity import weights_checked
 from slipstream.weights.lora import read_folder
 
 
@@ -16,7 +17,8 @@ def start_engine(
 ) -> EngineLoop:
     """Load the weights, size the cache, warm up. `progress` counts the steps captured on a GPU."""
     folder = read_engine_folder(path)
-    return create_engine(
-        folder.spec, folder.tensors(), settings, folder.build.max_seq_len, progress, read_folder,
-        fp8_cache=folder.quantisation.kv_cache == "FP8",
-    )
+    with weights_checked(folder):
+        return create_engine(
+            folder.spec, folder.tensors(), settings, folder.build.max_seq_len, progress, read_folder,
+            fp8_cache=folder.quantisation.kv_cache == "FP8",
+        )

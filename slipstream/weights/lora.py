@@ -79,8 +79,16 @@ def read_adapter(folder: Path, storage_type: str) -> Adapter:
 
 
 def read_folder(folder: str) -> list[ModuleMatrices] | AdapterSource:
-    """An adapter to serve, of either form. Nothing of it is left out: what has no place here is an error."""
+    """An adapter to serve, of either form. Its errors go to clients, who need not know where the folder lies."""
     path = Path(folder)
+    try:
+        return _read_whole(path)
+    except (SourceError, OSError) as error:
+        raise SourceError(str(error).replace(folder, path.name)) from error
+
+
+def _read_whole(path: Path) -> list[ModuleMatrices] | AdapterSource:
+    """Nothing of the adapter is left out: what has no place here is an error."""
     if (path / WEIGHTS_NAME).is_file():
         return _read_converted(path)
     settings = _read_settings(path)

@@ -19,13 +19,33 @@ def free_port():
         return taken.getsockname()[1]
 
 
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_when_nobody_answers_it_says_what_to_run(protocol):
+@pytest.mark.parametrize(("protocol", "named"), [("http", ""), ("grpc", "gRPC ")])
+def test_when_nobody_answers_it_says_what_to_run(protocol, named):
     port = free_port()
     arguments = ["infer", "-m", "x", "--prompt", "y", "-u", "127.0.0.1", "-p", str(port), "-i", protocol]
     result = runner.invoke(command.app, arguments)
     assert result.exit_code == 1
-    assert f"no server answers at 127.0.0.1:{port}; start one with: slipstream start" in result.output
+    assert f"no server answers {named}at 127.0.0.1:{port}; start one with" in result.output
+
+
+class Busy(grpc.GenericRpcHandler):
+    def service(self, details):
+        return grpc.stream_stream_rpc_method_handler(self.refuse)
+
+    def refuse(self, requests, context):
+        context.abort(grpc.StatusCode.UNAVAILABLE, "Exceeds maximum queue size")
+
+
+def test_a_server_that_takes_no_more_is_not_told_as_none_at_all():
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Busy()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        arguments = ["infer", "-m", "x", "--prompt", "y", "-u", "127.0.0.1", "-p", str(port), "-i", "grpc"]
+        result = runner.invoke(command.app, arguments)
+    finally:
+        server.stop(None).wait()
+    assert (result.exit_code, result.output.strip()) == (1, "error: Exceeds maximum queue size")
 
 
 class Canned(http.server.BaseHTTPRequestHandler):

@@ -104,3 +104,10 @@ def test_a_failure_is_one_last_line_and_exit_code_1(home, monkeypatch):
     result = runner.invoke(command.app, ["start", "--repo", "/x"])
     assert result.exit_code == 1
     assert result.output == "error: the cause; the remedy\n"
+
+
+@pytest.mark.parametrize("option", ["--watchdog-secs", "--server-timeout", "--exit-timeout-secs"])
+def test_seconds_that_no_server_could_live_with_are_refused(home, served, option):
+    result = runner.invoke(command.app, ["start", "--repo", "/some/models", option, "-1"])
+    assert (result.exit_code, served) == (2, [])
+    assert option in result.output

@@ -135,7 +135,7 @@ class TestClient:
 
     def test_nobody_there_is_one_line(self, capsys: pytest.CaptureFixture[str], model: Path) -> None:
         printed = ask(capsys, "client", "-u", "localhost:1", "--tokenizer-dir", model, code=1)
-        assert printed.splitlines()[-1].startswith("Encountered error: no server answers at localhost:1; start one")
+        assert printed.splitlines()[-1].startswith("Encountered error: no server answers gRPC at localhost:1; start")
 
 
 @pytest.mark.parametrize("words", [

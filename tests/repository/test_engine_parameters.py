@@ -100,3 +100,26 @@ def settings_of(tmp_path: Path, **parameters: str) -> dict:
 def test_what_a_parameter_makes_of_the_engine(tmp_path, parameters, expected):
     settings = settings_of(tmp_path, **parameters)
     assert {name: settings[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["max_tokens_in_paged_kv_cache", "max_num_sequences", "max_beam_width", "kv_cache_host_memory_bytes"]
+)
+def test_a_number_under_zero_is_not_taken_for_unset_in_silence(tmp_path, name):
+    plain, _ = read(tmp_path / "plain", {name: ""})
+    model, said = read(tmp_path / "changed", {name: "-4"})
+    assert told(model) == told(plain)
+    assert [problem.text for problem in said if name in problem.key] == [
+        "expected a number over 0, got '-4'; using the default"
+    ]
+
+
+def test_more_than_one_instance_of_an_engine_is_answered(tmp_path):
+    repo = make_repository(tmp_path)
+    config = repo / "tensorrt_llm" / "config.pbtxt"
+    one = "instance_group [ { count: 1 kind: KIND_CPU } ]"
+    assert one in config.read_text()
+    assert not inspect_repository(repo)[1].warnings
+    config.write_text(config.read_text().replace(one, "instance_group [ { count: 2 kind: KIND_CPU } ]"))
+    (warning,) = inspect_repository(repo)[1].warnings
+    assert (warning.key, warning.text.startswith("2 instances have no effect")) == ("instance_group", True)

@@ -192,6 +192,24 @@ def test_what_cannot_be_had_says_why_and_disturbs_nobody(server, expected, field
     assert generate(server, MODEL).json()["text_output"].split() == [str(token) for token in expected[""]]
 
 
+@pytest.mark.parametrize(("files", "text"), [
+    ([], "adapter_config.json: cannot be read: No such file or directory"),
+    (["adapter_config.json"], " no adapter_model.safetensors in it"),
+    (["adapter_config.json", "adapter_model.bin"], " adapter_model.bin is a pickle"),
+    (["model.lora_weights.npy"], " No data left in file"),
+])
+def test_an_adapter_that_cannot_be_read_is_named_and_not_where_it_lies(server, place, files, text):
+    name = f"half-{len(files)}-{'npy' in str(files)}"
+    folder = place / "adapters" / name
+    folder.mkdir()
+    for file in files:
+        (folder / file).write_text("{}" if file.endswith(".json") else "")
+    error = generate(server, MODEL, lora_name=name).json()["error"]
+    assert error.startswith(f"adapter '{name}': {name}")
+    assert text in error
+    assert str(place) not in error
+
+
 def test_metrics_count_them(server, place, expected):
     assert ask(server, "http", token_arrays(**tensors_of(place, "french"))) == expected["french"]
     url = f"http://127.0.0.1:{server.ports['Metrics Service']}/metrics"

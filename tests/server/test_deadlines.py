@@ -60,6 +60,17 @@ def generate(stack: Stack, model: str, endpoint: str) -> Answer:
         return post(server.port, f"/v2/models/{model}/{endpoint}", json.dumps(fields).encode())
 
 
+@pytest.mark.parametrize("name", ["timeout", "priority"])
+@pytest.mark.parametrize("value", [-5, 0.5, "soon", True])
+def test_what_is_no_number_of_microseconds_or_priority_is_refused(stack, name, value):
+    body = json.dumps({"text_input": "x", "max_tokens": 5, name: value}).encode()
+    with RunningServer(create_app(stack.registry, stack.state)) as server:
+        answer = post(server.port, "/v2/models/chat/generate", body)
+    assert answer.status == 400
+    assert json.loads(answer.body)["error"] == f"{name} must be an integer of 0 or more, got {value!r}"
+    assert not hasattr(stack.engine, "prompt")
+
+
 @pytest.mark.parametrize("model", ["ensemble", "chat"])
 def test_http_answers_with_what_there_is(stack, model):
     stack.engine.deltas = RAN

@@ -117,6 +117,39 @@ async def test_nothing_is_written_for_a_client_that_has_left() -> None:
     assert (transport.data, told) == (b"", [])
 
 
+class Log:
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+
+    def error(self, text: str, exc_info: BaseException) -> None:
+        self.errors.append(exc_info)
+
+
+START = {"type": "http.response.start", "status": 200, "headers": []}
+PART = {"type": "http.response.body", "body": b"part", "more_body": True}
+
+
+@pytest.mark.parametrize("raised", [None, ValueError("wrong"), asyncio.CancelledError()])
+@pytest.mark.parametrize("messages", [(), (START, PART)])
+async def test_a_part_is_never_taken_for_the_whole(messages: Any, raised: BaseException | None) -> None:
+    """Whatever ends the application early. Only being cancelled is no mistake of its own."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in messages:
+            await send(message)
+        if raised is not None:
+            raise raised
+
+    made, transport, _ = exchange()
+    made.logger = Log()
+    await made.run_asgi(app)
+    cancelled = isinstance(raised, asyncio.CancelledError)
+    assert transport.closed
+    assert transport.data.startswith(b"HTTP/1.1 200" if messages else b"" if cancelled else b"HTTP/1.1 500")
+    assert not transport.data.endswith(b"0\r\n\r\n")
+    assert [type(error) for error in made.logger.errors] == ([] if cancelled else [type(raised or RuntimeError())])
+
+
 def test_a_target_is_taken_apart() -> None:
     assert read_target(b"/v2/a%20b?x=1") == ("/v2/a b", b"/v2/a%20b", b"x=1")
     assert read_target(b"http://host:80/v2") == ("/v2", b"/v2", b"")

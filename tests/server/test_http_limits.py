@@ -146,6 +146,33 @@ def test_seed_is_the_clients_or_a_new_one_each_time() -> None:
     assert all(0 <= sampling().seed < 2**64 for _ in range(8))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "attribute"),
+    [
+        ("seed", 7, "seed"), ("random_seed", 7, "seed"), ("min_tokens", 3, "min_tokens"), ("top_k", 5, "top_k"),
+        ("min_length", 3, "min_tokens"), ("temperature", 0.5, "temperature"), ("top_p", 0.5, "top_p"),
+        ("frequency_penalty", 0.5, "frequency_penalty"), ("presence_penalty", 0.5, "presence_penalty"),
+        ("repetition_penalty", 1.5, "repetition_penalty"),
+    ],
+)  # fmt: skip
+def test_a_field_that_the_model_does_not_declare_counts_as_a_parameter(
+    name: str, value: float, attribute: str
+) -> None:
+    asked = request(max_tokens=8)
+    asked.parameters[name] = value
+    params = sampling_params(given_fields(asked, {}), lambda word: list(word.encode()))
+    assert getattr(params, attribute) == value
+    asked.parameters[name] = "much"
+    with pytest.raises(InferenceError, match=f"{name} must be of type"):
+        given_fields(asked, {})
+
+
+def test_a_declared_seed_goes_before_one_in_the_parameters() -> None:
+    asked = request(max_tokens=8, random_seed=3)
+    asked.parameters["seed"] = 4
+    assert given_fields(asked, {})["random_seed"].value == 3
+
+
 def test_the_other_fields_arrive() -> None:
     params = sampling(
         min_length=3, repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=-0.5, end_id=7, pad_id=9,

@@ -376,6 +376,19 @@ def test_documentation_describes_routes_with_an_example_that_runs(start: Start) 
         assert (answer.status, answer.header("content-type")) == (200, content_type)
 
 
+def test_documentation_has_settings_to_change_and_fields_of_several_values(start: Start) -> None:
+    server = start()
+    paths = json.loads(get(server.port, "/openapi.json").body)["paths"]
+    for path in ("/v2/logging", "/v2/trace/setting", "/v2/models/{model}/trace/setting"):
+        assert set(paths[path]) == {"get", "post"}
+        assert get(server.port, path.replace("{model}", "ensemble")).status == 200
+    assert "/v2/systemsharedmemory/region/{region}/register" in paths
+    request = paths["/v2/models/{model}/generate"]["post"]["requestBody"]["content"]["application/json"]
+    fields = request["schema"]["properties"]
+    assert fields["stop_words"] == {"type": ["string", "array"], "items": {"type": "string"}}
+    assert fields["temperature"] == {"type": "number"}
+
+
 def test_unknown_route_beside_the_documentation_answers_as_triton(start: Start) -> None:
     server = start()
     for path in ("/docs/", "/", "/v1/models"):

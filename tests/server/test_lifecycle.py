@@ -158,6 +158,7 @@ def test_a_killed_engine_fails_its_streams_with_the_reason_and_comes_back(serve)
     wait_for(lambda: ready(server) == 200)
     assert generate(server).json()["text_output"] == "6 7 8"
     assert server.engine_process() != first
+    assert sum("the engine serves again, after " in line for line in server.lines) == 1
 
 
 def test_an_engine_that_keeps_dying_ends_the_server_with_a_failure(serve):
@@ -187,6 +188,13 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(serve, tmp_path):
     assert f"cannot use 127.0.0.1:{port}" in server.lines[-1]
     assert "--http-port" in server.lines[-1]
     assert not any("engine" in line for line in server.lines[:-1])
+
+
+@pytest.mark.parametrize("option", ["--http-port", "--grpc-port", "--metrics-port"])
+def test_a_port_that_does_not_exist_is_told_in_one_line(serve, option):
+    server = serve(option, "65536")
+    assert server.wait_exit() == 1
+    assert server.lines == [f"error: {option} must be 0 to 65535, got 65536"]
 
 
 def test_a_repository_that_is_not_there_is_the_last_line(tmp_path):

@@ -11,7 +11,7 @@ import msgspec
 
 from slipstream.server.python_models.backend_tensors import InferenceResponse, Tensor, TritonError, TritonModelException
 from slipstream.server.python_models.channel import Channel, PendingCall
-from slipstream.server.python_models.frames import Call, CallCancel, RequestFrame, Response
+from slipstream.server.python_models.frames import Call, CallCancel, CallRead, RequestFrame, Response
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
@@ -47,7 +47,12 @@ class ResponseSender:
         self.closed = False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        self._channel.send(self.frame(response, bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)))
+        """Waits while more than enough of what was sent before is unread (see `unread.py`); the last one never does."""
+        frame = self.frame(response, bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL))
+        if frame.final:
+            self._channel.send(frame)
+        else:
+            self._channel.answer(frame)
 
     def frame(self, response: InferenceResponse | None, final: bool) -> Response:
         """What goes over the socket. After the final one there is no other."""
@@ -84,6 +89,8 @@ class ResponseIterator:
             self._ended = answer.final
             if answer.response is not None:
                 return InferenceResponse.from_frame(answer.response)
+            if not self._ended:
+                self._channel.send(CallRead(self._call.number))
         raise StopIteration
 
     def cancel(self) -> None:

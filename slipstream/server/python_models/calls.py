@@ -14,6 +14,7 @@ from slipstream.server.input_checks import check_request
 from slipstream.server.python_models.convert import error_frame, request_of, response_frame
 from slipstream.server.python_models.custom_metrics import CustomMetrics
 from slipstream.server.python_models.frames import Call, CallAnswer, Control, ControlAnswer, ErrorFrame, ToWorker
+from slipstream.server.python_models.unread import Unread
 from slipstream.server.rate_limiter import RateLimiter
 from slipstream.server.repository_control import NoControl, RepositoryControl, load_model
 
@@ -28,7 +29,24 @@ class Surroundings:
     limiter: RateLimiter | None = None  # where instances share resources
 
 
-Send = Callable[[ToWorker], Awaitable[None]]
+Send = Callable[[ToWorker], Awaitable[int]]  # tells how many bytes it took
+
+
+class _Room:
+    """In a model's process, for more answers to one of its calls."""
+
+    def __init__(self) -> None:
+        self.unread = Unread()
+        self._read = asyncio.Event()
+
+    def read(self) -> None:
+        self.unread.read()
+        self._read.set()
+
+    async def wait(self) -> None:
+        while self.unread.full:
+            self._read.clear()
+            await self._read.wait()
 
 
 class Calls:
@@ -38,6 +56,7 @@ class Calls:
         self._surroundings = surroundings
         self._send = send
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._rooms: dict[int, _Room] = {}  # of the calls that are being answered
 
     def begin(self, call: Call) -> None:
         self._run(call.request.number, self._answer(call))
@@ -48,6 +67,10 @@ class Calls:
     def cancel(self, number: int) -> None:
         if task := self._tasks.get(number):
             task.cancel()
+
+    def read(self, number: int) -> None:
+        if room := self._rooms.get(number):
+            room.read()
 
     def close(self) -> None:
         for task in self._tasks.values():
@@ -82,10 +105,17 @@ class Calls:
             raise InferenceError(text, Code.UNSUPPORTED)
         request = request_of(call.request, call.model_name, version)
         check_request(request, model.config)
-        async with aclosing(model.infer(request)) as responses:
-            async for response in responses:
-                frame = response_frame(response, call.request.requested_outputs)
-                await self._send(CallAnswer(call.request.number, frame, False))
+        number, room = call.request.number, _Room()
+        self._rooms[number] = room
+        try:
+            async with aclosing(model.infer(request)) as responses:
+                async for response in responses:
+                    frame = response_frame(response, call.request.requested_outputs)
+                    await room.wait()
+                    if room.unread.add(await self._send(CallAnswer(number, frame, False))):
+                        await self._send(CallAnswer(number, None, False))
+        finally:
+            del self._rooms[number]
 
     async def _control(self, control: Control) -> None:
         value, error = 0.0, None

@@ -19,16 +19,22 @@ from slipstream.server.python_models.frames import (
     Cancel,
     Control,
     ControlAnswer,
+    ErrorFrame,
     FrameError,
     FrameReader,
     FromWorker,
     News,
     Order,
+    Read,
     RequestFrame,
+    Response,
+    ResponseFrame,
     encode,
 )
+from slipstream.server.python_models.unread import PATIENCE_SECONDS, Unread
 
 _READ_BYTES = 1 << 20
+_UNREAD = ErrorFrame(f"given up: none of its answers was read for {PATIENCE_SECONDS:.0f} seconds", "CANCELLED")
 
 
 class PendingCall:
@@ -52,8 +58,10 @@ class Channel:
         self._numbers = itertools.count(1)
         self._calls: dict[int, PendingCall] = {}
         self._marking = threading.Lock()
+        self._room = threading.Condition(self._marking)  # for more answers
         self._newest = 0  # of the requests that were taken up: their numbers grow
         self._cancelled: dict[int, bool] = {}  # of the requests that are not answered yet
+        self._unread: dict[int, Unread] = {}  # of those of them that have several answers
         Channel._current = self
 
     @classmethod
@@ -77,6 +85,13 @@ class Channel:
             with self._marking:  # the order it is about may still be on its way
                 if message.number in self._cancelled or message.number > self._newest:
                     self._cancelled[message.number] = True
+                    self._room.notify_all()
+            return
+        if isinstance(message, Read):
+            with self._marking:
+                if (unread := self._unread.get(message.number)) is not None:
+                    unread.read()
+                    self._room.notify_all()
             return
         ended = not isinstance(message, CallAnswer) or message.final
         call = self._calls.pop(message.call, None) if ended else self._calls.get(message.call)
@@ -94,8 +109,43 @@ class Channel:
             self._newest = requests[-1].number
         return wanted
 
+    def answer(self, message: Response) -> None:
+        """Send an answer that others follow, once enough of those before it are read. Nobody's answers go nowhere."""
+        number, frame = message.number, encode(message)
+        with self._marking:
+            if not self._is_wanted(number):
+                return
+            if (unread := self._unread.get(number)) is None:
+                unread = self._unread[number] = Unread()
+            if not unread.full or self._wait_for_room(number, unread):
+                if unread.add(len(frame)):
+                    frame += encode(Response(number, None, False))
+            elif self._is_wanted(number):
+                self._cancelled[number] = True
+                frame = encode(Response(number, ResponseFrame([], _UNREAD), True))
+            else:
+                return
+        self._write(frame)
+
+    def _is_wanted(self, number: int) -> bool:
+        return self._cancelled.get(number) is False
+
+    def _wait_for_room(self, number: int, unread: Unread) -> bool:
+        """False where the request was given up or answered meanwhile, or nothing is read for too long."""
+        while unread.full:
+            before = unread.total
+
+            def changed(before: int = before) -> bool:
+                return unread.total < before or not self._is_wanted(number)
+
+            if not self._room.wait_for(changed, PATIENCE_SECONDS) or not self._is_wanted(number):
+                return False
+        return True
+
     def send(self, message: FromWorker) -> None:
-        frame = encode(message)
+        self._write(encode(message))
+
+    def _write(self, frame: bytes) -> None:
         with self._writing:
             self._orders.sendall(frame)
 
@@ -114,6 +164,8 @@ class Channel:
     def forget(self, number: int) -> None:
         with self._marking:
             self._cancelled.pop(number, None)
+            if self._unread.pop(number, None) is not None:
+                self._room.notify_all()  # another thread may want to answer still
 
     def is_cancelled(self, number: int) -> bool:
         return self._cancelled.get(number, False)

@@ -70,8 +70,14 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     number: int
 
 
+class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
+    """Another mark among the answers to the request has been reached, the oldest first."""
+
+    number: int
+
+
 class CallAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """One response to a call of another model, or only its end."""
+    """One response to a call of another model, or only its end, or a mark as in `Response`."""
 
     call: int
     response: ResponseFrame | None
@@ -97,6 +103,8 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True, tag="response"):
+    """One that is neither a response nor the end is a mark: whoever sent it wants to know when it is reached."""
+
     number: int
     response: ResponseFrame | None
     final: bool
@@ -118,6 +126,12 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
 
 
 class CallCancel(msgspec.Struct, frozen=True, array_like=True, tag="call-cancel"):
+    call: int
+
+
+class CallRead(msgspec.Struct, frozen=True, array_like=True, tag="call-read"):
+    """Another mark among the answers to the call has been reached, the oldest first."""
+
     call: int
 
 
@@ -155,10 +169,20 @@ class MetricFrame(msgspec.Struct, frozen=True, array_like=True, tag="metric"):
 
 
 Order = Start | Execute | Stop
-News = Cancel | CallAnswer | ControlAnswer
+News = Cancel | Read | CallAnswer | ControlAnswer
 ToWorker = Order | News
 FromWorker = (
-    Started | StartFailed | Response | Executed | Call | CallCancel | Control | Log | MetricFamilyFrame | MetricFrame
+    Started
+    | StartFailed
+    | Response
+    | Executed
+    | Call
+    | CallCancel
+    | CallRead
+    | Control
+    | Log
+    | MetricFamilyFrame
+    | MetricFrame
 )
 _ENCODER = msgspec.msgpack.Encoder()
 ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)

@@ -21,6 +21,7 @@ from slipstream.server.python_models.frames import (
     FROM_WORKER,
     Call,
     CallCancel,
+    CallRead,
     Cancel,
     Control,
     ControlAnswer,
@@ -33,6 +34,7 @@ from slipstream.server.python_models.frames import (
     Log,
     MetricFamilyFrame,
     MetricFrame,
+    Read,
     RequestFrame,
     Response,
     Start,
@@ -89,16 +91,20 @@ class _Link(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._writable.set()
 
-    def write(self, message: ToWorker) -> None:
+    def write(self, message: ToWorker) -> int:
+        """The bytes that it takes."""
+        frame = encode(message)
         if self._held is not None:
-            self._held.append(encode(message))
+            self._held.append(frame)
         elif self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode(message))
+            self._transport.write(frame)
+        return len(frame)
 
-    async def send(self, message: ToWorker) -> None:
+    async def send(self, message: ToWorker) -> int:
         """Write, and wait while the model does not read."""
-        self.write(message)
+        written = self.write(message)
         await self._writable.wait()
+        return written
 
     def close(self) -> None:
         if self._transport is not None:
@@ -202,6 +208,8 @@ class Instance:
             self._calls.begin(message)
         elif isinstance(message, CallCancel):
             self._calls.cancel(message.call)
+        elif isinstance(message, CallRead):
+            self._calls.read(message.call)
         elif isinstance(message, Control):
             self._control(message)
         elif isinstance(message, Started):
@@ -241,6 +249,10 @@ class Instance:
     def cancel(self, number: int) -> None:
         if self._news is not None:
             self._news.write(Cancel(number))
+
+    def tell_read(self, number: int) -> None:
+        if self._news is not None:
+            self._news.write(Read(number))
 
     def _lost(self) -> None:
         """The socket is closed: the process has ended or is beyond talking to."""

@@ -306,6 +306,8 @@ class _Answers:
                 response, self._final = self._pending.answers.popleft()
                 if response is not None:
                     return response
+                if not self._final:
+                    self._pending.reach_mark()
         except asyncio.CancelledError:
             await self.aclose()
             raise

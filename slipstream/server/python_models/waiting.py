@@ -18,7 +18,8 @@ from slipstream.server.python_models.instance import Instance
 class Pending:
     """A request on its way through the model, and what came back so far that nobody has read.
 
-    An answer is a response, None where only the end has come, and whether it is the end.
+    An answer is a response and whether it is the end. None is only the end, or else a mark: the process that gave it
+    wants to know when it is reached, and gives no more where too much is unread.
     """
 
     request: InferRequest
@@ -34,6 +35,10 @@ class Pending:
         self.answers.append((response, final))
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+    def reach_mark(self) -> None:
+        if self.instance is not None:
+            self.instance.tell_read(self.number)
 
     def arrival(self) -> asyncio.Future[None]:
         """Of the next answer, where there is none yet."""

@@ -1,0 +1,204 @@
+"""What one gRPC stream may have under way, and what happens to it when its client is gone."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from grpc_stack import until
+
+from slipstream.repository.models import inspect_repository
+from slipstream.server.context import ServerContext
+from slipstream.server.grpc_infer import Inference
+from slipstream.server.grpc_service import create_grpc_server
+from slipstream.server.grpc_transport import ClientGone, GrpcServer, StreamCall, Streaming
+from slipstream.server.health import ServerState
+from slipstream.server.inference import InferResponse
+from slipstream.server.protocol import messages
+from slipstream.server.registry import ModelRegistry
+
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+CONFIG = """name: "gate" backend: "python" model_transaction_policy { decoupled: true }
+input [ { name: "in" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "out" data_type: TYPE_INT32 dims: [ 1 ] } ]
+"""
+
+
+class Gate:
+    """A model whose answers wait until they are let go."""
+
+    ready = True
+    decoupled = True
+
+    def __init__(self, folder):
+        (folder / "gate" / "1").mkdir(parents=True)
+        (folder / "gate" / "config.pbtxt").write_text(CONFIG)
+        self.config = inspect_repository(folder, served_elsewhere=["gate"])[0].models["gate"].config
+        self.go = asyncio.Semaphore(0)
+        self.begun = self.under_way = self.most = 0
+
+    async def infer(self, request):
+        self.begun += 1
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await self.go.acquire()
+        self.under_way -= 1
+        yield InferResponse(final=True)
+
+
+def asking(model, number=1):
+    message = messages.ModelInferRequest(model_name=model, id=str(number))
+    message.inputs.add(name="in", datatype="INT32", shape=[1]).contents.int_contents.append(number)
+    return message.SerializeToString()
+
+
+@asynccontextmanager
+async def gate_behind_grpc(folder):
+    gate, registry = Gate(folder), ModelRegistry()
+    registry.add("gate", 1, gate)
+    server = create_grpc_server(registry, ServerState([]))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield gate, channel
+    finally:
+        await server.stop(None)
+
+
+async def test_a_stream_has_at_most_1024_requests_under_way(tmp_path):
+    async with gate_behind_grpc(tmp_path) as (gate, channel), asyncio.timeout(30):
+        call = channel.stream_stream(STREAM)()
+        for number in range(1100):
+            await call.write(asking("gate", number))
+        await call.done_writing()
+        await until(lambda: gate.begun >= 1024)
+        for _ in range(20):  # what was sent before these has arrived when they are answered
+            assert await channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"") == b"\x08\x01"
+        assert gate.begun == 1024
+        for _ in range(10):
+            gate.go.release()
+        await until(lambda: gate.begun >= 1034)
+        for _ in range(1090):
+            gate.go.release()
+        answers = [messages.ModelStreamInferResponse.FromString(answer) async for answer in call]
+        assert sorted(int(answer.infer_response.id) for answer in answers) == list(range(1100))
+        assert {answer.error_message for answer in answers} == {""}
+        assert (gate.begun, gate.most) == (1100, 1024)
+
+
+def lines(capfd):
+    """What was written to the log, without what the client's library may say about its connection."""
+    captured = capfd.readouterr()
+    return [line for line in (captured.out + captured.err).splitlines() if "chttp2_transport.cc" not in line]
+
+
+class Leaving:
+    """A call whose client sends requests, and is gone when it is answered."""
+
+    metadata = ()
+
+    def __init__(self, *sent):
+        self.sent = list(sent)
+        self.tried = 0
+
+    def peer(self):
+        return "nobody"
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if not self.sent:
+            await asyncio.sleep(0)  # those who answer come first
+            raise StopAsyncIteration
+        return self.sent.pop(0)
+
+    async def write(self, data):
+        self.tried += 1
+        raise ClientGone
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_client_that_leaves_while_it_is_told_of_an_error_is_no_error(capfd, count):
+    call = Leaving(*[asking("nobody")] * count)
+    inference = Inference(ModelRegistry(), ServerState([]), ServerContext())
+    await inference.model_stream_infer(call)
+    assert call.tried > 0
+    assert lines(capfd) == []
+
+
+async def test_clients_that_leave_amid_errors_leave_no_line_in_the_log(tmp_path, capfd):
+    async with gate_behind_grpc(tmp_path) as (_, channel), asyncio.timeout(30):
+        for number in range(30):
+            call = channel.stream_stream(STREAM)()
+            for _ in range(20):
+                await call.write(asking("nobody"))
+            for _ in range(number % 3):
+                assert b"unknown model" in await call.read()
+            call.cancel()
+        assert await channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"") == b"\x08\x01"
+    assert lines(capfd) == []
+
+
+@asynccontextmanager
+async def stubborn(after):
+    """A handler that does something more when its client is gone; where `ended` says that it could, and what it saw."""
+    seen = SimpleNamespace(begun=asyncio.Event(), ended=asyncio.Event(), result=None)
+
+    async def handle(call):
+        try:
+            await anext(call)
+            seen.begun.set()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            try:
+                seen.result = await after(call)
+            finally:
+                seen.ended.set()
+
+    server = GrpcServer({"/test.Service/Handle": Streaming(handle)}, [("grpc.so_reuseport", 0)])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
+        call = channel.stream_stream("/test.Service/Handle")()
+        await call.write(b"first")
+        await call.write(b"second")
+        await seen.begun.wait()
+        yield seen, server, call
+    await server.stop(None)
+
+
+async def leave(how, server, call):
+    if how == "client":
+        call.cancel()
+    else:
+        await server.stop(None)
+
+
+@pytest.mark.parametrize("how", ["client", "server"])
+async def test_nothing_is_read_of_a_call_that_is_gone(how, monkeypatch):
+    async def read_on(call):
+        monkeypatch.setattr(StreamCall, "_start", lambda *operation: started.append(operation))
+        async with asyncio.timeout(5):
+            return [message async for message in call]
+
+    started = []
+    async with stubborn(read_on) as (seen, server, call):
+        await leave(how, server, call)
+        await seen.ended.wait()
+        monkeypatch.undo()
+        assert (seen.result, started) == ([], [])
+
+
+@pytest.mark.parametrize("how", ["client", "server"])
+async def test_what_is_written_to_a_call_that_is_gone_ends_its_handler_in_silence(how, capfd):
+    async def write_on(call):
+        await call.write(b"an error")
+
+    async with stubborn(write_on) as (seen, server, call):
+        await leave(how, server, call)
+        await seen.ended.wait()
+        await until(lambda: not server.running)
+    assert lines(capfd) == []
