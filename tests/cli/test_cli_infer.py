@@ -36,15 +36,20 @@ class Busy(grpc.GenericRpcHandler):
         context.abort(grpc.StatusCode.UNAVAILABLE, "Exceeds maximum queue size")
 
 
-def test_a_server_that_takes_no_more_is_not_told_as_none_at_all():
-    server = grpc.server(ThreadPoolExecutor(1), handlers=[Busy()])
+def infer_from(handler):
+    """`slipstream infer` with a gRPC server that this handler is all of."""
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[handler])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
         arguments = ["infer", "-m", "x", "--prompt", "y", "-u", "127.0.0.1", "-p", str(port), "-i", "grpc"]
-        result = runner.invoke(command.app, arguments)
+        return runner.invoke(command.app, arguments)
     finally:
         server.stop(None).wait()
+
+
+def test_a_server_that_takes_no_more_is_not_told_as_none_at_all():
+    result = infer_from(Busy())
     assert (result.exit_code, result.output.strip()) == (1, "error: Exceeds maximum queue size")
 
 
@@ -97,15 +102,7 @@ def test_the_key_is_sent_over_grpc(monkeypatch):
 
             return grpc.stream_stream_rpc_method_handler(refuse)
 
-    server = grpc.server(ThreadPoolExecutor(1))
-    server.add_generic_rpc_handlers((Refusing(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        arguments = ["infer", "-m", "x", "--prompt", "y", "-u", "127.0.0.1", "-p", str(port), "-i", "grpc"]
-        result = runner.invoke(command.app, arguments)
-    finally:
-        server.stop(None)
+    result = infer_from(Refusing())
     assert result.exit_code == 1
     assert "saw Bearer secret" in result.output
 
