@@ -205,7 +205,9 @@ def limit_seconds(spec: ModelSpec, plan: StepPlan, weight_bytes: int) -> float:
     head = spec.vocab_size * spec.hidden_size
     body = spec.parameters() - (1 if spec.tied_embeddings else 2) * head
     samples = sum(plan.samples)
-    arithmetic = 2 * body * plan.tokens / FLOPS[weight_bytes] + 2 * head * samples / FLOPS[2]
+    behind = spec.hidden_size * (spec.q_size + 3 * spec.ffn_size)  # the last attention: nobody reads other tokens'
+    arithmetic = (2 * (body * plan.tokens - behind * (plan.tokens - samples)) / FLOPS[weight_bytes]
+                  + 2 * head * samples / FLOPS[2])
     reading = (weight_bytes * body + (2 * head if samples else 0)) / READ_BYTES_PER_SECOND
     cached = sum(p + 1 for p, count in zip(plan.positions, plan.counts, strict=True) if count == 1)
     pairs = sum(c * (p + c / 2) for p, c in zip(plan.positions, plan.counts, strict=True) if c > 1)

@@ -30,3 +30,8 @@ def quantise(x: Tensor) -> Quantised:
 def plain(x: Input) -> Tensor:
     """The activations themselves, as nearly as x has them."""
     return (x.values.float() * x.scales).to(torch.bfloat16) if isinstance(x, Quantised) else x
+
+
+def pick(x: Input, tokens: Tensor) -> Input:
+    """The activations of these tokens."""
+    return Quantised(x.values[tokens], x.scales[tokens]) if isinstance(x, Quantised) else x[tokens]

@@ -36,6 +36,11 @@ def dense(weight: Tensor, bias: Tensor | None) -> Product:
     return lambda x: functional.linear(x, weight, bias)
 
 
+def gated(product: Product) -> Product | None:
+    """The product with the silu gate behind it, where one kernel does both for few tokens; else None."""
+    return getattr(product, "gated", None)
+
+
 def wide(weight: Tensor) -> Callable[..., Tensor] | None:
     """The product whose result is float32 and may go to an `out`; None where there is no such kernel."""
     if weight.device.type != "cuda":

@@ -16,7 +16,7 @@ from slipstream.kernels.activation import ACTIVATIONS, gated
 from slipstream.kernels.adapters import DENSE, FIRST, PROJ, QKV, StepAdapters
 from slipstream.kernels.attention import cache_shape
 from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.inputs import Input, plain
+from slipstream.kernels.inputs import Input, pick, plain
 from slipstream.kernels.normalisation import Norm
 from slipstream.kernels.operations import Attention, Operations, operations_on
 from slipstream.model.experts import Mixture
@@ -107,8 +107,11 @@ class Transformer:
         turns = {theta: turn_at(*table, step.positions, self.dtype) for theta, table in self.rotary.items()}
         delta: Tensor | None = None
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            delta = layer(hidden, delta, step, turns.get(layer.theta), layer_cache)
-        if step.samples is not None:
+            # Of the last layer, other tokens' keys and values are all that anybody will read. Adapters are planned
+            # for all tokens of a step.
+            wanted = step.samples if layer is self.layers[-1] and step.adapters is None else None
+            hidden, delta = layer(hidden, delta, step, turns.get(layer.theta), layer_cache, wanted)
+        if step.samples is not None and step.adapters is not None:
             hidden, delta = hidden[step.samples], delta[step.samples] if delta is not None else None
         return self.head(self._output(hidden, delta), step.logits)
 
@@ -197,42 +200,51 @@ class Layer:
             return
         rows = 2 * spec.ffn_size if spec.gated_mlp else spec.ffn_size
         self.first = source.product(first, rows, spec.hidden_size, spec.mlp_bias)
+        self.gated = linear.gated(self.first) if self.activate == operations.silu_gated else None
         self.proj = source.product(f"{name}.mlp.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
 
     def __call__(
-        self, hidden: Tensor, delta: Tensor | None, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor
-    ) -> Tensor | None:
-        """hidden: the residual stream, to which `delta` of the layer before is added → what this layer adds to it"""
+        self, hidden: Tensor, delta: Tensor | None, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor,
+        wanted: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden: the residual stream, to which `delta` of the layer before is added; wanted: the tokens whose results
+        are, None: all → the stream and what this layer adds to it, of those"""
         spec, add_norm, normalise = self.spec, self.operations.add_norm, self.operations.normalise
+        x = hidden.to(self.dtype) if spec.norms_after else add_norm(hidden, delta, self.input_norm)
+        attended = self.attention(x, step, turn, cache)
+        if wanted is not None:
+            hidden, x, attended = hidden[wanted], pick(x, wanted), attended[wanted]
+        if hidden.shape[0] == 0:  # a step in the midst of a prompt
+            return hidden, None
+        delta = self._adapted(self.dense(attended), attended, step, DENSE)
         if spec.norms_after:
-            attended = self.attention(hidden.to(self.dtype), step, turn, cache)
-            _normed_sum(hidden, self.mlp(_normed_sum(hidden, attended, self.input_norm), step), self.post_norm)
-            return None
-        x = add_norm(hidden, delta, self.input_norm)
-        delta = self.attention(x, step, turn, cache)
+            _normed_sum(hidden, self.mlp(_normed_sum(hidden, delta, self.input_norm), step), self.post_norm)
+            return hidden, None
         if spec.parallel_residual:
-            return delta + self.mlp(x if spec.shared_norm else add_norm(hidden, None, self.post_norm), step)
+            return hidden, delta + self.mlp(x if spec.shared_norm else add_norm(hidden, None, self.post_norm), step)
         if self.attended_norm is not None:
             delta = normalise(delta, self.attended_norm)
         delta = self.mlp(add_norm(hidden, delta, self.post_norm), step)
-        return delta if self.mlp_norm is None else normalise(delta, self.mlp_norm)
+        return hidden, delta if self.mlp_norm is None else normalise(delta, self.mlp_norm)
 
     def attention(self, x: Input, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor) -> Tensor:
-        """x: [tokens, hidden]; cache: [2, kv_heads, slots, head_size] → [tokens, hidden]"""
+        """x: [tokens, hidden]; cache: [2, kv_heads, slots, head_size] → [tokens, heads * head_size]"""
         spec = self.spec
         keys, values = cache.unbind()
         heads = self._adapted(self.qkv(x), x, step, QKV).view(-1, spec.heads + 2 * spec.kv_heads, spec.head_size)
         queries = self.operations.rotate_write(
             heads, step.positions, step.slots, turn, self.q_norm, self.k_norm, spec.norm_epsilon, keys, values
         )
-        attended = step.attention.attend(queries, keys, values, self.rule).view(-1, spec.q_size)
-        return self._adapted(self.dense(attended), attended, step, DENSE)
+        return step.attention.attend(queries, keys, values, self.rule).view(-1, spec.q_size)
 
     def mlp(self, x: Input, step: Step) -> Tensor:
         """x: [tokens, hidden] → [tokens, hidden]"""
         if self.mixture is not None:
             return self.mixture(plain(x))
-        middle = self.activate(self._adapted(self.first(x), x, step, FIRST))
+        if self.gated is not None and step.adapters is None:
+            middle = self.gated(x)
+        else:
+            middle = self.activate(self._adapted(self.first(x), x, step, FIRST))
         return self._adapted(self.proj(middle), middle, step, PROJ)
 
     def _adapted(self, y: Tensor, x: Input, step: Step, product: int) -> Tensor:

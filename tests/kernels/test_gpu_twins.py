@@ -297,6 +297,20 @@ def test_few_tokens(kind, tokens, rows, size, bias):
         assert close(few_tokens(*on_device), expected)
 
 
+@pytest.mark.parametrize("tokens", [3, 33])
+@pytest.mark.parametrize(("rows", "size"), [(64, 128), (128, 600), (192, 1024)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_with_their_gate(tokens, rows, size, bias):
+    """To the bit what the product and then the gate give."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if GPU else torch.float16  # the interpreter does not know bfloat16
+    x, weight = torch.randn(tokens, size).to(dtype), (torch.randn(rows, size) / size**0.5).to(dtype)
+    offset = torch.randn(rows).to(dtype).to(DEVICE) if bias else None
+    apart = few_tokens(x.to(DEVICE), weight.to(DEVICE), offset)
+    gated = few_tokens(x.to(DEVICE), weight.to(DEVICE), offset, gated=True)
+    assert torch.equal(gated, gpu_activation.silu_gated(apart))
+
+
 @pytest.mark.parametrize("quantised", [quantise_fp8, lambda weight: quantise_rows(weight, 8, 0)], ids=["fp8", "int8"])
 @pytest.mark.parametrize("tokens", [3, 100])
 def test_eight_bit_weights_with_activations_of_16_bits(quantised, tokens):

@@ -14,11 +14,16 @@ _BLOCK = 1024
 
 
 @triton.jit
+def silu_times(activated, multiplied):
+    """Both of one type, in which the result is, too; rounded in between, as the twin does."""
+    wide = activated.to(tl.float32)
+    return (wide * tl.sigmoid(wide)).to(multiplied.dtype) * multiplied
+
+
+@triton.jit
 def _gate(x, row, column, inside, size):
-    activated = tl.load(x + row * 2 * size + column, inside, other=0.0).to(tl.float32)
-    multiplied = tl.load(x + row * 2 * size + size + column, inside, other=0.0)
-    activated = (activated * tl.sigmoid(activated)).to(multiplied.dtype)  # rounded in between, as the twin does
-    return activated * multiplied
+    activated = tl.load(x + row * 2 * size + column, inside, other=0.0)
+    return silu_times(activated, tl.load(x + row * 2 * size + size + column, inside, other=0.0))
 
 
 @Quick

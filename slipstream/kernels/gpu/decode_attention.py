@@ -20,7 +20,11 @@ from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu.launch import Quick, counters, let_next, overlapping, power_of_two, wait
 
 _TILE = 64  # cached tokens a program looks at at once
-_NARROW_TILE = {1: 64, 2: 32}  # of a program with one warp, by the bytes of a cached number
+_NARROW_TILE = 32  # the same of a program with one warp
+# By the bytes of a cached number: programs for each that the machine holds from which on they are best narrow, and how
+# far ahead of its arithmetic a narrow program reads.
+_NARROW_FROM = {1: 1.5, 2: 2.5}
+_NARROW_STAGES = {1: 6, 2: 4}
 _GROUP = 16  # the least number of query rows the matrix units take
 _SMALLEST = 16  # the least number of columns they sum over
 _AT_ONCE = 5  # programs that a processor holds
@@ -261,10 +265,14 @@ def attend_decode(
     packed = eight_bits and size == padded >= 2 * _SMALLEST and q.is_cuda
     if packed:
         values = values.view(torch.int16)
-    # Many programs are best small; wide or long numbers need the registers of several warps.
+    # Wide or long numbers need the registers of several warps.
     small = q.element_size() == 2 and padded <= 128 and queries == _GROUP and packed == eight_bits
-    narrow = small and rows * kv_heads >= 3 * places
-    tile = _NARROW_TILE[keys.element_size()] if narrow else _TILE if padded * keys.element_size() <= 512 else _TILE // 2
+    programs, number = rows * kv_heads, keys.element_size()
+    if small and programs >= _NARROW_FROM[number] * places:
+        tile, warps, stages = _NARROW_TILE, 1, _NARROW_STAGES[number]
+    else:  # where there are few, each reads further ahead
+        tile, warps = _TILE if padded * number <= 512 else _TILE // 2, 4
+        stages = 3 if small and number == 2 and programs <= places else 2
     _decode[(items,)](
         q, keys, values, tables, plan.chunks, out, partial, statistics, counters(rows * kv_heads, q.device),
         rule.scale * _LOG2_E, rule.softcap * _LOG2_E, q.stride(0), keys.shape[1], tables.stride(0),
@@ -273,6 +281,5 @@ def attend_decode(
         # The hardware turns eight bits into float16 in one instruction; bfloat16 would take several.
         COMPUTE=tl.float16 if eight_bits else _TYPES[q.dtype], PACKED=packed, ROOM=2 * items <= places,
         BLOCK_TOKENS=block_tokens, TILE=tile,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=1 if narrow else 4,
-        num_stages=2, **shape,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages, **shape,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """The product of a few tokens with a weight of 16 or 8 bits: bound by reading the weight, which is read once.
 
 Programs take tiles of the weight's rows. Where the rows are too few to keep every processor reading, several
-programs share a tile's columns, and the last of them to finish adds the parts up, always in the same order.
+programs share a tile's columns, and the last of them to finish adds the parts up, always in the same order. Where a
+gate follows, half of a tile's rows are those that the other half's results are multiplied with.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.gpu.activation import silu_times
 from slipstream.kernels.gpu.launch import (
     Quick,
     counters,
@@ -35,11 +37,14 @@ def _few_tokens(
     x, x_scales, weight, weight_scales, bias, out, partial, arrivals, tokens, rows, size, parts,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, X_SCALED: tl.constexpr, WEIGHT_SCALED: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)
     row = tile * ROWS + tl.arange(0, ROWS)
+    if GATED:
+        HALF: tl.constexpr = ROWS // 2
+        row = tile * HALF + tl.arange(0, ROWS) % HALF + tl.arange(0, ROWS) // HALF * (rows // 2)
     token = tl.arange(0, TOKENS)
     here = token < tokens
     span = tl.cdiv(tl.cdiv(size, COLUMNS), parts) * COLUMNS
@@ -81,8 +86,15 @@ def _few_tokens(
             total *= tl.load(x_scales + token, here, other=0.0)[None, :]
         if BIAS:
             total += tl.load(bias + row, row < rows, other=0.0).to(tl.float32)[:, None]
-        where = out + token[None, :] * rows + row[:, None]
-        tl.store(where, total.to(out.dtype.element_ty), here[None, :] & (row < rows)[:, None])
+        if GATED:
+            halves = tl.permute(tl.reshape(total.to(out.dtype.element_ty), [2, HALF, TOKENS]), (1, 2, 0))
+            activated, multiplied = tl.split(halves)
+            column = tile * HALF + tl.arange(0, HALF)
+            where = out + token[None, :] * (rows // 2) + column[:, None]
+            tl.store(where, silu_times(activated, multiplied), here[None, :])
+        else:
+            where = out + token[None, :] * rows + row[:, None]
+            tl.store(where, total.to(out.dtype.element_ty), here[None, :] & (row < rows)[:, None])
 
 
 def few_tokens(
@@ -92,15 +104,16 @@ def few_tokens(
     x_scales: Tensor | None = None,  # float32 [tokens, 1]
     weight_scales: Tensor | None = None,  # float32 [out]
     out: Tensor | None = None,  # [tokens, out]
+    gated: bool = False,  # give the first half of the results, activated by silu, times the second
 ) -> Tensor:
-    """→ [tokens, out], 16 bits unless `out` is given"""
+    """→ [tokens, out], 16 bits unless `out` is given; gated, [tokens, out / 2]"""
     tokens, size = x.shape
     rows = weight.shape[0]
     columns = _TILE_BYTES // weight.element_size()
     tiles, parts = pieces(rows, _ROWS), _parts(rows, size, columns)
     if out is None:
         kind = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
-        out = torch.empty((tokens, rows), dtype=kind, device=x.device)
+        out = torch.empty((tokens, rows // 2 if gated else rows), dtype=kind, device=x.device)
     width = max(16, power_of_two(tokens))
     partial, arrivals = _meeting_place(x.device, tiles, parts, width)
     _few_tokens[(tiles, parts)](
@@ -108,10 +121,15 @@ def few_tokens(
         TOKENS=width, ROWS=_ROWS, COLUMNS=columns, SPLIT=parts > 1,
         STAGES=_stages(tiles, width, columns * (_ROWS * weight.element_size() + width * x.element_size()), x.device),
         EVEN=rows % _ROWS == 0 and size % columns == 0,
-        X_SCALED=x_scales is not None, WEIGHT_SCALED=weight_scales is not None, BIAS=bias is not None,
+        X_SCALED=x_scales is not None, WEIGHT_SCALED=weight_scales is not None, BIAS=bias is not None, GATED=gated,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=_AHEAD, num_warps=4, **overlapping(x.device),
     )  # fmt: skip
     return out
+
+
+def gates(weight: Tensor) -> bool:
+    """Whether the halves of such a weight [out, in] can be gated with the product."""
+    return weight.shape[0] % _ROWS == 0
 
 
 def _parts(rows: int, size: int, columns: int) -> int:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.gpu.few_tokens import few_tokens
+from slipstream.kernels.gpu.activation import silu_gated
+from slipstream.kernels.gpu.few_tokens import few_tokens, gates
 from slipstream.kernels.gpu.one_token import one_token
 from slipstream.kernels.gpu.quantised import quantise
 from slipstream.kernels.inputs import Input, Quantised, plain
@@ -40,6 +41,7 @@ class DenseProduct:
         self.weight, self.bias = weight, bias  # [out, in], [out]
         self._turned = weight.t()
         self._few = 1 if weight.dtype == torch.float32 else _FEW_SMALL if weight.numel() <= _SMALL else _FEW_DENSE
+        self._gates = gates(weight)
 
     def __call__(self, x: Input) -> Tensor:
         x = plain(x)
@@ -50,6 +52,13 @@ class DenseProduct:
         if self.bias is None:
             return torch.mm(x, self._turned)  # what `linear` comes to, with less for the host to do
         return torch.addmm(self.bias, x, self._turned)
+
+    def gated(self, x: Input) -> Tensor:
+        """Of the results, the first half, activated by silu, times the second."""
+        x = plain(x)
+        if self._gates and 1 < x.shape[0] <= self._few:  # a single token's product is faster on its own
+            return few_tokens(x, self.weight, self.bias, gated=True)
+        return silu_gated(self(x))
 
 
 class WideProduct:
@@ -84,6 +93,13 @@ class WeightOnlyProduct:
             return few_tokens(x, self.weight, self.bias, weight_scales=self.scales)
         # In float32, because the scales of small weights are no numbers that float16 has.
         return functional.linear(x, (self.weight.float() * self.scales[:, None]).to(x.dtype), self.bias)
+
+    def gated(self, x: Input) -> Tensor:
+        """Of the results, the first half, activated by silu, times the second."""
+        x = plain(x)
+        if x.dtype == torch.float32 or x.shape[0] > _FEW_EIGHT_BITS or not gates(self.weight):
+            return silu_gated(self(x))
+        return few_tokens(x, self.weight, self.bias, weight_scales=self.scales, gated=True)
 
 
 class EightBitProduct:
