@@ -23,7 +23,7 @@ def _imports(file: SourceFile):
             yield line, f"imports {module}"
         if module in LOADERS and not file.name.startswith(PYTHON_MODELS):
             yield line, f"imports {module}"
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (node.module, alias.name) in METHODS:
@@ -31,7 +31,7 @@ def _imports(file: SourceFile):
 
 
 def _calls(file: SourceFile):
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         match node:
             case ast.Name(id=name) if name in CALLS and not file.name.startswith(PYTHON_MODELS):
                 yield node.lineno, f"uses {name}"
@@ -44,7 +44,7 @@ def _calls(file: SourceFile):
 
 
 def _silent(file: SourceFile):
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.ExceptHandler):
             if node.type is None:
                 yield node.lineno, "catches everything, also the order to stop"

@@ -5,10 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -100,17 +97,3 @@ def _plain(array: Array) -> Any:
 def inputs_document(rows: Sequence[Mapping[str, Any]]) -> str:
     return json.dumps({"data": [{name: value if name == "model" else [value] for name, value in row.items()}
                                 for row in rows]}, indent=2)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """All of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

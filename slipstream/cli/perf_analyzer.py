@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy
 
 from slipstream.bench.input_data import DataError, batches, input_tensors, made_up_row, read_rows
-from slipstream.bench.llm_report import profile_export, write_whole
+from slipstream.bench.llm_report import profile_export
 from slipstream.bench.load import (
     Load,
     Measured,
@@ -30,6 +30,7 @@ from slipstream.bench.server_statistics import ServerCounts, counts_of
 from slipstream.cli.arguments import CommandError, Parser
 from slipstream.cli.connections import open_connection
 from slipstream.client.connection import Connection, GrpcConnection, Request, ServerError
+from slipstream.weights.whole_file import write_whole
 
 _PERCENTILES = (50, 90, 95, 99)
 _US = 1000  # nanoseconds

@@ -22,6 +22,7 @@ from slipstream.cli.connections import connect_grpc
 from slipstream.cli.profile_flags import read_flags
 from slipstream.client.connection import GrpcConnection, Request, ServerError
 from slipstream.client.tensors import Array
+from slipstream.weights.whole_file import write_whole
 
 _DEFAULT_ANSWER = 256  # tokens asked for where --output-tokens-mean is not given
 _NUMPY_TYPES = {"TYPE_INT32": "int32", "TYPE_UINT32": "uint32", "TYPE_INT64": "int64", "TYPE_UINT64": "uint64",
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         models = {name: _TextModel(name, connection.config(name)) for name in given.model}
         words = _words(given, connection)
         rows = _rows(given, words)
-        measured = _measure(given, connection, [_request(given, models, row, n) for n, row in enumerate(rows)])
+        measured = _measure(given, connection, [_request(models, row, n) for n, row in enumerate(rows)])
     except ServerError as error:
         raise CommandError(str(error)) from error
     else:
@@ -131,7 +132,7 @@ def _prompts_of_file(path: Path) -> Iterator[str]:
         raise CommandError(f"--input-file {path}: not a JSON object with text_input on each line: {error}") from error
 
 
-def _request(given: Namespace, models: dict[str, _TextModel], row: dict[str, Any], number: int) -> Request:
+def _request(models: dict[str, _TextModel], row: dict[str, Any], number: int) -> Request:
     model = models[row["model"]]
     inputs = {model.named(field): model.tensor(field, value) for field, value in row.items() if field != "model"}
     for name in model.required:  # the word lists of the first releases
@@ -180,9 +181,9 @@ def _write_files(given: Namespace, rows: list[dict[str, Any]], measured: Measure
     name = "_".join(given.model).replace("/", "_")
     folder = given.artifact_dir / f"{name}-{given.service_kind}-{given.backend}-{load}"
     mode, value = ("request_rate", given.request_rate) if given.request_rate else ("concurrency", given.concurrency)
-    llm_report.write_whole(folder / "llm_inputs.json", llm_report.inputs_document(rows))
-    llm_report.write_whole(folder / given.profile_export_file, llm_report.profile_export(measured, mode, value))
+    write_whole(folder / "llm_inputs.json", llm_report.inputs_document(rows))
+    write_whole(folder / given.profile_export_file, llm_report.profile_export(measured, mode, value))
     for kind, text in (("json", llm_report.json_report(metrics, vars(given))), ("csv", llm_report.csv_report(metrics))):
         path = folder / f"profile_export_genai_perf.{kind}"
-        llm_report.write_whole(path, text)
+        write_whole(path, text)
         print(f"{time.strftime('%Y-%m-%d %H:%M')} [INFO] genai_perf.export_data.{kind}_exporter - Generating {path}")

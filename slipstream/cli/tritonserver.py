@@ -138,6 +138,7 @@ def server_options(given: Given) -> Any:
         exit_timeout_seconds=given["exit-timeout-secs"],
         server_name=given["id"],
         allow_python_models=given["allow-python-models"],
+        complete_config=not (given["disable-auto-complete-config"] or given["strict-model-config"]),
         allow_client_shared_memory=given["allow-client-shm"],
         access=read_access(
             _file(given["api-key"]), _file(given["admin-key"]),

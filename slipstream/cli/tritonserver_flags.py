@@ -40,8 +40,8 @@ FLAGS: dict[str, Flag] = {
     "strict-readiness": Flag("boolean", True),
     "exit-on-error": Flag("boolean", True),
     "exit-timeout-secs": Flag("number", 30.0),
-    "disable-auto-complete-config": Flag("boolean", False),  # nothing is completed that could be disabled
-    "strict-model-config": Flag("boolean", True),
+    "disable-auto-complete-config": Flag("boolean", False),
+    "strict-model-config": Flag("boolean", False),  # what the one above was called before
     "allow-http": Flag("boolean", True),
     "http-address": Flag("text", "0.0.0.0"),
     "http-port": Flag("integer", 8000),

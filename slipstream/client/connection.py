@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,9 +81,6 @@ class Pending:
 
     def cancel(self) -> None:
         self._future.cancel()
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        self._future.add_done_callback(lambda _: call())
 
 
 class GrpcConnection:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.messages import EngineStats
@@ -13,6 +13,8 @@ from slipstream.engine.request import Request
 
 @dataclass(slots=True)
 class Counters:
+    """By the names that `EngineStats` has for them."""
+
     steps: int = 0
     context_requests: int = 0  # of the last step
     context_tokens: int = 0  # of the last step
@@ -37,18 +39,11 @@ class Counters:
             running=len(running),
             waiting=len(live) - len(running),
             paused=sum(request.row < 0 <= request.generation for request in live),
-            context_requests=self.context_requests, context_tokens=self.context_tokens,
             generation_requests=sum(request.computed >= request.prompt_tokens for request in running),
             free_blocks=blocks.available,
             cached_blocks=blocks.cached,
             total_blocks=blocks.total_blocks,
-            steps=self.steps,
-            prompt_tokens=self.prompt_tokens,
-            cached_prompt_tokens=self.cached_prompt_tokens,
-            output_tokens=self.output_tokens,
-            finished=self.finished,
-            cancelled=self.cancelled,
-            preemptions=self.preemptions, failed=self.failed, reused_blocks=self.reused_blocks,
-            queue_seconds=queue_times.seconds, queue_counts=list(queue_times.counts),
-            draft_tokens=self.draft_tokens, accepted_draft_tokens=self.accepted_draft_tokens,
-        )  # fmt: skip
+            queue_seconds=queue_times.seconds,
+            queue_counts=list(queue_times.counts),
+            **asdict(self),
+        )

@@ -123,7 +123,8 @@ class GpuRunner:
         if size is not None and table is None and not self._has_adapter(rows.tolist()):
             logits = self.mixed.replay(size, rows, positions, counts, wanted.tokens)
         else:
-            logits = self.model(self._step(rows, positions, counts, wanted.tokens, table), self.cache)
+            step = self._step(rows, positions, counts, self._padded(wanted.tokens), table)
+            logits = self.model(step, self.cache)[: len(wanted.tokens)]
         prompts = scores.prompt_logits(logits, wanted, self.rows)
         if not samples.any():
             return GpuHandle(None, prompts)
@@ -161,7 +162,19 @@ class GpuRunner:
             DecodePlan(cut.view(-1, CHUNK_NUMBERS)) if decodes else None, prefill,
         )  # fmt: skip
         adapters = self._step_adapters(rows, counts)
-        return Step(ids, token_positions, slots, attention, sampled, adapters, embeddings=table)
+        return Step(ids, token_positions, slots, attention, sampled, adapters, self._place(len(wanted)), table)
+
+    def _padded(self, wanted: np.ndarray) -> np.ndarray:
+        """The tokens whose logits are wanted, and others behind them up to a number that was met when the engine
+        started: at each new one the library would load kernels, and the device waits meanwhile."""
+        rung = self.graphs.rung(len(wanted)) if len(wanted) else None
+        return wanted if rung is None else np.pad(wanted, (0, rung - len(wanted)))
+
+    def _place(self, logits: int) -> Tensor | None:
+        """Where a step's logits go: memory of their own would have another size at every step, and asking the driver
+        for it takes time."""
+        place = self.graphs.logits
+        return place[:logits] if place is not None and logits <= len(place) else None
 
     def _has_adapter(self, rows: Iterable[int]) -> bool:
         return any(self.rows.pages[row] for row in rows)

@@ -6,7 +6,7 @@ serve, then one `StepOutputs` a step (columns, not objects) and an `EngineStats`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 # The upper bounds, in seconds, of the classes that queue times are counted in; the last class has none.
@@ -112,6 +112,12 @@ class StepOutputs:
     timings: dict[int, Timing] = field(default_factory=dict)  # request id → of those that ended, once each
 
 
+_TOTALS = (
+    "steps", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "finished", "cancelled", "preemptions", "failed",
+    "reused_blocks", "queue_seconds", "draft_tokens", "accepted_draft_tokens", "adapter_loads",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since the start, and gauges of now."""
@@ -143,3 +149,9 @@ class EngineStats:
     free_adapter_pages: int = 0  # of the device's memory for adapters
     total_adapter_pages: int = 0
     queue_counts: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_SECONDS_BOUNDS) + 1))  # by upper bound
+
+    def after(self, before: EngineStats) -> EngineStats:
+        """With what the engine in whose place this one came had counted; gauges are this one's."""
+        totals = {name: getattr(self, name) + getattr(before, name) for name in _TOTALS}
+        queue_counts = [own + past for own, past in zip(self.queue_counts, before.queue_counts, strict=True)]
+        return replace(self, queue_counts=queue_counts, **totals)

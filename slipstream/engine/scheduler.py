@@ -26,9 +26,9 @@ from slipstream.engine.news import News
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.queue_times import QueueTimes, timing_of
 from slipstream.engine.request import Constraint, FinishReason, GenerateRequest, Request
-from slipstream.engine.sampled import settle_guesses, take_tokens
+from slipstream.engine.results import Results
 from slipstream.engine.settings import Policy
-from slipstream.engine.speculation import Drafter, accepted, guesses_of
+from slipstream.engine.speculation import Drafter, guesses_of
 from slipstream.engine.waiting import Waiting
 from slipstream.engine.window import Window
 
@@ -64,11 +64,11 @@ class Scheduler:
         self._holdings = Holdings(blocks, max_rows, adapters, window, self.step_tokens)
         self._gate = AdapterGate(adapters)
         self._arrivals = 0
-        self._now = 0.0  # when the results being applied came
         self._news = News()
         self._with_deadline = 0
         self._counters = Counters()
         self._queue_times = QueueTimes(clock)
+        self._results = Results(self._news, self._counters, self._finish, self._drop)
 
     # --- requests come and go ---
 
@@ -135,7 +135,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Apply the result of a plan; results come in the order the plans were launched."""
-        index, self._now = 0, self._clock()
+        index, results = 0, self._results
+        results.now = self._clock()
         self._gate.returned(plan)
         users, block_tokens = self._holdings.users, self.blocks.block_tokens
         special = bool(result.errors or result.generation_logits)
@@ -154,11 +155,11 @@ class Scheduler:
                 if not sampled:
                     continue
                 if request.group is not None:
-                    self._apply_beam(request, request.group, result, index)
+                    results.take_beam(request, request.group, result, index)
                 elif request.lockstep or special:
-                    self._apply(request, result, index, drafted)
+                    results.take(request, result, index, drafted)
                 else:
-                    self._apply_token(request, result, index)
+                    results.take_token(request, result, index)
             if sampled:
                 index += 1 + drafted
 
@@ -325,65 +326,6 @@ class Scheduler:
             request.group.rest()
             request = request.group.leader
         self._waiting.push(request)
-
-    # --- beams ---
-
-    def _apply_beam(self, member: Request, group: BeamGroup, result: StepResult, index: int) -> None:
-        logits = result.generation_logits.get(index, b"")
-        if not group.tell(member, result.top_log_probs.get(index, []), logits) or not group.search.finished:
-            return
-        found = group.search.results()
-        self._counters.output_tokens += sum(len(beam.tokens) for beam in found)
-        if not found:
-            self._finish(group.leader, "error", result.errors.get(index, "no beam could be continued"))
-        else:
-            self._finish(group.leader, "stop" if found[0].finish_reason == "stop" else "length")
-
-    # --- results ---
-
-    def _apply_token(self, request: Request, result: StepResult, index: int) -> None:
-        """What `_apply` comes to for most requests, without what only some need: thousands a second come here."""
-        token = result.tokens[index]
-        request.pending -= 1
-        request.tokens.append(token)
-        request.marks.arrive(self._now)
-        self._counters.output_tokens += 1
-        if token in request.sampling.end_ids:  # the end mark itself is not part of the answer
-            self._finish(request, "stop")
-            return
-        last = len(request.tokens) == request.limit
-        log_prob = math.nan if result.log_probs is None else result.log_probs[index]
-        self._news.tell_token(request, token, "length" if last else "", log_prob, result.top_log_probs.get(index))
-        if last:
-            request.finish("length")
-            self._drop(request)
-
-    def _apply(self, request: Request, result: StepResult, index: int, drafted: int) -> None:
-        if index in result.errors:
-            unable = request.constraint.error if request.constraint is not None else ""
-            self._finish(request, "error", unable or result.errors[index])
-            return
-        drawn = result.tokens[index : index + 1 + drafted]
-        drawn = drawn[: next((i for i in range(len(drawn)) if index + i in result.errors), len(drawn))]
-        count = accepted(drawn, request.guesses)
-        request.pending -= 1 + drafted
-        request.marks.arrive(self._now)
-        tokens, reason = take_tokens(request, drawn[:count])
-        self._counters.output_tokens += len(tokens) + (reason == "stop" and len(tokens) < count)
-        if drafted:
-            settle_guesses(request, drafted, count - 1)
-            self._counters.draft_tokens += drafted
-            self._counters.accepted_draft_tokens += count - 1
-        span = range(index, index + len(tokens))
-        for place in span:
-            if place in result.generation_logits:
-                self._news.scores(request).generation_logits += result.generation_logits[place]
-        log_probs = None if result.log_probs is None else [result.log_probs[place] for place in span]
-        tops = [result.top_log_probs[place] for place in span if place in result.top_log_probs]
-        self._news.tell(request.request.request_id, tokens, reason or "", request.cached_tokens, log_probs, tops)
-        if reason:
-            request.finish(reason)
-            self._drop(request)
 
     # --- ends ---
 

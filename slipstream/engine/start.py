@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.engine.adapter_loader import ReadFolder, create_adapters
+from slipstream.engine.adapters import Adapters
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.host_cache import HostCache
 from slipstream.engine.loop import AnyRunner, EngineLoop
@@ -48,8 +49,10 @@ def create_engine(
     progress: Progress = lambda done, total: None,
     read_adapter: ReadFolder | None = None,
     fp8_cache: bool = False,
+    most_step_tokens: int | None = None,
 ) -> EngineLoop:
     """An engine over these weights. `longest_sequence`: what the engine folder allows, prompt and output.
+    `most_step_tokens`: what it allows a step, where the settings do not say.
 
     `read_adapter` reads the folders of adapters; without it, adapters come with requests only. `fp8_cache` keeps
     keys and values in eight bits; a device that has no instructions for that keeps the run's type.
@@ -61,6 +64,8 @@ def create_engine(
         torch.set_num_threads(settings.threads or usable_cores())
     dtype = getattr(torch, _dtype_name(settings.dtype, on_gpu))
     longest = min(longest_sequence, settings.max_sequence_tokens or longest_sequence)
+    usual = _GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS
+    step_tokens = settings.step_tokens or min(usual, most_step_tokens or usual)
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
     cache_dtype = torch.float8_e4m3fn if fp8_cache and _knows_eight_bits(device) else dtype
     model = Transformer(spec, tensors, dtype, device, longest, cache_dtype)
@@ -68,33 +73,10 @@ def create_engine(
         model.narrow_attention(settings.attention_windows, settings.sink_tokens)
     tensors.clear()  # what was laid out anew need not be held twice
     blocks = _pool_blocks(spec, settings, cache_dtype, longest, device)
-    runner: AnyRunner
-    step_bytes = graph_bytes = 0
-    if on_gpu:
-        from slipstream.engine.gpu_runner import GpuRunner  # needs Triton, which a CPU installation lacks
-
-        runner = GpuRunner(model, blocks, settings.block_tokens, settings.max_rows, longest)
-        step_bytes, graph_bytes = _prepare_gpu(runner, spec, settings, longest, blocks, progress)
-    else:
-        runner = Runner(model, blocks, settings.block_tokens, settings.max_rows, longest)
-        warm_up(spec, runner, blocks, longest)
-    host_slots = settings.host_cache_bytes // (runner.cache.nbytes // (blocks + 1))
-    if host_slots and settings.reuse:
-        runner.host = HostCache(runner.cache, host_slots, settings.block_tokens)
+    runner, step_bytes, graph_bytes = _prepare_runner(model, settings, blocks, longest, step_tokens, progress)
+    pool = BlockPool(blocks, settings.block_tokens, settings.reuse, _add_host_cache(runner, settings, blocks))
     adapters = create_adapters(spec, settings, dtype, device, read_adapter)
-    scheduler = Scheduler(
-        BlockPool(blocks, settings.block_tokens, settings.reuse, host_slots),
-        settings.max_rows,
-        settings.step_tokens or (_GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS),
-        longest,
-        spec.vocab_size,
-        settings.policy,
-        settings.chunked,
-        max_beam_width=settings.max_beam_width,
-        lookup_tokens=settings.lookup_tokens,
-        adapters=adapters.adapters,
-        window=Window.of((layer.rule for layer in model.layers), longest),
-    )
+    scheduler = _scheduler(model, settings, pool, longest, step_tokens, adapters.adapters)
     info = EngineInfo(
         vocab_size=spec.vocab_size,
         max_sequence_tokens=longest,
@@ -114,6 +96,54 @@ def create_engine(
     return EngineLoop(scheduler, runner, info, depth=2 if on_gpu and settings.overlap else 1, adapters=adapters)
 
 
+class _Prepared(NamedTuple):
+    runner: AnyRunner
+    step_bytes: int = 0  # what a step of the full budget takes of a GPU's memory
+    graph_bytes: int = 0  # and what its captured steps do
+
+
+def _prepare_runner(
+    model: Transformer, settings: EngineSettings, blocks: int, longest: int, step_tokens: int, progress: Progress
+) -> _Prepared:
+    """What carries plans out on this device, warmed up."""
+    sizes = (blocks, settings.block_tokens, settings.max_rows, longest)
+    if model.device.type == "cuda":
+        from slipstream.engine.gpu_runner import GpuRunner  # needs Triton, which a CPU installation lacks
+
+        gpu_runner = GpuRunner(model, *sizes)
+        taken = _prepare_gpu(gpu_runner, model.spec, settings.max_rows, longest, blocks, step_tokens, progress)
+        return _Prepared(gpu_runner, *taken)
+    runner = Runner(model, *sizes)
+    warm_up(model.spec, runner, blocks, longest)
+    return _Prepared(runner)
+
+
+def _add_host_cache(runner: AnyRunner, settings: EngineSettings, blocks: int) -> int:
+    """Room in the host's memory for blocks → how many of them, as far as settings give bytes for it."""
+    slots = settings.host_cache_bytes // (runner.cache.nbytes // (blocks + 1))
+    if slots and settings.reuse:
+        runner.host = HostCache(runner.cache, slots, settings.block_tokens)
+    return slots
+
+
+def _scheduler(
+    model: Transformer, settings: EngineSettings, pool: BlockPool, longest: int, step_tokens: int, adapters: Adapters
+) -> Scheduler:
+    return Scheduler(
+        pool,
+        settings.max_rows,
+        step_tokens,
+        longest,
+        model.spec.vocab_size,
+        settings.policy,
+        settings.chunked,
+        max_beam_width=settings.max_beam_width,
+        lookup_tokens=settings.lookup_tokens,
+        adapters=adapters,
+        window=Window.of((layer.rule for layer in model.layers), longest),
+    )
+
+
 def warm_up(
     spec: ModelSpec, runner: AnyRunner, total_blocks: int, longest: int, tokens: int = 16, requests: int = 1
 ) -> None:
@@ -128,22 +158,24 @@ def warm_up(
 
 
 def _prepare_gpu(
-    runner: GpuRunner, spec: ModelSpec, settings: EngineSettings, longest: int, blocks: int, progress: Progress
+    runner: GpuRunner, spec: ModelSpec, max_rows: int, longest: int, blocks: int, budget: int, progress: Progress
 ) -> tuple[int, int]:
     """Compile kernels, run a step of the full budget, capture decode steps → bytes of that step, of the graphs."""
-    from slipstream.kernels.gpu.prefill_attention import FAR  # needs Triton
+    from slipstream.engine.graphs import ladder  # these need Triton
+    from slipstream.kernels.gpu.prefill_attention import FAR
 
-    budget = settings.step_tokens or _GPU_STEP_TOKENS
     warm_up(spec, runner, blocks, longest)
-    each = max(1, min(longest - 2, budget, max(_WARM_UP_TOKENS, -(-budget // settings.max_rows))))
+    each = max(1, min(longest - 2, budget, max(_WARM_UP_TOKENS, -(-budget // max_rows))))
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    warm_up(spec, runner, blocks, longest, each, max(1, min(budget // each, settings.max_rows)))
+    warm_up(spec, runner, blocks, longest, each, max(1, min(budget // each, max_rows)))
     step_bytes = torch.cuda.max_memory_allocated() - held
     if longest - 2 >= FAR:  # a long prompt has kernels of its own, which are not to be compiled while others wait
         warm_up(spec, runner, blocks, longest, FAR)
     free, _ = torch.cuda.mem_get_info()
-    runner.capture(settings.max_rows, progress)
+    runner.capture(max_rows, progress)
+    for prompts in (size for size in ladder(max_rows) if size <= blocks):  # so that the library has its kernels loaded
+        warm_up(spec, runner, blocks, longest, 2, prompts)
     return step_bytes, max(0, free - torch.cuda.mem_get_info()[0])
 
 

@@ -21,7 +21,7 @@ from slipstream.repository.models import RepositoryModel, inspect_repository
 from slipstream.repository.pbtxt import parse_pbtxt
 from slipstream.repository.problems import Problems, did_you_mean
 from slipstream.repository.roles import Role
-from slipstream.repository.schema import Reading
+from slipstream.repository.schema import FileReading
 from slipstream.repository.templates import template, template_names
 
 _TEMPLATES = {
@@ -153,7 +153,7 @@ def _template(kind: str, generation: str, name: str) -> _Shape | None:
     if name not in names:
         return None
     text = template(name) if kind == _IMPORTED[0] else render_template(kind, name, generation)
-    reading = Reading(name, Problems())
+    reading = FileReading(name, Problems())
     document = reading.message("ModelConfig", parse_pbtxt(text))
     shape = _shape(document, reading.lines)
     variable = {_follow(document, path)[0] for path in reading.unfilled}

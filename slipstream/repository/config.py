@@ -12,7 +12,7 @@ from typing import Any, Literal
 from slipstream.repository.json_config import message_from_json
 from slipstream.repository.pbtxt import Message, PbtxtError, parse_pbtxt
 from slipstream.repository.problems import Problems
-from slipstream.repository.schema import VARIABLE_DEFAULTS, Reading
+from slipstream.repository.schema import VARIABLE_DEFAULTS, FileReading
 
 CONFIG_NAME = "config.pbtxt"
 MAX_CONFIG_BYTES = 4 << 20
@@ -66,8 +66,6 @@ class QueuePolicy:
 class DynamicBatching:
     preferred_batch_size: tuple[int, ...] = ()
     max_queue_delay_microseconds: int = 0
-    preserve_ordering: bool = False
-    priority_levels: int = 0
     default_priority_level: int = 0
     queue_policy: QueuePolicy = QueuePolicy()
 
@@ -175,7 +173,7 @@ def read_model_config(
 
 
 def _read(file: Path, tree: Message, problems: Problems, folder_name: str) -> ModelConfig:
-    reading = Reading(str(file), problems)
+    reading = FileReading(str(file), problems)
     document = reading.message("ModelConfig", tree)
     _fill(document, reading)
     _check(document, reading, folder_name)
@@ -186,7 +184,7 @@ def _read(file: Path, tree: Message, problems: Problems, folder_name: str) -> Mo
 _SURPRISING_DEFAULTS = {"exclude_input_in_output": "False: answers begin with the prompt"}
 
 
-def _fill(document: dict[str, Any], reading: Reading) -> None:
+def _fill(document: dict[str, Any], reading: FileReading) -> None:
     """Quoted `"${…}"`: a default in the fields that have one, a warning everywhere."""
     for key in ("name", "platform", "backend"):
         match = _PLACEHOLDER.fullmatch(document[key])
@@ -201,12 +199,12 @@ def _fill(document: dict[str, Any], reading: Reading) -> None:
             _warn_unfilled(reading, f"parameters.{key}", match.group(1), _SURPRISING_DEFAULTS.get(key, ""))
 
 
-def _warn_unfilled(reading: Reading, key: str, variable: str, default: str) -> None:
+def _warn_unfilled(reading: FileReading, key: str, variable: str, default: str) -> None:
     meaning = f"using the default ({default})" if default else "using the default"
     reading.problems.warn(reading.file, reading.lines.get(key, 0), key, f"${{{variable}}} was not filled: {meaning}")
 
 
-def _check(document: dict[str, Any], reading: Reading, folder_name: str) -> None:
+def _check(document: dict[str, Any], reading: FileReading, folder_name: str) -> None:
     if not document["name"]:
         document["name"] = folder_name
     if document["name"] != folder_name:
@@ -217,12 +215,16 @@ def _check(document: dict[str, Any], reading: Reading, folder_name: str) -> None
         seen: set[str] = set()
         for position, tensor in enumerate(document[group]):
             _check_tensor(reading, f"{group}[{position}]", tensor, seen)
+    if document.get("dynamic_batching", {}).get("priority_queue_policy"):
+        key = "dynamic_batching.priority_queue_policy"
+        text = "has no effect: requests of every priority have the default_queue_policy"
+        reading.problems.warn(reading.file, reading.lines.get(key, 0), key, text)
     for position, step in enumerate(document.get("ensemble_scheduling", {}).get("step", [])):
         if not step["model_name"]:
             _error(reading, f"ensemble_scheduling.step[{position}]", "model_name is missing")
 
 
-def _check_tensor(reading: Reading, key: str, tensor: dict[str, Any], seen: set[str]) -> None:
+def _check_tensor(reading: FileReading, key: str, tensor: dict[str, Any], seen: set[str]) -> None:
     name = tensor["name"]
     if not name:
         _error(reading, key, "name is missing")
@@ -238,11 +240,11 @@ def _check_tensor(reading: Reading, key: str, tensor: dict[str, Any], seen: set[
             _error(reading, f"{key}.dims", f"a dimension of '{name}' must be -1 or at least 1, not {dim}")
 
 
-def _error(reading: Reading, key: str, text: str) -> None:
+def _error(reading: FileReading, key: str, text: str) -> None:
     reading.problems.error(reading.file, reading.lines.get(key, 0), key, text)
 
 
-def _build(file: Path, document: dict[str, Any], reading: Reading) -> ModelConfig:
+def _build(file: Path, document: dict[str, Any], reading: FileReading) -> ModelConfig:
     batching = document.get("dynamic_batching")
     return ModelConfig(
         file=file,
@@ -293,8 +295,6 @@ def _dynamic_batching(batching: dict[str, Any]) -> DynamicBatching:
     return DynamicBatching(
         preferred_batch_size=tuple(batching["preferred_batch_size"]),
         max_queue_delay_microseconds=batching["max_queue_delay_microseconds"],
-        preserve_ordering=batching["preserve_ordering"],
-        priority_levels=batching["priority_levels"],
         default_priority_level=batching["default_priority_level"],
         queue_policy=QueuePolicy(**batching.get("default_queue_policy", {})),
     )

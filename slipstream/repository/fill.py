@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.repository.problems import did_you_mean
+from slipstream.weights.whole_file import write_whole
 
 # What later releases fill in by themselves; a template without them is not touched.
 ALWAYS_FILLED = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
@@ -69,16 +68,7 @@ def report(file: str, text: str, filled: Filled) -> list[str]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """The new text in one step: whoever reads the file sees all of it, or what was there before."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, path.stat().st_mode & 0o777)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_whole(path, text, path.stat().st_mode & 0o777)
 
 
 def _split(text: str, mark: str, once: bool = False) -> list[str]:

@@ -57,7 +57,6 @@ class EngineModel:
     normalize_log_probs: bool
     add_special_tokens: bool
     skip_special_tokens: bool
-    max_queue_size: int  # 0: no limit
     queue_policy: QueuePolicy = field(default_factory=QueuePolicy)
     default_priority: int = 0
     adapter_folder: Path | None = None  # holds a folder for each adapter that requests may name
@@ -258,7 +257,6 @@ def _read_engine(
         # Unset meant False in 0.9 and 0.10 and True since 0.11; True gives one BOS, as the model was trained.
         add_special_tokens=before.parameters.get("add_special_tokens", True) if before else True,
         skip_special_tokens=after.parameters.get("skip_special_tokens", True) if after else True,
-        max_queue_size=batching.queue_policy.max_queue_size if batching else 0,
         queue_policy=batching.queue_policy if batching else QueuePolicy(),
         default_priority=batching.default_priority_level if batching else 0,
         adapter_folder=find_adapters(config, parameters.get("lora_prefetch_dir"), repository, problems),

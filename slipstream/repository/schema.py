@@ -172,7 +172,7 @@ _FALSE = {"false", "False", "f", "0"}
 
 
 @dataclass
-class Reading:
+class FileReading:
     """One file being read: where problems go, where fields were, and which were left as `${…}`."""
 
     file: str
@@ -283,7 +283,7 @@ def _empty(kind: str) -> Any:
     if kind in ENUMS:
         return ENUMS[kind][0]
     if kind in MESSAGES:
-        return Reading("", Problems()).message(kind, Message((), 0))
+        return FileReading("", Problems()).message(kind, Message((), 0))
     return _SCALARS[kind]
 
 
@@ -304,8 +304,9 @@ def _scalar(kind: str, value: Scalar) -> tuple[str, Any]:
     if kind == "bool":
         return ("", value.text in _TRUE) if value.text in _TRUE | _FALSE else (wrong, None)
     if kind in ENUMS:
-        hint = did_you_mean(value.text, ENUMS[kind])
-        return ("", value.text) if value.text in ENUMS[kind] else (wrong + hint, None)
+        if value.text in ENUMS[kind]:
+            return "", value.text
+        return wrong + did_you_mean(value.text, ENUMS[kind]), None
     number = _number(kind, value.text)
     if number is None:
         return wrong, None

@@ -5,14 +5,13 @@ Each script calls a command of this package, so `python3 tools/fill_template.py 
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.repository.generations.render import render_template
 from slipstream.repository.generations.tables import REPOSITORIES, models_of
+from slipstream.weights.whole_file import write_whole
 
 _DOOR = '''#!/usr/bin/env python3
 """The same as `slipstream {command}`."""
@@ -66,7 +65,7 @@ def write_workspace(folder: Path, generation: str) -> Written:
     for name, content in workspace_files(generation):
         path = folder / name
         if not path.exists():
-            _write(path, content, executable=name.endswith(".py"))
+            write_whole(path, content, 0o755 if name.endswith(".py") else 0o644)
             new += 1
         elif path.read_text(encoding="utf-8") != content:
             kept.append(path)
@@ -81,17 +80,3 @@ def workspace_files(generation: str) -> Iterator[tuple[str, str]]:
                    render_template(repository, model, generation))
     for name, command in SCRIPTS.items():
         yield name, _DOOR.format(command=command)
-
-
-def _write(path: Path, content: str, executable: bool) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.chmod(name, 0o755 if executable else 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -15,10 +15,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from slipstream.repository.config import ModelConfig
 from slipstream.repository.models import EngineModel
 from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import InferRequest, InferResponse, ServedModel
+from slipstream.server.inference import InferRequest, InferResponse, ServedModel, WrappedModel, batch_size
 from slipstream.server.joining import LONG, numbers, one_after_another
 from slipstream.server.llm_models import Generator
 from slipstream.server.queue_policy import check_queue
@@ -31,23 +30,11 @@ FILLERS: Mapping[str, int | tuple[int, int]] = {"output_ids": -1, "BAD_WORDS_IDS
 _ZEROS = {"BYTES": b"", "BOOL": False, "FP32": 0.0, "FP64": 0.0, "FP16": 0.0}
 
 
-class BatchedModel:
+class BatchedModel(WrappedModel):
     def __init__(self, model: ServedModel, engine: EngineModel, generator: Generator) -> None:
-        self.inner = model
+        super().__init__(model)
         self._engine = engine
         self._generator = generator
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.inner.config
-
-    @property
-    def decoupled(self) -> bool:
-        return self.inner.decoupled
-
-    @property
-    def ready(self) -> bool:
-        return self.inner.ready
 
     @property
     def parts(self) -> Mapping[str, str]:
@@ -55,7 +42,7 @@ class BatchedModel:
         return getattr(self.inner, "parts", {})
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        count = _batch_size(request, self.config)
+        count = batch_size(request, self.config)
         check_queue(request, count * _sequences(request), self._engine, self._generator.engine)
         apart = self.decoupled and INDEX in self.config.output_names
         if count > 1 and apart:
@@ -112,13 +99,10 @@ async def _all_or_first_failure(parts: Sequence[Coroutine[Any, Any, InferRespons
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _batch_size(request: InferRequest, config: ModelConfig) -> int:
-    shapes = [tensor.shape for tensor in request.inputs.values() if tensor.shape]
-    return shapes[0][0] if config.max_batch_size > 0 and shapes else 1
-
-
 def _sequences(request: InferRequest) -> int:
     """How many generations each prompt becomes; what is no such number is refused later, by name."""
+    if request.text is not None:
+        return request.text.sequences
     given = request.inputs.get("num_return_sequences")
     value = request.parameters.get("num_return_sequences") if given is None else given.first
     return value if type(value) is int and value > 0 else 1

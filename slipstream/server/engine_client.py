@@ -19,16 +19,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
-from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
-from slipstream.engine.retention import Retention
+from slipstream.engine.request import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.server import logging
-from slipstream.server.adapters import AdapterUse
 from slipstream.server.engine_child import ENGINE_COMMAND, EngineChild
 from slipstream.server.generation import Delta, EngineUnavailable, Generation, Mailboxes
 from slipstream.server.link import EngineFailed, FromEngine
+from slipstream.server.submission import Submission, engine_request
 
 __all__ = ["Delta", "EngineClient", "EngineStartFailed", "EngineUnavailable", "Generation", "Supervision"]
 
@@ -56,8 +56,9 @@ class EngineClient:
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
         self.info: EngineInfo | None = None
-        self.stats = EngineStats()
         self.failure: str | None = None  # why it does not serve; None while it does or first loads
+        self._process_stats = EngineStats()  # what the process of now has told last
+        self._past_stats = EngineStats()  # of those before it
         self._engine_folder = str(engine_folder)
         self._settings = settings
         self._supervision = supervision
@@ -84,36 +85,26 @@ class EngineClient:
         return self._serving and not self._draining and not stalled
 
     @property
+    def stats(self) -> EngineStats:
+        """Its totals never fall, though each process counts from zero."""
+        return self._process_stats.after(self._past_stats)
+
+    def count_on_from(self, before: EngineStats) -> None:
+        """This engine comes in the place of another."""
+        self._past_stats = before
+
+    @property
     def outstanding(self) -> int:
         return len(self._mailboxes)
 
-    def submit(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        deadline: float | None = None,
-        cache_salt: str = "",
-        retention: Retention | None = None,
-        prompt_of: int | None = None,
-        draft: Sequence[int] = (),
-        adapter: AdapterUse | None = None,
-        prompt_table: PromptTable | None = None,
-    ) -> Generation:
+    def submit(self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]) -> Generation:
         if self._draining or self._stopping:
             raise EngineUnavailable("the server is shutting down")
         if not self._serving or self._child is None:
             raise EngineUnavailable(f"the engine is not running: {self.failure or 'it is still loading'}")
         generation = self._mailboxes.open(sampling, self._cancel)
-        request_id = generation.request_id
-        request = GenerateRequest(
-            request_id, prompt, sampling, priority, deadline, cache_salt=cache_salt, prompt_of=prompt_of,
-            draft=list(draft), prompt_table=prompt_table, retention=retention,
-            **({} if adapter is None else adapter.fields()),
-        )  # fmt: skip
         try:
-            self._child.link.send(request)
+            self._child.link.send(engine_request(generation.request_id, prompt, sampling, more))
         except Exception:
             self._mailboxes.withdraw(generation)  # otherwise it would count as work that the engine never ends
             raise
@@ -188,7 +179,7 @@ class EngineClient:
         if isinstance(message, StepOutputs):
             self._mailboxes.deliver(message)
         elif isinstance(message, EngineStats):
-            self.stats = message
+            self._process_stats = message
         elif isinstance(message, EngineInfo):
             self._on_serving(message)
         elif isinstance(message, EngineFailed):
@@ -219,6 +210,7 @@ class EngineClient:
         self._lose(how)
         self._child.close()
         self._child = None
+        self._past_stats, self._process_stats = self.stats, EngineStats()
         logging.error(f"the engine process is gone: {self.failure}")
         if self.info is None:
             self._give_up(f"{self.failure}")

@@ -13,7 +13,9 @@ from slipstream.server.metric_families import Family
 
 class Engine(Protocol):
     info: EngineInfo | None
-    stats: EngineStats
+
+    @property
+    def stats(self) -> EngineStats: ...
 
 
 Engines = Mapping[tuple[str, str], Engine]  # by the name and version of the model that stands for it

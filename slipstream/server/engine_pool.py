@@ -67,6 +67,8 @@ class EnginePool:
     def adopt(self, name: str, client: EngineClient) -> EngineClient | None:
         """From now on this is the engine of that name. The one before it is returned, to be released."""
         before = self._clients.get(name)
+        if before is not None and before is not client:
+            client.count_on_from(before.stats)
         self._clients[name] = client
         self._watch(name, client)
         self.on_change()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from slipstream.repository.config import EnsembleStep, ModelConfig
 from slipstream.repository.ensembles import needed_steps, run_order
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from slipstream.server.registry import ModelVersion
 
 Tensors = Mapping[str, Tensor]
-
-
-class _Flow(NamedTuple):
-    tensors: Tensors
-    final: bool  # every step that made them said that nothing follows
 
 
 class EnsembleModel:

@@ -37,3 +37,7 @@ class Unavailable(InferenceError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Code.UNAVAILABLE)
+
+
+class QueueFull(Unavailable):
+    """So many wait already that the model's configuration allows no more."""

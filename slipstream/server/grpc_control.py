@@ -68,23 +68,20 @@ class RepositoryCalls:
 
     async def load(self, request: Any) -> Any:
         check_repository_name(request.repository_name)
-        await load_model(self._control, request.model_name, _parameters(request))
+        await load_model(self._control, request.model_name, _chosen(request.parameters))
         return _answer("RepositoryModelLoad")
 
     async def unload(self, request: Any) -> Any:
         check_repository_name(request.repository_name)
-        dependents = bool(_parameters(request).get("unload_dependents", False))
+        dependents = bool(_chosen(request.parameters).get("unload_dependents", False))
         await self._control.unload(request.model_name, dependents)
         return _answer("RepositoryModelUnload")
 
 
-def _parameters(request: Any) -> dict[str, Any]:
-    found = {}
-    for name, parameter in request.parameters.items():
-        choice = parameter.WhichOneof("parameter_choice")
-        if choice is not None:
-            found[name] = getattr(parameter, choice)
-    return found
+def _chosen(parameters: Any) -> dict[str, Any]:
+    """Of each parameter the value it has, whichever type that is; one that has none is left out."""
+    choices = ((name, parameter, parameter.WhichOneof("parameter_choice")) for name, parameter in parameters.items())
+    return {name: getattr(parameter, choice) for name, parameter, choice in choices if choice is not None}
 
 
 class SharedMemoryCalls:
@@ -135,11 +132,7 @@ class SettingCalls:
         return answer
 
     async def log_settings(self, request: Any) -> Any:
-        wanted = {}
-        for key, setting in request.settings.items():
-            choice = setting.WhichOneof("parameter_choice")
-            if choice is not None:
-                wanted[key] = getattr(setting, choice)
+        wanted = _chosen(request.settings)
         answer = _answer("LogSettings")
         for key, value in (update_log_settings(wanted) if wanted else log_settings()).items():
             field = {bool: "bool_param", int: "uint32_param"}.get(type(value), "string_param")

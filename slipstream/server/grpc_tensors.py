@@ -12,11 +12,10 @@ from typing import Any
 
 from slipstream.repository.config import ModelConfig
 from slipstream.server.errors import InferenceError
-from slipstream.server.generate_request import refused
 from slipstream.server.infer_request import InferCall, SharedPlace, WantedOutput
 from slipstream.server.infer_response import classify
 from slipstream.server.inference import InferRequest, InferResponse, Parameter
-from slipstream.server.input_checks import check_request, read_raw
+from slipstream.server.input_checks import check_request, read_raw, refused
 from slipstream.server.protocol import messages
 from slipstream.server.shared_memory import SharedMemory
 from slipstream.server.tensor_bytes import SIZES, pack

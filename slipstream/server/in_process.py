@@ -9,15 +9,15 @@ from __future__ import annotations
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Unpack
 
 from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
-from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
-from slipstream.engine.retention import Retention
-from slipstream.server.adapters import AdapterUse
+from slipstream.engine.request import SamplingParams
 from slipstream.server.engine_process import Loop, describe, serve
 from slipstream.server.generation import EngineUnavailable, Generation, Mailboxes
 from slipstream.server.link import FromEngine, ToEngine
+from slipstream.server.submission import Submission, engine_request
 
 
 class InProcessEngine:
@@ -40,33 +40,14 @@ class InProcessEngine:
     def outstanding(self) -> int:
         return len(self._mailboxes)
 
-    def submit(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        deadline: float | None = None,
-        cache_salt: str = "",
-        retention: Retention | None = None,
-        prompt_of: int | None = None,
-        draft: Sequence[int] = (),
-        adapter: AdapterUse | None = None,
-        prompt_table: PromptTable | None = None,
-    ) -> Generation:
+    def submit(self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]) -> Generation:
         if self._draining:
             raise EngineUnavailable("the server is shutting down")
         with self._door:
             if self.failure is not None:
                 raise EngineUnavailable(f"the engine is not running: {self.failure}")
             generation = self._mailboxes.open(sampling, self._cancel)
-        request_id = generation.request_id
-        request = GenerateRequest(
-            request_id, prompt, sampling, priority, deadline, cache_salt=cache_salt, prompt_of=prompt_of,
-            draft=list(draft), prompt_table=prompt_table, retention=retention,
-            **({} if adapter is None else adapter.fields()),
-        )  # fmt: skip
-        self._link.put(request)
+        self._link.put(engine_request(generation.request_id, prompt, sampling, more))
         return generation
 
     def begin_drain(self) -> None:

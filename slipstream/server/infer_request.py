@@ -10,9 +10,8 @@ from typing import Any
 
 from slipstream.repository.config import ModelConfig
 from slipstream.server.errors import Code, InferenceError
-from slipstream.server.generate_request import refused
 from slipstream.server.inference import InferRequest, Parameter
-from slipstream.server.input_checks import check_request, read_raw
+from slipstream.server.input_checks import check_request, read_raw, refused
 from slipstream.server.json_errors import Members, parse_json
 from slipstream.server.shared_memory import SharedMemory
 from slipstream.server.tensor_bytes import DATATYPES, SIZES

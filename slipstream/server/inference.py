@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.repository.config import ModelConfig
 from slipstream.server.errors import InferenceError
 from slipstream.server.latencies import TokenLatencies
 from slipstream.server.tensors import Tensor
 from slipstream.server.tracing import RequestTrace
+
+if TYPE_CHECKING:
+    from slipstream.server.text.pipeline import TextDelta, TextRequest
 
 Parameter = str | int | float | bool
 
@@ -54,8 +57,7 @@ class RequestTrail:
 
     def leave_queue(self) -> None:
         self.queue_ended_ns = time.monotonic_ns()
-        if self._executing is not None:
-            self._executing()
+        self.execute()
 
     def end_input(self) -> None:
         self.input_ended_ns = time.monotonic_ns()
@@ -90,6 +92,7 @@ class InferRequest:
     sequence_start: bool = False
     sequence_end: bool = False
     peer: Callable[[], str] | None = None  # tells the connection it came over, where the protocol keeps to one
+    text: TextRequest | None = None  # in place of inputs, from a protocol without tensors to a model of text
 
 
 @dataclass(slots=True)
@@ -104,6 +107,7 @@ class InferResponse:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     error: InferenceError | None = None
     final: bool = False
+    news: TextDelta | None = None  # in place of outputs, where the request had a `text`
 
 
 class Answers(Protocol):
@@ -134,3 +138,29 @@ class ServedModel(Protocol):
     def ready(self) -> bool: ...
 
     def infer(self, request: InferRequest) -> Answers: ...
+
+
+class WrappedModel:
+    """Stands around a model, to do something with its requests or answers; the rest is the model's own."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.inner = model
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.inner.config
+
+    @property
+    def decoupled(self) -> bool:
+        return self.inner.decoupled
+
+    @property
+    def ready(self) -> bool:
+        return self.inner.ready
+
+
+def batch_size(request: InferRequest, config: ModelConfig) -> int:
+    if config.max_batch_size == 0:
+        return 1
+    shapes = [tensor.shape for tensor in request.inputs.values() if tensor.shape]
+    return shapes[0][0] if shapes else 1

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from slipstream.repository.config import ModelConfig, TensorConfig
 from slipstream.server.errors import InferenceError
-from slipstream.server.generate_request import check_inputs, refused
 from slipstream.server.inference import InferRequest
 from slipstream.server.tensor_bytes import DATATYPES, SIZES, IncompleteString, left_packed, unpack
 from slipstream.server.tensors import Tensor
@@ -25,6 +24,10 @@ _ONCE_UNSIGNED = frozenset({
     "INPUT_1", "REQUEST_OUTPUT_LEN", "max_tokens", "request_output_len", "input_lengths", "end_id", "pad_id",
     "beam_width", "runtime_top_k", "top_k", "min_length", "random_seed", "lora_task_id",
 })  # fmt: skip
+
+
+def refused(request: InferRequest, text: str) -> InferenceError:
+    return InferenceError(f"[request id: {request.id or '<id_unknown>'}] {text}")
 
 
 def read_raw(request: InferRequest, name: str, datatype: str, shape: tuple[int, ...], raw: bytes) -> Tensor:
@@ -59,6 +62,53 @@ def check_request(request: InferRequest, config: ModelConfig) -> None:
     if "sequence_batching" in config.document and not request.sequence_id:
         text = "must specify a non-zero or non-empty correlation ID"
         raise InferenceError(f"inference request to model '{config.name}' {text}")
+
+
+def check_inputs(request: InferRequest, config: ModelConfig) -> None:
+    """What Triton's core checks before a model sees a request, whatever the protocol."""
+    if not len(config.required_inputs) <= len(request.inputs) <= len(config.inputs):
+        raise _wrong_count(request, config)
+    if config.max_batch_size > 0:
+        _check_batch(request, config)
+    for tensor in request.inputs.values():
+        expected = 1
+        for dim in tensor.shape:
+            expected *= dim
+        if tensor.datatype == "BYTES" and len(tensor.data) != expected:
+            text = (
+                f"unexpected number of string elements {len(tensor.data)} for inference input '{tensor.name}' "
+                f"for model '{config.name}', expecting {expected}"
+            )
+            raise refused(request, text)
+
+
+def _wrong_count(request: InferRequest, config: ModelConfig) -> InferenceError:
+    """Only the number of inputs is checked, so that an optional one can hide a missing one. That is Triton's way."""
+    required = config.required_inputs
+    given, total = len(request.inputs), len(config.inputs)
+    expected = f"number of inputs between {len(required)} and {total}" if len(required) < total else f"{total} inputs"
+    got = ",".join(f"'{name}'" for name in reversed(request.inputs))
+    names = ",".join(f"'{name}'" for name in required if name not in request.inputs)
+    missing = f"[{names}]" if names else "]"  # the bracket is missing in Triton's text
+    text = (
+        f"expected {expected} but got {given} inputs for model '{config.name}'. Got input(s) [{got}], "
+        f"but missing required input(s) {missing}. Please provide all required input(s)."
+    )
+    return refused(request, text)
+
+
+def _check_batch(request: InferRequest, config: ModelConfig) -> None:
+    size: int | None = None
+    for tensor in reversed(request.inputs.values()):  # Triton walks a hash map that has the last one first
+        if not tensor.shape:
+            text = f"input '{tensor.name}' has no shape but model requires batch dimension for '{config.name}'"
+            raise refused(request, text)
+        if size is None:
+            size = tensor.shape[0]
+        elif tensor.shape[0] != size:
+            raise refused(request, f"input '{tensor.name}' batch size does not match other inputs for '{config.name}'")
+    if size is not None and size > config.max_batch_size:
+        raise refused(request, f"inference request batch-size must be <= {config.max_batch_size} for '{config.name}'")
 
 
 def check_outputs(names: Iterable[str], config: ModelConfig) -> None:

@@ -74,7 +74,7 @@ def _factories(options: ServerOptions) -> list[ModelFactory]:
     from slipstream.server.rate_limiter import RateLimiter
 
     limiter = None if options.rate_limits is None else RateLimiter(options.rate_limits)
-    return [PythonModels(limiter)]
+    return [PythonModels(limiter, options.complete_config)]
 
 
 def _read(options: ServerOptions, factories: Sequence[ModelFactory]) -> Reading:

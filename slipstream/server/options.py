@@ -37,6 +37,7 @@ class ServerOptions:
     exit_timeout_seconds: float = 30.0
     server_name: str = "triton"
     allow_python_models: bool = False
+    complete_config: bool = True  # Python models may complete their own configuration
     allow_client_shared_memory: bool = False
     access: Access = field(default_factory=Access)
     http_max_input_bytes: int = 64 << 20

@@ -9,7 +9,7 @@ from typing import Protocol
 from slipstream.engine.messages import EngineInfo
 from slipstream.repository.config import QueuePolicy
 from slipstream.repository.models import EngineModel
-from slipstream.server.errors import InferenceError, Unavailable
+from slipstream.server.errors import InferenceError, QueueFull
 from slipstream.server.inference import InferRequest
 
 QUEUE_FULL = "Exceeds maximum queue size"
@@ -29,12 +29,13 @@ class Urgency:
 
 def check_queue(request: InferRequest, count: int, model: EngineModel, engine: Engine) -> None:
     """Refuse what would make the queue longer than the model's configuration allows."""
+    most = model.queue_policy.max_queue_size
     outstanding = getattr(engine, "outstanding", None)  # an engine in the same process has no queue before it
-    if not model.max_queue_size or engine.info is None or outstanding is None:
+    if not most or engine.info is None or outstanding is None:
         return
     waiting = max(0, outstanding - engine.info.max_rows)
-    if waiting + count > model.max_queue_size and outstanding + count > engine.info.max_rows:
-        raise Unavailable(f"[request id: {request.id or '<id_unknown>'}] {QUEUE_FULL}")
+    if waiting + count > most and outstanding + count > engine.info.max_rows:
+        raise QueueFull(f"[request id: {request.id or '<id_unknown>'}] {QUEUE_FULL}")
 
 
 def urgency(request: InferRequest, model: EngineModel) -> Urgency:

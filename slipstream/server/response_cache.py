@@ -17,7 +17,7 @@ from typing import NamedTuple
 from slipstream.repository.config import ModelConfig
 from slipstream.server import logging
 from slipstream.server.batches import BatchedModel
-from slipstream.server.inference import InferRequest, InferResponse, ServedModel
+from slipstream.server.inference import InferRequest, InferResponse, ServedModel, WrappedModel
 from slipstream.server.registry import ModelVersion
 from slipstream.server.step_models import PostprocessingModel
 from slipstream.server.tensor_bytes import pack
@@ -75,22 +75,10 @@ def wants_cache(config: ModelConfig) -> bool:
     return bool((config.document.get("response_cache") or {}).get("enable"))
 
 
-class CachedModel:
+class CachedModel(WrappedModel):
     def __init__(self, model: ServedModel, cache: ResponseCache) -> None:
-        self.inner = model
+        super().__init__(model)
         self._cache = cache
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.inner.config
-
-    @property
-    def decoupled(self) -> bool:
-        return self.inner.decoupled
-
-    @property
-    def ready(self) -> bool:
-        return self.inner.ready
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         began = time.monotonic_ns()

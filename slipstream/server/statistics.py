@@ -13,9 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slipstream.repository.config import ModelConfig
 from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import Answers, InferRequest, InferResponse, RequestTrail, ServedModel
+from slipstream.server.inference import (
+    Answers,
+    InferRequest,
+    InferResponse,
+    RequestTrail,
+    ServedModel,
+    WrappedModel,
+    batch_size,
+)
 from slipstream.server.latencies import TokenLatencies
 from slipstream.server.summaries import Summaries
 from slipstream.server.tracing import RequestTrace
@@ -242,7 +249,8 @@ class _Counted:
             self._trail.trace.tensors("TENSOR_BACKEND_OUTPUT", response.outputs)
             self._trail.trace.stamp("INFER_RESPONSE_COMPLETE")
         # Nothing can follow these, so a reader that stops here has all of it.
-        self._complete = self._complete or response.final or not self._counters.decoupled
+        only = not self._counters.decoupled and response.news is None
+        self._complete = self._complete or response.final or only
         if response.error is not None:
             self._failure = failure_reason(response.error)
         elif not self._trail.first_answer_ns:
@@ -294,41 +302,22 @@ def failure_reason(error: BaseException) -> str:
     return {Code.UNAVAILABLE: "REJECTED", Code.CANCELLED: "CANCELED"}.get(error.code, "BACKEND")
 
 
-class CountedModel:
+class CountedModel(WrappedModel):
     """A model whose requests are counted.
 
     `parts`: the models whose work this one does in their place, by the phase that each of them is.
     """
 
     def __init__(self, model: ServedModel, counters: ModelCounters, parts: Parts | None = None) -> None:
-        self.inner = model
+        super().__init__(model)
         self.counters = counters
         self._parts = parts
         counters.ensemble = bool(model.config.ensemble_steps)
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.inner.config
-
-    @property
-    def decoupled(self) -> bool:
-        return self.inner.decoupled
-
-    @property
-    def ready(self) -> bool:
-        return self.inner.ready
 
     def infer(self, request: InferRequest) -> Answers:
         self.counters.decoupled = self.inner.decoupled  # of an ensemble, its steps tell, which may come and go
         items = batch_size(request, self.config)
         return _Counted(self.counters, request, self.inner.infer(request), items, self._parts or {})
-
-
-def batch_size(request: InferRequest, config: ModelConfig) -> int:
-    if config.max_batch_size == 0:
-        return 1
-    shapes = [tensor.shape for tensor in request.inputs.values() if tensor.shape]
-    return shapes[0][0] if shapes else 1
 
 
 def model_statistics(registry: ModelRegistry, name: str = "", version: str = "") -> list[dict[str, Any]]:

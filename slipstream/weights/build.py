@@ -22,7 +22,6 @@ from slipstream.weights.engine_config import (
     read_engine_config,
 )
 from slipstream.weights.parameters import (
-    DTYPE_CODES,
     EngineParameter,
     Quantisation,
     choose_quantisation,
@@ -30,7 +29,7 @@ from slipstream.weights.parameters import (
     engine_parameters,
     scales_name,
 )
-from slipstream.weights.source import Source, check_source
+from slipstream.weights.source import Source, check_source, stored_dtype
 from slipstream.weights.sources import open_source
 from slipstream.weights.stream import ByteMeter, Progress, check_disk, no_progress, parameter_rows, tensor_bytes
 from slipstream.weights.tensor_file import TensorFileError, file_size, read_header, write_tensors
@@ -81,9 +80,7 @@ class _Plan:
 def _plan(
     source: Source, dtype: str, weight_only: str | None, fp8_kv_cache: bool, limits: BuildLimits | None
 ) -> _Plan:
-    dtype = (source.dtype or "bfloat16") if dtype == "auto" else dtype
-    if dtype not in DTYPE_CODES:
-        raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPE_CODES)}")
+    dtype = stored_dtype(source, dtype)
     check_source(source)
     limits = limits or BuildLimits.for_model(source.spec)
     quantisation = choose_quantisation(source.spec, weight_only, fp8_kv_cache)

@@ -27,7 +27,14 @@ from slipstream.weights.parameters import (
     choose_quantisation,
 )
 from slipstream.weights.rank_split import Part, RankedTensors, RankMapping, cut, part_of, rank_file, rank_parameters
-from slipstream.weights.source import Source, SourceError, check_source, fingerprint_of, read_tokenizer_files
+from slipstream.weights.source import (
+    Source,
+    SourceError,
+    check_source,
+    fingerprint_of,
+    read_tokenizer_files,
+    stored_dtype,
+)
 from slipstream.weights.stream import ByteMeter, Progress, check_disk, no_progress, parameter_rows, tensor_bytes
 from slipstream.weights.tensor_file import TensorFileError, file_size, read_header, write_tensors
 from slipstream.weights.whole_folder import whole_folder
@@ -104,9 +111,7 @@ class CheckpointPlan:
     def make(
         cls, source: Source, dtype: str, weight_only: str | None, mapping: RankMapping, fp8_kv_cache: bool = False
     ) -> CheckpointPlan:
-        dtype = (source.dtype or "bfloat16") if dtype == "auto" else dtype
-        if dtype not in DTYPE_CODES:
-            raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPE_CODES)}")
+        dtype = stored_dtype(source, dtype)
         check_source(source)
         mapping.check(source.spec)
         quantisation = choose_quantisation(source.spec, weight_only, fp8_kv_cache)

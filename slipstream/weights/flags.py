@@ -10,7 +10,6 @@ releases of the old tools had it. `effect`:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +24,6 @@ class Flag:
     takes: Takes
     effect: Effect
     text: str
-    short: str = ""
 
 
 def _rows(effect: Effect, takes: Takes, eras: str, text: str, names: str) -> tuple[Flag, ...]:
@@ -45,7 +43,8 @@ _FP8 = "store the linears in FP8 (e4m3, a scale a row), and multiply in it where
 _OTHER_SOURCE = "only Hugging Face folders of safetensors and GGUF files are read; give one as --model_dir"
 
 LIMITS = (
-    *_rows("used", "value", "0.5-0.18", "the most requests in a step", "max_batch_size"),
+    *_rows("used", "value", "0.5-0.18", "the largest batch of a request, where config.pbtxt leaves it open",
+           "max_batch_size"),
     *_rows("used", "value", "0.5-0.18", "the longest prompt, in tokens", "max_input_len"),
     *_rows("used", "value", "0.5-0.10", "the longest answer; with max_input_len it gives max_seq_len",
            "max_output_len"),
@@ -152,7 +151,3 @@ BUILD_FLAGS = (
 )
 
 SHORT_NAMES = {"smoothquant": "sq", "multi_query_mode": "mq"}
-
-
-def find_flag(flags: Iterable[Flag], name: str) -> Flag:
-    return next(flag for flag in flags if flag.name == name)

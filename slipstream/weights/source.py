@@ -12,7 +12,7 @@ from slipstream.model.families.family import Recipe, collapse_layer
 from slipstream.model.families.registry import name_list
 from slipstream.model.spec import ModelSpec
 from slipstream.weights.engine_config import GenerationDefaults
-from slipstream.weights.parameters import Shape, checkpoint_shapes
+from slipstream.weights.parameters import DTYPE_CODES, Shape, checkpoint_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +58,14 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """Changes when the source does; found without reading the weights."""
+
+
+def stored_dtype(source: Source, wanted: str) -> str:
+    """The type that weights are stored in: "auto" keeps a 16-bit type that they have already."""
+    dtype = (source.dtype or "bfloat16") if wanted == "auto" else wanted
+    if dtype not in DTYPE_CODES:
+        raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPE_CODES)}")
+    return dtype
 
 
 def check_source(source: Source) -> None:

@@ -116,7 +116,7 @@ def answer():
         handler = type("Handler", (Canned,), {"status": status, "body": body})
         server = http.server.HTTPServer(("127.0.0.1", 0), handler)
         servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         arguments = ["infer", "-m", "x", "--prompt", "y", "-u", "127.0.0.1", "-p", str(server.server_port)]
         return runner.invoke(command.app, arguments)
 

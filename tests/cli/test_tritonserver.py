@@ -198,6 +198,15 @@ def test_both_spellings_mean_the_same() -> None:
     assert joined.ignored == ["backend-config"]
 
 
+@pytest.mark.parametrize(("flags", "completes"), [
+    ([], True), (["--disable-auto-complete-config"], False), (["--strict-model-config=true"], False),
+    (["--strict-model-config=false"], True),
+])  # fmt: skip
+def test_models_complete_their_configuration_unless_it_is_forbidden(flags: list[str], completes: bool) -> None:
+    options = tritonserver.server_options(parse_flags(["--model-repository=/a", *flags]))
+    assert options.complete_config is completes
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [

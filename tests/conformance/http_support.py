@@ -14,11 +14,29 @@ import uvicorn
 from slipstream.server.http import uvicorn_config
 
 
+class PromptServer(uvicorn.Server):
+    """Ends when it is told to: uvicorn looks every tenth of a second whether it is, and then sleeps for another."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.told_to_stop = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.told_to_stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
+
 class RunningServer:
     """`with RunningServer(app) as server:` the app is served on `server.port` by uvicorn in a thread."""
 
     def __init__(self, app: Any) -> None:
-        self._server = uvicorn.Server(uvicorn_config(app, port=0))
+        self._server = PromptServer(uvicorn_config(app, port=0))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.port = 0
@@ -37,8 +55,8 @@ class RunningServer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.should_exit = True
-        self._server.force_exit = True
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self._server.told_to_stop.set)
         self._thread.join(20)
         assert not self._thread.is_alive()
 

@@ -116,7 +116,7 @@ class EchoEngine:
 
     def submit(
         self, prompt: list[int], sampling: SamplingParams, *, priority: int = 0, deadline: float | None = None,
-        cache_salt: str = "",
+        **more: object,
     ) -> EchoGeneration:
         if self.unavailable:
             raise EngineUnavailable(self.unavailable)

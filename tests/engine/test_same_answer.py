@@ -36,19 +36,28 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("sampling", [
-    {"max_tokens": 40},
-    {"max_tokens": 40, "temperature": 0.8, "top_k": 20, "seed": 5, "repetition_penalty": 1.2},
-    {"max_tokens": 40, "temperature": 1.0, "top_p": 0.8, "seed": 2**63 + 1, "frequency_penalty": 0.5},
-], ids=["greedy", "top-k", "top-p"])
+SAMPLING = {
+    "greedy": {"max_tokens": 40},
+    "top-k": {"max_tokens": 40, "temperature": 0.8, "top_k": 20, "seed": 5, "repetition_penalty": 1.2},
+    "top-p": {"max_tokens": 40, "temperature": 1.0, "top_p": 0.8, "seed": 2**63 + 1, "frequency_penalty": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What the first four prompts are answered with when each has an engine to itself."""
+    return {name: [generate(engine(folder), [prompt], **sampling)[0] for prompt in some_prompts(12)[:4]]
+            for name, sampling in SAMPLING.items()}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_way_it_is_run_does_not_show(folder, sampling, way):
+def test_the_way_it_is_run_does_not_show(folder, alone, sampling, way):
     prompts = some_prompts(12)
-    plain = [generate(engine(folder), [prompt], **sampling)[0] for prompt in prompts[:4]]
     loop = engine(folder, **WAYS[way])
-    together = generate(loop, prompts, **sampling)
-    assert together[:4] == plain
-    again = generate(loop, prompts, **sampling)  # the cache is warm now
+    together = generate(loop, prompts, **SAMPLING[sampling])
+    assert together[:4] == alone[sampling]
+    again = generate(loop, prompts, **SAMPLING[sampling])  # the cache is warm now
     assert again == together
     if way == "preempted":
         assert loop.stats().preemptions > 0

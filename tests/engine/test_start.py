@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the cache gets. The GPU is only asked what it has left."""
+"""How much memory the cache gets. A GPU is only asked what it has left."""
 
 import pytest
 import torch
@@ -48,6 +48,14 @@ def test_a_cache_beyond_the_machines_memory_is_refused_by_name(monkeypatch):
     assert on_cpu(3200) == 100
     with pytest.raises(ValueError, match="which 3200 would fill: lower max_tokens_in_paged_kv_cache"):
         on_cpu(3201)
+
+
+def test_on_a_cpu_the_cache_takes_512_mib_and_one_sequence_at_least():
+    def on_cpu(longest: int) -> int:
+        return start._pool_blocks(SPEC, EngineSettings(), torch.bfloat16, longest, torch.device("cpu"))
+
+    assert on_cpu(64) == 2**29 // BLOCK
+    assert on_cpu(2**22) == 2**22 // 32
 
 
 def test_an_amd_gpu_is_refused_by_name_and_passed_over_by_auto(monkeypatch):

@@ -92,6 +92,7 @@ def main() -> None:
         decode(32, 8, size, half, half, 4)
         prefill(32, 8, size, half, 100)
         prefill(32, 8, size, half, 100_000)
+    decode(32, 8, 128, half, half, 40)
     decode(32, 8, 128, half, half, 4000)
     decode(32, 8, 256, torch.float32, torch.float32, 4)
     prefill(32, 8, 256, torch.float32, 100)

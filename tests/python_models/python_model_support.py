@@ -43,9 +43,10 @@ class Opened:
 
 @asynccontextmanager
 async def open_models(
-    folder: Path, *names: str, others: Sequence[tuple[str, ServedModel]] = ()
+    folder: Path, *names: str, others: Sequence[tuple[str, ServedModel]] = (), complete_config: bool = True
 ) -> AsyncIterator[Opened]:
-    registry, factory, models = ModelRegistry(), PythonModels(), models_of(folder)
+    registry, models = ModelRegistry(), models_of(folder)
+    factory = PythonModels(complete_config=complete_config)
     for name, model in others:
         registry.add(name, 1, model)
     async with AsyncExitStack() as stack:

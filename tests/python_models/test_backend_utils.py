@@ -299,6 +299,9 @@ class TritonPythonModel:
         request = InferRequest("bare", "1", {"text_input": text_tensor("x", shape=(1, 1))})
         assert said(await ask(model, request)) == ["8"]
         assert models.registry.configuration("bare")["output"][0]["dims"] == [1]
+    async with open_models(tmp_path, "bare", complete_config=False) as models:
+        assert models["bare"].config.inputs == ()
+        assert said(await ask(models["bare"], InferRequest("bare", "1", {}))) == ["0"]
 
 
 NAMES = """

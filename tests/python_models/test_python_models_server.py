@@ -152,14 +152,17 @@ import time, triton_python_backend_utils as pb_utils
 class TritonPythonModel:
     def execute(self, requests):
         print("it works")
-        time.sleep(6.5)  # longer than connections are kept open for those who only listen
+        time.sleep(2.0)
         given = [pb_utils.get_input_tensor_by_name(request, "text_input") for request in requests]
         return [pb_utils.InferenceResponse([pb_utils.Tensor("text_output", one.as_numpy())]) for one in given]
 """
 
 
 def test_a_stopping_server_lets_python_models_answer(tmp_path: Path) -> None:
-    running = TinyServer(write_model(tmp_path, "slow", SLOW), tmp_path / "tmp", "--allow-python-models").wait_started()
+    """Also one that takes longer than connections are kept open for those who only listen."""
+    options = ["--allow-python-models"]
+    running = TinyServer(write_model(tmp_path, "slow", SLOW), tmp_path / "tmp", *options, close_seconds=1)
+    running.wait_started()
     body = json.dumps({"text_input": "still here"}).encode()
     with ThreadPoolExecutor() as asking:
         answer = asking.submit(urllib.request.urlopen, f"{running.url}/v2/models/slow/generate", body, 60)

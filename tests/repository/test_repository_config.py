@@ -102,6 +102,15 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     assert "backend: expected a string in quotes, got python" in lines
 
 
+def test_policies_by_priority_are_said_to_have_no_effect(tmp_path: Path) -> None:
+    policies = "priority_queue_policy [ { key: 1 value: { max_queue_size: 3 } } ]"
+    _, problems = read(tmp_path, INPUT + "dynamic_batching { " + policies + " }")
+    assert [(found.key, found.text) for found in problems.warnings] == [
+        ("dynamic_batching.priority_queue_policy",
+         "has no effect: requests of every priority have the default_queue_policy")
+    ]  # fmt: skip
+
+
 def test_file_that_is_no_text_is_a_problem_not_a_crash(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     folder.mkdir()

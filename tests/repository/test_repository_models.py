@@ -105,7 +105,7 @@ def test_parameter_without_an_effect_here_is_named(tmp_path: Path, engine: Path)
 def test_queue_limit_is_the_engines(tmp_path: Path, engine: Path) -> None:
     repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine)})
     change(repo, "tensorrt_llm", "dynamic_batching {", "dynamic_batching { default_queue_policy { max_queue_size: 9 }")
-    assert read_repository(repo).engines["tensorrt_llm"].max_queue_size == 9
+    assert read_repository(repo).engines["tensorrt_llm"].queue_policy.max_queue_size == 9
 
 
 @pytest.mark.parametrize("place", ["cwd", "repository", "model"])

@@ -29,17 +29,29 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "gpt2", "gpt2")
 
 
+@pytest.fixture(scope="module")
+def tried_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the first server finds out about the CPU, a second or two: each home is given it as if it were not new."""
+    return tmp_path_factory.mktemp("tried") / "cpu-probe.json"
+
+
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Begin]:
+def begin(tmp_path: Path, tried_cpu: Path) -> Iterator[Begin]:
     begun: list[Tutorial] = []
+    kept = tmp_path / "home" / ".cache" / "slipstream" / tried_cpu.name
 
     def start(name: str, places: dict[str, str], like: str) -> Tutorial:
         begun.append(Tutorial(name, tmp_path, places, like))
+        if tried_cpu.exists():
+            kept.parent.mkdir(parents=True)
+            shutil.copy(tried_cpu, kept)
         return begun[0]
 
     yield start
     for tutorial in begun:
         tutorial.close()
+        if kept.exists():
+            shutil.copy(kept, tried_cpu)
 
 
 @pytest.mark.parametrize("file", sorted(HERE.glob("*.txt")), ids=lambda file: file.stem)
@@ -105,7 +117,7 @@ def test_gpt_repository(begin: Begin, gpt: Path, tmp_path: Path) -> None:
     workspace = tmp_path / "tensorrtllm_backend"
     places = {"${model_directory}": str(gpt), "--tokenizer_dir gpt2": f"--tokenizer_dir {gpt}",
               "--text": "-u localhost:8000 --text", "--batch_size": "-u localhost:8000 --batch_size",
-              "-b 8 --input-data": "--request-count 8 -b 8 --input-data"}
+              "-b 8 --input-data": "--request-count 2 -b 8 --input-data"}
     tutorial = begin("002", places, "2023-09")
     tutorial.run(tutorial.text("before"), workspace)
     tutorial.serve(long_port_flags(tutorial, "_"), workspace)

@@ -23,7 +23,7 @@ from slipstream.server.health import ServerState
 from slipstream.server.http import create_app
 
 GENERATE = "/v2/models/ensemble/generate"
-CANARY = json.dumps({"text_input": "canary 🐤 ", "max_tokens": 400, "stream": True}).encode()
+CANARY = json.dumps({"text_input": "canary 🐤 ", "max_tokens": 150, "stream": True}).encode()
 COUNTS = "expected number of inputs between 2 and 24 but got"
 PARSING = "failed to parse the request JSON buffer: "
 IN_ENSEMBLE = "in ensemble 'ensemble', "
@@ -151,7 +151,7 @@ def test_bad_input_is_told_and_the_canary_sings_on(stage: Stage) -> None:
         stage.engine.hold_end = False
     thread.join()
     assert disturbed == [quiet]
-    assert len(quiet) == 400
+    assert len(quiet) == 150
 
 
 @pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.what)

@@ -46,7 +46,7 @@ class Recorder(EchoEngine):
         self.finish_reason = ""
 
     def submit(self, prompt: list[int], sampling: SamplingParams, *, priority: int = 0, deadline: float | None = None,
-               cache_salt: str = "") -> EchoGeneration:  # fmt: skip
+               **more: Any) -> EchoGeneration:  # fmt: skip
         self.urgency.append((priority, deadline))
         generation = super().submit(prompt, sampling, priority=priority, deadline=deadline)
         if self.finish_reason:

@@ -17,7 +17,7 @@ from test_conformance_infer import CASES
 
 from slipstream.repository.json_config import message_from_json
 from slipstream.repository.problems import Problems
-from slipstream.repository.schema import Reading
+from slipstream.repository.schema import FileReading
 from slipstream.server.errors import InferenceError
 from slipstream.server.infer_request import read_infer_call
 from slipstream.server.shared_memory import SharedMemory
@@ -87,5 +87,5 @@ def test_damaged_configurations_are_problems_not_crashes() -> None:
             continue
         if isinstance(document, dict):
             seen += 1
-            Reading("config", Problems()).message("ModelConfig", message_from_json("ModelConfig", document))
+            FileReading("config", Problems()).message("ModelConfig", message_from_json("ModelConfig", document))
     assert seen > 200

@@ -28,6 +28,15 @@ def serve(tmp_path):
         server.close()
 
 
+@pytest.fixture(scope="module")
+def steady(tmp_path_factory):
+    """A server for those who only look at it and ask."""
+    folder = tmp_path_factory.mktemp("steady")
+    server = TinyServer(make_repository(folder), folder / "tmp").wait_started()
+    yield server
+    server.close()
+
+
 def generate(server, prompt="5", max_tokens=3, milliseconds=0):
     body = {"text_input": prompt, "max_tokens": max_tokens, "random_seed": milliseconds}
     return httpx.post(f"{server.url}/v2/models/{MODEL}/generate", json=body, timeout=30)
@@ -95,12 +104,11 @@ def test_it_starts_answers_and_leaves_nothing(serve):
     assert server.left_behind() == []
 
 
-def test_the_curl_it_prints_works(serve):
-    server = serve().wait_started()
-    command = next(line for line in server.lines if "curl" in line).partition("curl")[2]
+def test_the_curl_it_prints_works(steady):
+    command = next(line for line in steady.lines if "curl" in line).partition("curl")[2]
     found = subprocess.run(f"curl{command}", shell=True, capture_output=True, text=True, check=True)
     assert json.loads(found.stdout).get("model_name") == MODEL, found.stdout
-    assert any("/docs" in line and "/metrics" in line for line in server.lines)
+    assert any("/docs" in line and "/metrics" in line for line in steady.lines)
 
 
 def test_sigterm_lets_every_admitted_stream_finish_and_refuses_new_work(serve):
@@ -222,17 +230,15 @@ def test_a_signal_while_the_engine_loads_ends_it_cleanly(serve, number):
     assert server.left_behind() == []
 
 
-def test_the_server_process_never_loads_torch(serve):
-    server = serve().wait_started()
-    generate(server)
-    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
-    assert children_of(server.process.pid) == [server.engine_process()]
+def test_the_server_process_never_loads_torch(steady):
+    generate(steady)
+    assert "libtorch" not in Path(f"/proc/{steady.process.pid}/maps").read_text()
+    assert children_of(steady.process.pid) == [steady.engine_process()]
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_infer_prints_the_text_of_a_running_server(serve, protocol):
-    server = serve().wait_started()
-    port = server.ports["HTTPService" if protocol == "http" else "GRPCInferenceService"]
+def test_infer_prints_the_text_of_a_running_server(steady, protocol):
+    port = steady.ports["HTTPService" if protocol == "http" else "GRPCInferenceService"]
     command = [sys.executable, str(HERE / "tiny_server.py"), "infer", "-m", MODEL, "--prompt", "7", "-i", protocol]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     arguments = ["-u", "127.0.0.1", "-p", str(port), "--max-tokens", "4"]

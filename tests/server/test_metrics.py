@@ -4,6 +4,7 @@ import asyncio
 import json
 import weakref
 from contextlib import aclosing
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -198,6 +199,32 @@ def test_our_own_figures_of_the_engine():
     buckets = [found[f'slipstream_queue_seconds_bucket{{le="{le}",model="tensorrt_llm",version="1"}}']
                for le in ("0.001", "60", "+Inf")]  # fmt: skip
     assert buckets == [2, 2, 3]
+
+
+def test_every_total_goes_on_after_another_engine_and_every_gauge_is_of_now():
+    class Alone(Engine):
+        stats = replace(Engine.stats, finished=6, failed=7, adapter_loads=8, cached_blocks=9)
+
+    class Later(Engine):
+        thousands = {field.name: 1000 for field in fields(EngineStats)} | {"queue_counts": [1000] * 12}
+        stats = Alone.stats.after(EngineStats(**thousands))
+
+    def families(engine):
+        metrics = ServerMetrics()
+        metrics.watch_engine("llm", engine)
+        parsed = text_string_to_metric_families(metrics.render())
+        return {family.name: family for family in parsed if family.name.startswith("slipstream_")}
+
+    later, alone = families(Later()), families(Alone())
+    assert {family.type for family in later.values()} == {"counter", "gauge", "histogram"}
+    for name, family in later.items():
+        for sample, own in zip(family.samples, alone[name].samples, strict=True):
+            if family.type == "counter" or sample.name.endswith("_sum"):
+                assert sample.value == own.value + 1000, sample
+            elif family.type == "histogram":
+                assert sample.value >= own.value + 1000, sample
+            elif not name.endswith("_rate"):
+                assert sample.value == own.value, sample
 
 
 def recorded_heads():

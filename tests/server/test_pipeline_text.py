@@ -52,7 +52,7 @@ class SpokenEngine:
     info: EngineInfo | None = INFO
     ready: bool = True
 
-    def submit(self, prompt, sampling, *, priority=0, deadline=None, cache_salt=""):
+    def submit(self, prompt, sampling, *, priority=0, deadline=None, cache_salt="", **more):
         self.prompt, self.sampling = prompt, sampling
         self.rest = (priority, deadline, cache_salt)
         self.generation = SpokenGeneration(list(self.deltas))

@@ -14,6 +14,8 @@ import scripted_engine as scripted
 
 from slipstream.engine.request import SamplingParams
 from slipstream.server.engine_client import EngineClient, EngineStartFailed, EngineUnavailable, Supervision
+from slipstream.server.engine_pool import EnginePool
+from slipstream.server.metrics import ServerMetrics
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("scripted_engine.py")))
 LONG = SamplingParams(max_tokens=100_000, seed=5)
@@ -163,6 +165,36 @@ async def test_a_restart_that_does_not_come_up_ends_in_failure_with_its_own_caus
         assert "FileExistsError" in await engine.wait_failed()
 
 
+async def test_totals_go_on_where_another_process_takes_over(launch):
+    engine, metrics = await launch(), ServerMetrics()
+    pool = EnginePool({}, Supervision(), COMMAND)
+    pool.on_change = lambda: [metrics.watch_engine(name, client) for name, client in pool.items()]
+    pool.adopt("llm", engine)
+    place = '{model="llm",version="1"}'
+
+    def shown(name):
+        line = next(line for line in metrics.render().splitlines() if line.startswith(f"slipstream_{name}{place} "))
+        return float(line.rpartition(" ")[2])
+
+    async def serve(client, finished):
+        await collect(client.submit([1], SamplingParams(max_tokens=5)))
+        await until(lambda: shown("requests_finished_total") == finished)
+        assert shown("steps_total") >= 5 * finished
+
+    await serve(engine, 1)
+    steps = shown("steps_total")
+    os.kill(engine._child.process_id, signal.SIGKILL)
+    await until(lambda: not engine.ready)
+    assert (shown("requests_finished_total"), shown("steps_total"), shown("kv_blocks_free")) == (1, steps, 0)
+    await until(lambda: engine.ready)
+    await serve(engine, 2)
+    another = await launch("another")
+    assert pool.adopt("llm", another) is engine
+    assert shown("requests_finished_total") == 2
+    await serve(another, 3)
+    assert shown("kv_blocks_free") == 128
+
+
 async def test_a_hung_step_is_noticed_its_stack_shown_and_the_process_replaced(launch, capfd):
     engine = await launch(silence_seconds=1.0)
     last = (await collect(engine.submit([scripted.HANG], SamplingParams())))[1]
@@ -181,7 +213,7 @@ async def test_a_stopped_process_is_noticed_too(launch):
 
 async def test_slow_steps_are_not_mistaken_for_a_hang(launch):
     engine = await launch(silence_seconds=1.0)
-    slow = SamplingParams(max_tokens=6, seed=400)
+    slow = SamplingParams(max_tokens=4, seed=400)
     assert (await collect(engine.submit([1], slow)))[1].finish_reason == "length"
     assert not engine._restarts
 

@@ -24,6 +24,7 @@ from slipstream.weights.parameters import Quantisation
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MODEL = "counter"
+CLOSE_SECONDS = "TINY_SERVER_CLOSE_SECONDS"
 STARTED = re.compile(r"\] Started (GRPCInferenceService|HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)")
 
 
@@ -47,14 +48,19 @@ def make_repository(folder: Path, engine_name: str = "fine") -> Path:
 
 
 class TinyServer:
-    """`slipstream start` on free ports, in a process of its own."""
+    """`slipstream start` on free ports, in a process of its own.
 
-    def __init__(self, repository: Path, temporary: Path, *options: str) -> None:
+    `close_seconds` takes the place of the time that connections are kept open for those who only listen.
+    """
+
+    def __init__(self, repository: Path, temporary: Path, *options: str, close_seconds: int | None = None) -> None:
         self.temporary = temporary
         self.temporary.mkdir(exist_ok=True)
         ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
         command = [sys.executable, __file__, "start", "--repo", str(repository), *ports, *options]
         environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        if close_seconds is not None:
+            environment[CLOSE_SECONDS] = str(close_seconds)
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -131,6 +137,10 @@ def main() -> None:
     engine_child.ENGINE_COMMAND = (sys.executable, str(HERE / "scripted_engine.py"))  # before anyone reads it
     from slipstream.cli.main import main as slipstream
 
+    if CLOSE_SECONDS in os.environ:
+        from slipstream.server import services
+
+        services.CLOSE_SECONDS = float(os.environ[CLOSE_SECONDS])
     slipstream()
 
 

@@ -19,6 +19,9 @@ from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.load import start_engine
 
 BLOCK = 16
+# Room for every request of a test at once. What an engine takes unless told is 512 MiB, and longer to zero than most
+# tests run.
+CACHE_TOKENS = 16384
 
 
 class Answers(dict[int, list[int]]):
@@ -66,8 +69,8 @@ def generate(loop: EngineLoop, prompts: list[list[int]], **sampling) -> list[lis
     return [answers[i] for i in range(len(prompts))]
 
 
-def engine(folder: Path, dtype: str = "float32", **settings) -> EngineLoop:
-    return start_engine(folder, EngineSettings(dtype=dtype, **settings))
+def engine(folder: Path, dtype: str = "float32", cache_tokens: int = CACHE_TOKENS, **settings) -> EngineLoop:
+    return start_engine(folder, EngineSettings(dtype=dtype, cache_tokens=cache_tokens, **settings))
 
 
 def all_logits(folder: Path, dtype: torch.dtype, sequences: list[list[int]]) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,9 +30,13 @@ class SourceFile:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.name)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
     def imports(self) -> Iterator[tuple[int, str]]:
         """(line, module) of every import, those inside functions as well."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     yield node.lineno, alias.name
@@ -52,5 +56,6 @@ def source(text: str, name: str = "slipstream/server/example.py") -> SourceFile:
     return SourceFile(ROOT / name, text)
 
 
+@cache
 def source_files() -> list[SourceFile]:
     return [SourceFile(path, path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))]

@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream.engine.settings import EngineSettings
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import BuildLimits, EngineFolderError, GenerationDefaults, read_engine_config
 from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.load import start_engine
 from slipstream.weights.parameters import Quantisation
 from slipstream.weights.sources import open_source
 
@@ -44,6 +46,14 @@ def test_config_comes_back_as_it_was_built(engine: Path, tmp_path: Path) -> None
         "quant_algo": None, "group_size": 0, "kv_cache_quant_algo": None, "exclude_modules": []}
     assert document["slipstream"]["format"] == 1
     assert document["slipstream"]["source"] == str(tmp_path / "hf-llama")
+
+
+@pytest.mark.parametrize(("wanted", "got"), [(None, 70), (20, 20), (90, 90)])
+def test_a_step_has_no_more_tokens_than_the_build_allows_unless_it_is_asked_for(
+    engine: Path, wanted: int | None, got: int
+) -> None:
+    settings = EngineSettings(device="cpu", dtype="float32", max_rows=2, cache_tokens=128, step_tokens=wanted)
+    assert start_engine(engine, settings).scheduler.step_tokens == got
 
 
 def test_config_reader_needs_no_torch(engine: Path) -> None:

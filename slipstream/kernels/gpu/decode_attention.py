@@ -270,9 +270,9 @@ def attend_decode(
     programs, number = rows * kv_heads, keys.element_size()
     if small and programs >= _NARROW_FROM[number] * places:
         tile, warps, stages = _NARROW_TILE, 1, _NARROW_STAGES[number]
-    else:  # where there are few, each reads further ahead
+    else:  # where there are few, each reads further ahead; where there is hardly any, it has no time to
         tile, warps = _TILE if padded * number <= 512 else _TILE // 2, 4
-        stages = 3 if small and number == 2 and programs <= places else 2
+        stages = 3 if small and number == 2 and places <= 4 * programs <= 4 * places else 2
     _decode[(items,)](
         q, keys, values, tables, plan.chunks, out, partial, statistics, counters(rows * kv_heads, q.device),
         rule.scale * _LOG2_E, rule.softcap * _LOG2_E, q.stride(0), keys.shape[1], tables.stride(0),

@@ -27,6 +27,7 @@ class Surroundings:
     control: RepositoryControl = field(default_factory=NoControl)
     metrics: CustomMetrics = field(default_factory=CustomMetrics)
     limiter: RateLimiter | None = None  # where instances share resources
+    complete_config: bool = True  # models may complete their own configuration
 
 
 Send = Callable[[ToWorker], Awaitable[int]]  # tells how many bytes it took

@@ -36,8 +36,9 @@ class PythonModels:
     The engine itself is never one of them: upstream's `model.py` for it drives an engine that is not here.
     """
 
-    def __init__(self, limiter: RateLimiter | None = None) -> None:
+    def __init__(self, limiter: RateLimiter | None = None, complete_config: bool = True) -> None:
         self._limiter = limiter
+        self._complete_config = complete_config
         self.metrics = CustomMetrics()  # what the models measure
         self.control: RepositoryControl = NoControl()  # what their load_model and unload_model reach
 
@@ -50,7 +51,7 @@ class PythonModels:
         def find(name: str, wanted: str) -> ServedModel:
             return registry.find(name, wanted).model
 
-        surroundings = Surroundings(find, self.control, self.metrics, self._limiter)
+        surroundings = Surroundings(find, self.control, self.metrics, self._limiter, self._complete_config)
         return await open_python_model(model.config, _file(model, version).parent, surroundings)
 
 

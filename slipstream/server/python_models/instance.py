@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from slipstream.server import logging
-from slipstream.server.engine_child import child_environment
+from slipstream.server.engine_child import child_environment, describe_exit
 from slipstream.server.errors import Code, InferenceError
 from slipstream.server.python_models.calls import Calls, Surroundings
 from slipstream.server.python_models.frames import (
@@ -268,7 +268,7 @@ class Instance:
 
     def _reap(self) -> str:
         assert self._process is not None
-        return _reason(self._process.wait())
+        return describe_exit(self._process.wait())
 
     def _end(self, reason: str) -> None:
         if self._started is not None and not self._started.done():
@@ -318,12 +318,3 @@ def _spawn(*ends: socket.socket) -> subprocess.Popen[bytes]:
         env={**child_environment(), "PYTHONUNBUFFERED": "1"},
         start_new_session=True,  # a Ctrl-C in the terminal is for the server alone
     )
-
-
-def _reason(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

@@ -88,7 +88,7 @@ class PythonModel:
         """Start every instance; InferenceError with the model's reason when one of them fails."""
         first, *rest = _places(self.config)
         try:
-            document = await self._start(first, complete=True)
+            document = await self._start(first, complete=self._surroundings.complete_config)
             if document:
                 self.config = completed(self.config, json.loads(document))
                 self._waiting = Waiting(self.config)

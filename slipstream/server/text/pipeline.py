@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack
 
 from slipstream.engine.guided import GuideError, check_guide
 from slipstream.engine.messages import Beam, EngineInfo, Scores, Timing
@@ -14,6 +14,7 @@ from slipstream.engine.request import PromptTable, SamplingParams
 from slipstream.engine.retention import Retention
 from slipstream.server.adapters import AdapterBook, AdapterUse
 from slipstream.server.generation import Delta
+from slipstream.server.submission import Submission
 from slipstream.server.text.chat import Message, encode_chat, render_chat
 from slipstream.server.text.sequences import TextBeam, beam_problem, merged, sampling_of_sequence, write_beams
 from slipstream.server.text.stops import StopWords
@@ -51,18 +52,7 @@ class Engine(Protocol):
     @property
     def ready(self) -> bool: ...
     def submit(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        deadline: float | None = None,
-        cache_salt: str = "",
-        prompt_of: int | None = None,
-        draft: Sequence[int] = (),
-        adapter: AdapterUse | None = None,
-        prompt_table: PromptTable | None = None,
-        retention: Retention | None = None,
+        self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]
     ) -> EngineGeneration: ...
 
 
@@ -173,23 +163,18 @@ class TextGenerator:
     def _submit_each(
         self, request: TextRequest, prompt: list[int], sampling: SamplingParams, generations: list[EngineGeneration]
     ) -> None:
-        more: dict[str, Any] = {"draft": request.draft} if request.draft else {}
-        if request.retention is not None:
-            more["retention"] = request.retention
-        if request.adapter is not None:
-            more["adapter"] = request.adapter
-        salt = request.cache_salt
-        if request.prompt_table is not None:
-            more["prompt_table"], salt = request.prompt_table, f"{salt}\0{request.prompt_table.digest}"
+        table = request.prompt_table
+        more = Submission(
+            priority=request.priority, deadline=request.deadline, draft=request.draft, adapter=request.adapter,
+            retention=request.retention, prompt_table=table,
+            cache_salt=request.cache_salt if table is None else f"{request.cache_salt}\0{table.digest}",
+        )  # fmt: skip
         for index in range(1 if sampling.beams else request.sequences):
             if generations:
                 more["prompt_of"] = generations[0].request_id
                 if request.adapter is not None:  # the first has brought it
                     more["adapter"] = replace(request.adapter, source=None)
-            generation = self.engine.submit(
-                prompt, sampling_of_sequence(sampling, index), priority=request.priority, deadline=request.deadline,
-                cache_salt=salt, **more,
-            )  # fmt: skip
+            generation = self.engine.submit(prompt, sampling_of_sequence(sampling, index), **more)
             generations.append(generation)
             if request.submitted is not None:
                 request.submitted(generation)
