@@ -73,11 +73,21 @@ class AdapterBook:
             return None
         if len(given) > 1:
             raise InferenceError(f"lora_name does not go with {given[1]}: each names an adapter")
+        return self.named(name)
+
+    def named(self, name: str) -> AdapterUse:
         folder = self._named_folder(name)
         if folder is None:
             where = ": no folder of adapters is configured (lora_prefetch_dir)" if self._folder is None else ""
             raise InferenceError(f"adapter '{name[:200]}' not found{where}", Code.NOT_FOUND)
         return self.from_folder(folder, f"adapter '{name}'")
+
+    def names(self) -> list[str]:
+        """Those that can be asked for by name now."""
+        if self._folder is None or not self._folder.is_dir():
+            return []
+        holds = ((path, file) for path in self._folder.iterdir() for file in _WEIGHT_FILES)
+        return sorted({path.name for path, file in holds if (path / file).is_file()})
 
     def _named_folder(self, name: str) -> Path | None:
         """The folder of that name; a name is never a path."""

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from slipstream.server.access import Access
 from slipstream.server.errors import InferenceError
 from slipstream.server.http_protocol import DEPARTURE, Departure
 
@@ -21,6 +22,7 @@ JSON = b"application/json"
 TEXT = b"text/plain"
 OCTETS = b"application/octet-stream"
 EVENTS = b"text/event-stream; charset=utf-8"
+RETRY_AFTER = (b"retry-after", b"1")
 
 
 class Refused(Exception):
@@ -40,6 +42,20 @@ def header(scope: Scope, name: bytes) -> bytes:
         if key == name:
             return bytes(value)
     return b""
+
+
+def check_access(access: Access, api: str, scope: Scope) -> None:
+    """Whether the request may call this API; otherwise Refused."""
+    if not access.guarded and api not in access.http_restrictions:
+        return
+
+    def given(name: str) -> str | None:
+        value = header(scope, name.encode("latin-1", "replace"))
+        return value.decode("latin-1") if value else None
+
+    refusal = access.refuse_http(api, given)
+    if refusal is not None:
+        raise Refused(refusal.status, refusal.message)
 
 
 async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
@@ -82,10 +98,10 @@ async def send_whole(
     await send({"type": "http.response.body", "body": body})
 
 
-async def start_chunked(send: Send, status: int, content_type: bytes) -> None:
+async def start_chunked(send: Send, status: int, content_type: bytes, headers: Headers = ()) -> None:
     """An answer in chunks: each `send_chunk` is one of them."""
-    headers = [(b"content-type", content_type), (b"transfer-encoding", b"chunked")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    fixed = [(b"content-type", content_type), *headers, (b"transfer-encoding", b"chunked")]
+    await send({"type": "http.response.start", "status": status, "headers": fixed})
 
 
 async def send_chunk(send: Send, body: bytes) -> None:

@@ -31,6 +31,7 @@ from starlette.responses import HTMLResponse, Response
 from slipstream.server import logging
 from slipstream.server.asgi import (
     JSON,
+    RETRY_AFTER,
     TEXT,
     ClientGone,
     Receive,
@@ -38,6 +39,7 @@ from slipstream.server.asgi import (
     Scope,
     Send,
     WhileConnected,
+    check_access,
     header,
     read_body,
     send_whole,
@@ -59,6 +61,7 @@ from slipstream.server.http_protocol import TritonProtocol
 from slipstream.server.http_trace import StampedSend
 from slipstream.server.infer_http import EarlyError, answer_infer, check_coupled, forwarded_headers, read_call
 from slipstream.server.json_text import write_error, write_value
+from slipstream.server.openai.routes import OpenAIRoutes
 from slipstream.server.openapi import openapi_document
 from slipstream.server.registry import ModelRegistry, ModelVersion
 from slipstream.server.statistics import model_statistics
@@ -69,7 +72,6 @@ EXTENSIONS = (
     "model_configuration", "system_shared_memory", "cuda_shared_memory", "binary_tensor_data", "parameters",
     "statistics", "trace", "logging",
 )  # fmt: skip
-RETRY_AFTER = (b"retry-after", b"1")
 _MODEL_PATH = re.compile(
     r"/v2/models/([^/]+)(?:/versions/([0-9]+))?(?:/(infer|generate|generate_stream|ready|config|stats))?"
 )
@@ -129,13 +131,14 @@ async def _triton_error(request: Request, error: Exception) -> Response:
 
 
 class TritonRoutes:
-    """ASGI: everything under /v2; the rest goes on to the application behind."""
+    """ASGI: everything under /v2, and OpenAI's under /v1; the rest goes on to the application behind."""
 
     def __init__(self, app: Handler, registry: ModelRegistry, state: State, context: ServerContext) -> None:
         self._app = app
         self._registry = registry
         self._state = state
         self._context = context
+        self._openai = OpenAIRoutes(registry, state, context)
         self._server = {"name": context.server_name, "version": TRITON_VERSION, "extensions": list(EXTENSIONS)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,6 +149,8 @@ class TritonRoutes:
         try:
             if path == "/v2" or path.startswith("/v2/"):
                 await self._route(path, scope, receive, send)
+            elif path.startswith("/v1/"):
+                await self._openai(path, scope, receive, send)
             else:
                 self._check_access("metadata", scope)
                 await self._app(scope, receive, send)
@@ -163,17 +168,7 @@ class TritonRoutes:
             await send_whole(send, 500, write_error("internal error, the server's log has the details"))
 
     def _check_access(self, api: str, scope: Scope) -> None:
-        access = self._context.access
-        if not access.guarded and api not in access.http_restrictions:
-            return
-
-        def given(name: str) -> str | None:
-            value = header(scope, name.encode("latin-1", "replace"))
-            return value.decode("latin-1") if value else None
-
-        refusal = access.refuse_http(api, given)
-        if refusal is not None:
-            raise Refused(refusal.status, refusal.message)
+        check_access(self._context.access, api, scope)
 
     async def _route(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if path in _OWN_PATHS:

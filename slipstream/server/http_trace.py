@@ -11,10 +11,10 @@ from slipstream.server.tracing import RequestTrace
 class StampedSend:
     """The `send` of a request that is traced."""
 
-    def __init__(self, send: Send, trace: RequestTrace) -> None:
+    def __init__(self, send: Send, trace: RequestTrace, began_ns: int = 0) -> None:
         self._send = send
         self._trace = trace
-        trace.stamp("HTTP_RECV_START")
+        trace.stamp("HTTP_RECV_START", began_ns)
 
     async def __call__(self, message: Any) -> None:
         if message["type"] == "http.response.start":

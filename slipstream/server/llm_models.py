@@ -6,7 +6,7 @@ work raises (`Unavailable`). Closing the generator of `infer` cancels the reques
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
@@ -29,6 +29,7 @@ from slipstream.server.sampling import cache_salt_of, never_ends, sampling_param
 from slipstream.server.sequence_outputs import sequence_index, stacked
 from slipstream.server.stop_requests import StopRequests, asks_to_stop
 from slipstream.server.tensors import Tensor
+from slipstream.server.text.chat import Message, Tools
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.pipeline import PromptError, TextDelta, TextRequest, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
@@ -57,6 +58,7 @@ class Generator(Protocol):
     def adapters(self) -> AdapterBook: ...
 
     def generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]: ...
+    async def chat_prompt(self, messages: Sequence[Message], *, tools: Tools = None) -> list[int]: ...
 
 
 async def run(generator: Generates, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
@@ -100,8 +102,8 @@ class TextModel:
         self._model = model
         self._chain = chain
         self._draft = draft
-        self._engine = engine
-        self._generator = generator
+        self.engine = engine
+        self.generator = generator
         self._names = {field: name for name, field in chain.fields.inputs.items()}
         self._outputs = {field: name for name, field in chain.fields.outputs.items()}
 
@@ -115,7 +117,7 @@ class TextModel:
 
     @property
     def ready(self) -> bool:
-        return self._generator.engine.ready
+        return self.generator.engine.ready
 
     @property
     def parts(self) -> Mapping[str, str]:
@@ -127,15 +129,13 @@ class TextModel:
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         try:
-            check_batch(request, self.config)
-            fields = given_fields(request, self._chain.fields.inputs)
-            async with aclosing(self._answer(fields, request)) as answers:
+            async with aclosing(self._answers(request)) as answers:
                 async for answer in answers:
                     yield answer
         except Unavailable:
             raise
         except InferenceError as error:
-            prefix = f"in ensemble '{self._chain.name}', " if self._chain.ensemble else ""
+            prefix = f"in ensemble '{self._chain.name}', " if self._chain.ensemble and request.text is None else ""
             yield InferResponse(error=InferenceError(prefix + error.message, error.code), final=self._marks_end)
 
     @property
@@ -143,17 +143,37 @@ class TextModel:
         """An ensemble's last answer says so; a BLS model ends apart from its answers, as upstream's do."""
         return self._chain.ensemble
 
+    def _answers(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        if request.text is not None:
+            return self._continue(request.text, request)
+        check_batch(request, self.config)
+        return self._answer(given_fields(request, self._chain.fields.inputs), request)
+
+    async def _continue(self, text: TextRequest, given: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """What is new, as it comes, whether or not the model is decoupled; its end mark is no part of it."""
+        urgent = urgency(given, self.engine)
+        request = replace(text, skip_special_tokens=self.engine.skip_special_tokens, priority=urgent.priority,
+                          deadline=urgent.deadline)
+        sequences = [self._progress(request, index) for index in range(request.sequences)]
+        given.trail.end_input()
+        async with aclosing(run(self.generator, request)) as deltas:
+            async for delta in deltas:
+                given.trail.add_tokens(delta.prompt_tokens, len(delta.tokens))
+                news = sequences[delta.sequence].add(delta)
+                yield InferResponse(news=news, final=all(progress.finish_reason for progress in sequences))
+        given.trail.end_infer()
+
     async def _answer(
         self, fields: Mapping[str, Given], given: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
-        trail, urgent = given.trail, urgency(given, self._engine)
+        trail, urgent = given.trail, urgency(given, self.engine)
         text_request = await in_thread_if_long(words_size(fields), self._text_request, fields)
         asked = asked_of(fields, text_request.sampling, self._names, self._outputs, self._chain.placeholders)
         text_request = replace(
             text_request,
             sampling=asked.completed(text_request.sampling),
             prompt=await self._fitting(text_request.prompt),
-            adapter=await chosen_adapter(self._generator, fields),
+            adapter=await chosen_adapter(self.generator, fields),
             priority=urgent.priority,
             deadline=urgent.deadline,
         )
@@ -188,17 +208,17 @@ class TextModel:
         """The generator of a request: with the draft model's guesses where it asks for them."""
         count = int(fields["num_draft_tokens"].value or 0) if "num_draft_tokens" in fields else 0
         if not count:
-            return self._generator
+            return self.generator
         if self._draft is None:
             text = "num_draft_tokens needs a draft model, and tensorrt_llm_draft_model_name does not name one"
             raise InferenceError(text)
-        return DraftedGenerator(self._generator, self._generator.tokenizer, self._draft, count)
+        return DraftedGenerator(self.generator, self.generator.tokenizer, self._draft, count)
 
     def _text_request(self, fields: Mapping[str, Given]) -> TextRequest:
-        tokenizer = self._generator.tokenizer
+        tokenizer = self.generator.tokenizer
         prompt = require(fields, "text_input", self._name("text_input"))
         require(fields, "max_tokens", self._name("max_tokens"))
-        check_prompt_length(prompt, self._engine.engine.build.max_input_len)
+        check_prompt_length(prompt, self.engine.engine.build.max_input_len)
         refuse_table(fields, self._chain.engine)
         sampling = sampling_params(fields, lambda word: tokenizer.encode(word, False))
         return TextRequest(
@@ -206,8 +226,8 @@ class TextModel:
             sampling=sampling,
             bad_words=words_of(fields, "bad_words", self._chain.comma_words),
             stop_words=words_of(fields, "stop_words", self._chain.comma_words),
-            add_special_tokens=self._engine.add_special_tokens,
-            skip_special_tokens=self._engine.skip_special_tokens,
+            add_special_tokens=self.engine.add_special_tokens,
+            skip_special_tokens=self.engine.skip_special_tokens,
             ignore_end=never_ends(fields),
             sequences=sequences_of(fields),
             cache_salt=cache_salt_of(fields),
@@ -215,34 +235,34 @@ class TextModel:
 
     def _prompt(self, text: str) -> str | list[int]:
         """An empty text begins with the model's own beginning; a model without one has nothing to say to it."""
-        tokenizer = self._generator.tokenizer
-        if text or tokenizer.encode("", self._engine.add_special_tokens):
+        tokenizer = self.generator.tokenizer
+        if text or tokenizer.encode("", self.engine.add_special_tokens):
             return text
         return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
     async def _fitting(self, prompt: str | list[int]) -> str | list[int]:
         """The prompt, as tokens where they had to be counted: the engine may be built for less than its context."""
-        longest, info = self._engine.engine.build.max_input_len, self._generator.engine.info
+        longest, info = self.engine.engine.build.max_input_len, self.generator.engine.info
         if info is not None and longest >= info.max_sequence_tokens - 1:
             return prompt  # the generator counts against the context, which is the tighter bound
         if isinstance(prompt, str):
-            encode = self._generator.tokenizer.encode
-            prompt = await in_thread_if_long(len(prompt), encode, prompt, self._engine.add_special_tokens)
+            encode = self.generator.tokenizer.encode
+            prompt = await in_thread_if_long(len(prompt), encode, prompt, self.engine.add_special_tokens)
         check_tokens(prompt, longest)
         return prompt
 
     def _progress(self, request: TextRequest, index: int) -> Progress:
-        end_ids = frozenset(() if request.ignore_end else request.sampling.end_ids or self._generator.tokenizer.end_ids)
-        return Progress(end_ids, self._engine.normalize_log_probs, context_told=index > 0)
+        end_ids = frozenset(() if request.ignore_end else request.sampling.end_ids or self.generator.tokenizer.end_ids)
+        return Progress(end_ids, self.engine.normalize_log_probs, context_told=index > 0)
 
     def _name(self, field: str) -> str:
         return self._names.get(field, field)
 
     def _whole(self, fields: Mapping[str, Given], progress: Progress) -> str:
-        if is_true(fields, "exclude_input_in_output", self._engine.exclude_input_in_output):
+        if is_true(fields, "exclude_input_in_output", self.engine.exclude_input_in_output):
             return progress.text
         prompt = fields["text_input"].tensor.text()
-        return prompt + joint(self._generator.tokenizer, prompt, progress.tokens) + progress.text
+        return prompt + joint(self.generator.tokenizer, prompt, progress.tokens) + progress.text
 
     def _response(
         self, texts: list[str], asked: Asked, parts: list[Progress], final: bool, sequence: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.server.openai.describe import openai_paths
 from slipstream.server.registry import ModelRegistry
 from slipstream.version import VERSION
 
@@ -22,8 +23,9 @@ def openapi_document(registry: ModelRegistry) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Slipstream", "version": VERSION, "description": "Triton's HTTP protocol."},
+        "info": {"title": "Slipstream", "version": VERSION, "description": "Triton's HTTP protocol, and OpenAI's."},
         "paths": {
+            **openai_paths(registry),
             "/v2/models/{model}/generate": _generate(registry, example, model, stream=False),
             "/v2/models/{model}/generate_stream": _generate(registry, example, model, stream=True),
             "/v2/models/{model}/infer": _post("Infer, tensors in and out", "KServe v2's answer", model),

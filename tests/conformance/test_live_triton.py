@@ -37,6 +37,7 @@ pytestmark = [
 # Where this server means to differ, and why. The requests are sent all the same.
 DIFFERENT: dict[str, str] = {
     "route-bogus-method": "the HTTP parser knows no method FOO and closes, instead of 405",
+    "route-404-openai": "OpenAI's routes are here, and this one is for POST",
     "route-http10": "the answer carries its Content-Length: 0, which Triton leaves out for HTTP/1.0",
     "compress-infer-req-bad": "a body that is not the gzip it claims to be is refused, and not read as a tensor",
     **dict.fromkeys(

@@ -11,6 +11,7 @@ from slipstream.server.text.sandbox import BudgetExceeded, render
 from slipstream.server.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None  # what the model may call
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
 
@@ -24,7 +25,7 @@ def render_chat(
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Tools = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
@@ -62,7 +63,7 @@ def _check_messages(messages: Sequence[Message]) -> None:
             raise ChatError(f"messages[{number}] has no 'role'")
 
 
-def _choose_template(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None) -> str:
+def _choose_template(tokenizer: Tokenizer, tools: Tools) -> str:
     if tools and "tool_use" in tokenizer.chat_templates:
         return tokenizer.chat_templates["tool_use"]
     if tokenizer.chat_template is None:

@@ -15,7 +15,7 @@ from slipstream.engine.retention import Retention
 from slipstream.server.adapters import AdapterBook, AdapterUse
 from slipstream.server.generation import Delta
 from slipstream.server.submission import Submission
-from slipstream.server.text.chat import Message, encode_chat, render_chat
+from slipstream.server.text.chat import Message, Tools, encode_chat, render_chat
 from slipstream.server.text.sequences import TextBeam, beam_problem, merged, sampling_of_sequence, write_beams
 from slipstream.server.text.stops import StopWords
 from slipstream.server.text.stream import TextStream
@@ -192,7 +192,7 @@ class TextGenerator:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The tokens of a conversation, rendered and cut up beside the event loop."""

@@ -1,0 +1,60 @@
+"""A call of either API, read and ready to run, and the two forms that its answers are written in."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slipstream.server.generation_outputs import Progress
+from slipstream.server.openai.fields import Fields
+from slipstream.server.openai.generation import Generation
+from slipstream.server.openai.models import NamedModel
+from slipstream.server.text.pipeline import TextDelta, TextRequest
+from slipstream.version import VERSION
+
+Document = dict[str, Any]
+FINGERPRINT = f"slipstream-{VERSION}"
+
+
+class Form(Protocol):
+    """How one API writes a choice: whole, or in a stream as what opens it, what is new, and what ends it."""
+
+    @property
+    def object(self) -> str: ...
+    @property
+    def chunk_object(self) -> str: ...
+    def whole(self, place: int, choice: Progress) -> Document: ...
+    def opening(self, place: int, news: TextDelta) -> Document | None: ...
+    def pieces(self, place: int, news: TextDelta) -> Iterator[Document]: ...
+    def ending(self, place: int, choice: Progress) -> Document: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    model: NamedModel
+    form: Form
+    texts: Sequence[TextRequest]  # one for each prompt
+    ignored: Sequence[str]  # fields that nobody knows
+    stream: bool
+    include_usage: bool  # as the last chunk of a stream
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @staticmethod
+    def of(
+        fields: Fields, ignored: Sequence[str], prefix: str, model: NamedModel, form: Form,
+        texts: Sequence[TextRequest],
+    ) -> Call:
+        usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
+        return Call(model, form, texts, ignored, bool(fields.stream), usage, f"{prefix}-{secrets.token_hex(12)}")
+
+    def head(self, kind: str) -> Document:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model.id,
+                "system_fingerprint": FINGERPRINT}
+
+    def document(self, generation: Generation) -> Document:
+        choices = [self.form.whole(place, choice) for place, choice in enumerate(generation.choices)]
+        return {**self.head(self.form.object), "choices": choices, "usage": generation.usage()}

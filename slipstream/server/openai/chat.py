@@ -1,0 +1,113 @@
+"""POST /v1/chat/completions: a conversation in, the next message out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from slipstream.server.generation_outputs import Progress
+from slipstream.server.limits import LARGEST_INT
+from slipstream.server.openai.call_reader import CallReader, ToolCall
+from slipstream.server.openai.calls import Call, Document
+from slipstream.server.openai.errors import refused
+from slipstream.server.openai.fields import CHAT_REFUSED, ChatFields, read_fields
+from slipstream.server.openai.generation import finish_reason
+from slipstream.server.openai.log_probs import chat_log_probs
+from slipstream.server.openai.messages import unknown_fields
+from slipstream.server.openai.models import find_model
+from slipstream.server.openai.prompts import chat_tokens
+from slipstream.server.openai.sampling import (
+    answers_of,
+    guide_of,
+    max_tokens_of,
+    sampling_of,
+    stop_words_of,
+    top_of,
+)
+from slipstream.server.openai.tools import tools_of
+from slipstream.server.registry import ModelRegistry
+from slipstream.server.text.pipeline import TextDelta, TextRequest, in_thread_if_long
+from slipstream.server.text.tokenizer import Tokenizer
+
+
+async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
+    fields, ignored = await in_thread_if_long(len(body), read_fields, body, ChatFields, CHAT_REFUSED)
+    model = find_model(registry, fields.model)
+    top, log_probs = top_of("top_logprobs", fields.top_logprobs), bool(fields.logprobs)
+    if top and not log_probs:
+        raise refused("top_logprobs", "needs logprobs to be true")
+    guide, tools = guide_of(fields), await tools_of(fields, model)
+    if tools is not None:
+        guide = tools.guide
+    sampling = sampling_of(fields, model.vocab_size, _max_tokens(fields), log_probs, top, guide)
+    text = TextRequest(
+        await chat_tokens(fields, len(body), model, tools.shown if tools else None), sampling,
+        sequences=answers_of(fields),
+        stop_words=[*stop_words_of(fields), *(tools.stop_words if tools else ())], adapter=model.adapter(),
+    )  # fmt: skip
+    ignored += unknown_fields(fields.messages)
+    form = ChatForm(model.tokenizer, log_probs, calls=tools is not None)
+    return Call.of(fields, ignored, "chatcmpl", model, form, [text])
+
+
+def _max_tokens(fields: ChatFields) -> int:
+    """None given: as many as the context holds."""
+    name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
+    if name == "max_completion_tokens" and fields.max_tokens is not None:
+        raise refused("max_tokens", "cannot be given together with max_completion_tokens, which it is an older name of")
+    value = getattr(fields, name)
+    return LARGEST_INT if value is None else max_tokens_of(name, value)
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    tokenizer: Tokenizer
+    log_probs: bool
+    calls: bool  # are looked for in the text
+    object: str = "chat.completion"
+    chunk_object: str = "chat.completion.chunk"
+    _readers: dict[int, CallReader] = field(default_factory=dict)
+
+    def whole(self, place: int, choice: Progress) -> Document:
+        parts = list(self._parts(place, choice.text, last=True))
+        calls = [part.document() for part in parts if isinstance(part, ToolCall)]
+        text = "".join([part for part in parts if isinstance(part, str)])
+        message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        return {"index": place, "message": message | ({"tool_calls": calls} if calls else {}),
+                "logprobs": self._scores(choice), "finish_reason": self._reason(place, choice)}
+
+    def opening(self, place: int, news: TextDelta) -> Document:
+        return _chunk(place, {"role": "assistant", "content": "", "refusal": None})
+
+    def pieces(self, place: int, news: TextDelta) -> Iterator[Document]:
+        scores = self._scores(news) if news.log_probs else None
+        for part in self._parts(place, news.text, last=bool(news.finish_reason)):
+            if isinstance(part, str):
+                yield _chunk(place, {"content": part}, scores)
+                scores = None
+            else:
+                call = {"index": self._readers[place].calls - 1, **part.document()}
+                yield _chunk(place, {"tool_calls": [call]})
+        if scores is not None:  # of text that is held back
+            yield _chunk(place, {"content": ""}, scores)
+
+    def ending(self, place: int, choice: Progress) -> Document:
+        return _chunk(place, {}, reason=self._reason(place, choice))
+
+    def _parts(self, place: int, text: str, last: bool) -> Iterator[str | ToolCall]:
+        if self.calls:
+            yield from self._readers.setdefault(place, CallReader()).push(text, last)
+        elif text:
+            yield text
+
+    def _reason(self, place: int, choice: Progress) -> str:
+        reason = finish_reason(choice.finish_reason)
+        called = self.calls and self._readers[place].calls > 0
+        return "tool_calls" if called and reason == "stop" else reason
+
+    def _scores(self, news: TextDelta | Progress) -> Document | None:
+        return chat_log_probs(self.tokenizer, news) if self.log_probs else None
+
+
+def _chunk(place: int, delta: Document, scores: Document | None = None, reason: str | None = None) -> Document:
+    return {"index": place, "delta": delta, "logprobs": scores, "finish_reason": reason}

@@ -1,0 +1,90 @@
+"""POST /v1/completions: texts or tokens in, what follows them out."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from slipstream.server.generation_outputs import Progress
+from slipstream.server.llm_models import joint
+from slipstream.server.openai.calls import Call, Document
+from slipstream.server.openai.errors import refused
+from slipstream.server.openai.fields import COMPLETION_REFUSED, CompletionFields, read_fields
+from slipstream.server.openai.generation import finish_reason
+from slipstream.server.openai.log_probs import CompletionLogProbs
+from slipstream.server.openai.models import find_model
+from slipstream.server.openai.prompts import Prompt, prompt_tokens, prompts_of
+from slipstream.server.openai.sampling import answers_of, max_tokens_of, sampling_of, stop_words_of, top_of
+from slipstream.server.registry import ModelRegistry
+from slipstream.server.text.pipeline import TextDelta, TextRequest, in_thread_if_long
+from slipstream.server.text.tokenizer import Tokenizer
+
+DEFAULT_TOKENS = 16  # OpenAI's
+
+
+async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
+    fields, ignored = await in_thread_if_long(len(body), read_fields, body, CompletionFields, COMPLETION_REFUSED)
+    model, prompts = find_model(registry, fields.model), await in_thread_if_long(len(body), prompts_of, fields)
+    answers = answers_of(fields, len(prompts))
+    if fields.best_of not in (None, answers):
+        raise refused("best_of", f"must be n, here {answers}: every answer is returned")
+    if fields.echo and fields.logprobs is not None:
+        raise refused("echo", "cannot be combined with logprobs: those of the prompt are not told here")
+    sampling = sampling_of(
+        fields, model.vocab_size,
+        max_tokens_of("max_tokens", DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens),
+        fields.logprobs is not None, top_of("logprobs", fields.logprobs),
+    )  # fmt: skip
+    stop_words, adapter = stop_words_of(fields), model.adapter()
+    texts = [TextRequest(await prompt_tokens(prompt, model), sampling, stop_words=stop_words, sequences=answers,
+                         adapter=adapter) for prompt in prompts]
+    if fields.seed is None:  # the same prompt twice is two answers
+        texts = [replace(text, sampling=replace(sampling, seed=secrets.randbits(64))) for text in texts]
+    form = CompletionForm(
+        model.tokenizer, prompts if fields.echo else [], answers, fields.logprobs is not None, bool(fields.logprobs)
+    )
+    return Call.of(fields, ignored, "cmpl", model, form, texts)
+
+
+@dataclass(frozen=True)
+class CompletionForm:
+    tokenizer: Tokenizer
+    echoed: Sequence[Prompt]  # the prompts, where the answers are to begin with them
+    answers: int  # to each
+    log_probs: bool
+    top: bool
+    object: str = "text_completion"
+    chunk_object: str = "text_completion"
+    _scorers: dict[int, CompletionLogProbs] = field(default_factory=dict)
+
+    def whole(self, place: int, choice: Progress) -> Document:
+        text = self._echo(place, choice.tokens) + choice.text
+        return _choice(place, text, self._scores(place, choice), finish_reason(choice.finish_reason))
+
+    def opening(self, place: int, news: TextDelta) -> Document | None:
+        return _choice(place, self._echo(place, news.tokens)) if self.echoed else None
+
+    def pieces(self, place: int, news: TextDelta) -> Iterator[Document]:
+        if news.text or news.log_probs:
+            yield _choice(place, news.text, self._scores(place, news))
+
+    def ending(self, place: int, choice: Progress) -> Document:
+        return _choice(place, "", reason=finish_reason(choice.finish_reason))
+
+    def _echo(self, place: int, tokens: list[int]) -> str:
+        if not self.echoed:
+            return ""
+        prompt = self.echoed[place // self.answers]
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+        return text + joint(self.tokenizer, text, tokens[:1])  # by the first alone: a stream knows no more
+
+    def _scores(self, place: int, news: TextDelta | Progress) -> Document | None:
+        if not self.log_probs:
+            return None
+        scorer = self._scorers.setdefault(place, CompletionLogProbs(self.tokenizer, self.top))
+        return scorer.document(news)
+
+
+def _choice(place: int, text: str, scores: Document | None = None, reason: str | None = None) -> Document:
+    return {"index": place, "text": text, "logprobs": scores, "finish_reason": reason}

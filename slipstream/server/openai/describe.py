@@ -1,0 +1,55 @@
+"""The routes under /v1 for the OpenAPI document: their fields, and examples that run as they stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
+from slipstream.server.openai.models import named_models
+from slipstream.server.registry import ModelRegistry
+
+_OBJECT = {"application/json": {"schema": {"type": "object"}}}
+_ERROR = {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": {
+    "type": "object", "required": ["message", "type", "param", "code"]}}}}}  # fmt: skip
+_PROBLEMS = {
+    "400": "A field is wrong, or not supported: param names it", "401": "The key is missing or wrong",
+    "404": "No such model", "429": "The queue is full", "503": "Shutting down or restarting",
+}  # fmt: skip
+
+
+def openai_paths(registry: ModelRegistry) -> dict[str, Any]:
+    model = next((model.id for model in named_models(registry)), "ensemble")
+    chat = {"model": model, "messages": [{"role": "user", "content": "Name three colours."}], "max_tokens": 32}
+    completion = {"model": model, "prompt": "One, two, three,", "max_tokens": 16}
+    return {
+        "/v1/models": {"get": {"summary": "The models of text, as OpenAI lists them", "responses": _answers("404")}},
+        "/v1/models/{model}": {"get": {
+            "summary": "One model of text", "responses": _answers("404"),
+            "parameters": [{"name": "model", "in": "path", "required": True, "example": model,
+                            "schema": {"type": "string"}}]}},
+        "/v1/chat/completions": _post("Chat, whole or as a stream", ChatFields, chat),
+        "/v1/completions": _post("Complete, whole or as a stream", CompletionFields, completion),
+    }  # fmt: skip
+
+
+def _answers(*problems: str) -> dict[str, Any]:
+    told = {status: {"description": _PROBLEMS[status], "content": _ERROR} for status in problems}
+    return {"200": {"description": "OpenAI's answer", "content": _OBJECT}, **told}
+
+
+def _post(summary: str, kind: type[Fields], example: dict[str, Any]) -> dict[str, Any]:
+    content = {"application/json": {"schema": _schema(kind), "example": example}}
+    return {"post": {"summary": summary, "requestBody": {"required": True, "content": content},
+                     "responses": _answers(*_PROBLEMS)}}
+
+
+def _schema(kind: type[Fields]) -> dict[str, Any]:
+    """msgspec's own, in one piece: the document has no place of its own for parts."""
+    (schema,), parts = msgspec.json.schema_components([kind], ref_template="{name}")
+    whole = dict(parts[schema["$ref"]])
+    for name, field in whole["properties"].items():
+        whole["properties"][name] = {key: value for key, value in field.items() if key != "default"}
+    whole["properties"]["stream_options"] = parts["StreamOptions"]
+    return whole

@@ -1,0 +1,149 @@
+"""The bodies of requests: which fields there are, which are refused by name, and what is wrong with the others.
+
+A field that OpenAI has and this server has not is refused, unless its value asks for nothing. One that neither has
+is left alone, and the answer names it in a header. `null` is the same as nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from slipstream.server.openai.errors import ApiError
+
+_PLACE = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<place>[^`]*)`")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_UNFIT_FOR_A_HEADER = re.compile(r"[^A-Za-z0-9_.\-\[\]]")
+_MOST_NAMED = 32
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Fields(msgspec.Struct, kw_only=True):
+    """What both APIs have. The last three are the caller's own marks: every request is treated alike."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class ChatFields(Fields, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionFields(Fields, kw_only=True):
+    prompt: Any = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+
+_TOOLS = "tools and tool_choice have taken its place"
+_TEXT_ONLY = "it answers with text alone"
+_NOT_KEPT = "it keeps no conversations"
+# Why, and the values that ask for nothing.
+CHAT_REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
+    "functions": (_TOOLS, ([],)), "function_call": (_TOOLS, ("none",)),
+    "modalities": (_TEXT_ONLY, (["text"],)), "audio": (_TEXT_ONLY, ()),
+    "prediction": ("it takes no draft from a request here", ()),
+    "reasoning_effort": ("how long a model thinks is its chat template's to say", ("none",)),
+    "verbosity": ("models have no such setting", ("medium",)),
+    "web_search_options": ("it fetches nothing", ()),
+    "store": (_NOT_KEPT, (False,)), "metadata": (_NOT_KEPT, ({},)),
+    "prompt_cache_retention": ("what stays in the cache is the engine's to say", ("in_memory", "in-memory")),
+    "service_tier": ("there is one", ("auto", "default")),
+}  # fmt: skip
+COMPLETION_REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
+    "suffix": ("it writes on from the prompt, and fills no gaps", ("",)),
+}
+
+Kind = TypeVar("Kind", bound=Fields)
+
+
+def read_fields(
+    body: bytes, kind: type[Kind], refused: Mapping[str, tuple[str, Sequence[Any]]]
+) -> tuple[Kind, list[str]]:
+    """The fields, and the names of those that nobody knows."""
+    document = _document(body)
+    given = {name: value for name, value in document.items() if value is not None}
+    for name, (why, nothing) in refused.items():
+        if name in given and not any(_same(given[name], value) for value in nothing):
+            raise ApiError(f"{name} is not supported by this server: {why}", name)
+    known = {*kind.__struct_fields__, *refused}
+    fields = _converted(given, kind)
+    _check_stream_options(fields)
+    options = given.get("stream_options", {})
+    return fields, [
+        *(name for name in given if name not in known),
+        *(f"stream_options.{name}" for name in options if name not in StreamOptions.__struct_fields__),
+    ]
+
+
+def _check_stream_options(fields: Fields) -> None:
+    if fields.stream_options is None:
+        return
+    if not fields.stream:
+        raise ApiError("stream_options needs stream to be true", "stream_options")
+    if fields.stream_options.include_obfuscation:
+        name = "stream_options.include_obfuscation"
+        raise ApiError(f"{name} is not supported by this server: it pads no events", name)
+
+
+def _document(body: bytes) -> dict[str, Any]:
+    try:
+        document = msgspec.json.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"The body is not valid JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ApiError("The body must be a JSON object")
+    return document
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(value == other)
+
+
+def _converted(given: dict[str, Any], kind: type[Kind]) -> Kind:
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        if found := _MISSING.fullmatch(str(error)):
+            raise ApiError(f"{found[1]} is required", found[1]) from error
+        found = _PLACE.fullmatch(str(error))
+        if found is None:
+            raise ApiError(str(error)) from error
+        problem = found["problem"].replace(" | null", "")
+        raise ApiError(f"{found['place']}: {problem[0].lower()}{problem[1:]}", found["place"]) from error
+
+
+def ignored_header(names: Sequence[str]) -> tuple[tuple[bytes, bytes], ...]:
+    """The header that names what was ignored; only letters that a header may hold."""
+    if not names:
+        return ()
+    fit = [_UNFIT_FOR_A_HEADER.sub("?", name[:64]) for name in names[:_MOST_NAMED]]
+    return ((b"x-slipstream-ignored-fields", ", ".join(fit).encode()),)

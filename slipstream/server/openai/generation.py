@@ -1,0 +1,67 @@
+"""The answers to one call: a request to the model for each prompt, all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.server.generation_outputs import Progress
+from slipstream.server.inference import InferRequest
+from slipstream.server.openai.models import NamedModel
+from slipstream.server.text.pipeline import TextDelta, TextRequest
+from slipstream.server.text.sequences import merged
+from slipstream.server.tracing import RequestTrace
+
+
+@dataclass
+class Generation:
+    """`choices` has the answers to the first prompt, then those to the second, and so on."""
+
+    model: NamedModel
+    requests: Sequence[InferRequest]
+    answers: int  # to each prompt
+    choices: list[Progress] = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = len(self.requests) * self.answers
+        self.choices = [Progress(frozenset(), normalise=False) for _ in range(count)]
+
+    async def news(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """What is new, with the place of its choice. InferenceError ends it; closing it cancels what still runs."""
+        async with AsyncExitStack() as stack:
+            infer = self.model.entry.model.infer
+            sources = [await stack.enter_async_context(aclosing(infer(request))) for request in self.requests]
+            arrivals = await stack.enter_async_context(aclosing(merged([aiter(source) for source in sources])))
+            async for prompt, response in arrivals:
+                if response.error is not None:
+                    raise response.error
+                if (news := response.news) is not None:
+                    place = prompt * self.answers + news.sequence
+                    self.choices[place].add(news)
+                    yield place, news
+
+    def usage(self) -> dict[str, Any]:
+        firsts = self.choices[:: self.answers]  # of each prompt; the prompt is counted once, however many answer it
+        prompt = sum(choice.prompt_tokens for choice in firsts)
+        completion = sum(len(choice.tokens) for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts)},
+        }
+
+
+def infer_request(
+    model: NamedModel, text: TextRequest, identity: str, trace: RequestTrace | None = None
+) -> InferRequest:
+    request = InferRequest(model.entry.name, model.entry.version, {}, identity, text=text)
+    request.trail.trace = trace
+    return request
+
+
+def finish_reason(reason: str) -> str:
+    """A deadline of the model's configuration cuts an answer short, too; the API has one word for that."""
+    return "stop" if reason == "stop" else "length"

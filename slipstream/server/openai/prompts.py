@@ -1,0 +1,86 @@
+"""What a model is to go on from, as tokens: a conversation by its chat template, or texts and tokens as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.server.limits import LONGEST_TOKEN_CHARACTERS, NUMBERS
+from slipstream.server.openai.errors import ApiError, refused
+from slipstream.server.openai.fields import ChatFields, CompletionFields
+from slipstream.server.openai.messages import template_messages
+from slipstream.server.openai.models import NamedModel
+from slipstream.server.text.chat import ChatError, Tools
+from slipstream.server.text.folder import TokenizerError
+from slipstream.server.text.pipeline import in_thread_if_long
+
+Prompt = str | list[int]
+
+
+async def chat_tokens(fields: ChatFields, size: int, model: NamedModel, tools: Tools) -> list[int]:
+    """size: of the body. What is long is looked at in threads: others' streams must not wait for it."""
+    template = model.tokenizer.chat_template or ""
+    messages = await in_thread_if_long(size, template_messages, fields.messages, template)
+    _check_characters("messages", sum(len(message["content"]) for message in messages), model)
+    try:
+        tokens = await model.text.generator.chat_prompt(messages, tools=tools)
+    except (ChatError, TokenizerError) as error:
+        raise ApiError(str(error), "messages") from error
+    return _fitting("messages", tokens, model)
+
+
+def prompts_of(fields: CompletionFields) -> list[Prompt]:
+    """A text, tokens, or a list of either."""
+    given = fields.prompt
+    if given is None:
+        raise refused("prompt", "is required")
+    most = NUMBERS["num_return_sequences"].high
+    prompts = [given] if isinstance(given, str) or _is_tokens(given) else given
+    if not isinstance(prompts, list) or not prompts:
+        raise refused("prompt", "must be a string, a list of token ids, or a list of those")
+    if most is not None and len(prompts) > most:
+        raise refused("prompt", f"must hold at most {most:g} prompts, got {len(prompts)}")
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and not _is_tokens(prompt):
+            raise refused(f"prompt[{number}]", "must be a string or a list of token ids")
+    return prompts
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+async def prompt_tokens(prompt: Prompt, model: NamedModel) -> list[int]:
+    """A text as the model's repository has it cut, with or without special tokens; ids as they are."""
+    tokenizer = model.tokenizer
+    try:
+        if isinstance(prompt, str):
+            _check_characters("prompt", len(prompt), model)
+            special = model.text.engine.add_special_tokens
+            tokens = await in_thread_if_long(len(prompt), tokenizer.encode, prompt, special)
+        else:
+            tokens = _fitting("prompt", prompt, model)
+            tokenizer.check_ids(tokens)
+    except TokenizerError as error:
+        raise ApiError(f"prompt: {error}", "prompt") from error
+    if not tokens and tokenizer.bos_id is not None:
+        tokens = [tokenizer.bos_id]  # the beginning of a text
+    return _fitting("prompt", tokens, model)
+
+
+def _check_characters(name: str, size: int, model: NamedModel) -> None:
+    """Refuse, without reading it, what no tokenizer could make short enough."""
+    if size > model.longest_prompt * LONGEST_TOKEN_CHARACTERS:
+        raise _too_long(name, f"over {model.longest_prompt}", model)
+
+
+def _fitting(name: str, tokens: list[int], model: NamedModel) -> list[int]:
+    if not tokens:
+        raise refused(name, "has no tokens")
+    if len(tokens) > model.longest_prompt:
+        raise _too_long(name, str(len(tokens)), model)
+    return tokens
+
+
+def _too_long(name: str, tokens: str, model: NamedModel) -> ApiError:
+    text = f"{name} has {tokens} tokens, and this model takes at most {model.longest_prompt}"
+    return ApiError(text, name, code="context_length_exceeded")

@@ -1,0 +1,109 @@
+"""The routes under /v1. They guard, count, trace and cancel as those of Triton's protocol do; errors are OpenAI's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+import msgspec
+
+from slipstream.server.asgi import (
+    JSON,
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    WhileConnected,
+    check_access,
+    header,
+    read_body,
+    send_whole,
+)
+from slipstream.server.context import ServerContext
+from slipstream.server.errors import Unavailable
+from slipstream.server.http_trace import StampedSend
+from slipstream.server.openai.calls import Call
+from slipstream.server.openai.chat import chat_call
+from slipstream.server.openai.completions import completion_call
+from slipstream.server.openai.errors import ApiError, as_api_error
+from slipstream.server.openai.generation import Generation, infer_request
+from slipstream.server.openai.models import find_model, named_models
+from slipstream.server.openai.streaming import answer_stream, answer_whole
+from slipstream.server.registry import ModelRegistry
+from slipstream.server.tracing import RequestTrace
+
+if TYPE_CHECKING:
+    from slipstream.server.http import State
+
+_MODELS = "/v1/models"
+_CALLS: dict[str, Callable[[bytes, ModelRegistry], Awaitable[Call]]] = {
+    "/v1/chat/completions": chat_call,
+    "/v1/completions": completion_call,
+}
+
+
+class OpenAIRoutes:
+    def __init__(self, registry: ModelRegistry, state: State, context: ServerContext) -> None:
+        self._registry = registry
+        self._state = state
+        self._context = context
+        self._started = int(time.time())
+
+    async def __call__(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._route(path, scope, receive, send)
+        except ClientGone:
+            return
+        except Exception as error:
+            problem = as_api_error(error, f"{scope['method']} {path}")
+            await send_whole(send, problem.status, problem.body(), JSON, problem.headers)
+
+    async def _route(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if path in _CALLS:
+            self._check("inference", "POST", scope)
+            await self._complete(path, scope, receive, send)
+        elif path == _MODELS:
+            self._check("metadata", "GET", scope)
+            models = [model.document(self._started) for model in named_models(self._registry)]
+            await send_whole(send, 200, msgspec.json.encode({"object": "list", "data": models}))
+        elif path.startswith(_MODELS + "/"):
+            self._check("metadata", "GET", scope)
+            model = find_model(self._registry, unquote(path.removeprefix(_MODELS + "/")))
+            await send_whole(send, 200, msgspec.json.encode(model.document(self._started)))
+        else:
+            self._check("metadata", scope["method"], scope)
+            there = ", ".join((_MODELS, *_CALLS))
+            raise ApiError(f"There is no {path[:200]} here. There are: {there}", status=404, code="unknown_url")
+
+    def _check(self, api: str, method: str, scope: Scope) -> None:
+        check_access(self._context.access, api, scope)
+        if scope["method"] != method:
+            raise ApiError(f"{scope['method']} is not allowed here, {method} is", status=405)
+
+    async def _complete(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._state.draining:
+            raise Unavailable("the server is shutting down and takes no new requests")
+        if header(scope, b"content-encoding").lower() not in (b"", b"identity"):
+            raise ApiError("Unsupported content-encoding, only 'identity' is supported.")
+        began = time.monotonic_ns()
+        body = await read_body(scope, receive, self._context.http_max_input_bytes)
+        with WhileConnected(scope):
+            call = await _CALLS[path](body, self._registry)
+            trace = self._context.trace.begin(call.model.entry.name)
+            try:
+                await self._answer(call, trace, send if trace is None else StampedSend(send, trace, began))
+            finally:
+                if trace is not None:
+                    trace.finish()
+
+    async def _answer(self, call: Call, trace: RequestTrace | None, send: Send) -> None:
+        if trace is not None:
+            trace.stamp("HTTP_RECV_END")
+        # A trace tells of one request to the model: where there are several prompts, of the first.
+        traces = [trace, *[None] * (len(call.texts) - 1)]
+        requests = [infer_request(call.model, text, call.id, trace)
+                    for text, trace in zip(call.texts, traces, strict=True)]
+        generation = Generation(call.model, requests, call.texts[0].sequences)
+        await (answer_stream if call.stream else answer_whole)(call, generation, send)

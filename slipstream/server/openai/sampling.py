@@ -1,0 +1,117 @@
+"""How an answer is written, from the fields that both APIs have: OpenAI's defaults, and the bounds of generate."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.engine.request import Guide, SamplingParams
+from slipstream.server.limits import LISTS, NUMBERS, Range
+from slipstream.server.openai.errors import refused
+from slipstream.server.openai.fields import ChatFields, Fields
+from slipstream.server.tensors import single
+
+_SEEDS = 2**64
+_SEED = Range(-(2**63), _SEEDS - 1)  # OpenAI's are signed
+
+
+def bounded(name: str, value: float, bound: Range) -> None:
+    huge = isinstance(value, int) and value.bit_length() > 64  # beyond what a float can be compared with
+    rule = "is out of range" if huge else bound.refuses(value)
+    if rule:
+        raise refused(name, rule if huge else f"{rule}, got {value}")
+
+
+def answers_of(fields: Fields, prompts: int = 1) -> int:
+    """How many answers to each prompt; all together are bounded, too."""
+    count, most = 1 if fields.n is None else fields.n, NUMBERS["num_return_sequences"]
+    bounded("n", count, most)
+    assert most.high is not None
+    if count * prompts > most.high:
+        raise refused("n", f"times the number of prompts must be at most {most.high:g}, got {count * prompts}")
+    return count
+
+
+def stop_words_of(fields: Fields) -> list[str]:
+    words = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    bound = LISTS["stop_words"]
+    if len(words) > bound.count:
+        raise refused("stop", f"must hold at most {bound.count} words, got {len(words)}")
+    longest = max((len(word.encode()) for word in words), default=0)
+    if longest > bound.bytes:
+        raise refused("stop", f"must hold words of at most {bound.bytes} bytes, got one of {longest}")
+    return [word for word in words if word]
+
+
+def sampling_of(
+    fields: Fields, vocab_size: int, max_tokens: int, log_probs: bool, top: int, guide: Guide | None = None
+) -> SamplingParams:
+    if fields.seed is not None:
+        bounded("seed", fields.seed, _SEED)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_number("temperature", fields.temperature, 1.0),
+        top_p=_number("top_p", fields.top_p, 1.0),
+        presence_penalty=_number("presence_penalty", fields.presence_penalty, 0.0),
+        frequency_penalty=_number("frequency_penalty", fields.frequency_penalty, 0.0),
+        seed=secrets.randbits(64) if fields.seed is None else fields.seed % _SEEDS,
+        logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size),
+        log_probs=log_probs,
+        top_log_probs=top,
+        guide=guide,
+    )
+
+
+def _number(name: str, value: float | None, default: float) -> float:
+    """As a tensor would hold it: the same value means the same on every protocol."""
+    if value is None:
+        return default
+    bounded(name, single(value), NUMBERS[name])
+    return single(value)
+
+
+def _logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    most = LISTS["embedding_bias_words"].count
+    if len(given) > most:
+        raise refused("logit_bias", f"must hold at most {most} tokens, got {len(given)}")
+    for token, weight in given.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
+            raise refused("logit_bias", f"must have ids of tokens (0 to {vocab_size - 1}) as keys, got '{token[:40]}'")
+        bounded("logit_bias", weight, NUMBERS["embedding_bias_weights"])
+    return tuple((int(token), weight) for token, weight in given.items())
+
+
+def guide_of(fields: ChatFields) -> Guide | None:
+    """What `response_format` asks for is enforced, token by token."""
+    given = fields.response_format
+    if given is None:
+        return None
+    kind = given.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise refused("response_format.type", f"must be text, json_object or json_schema, got {json.dumps(kind)[:40]}")
+    for name in given:
+        if name != "type" and name != kind:  # what looks like a promise and is none is not passed over
+            raise refused(f"response_format.{name[:40]}", f"does not go with type {kind}")
+    if kind != "json_schema":
+        return Guide("json", "") if kind == "json_object" else None
+    wrapped: Any = given.get("json_schema")
+    schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
+    if not isinstance(schema, dict):
+        raise refused("response_format.json_schema.schema", "must be an object, the JSON schema")
+    return Guide("json_schema", json.dumps(schema))
+
+
+def top_of(name: str, value: int | None) -> int:
+    """How many of the likeliest tokens are told besides the one that was taken."""
+    if value is None:
+        return 0
+    bounded(name, value, NUMBERS["top_log_probs"])
+    return value
+
+
+def max_tokens_of(name: str, value: int) -> int:
+    bounded(name, value, NUMBERS["max_tokens"])
+    return value
+

@@ -1,0 +1,217 @@
+"""The same doors, counters, queues and goodbyes as on the other protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from http_support import Connection, RunningServer, get, post, request_bytes, wait_until
+from openai_serving import MOST_WAITING, SETTINGS, sdk
+
+from slipstream.server.access import Access, Restriction
+from slipstream.server.context import ServerContext
+from slipstream.server.http import create_app
+from slipstream.server.in_process import InProcessEngine
+from slipstream.server.llm_models import TextModel
+from slipstream.server.statistics import model_statistics
+
+CALL = {"model": "ensemble", "prompt": "Say: ", "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture
+def guarded(serving) -> Iterator[int]:
+    access = Access(api_key="user-key", http_restrictions={"metadata": Restriction("pass", "word")})
+    with RunningServer(create_app(serving.registry, serving.state, ServerContext(access=access))) as server:
+        yield server.port
+
+
+def test_the_key_of_the_server_is_the_key_of_the_sdk(guarded):
+    assert sdk(guarded, "user-key").completions.create(**CALL).usage.completion_tokens == 4
+    for client in (sdk(guarded, "wrong"), sdk(guarded, "user-keyy")):
+        with pytest.raises(openai.AuthenticationError) as raised:
+            client.completions.create(**CALL)
+        assert raised.value.code == "invalid_api_key"
+        with pytest.raises(openai.AuthenticationError):
+            client.chat.completions.create(model="ensemble", messages=[{"role": "user", "content": "a"}])
+    with pytest.raises(openai.PermissionDeniedError):  # Triton's restriction of an API holds here, too
+        sdk(guarded, "user-key").models.list()
+    for path in ("/v1/models", "/v1/models/ensemble", "/v1/nothing"):
+        assert get(guarded, path).status == 403
+    assert sdk(guarded, "user-key").with_options(default_headers={"pass": "word"}).models.list().data
+
+
+def test_a_client_that_leaves_frees_its_work(serving):
+    body = json.dumps({**CALL, "prompt": ["Say: ", "Well, "], "n": 2, "max_tokens": 400, "stream": True,
+                       "logit_bias": {str(serving.generator.tokenizer.eos_id): -1000}}).encode()
+    before = serving.engine.stats.cancelled
+    failed = statistics(serving, "ensemble")["fail"]["count"]
+    with Connection(serving.port) as connection:
+        connection.send(request_bytes("POST", "/v1/completions", [], body))
+        assert connection.head().status == 200
+        assert connection.chunk().startswith(b"data: {")
+    wait_until(lambda: serving.engine.outstanding == 0)
+    wait_until(lambda: serving.engine.stats.cancelled >= before + 1)
+    assert statistics(serving, "ensemble")["fail"]["count"] == failed + 2  # a request for each prompt
+    assert serving.client.completions.create(**CALL).usage.completion_tokens == 4
+
+
+def test_a_model_that_answers_once_streams_here_all_the_same(serving, monkeypatch):
+    monkeypatch.setattr(TextModel, "decoupled", False)
+    whole = serving.client.completions.create(**{**CALL, "max_tokens": 60}).choices[0].text
+    chunks = list(serving.client.completions.create(**{**CALL, "max_tokens": 60}, stream=True))
+    assert len(chunks) > 3
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole
+    before = statistics(serving, "ensemble")
+    stream = serving.client.completions.create(**{**CALL, "max_tokens": 400}, stream=True)
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: statistics(serving, "ensemble")["fail"]["count"] == before["fail"]["count"] + 1)
+    assert statistics(serving, "ensemble")["success"]["count"] == before["success"]["count"]
+
+
+def statistics(serving, name: str) -> dict[str, Any]:
+    return model_statistics(serving.registry, name)[0]["inference_stats"]
+
+
+def test_requests_are_counted_with_the_model(serving):
+    before, engine = statistics(serving, "ensemble"), statistics(serving, "tensorrt_llm")
+    serving.client.completions.create(**CALL)
+    list(serving.client.completions.create(**CALL, stream=True))
+    with pytest.raises(openai.BadRequestError):
+        serving.client.completions.create(**{**CALL, "max_tokens": 0})
+    after = statistics(serving, "ensemble")
+    assert after["success"]["count"] == before["success"]["count"] + 2
+    assert after["fail"]["count"] == before["fail"]["count"]
+    assert after["compute_infer"]["ns"] > before["compute_infer"]["ns"]
+    assert statistics(serving, "tensorrt_llm")["success"]["count"] == engine["success"]["count"] + 2
+
+
+def test_tokens_are_counted_with_the_model(serving):
+    tokens = serving.registry.find("ensemble").model.counters.tokens
+    before = [(counter.count, counter.sum) for counter in (tokens.input_tokens, tokens.output_tokens)]
+    usage = serving.client.completions.create(**CALL).usage
+    after = [(counter.count, counter.sum) for counter in (tokens.input_tokens, tokens.output_tokens)]
+    assert after == [(count + 1, total + more) for (count, total), more in zip(
+        before, (usage.prompt_tokens, usage.completion_tokens), strict=True)]
+
+
+async def test_a_reader_that_stops_between_two_pieces_has_left():
+    from slipstream.server.inference import InferRequest, InferResponse
+    from slipstream.server.statistics import ModelCounters
+    from slipstream.server.text.pipeline import TextDelta
+
+    async def answers():
+        for final in (False, True):
+            yield InferResponse(news=TextDelta("a", [1]), final=final)
+
+    for pieces, failures in ((1, 1), (2, 0)):
+        counters = ModelCounters()
+        read = counters.record(InferRequest("m", "1", {}), answers())
+        for _ in range(pieces):
+            await anext(read)
+        await read.aclose()
+        assert (counters.failures["CANCELED"], counters.success.count) == (failures, 1 - failures)
+
+
+def test_a_full_queue_is_429_and_a_server_that_leaves_503(serving, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcessEngine, "outstanding", SETTINGS.max_rows + MOST_WAITING)
+        with pytest.raises(openai.RateLimitError) as raised:
+            serving.client.completions.create(**CALL)
+        assert raised.value.code == "rate_limit_exceeded"
+        assert raised.value.response.headers["retry-after"] == "1"
+        assert "Exceeds maximum queue size" in raised.value.message
+        patch.setattr(InProcessEngine, "outstanding", SETTINGS.max_rows + MOST_WAITING - 1)  # room for one more
+        assert serving.client.completions.create(**CALL).usage.completion_tokens == 4
+        with pytest.raises(openai.RateLimitError):
+            serving.client.completions.create(**CALL, n=2)
+    monkeypatch.setattr(serving.state, "draining", True)
+    for fields in ({}, {"stream": True}):
+        with pytest.raises(openai.InternalServerError) as failed:
+            serving.client.completions.create(**CALL, **fields)
+        assert failed.value.status_code == 503
+        assert failed.value.response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("lost_after", [0, 1])
+def test_an_engine_that_is_lost_is_told_before_or_within_the_stream(serving, monkeypatch, lost_after):
+    from slipstream.server.generation import EngineUnavailable
+
+    generate = serving.generator.generate
+
+    async def failing(request):
+        count = 0
+        async for delta in generate(request):
+            if count == lost_after:
+                raise EngineUnavailable("the engine is not running: by order")
+            count += 1
+            yield delta
+
+    monkeypatch.setattr(serving.generator, "generate", failing)
+    if not lost_after:
+        with pytest.raises(openai.InternalServerError, match="by order") as raised:
+            serving.client.completions.create(**CALL, stream=True)
+        assert raised.value.status_code == 503
+        return
+    call = {**CALL, "max_tokens": 300, "stream": True}
+    answer = post(serving.port, "/v1/completions", json.dumps(call).encode())
+    assert answer.status == 200
+    events = [event.removeprefix(b"data: ") for event in answer.body.split(b"\n\n") if event]
+    assert json.loads(events[-1])["error"]["message"] == "the engine is not running: by order"
+    assert b"[DONE]" not in answer.body
+    with pytest.raises(openai.APIError, match="by order"):
+        list(serving.client.completions.create(**call))
+
+
+def test_a_traced_call_is_written_as_a_request_of_its_model(serving, tmp_path):
+    from slipstream.server.trace_settings import TraceSettings
+
+    file = tmp_path / "trace.json"
+    settings = TraceSettings({"trace_file": str(file), "trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
+    app = create_app(serving.registry, serving.state, ServerContext(trace=settings))
+    with RunningServer(app) as server:
+        answer = sdk(server.port, "x").completions.create(**{**CALL, "prompt": ["a", "b"]})
+        wait_until(lambda: file.is_file() and "HTTP_SEND_END" in file.read_text())
+    settings.close()
+    activities = json.loads(file.read_text())
+    named = [activity for activity in activities if "model_name" in activity]
+    assert [(found["model_name"], found["request_id"]) for found in named] == [("ensemble", answer.id)]
+    stamps = [stamp["name"] for activity in activities for stamp in activity.get("timestamps", [])]
+    assert {"HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "COMPUTE_END", "HTTP_SEND_END"} <= set(stamps)
+
+
+async def test_many_at_once_get_their_own_answers(serving):
+    client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{serving.port}/v1", api_key="x", max_retries=0)
+    prompts = [f"It ends with {letter}" for letter in "abcdefghijkl"]  # which is what the tiny model goes by
+
+    async def streamed(prompt: str) -> str:
+        stream = await client.completions.create(**{**CALL, "prompt": prompt, "max_tokens": 20}, stream=True)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    whole = [choice.text for choice in serving.client.completions.create(
+        **{**CALL, "prompt": prompts, "max_tokens": 20}).choices]
+    assert await asyncio.gather(*map(streamed, prompts)) == whole
+    assert len(set(whole)) == 12
+    await client.close()
+
+
+def test_the_documentation_has_the_routes_with_examples_that_run(serving):
+    paths = json.loads(get(serving.port, "/openapi.json").body)["paths"]
+    assert {path for path in paths if path.startswith("/v1/")} == {
+        "/v1/models", "/v1/models/{model}", "/v1/chat/completions", "/v1/completions"}
+    for path, own in {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}.items():
+        content = paths[path]["post"]["requestBody"]["content"]["application/json"]
+        properties = content["schema"]["properties"]
+        assert {own, "model", "temperature", "logprobs", "stream_options"} <= set(properties)
+        assert "$ref" not in json.dumps(content)
+        answer = post(serving.port, path, json.dumps(content["example"]).encode())
+        assert json.loads(answer.body)["usage"]["completion_tokens"] == content["example"]["max_tokens"]
