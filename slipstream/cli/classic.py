@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "workspace": ("workspace", "Write a folder like the checkout the tutorials clone."),
     "launch": ("launch", "Start the server in the background (launch_triton_server.py)."),
     "check": ("check", "Say everything that is wrong with a model repository."),
+    "doctor": ("doctor", "Describe this machine, and say what stands in the way of serving."),
     "client": ("client", "Token-level reference client (inflight_batcher_llm_client.py)."),
     "verify": ("verify", "Compare an engine with the model it was made from."),
     "bench": ("profile", "Put load on a text model: latencies and throughput (genai-perf)."),

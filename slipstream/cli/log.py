@@ -10,6 +10,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from slipstream.server import logging
+
 _PROGRAM: ContextVar[str] = ContextVar("program", default="slipstream")
 
 
@@ -18,7 +20,10 @@ VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="No effect:
 
 
 def log(level: str, message: str) -> None:
-    """One line on stdout, an ERROR on stderr."""
+    """One line on stdout, an ERROR on stderr; a record on stderr where a server's log is made of them."""
+    if logging.settings().format == "json":
+        logging.say("E" if level == "ERROR" else "W" if level == "WARNING" else "I", " ".join(message.split()))
+        return
     stream = sys.stderr if level == "ERROR" else sys.stdout
     print(line(level, " ".join(message.split())), file=stream, flush=True)
 

@@ -6,14 +6,19 @@ import subprocess
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.cli.keys import read_access
 from slipstream.cli.list_models import DEFAULT_REPOSITORY
 from slipstream.cli.log import VerboseOption, fail, log
+from slipstream.server import logging
 from slipstream.server.engine_child import child_environment
+from slipstream.server.log_capture import one_log
+
+if TYPE_CHECKING:
+    from slipstream.server.options import ServerOptions
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -29,6 +34,12 @@ class Device(StrEnum):
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
+
+
+class LogFormat(StrEnum):
+    DEFAULT = "default"
+    ISO8601 = "ISO8601"
+    JSON = "json"
 
 
 class Mode(StrEnum):
@@ -67,33 +78,42 @@ def start(
     ] = False,
     dtype: Annotated[DataType, typer.Option("--dtype", help="What the engine computes in.")] = DataType.AUTO,
     device: Annotated[Device, typer.Option("--device", help="What it computes on.")] = Device.AUTO,
+    log_format: Annotated[
+        LogFormat, typer.Option("--log-format", help="Triton's lines, those with ISO times, or JSON objects.")
+    ] = LogFormat.DEFAULT,
     mode: Annotated[Mode, typer.Option("--mode", help="local; there is no container to start.")] = Mode.LOCAL,
     verbose: VerboseOption = False,
 ) -> None:
-    if mode is Mode.DOCKER:
-        fail("--mode docker: there is no container to start; leave it out")
-    repository = repo.expanduser() if repo is not None else _default_repository()
-    from slipstream.server.engine_client import Supervision
-    from slipstream.server.lifecycle import StartFailed, run_server
-    from slipstream.server.options import Port, ServerOptions
+    logging.configure(format=log_format.value)
+    with one_log():
+        if mode is Mode.DOCKER:
+            fail("--mode docker: there is no container to start; leave it out")
+        repository = repo.expanduser() if repo is not None else _default_repository()
+        from slipstream.server.engine_client import Supervision
+        from slipstream.server.options import Port, ServerOptions
 
-    options = ServerOptions(
-        repositories=(repository,),
-        http=Port(http_port, address),
-        grpc=Port(grpc_port, address),
-        metrics=Port(metrics_port, address),
-        exit_timeout_seconds=exit_timeout,
-        access=read_access(api_key, admin_key),
-        allow_python_models=allow_python_models,
-        engine_settings=_overrides(dtype, device),
-        supervision=Supervision(silence_seconds=watchdog, start_seconds=server_timeout),
-    )
+        options = ServerOptions(
+            repositories=(repository,),
+            http=Port(http_port, address),
+            grpc=Port(grpc_port, address),
+            metrics=Port(metrics_port, address),
+            exit_timeout_seconds=exit_timeout,
+            access=read_access(api_key, admin_key),
+            allow_python_models=allow_python_models,
+            engine_settings=_overrides(dtype, device),
+            supervision=Supervision(silence_seconds=watchdog, start_seconds=server_timeout),
+        )
+        raise typer.Exit(_serve(options))
+
+
+def _serve(options: ServerOptions) -> int:
+    from slipstream.server.lifecycle import StartFailed, run_server
+
     try:
-        code = run_server(options)
+        return run_server(options)
     except StartFailed as error:
         log("ERROR", str(error))
-        code = 1
-    raise typer.Exit(code)
+        return 1
 
 
 def _overrides(dtype: DataType, device: Device) -> dict[str, str]:

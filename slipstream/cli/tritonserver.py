@@ -13,6 +13,8 @@ from typing import Any
 
 from slipstream.cli.tritonserver_flags import FLAGS, FlagError, Given, parse_flags
 from slipstream.cli.tritonserver_settings import metrics_settings, rate_limits, response_cache_bytes, trace_settings
+from slipstream.server import logging
+from slipstream.server.log_capture import one_log
 from slipstream.version import VERSION
 
 PROCESS_NAME = b"tritonserver"
@@ -49,12 +51,17 @@ def run(arguments: Sequence[str]) -> int:
         if given["version"]:
             print(f"tritonserver (slipstream {VERSION})")
             return 0
+        if given["log-format"] not in logging.FORMATS:
+            known = ", ".join(logging.FORMATS)
+            raise FlagError(f"--log-format must be one of {known}, not '{given['log-format']}'")
+        logging.configure(format=given["log-format"])
         _check(given)
         if rank() != 0:
             return wait_quietly()
-        return _serve(given)
+        with one_log():
+            return _serve(given)
     except FlagError as error:
-        print(f"tritonserver: error: {error}", file=sys.stderr)
+        logging.say("E", f"tritonserver: error: {error}")
         return 1
 
 
@@ -90,19 +97,16 @@ def _check(given: Given) -> None:
     for flag, what in _API_FLAGS.items():
         if given[flag]:
             raise FlagError(f"--{flag} is not supported: this server has no {what}")
-    if given["log-format"] not in ("default", "ISO8601"):
-        raise FlagError(f"--log-format must be default or ISO8601, not '{given['log-format']}'")
 
 
 def _serve(given: Given) -> int:
-    from slipstream.server import logging
     from slipstream.server.lifecycle import ModelsFailed, StartFailed, run_server
 
     options = server_options(given)
     try:
         logging.configure(
             file=given["log-file"], info=given["log-info"], warning=given["log-warning"], error=given["log-error"],
-            verbose_level=given["log-verbose"], format=given["log-format"],
+            verbose_level=given["log-verbose"],
         )  # fmt: skip
     except OSError as error:
         raise FlagError(f"--log-file: cannot write {given['log-file']}: {error.strerror}") from error
@@ -113,14 +117,13 @@ def _serve(given: Given) -> int:
         return run_server(options)
     except ModelsFailed as error:
         logging.error(str(error))
-        print("error: creating server: Internal - failed to load all models", file=sys.stderr)
+        logging.say("E", "error: creating server: Internal - failed to load all models")
     except StartFailed as error:
-        print(f"error: creating server: {error}", file=sys.stderr)
+        logging.say("E", f"error: creating server: {error}")
     return 1
 
 
 def server_options(given: Given) -> Any:
-    from slipstream.cli.keys import read_access
     from slipstream.server.options import Port, ServerOptions
 
     return ServerOptions(
@@ -140,10 +143,7 @@ def server_options(given: Given) -> Any:
         allow_python_models=given["allow-python-models"],
         complete_config=not (given["disable-auto-complete-config"] or given["strict-model-config"]),
         allow_client_shared_memory=given["allow-client-shm"],
-        access=read_access(
-            _file(given["api-key"]), _file(given["admin-key"]),
-            _restrictions(given, "http-restricted-api"), _restrictions(given, "grpc-restricted-protocol"),
-        ),
+        access=_access(given),
         http_max_input_bytes=given["http-max-input-size"],
         http_forwarded_headers=_pattern(given, "http-header-forward-pattern"),
         grpc_forwarded_headers=_pattern(given, "grpc-header-forward-pattern"),
@@ -154,6 +154,18 @@ def server_options(given: Given) -> Any:
         metrics_settings=metrics_settings(given),
         announce=False,
     )  # fmt: skip
+
+
+def _access(given: Given) -> Any:
+    import typer
+
+    from slipstream.cli.keys import read_access
+
+    restricted = _restrictions(given, "http-restricted-api"), _restrictions(given, "grpc-restricted-protocol")
+    try:
+        return read_access(_file(given["api-key"]), _file(given["admin-key"]), *restricted)
+    except typer.Exit as refusal:  # it has been said why
+        raise SystemExit(refusal.exit_code) from refusal
 
 
 def _file(value: str) -> Path | None:

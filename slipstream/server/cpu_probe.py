@@ -105,6 +105,20 @@ def choose(
     return choice
 
 
+def explain(choice: CpuChoice, flags: frozenset[str]) -> str:
+    """Why this one, in a few words."""
+    if ISA_VARIABLE in os.environ:
+        return f"what works within {ISA_VARIABLE}={os.environ[ISA_VARIABLE]}"
+    native = sorted(flags & NATIVE_BF16_FLAGS)
+    if choice.isa:
+        return f"limited to {choice.isa}, because what the CPU reports beyond it failed a trial"
+    if choice.dtype == "bfloat16":
+        return f"the CPU has instructions for it ({', '.join(native)}), and they passed a trial"
+    if native:
+        return f"the CPU reports instructions for bfloat16 ({', '.join(native)}), but they failed a trial"
+    return "the CPU has no instructions for bfloat16"
+
+
 def read_cpu(path: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
     """Model name and flags of the first processor; empty where the system does not tell."""
     model, flags = "", frozenset[str]()

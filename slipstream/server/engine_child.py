@@ -18,26 +18,38 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.server import logging
 from slipstream.server.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from slipstream.server.link import EXIT_WITH_REASON, EngineFailed, FromEngine, ServerEnd, StartOrder
+from slipstream.server.log_capture import Relay
 
 # -P: a file in the working directory must not stand in for a library.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "slipstream.server.engine_process")
 _REASON_SECONDS = 1.0  # how long an exit waits for the reason that was sent before it
+_OUTPUT_SECONDS = 0.5  # how long it waits for what was printed, should another process hold the pipe open
 
 
 class EngineChild:
-    def __init__(self, command: Sequence[str], engine_folder: str, settings: EngineSettings) -> None:
+    def __init__(self, command: Sequence[str], engine_folder: str, settings: EngineSettings, name: str = "") -> None:
+        """`name`: of the engine model, for the log."""
+        # A terminal gets a bar that grows, from the process itself; elsewhere what it prints is for us to write.
+        log = logging.settings()
+        terminal = sys.stderr.isatty() and log.format != "json" and not log.file
         self.link = ServerEnd()
         order = StartOrder(str(self.link.path), engine_folder, settings.to_json(), os.getpid())
         try:
             self._process = subprocess.Popen(
                 [*command, msgspec.json.encode(order).decode()],
                 stdin=subprocess.DEVNULL,
+                stdout=None if terminal else subprocess.PIPE,
+                stderr=None if terminal else subprocess.STDOUT,
                 env=child_environment(),
                 start_new_session=True,  # a Ctrl-C in the terminal is for the server alone
             )
         except OSError:
             self.link.close()
             raise
+        self._relay: Relay | None = None
+        if self._process.stdout is not None:
+            with self._process.stdout as output:
+                self._relay = Relay(os.dup(output.fileno()), self._process.pid, "W", name)
         self._reason_known = False
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
@@ -77,9 +89,15 @@ class EngineChild:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
             logging.error(f"engine process {self._process.pid} was killed but has not ended")
+        self._finish_output()
+
+    def _finish_output(self) -> None:
+        if self._relay is not None:
+            self._relay.finish(_OUTPUT_SECONDS)
 
     def _wait_for_exit(self, on_exit: Callable[[str], None]) -> None:
         code = self._process.wait()
+        self._finish_output()  # so that its last words stand before what they lead to
         assert self._event_loop is not None
         try:
             self._event_loop.call_soon_threadsafe(self._tell_exit, code, on_exit, _REASON_SECONDS)

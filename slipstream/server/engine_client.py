@@ -54,7 +54,9 @@ class EngineClient:
         settings: EngineSettings = EngineSettings(),
         supervision: Supervision = Supervision(),
         command: Sequence[str] = ENGINE_COMMAND,
+        name: str = "",
     ) -> None:
+        """`name`: of the engine model, for the log."""
         self.info: EngineInfo | None = None
         self.failure: str | None = None  # why it does not serve; None while it does or first loads
         self._process_stats = EngineStats()  # what the process of now has told last
@@ -63,6 +65,7 @@ class EngineClient:
         self._settings = settings
         self._supervision = supervision
         self._command = command
+        self._name = name
         self._mailboxes = Mailboxes()
         self._child: EngineChild | None = None
         self._serving = False
@@ -118,7 +121,7 @@ class EngineClient:
 
     def spawn(self) -> None:
         """Start the process. The kernel kills it when the calling thread ends, so call from the main one."""
-        self._child = EngineChild(self._command, self._engine_folder, self._settings)
+        self._child = EngineChild(self._command, self._engine_folder, self._settings, self._name)
         self._loading_seconds, self._lost = 0.0, False
 
     async def start(self) -> None:
@@ -193,7 +196,8 @@ class EngineClient:
         if not self._started.done():
             self._started.set_result(None)
         else:
-            logging.info(f"the engine serves again, after {time.monotonic() - self._restarts[-1]:.1f} s")
+            seconds = time.monotonic() - self._restarts[-1]
+            logging.info(f"the engine serves again, after {seconds:.1f} s", model=self._name)
 
     def _lose(self, reason: str) -> None:
         """It serves no more: say so to everybody who waits. The first reason is the cause."""
@@ -211,11 +215,12 @@ class EngineClient:
         self._child.close()
         self._child = None
         self._past_stats, self._process_stats = self.stats, EngineStats()
-        logging.error(f"the engine process is gone: {self.failure}")
+        logging.error(f"the engine process is gone: {self.failure}", model=self._name)
         if self.info is None:
             self._give_up(f"{self.failure}")
         elif self._may_restart():
-            logging.warning(f"starting the engine again, {len(self._restarts)} of {limits.restarts} times")
+            times = f"{len(self._restarts)} of {limits.restarts} times"
+            logging.warning(f"starting the engine again, {times}", model=self._name)
             self.spawn()
             self._attach()
         else:
@@ -262,7 +267,7 @@ class EngineClient:
 
     async def _put_down(self, reason: str) -> None:
         assert self._child is not None
-        logging.error(f"the engine process is killed: {reason}; its stacks follow")
+        logging.error(f"the engine process is killed: {reason}; its stacks follow", model=self._name)
         child = self._child
         self._lose(reason)
         child.signal(signal.SIGUSR1)  # faulthandler writes all stacks to stderr, even amid a hung step

@@ -35,9 +35,8 @@ class EnginePool:
         return sum(client.outstanding for client in (*self, *self._leaving))
 
     def create(self, model: EngineModel) -> EngineClient:
-        return EngineClient(
-            model.engine.path, replace(model.settings, **self._settings), self._supervision, self._command
-        )
+        settings = replace(model.settings, **self._settings)
+        return EngineClient(model.engine.path, settings, self._supervision, self._command, model.name)
 
     def spawn(self, model: EngineModel) -> None:
         """Start the process before there is an event loop; `start` waits for it later."""

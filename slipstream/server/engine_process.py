@@ -25,6 +25,7 @@ from slipstream.engine.request import FinishReason, GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server import cpu_probe, logging
 from slipstream.server.link import EXIT_WITH_REASON, EngineEnd, EngineFailed, FromEngine, StartOrder, ToEngine
+from slipstream.server.log_capture import told_by_python
 
 STATS_SECONDS = 0.1
 INTEGRITY_SECONDS = 1.0
@@ -134,10 +135,9 @@ def main(start_loop: StartLoop = start_real_engine) -> int:
 
 
 def _leave(link: EngineEnd, error: Exception, with_traceback: bool) -> int:
-    if with_traceback:
-        traceback.print_exception(error)
     reason = describe(error)
-    logging.error(f"the engine process leaves: {reason}")
+    trace = "\n" + "".join(traceback.format_exception(error)).rstrip() if with_traceback else ""
+    logging.error(f"the engine process leaves: {reason}{trace}")
     link.send(EngineFailed(reason))
     link.close()
     return EXIT_WITH_REASON
@@ -168,7 +168,10 @@ def _prepare_signals() -> None:
 
 def run(start_loop: StartLoop = start_real_engine) -> None:
     """`main`, then leave at once: tearing down torch's thread pools takes long and can crash."""
-    code = main(start_loop)
+    if not sys.stderr.isatty():  # it is the server's pipe
+        logging.configure(format=logging.RELAYED)
+    with told_by_python():
+        code = main(start_loop)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

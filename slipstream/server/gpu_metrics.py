@@ -31,7 +31,7 @@ class _Memory(ctypes.Structure):
 class Gpus:
     def __init__(self, driver: Any = None) -> None:
         """`driver`: the library to ask; the machine's own where none is given."""
-        self._driver = driver or _driver()
+        self._driver = driver or nvidia_driver()
         self._handles: dict[str, ctypes.c_void_p] = {}  # by the GPU's unique name
         if self._driver is not None:
             self._handles = dict(_devices(self._driver))
@@ -59,7 +59,8 @@ class Gpus:
                 yield {"gpu_uuid": uuid}, now - before
 
 
-def _driver() -> ctypes.CDLL | None:
+def nvidia_driver() -> ctypes.CDLL | None:
+    """The driver's library, ready to be asked; None where there is none."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

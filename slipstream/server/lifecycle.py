@@ -278,7 +278,10 @@ class _Server:
             url = f"http://{host}:{port}/v2/models/{_model_to_show(repository)}/generate"
             key = "-H 'Authorization: Bearer YOUR_KEY' " if self._options.access.guarded else ""
             lines.insert(0, f"Try it:   curl -s {key}{url} -d '{body}'")
-        print("\n".join(lines), flush=True)
+        if logging.settings().format == "json":
+            logging.info("\n".join(lines))
+        else:
+            print("\n".join(lines), flush=True)
 
 
 def _model_to_show(repository: Repository) -> str:
@@ -300,4 +303,4 @@ def _log_models(rows: list[tuple[str, str, str]], engines: EnginePool) -> None:
     logging.info("\n" + "\n".join(table) + "\n", "server.cc:674")
     for name, engine in engines.items():
         if (info := engine.info) is not None:
-            logging.info("\n".join(memory_table(name, info)) + "\n")
+            logging.info("\n".join(memory_table(name, info)) + "\n", model=name)

@@ -1,19 +1,26 @@
-"""One small logger that writes Triton's line form, which people's scripts already read.
+"""One small logger. Its lines have Triton's form, which people's scripts already read, or are JSON objects.
 
 I1115 22:01:25.210518 1175 http_server.cc:4692] Started HTTPService at 127.0.0.1:8000
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-Level = Literal["I", "W", "E"]
-FORMATS = ("default", "ISO8601")
+Level = Literal["I", "W", "E", "V"]  # V, for verbose, looks like I in Triton's lines
+FORMATS = ("default", "ISO8601", "json")
+RELAYED = "relayed"  # how a process whose output the server reads writes its own lines: see `as_relayed`
+LEVEL_NAMES: dict[Level, str] = {"I": "info", "W": "warning", "E": "error", "V": "debug"}
+_TRACEBACK = "Traceback (most recent call last):"
+_RELAY_MARK = "\x1e"
+_CONCERN = "_slipstream_concern"  # what an exception is about, where somebody on its way knew
 
 
 @dataclass(frozen=True)
@@ -26,8 +33,23 @@ class LogSettings:
     format: str = "default"
 
 
+@dataclass(frozen=True)
+class Record:
+    """One thing that is said. A message may end in a traceback. `model` and `request_id` are empty where unknown."""
+
+    level: Level
+    message: str
+    place: str = ""
+    time_ns: int = field(default_factory=time.time_ns)
+    process: int = field(default_factory=os.getpid)
+    model: str = ""
+    request_id: str = ""
+
+
 _settings = LogSettings()
 _file: TextIO | None = None
+_stream: TextIO | None = None  # in place of the standard error stream
+_writing = threading.RLock()  # lines come from several threads and must not mix
 
 
 def settings() -> LogSettings:
@@ -46,44 +68,121 @@ def configure(**changes: Any) -> None:
     _settings = changed
 
 
+def write_to(stream: TextIO | None) -> None:
+    """Where lines go that no file takes; None is the standard error stream."""
+    global _stream
+    _stream = stream
+
+
 def format_line(
     level: Level, place: str, message: str, now_ns: int, process_id: int, layout: str = "default"
 ) -> str:
-    moment = time.localtime(now_ns // 1_000_000_000)
-    microseconds = now_ns // 1000 % 1_000_000
+    letter = "I" if level == "V" else level
     if layout == "ISO8601":
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_ns // 1_000_000_000))
-        return f"{stamp} {level} {process_id} {place}] {message}"
-    stamp = time.strftime("%m%d %H:%M:%S", moment)
-    return f"{level}{stamp}.{microseconds:06d} {process_id} {place}] {message}"
+        return f"{_utc(now_ns)}Z {letter} {process_id} {place}] {message}"
+    stamp = time.strftime("%m%d %H:%M:%S", time.localtime(now_ns // 1_000_000_000))
+    return f"{letter}{stamp}.{_microseconds(now_ns)} {process_id} {place}] {message}"
 
 
-def info(message: str, place: str | None = None) -> None:
+def _utc(now_ns: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_ns // 1_000_000_000))
+
+
+def _microseconds(now_ns: int) -> str:
+    return f"{now_ns // 1000 % 1_000_000:06d}"
+
+
+def format_json(record: Record) -> str:
+    """One line. What is not known is left out; a traceback is apart from the words before it."""
+    message, mark, trace = record.message.partition(_TRACEBACK)
+    if mark:
+        message = message.strip().removesuffix(":") or trace.strip().rpartition("\n")[2]
+    said = {
+        "time": f"{_utc(record.time_ns)}.{_microseconds(record.time_ns)}Z",
+        "level": LEVEL_NAMES[record.level],
+        "message": message.strip("\n"),
+        "model": record.model,
+        "request_id": record.request_id,
+        "error": (mark + trace).rstrip(),
+        "process": record.process,
+        "place": record.place,
+    }
+    return json.dumps({name: value for name, value in said.items() if value or name == "message"})
+
+
+def as_relayed(record: Record) -> str:
+    """All of a record, in a line that nobody else writes, for the server to write it in its own form."""
+    return _RELAY_MARK + json.dumps(asdict(record))
+
+
+def read_relayed(line: str) -> Record | None:
+    """None for a line that is no record."""
+    if not line.startswith(_RELAY_MARK):
+        return None
+    try:
+        return Record(**json.loads(line.removeprefix(_RELAY_MARK)))
+    except (ValueError, TypeError):
+        return None  # two writers at once: somebody's text is amid it, and all of it is to be seen
+
+
+def concern(error: BaseException, model: str, request_id: str) -> None:
+    """Note what an error is about, for the line that whoever catches it will write. The first to know is right."""
+    if not hasattr(error, _CONCERN):
+        setattr(error, _CONCERN, (model, request_id))
+
+
+def info(message: str, place: str | None = None, model: str = "") -> None:
     """`place` stands in for the caller's file and line where scripts look for Triton's own."""
-    if _settings.info:
-        _write("I", message, place)
+    _write("I", message, place, model)
 
 
-def verbose(level: int, message: str, place: str | None = None) -> None:
+def verbose(level: int, message: str, place: str | None = None, model: str = "") -> None:
     """Said only from that verbosity on; the letter is I, as Triton's is."""
     if _settings.verbose_level >= level:
-        _write("I", message, place)
+        _write("V", message, place, model)
 
 
-def warning(message: str, place: str | None = None) -> None:
-    if _settings.warning:
-        _write("W", message, place)
+def warning(message: str, place: str | None = None, model: str = "") -> None:
+    _write("W", message, place, model)
 
 
-def error(message: str, place: str | None = None) -> None:
-    if _settings.error:
-        _write("E", message, place)
+def error(message: str, place: str | None = None, model: str = "", request_id: str = "") -> None:
+    _write("E", message, place, model, request_id)
 
 
-def _write(level: Level, message: str, place: str | None) -> None:
+def _write(level: Level, message: str, place: str | None, model: str, request_id: str = "") -> None:
     if place is None:
         caller = sys._getframe(2)
         place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-    stream: TextIO = _file or sys.stderr
-    line = format_line(level, place, message, time.time_ns(), os.getpid(), _settings.format)
-    print(line, file=stream, flush=True)
+    if not model:
+        model, request_id = getattr(sys.exception(), _CONCERN, ("", request_id))
+    write(Record(level, message, place, model=model, request_id=request_id))
+
+
+def write(record: Record) -> None:
+    """Whoever said it, in this process or another: where and in the form that the settings say, if at all."""
+    wanted = {"I": _settings.info, "W": _settings.warning, "E": _settings.error, "V": _settings.verbose_level > 0}
+    if wanted[record.level]:
+        write_text(_formatted(record))
+
+
+def write_text(text: str) -> None:
+    """A line as it is, where the log goes."""
+    with _writing:
+        print(text, file=_file or _stream or sys.stderr, flush=True)
+
+
+def say(level: Level, text: str) -> None:
+    """What a command has to say to whoever started it: on the standard error stream, even beside a log file."""
+    with _writing:
+        text = format_json(Record(level, text)) if _settings.format == "json" else text
+        print(text, file=_stream or sys.stderr, flush=True)
+
+
+def _formatted(record: Record) -> str:
+    if _settings.format == "json":
+        return format_json(record)
+    if _settings.format == RELAYED:
+        return as_relayed(record)
+    place, message = record.place, record.message
+    return format_line(record.level, place, message, record.time_ns, record.process, _settings.format)

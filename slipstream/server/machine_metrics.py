@@ -23,8 +23,8 @@ class Machine:
             name = f"nv_pinned_memory_pool_{kind}_bytes"
             yield Family(name, "gauge", f"Pinned memory pool {kind} memory size, in bytes", [({}, 0)])
         yield Family("nv_cpu_utilization", "gauge", "CPU utilization rate [0.0 - 1.0]", [({}, self._cpu())])
-        memory = _memory()
-        total, used = memory["MemTotal"], memory["MemTotal"] - memory["MemAvailable"]
+        found = memory()
+        total, used = found["MemTotal"], found["MemTotal"] - found["MemAvailable"]
         yield Family("nv_cpu_memory_total_bytes", "gauge", "CPU total memory (RAM), in bytes", [({}, total)])
         yield Family("nv_cpu_memory_used_bytes", "gauge", "CPU used memory (RAM), in bytes", [({}, used)])
         yield from self._gpus.families()
@@ -45,6 +45,7 @@ def _processor_time() -> tuple[int, int]:
     return sum(fields) - idle, sum(fields)
 
 
-def _memory() -> dict[str, int]:
+def memory() -> dict[str, int]:
+    """As the kernel tells it, in bytes."""
     lines = (line.split() for line in (_PROC / "meminfo").read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}

@@ -164,7 +164,7 @@ class ModelLoader:
                     self._unload(name)
             changed = [name for name, model in models.items() if not self._is_current(model)]
             for name, reason in (await self.load_all(changed, reading)).items():
-                logging.error(f"failed to load '{name}': {reason}", "model_lifecycle.cc:654")
+                logging.error(f"failed to load '{name}': {reason}", "model_lifecycle.cc:654", name)
 
     def reason(self, name: str) -> str:
         """Why a model does not serve; empty where it does."""
@@ -240,7 +240,7 @@ class ModelLoader:
             raise self._failed(model, f"{code}: {'; '.join(errors)}")
         if model.name not in self._loaded:
             self._status[model.name] = dict.fromkeys(model.versions, Status(LOADING))
-        logging.info(f"loading: {model.name}:{model.versions[-1]}", "model_lifecycle.cc:473")
+        logging.info(f"loading: {model.name}:{model.versions[-1]}", "model_lifecycle.cc:473", model.name)
         try:
             built = await self._build(model, reading.repository)
         except InferenceError as error:
@@ -254,7 +254,8 @@ class ModelLoader:
         if model.name not in self._loaded:
             self._status[model.name] = {version: Status(UNAVAILABLE, reason) for version in model.versions}
             self._registry.retire(model.name)
-        logging.error(f"failed to load '{model.name}' version {model.versions[-1]}: {reason}", "model_lifecycle.cc:654")
+        text = f"failed to load '{model.name}' version {model.versions[-1]}: {reason}"
+        logging.error(text, "model_lifecycle.cc:654", model.name)
         return LoadFailed(f"version {model.versions[-1]} is at UNAVAILABLE state: {reason};")
 
     async def _build(self, model: RepositoryModel, repository: Repository) -> _Built:
@@ -308,7 +309,7 @@ class ModelLoader:
         self._repository = repository
         if before:
             self._later(_close(before))
-        logging.info(f"successfully loaded '{model.name}'", "model_lifecycle.cc:849")
+        logging.info(f"successfully loaded '{model.name}'", "model_lifecycle.cc:849", model.name)
 
     def _move_users(self, engine: str, repository: Repository) -> None:
         """The text models over an engine that was replaced go on with the new one."""
@@ -332,7 +333,7 @@ class ModelLoader:
         client = self._engines.forget(name)
         if client is not None:
             self._release(client)
-        logging.info(f"successfully unloaded '{name}' version {model.versions[-1]}", "model_lifecycle.cc:636")
+        logging.info(f"successfully unloaded '{name}' version {model.versions[-1]}", "model_lifecycle.cc:636", name)
         for user in self._users(name):
             self._unload_user(user, name)
 

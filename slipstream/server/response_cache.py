@@ -66,7 +66,8 @@ class ResponseCache:
             return model
         if model.decoupled or isinstance(model, (BatchedModel, PostprocessingModel)):
             why = "decoupled" if model.decoupled else "one that generates"
-            logging.warning(f"model '{entry.name}' asks for the response cache, which serves no model that is {why}")
+            text = f"model '{entry.name}' asks for the response cache, which serves no model that is {why}"
+            logging.warning(text, model=entry.name)
             return model
         return CachedModel(model, self)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from slipstream.server import logging
 from slipstream.server.errors import Code, InferenceError
 from slipstream.server.inference import (
     Answers,
@@ -189,6 +190,7 @@ class _Counted:
         self._responses = responses
         self._parts = parts
         self._trail = request.trail
+        self._about = request.model_name, request.id
         self._batch_size = batch_size
         self._began = time.monotonic_ns()
         self._waiting = True
@@ -212,6 +214,7 @@ class _Counted:
             raise
         except BaseException as error:
             self._failure = failure_reason(error)
+            logging.concern(error, *self._about)
             self._end()
             raise
         self._answer(response)

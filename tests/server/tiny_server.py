@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MODEL = "counter"
 CLOSE_SECONDS = "TINY_SERVER_CLOSE_SECONDS"
-STARTED = re.compile(r"\] Started (GRPCInferenceService|HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)")
+STARTED = re.compile(r"Started (GRPCInferenceService|HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)")
 
 
 def make_repository(folder: Path, engine_name: str = "fine") -> Path:

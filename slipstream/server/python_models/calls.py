@@ -93,7 +93,7 @@ class Calls:
             await self._send(CallAnswer(number, error_frame(cancelled), True))
             raise
         except Exception as error:
-            logging.error(f"a call of model '{call.model_name}' failed: {error!r}")
+            logging.error(f"a call of model '{call.model_name}' failed: {error!r}", model=call.model_name)
             failed = InferenceError(f"model '{call.model_name}' failed: {error}", Code.INTERNAL)
             await self._send(CallAnswer(number, error_frame(failed), False))
         await self._send(CallAnswer(number, None, True))

@@ -152,6 +152,7 @@ class Log(msgspec.Struct, frozen=True, array_like=True, tag="log"):
     level: str  # I, W, E or V
     message: str
     place: str
+    request_id: str = ""
 
 
 class MetricFamilyFrame(msgspec.Struct, frozen=True, array_like=True, tag="family"):

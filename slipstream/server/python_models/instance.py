@@ -49,7 +49,6 @@ from slipstream.server.python_models.frames import (
 WORKER_COMMAND = (sys.executable, "-P", "-m", "slipstream.server.python_models.worker")
 STOP_SECONDS = 10.0  # for `finalize`
 _LAST_WORDS_SECONDS = 0.5  # to read what a process sent before it ended
-_LOGS = {"I": logging.info, "W": logging.warning, "E": logging.error}
 
 
 class _Link(asyncio.Protocol):
@@ -117,6 +116,7 @@ class Instance:
     def __init__(
         self,
         name: str,
+        model: str,
         depth: int,
         surroundings: Surroundings,
         on_response: Callable[[Response], None],
@@ -124,6 +124,7 @@ class Instance:
         on_end: Callable[[Instance, str], None],
     ) -> None:
         self.name = name
+        self._model = model
         self._depth = depth
         self._serving = False
         self._batches: deque[list[int]] = deque()  # that it has and has not executed, as numbers of requests
@@ -186,8 +187,8 @@ class Instance:
         except BlockingIOError:
             return
         *lines, self._output = (self._output + data).split(b"\n")
-        for line in lines:
-            logging.info(line.decode("utf-8", "replace"), self.name)
+        for line in lines if data or not self._output else [self._output]:
+            logging.info(line.decode("utf-8", "replace"), self.name, self._model)
         if not data:
             event_loop.remove_reader(descriptor)
             assert self._process is not None
@@ -236,10 +237,14 @@ class Instance:
             self._surroundings.metrics.add_family(message)
         elif isinstance(message, MetricFrame):
             self._surroundings.metrics.change(message)
-        elif message.level in _LOGS:
-            _LOGS[message.level](message.message, message.place)
+        elif message.level == "E":
+            logging.error(message.message, message.place, self._model, message.request_id)
+        elif message.level == "W":
+            logging.warning(message.message, message.place, self._model)
+        elif message.level == "I":
+            logging.info(message.message, message.place, self._model)
         else:
-            logging.verbose(1, message.message, message.place)
+            logging.verbose(1, message.message, message.place, self._model)
 
     def execute(self, requests: list[RequestFrame]) -> None:
         assert self._orders is not None
@@ -295,7 +300,7 @@ class Instance:
         try:
             await asyncio.wait_for(self._ended.wait(), STOP_SECONDS)
         except TimeoutError:
-            logging.warning(f"model instance '{self.name}' does not finish and is killed")
+            logging.warning(f"model instance '{self.name}' does not finish and is killed", model=self._model)
             self.kill()
             await self._ended.wait()
 

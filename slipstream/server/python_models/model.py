@@ -99,7 +99,7 @@ class PythonModel:
 
     async def _start(self, place: _Place, complete: bool = False) -> str:
         instance = Instance(
-            place.name, self._depth(), self._surroundings, self._take, self._freed, self._ended
+            place.name, self.config.name, self._depth(), self._surroundings, self._take, self._freed, self._ended
         )
         self._instances[place] = instance
         self._contend(instance, place)
@@ -240,10 +240,11 @@ class PythonModel:
         deaths = [moment for moment in self._deaths.get(place, ()) if now - moment < window]
         self._deaths[place] = [*deaths, now]
         if len(deaths) >= self._forgiveness.restarts:
-            logging.error(f"{text}; it has been started again {len(deaths)} times and now stays away")
+            times = f"it has been started again {len(deaths)} times and now stays away"
+            logging.error(f"{text}; {times}", model=self.config.name)
             self._refuse_all(text)
             return
-        logging.warning(f"{text}; starting it again")
+        logging.warning(f"{text}; starting it again", model=self.config.name)
         task = asyncio.ensure_future(self._restart(place))
         self._restarting.add(task)
         task.add_done_callback(self._restarting.discard)

@@ -16,7 +16,9 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,17 @@ from slipstream.server.python_models.backend_config import ModelConfig
 from slipstream.server.python_models.backend_requests import InferenceRequest, ResponseSender
 from slipstream.server.python_models.backend_tensors import InferenceResponse, TritonError
 from slipstream.server.python_models.channel import Channel
-from slipstream.server.python_models.frames import Execute, Executed, Order, Response, Start, Started, StartFailed, Stop
+from slipstream.server.python_models.frames import (
+    Execute,
+    Executed,
+    Log,
+    Order,
+    Response,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+)
 
 SEARCH_PATH = Path(__file__).parent / "search_path"
 _PR_SET_PDEATHSIG = 1
@@ -46,7 +58,7 @@ class Worker:
             if hasattr(self._model, "initialize"):
                 self._model.initialize(arguments)
         except Exception as error:
-            traceback.print_exc()
+            self._log("the model did not start")
             self._channel.send(StartFailed(self.describe(error)))
             return False
         self._channel.send(Started(config))
@@ -86,11 +98,16 @@ class Worker:
                 raise TypeError("execute of a decoupled model must return None; responses go through the senders")
             return []
         except Exception as error:
-            traceback.print_exc()
+            self._log("execute failed", requests)
             text = f"Failed to process the request(s) for model '{self._start.instance}', message: "
             failed = InferenceResponse([], TritonError(text + self.describe(error)))
             senders = [request.get_response_sender() for request in requests]
             return [sender.frame(failed, final=True) for sender in senders if not sender.closed]
+
+    def _log(self, what: str, requests: Sequence[InferenceRequest] = ()) -> None:
+        """The exception of this moment, to the server's log."""
+        ids = ", ".join(request.request_id() for request in requests if request.request_id())
+        self._channel.send(Log("E", f"{what}:\n{traceback.format_exc().rstrip()}", self._start.instance, ids))
 
     def describe(self, error: Exception) -> str:
         """Kind, text and the lines it came through, innermost first; paths begin at the repository."""
@@ -161,12 +178,19 @@ def _die_with(parent_process: int) -> bool:
     return os.getppid() == parent_process
 
 
+def _show_warning(
+    channel: Channel, message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any
+) -> None:
+    channel.send(Log("W", f"{category.__name__}: {message}", f"{Path(filename).name}:{lineno}"))
+
+
 def main() -> int:
     *sockets, parent_process = map(int, sys.argv[1:])
     if not _die_with(parent_process):
         return 1
     channel = Channel(*(socket.socket(fileno=descriptor) for descriptor in sockets))
     channel.listen()
+    warnings.showwarning = partial(_show_warning, channel)
     orders = channel.orders()
     start = next(orders)
     if not isinstance(start, Start):

@@ -1,0 +1,109 @@
+"""What `slipstream doctor` found: facts under headings, and what follows from them. Nothing secret is in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+HIDDEN = "(hidden)"
+_SECRET_NAME = re.compile(
+    r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH|AUTHORIZATION|COOKIE|\bPASS)S?(\b|\d)"
+)
+_IN_ADDRESS = re.compile(r"(?<=//)[^/@\s]+(?=@)")  # user:password
+_IN_QUERY = re.compile(r"(?<=[?&;])([\w-]+)=[^&;\s]+")
+# What the hub, code hosts and clouds hand out, and whatever is as long and as mixed.
+_LIKE_A_KEY = re.compile(
+    r"\b(hf|sk|pk|ghp|gho|github_pat|glpat|nvapi|xox[a-z]|AKIA)[-_]?[A-Za-z0-9_-]{12,}"
+    r"|\beyJ[\w-]+\.[\w-]+\.[\w-]*"
+    r"|(?<![\w/.-])(?=[A-Za-z+/=]*\d)(?=[\d+/=]*[A-Za-z])[A-Za-z0-9+=]{24,}(?![\w/.-])"
+)
+_SHORTEST_SECRET = 4  # shorter values are in every other word
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    remedy: str
+    blocks: bool = True  # otherwise the server runs, but not as it might
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    facts: Mapping[str, str]
+    findings: Sequence[Finding] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    sections: Sequence[Section]
+    hide: Callable[[str], str] = field(default=lambda text: text)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Those that stand in the way first."""
+        found = [finding for section in self.sections for finding in section.findings]
+        return sorted(found, key=lambda finding: not finding.blocks)
+
+    @property
+    def ready(self) -> bool:
+        return not any(finding.blocks for finding in self.findings)
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "ready": self.ready,
+            "sections": {
+                section.title: {name: self.hide(value) for name, value in section.facts.items()}
+                for section in self.sections
+            },
+            "findings": [
+                {"what": self.hide(found.what), "remedy": self.hide(found.remedy), "blocks": found.blocks}
+                for found in self.findings
+            ],
+        }
+
+    def text(self) -> str:
+        document = self.document()
+        lines = []
+        for title, facts in document["sections"].items():
+            width = max(map(len, facts), default=0)
+            lines += [title, *(f"  {name:<{width}}  {value}" for name, value in facts.items()), ""]
+        lines.append("findings")
+        for found in document["findings"]:
+            lines += [f"  {'error' if found['blocks'] else 'note'}: {found['what']}", f"    -> {found['remedy']}"]
+        verdict = "nothing stands in the way" if self.ready else "the errors above stand in the way"
+        return "\n".join([*lines, f"  {verdict}"])
+
+
+def is_secret(variable: str) -> bool:
+    """By its name."""
+    return _SECRET_NAME.search(re.sub("[_-]", " ", variable.upper())) is not None
+
+
+def hide_in(text: str) -> str:
+    """Without what looks like a password, a token or a key."""
+    text = _IN_ADDRESS.sub(HIDDEN, text)
+    text = _IN_QUERY.sub(lambda found: f"{found[1]}={HIDDEN}" if is_secret(found[1]) else found[0], text)
+    return _LIKE_A_KEY.sub(HIDDEN, text)
+
+
+def hider(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
+    """Hides what looks secret, and what the environment holds as a secret, wherever it turns up."""
+    secrets = {value for name, value in environment.items() if is_secret(name)} | _passwords(environment.values())
+    known = sorted((value for value in secrets if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
+
+    def hide(text: str) -> str:
+        for secret in known:
+            text = text.replace(secret, HIDDEN)
+        return hide_in(text)
+
+    return hide
+
+
+def _passwords(values: Iterable[str]) -> set[str]:
+    found = [address.partition(":")[2] for value in values for address in _IN_ADDRESS.findall(value)]
+    return {password for password in found if password}

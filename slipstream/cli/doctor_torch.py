@@ -1,0 +1,48 @@
+"""What torch finds on this machine, as JSON on stdout. A process of its own: torch takes seconds, and may crash."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+
+def main() -> None:
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cuda_runtime": torch.version.cuda or "",
+        "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
+        "gpus": [],
+    }
+    if torch.version.cuda and torch.cuda.is_available():
+        found["gpus"] = [_gpu(index) for index in range(torch.cuda.device_count())]
+    print(json.dumps(found))
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    device = torch.device("cuda", index)
+    properties = torch.cuda.get_device_properties(device)
+    found = {"name": properties.name, "capability": f"{properties.major}.{properties.minor}"}
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+        with torch.cuda.device(device):
+            try_kernel(device)
+    except Exception as error:  # whatever it is, it is the answer
+        return found | {"failure": f"{type(error).__name__}: {error}"}
+    return found | {"free": free, "total": total, "failure": ""}
+
+
+def try_kernel(device: torch.device) -> None:
+    """Compile and run one of the engine's own kernels; ValueError where its result is wrong."""
+    from slipstream.kernels import normalisation
+    from slipstream.kernels.gpu import normalisation as on_gpu
+
+    given = torch.linspace(-1, 1, 4 * 64, device=device).reshape(4, 64)
+    norm = normalisation.Norm(torch.ones(64, device=device), None, 1e-5)
+    if not torch.allclose(on_gpu.normalise(given, norm), normalisation.normalise(given, norm), atol=1e-3):
+        raise ValueError("a kernel gives wrong results")
+
+
+if __name__ == "__main__":
+    main()

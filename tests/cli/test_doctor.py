@@ -1,0 +1,317 @@
+"""`slipstream doctor`: its facts, what it finds in the way, and that it gives no secret away."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.cli import doctor, doctor_machine, doctor_ports
+from slipstream.cli.classic import run_command
+from slipstream.cli.doctor_machine import TorchReport, gpus, processor, versions
+from slipstream.cli.doctor_report import HIDDEN, Finding, Report, Section, hide_in, hider
+from slipstream.server import cpu_probe
+from slipstream.server.cpu_probe import CpuChoice
+from slipstream.version import VERSION
+
+ROOT = Path(__file__).parents[2]
+CPU_TORCH = TorchReport({"torch": "2", "cuda_runtime": "", "cpu_instructions": "AVX2", "gpus": []})
+GPU = {"name": "NVIDIA X", "capability": "9.0", "free": 3 << 30, "total": 4 << 30, "failure": ""}
+TABLE = re.compile(r"  (\S.*?)  +(.*)")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """One on which nothing stands in the way: free ports, a torch for CPUs, an empty home."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "ask_torch", lambda: CPU_TORCH)
+    monkeypatch.setattr(cpu_probe, "choose", lambda cpu: CpuChoice("float32"))
+    monkeypatch.setattr(doctor_ports, "PORTS", {name: free_port() for name in ("HTTP", "gRPC", "metrics")})
+    return tmp_path
+
+
+@pytest.fixture
+def run(machine: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def run(*arguments: object) -> tuple[int, str]:
+        code = run_command("doctor", [str(argument) for argument in arguments])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def facts_of(text: str) -> dict[str, dict[str, str]]:
+    """The text read back: heading → name → value."""
+    sections: dict[str, dict[str, str]] = {}
+    for line in text.partition("\nfindings\n")[0].splitlines():
+        if line and not line.startswith(" "):
+            current = sections.setdefault(line, {})
+        elif found := TABLE.fullmatch(line):
+            current[found[1]] = found[2]
+    return sections
+
+
+Run = Callable[..., tuple[int, str]]
+
+
+def test_a_machine_with_nothing_in_the_way(run: Run, machine: Path) -> None:
+    code, text = run()
+    assert code == 0
+    facts = facts_of(text)
+    assert facts["versions"]["slipstream"] == VERSION
+    for name in ("torch", "tokenizers", "numpy"):
+        assert facts["versions"][name] == metadata.version(name)
+    assert facts["CPU"]["cores"] == f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"
+    assert facts["model repository"]["folder"] == str(machine / "models")
+    assert facts["disk"]["repository"].startswith(f"{machine / 'models'}, ")
+    assert set(facts["ports"].values()) == {"free"}
+    assert text.endswith("findings\n  nothing stands in the way\n")
+
+
+def test_json_and_text_tell_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_machine, "memory", lambda: {"MemTotal": 2 << 30, "MemAvailable": 1 << 29})
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.example")
+    (_, text), (code, document) = run(), run("--json")
+    found = json.loads(document)
+    assert (code, found["ready"]) == (0, True)
+    sections = facts_of(text)
+    del sections["disk"], found["sections"]["disk"]  # whose figures change by themselves
+    assert sections == found["sections"]
+    assert sections["environment"]["HF_ENDPOINT"] == "http://hub.example"
+    (finding,) = found["findings"]
+    assert finding["what"] == "only 0.5 GiB of memory is available"
+    assert f"  note: {finding['what']}\n    -> {finding['remedy']}\n" in text
+
+
+def test_a_broken_repository_is_in_the_way(run: Run, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    (repository / "broken").mkdir(parents=True)
+    (repository / "broken" / "config.pbtxt").write_text('name: "broken"\nmax_batch_sise: 4\n')
+    code, document = run("--model-repository", repository, "--json")
+    found = json.loads(document)
+    assert (code, found["ready"]) == (1, False)
+    assert any("max_batch_sise" in finding["what"] and finding["blocks"] for finding in found["findings"])
+    assert all(f"slipstream check {repository}" in finding["remedy"] for finding in found["findings"])
+    code, text = run("--repo", tmp_path / "none")
+    assert code == 1
+    assert f"  error: {tmp_path / 'none'}" in text
+    assert text.endswith("the errors above stand in the way\n")
+
+
+# -- ports
+
+
+class _Answers(BaseHTTPRequestHandler):
+    pages: dict[str, bytes]
+
+    def do_GET(self) -> None:
+        body = self.pages.get(self.path)
+        self.send_response(200 if body is not None else 404)
+        self.end_headers()
+        self.wfile.write(body or b"")
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[dict[str, bytes]], int]]:
+    servers: list[HTTPServer] = []
+
+    def start(pages: dict[str, bytes]) -> int:
+        server = HTTPServer(("127.0.0.1", 0), type("Answers", (_Answers,), {"pages": pages}))
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        return server.server_port
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+TRITON = json.dumps({"name": "triton", "version": "2.51.0", "extensions": []}).encode()
+
+
+@pytest.mark.parametrize(
+    ("service", "pages", "who", "code"),
+    [
+        ("HTTP", {"/v2": TRITON}, "a Triton (triton 2.51.0)", 1),
+        ("HTTP", {"/v2": TRITON, "/openapi.json": b'{"info":{"title":"Slipstream"}}'}, "a Slipstream", 0),
+        ("HTTP", {"/": b"hello"}, "another HTTP server", 1),
+        ("metrics", {"/metrics": b"# HELP\nnv_inference_count 1\n"}, "a Triton", 1),
+        ("metrics", {"/metrics": b"# HELP\nnv_inference_count 1\nslipstream_x 1\n"}, "a Slipstream", 0),
+        ("gRPC", {"/": b""}, "something that does not answer gRPC", 1),
+    ],
+)
+def test_a_port_in_use_is_told_with_who_answers_there(
+    run: Run, serve: Callable[[dict[str, bytes]], int], service: str, pages: dict[str, bytes], who: str, code: int
+) -> None:
+    port = doctor_ports.PORTS[service] = serve(pages)
+    ended, document = run("--json")
+    found = json.loads(document)
+    comm = Path("/proc/self/comm").read_text().strip()
+    told = f"in use by {who} (process {os.getpid()}, {comm})"
+    assert found["sections"]["ports"][f"{service} {port}"] == told
+    (finding,) = found["findings"]
+    assert (ended, finding["what"]) == (code, f"port {port} ({service}) is {told}")
+    assert "-port and another number" in finding["remedy"]
+
+
+def test_who_does_not_answer_is_told_too(run: Run) -> None:
+    with socket.socket() as silent:  # as a server that still loads
+        silent.bind(("127.0.0.1", 0))
+        doctor_ports.PORTS["HTTP"] = silent.getsockname()[1]
+        code, text = run()
+    assert code == 1
+    assert "is in use by something that does not answer HTTP" in text
+
+
+# -- secrets
+
+SECRETS = {
+    "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwx",
+    "SLIPSTREAM_API_KEY": "open sesame",
+    "SLIPSTREAM_ADMIN_KEY": "Swordfish",
+    "HTTPS_PROXY": "http://someone:Pa55w0rd@proxy.example:3128",
+    "http_proxy": "http://other:h1dden@proxy.example",
+    "HF_ENDPOINT": "https://hub.example/?token=query-secret&x=1",
+    "TRITON_CACHE_DIR": "/cache/Swordfish/x",  # a secret of another variable, amid something else
+    "TORCH_THING": "ghp_0123456789abcdefghijABCDEFGHIJ",
+}
+NEVER = ("hf_abc", "sesame", "Swordfish", "Pa55w0rd", "someone", "h1dden", "query-secret", "ghp_0")
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_secrets_never_appear(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: list[str]) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    failed = TorchReport(failure="cannot fetch with hf_abcdefghijklmnopqrstuvwx")
+    monkeypatch.setattr(doctor, "ask_torch", lambda: failed)
+    code, output = run("--repo", tmp_path / "Swordfish", *form)
+    assert code == 1
+    assert [secret for secret in NEVER if secret in output] == []
+    assert [name for name in SECRETS if name not in output] == []  # that it is set is told
+    assert "proxy.example:3128" in output
+    assert "torch does not load: cannot fetch with (hidden)" in output
+
+
+@pytest.mark.parametrize("harmless", [
+    "TOKENIZERS_PARALLELISM is false", "/home/me/.cache/0123456789abcdef0123456789abcdef/x",
+    "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "http://proxy.example:3128/?page=2", "expandable_segments:True",
+])  # fmt: skip
+def test_what_is_no_secret_is_shown(harmless: str) -> None:
+    assert hide_in(harmless) == harmless
+
+
+def test_names_of_secrets_are_told_by_their_words() -> None:
+    facts = doctor.variables({"HF_TOKEN": "x", "HF_MYTOKENS": "y", "HF_PASS": "z", "TOKENIZERS_PARALLELISM": "false",
+                              "HOME": "/h"}).facts  # fmt: skip
+    assert facts == {"HF_TOKEN": HIDDEN, "HF_MYTOKENS": HIDDEN, "HF_PASS": HIDDEN, "TOKENIZERS_PARALLELISM": "false"}
+    assert hider({"MY_PASSWORD": "abc"})("abc or (abc)") == "abc or (abc)"  # three letters are in every other word
+
+
+# -- what the machine may be like
+
+
+def test_gpus_and_whether_kernels_run_on_them(tmp_path: Path) -> None:
+    broken = {"name": "NVIDIA Y", "capability": "3.5", "failure": "RuntimeError: no kernel image"}
+    found = gpus(TorchReport({"cuda_runtime": "12.8", "gpus": [GPU, broken]}), tmp_path)
+    assert dict(found.facts) | {"engines run on": ""} == {
+        "GPU 0": "NVIDIA X", "GPU 0 compute capability": "9.0", "GPU 0 memory": "3.0 GiB free of 4.0 GiB",
+        "GPU 0 kernels": "run", "GPU 1": "NVIDIA Y", "GPU 1 compute capability": "3.5",
+        "GPU 1 kernels": "do not run: RuntimeError: no kernel image", "engines run on": "",
+    }  # fmt: skip
+    (finding,) = found.findings
+    assert finding.blocks
+    assert "--device cpu" in finding.remedy
+
+
+@pytest.mark.parametrize(("runtime", "blocks", "words"), [("", False, "build for CPUs"), ("12.8", True, "no GPU")])
+def test_a_driver_whose_gpu_is_not_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, blocks: bool, words: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    report = TorchReport({"cuda_runtime": runtime, "gpus": []})
+    (finding,) = gpus(report, driver=tmp_path).findings
+    assert (finding.blocks, words in finding.what) == (blocks, True)
+    assert gpus(report, driver=tmp_path / "none").findings == []
+
+
+def test_a_torch_that_is_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [found.what for found in versions(TorchReport(failure="killed")).findings] == ["torch does not load: killed"]
+    assert "computes in" not in processor(TorchReport(failure="killed")).facts
+    monkeypatch.setattr(doctor_machine, "installed", lambda name: "not installed")
+    missing = versions(TorchReport(failure="No module named 'torch'"))
+    assert [found.remedy for found in missing.findings] == [f"pip install {name}" for name in
+                                                            ("torch", "tokenizers", "numpy")]  # fmt: skip
+    assert missing.facts["CUDA runtime"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("choice", "flags", "words"),
+    [
+        (CpuChoice("bfloat16"), {"avx512_bf16"}, "has instructions for it (avx512_bf16)"),
+        (CpuChoice("bfloat16", "AVX512_CORE_BF16"), {"amx_bf16"}, "limited to AVX512_CORE_BF16"),
+        (CpuChoice("float32"), {"amx_bf16"}, "failed a trial"),
+        (CpuChoice("float32"), {"avx2"}, "no instructions for bfloat16"),
+    ],
+)
+def test_why_the_cpu_computes_as_it_does(
+    monkeypatch: pytest.MonkeyPatch, choice: CpuChoice, flags: set[str], words: str
+) -> None:
+    monkeypatch.delenv(cpu_probe.ISA_VARIABLE, raising=False)
+    assert words in cpu_probe.explain(choice, frozenset(flags))
+    monkeypatch.setenv(cpu_probe.ISA_VARIABLE, "AVX2")
+    assert cpu_probe.explain(choice, frozenset(flags)) == "what works within ONEDNN_MAX_CPU_ISA=AVX2"
+
+
+def test_a_rank_that_would_only_wait_is_noted() -> None:
+    (finding,) = doctor.variables({"SLURM_PROCID": "3"}).findings
+    assert ("SLURM_PROCID is 3" in finding.what, finding.blocks) == (True, False)
+    assert doctor.variables({"SLURM_PROCID": "0"}).findings == []
+
+
+def test_what_stands_in_the_way_comes_first() -> None:
+    sections = [Section("a", {}, [Finding("later", "x", blocks=False)]), Section("b", {}, [Finding("first", "y")])]
+    assert [found.what for found in Report(sections).findings] == ["first", "later"]
+
+
+# -- torch, in its own process
+
+
+def test_torch_is_asked_in_another_process() -> None:
+    """The command itself never loads it, and the kernel it tries is one that gives right results."""
+    found = doctor_machine.ask_torch()
+    assert (found.failure, found.found["torch"]) == ("", metadata.version("torch"))
+    code = "import sys; from slipstream.cli import doctor; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_the_kernel_that_is_tried_works() -> None:
+    pytest.importorskip("triton")
+    code = "import torch; from slipstream.cli.doctor_torch import try_kernel; try_kernel(torch.device('cpu'))"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment).returncode == 0
+
+
+def test_a_torch_that_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor_machine.ask_torch().failure == "OSError: libcudart.so.12: cannot open shared object file"

@@ -1,0 +1,322 @@
+"""`--log-format json`: whatever a server's processes print, from start to exit, is one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_server import MODEL, ROOT, TinyServer, make_repository, wait_for
+
+from slipstream.server import logging
+from slipstream.server.errors import InferenceError
+from slipstream.server.inference import InferRequest, InferResponse
+from slipstream.server.log_capture import Relay
+from slipstream.server.log_settings import log_settings, update_log_settings
+from slipstream.server.logging import Record, as_relayed, format_json, read_relayed
+from slipstream.server.statistics import ModelCounters
+
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
+PROMPT = "a prompt that no log may hold"
+NOISY = """
+import sys, warnings
+import triton_python_backend_utils as pb_utils
+class TritonPythonModel:
+    def initialize(self, args):
+        print("printed by the model")
+        warnings.warn("warned by the model")
+        pb_utils.Logger.log_error("logged by the model")
+    def execute(self, requests):
+        sys.stderr.write("printed without an end")
+        raise RuntimeError("raised by the model")
+"""
+
+
+def noisy_repository(folder: Path) -> Path:
+    repository = make_repository(folder)
+    (repository / "noisy" / "1").mkdir(parents=True)
+    (repository / "noisy" / "1" / "model.py").write_text(NOISY)
+    (repository / "noisy" / "config.pbtxt").write_text(
+        'name: "noisy"\nbackend: "python"\ninput [ { name: "IN" data_type: TYPE_STRING dims: [ 1 ] } ]\n'
+        'output [ { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] } ]\n'
+    )
+    return repository
+
+
+def parsed(lines: list[str]) -> list[dict[str, Any]]:
+    """Every line, each an object with what each must have."""
+    objects = [json.loads(line) for line in lines]
+    for line in objects:
+        assert TIME.fullmatch(line["time"])
+        assert line["level"] in ("info", "warning", "error", "debug")
+        assert isinstance(line["message"], str)
+        assert line["process"] > 0
+        assert set(line) <= {"time", "level", "message", "model", "request_id", "error", "process", "place"}
+    return objects
+
+
+def the_one(objects: list[dict[str, Any]], words: str) -> dict[str, Any]:
+    (found,) = [line for line in objects if words in line["message"]]
+    return found
+
+
+class Life:
+    """A server's whole life with everything that can go wrong in it, and what it said meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        server = TinyServer(noisy_repository(folder), folder / "tmp", "--allow-python-models", "--log-format=json")
+        try:
+            server.wait_started()
+            self.settings = httpx.get(f"{server.url}/v2/logging").json()
+            self._fail_requests(server)
+            wait_for(lambda: sum("serves again" in line for line in server.lines) == 1)
+            for number, times in ((signal.SIGSEGV, 2), (signal.SIGKILL, 3)):
+                os.kill(server.engine_process(), number)
+                wait_for(lambda times=times: sum("serves again" in line for line in server.lines) == times)
+            with socket.create_connection(("127.0.0.1", server.ports["HTTPService"])) as client:
+                client.sendall(b"this is no HTTP\r\n\r\n")
+                assert client.recv(1) == b""
+            server.process.send_signal(signal.SIGTERM)
+            assert server.wait_exit() == 0
+        finally:
+            server.close()
+        self.text = "\n".join(server.lines)
+        self.server_process = server.process.pid
+        self.objects = parsed(server.lines)
+
+    def _fail_requests(self, server: TinyServer) -> None:
+        tensor = {"name": "IN", "datatype": "BYTES", "shape": [1], "data": [PROMPT]}
+        body = {"id": "seven", "inputs": [tensor]}
+        assert "raised by the model" in httpx.post(f"{server.url}/v2/models/noisy/infer", json=body).text
+        raising = {"text_input": "900", "max_tokens": 3}
+        assert "raised by order" in httpx.post(f"{server.url}/v2/models/{MODEL}/generate", json=raising).text
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
+    return Life(tmp_path_factory.mktemp("life"))
+
+
+def test_the_server_and_its_services_say_what_they_say_elsewhere(life: Life) -> None:
+    for service in ("GRPCInferenceService", "HTTPService", "Metrics Service"):
+        line = the_one(life.objects, f"Started {service} at ")
+        assert (line["level"], line["process"]) == ("info", life.server_process)
+    assert the_one(life.objects, "successfully loaded 'noisy'")["model"] == "noisy"
+    assert the_one(life.objects, "loaded in 0.0 s")["model"] == "tensorrt_llm"
+    assert "curl" in the_one(life.objects, "API docs")["message"]
+    assert the_one(life.objects, "Invalid HTTP request")["level"] == "warning"  # uvicorn's
+    assert life.settings["log_format"] == "json"
+
+
+def test_a_python_model_prints_warns_logs_and_raises(life: Life) -> None:
+    for words, level in (("printed by the model", "info"), ("warned by the model", "warning"),
+                         ("logged by the model", "error"), ("printed without an end", "info")):  # fmt: skip
+        line = the_one(life.objects, words)
+        assert (line["level"], line["model"]) == (level, "noisy")
+    failed = the_one(life.objects, "execute failed")
+    assert (failed["level"], failed["model"], failed["request_id"]) == ("error", "noisy", "seven")
+    assert failed["error"].startswith("Traceback (most recent call last):\n")
+    assert failed["error"].endswith("RuntimeError: raised by the model")
+
+
+def test_an_engine_that_raises_crashes_and_is_killed(life: Life) -> None:
+    raised = the_one(life.objects, "the engine process leaves: RuntimeError: raised by order")
+    assert (raised["level"], raised["model"]) == ("error", "tensorrt_llm")
+    assert raised["process"] != life.server_process
+    assert raised["error"].startswith("Traceback (most recent call last):\n")
+    crashed = the_one(life.objects, "Fatal Python error: Segmentation fault")
+    assert (crashed["level"], crashed["model"]) == ("error", "tensorrt_llm")
+    assert "in serve\n" in crashed["message"]  # all of its stack
+    gone = [line for line in life.objects if line["message"].startswith("the engine process is gone: ")]
+    assert [line["message"].rpartition(": ")[2] for line in gone] == ["raised by order", "killed by SIGSEGV",
+                                                                        "killed by SIGKILL"]  # fmt: skip
+    assert {(line["level"], line["model"]) for line in gone} == {("error", "tensorrt_llm")}
+    assert [line["level"] for line in life.objects if "starting the engine again" in line["message"]] == ["warning"] * 3
+
+
+def test_prompts_are_not_in_it(life: Life) -> None:
+    assert PROMPT not in life.text
+
+
+# -- failures at the start
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", *command]
+    return subprocess.run(program, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment, capture_output=True,
+                          text=True, timeout=60)  # fmt: skip
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield taken.getsockname()[1]
+
+
+def test_a_port_in_use_is_told_in_the_last_object(tmp_path: Path, busy_port: int) -> None:
+    repository = make_repository(tmp_path)
+    result = run("slipstream.cli.main", "start", "--repo", str(repository), "--http-port", str(busy_port),
+                 "--log-format", "json")  # fmt: skip
+    assert (result.returncode, result.stdout) == (1, "")
+    (last,) = parsed(result.stderr.splitlines())
+    assert (last["level"], f"cannot use 127.0.0.1:{busy_port}" in last["message"]) == ("error", True)
+
+
+def test_tritonserver_fails_in_objects_too(tmp_path: Path) -> None:
+    missing = run("slipstream.cli.tritonserver", "--log-format=json", f"--model-repository={tmp_path / 'none'}")
+    assert (missing.returncode, missing.stdout) == (1, "")
+    objects = parsed(missing.stderr.splitlines())
+    assert objects[-1]["message"] == "error: creating server: Internal - failed to load all models"
+    assert {line["level"] for line in objects} == {"error"}
+    (wrong,) = parsed(run("slipstream.cli.tritonserver", "--log-format", "json").stderr.splitlines())
+    assert "--model-repository is missing" in wrong["message"]
+    words = ["--log-format=json", f"--model-repository={tmp_path}", "--api-key=/none"]
+    keyless = run("slipstream.cli.tritonserver", *words)
+    (unread,) = parsed(keyless.stderr.splitlines())
+    assert (keyless.returncode, unread["message"].partition(":")[0]) == (1, "--api-key")
+
+
+def test_an_unknown_format_is_refused() -> None:
+    result = run("slipstream.cli.tritonserver", "--log-format=yaml", "--model-repository=/x")
+    assert result.returncode == 1
+    assert result.stderr == (
+        "tritonserver: error: --log-format must be one of default, ISO8601, json, not 'yaml'\n"
+    )
+
+
+# -- what others print in the server's process
+
+STRANGERS = """
+import os, subprocess, sys, threading, warnings
+import logging as standard
+from slipstream.server import logging
+from slipstream.server.log_capture import one_log
+logging.configure(format="json")
+with one_log():
+    print("printed")
+    os.write(2, b"said by a library in C\\n")
+    subprocess.call(["sh", "-c", "echo error: said by a child >&2; echo '[WARNING] noted by a child'; sleep 0.1"])
+    warnings.warn("look out")
+    standard.getLogger("asyncio").error("lost a task", exc_info=ValueError("of a task"))
+    thread = threading.Thread(target=lambda: 1 / 0, name="worker")
+    thread.start()
+    thread.join()
+    raise KeyError("nobody expects this")
+"""
+
+
+def test_all_that_is_printed_in_the_process_is_in_the_log() -> None:
+    result = subprocess.run([sys.executable, "-c", STRANGERS], env=os.environ | {"PYTHONPATH": str(ROOT)},
+                            capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert (result.returncode, result.stdout) == (1, "")
+    objects = parsed(result.stderr.splitlines())
+    levels = {words: the_one(objects, words)["level"] for words in ("printed", "said by a library in C",
+              "error: said by a child", "noted by a child", "UserWarning: look out", "lost a task",
+              "exception in thread worker", "the server failed")}  # fmt: skip
+    assert list(levels.values()) == ["info", "warning", "error", "warning", "warning", "error", "error", "error"]
+    assert len(objects) == len(levels)
+    assert the_one(objects, "exception in thread")["error"].endswith("ZeroDivisionError: division by zero")
+    assert the_one(objects, "the server failed")["error"].endswith("KeyError: 'nobody expects this'")
+
+
+# -- the forms of a record
+
+MOMENT = 1_731_708_085_210_518_999  # 15 November 2024, 22:01:25.210518 UTC
+
+
+def test_a_record_as_an_object() -> None:
+    record = Record("W", "two\nlines", "here.py:3", MOMENT, 42, "model", "id")
+    assert json.loads(format_json(record)) == {
+        "time": "2024-11-15T22:01:25.210518Z", "level": "warning", "message": "two\nlines", "model": "model",
+        "request_id": "id", "process": 42, "place": "here.py:3",
+    }  # fmt: skip
+    assert "\n" not in format_json(record)
+
+
+@pytest.mark.parametrize(("before", "message"), [("it failed: ", "it failed"), ("", "ValueError: so")])
+def test_a_traceback_is_apart_from_the_words_before_it(before: str, message: str) -> None:
+    trace = "Traceback (most recent call last):\n  File x\nValueError: so"
+    found = json.loads(format_json(Record("E", before + trace, "", MOMENT, 1)))
+    assert (found["message"], found["error"]) == (message, trace)
+
+
+def test_a_relayed_record_arrives_whole_and_nothing_else_is_one() -> None:
+    record = Record("E", 'a "quoted"\nline \u2028', "x.py:1", MOMENT, 5, "m", "r")
+    assert "\n" not in as_relayed(record)
+    assert read_relayed(as_relayed(record)) == record
+    assert [read_relayed(line) for line in ("", "{}", as_relayed(record)[:-2], '\x1e{"level": "I"}')] == [None] * 4
+
+
+@pytest.fixture
+def restored_settings() -> Iterator[Callable[..., None]]:
+    before = logging.settings()
+    yield logging.configure
+    logging.configure(**asdict(before))
+
+
+def relay(*lines: str) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, "".join(f"{line}\n" for line in lines).encode())
+    os.close(writing)
+    Relay(reading, 7, "W", "engine").finish(10)
+
+
+def test_what_another_process_prints_obeys_the_servers_settings(
+    restored_settings: Callable[..., None], tmp_path: Path
+) -> None:
+    file = tmp_path / "log"
+    said = [Record("I", "a word", "a.py:1", MOMENT, 5), Record("W", "a warning", "b.py:2", MOMENT, 5)]
+    lines = [*map(as_relayed, said), "Traceback (most recent call last):", "  File x", "ValueError: so"]
+    restored_settings(file=str(file), format="ISO8601", info=False)
+    relay(*lines)
+    assert file.read_text() == (
+        "2024-11-15T22:01:25Z W 5 b.py:2] a warning\n"
+        "Traceback (most recent call last):\n  File x\nValueError: so\n"
+    )  # fmt: skip
+    restored_settings(file=str(tmp_path / "json"), format="json", info=True)
+    relay(*lines)
+    objects = parsed((tmp_path / "json").read_text().splitlines())
+    assert [(line["level"], line["message"], line["process"]) for line in objects] == [
+        ("info", "a word", 5), ("warning", "a warning", 5), ("error", "ValueError: so", 7),
+    ]  # fmt: skip
+    assert {line["model"] for line in objects} == {"engine"}
+    assert objects[-1]["error"] == "\n".join(lines[2:])
+
+
+@pytest.mark.usefixtures("restored_settings")
+def test_a_client_may_choose_it_while_the_server_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert update_log_settings({"log_format": "json"})["log_format"] == "json"
+    assert log_settings()["log_format"] == "json"
+    logging.warning("as an object")
+    (said,) = parsed(capsys.readouterr().err.splitlines())
+    assert (said["message"], said["level"]) == ("as an object", "warning")
+    with pytest.raises(InferenceError, match="Attempt to set 'log_format' to invalid value 'relayed'"):
+        update_log_settings({"log_format": "relayed"})
+
+
+async def test_an_error_is_logged_with_the_request_it_came_from(
+    restored_settings: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def answers() -> AsyncIterator[InferResponse]:
+        raise RuntimeError("a mistake of ours")
+        yield
+
+    restored_settings(format="json")
+    request = InferRequest("chat", "1", {}, id="nine")
+    try:
+        async for _ in ModelCounters().record(request, answers()):
+            pass
+    except RuntimeError:
+        logging.error("POST /v2/models/chat/infer failed")
+    (said,) = parsed(capsys.readouterr().err.splitlines())
+    assert (said["model"], said["request_id"]) == ("chat", "nine")
