@@ -10,7 +10,7 @@ from pathlib import Path
 from slipstream.cli.arguments import Parser
 from slipstream.cli.doctor_machine import ask_torch, disks, gpus, processor, system, versions
 from slipstream.cli.doctor_ports import ports
-from slipstream.cli.doctor_report import HIDDEN, Finding, Report, Section, hider, is_secret
+from slipstream.cli.doctor_report import Finding, Report, Section, hide_in_variable, hider, is_proxy
 from slipstream.cli.list_models import DEFAULT_REPOSITORY
 from slipstream.cli.tritonserver import RANK_VARIABLES, rank
 from slipstream.repository.check import check_repository
@@ -46,10 +46,15 @@ def examine(repository: Path | None) -> Report:
 
 def models(repository: Path, asked_for: bool) -> Section:
     """The repository as `slipstream check` sees it."""
-    if not asked_for and not repository.is_dir():
+    if not asked_for and not os.path.isdir(repository):  # which raises nothing, whatever is in the way
         found = "not there: slipstream start brings in a small model"
         return Section("model repository", {"folder": str(repository), "found": found})
-    problems = check_repository(repository)
+    try:
+        problems = check_repository(repository)
+    except OSError as error:
+        remedy = f"let this user read all of {repository}"
+        facts = {"folder": str(repository), "found": "it cannot be read"}
+        return Section("model repository", facts, [Finding(f"the repository cannot be read: {error}", remedy)])
     facts = {
         "folder": str(repository),
         "found": f"{len(problems.errors)} errors, {len(problems.warnings)} warnings (slipstream check {repository})",
@@ -61,7 +66,7 @@ def models(repository: Path, asked_for: bool) -> Section:
 def variables(environment: Mapping[str, str]) -> Section:
     """Those that change what Slipstream, its libraries or its downloads do."""
     known = sorted((name, value) for name, value in environment.items() if _matters(name))
-    facts = {name: HIDDEN if is_secret(name) else " ".join(value.split()) for name, value in known}
+    facts = {name: hide_in_variable(name, " ".join(value.split())) for name, value in known}
     findings = []
     if rank(environment) != 0:
         name = next(name for name in RANK_VARIABLES if environment.get(name, "").isdigit())
@@ -71,4 +76,4 @@ def variables(environment: Mapping[str, str]) -> Section:
 
 
 def _matters(name: str) -> bool:
-    return name in _VARIABLES or name.startswith(_BEGINNINGS) or name.upper().endswith("_PROXY")
+    return name in _VARIABLES or name.startswith(_BEGINNINGS) or is_proxy(name)

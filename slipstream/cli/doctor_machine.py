@@ -44,13 +44,20 @@ def ask_torch() -> TorchReport:
     command = [sys.executable, "-P", "-m", "slipstream.cli.doctor_torch"]
     try:
         asked = subprocess.run(command, env=child_environment(), stdin=subprocess.DEVNULL, capture_output=True,
-                               text=True, timeout=_TORCH_SECONDS)  # fmt: skip
+                               text=True, errors="replace", timeout=_TORCH_SECONDS)  # fmt: skip
     except subprocess.TimeoutExpired:
         return TorchReport(failure=f"it does not load within {_TORCH_SECONDS:g} s")
     if asked.returncode != 0:
         said = asked.stderr.strip().rpartition("\n")[2]
         return TorchReport(failure=said or f"its process ended with {asked.returncode}")
-    return TorchReport(json.loads(asked.stdout.strip().rpartition("\n")[2]))
+    last = asked.stdout.strip().rpartition("\n")[2]
+    try:
+        found = json.loads(last)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        return TorchReport(failure=f"its process ended without an answer; the last it printed is '{last}'")
+    return TorchReport(found)
 
 
 def installed(package: str) -> str:
@@ -157,10 +164,11 @@ def disks(repository: Path) -> Section:
     }
     facts, findings = {}, []
     for name, (path, setting) in places.items():
-        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        # os.path.exists, which is false for what lies in a folder that this user may not search; Path's raises.
+        existing = next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))
         free = shutil.disk_usage(existing).free
         facts[name] = f"{path}, {_gib(free)} free"
-        if not os.access(existing, os.W_OK):
+        if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
             what = f"the folder for the {name}, {path}, cannot be written"
             findings.append(Finding(what, f"change its permissions, or name another with {setting}",
                                     blocks=name == "temporary files"))  # fmt: skip

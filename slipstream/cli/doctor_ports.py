@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
@@ -12,7 +15,8 @@ from slipstream.cli.doctor_report import Finding, Section
 
 PORTS = {"HTTP": 8000, "gRPC": 8001, "metrics": 8002}
 _OPTIONS = {"HTTP": "--http-port", "gRPC": "--grpc-port", "metrics": "--metrics-port"}
-_SECONDS = 2.0
+_SECONDS = 2.0  # of silence
+_ANSWER_SECONDS = 5.0  # for all of an answer: some servers let a byte through now and then
 _MOST_BYTES = 1 << 20
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and empty settings
 
@@ -45,7 +49,8 @@ def _who(service: str, port: int) -> str:
 
 
 def _http_server(port: int) -> str:
-    status, body = _get(port, "/v2")
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    status, body = _get(port, "/v2", deadline)
     if status == 0:
         return "something that does not answer HTTP"
     if status in (401, 403):
@@ -55,13 +60,13 @@ def _http_server(port: int) -> str:
         name, version = server["name"], server["version"]
     except (ValueError, TypeError, KeyError):
         return "another HTTP server"
-    if b'"Slipstream"' in _get(port, "/openapi.json")[1]:
+    if b'"Slipstream"' in _get(port, "/openapi.json", deadline)[1]:
         return "a Slipstream"
     return f"a Triton ({name} {version})"
 
 
 def _metrics_server(port: int) -> str:
-    status, body = _get(port, "/metrics")
+    status, body = _get(port, "/metrics", time.monotonic() + _ANSWER_SECONDS)
     if status == 0:
         return "something that does not answer HTTP"
     if b"\nslipstream_" in body:
@@ -78,17 +83,35 @@ def _grpc_server(port: int) -> str:
     return "something that does not answer gRPC"
 
 
-def _get(port: int, path: str) -> tuple[int, bytes]:
+def _get(port: int, path: str, deadline: float) -> tuple[int, bytes]:
     """Status and body; 0 where there is no HTTP. No proxy is asked: it is this machine."""
     connection = HTTPConnection("127.0.0.1", port, timeout=_SECONDS)
     try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, response.read(_MOST_BYTES)
+        connection.connect()
+        with _ended_at(deadline, connection.sock):
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read(_MOST_BYTES)
     except (OSError, HTTPException):
         return 0, b""
     finally:
         connection.close()
+
+
+@contextmanager
+def _ended_at(deadline: float, asked: socket.socket) -> Iterator[None]:
+    """After that moment there is nothing more to read there."""
+
+    def end() -> None:
+        with suppress(OSError):  # the other side was faster
+            asked.shutdown(socket.SHUT_RDWR)
+
+    clock = threading.Timer(deadline - time.monotonic(), end)
+    clock.start()
+    try:
+        yield
+    finally:
+        clock.cancel()
 
 
 def _process(port: int, processes: Path = Path("/proc")) -> str:

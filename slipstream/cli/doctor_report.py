@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 HIDDEN = "(hidden)"
 _SECRET_NAME = re.compile(
-    r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH|AUTHORIZATION|COOKIE|\bPASS)S?(\b|\d)"
+    r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PWD|PASSPHRASE|CREDENTIAL|AUTH|AUTHORIZATION|COOKIE|BEARER|PSK|SIGNATURE"
+    r"|\bPASS|\bSAS|\bSIG)S?(\b|\d)"
 )
-_IN_ADDRESS = re.compile(r"(?<=//)[^/@\s]+(?=@)")  # user:password
-_IN_QUERY = re.compile(r"(?<=[?&;])([\w-]+)=[^&;\s]+")
+_FOLDERS = ("PWD", "OLDPWD")  # the shell's own
+# user:password, to the last @: a password may have / and @ in it. A proxy's may come without //.
+_IN_ADDRESS = re.compile(r"(?<=//)\S+(?=@)")
+_IN_PROXY = re.compile(r"^(\w+://)?(.+)(?=@)", re.DOTALL)
+_IN_QUERY = re.compile(r"(?<=[?&;#])([\w-]+)=[^&;#\s]+")
 # What the hub, code hosts and clouds hand out, and whatever is as long and as mixed.
 _LIKE_A_KEY = re.compile(
     r"\b(hf|sk|pk|ghp|gho|github_pat|glpat|nvapi|xox[a-z]|AKIA)[-_]?[A-Za-z0-9_-]{12,}"
+    r"|\b[Bb]earer [\w.~+/=-]+"
     r"|\beyJ[\w-]+\.[\w-]+\.[\w-]*"
     r"|(?<![\w/.-])(?=[A-Za-z+/=]*\d)(?=[\d+/=]*[A-Za-z])[A-Za-z0-9+=]{24,}(?![\w/.-])"
 )
@@ -57,14 +62,17 @@ class Report:
         return {
             "ready": self.ready,
             "sections": {
-                section.title: {name: self.hide(value) for name, value in section.facts.items()}
+                section.title: {_printable(name): self._shown(value) for name, value in section.facts.items()}
                 for section in self.sections
             },
             "findings": [
-                {"what": self.hide(found.what), "remedy": self.hide(found.remedy), "blocks": found.blocks}
+                {"what": self._shown(found.what), "remedy": self._shown(found.remedy), "blocks": found.blocks}
                 for found in self.findings
             ],
         }
+
+    def _shown(self, text: str) -> str:
+        return _printable(self.hide(text))
 
     def text(self) -> str:
         document = self.document()
@@ -79,9 +87,14 @@ class Report:
         return "\n".join([*lines, f"  {verdict}"])
 
 
+def _printable(text: str) -> str:
+    """Variables and paths may hold bytes that are no UTF-8, which no stream takes."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def is_secret(variable: str) -> bool:
     """By its name."""
-    return _SECRET_NAME.search(re.sub("[_-]", " ", variable.upper())) is not None
+    return variable not in _FOLDERS and _SECRET_NAME.search(re.sub("[_-]", " ", variable.upper())) is not None
 
 
 def hide_in(text: str) -> str:
@@ -91,9 +104,19 @@ def hide_in(text: str) -> str:
     return _LIKE_A_KEY.sub(HIDDEN, text)
 
 
+def is_proxy(variable: str) -> bool:
+    return variable.upper().endswith("_PROXY")
+
+
+def hide_in_variable(name: str, value: str) -> str:
+    if is_secret(name):
+        return HIDDEN
+    return _IN_PROXY.sub(rf"\1{HIDDEN}", value) if is_proxy(name) else value
+
+
 def hider(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
     """Hides what looks secret, and what the environment holds as a secret, wherever it turns up."""
-    secrets = {value for name, value in environment.items() if is_secret(name)} | _passwords(environment.values())
+    secrets = {value for name, value in environment.items() if is_secret(name)} | _passwords(environment)
     known = sorted((value for value in secrets if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
 
     def hide(text: str) -> str:
@@ -104,6 +127,9 @@ def hider(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
     return hide
 
 
-def _passwords(values: Iterable[str]) -> set[str]:
-    found = [address.partition(":")[2] for value in values for address in _IN_ADDRESS.findall(value)]
-    return {password for password in found if password}
+def _passwords(environment: Mapping[str, str]) -> set[str]:
+    addresses = [address for value in environment.values() for address in _IN_ADDRESS.findall(value)]
+    proxies = [_IN_PROXY.match(value) for name, value in environment.items() if is_proxy(name)]
+    addresses += [proxy[2] for proxy in proxies if proxy is not None]
+    ends = [address.partition(":")[2] for address in addresses]
+    return {password for whole in ends for password in (whole, whole.partition("@")[0]) if password}

@@ -24,7 +24,7 @@ from slipstream.model.transformer import Step, Transformer
 
 _DECODES = (16, 128)  # rows with one token
 _TOKENS = (64, 128, 256, 512)  # of rows with several; with more, the device takes longer than the host
-_PROMPTS = 16  # rows with several
+PROMPTS = 16  # rows with several
 SIZES = [(decodes, tokens) for decodes in _DECODES for tokens in _TOKENS]
 
 
@@ -36,8 +36,8 @@ class MixedBuffers:
     ) -> None:
         self.decodes, self.tokens = decodes, tokens
         self.kv_heads, self.places, self.padding_row = kv_heads, places, padding_row
-        chunks, tiles = most_chunks(decodes, kv_heads, places), tokens // QUERY_TILE + _PROMPTS + 1
-        total, wanted = decodes + tokens, decodes + _PROMPTS
+        chunks, tiles = most_chunks(decodes, kv_heads, places), tokens // QUERY_TILE + PROMPTS + 1
+        total, wanted = decodes + tokens, decodes + PROMPTS
         rooms = [total, total, wanted, chunks * CHUNK_NUMBERS, *[tiles] * 5]
         self._numbers = Numbers(rooms, device)
         self.rows, self.positions, self.wanted, cut = self._numbers.arrays[:4]
@@ -78,7 +78,7 @@ class MixedGraphs:
 
     def capture(self, pool: Any, progress: Callable[[int], None]) -> None:
         """pool: memory that other graphs use, too, which never run at the same time."""
-        shape = (max(_DECODES) + _PROMPTS, self.model.spec.vocab_size)
+        shape = (max(_DECODES) + PROMPTS, self.model.spec.vocab_size)
         logits = torch.empty(shape, dtype=torch.float32, device=self.rows.device)
         for done, size in enumerate(reversed(SIZES)):
             self._graphs[size] = self._capture(*size, pool, logits)
@@ -89,16 +89,16 @@ class MixedGraphs:
         buffers = MixedBuffers(decodes, tokens, kv_heads, self.places, self.rows.padding_row, device)
         nothing = np.zeros(0, dtype=np.int64)
         buffers.fill(nothing, nothing, nothing, nothing)
-        graph, result = record(lambda: self._run(buffers, logits[: decodes + _PROMPTS]), decodes + tokens, pool)
+        graph, result = record(lambda: self._run(buffers, logits[: decodes + PROMPTS]), decodes + tokens, pool)
         return _Captured(graph, buffers, result)
 
     def size(self, counts: np.ndarray, wanted: np.ndarray) -> tuple[int, int] | None:
         """The smallest captured step that holds rows with so many tokens each and gives so many logits."""
         decodes = int((counts == 1).sum())
         tokens = int(counts.sum()) - decodes
-        if len(counts) - decodes > _PROMPTS:
+        if len(counts) - decodes > PROMPTS:
             return None
-        least = max(decodes, len(wanted) - _PROMPTS)
+        least = max(decodes, len(wanted) - PROMPTS)
         return min((size for size in self._graphs if size[0] >= least and size[1] >= tokens), key=sum, default=None)
 
     def replay(

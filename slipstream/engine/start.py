@@ -162,6 +162,7 @@ def _prepare_gpu(
 ) -> tuple[int, int]:
     """Compile kernels, run a step of the full budget, capture decode steps → bytes of that step, of the graphs."""
     from slipstream.engine.graphs import ladder  # these need Triton
+    from slipstream.engine.mixed_graphs import PROMPTS
     from slipstream.kernels.gpu.prefill_attention import FAR
 
     warm_up(spec, runner, blocks, longest)
@@ -174,7 +175,8 @@ def _prepare_gpu(
         warm_up(spec, runner, blocks, longest, FAR)
     free, _ = torch.cuda.mem_get_info()
     runner.capture(max_rows, progress)
-    for prompts in (size for size in ladder(max_rows) if size <= blocks):  # so that the library has its kernels loaded
+    # The library loads its kernels when first used: let that be now. Fewer prompts are a captured step.
+    for prompts in (size for size in ladder(max_rows) if PROMPTS < size <= blocks):
         warm_up(spec, runner, blocks, longest, 2, prompts)
     return step_bytes, max(0, free - torch.cuda.mem_get_info()[0])
 

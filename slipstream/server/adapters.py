@@ -86,12 +86,18 @@ class AdapterBook:
         """Those that can be asked for by name now."""
         if self._folder is None or not self._folder.is_dir():
             return []
-        holds = ((path, file) for path in self._folder.iterdir() for file in _WEIGHT_FILES)
-        return sorted({path.name for path, file in holds if (path / file).is_file()})
+        return sorted(path.name for path in self._folder.iterdir() if _holds_adapter(path))
+
+    def has(self, name: str) -> bool:
+        """Whether it is one of `names`, which need not all be looked at for that."""
+        folder = self._named_folder(name)
+        return folder is not None and _holds_adapter(folder)
 
     def _named_folder(self, name: str) -> Path | None:
         """The folder of that name; a name is never a path."""
-        if self._folder is None or name in (".", "..") or "/" in name or "\0" in name or len(name) > 255:
+        if self._folder is None or name in ("", ".", "..") or "/" in name or "\0" in name:
+            return None
+        if len(name.encode(errors="replace")) > 255:  # longer than a folder's name can be
             return None
         folder = self._folder / name
         return folder if folder.is_dir() else None
@@ -130,6 +136,10 @@ class AdapterBook:
         self._tasks.move_to_end(task)
         while len(self._tasks) > _MOST_TASKS:
             self._tasks.popitem(last=False)
+
+
+def _holds_adapter(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in _WEIGHT_FILES)
 
 
 def _number(*parts: bytes) -> int:

@@ -61,6 +61,7 @@ class EngineClient:
         self.failure: str | None = None  # why it does not serve; None while it does or first loads
         self._process_stats = EngineStats()  # what the process of now has told last
         self._past_stats = EngineStats()  # of those before it
+        self._before: EngineClient | None = None  # the one whose place this one took
         self._engine_folder = str(engine_folder)
         self._settings = settings
         self._supervision = supervision
@@ -90,11 +91,15 @@ class EngineClient:
     @property
     def stats(self) -> EngineStats:
         """Its totals never fall, though each process counts from zero."""
-        return self._process_stats.after(self._past_stats)
+        before = self._before
+        if before is not None and before.info is None:  # it has ended: what it counted is known for good
+            self._past_stats, self._before, before = self._past_stats.after(before.stats), None, None
+        past = self._past_stats if before is None else self._past_stats.after(before.stats)
+        return self._process_stats.after(past)
 
-    def count_on_from(self, before: EngineStats) -> None:
-        """This engine comes in the place of another."""
-        self._past_stats = before
+    def count_on_from(self, before: EngineClient) -> None:
+        """This engine comes in the place of another, which may still finish what it has."""
+        self._before = before
 
     @property
     def outstanding(self) -> int:
@@ -214,7 +219,7 @@ class EngineClient:
         self._lose(how)
         self._child.close()
         self._child = None
-        self._past_stats, self._process_stats = self.stats, EngineStats()
+        self._past_stats, self._process_stats = self._process_stats.after(self._past_stats), EngineStats()
         logging.error(f"the engine process is gone: {self.failure}", model=self._name)
         if self.info is None:
             self._give_up(f"{self.failure}")

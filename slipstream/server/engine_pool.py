@@ -67,7 +67,7 @@ class EnginePool:
         """From now on this is the engine of that name. The one before it is returned, to be released."""
         before = self._clients.get(name)
         if before is not None and before is not client:
-            client.count_on_from(before.stats)
+            client.count_on_from(before)
         self._clients[name] = client
         self._watch(name, client)
         self.on_change()

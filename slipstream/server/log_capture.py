@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import fcntl
 import gc
 import logging as standard_logging
 import os
@@ -12,18 +14,20 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TextIO
 
 from slipstream.server import logging
+from slipstream.server.lines import LineCutter
 
 # How the account of a failure begins. The lines that come with it are one record.
 _ALARM = re.compile(r"Traceback |Fatal |terminate called|Thread 0x|Current thread|(\w+ - )?(ERROR|error)\b|E\d{4} ")
 _LEVEL_MARK = re.compile(r"\[(INFO|WARNING)\] ")  # of our own commands' lines
 _TOGETHER_SECONDS = 0.05
 _MOST_LINES = 1000  # of one record
+_PIPE_BYTES = 1 << 20
 _LEVELS: dict[int, logging.Level] = {standard_logging.INFO: "I", standard_logging.WARNING: "W"}
 
 
@@ -44,14 +48,13 @@ class Relay:
     def _run(self) -> None:
         arrival = select.poll()
         arrival.register(self._descriptor, select.POLLIN)
-        data, rest = b"-", b""
+        data, cutter = b"-", LineCutter()
         while data:
             if self._account and not arrival.poll(_TOGETHER_SECONDS * 1000):
                 self._end_account()
             data = os.read(self._descriptor, 1 << 16)
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines if data or not rest else [rest]:
-                self._take(line.decode("utf-8", "replace").rstrip("\r"))
+            for line in cutter.push(data):
+                self._take(line)
         self._end_account()
         os.close(self._descriptor)
 
@@ -97,7 +100,9 @@ def one_log() -> Iterator[None]:
 def _own_streams() -> Iterator[None]:
     """The descriptors 1 and 2 lead to us, for all who write there, and the log to where 2 led before."""
     with ExitStack() as stack:
-        kept = stack.enter_context(open(os.dup(2), "w", encoding="utf-8"))
+        kept = open(os.dup(2), "w", encoding="utf-8", errors=logging.UNWRITABLE)  # noqa: SIM115
+        stack.callback(_close, kept)
+        stack.enter_context(_crashes_told(kept))
         logging.write_to(kept)
         stack.callback(logging.write_to, None)
         stack.enter_context(_redirected(1, sys.stdout, "I"))
@@ -105,11 +110,34 @@ def _own_streams() -> Iterator[None]:
         yield
 
 
+def _close(stream: TextIO) -> None:
+    with suppress(OSError):  # lines that could not be written are tried once more
+        stream.close()
+
+
+@contextmanager
+def _crashes_told(stream: TextIO) -> Iterator[None]:
+    """The stack of a crash of this process goes there at once: who reads our pipes ends with the process."""
+    before = faulthandler.is_enabled()
+    faulthandler.enable(file=stream)
+    try:
+        yield
+    finally:
+        if before:
+            faulthandler.enable()
+        else:
+            faulthandler.disable()
+
+
 @contextmanager
 def _redirected(descriptor: int, stream: TextIO, usual: logging.Level) -> Iterator[None]:
     stream.flush()
     before = os.dup(descriptor)
     reading, writing = os.pipe()
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with suppress(OSError):  # a user has only so much of it
+            # Native code that prints while it holds the interpreter's lock keeps the reader from reading.
+            fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     os.dup2(writing, descriptor)
     os.close(writing)
     relay = Relay(reading, os.getpid(), usual)
@@ -126,12 +154,15 @@ class _Handler(standard_logging.Handler):
     """Libraries speak through Python's own logging: uvicorn, asyncio."""
 
     def emit(self, record: standard_logging.LogRecord) -> None:
-        text = record.getMessage()
-        if record.exc_info and record.exc_info[1] is not None:
-            text += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip()
-        place = f"{record.filename}:{record.lineno}"
-        level = _LEVELS.get(record.levelno, "E" if record.levelno > standard_logging.WARNING else "I")
-        logging.write(logging.Record(level, text, place))
+        try:
+            text = record.getMessage()
+            if record.exc_info and record.exc_info[1] is not None:
+                text += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip()
+            place = f"{record.filename}:{record.lineno}"
+            level = _LEVELS.get(record.levelno, "E" if record.levelno > standard_logging.WARNING else "I")
+            logging.write(logging.Record(level, text, place))
+        except Exception:  # of any kind: words that do not fit their arguments must not end who says them
+            self.handleError(record)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -18,6 +19,7 @@ Level = Literal["I", "W", "E", "V"]  # V, for verbose, looks like I in Triton's 
 FORMATS = ("default", "ISO8601", "json")
 RELAYED = "relayed"  # how a process whose output the server reads writes its own lines: see `as_relayed`
 LEVEL_NAMES: dict[Level, str] = {"I": "info", "W": "warning", "E": "error", "V": "debug"}
+UNWRITABLE = "backslashreplace"  # how text that is not Unicode is written, such as some names of files
 _TRACEBACK = "Traceback (most recent call last):"
 _RELAY_MARK = "\x1e"
 _CONCERN = "_slipstream_concern"  # what an exception is about, where somebody on its way knew
@@ -59,13 +61,15 @@ def settings() -> LogSettings:
 def configure(**changes: Any) -> None:
     """Change settings (fields of LogSettings). A new file is opened to append to; OSError when it cannot be."""
     global _settings, _file
-    changed = replace(_settings, **changes)
-    if changed.file != _settings.file:
-        opened = open(changed.file, "a", encoding="utf-8") if changed.file else None  # noqa: SIM115
-        if _file is not None:
-            _file.close()
-        _file = opened
-    _settings = changed
+    with _writing:
+        changed = replace(_settings, **changes)
+        if changed.file != _settings.file:
+            opened = open(changed.file, "a", encoding="utf-8", errors=UNWRITABLE) if changed.file else None  # noqa: SIM115
+            if _file is not None:
+                with suppress(OSError):  # its disk may be full, which is why there is a new one
+                    _file.close()
+            _file = opened
+        _settings = changed
 
 
 def write_to(stream: TextIO | None) -> None:
@@ -120,9 +124,21 @@ def read_relayed(line: str) -> Record | None:
     if not line.startswith(_RELAY_MARK):
         return None
     try:
-        return Record(**json.loads(line.removeprefix(_RELAY_MARK)))
-    except (ValueError, TypeError):
+        record = Record(**json.loads(line.removeprefix(_RELAY_MARK)))
+    except (ValueError, TypeError, RecursionError):
         return None  # two writers at once: somebody's text is amid it, and all of it is to be seen
+    return record if _is_sound(record) else None
+
+
+def _is_sound(record: Record) -> bool:
+    """Anybody may have written it; one that cannot be formatted would end whoever reads them."""
+    texts = (record.level, record.message, record.place, record.model, record.request_id)
+    numbers = (record.time_ns, record.process)
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+        and record.level in LEVEL_NAMES
+    )
 
 
 def concern(error: BaseException, model: str, request_id: str) -> None:
@@ -169,14 +185,21 @@ def write(record: Record) -> None:
 def write_text(text: str) -> None:
     """A line as it is, where the log goes."""
     with _writing:
-        print(text, file=_file or _stream or sys.stderr, flush=True)
+        _print(text, _file or _stream or sys.stderr)
 
 
 def say(level: Level, text: str) -> None:
     """What a command has to say to whoever started it: on the standard error stream, even beside a log file."""
     with _writing:
         text = format_json(Record(level, text)) if _settings.format == "json" else text
-        print(text, file=_stream or sys.stderr, flush=True)
+        _print(text, _stream or sys.stderr)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    # A full disk, a reader that has gone, a stream that is closed: there is nobody left to tell, and a server that
+    # answers without a log is worth more than one that ends for want of it.
+    with suppress(OSError, ValueError):
+        print(text, file=stream, flush=True)
 
 
 def _formatted(record: Record) -> str:

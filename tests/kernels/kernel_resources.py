@@ -70,11 +70,11 @@ def prefill(heads: int, kv_heads: int, size: int, dtype: torch.dtype, longest: i
     prefill_attention.attend_prefill(step, *cache, tables, plan, 32, AttentionRule(0.1), out)
 
 
-def product(tokens: int, dtype: torch.dtype, stored: torch.dtype) -> None:
+def product(tokens: int, dtype: torch.dtype, stored: torch.dtype, gated: bool = False) -> None:
     scales = torch.empty(4096) if stored != dtype or stored == torch.float8_e4m3fn else None
     by_token = torch.empty(tokens, 1) if dtype == torch.float8_e4m3fn else None
     x, weight = torch.empty(tokens, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=stored)
-    few_tokens.few_tokens(x, weight, None, by_token, scales)
+    few_tokens.few_tokens(x, weight, None, by_token, scales, gated=gated)
 
 
 def main() -> None:
@@ -88,6 +88,7 @@ def main() -> None:
     for tokens in (16, 32, 64):
         product(tokens, half, half)
         product(tokens, half, torch.int8)
+        product(tokens, half, half, gated=True)
     for size in (64, 128, 256):
         decode(32, 8, size, half, half, 4)
         prefill(32, 8, size, half, 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -214,6 +215,34 @@ def test_stop_words_end_the_text_and_are_no_part_of_it(serving, stream):
     assert chat(serving, stop=said[5]).choices[0].message.content == said[: said.index(said[5])]
 
 
+def test_scores_end_where_the_text_ends(serving):
+    """Also those of a token that might have become a stop word and did not."""
+    every = complete(serving, logprobs=2).choices[0]
+    word = every.text[9:12]
+    for stop in ([word], ["never there", every.text[-1] + "never", every.text[3:5] + "never"]):
+        told = complete(serving, logprobs=2, stop=stop)
+        choice = told.choices[0]
+        length = every.text.index(word) if stop == [word] else 24
+        assert (choice.text, choice.logprobs.tokens) == (every.text[:length], list(every.text[:length]))
+        assert told.usage.completion_tokens == min(length + len(word), 24)  # all that were generated
+        chunks = [chunk.choices[0] for chunk in complete(serving, logprobs=2, stop=stop, stream=True)]
+        for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+            whole = getattr(choice.logprobs, name)
+            assert whole == getattr(every.logprobs, name)[:length]
+            assert whole == [value for chunk in chunks if chunk.logprobs for value in getattr(chunk.logprobs, name)]
+
+
+def test_scores_of_a_message_end_where_its_text_ends(serving):
+    every = chat(serving, logprobs=True, top_logprobs=2).choices[0]
+    word = every.message.content[9:12]
+    length = every.message.content.index(word)
+    whole = chat(serving, logprobs=True, top_logprobs=2, stop=word).choices[0]
+    assert whole.logprobs.content == every.logprobs.content[:length]
+    chunks = [chunk.choices[0] for chunk in chat(serving, logprobs=True, top_logprobs=2, stop=word, stream=True)]
+    told = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
+    assert told == whole.logprobs.content
+
+
 def test_an_end_mark_is_neither_text_nor_counted(serving):
     end = serving.generator.tokenizer.eos_id
     answer = complete(serving, logit_bias={end: 1000}, logprobs=1)
@@ -294,6 +323,19 @@ def test_an_adapter_is_a_model(serving):
     answer = complete(serving, model="french")
     assert (answer.choices[0].text, answer.model) == (expected, "french")
     assert expected != complete(serving).choices[0].text
+
+
+def test_an_adapter_is_found_without_a_look_at_the_others(serving, monkeypatch):
+    from slipstream.server.adapters import AdapterBook
+
+    threads, names = [], AdapterBook.names
+    monkeypatch.setattr(AdapterBook, "names", lambda book: threads.append(threading.current_thread()) or names(book))
+    assert complete(serving, model="french").model == "french"
+    assert serving.client.models.retrieve("french").id == "french"
+    assert threads == []
+    assert [model.id for model in serving.client.models.list()] == ["chat", "ensemble", "french"]
+    (lister,) = threads  # once, for the models share their adapters, and beside the event loop
+    assert lister.name.startswith("asyncio")
 
 
 def test_what_the_cache_had_is_told(serving):

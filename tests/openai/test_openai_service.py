@@ -208,6 +208,8 @@ def test_the_documentation_has_the_routes_with_examples_that_run(serving):
     paths = json.loads(get(serving.port, "/openapi.json").body)["paths"]
     assert {path for path in paths if path.startswith("/v1/")} == {
         "/v1/models", "/v1/models/{model}", "/v1/chat/completions", "/v1/completions"}
+    assert [set(paths[path]["get"]["responses"]) for path in ("/v1/models", "/v1/models/{model}")] == [
+        {"200"}, {"200", "404"}]
     for path, own in {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}.items():
         content = paths[path]["post"]["requestBody"]["content"]["application/json"]
         properties = content["schema"]["properties"]

@@ -124,7 +124,9 @@ def test_calls_within_text_are_told_apart_whole_and_streamed(calling, monkeypatc
 
 @pytest.mark.parametrize(("said", "reason", "parts"), [
     (CALL[:40], "length", [CALL[:40]]),  # cut: no call, and nothing lost
-    ("a <tool_call>no JSON</tool_call> b", "stop", ["a", "<tool_call>no JSON</tool_call> b"]),
+    ("a <tool_call>no JSON</tool_call> b", "stop", ["a", " <tool_call>no JSON</tool_call> b"]),
+    (f"a \n{CALL[:40]}", "length", ["a", f" \n{CALL[:40]}"]),
+    (f"a {CALL} b {CALL[:40]}", "length", ["a", ("weather", {"city": "Rome", "days": 2}), "b", f" {CALL[:40]}"]),
     (CALL.removesuffix("</tool_call>"), "stop", [("weather", {"city": "Rome", "days": 2})]),  # the end was a stop word
     (CALL.replace("Rome", "</tool_call>"), "stop", [("weather", {"city": "</tool_call>", "days": 2})]),
     ("  spaces \n", "stop", ["  spaces", " \n"]), ("", "stop", []), ("<tool_cal", "stop", ["<tool_cal"]),

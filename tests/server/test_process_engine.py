@@ -193,6 +193,10 @@ async def test_totals_go_on_where_another_process_takes_over(launch):
     assert shown("requests_finished_total") == 2
     await serve(another, 3)
     assert shown("kv_blocks_free") == 128
+    await serve(engine, 4)  # the one before still finishes what it has
+    await pool.release(engine, 5.0)
+    assert shown("requests_finished_total") == 4
+    await serve(another, 5)
 
 
 async def test_a_hung_step_is_noticed_its_stack_shown_and_the_process_replaced(launch, capfd):

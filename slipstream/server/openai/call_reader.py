@@ -21,12 +21,13 @@ class ToolCall:
 
 
 class CallReader:
-    """White space around a call is dropped, and what is no whole call is text."""
+    """White space around a call is dropped, and what is no whole call is text, whole."""
 
     def __init__(self) -> None:
         self.calls = 0
         self._held = ""
         self._inside = False  # `_held` is what follows the mark of a call
+        self._space = ""  # before that mark
         self._after_call = False
 
     def push(self, text: str, last: bool = False) -> Iterator[str | ToolCall]:
@@ -47,8 +48,9 @@ class CallReader:
             self._held = self._held.lstrip()
         before, mark, after = self._held.partition(OPEN)
         if mark:
-            self._held, self._inside = after, True
-            return self._text(before.rstrip())
+            text = before.rstrip()
+            self._held, self._inside, self._space = after, True, before[len(text) :]
+            return self._text(text)
         sure = self._held[: len(self._held) - _begun(self._held)].rstrip()
         self._held = self._held[len(sure) :]
         return self._text(sure) if sure else None
@@ -74,7 +76,7 @@ class CallReader:
             return "" if self._after_call else self._held
         call = _parsed(self._held)
         if call is None:
-            return OPEN + self._held
+            return self._space + OPEN + self._held
         self.calls += 1
         return call
 

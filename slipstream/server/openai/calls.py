@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from slipstream.server.generation_outputs import Progress
 from slipstream.server.openai.fields import Fields
-from slipstream.server.openai.generation import Generation
+from slipstream.server.openai.generation import CallAnswers
 from slipstream.server.openai.models import NamedModel
 from slipstream.server.text.pipeline import TextDelta, TextRequest
 from slipstream.version import VERSION
@@ -55,6 +55,6 @@ class Call:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model.id,
                 "system_fingerprint": FINGERPRINT}
 
-    def document(self, generation: Generation) -> Document:
-        choices = [self.form.whole(place, choice) for place, choice in enumerate(generation.choices)]
-        return {**self.head(self.form.object), "choices": choices, "usage": generation.usage()}
+    def document(self, answers: CallAnswers) -> Document:
+        choices = [self.form.whole(place, choice) for place, choice in enumerate(answers.choices)]
+        return {**self.head(self.form.object), "choices": choices, "usage": answers.usage()}

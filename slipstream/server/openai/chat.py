@@ -10,9 +10,9 @@ from slipstream.server.limits import LARGEST_INT
 from slipstream.server.openai.call_reader import CallReader, ToolCall
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.errors import refused
-from slipstream.server.openai.fields import CHAT_REFUSED, ChatFields, read_fields
+from slipstream.server.openai.fields import ChatFields, read_fields
 from slipstream.server.openai.generation import finish_reason
-from slipstream.server.openai.log_probs import chat_log_probs
+from slipstream.server.openai.log_probs import ScoredTokens, chat_log_probs
 from slipstream.server.openai.messages import unknown_fields
 from slipstream.server.openai.models import find_model
 from slipstream.server.openai.prompts import chat_tokens
@@ -31,8 +31,8 @@ from slipstream.server.text.tokenizer import Tokenizer
 
 
 async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
-    fields, ignored = await in_thread_if_long(len(body), read_fields, body, ChatFields, CHAT_REFUSED)
-    model = find_model(registry, fields.model)
+    fields, ignored = await in_thread_if_long(len(body), read_fields, body, ChatFields)
+    model = await find_model(registry, fields.model)
     top, log_probs = top_of("top_logprobs", fields.top_logprobs), bool(fields.logprobs)
     if top and not log_probs:
         raise refused("top_logprobs", "needs logprobs to be true")
@@ -40,13 +40,13 @@ async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
     if tools is not None:
         guide = tools.guide
     sampling = sampling_of(fields, model.vocab_size, _max_tokens(fields), log_probs, top, guide)
+    stop_words = [*stop_words_of(fields), *(tools.stop_words if tools else ())]
     text = TextRequest(
         await chat_tokens(fields, len(body), model, tools.shown if tools else None), sampling,
-        sequences=answers_of(fields),
-        stop_words=[*stop_words_of(fields), *(tools.stop_words if tools else ())], adapter=model.adapter(),
+        sequences=answers_of(fields), stop_words=stop_words, adapter=model.adapter(),
     )  # fmt: skip
     ignored += unknown_fields(fields.messages)
-    form = ChatForm(model.tokenizer, log_probs, calls=tools is not None)
+    form = ChatForm(model.tokenizer, log_probs, bool(stop_words), calls=tools is not None)
     return Call.of(fields, ignored, "chatcmpl", model, form, [text])
 
 
@@ -63,10 +63,12 @@ def _max_tokens(fields: ChatFields) -> int:
 class ChatForm:
     tokenizer: Tokenizer
     log_probs: bool
+    stop_words: bool  # may end the text
     calls: bool  # are looked for in the text
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
     _readers: dict[int, CallReader] = field(default_factory=dict)
+    _scored: dict[int, ScoredTokens] = field(default_factory=dict)
 
     def whole(self, place: int, choice: Progress) -> Document:
         parts = list(self._parts(place, choice.text, last=True))
@@ -74,13 +76,15 @@ class ChatForm:
         text = "".join([part for part in parts if isinstance(part, str)])
         message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         return {"index": place, "message": message | ({"tool_calls": calls} if calls else {}),
-                "logprobs": self._scores(choice), "finish_reason": self._reason(place, choice)}
+                "logprobs": self._scores(place, choice), "finish_reason": self._reason(place, choice)}
 
     def opening(self, place: int, news: TextDelta) -> Document:
         return _chunk(place, {"role": "assistant", "content": "", "refusal": None})
 
     def pieces(self, place: int, news: TextDelta) -> Iterator[Document]:
-        scores = self._scores(news) if news.log_probs else None
+        scores = self._scores(place, news)
+        if scores is not None and not scores["content"]:
+            scores = None
         for part in self._parts(place, news.text, last=bool(news.finish_reason)):
             if isinstance(part, str):
                 yield _chunk(place, {"content": part}, scores)
@@ -105,8 +109,12 @@ class ChatForm:
         called = self.calls and self._readers[place].calls > 0
         return "tool_calls" if called and reason == "stop" else reason
 
-    def _scores(self, news: TextDelta | Progress) -> Document | None:
-        return chat_log_probs(self.tokenizer, news) if self.log_probs else None
+    def _scores(self, place: int, news: TextDelta | Progress) -> Document | None:
+        if not self.log_probs:
+            return None
+        if place not in self._scored:
+            self._scored[place] = ScoredTokens(self.tokenizer, self.stop_words)
+        return chat_log_probs(self.tokenizer, self._scored[place].push(news))
 
 
 def _chunk(place: int, delta: Document, scores: Document | None = None, reason: str | None = None) -> Document:

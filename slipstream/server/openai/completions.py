@@ -10,9 +10,9 @@ from slipstream.server.generation_outputs import Progress
 from slipstream.server.llm_models import joint
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.errors import refused
-from slipstream.server.openai.fields import COMPLETION_REFUSED, CompletionFields, read_fields
+from slipstream.server.openai.fields import CompletionFields, read_fields
 from slipstream.server.openai.generation import finish_reason
-from slipstream.server.openai.log_probs import CompletionLogProbs
+from slipstream.server.openai.log_probs import CompletionLogProbs, ScoredTokens
 from slipstream.server.openai.models import find_model
 from slipstream.server.openai.prompts import Prompt, prompt_tokens, prompts_of
 from slipstream.server.openai.sampling import answers_of, max_tokens_of, sampling_of, stop_words_of, top_of
@@ -24,8 +24,9 @@ DEFAULT_TOKENS = 16  # OpenAI's
 
 
 async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
-    fields, ignored = await in_thread_if_long(len(body), read_fields, body, CompletionFields, COMPLETION_REFUSED)
-    model, prompts = find_model(registry, fields.model), await in_thread_if_long(len(body), prompts_of, fields)
+    fields, ignored = await in_thread_if_long(len(body), read_fields, body, CompletionFields)
+    model = await find_model(registry, fields.model)
+    prompts = await in_thread_if_long(len(body), prompts_of, fields)
     answers = answers_of(fields, len(prompts))
     if fields.best_of not in (None, answers):
         raise refused("best_of", f"must be n, here {answers}: every answer is returned")
@@ -42,7 +43,8 @@ async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
     if fields.seed is None:  # the same prompt twice is two answers
         texts = [replace(text, sampling=replace(sampling, seed=secrets.randbits(64))) for text in texts]
     form = CompletionForm(
-        model.tokenizer, prompts if fields.echo else [], answers, fields.logprobs is not None, bool(fields.logprobs)
+        model.tokenizer, prompts if fields.echo else [], answers, fields.logprobs is not None, bool(fields.logprobs),
+        bool(stop_words),
     )
     return Call.of(fields, ignored, "cmpl", model, form, texts)
 
@@ -54,9 +56,10 @@ class CompletionForm:
     answers: int  # to each
     log_probs: bool
     top: bool
+    stop_words: bool  # may end the text
     object: str = "text_completion"
     chunk_object: str = "text_completion"
-    _scorers: dict[int, CompletionLogProbs] = field(default_factory=dict)
+    _scorers: dict[int, tuple[ScoredTokens, CompletionLogProbs]] = field(default_factory=dict)
 
     def whole(self, place: int, choice: Progress) -> Document:
         text = self._echo(place, choice.tokens) + choice.text
@@ -66,8 +69,9 @@ class CompletionForm:
         return _choice(place, self._echo(place, news.tokens)) if self.echoed else None
 
     def pieces(self, place: int, news: TextDelta) -> Iterator[Document]:
-        if news.text or news.log_probs:
-            yield _choice(place, news.text, self._scores(place, news))
+        scores = self._scores(place, news)
+        if news.text or (scores is not None and scores["tokens"]):
+            yield _choice(place, news.text, scores)
 
     def ending(self, place: int, choice: Progress) -> Document:
         return _choice(place, "", reason=finish_reason(choice.finish_reason))
@@ -82,8 +86,11 @@ class CompletionForm:
     def _scores(self, place: int, news: TextDelta | Progress) -> Document | None:
         if not self.log_probs:
             return None
-        scorer = self._scorers.setdefault(place, CompletionLogProbs(self.tokenizer, self.top))
-        return scorer.document(news)
+        if place not in self._scorers:
+            tokens = ScoredTokens(self.tokenizer, self.stop_words)
+            self._scorers[place] = tokens, CompletionLogProbs(self.tokenizer, self.top)
+        tokens, log_probs = self._scorers[place]
+        return log_probs.document(tokens.push(news))
 
 
 def _choice(place: int, text: str, scores: Document | None = None, reason: str | None = None) -> Document:

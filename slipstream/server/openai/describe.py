@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
-from slipstream.server.openai.models import named_models
+from slipstream.server.openai.models import text_models
 from slipstream.server.registry import ModelRegistry
 
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
@@ -20,11 +20,11 @@ _PROBLEMS = {
 
 
 def openai_paths(registry: ModelRegistry) -> dict[str, Any]:
-    model = next((model.id for model in named_models(registry)), "ensemble")
+    model = next((model.id for model in text_models(registry)), "ensemble")
     chat = {"model": model, "messages": [{"role": "user", "content": "Name three colours."}], "max_tokens": 32}
     completion = {"model": model, "prompt": "One, two, three,", "max_tokens": 16}
     return {
-        "/v1/models": {"get": {"summary": "The models of text, as OpenAI lists them", "responses": _answers("404")}},
+        "/v1/models": {"get": {"summary": "The models of text, as OpenAI lists them", "responses": _answers()}},
         "/v1/models/{model}": {"get": {
             "summary": "One model of text", "responses": _answers("404"),
             "parameters": [{"name": "model", "in": "path", "required": True, "example": model,

@@ -1,7 +1,7 @@
 """The bodies of requests: which fields there are, which are refused by name, and what is wrong with the others.
 
-A field that OpenAI has and this server has not is refused, unless its value asks for nothing. One that neither has
-is left alone, and the answer names it in a header. `null` is the same as nothing.
+A field that OpenAI has and this server has not is refused, and so is one of the other API, unless its value asks for
+nothing. One that nobody has is left alone, and the answer names it in a header. `null` is the same as nothing.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class CompletionFields(Fields, kw_only=True):
 _TOOLS = "tools and tool_choice have taken its place"
 _TEXT_ONLY = "it answers with text alone"
 _NOT_KEPT = "it keeps no conversations"
-# Why, and the values that ask for nothing.
-CHAT_REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
+# By either API: why, and the values that ask for nothing.
+_REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "functions": (_TOOLS, ([],)), "function_call": (_TOOLS, ("none",)),
     "modalities": (_TEXT_ONLY, (["text"],)), "audio": (_TEXT_ONLY, ()),
     "prediction": ("it takes no draft from a request here", ()),
@@ -77,24 +77,24 @@ CHAT_REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "store": (_NOT_KEPT, (False,)), "metadata": (_NOT_KEPT, ({},)),
     "prompt_cache_retention": ("what stays in the cache is the engine's to say", ("in_memory", "in-memory")),
     "service_tier": ("there is one", ("auto", "default")),
-}  # fmt: skip
-COMPLETION_REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "suffix": ("it writes on from the prompt, and fills no gaps", ("",)),
-}
+}  # fmt: skip
+_PATHS: Mapping[type[Fields], str] = {ChatFields: "/v1/chat/completions", CompletionFields: "/v1/completions"}
+# Of fields that one API alone has, the values that ask for nothing in the other.
+_NOTHING: Mapping[str, Any] = {"tools": [], "tool_choice": "none", "parallel_tool_calls": False, "echo": False}
 
 Kind = TypeVar("Kind", bound=Fields)
 
 
-def read_fields(
-    body: bytes, kind: type[Kind], refused: Mapping[str, tuple[str, Sequence[Any]]]
-) -> tuple[Kind, list[str]]:
+def read_fields(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
     """The fields, and the names of those that nobody knows."""
     document = _document(body)
     given = {name: value for name, value in document.items() if value is not None}
-    for name, (why, nothing) in refused.items():
+    for name, (why, nothing) in _REFUSED.items():
         if name in given and not any(_same(given[name], value) for value in nothing):
             raise ApiError(f"{name} is not supported by this server: {why}", name)
-    known = {*kind.__struct_fields__, *refused}
+    _check_place(given, kind)
+    known = {*_REFUSED, *(name for each in _PATHS for name in each.__struct_fields__)}
     fields = _converted(given, kind)
     _check_stream_options(fields)
     options = given.get("stream_options", {})
@@ -102,6 +102,13 @@ def read_fields(
         *(name for name in given if name not in known),
         *(f"stream_options.{name}" for name in options if name not in StreamOptions.__struct_fields__),
     ]
+
+
+def _check_place(given: Mapping[str, Any], kind: type[Fields]) -> None:
+    for other, path in _PATHS.items():
+        for name in other.__struct_fields__:
+            if name in given and name not in kind.__struct_fields__ and not _same(given[name], _NOTHING.get(name)):
+                raise ApiError(f"{name} is not supported by {_PATHS[kind]}: it belongs to {path}", name)
 
 
 def _check_stream_options(fields: Fields) -> None:

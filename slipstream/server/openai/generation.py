@@ -16,7 +16,7 @@ from slipstream.server.tracing import RequestTrace
 
 
 @dataclass
-class Generation:
+class CallAnswers:
     """`choices` has the answers to the first prompt, then those to the second, and so on."""
 
     model: NamedModel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,29 +46,37 @@ class NamedModel:
         return {"id": self.id, "object": "model", "created": created, "owned_by": "slipstream", **parent}
 
 
-def named_models(registry: ModelRegistry) -> Iterator[NamedModel]:
+def text_models(registry: ModelRegistry) -> list[NamedModel]:
+    """Without adapters."""
+    return [NamedModel(name, *found) for name in sorted({entry.name for entry in registry})
+            if (found := _text_model(registry, name)) is not None]
+
+
+async def named_models(registry: ModelRegistry) -> list[NamedModel]:
     """Each name once; a model's name goes before an adapter's, and an adapter belongs to the first that has it."""
-    models = [NamedModel(name, *found) for name in sorted({entry.name for entry in registry})
-              if (found := _text_model(registry, name)) is not None]
-    yield from models
-    taken = {entry.name for entry in registry}
+    models, taken = text_models(registry), {entry.name for entry in registry}
+    books = {model.text.generator.adapters for model in models}
+    # In a thread: there may be thousands of folders to look into.
+    listed = await asyncio.to_thread(lambda: {book: book.names() for book in books})
+    adapters: dict[str, NamedModel] = {}
     for model in models:
-        for name in model.text.generator.adapters.names():
+        for name in listed[model.text.generator.adapters]:
             if name not in taken:
-                taken.add(name)
-                yield NamedModel(name, model.entry, model.text, is_adapter=True)
+                adapters.setdefault(name, NamedModel(name, model.entry, model.text, is_adapter=True))
+    return [*models, *adapters.values()]
 
 
-def find_model(registry: ModelRegistry, name: str) -> NamedModel:
-    if name in registry and (found := _text_model(registry, name)) is not None:
+async def find_model(registry: ModelRegistry, name: str) -> NamedModel:
+    """As `named_models` has it; only where there is none are all of them listed."""
+    if name not in registry:
+        for model in text_models(registry):
+            if model.text.generator.adapters.has(name):
+                return NamedModel(name, model.entry, model.text, is_adapter=True)
+    elif (found := _text_model(registry, name)) is not None:
         return NamedModel(name, *found)
-    known = list(named_models(registry))
-    model = next((model for model in known if model.id == name), None)
-    if model is None:
-        there = ", ".join(model.id for model in known) or "none"
-        raise ApiError(f"The model '{name[:200]}' does not exist or makes no text from text. There are: {there}",
-                       "model", 404, "model_not_found")
-    return model
+    there = ", ".join([model.id for model in await named_models(registry)]) or "none"
+    raise ApiError(f"The model '{name[:200]}' does not exist or makes no text from text. There are: {there}",
+                   "model", 404, "model_not_found")
 
 
 def _text_model(registry: ModelRegistry, name: str) -> tuple[ModelVersion, TextModel] | None:

@@ -28,7 +28,7 @@ from slipstream.server.openai.calls import Call
 from slipstream.server.openai.chat import chat_call
 from slipstream.server.openai.completions import completion_call
 from slipstream.server.openai.errors import ApiError, as_api_error
-from slipstream.server.openai.generation import Generation, infer_request
+from slipstream.server.openai.generation import CallAnswers, infer_request
 from slipstream.server.openai.models import find_model, named_models
 from slipstream.server.openai.streaming import answer_stream, answer_whole
 from slipstream.server.registry import ModelRegistry
@@ -66,11 +66,11 @@ class OpenAIRoutes:
             await self._complete(path, scope, receive, send)
         elif path == _MODELS:
             self._check("metadata", "GET", scope)
-            models = [model.document(self._started) for model in named_models(self._registry)]
+            models = [model.document(self._started) for model in await named_models(self._registry)]
             await send_whole(send, 200, msgspec.json.encode({"object": "list", "data": models}))
         elif path.startswith(_MODELS + "/"):
             self._check("metadata", "GET", scope)
-            model = find_model(self._registry, unquote(path.removeprefix(_MODELS + "/")))
+            model = await find_model(self._registry, unquote(path.removeprefix(_MODELS + "/")))
             await send_whole(send, 200, msgspec.json.encode(model.document(self._started)))
         else:
             self._check("metadata", scope["method"], scope)
@@ -105,5 +105,5 @@ class OpenAIRoutes:
         traces = [trace, *[None] * (len(call.texts) - 1)]
         requests = [infer_request(call.model, text, call.id, trace)
                     for text, trace in zip(call.texts, traces, strict=True)]
-        generation = Generation(call.model, requests, call.texts[0].sequences)
-        await (answer_stream if call.stream else answer_whole)(call, generation, send)
+        answers = CallAnswers(call.model, requests, call.texts[0].sequences)
+        await (answer_stream if call.stream else answer_whole)(call, answers, send)

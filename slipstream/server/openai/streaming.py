@@ -11,26 +11,26 @@ from slipstream.server.asgi import EVENTS, JSON, Send, end_chunks, send_chunk, s
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.errors import as_api_error
 from slipstream.server.openai.fields import ignored_header
-from slipstream.server.openai.generation import Generation
+from slipstream.server.openai.generation import CallAnswers
 from slipstream.server.text.pipeline import TextDelta, in_thread_if_long
 
 DONE = b"data: [DONE]\n\n"
 
 
-async def answer_whole(call: Call, generation: Generation, send: Send) -> None:
-    async with aclosing(generation.news()) as arrivals:
+async def answer_whole(call: Call, answers: CallAnswers, send: Send) -> None:
+    async with aclosing(answers.news()) as arrivals:
         async for _ in arrivals:
             pass
-    scores = sum(len(choice.log_probs) + sum(map(len, choice.top_log_probs)) for choice in generation.choices)
-    body = await in_thread_if_long(scores, lambda: msgspec.json.encode(call.document(generation)))
+    scores = sum(len(choice.log_probs) + sum(map(len, choice.top_log_probs)) for choice in answers.choices)
+    body = await in_thread_if_long(scores, lambda: msgspec.json.encode(call.document(answers)))
     await send_whole(send, 200, body, JSON, ignored_header(call.ignored))
 
 
-async def answer_stream(call: Call, generation: Generation, send: Send) -> None:
+async def answer_stream(call: Call, answers: CallAnswers, send: Send) -> None:
     """What goes wrong before the first byte is raised; after it, it is the last event."""
-    events, started = EventWriter(call, generation), False
+    events, started = EventWriter(call, answers), False
     try:
-        async with aclosing(generation.news()) as arrivals:
+        async with aclosing(answers.news()) as arrivals:
             async for place, news in arrivals:
                 if not started:
                     await start_chunked(send, 200, EVENTS, ignored_header(call.ignored))
@@ -48,9 +48,9 @@ async def answer_stream(call: Call, generation: Generation, send: Send) -> None:
 class EventWriter:
     """The events of one stream. All but the choice is the same in each, and is put together once."""
 
-    def __init__(self, call: Call, generation: Generation) -> None:
+    def __init__(self, call: Call, answers: CallAnswers) -> None:
         self._call = call
-        self._generation = generation
+        self._answers = answers
         self._opened: set[int] = set()
         self._begin = b"data: " + msgspec.json.encode(call.head(call.form.chunk_object))[:-1] + b',"choices":['
         self._end = (b'],"usage":null}' if call.include_usage else b"]}") + b"\n\n"
@@ -69,10 +69,10 @@ class EventWriter:
                 yield opening
         yield from form.pieces(place, news)
         if news.finish_reason:
-            yield form.ending(place, self._generation.choices[place])
+            yield form.ending(place, self._answers.choices[place])
 
     def end(self) -> bytes:
         if not self._call.include_usage:
             return DONE
-        usage = msgspec.json.encode(self._generation.usage())
+        usage = msgspec.json.encode(self._answers.usage())
         return self._begin + b'],"usage":' + usage + b"}\n\n" + DONE

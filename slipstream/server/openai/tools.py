@@ -32,13 +32,13 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True)
-class Tools:
+class CallableTools:
     shown: Sequence[dict[str, Any]]  # to the template
     guide: Guide
     stop_words: Sequence[str] = ()  # the end of the first call, where there is to be one only
 
 
-async def tools_of(fields: ChatFields, model: NamedModel) -> Tools | None:
+async def tools_of(fields: ChatFields, model: NamedModel) -> CallableTools | None:
     """None where nothing may be called."""
     given = fields.tools or []
     if len(given) > _MOST_TOOLS:
@@ -56,7 +56,7 @@ async def tools_of(fields: ChatFields, model: NamedModel) -> Tools | None:
         await asyncio.to_thread(check_guide, guide)
     except GuideError as error:
         raise ApiError(f"tools: {error}", "tools") from error
-    return Tools(given, guide, (CLOSE,) if fields.parallel_tool_calls is False else ())
+    return CallableTools(given, guide, (CLOSE,) if fields.parallel_tool_calls is False else ())
 
 
 def _function(name: str, tool: Any) -> dict[str, Any]:

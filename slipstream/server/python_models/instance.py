@@ -16,6 +16,7 @@ from typing import Any
 from slipstream.server import logging
 from slipstream.server.engine_child import child_environment, describe_exit
 from slipstream.server.errors import Code, InferenceError
+from slipstream.server.lines import LineCutter
 from slipstream.server.python_models.calls import Calls, Surroundings
 from slipstream.server.python_models.frames import (
     FROM_WORKER,
@@ -136,7 +137,7 @@ class Instance:
         self._calls: Calls | None = None
         self._started: asyncio.Future[str] | None = None
         self._ended = asyncio.Event()
-        self._output = b""
+        self._output = LineCutter()
 
     @property
     def process_id(self) -> int:
@@ -186,9 +187,8 @@ class Instance:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
             return
-        *lines, self._output = (self._output + data).split(b"\n")
-        for line in lines if data or not self._output else [self._output]:
-            logging.info(line.decode("utf-8", "replace"), self.name, self._model)
+        for line in self._output.push(data):
+            logging.info(line, self.name, self._model)
         if not data:
             event_loop.remove_reader(descriptor)
             assert self._process is not None

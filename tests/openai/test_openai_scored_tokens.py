@@ -1,0 +1,65 @@
+"""Which tokens' scores are told, on real tokenizers: those that the text is made of, whole and streamed alike."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+
+import text_samples as samples
+
+from slipstream.server.openai.log_probs import ScoredTokens
+from slipstream.server.text.pipeline import TextDelta
+from slipstream.server.text.stream import TextStream
+from slipstream.server.text.tokenizer import Tokenizer
+
+
+@functools.cache
+def load(kind: str) -> Tokenizer:
+    return Tokenizer.load(samples.ALL[kind]())
+
+
+def deltas(tokenizer: Tokenizer, ids: list[int], stop: str, size: int) -> list[TextDelta]:
+    """What a generator tells of these tokens, the last of which comes because there is no room for more."""
+    stream, news = TextStream(tokenizer, [stop]), []
+    for start in range(0, len(ids), size):
+        before, chunk = stream.tokens_used, ids[start : start + size]
+        text, last = stream.push(chunk), start + size >= len(ids)
+        text += stream.finish() if last else ""
+        tokens = chunk[: max(stream.tokens_used - before, 0)] if stream.stopped else chunk
+        reason = "stop" if stream.stopped else "length" if last else ""
+        news.append(TextDelta(text, tokens, [0.0] * len(tokens), finish_reason=reason))
+        if stream.stopped:
+            break
+    return news
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_bpe"])
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), size=st.integers(1, 4))
+def test_no_token_of_the_text_is_lost_and_none_beyond_it_is_told(kind, data, size):
+    tokenizer = load(kind)
+    ids = tokenizer.encode(data.draw(samples.texts.filter(bool)), False)
+    written = tokenizer.decode(ids) or "-"
+    begin = data.draw(st.integers(0, len(written) - 1))
+    stop = written[begin : begin + data.draw(st.integers(1, 6))] + data.draw(st.sampled_from(["", "", "never"]))
+    news = deltas(tokenizer, ids, stop, size)
+    text, tokens = "".join(delta.text for delta in news), [token for delta in news for token in delta.tokens]
+    reason = news[-1].finish_reason if news else ""
+    whole = ScoredTokens(tokenizer, True).push(TextDelta(text, tokens, [0.0] * len(tokens), finish_reason=reason))
+    streamed = ScoredTokens(tokenizer, True)
+    assert [entry for delta in news for entry in streamed.push(delta)] == whole
+    told = [token for token, _, _ in whole]
+    assert told == tokens[: len(told)]
+    if reason == "length":
+        assert told == ids
+    elif "\ufffd" not in written:  # which a part of a character also looks like
+        assert tokenizer.decode(told).startswith(text)
+        held = not told or not tokenizer.detokenizer().push(told[-1:])  # a byte, told with those before it
+        assert held or not tokenizer.decode(told[:-1]).startswith(text)

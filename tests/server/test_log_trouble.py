@@ -1,0 +1,205 @@
+"""A log that cannot be written, lines that nobody can read, and crashes: the server outlives the first two."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging as standard_logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from slipstream.server import logging
+from slipstream.server.lines import MOST_BYTES, LineCutter
+from slipstream.server.log_capture import Relay, told_by_python
+from slipstream.server.logging import Record, as_relayed, read_relayed
+from slipstream.server.python_models.instance import Instance
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def restored_settings() -> Iterator[None]:
+    before = logging.settings()
+    yield
+    logging.configure(**asdict(before))
+
+
+# -- what cannot be written
+
+
+async def test_a_full_disk_takes_no_line_and_ends_nothing(tmp_path: Path) -> None:
+    logging.configure(file="/dev/full")
+    told = asyncio.get_running_loop().create_future()
+
+    def speak() -> None:
+        logging.info("a line that has no room")
+        told.set_result("went on")
+
+    asyncio.get_running_loop().call_soon(speak)
+    assert await asyncio.wait_for(told, 1) == "went on"
+    logging.configure(file=str(tmp_path / "log"))  # another disk: what is left of the full one is no obstacle
+    logging.info("a line with room", "here")
+    assert (tmp_path / "log").read_text().endswith(" here] a line with room\n")
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_streams_that_are_closed_or_lead_nowhere(monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = open(writing, "w", encoding="utf-8")  # noqa: SIM115
+    if closed:
+        with pytest.raises(BrokenPipeError):
+            print("said", file=stream, flush=True)
+        with pytest.raises(BrokenPipeError):
+            stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    logging.error("nobody hears this")
+    logging.say("E", "nor this")
+    monkeypatch.undo()
+    assert stream.closed is closed
+    if not closed:
+        with pytest.raises(BrokenPipeError):  # what was not written is still in it
+            stream.close()
+
+
+def test_text_that_is_not_unicode_is_written_in_escapes(tmp_path: Path) -> None:
+    logging.configure(file=str(tmp_path / "log"))
+    logging.write_text("a file \udcff")
+    assert (tmp_path / "log").read_text() == "a file \\udcff\n"
+
+
+def test_a_library_whose_words_do_not_fit_is_not_ended_by_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with told_by_python():
+        record = standard_logging.LogRecord("a", standard_logging.ERROR, "a.py", 1, "%d things", ("x",), None)
+        handler = standard_logging.getLogger().handlers[-1]
+        handler.handle(record)
+    assert "Arguments: ('x',)" in capsys.readouterr().err
+
+
+def test_the_file_is_exchanged_between_lines(tmp_path: Path) -> None:
+    """Whoever writes holds it, so that no line goes to a file that has just been closed."""
+    exchange = threading.Thread(target=logging.configure, kwargs={"file": str(tmp_path / "log")}, daemon=True)
+    with logging._writing:
+        exchange.start()
+        exchange.join(0.1)
+        assert (logging.settings().file, exchange.is_alive()) == ("", True)
+    exchange.join(10)
+    assert logging.settings().file == str(tmp_path / "log")
+
+
+# -- what cannot be read
+
+UNSOUND = [
+    '{"level": "X", "message": "m"}', '{"level": ["I"], "message": "m"}', '{"level": "I", "message": 1}',
+    '{"level": "I", "message": "m", "time_ns": "soon"}', '{"level": "I", "message": "m", "time_ns": 1e400}',
+    '{"level": "I", "message": "m", "time_ns": 99999999999999999999999999999}',
+    '{"level": "I", "message": "m", "process": null}', '{"level": "I", "message": "m", "model": {}}',
+    "[]", "[" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", UNSOUND, ids=range(len(UNSOUND)))
+def test_what_only_looks_like_a_record_is_none(text: str) -> None:
+    assert read_relayed(f"\x1e{text}") is None
+
+
+def test_lines_after_a_bad_one_are_read(tmp_path: Path) -> None:
+    logging.configure(file=str(tmp_path / "log"), format="json")
+    reading, writing = os.pipe()
+    relay = Relay(reading, 7, "W")
+    good = as_relayed(Record("I", "good"))
+    lines = [f"\x1e{text}" for text in UNSOUND[:-1]]
+    os.write(writing, "\n".join([*lines, good, ""]).encode())
+    os.close(writing)
+    relay.finish(10)
+    said = [json.loads(line)["message"] for line in (tmp_path / "log").read_text().splitlines()]
+    assert said == [*lines, "good"]  # as they were
+
+
+# -- lines
+
+
+def test_lines_are_cut_wherever_the_data_is() -> None:
+    text = "one\r\n\ntwo \u20ac\nthree".encode()
+    for size in (1, 2, 3, 7, len(text)):
+        cutter = LineCutter()
+        parts = [text[start : start + size] for start in range(0, len(text), size)]
+        found = [line for part in [*parts, b""] for line in cutter.push(part)]
+        assert found == ["one", "", "two \u20ac", "three"]
+    assert LineCutter().push(b"") == []
+
+
+def test_a_line_without_an_end_is_given_out_in_pieces() -> None:
+    cutter = LineCutter()
+    pieces = [piece for _ in range(40) for piece in cutter.push(b"x" * 10_000)]
+    assert [len(piece) for piece in pieces] == [MOST_BYTES] * 6
+    assert cutter.push(b"\nnext\n") == ["x" * (400_000 - 6 * MOST_BYTES), "next"]
+
+
+def test_pieces_end_between_characters_and_a_full_line_is_one() -> None:
+    euros = "\u20ac" * 30_000  # three bytes each
+    pieces = LineCutter().push(euros.encode() + b"\n")
+    assert [len(piece.encode()) for piece in pieces] == [MOST_BYTES - 1, 90_001 - MOST_BYTES]
+    assert "".join(pieces) == euros
+    assert LineCutter().push(b"x" * MOST_BYTES + b"\n") == ["x" * MOST_BYTES]
+    assert [len(piece) for piece in LineCutter().push(b"\x80" * MOST_BYTES + b"\x80\n")] == [MOST_BYTES, 1]
+
+
+def test_neither_reader_holds_a_line_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging, "write_text", said.append)
+    monkeypatch.setattr(logging, "info", lambda text, place, model: said.append(text))
+    (tmp_path / "output").write_bytes(b"x" * (2 * MOST_BYTES + 1))
+    relayed = os.open(tmp_path / "output", os.O_RDONLY)
+    Relay(relayed, 7, "W").finish(10)
+    assert [len(text) for text in said] == [MOST_BYTES, MOST_BYTES, 1]
+    said.clear()
+    instance = Instance("noisy_0", "noisy", 1, None, *[lambda *_: None] * 3)  # type: ignore[arg-type]
+    with (tmp_path / "output").open("rb") as output:
+        for _ in range(3):
+            instance._read_output(None, output.fileno())  # type: ignore[arg-type]
+    assert [len(text) for text in said] == [MOST_BYTES, MOST_BYTES]
+
+
+# -- a crash of the server's own process
+
+LAST_WORDS = """
+import ctypes, os, sys
+from slipstream.server import logging
+from slipstream.server.log_capture import one_log
+logging.configure(format="json")
+def fall():
+    ctypes.PyDLL(None).write(2, b"y" * 300_000, 300_000)  # while it holds the interpreter's lock
+    os.kill(os.getpid(), int(sys.argv[1]))
+with one_log():
+    logging.info("before")
+    fall()
+"""
+
+
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGABRT, "Aborted")])
+def test_the_stack_of_a_crash_is_shown_in_plain_lines(number: int, words: str) -> None:
+    result = subprocess.run([sys.executable, "-c", LAST_WORDS, str(int(number))], capture_output=True, text=True,
+                            env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60)  # fmt: skip
+    assert result.returncode == -number
+    assert f"Fatal Python error: {words}\n" in result.stderr
+    assert " in fall\n" in result.stderr
+    assert json.loads(result.stderr.splitlines()[0])["message"] == "before"
+
+
+def test_a_server_that_ends_leaves_faulthandler_as_it_was() -> None:
+    code = ("import faulthandler, sys; from slipstream.server import logging; from slipstream.server.log_capture import"
+            " one_log; logging.configure(format='json')\nfor enabled in (False, True):\n"
+            " faulthandler.enable() if enabled else faulthandler.disable()\n with one_log():\n"
+            "  assert faulthandler.is_enabled()\n print(faulthandler.is_enabled())\n")  # fmt: skip
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+                            env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert (result.stdout, result.stderr) == ("False\nTrue\n", "")
