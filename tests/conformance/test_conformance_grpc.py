@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import struct
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory as Block
@@ -17,6 +15,7 @@ from grpc_support import (
     RunningGrpc,
     answers,
     case_named,
+    comparable,
     document,
     message,
     outgoing,
@@ -82,13 +81,6 @@ def language_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client
     registry = text_registry(read_repository(folder / "repo"), echo)
     with RunningGrpc(registry, ServerState([echo])) as server, Client(server.port) as made:
         yield made
-
-
-def comparable(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    if name == "grpc-infer-params":  # the order of a request's parameters means nothing
-        text = json.loads(base64.b64decode(found["raw_output_contents"][0])[4:])
-        found["raw_output_contents"] = [{**text, "params": json.loads(text["params"])}]
-    return found
 
 
 @pytest.mark.parametrize("case", cases("grpc", "mimic"), ids=lambda case: case["case"])
