@@ -26,8 +26,8 @@ class Capacity:
             return (f"prompt ({prompt} tokens) and max_tokens ({wanted}) exceed the longest sequence, "
                     f"{self.sequence_tokens} tokens")
         for tokens, size in ((request.prompt, known), (request.draft, self.vocab_size)):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < size:
-                outside = next(token for token in tokens if not 0 <= token < size)
+            outside = next((token for token in tokens if not 0 <= token < size), None)
+            if outside is not None:
                 return f"token id {outside} is outside the vocabulary of {self.vocab_size}"
         return self._too_wide(request)
 

@@ -1,0 +1,39 @@
+"""How many logits a large step computes, and where they go."""
+
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels below are defined
+
+pytest.importorskip("triton", reason="the kernels need Triton, which a CPU installation of torch does not bring")
+
+from slipstream.engine.gpu_runner import GpuRunner
+from slipstream.engine.graphs import DecodeGraphs
+
+
+def runner_of(sizes, logits):
+    graphs = SimpleNamespace(_graphs=dict.fromkeys(sizes), logits=logits)
+    graphs.rung = lambda rows: DecodeGraphs.rung(graphs, rows)
+    return SimpleNamespace(graphs=graphs)
+
+
+@pytest.mark.parametrize(("wanted", "padded"), [
+    ([5], [5]), ([5, 9, 11], [5, 9, 11, 0]), (list(range(8)), list(range(8))),
+    (list(range(9)), list(range(9))), ([], []),
+])  # fmt: skip
+def test_their_number_is_rounded_up_to_one_that_was_captured(wanted, padded):
+    runner = runner_of([1, 2, 4, 8], None)
+    assert GpuRunner._padded(runner, np.array(wanted, dtype=np.int64)).tolist() == padded
+
+
+def test_they_go_where_graphs_leave_theirs_as_far_as_there_is_room():
+    place = torch.zeros(4, 3)
+    assert GpuRunner._place(runner_of([4], place), 2).data_ptr() == place.data_ptr()
+    assert GpuRunner._place(runner_of([4], place), 2).shape == (2, 3)
+    assert GpuRunner._place(runner_of([4], place), 5) is None
+    assert GpuRunner._place(runner_of([], None), 2) is None
