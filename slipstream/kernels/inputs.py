@@ -1,4 +1,4 @@
-"""What a product may be given instead of a plain tensor: activations in eight bits (e4m3), one scale a token."""
+"""What a product may be given instead of a plain tensor: activations whose rows have yet to be scaled."""
 
 from __future__ import annotations
 
@@ -11,13 +11,27 @@ LARGEST = 448.0  # the largest number e4m3 has
 
 
 class Quantised(NamedTuple):
-    """A row of activations is worth its values times its scale."""
+    """Eight bits (e4m3): a row of activations is worth its values times its scale."""
 
     values: Tensor  # float8_e4m3fn [tokens, size]
     scales: Tensor  # float32 [tokens, 1]
 
 
-Input = Tensor | Quantised
+class Unscaled(NamedTuple):
+    """One token, normalised but for its scale, which whoever multiplies the values gives the results: it was not known
+    when several programs made the values."""
+
+    values: Tensor  # [1, size], times the norm's weight
+    squares: Tensor  # float32 [parts]: the sum of the squares of each part of the row, before that weight
+    epsilon: float  # of the norm
+
+    @property
+    def scales(self) -> Tensor:
+        """float32 [1, 1]"""
+        return torch.rsqrt(self.squares.sum() / self.values.shape[1] + self.epsilon).view(1, 1)
+
+
+Input = Tensor | Quantised | Unscaled
 
 
 def quantise(x: Tensor) -> Quantised:
@@ -29,9 +43,13 @@ def quantise(x: Tensor) -> Quantised:
 
 def plain(x: Input) -> Tensor:
     """The activations themselves, as nearly as x has them."""
-    return (x.values.float() * x.scales).to(torch.bfloat16) if isinstance(x, Quantised) else x
+    if isinstance(x, Tensor):
+        return x
+    return (x.values.float() * x.scales).to(torch.bfloat16 if isinstance(x, Quantised) else x.values.dtype)
 
 
 def pick(x: Input, tokens: Tensor) -> Input:
     """The activations of these tokens."""
-    return Quantised(x.values[tokens], x.scales[tokens]) if isinstance(x, Quantised) else x[tokens]
+    if isinstance(x, Quantised):
+        return Quantised(x.values[tokens], x.scales[tokens])
+    return plain(x)[tokens]

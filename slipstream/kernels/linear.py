@@ -8,13 +8,18 @@ for many, the weights are expanded for the one product, which costs less than it
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.kernels.inputs import Input
+from slipstream.kernels.normalisation import Norm
+
 Product = Callable[[Any], Tensor]  # of an Input; on a CPU, of a plain tensor
+Joint = Callable[[Any, Tensor], Input]  # of activations and the residual stream: see `joint`
 
 # Above this many tokens expanding quantised weights beats the weight-only kernels (benchmarks/kernels.py).
 _EXPAND_ABOVE_TOKENS = 48
@@ -39,6 +44,17 @@ def dense(weight: Tensor, bias: Tensor | None) -> Product:
 def gated(product: Product) -> Product | None:
     """The product with the silu gate behind it, where one kernel does both for few tokens; else None."""
     return getattr(product, "gated", None)
+
+
+def joint(product: Product, norm: Norm | None, taker: Product) -> Joint | None:
+    """One kernel that multiplies a single token, adds the result to the residual stream and normalises the sum for the
+    product that takes it; None where there is no such kernel."""
+    if norm is None or not (hasattr(product, "joined") and hasattr(taker, "takes_unscaled")):
+        return None
+    # What is not scaled yet may be beyond float16. Eight bits need the scale first.
+    if norm.bias is not None or norm.quantise or norm.result != torch.bfloat16:
+        return None
+    return partial(product.joined, norm=norm)
 
 
 def wide(weight: Tensor) -> Callable[..., Tensor] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,6 +77,9 @@ class Transformer:
         self.final_norm = _norm(spec, source, "transformer.ln_f") if spec.final_norm else None
         self.head = Head(spec, source, self.embedding)
         source.close()
+        for layer, following in itertools.pairwise(self.layers):
+            layer.lead_to(following.input_norm, following.qkv)
+        self.layers[-1].lead_to(self.final_norm, self.head.product)
 
     def narrow_attention(self, windows: Sequence[int], sinks: int) -> None:
         """Let layers look back no further than these windows, one after the other and again from the first.
@@ -105,27 +109,23 @@ class Transformer:
             hidden += functional.embedding(step.positions, self.position_embedding)
         turn_at = self.operations.turn_at
         turns = {theta: turn_at(*table, step.positions, self.dtype) for theta, table in self.rotary.items()}
-        delta: Tensor | None = None
+        x: Input = hidden.to(self.dtype)
+        if not self.spec.norms_after:
+            x = self.operations.add_norm(hidden, None, self.layers[0].input_norm)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             # Of the last layer, other tokens' keys and values are all that anybody will read. Adapters are planned
             # for all tokens of a step.
             wanted = step.samples if layer is self.layers[-1] and step.adapters is None else None
-            hidden, delta = layer(hidden, delta, step, turns.get(layer.theta), layer_cache, wanted)
+            hidden, x = layer(hidden, x, step, turns.get(layer.theta), layer_cache, wanted)
         if step.samples is not None and step.adapters is not None:
-            hidden, delta = hidden[step.samples], delta[step.samples] if delta is not None else None
-        return self.head(self._output(hidden, delta), step.logits)
-
-    def _output(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
-        """[samples, hidden] → what the head takes: [samples, embedding]"""
-        if self.final_norm is not None:
-            x = plain(self.operations.add_norm(hidden, delta, self.final_norm))
-        else:
-            x = (hidden if delta is None else hidden + delta).to(self.dtype)
-        return x if self.project_out is None else functional.linear(x, self.project_out)
+            x = pick(x, step.samples)
+        if self.project_out is not None:
+            x = functional.linear(plain(x), self.project_out)
+        return self.head(x, step.logits)
 
 
 class Head:
-    """From normalised hidden states [samples, embedding] to logits [samples, vocab]."""
+    """From the residual stream, normalised, [samples, embedding], to logits [samples, vocab]."""
 
     def __init__(self, spec: ModelSpec, source: Tensors, embedding: Tensor) -> None:
         self.softcap = spec.final_softcap
@@ -147,11 +147,11 @@ class Head:
         else:
             self.product = source.product("lm_head", spec.vocab_size, spec.embedding_width, False)
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Input, out: Tensor | None = None) -> Tensor:
         """`out`: where the logits may go, where the device can put them there"""
         logits = self.product(x) if self.wide is None else self.wide(x, out)
-        if x.device.type == "cpu":
-            logits = logits.float()
+        if logits.device.type == "cpu":
+            x, logits = plain(x), logits.float()
             if x.dtype != torch.float32 and self.rows is not None:
                 logits = sharpen(logits, x, self.rows)
         # elsewhere they are widened where they are sampled, without a pass over all of them
@@ -194,6 +194,9 @@ class Layer:
         between = "pre_feedforward_layernorm" if spec.output_norms else "post_layernorm"
         self.post_norm = self.input_norm if spec.shared_norm else _norm(spec, source, f"{name}.{between}", first)
         self.activate = _activation(spec, operations, source.takes_eight_bits(f"{name}.mlp.proj"))
+        self.next_norm: Norm | None = None  # see lead_to
+        self.joint_dense: linear.Joint | None = None  # of a single token, with all up to the next product
+        self.joint_proj: linear.Joint | None = None
         self.mixture: Mixture | None = None
         if spec.experts_of_layer(index) is not None:
             self.mixture = Mixture(spec, source, f"{name}.mlp", self.activate)
@@ -202,30 +205,51 @@ class Layer:
         self.first = source.product(first, rows, spec.hidden_size, spec.mlp_bias)
         self.gated = linear.gated(self.first) if self.activate == operations.silu_gated else None
         self.proj = source.product(f"{name}.mlp.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
+        if not (spec.norms_after or spec.parallel_residual or spec.output_norms):
+            self.joint_dense = linear.joint(self.dense, self.post_norm, self.first)
+
+    def lead_to(self, norm: Norm | None, taker: linear.Product) -> None:
+        """What the layer's results go into: a norm, and the product that takes what it gives."""
+        self.next_norm = norm
+        if self.joint_dense is not None:
+            self.joint_proj = linear.joint(self.proj, norm, taker)
 
     def __call__(
-        self, hidden: Tensor, delta: Tensor | None, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor,
+        self, hidden: Tensor, x: Input, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor,
         wanted: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """hidden: the residual stream, to which `delta` of the layer before is added; wanted: the tokens whose results
-        are, None: all → the stream and what this layer adds to it, of those"""
-        spec, add_norm, normalise = self.spec, self.operations.add_norm, self.operations.normalise
-        x = hidden.to(self.dtype) if spec.norms_after else add_norm(hidden, delta, self.input_norm)
+    ) -> tuple[Tensor, Input]:
+        """hidden: the residual stream; x: the same, normalised for this layer; wanted: the tokens whose results are,
+        None: all → the stream behind this layer, and the same, normalised for what follows, of those"""
+        spec = self.spec
         attended = self.attention(x, step, turn, cache)
         if wanted is not None:
-            hidden, x, attended = hidden[wanted], pick(x, wanted), attended[wanted]
+            hidden, attended = hidden[wanted], attended[wanted]
+            x = pick(x, wanted) if spec.parallel_residual else x
         if hidden.shape[0] == 0:  # a step in the midst of a prompt
-            return hidden, None
-        delta = self._adapted(self.dense(attended), attended, step, DENSE)
-        if spec.norms_after:
-            _normed_sum(hidden, self.mlp(_normed_sum(hidden, delta, self.input_norm), step), self.post_norm)
-            return hidden, None
-        if spec.parallel_residual:
-            return hidden, delta + self.mlp(x if spec.shared_norm else add_norm(hidden, None, self.post_norm), step)
-        if self.attended_norm is not None:
-            delta = normalise(delta, self.attended_norm)
-        delta = self.mlp(add_norm(hidden, delta, self.post_norm), step)
-        return hidden, delta if self.mlp_norm is None else normalise(delta, self.mlp_norm)
+            return hidden, hidden.to(self.dtype)
+        joins = hidden.shape[0] == 1 and step.adapters is None
+        if joins and self.joint_dense is not None:
+            x = self.joint_dense(attended, hidden)
+        else:
+            delta = self._adapted(self.dense(attended), attended, step, DENSE)
+            if spec.norms_after:
+                x = _normed_sum(hidden, delta, self.input_norm)
+                return hidden, _normed_sum(hidden, self.mlp(x, step), self.post_norm)
+            if spec.parallel_residual:
+                x = x if spec.shared_norm else self.operations.add_norm(hidden, None, self.post_norm)
+                return hidden, self._sum(hidden, delta + self.mlp(x, step), self.next_norm)
+            x = self._sum(hidden, delta, self.post_norm, self.attended_norm)
+        if joins and self.joint_proj is not None:
+            return hidden, self.joint_proj(self.middle(x, step), hidden)
+        return hidden, self._sum(hidden, self.mlp(x, step), self.next_norm, self.mlp_norm)
+
+    def _sum(self, hidden: Tensor, delta: Tensor, norm: Norm | None, own_norm: Norm | None = None) -> Input:
+        """Add delta, normalised by `own_norm`, to the residual stream → the sum, normalised by `norm`"""
+        if own_norm is not None:
+            delta = self.operations.normalise(delta, own_norm)
+        if norm is None:
+            return hidden.add_(delta).to(self.dtype)
+        return self.operations.add_norm(hidden, delta, norm)
 
     def attention(self, x: Input, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor) -> Tensor:
         """x: [tokens, hidden]; cache: [2, kv_heads, slots, head_size] → [tokens, heads * head_size]"""
@@ -241,11 +265,14 @@ class Layer:
         """x: [tokens, hidden] → [tokens, hidden]"""
         if self.mixture is not None:
             return self.mixture(plain(x))
-        if self.gated is not None and step.adapters is None:
-            middle = self.gated(x)
-        else:
-            middle = self.activate(self._adapted(self.first(x), x, step, FIRST))
+        middle = self.middle(x, step)
         return self._adapted(self.proj(middle), middle, step, PROJ)
+
+    def middle(self, x: Input, step: Step) -> Input:
+        """x: [tokens, hidden] → [tokens, ffn], activated"""
+        if self.gated is not None and step.adapters is None:
+            return self.gated(x)
+        return self.activate(self._adapted(self.first(x), x, step, FIRST))
 
     def _adapted(self, y: Tensor, x: Input, step: Step, product: int) -> Tensor:
         """y, which a product made of x, with what the tokens' adapters add to it."""

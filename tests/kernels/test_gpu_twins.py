@@ -1,5 +1,6 @@
 """Each Triton kernel against its torch twin. Without a GPU they run in Triton's interpreter, on small shapes."""
 
+import dataclasses
 import math
 import os
 
@@ -25,10 +26,10 @@ from slipstream.kernels.gpu import step as gpu_step  # noqa: E402
 from slipstream.kernels.gpu.attention import GpuAttention  # noqa: E402
 from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, places_of  # noqa: E402
 from slipstream.kernels.gpu.few_tokens import few_tokens  # noqa: E402
-from slipstream.kernels.gpu.linear import WeightOnlyProduct  # noqa: E402
+from slipstream.kernels.gpu.linear import DenseProduct, WeightOnlyProduct, WideProduct  # noqa: E402
 from slipstream.kernels.gpu.one_token import one_token  # noqa: E402
 from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, far_tiles  # noqa: E402
-from slipstream.kernels.inputs import Quantised, quantise  # noqa: E402
+from slipstream.kernels.inputs import Quantised, plain, quantise  # noqa: E402
 from slipstream.weights.quantise import dequantise, quantise_fp8, quantise_rows  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -266,6 +267,30 @@ def test_one_token(dtype, rows, size, bias):
     offset = torch.randn(rows).to(dtype) if bias else None
     got = one_token(x.to(DEVICE), weight.to(DEVICE), None if offset is None else offset.to(DEVICE))
     assert close(got, torch.nn.functional.linear(x.float(), weight.float(), None if offset is None else offset.float()))
+
+
+@pytest.mark.parametrize(("rows", "size", "after"), [(64, 128, 64), (130, 600, 40), (1100, 512, 128)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_that_joins_the_residual_stream(rows, size, after, bias):
+    """The product, the sum with it, its norm and the product behind: as one by one."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if GPU else torch.float16  # the interpreter does not know bfloat16
+    x, hidden = torch.randn(1, size).to(dtype), torch.randn(1, rows) * 3
+    weights = [(torch.randn(shape) / shape[1] ** 0.5).to(dtype) for shape in ((rows, size), (after, rows))]
+    offsets = [torch.randn(len(weight)).to(dtype) if bias else None for weight in weights]
+    norm = normalisation.Norm(torch.rand(rows) + 0.5, None, 1e-5, dtype=dtype)
+    first, second = (DenseProduct(weight.to(DEVICE), None if offset is None else offset.to(DEVICE))
+                     for weight, offset in zip(weights, offsets, strict=True))
+    stream = hidden.clone().to(DEVICE)
+    between = first.joined(x.to(DEVICE), stream, dataclasses.replace(norm, weight=norm.weight.to(DEVICE)))
+    hidden += torch.nn.functional.linear(x.float(), weights[0].float(), offsets[0].float() if bias else None)
+    normal = normalisation.normalise(hidden, norm).float()
+    expected = torch.nn.functional.linear(normal, weights[1].float(), offsets[1].float() if bias else None)
+    assert close(stream, hidden)
+    assert close(plain(between).float(), normal, 5e-3)
+    assert close(second(between).float(), expected, 5e-3)
+    assert close(second.gated(between).float(), activation.silu_gated(expected), 1e-2)
+    assert close(WideProduct(weights[1].to(DEVICE))(between), normal @ weights[1].float().T, 5e-3)
 
 
 @pytest.mark.parametrize("kind", ["plain", "int8", "fp8 weights", "fp8"])

@@ -11,9 +11,10 @@ from torch.nn import functional
 
 from slipstream.kernels.gpu.activation import silu_gated
 from slipstream.kernels.gpu.few_tokens import few_tokens, gates
-from slipstream.kernels.gpu.one_token import one_token
+from slipstream.kernels.gpu.one_token import one_token, one_token_joined
 from slipstream.kernels.gpu.quantised import quantise
-from slipstream.kernels.inputs import Input, Quantised, plain
+from slipstream.kernels.inputs import Input, Quantised, Unscaled, plain
+from slipstream.kernels.normalisation import Norm
 
 # Tokens up to which the own kernel is ahead of the library, by the bytes it reads.
 _FEW_DENSE = 32
@@ -37,6 +38,8 @@ def suited_library(tokens: int) -> Iterator[None]:
 class DenseProduct:
     """Weights of the activations' own type."""
 
+    takes_unscaled = True  # of one token
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias  # [out, in], [out]
         self._turned = weight.t()
@@ -44,6 +47,8 @@ class DenseProduct:
         self._gates = gates(weight)
 
     def __call__(self, x: Input) -> Tensor:
+        if isinstance(x, Unscaled):
+            return one_token(x, self.weight, self.bias)
         x = plain(x)
         if x.shape[0] == 1:
             return one_token(x, self.weight, self.bias)
@@ -55,25 +60,32 @@ class DenseProduct:
 
     def gated(self, x: Input) -> Tensor:
         """Of the results, the first half, activated by silu, times the second."""
-        x = plain(x)
-        if self._gates and 1 < x.shape[0] <= self._few:  # a single token's product is faster on its own
+        if isinstance(x, Tensor) and self._gates and 1 < x.shape[0] <= self._few:
             return few_tokens(x, self.weight, self.bias, gated=True)
-        return silu_gated(self(x))
+        return silu_gated(self(x))  # a single token's product is faster on its own
+
+    def joined(self, x: Tensor, hidden: Tensor, norm: Norm) -> Unscaled:
+        """Of one token: the result added to `hidden` [1, out], and the sum normalised but for its scale."""
+        return one_token_joined(x, self.weight, self.bias, hidden, norm)
 
 
 class WideProduct:
     """Weights of the activations' own type, the result in float32: for logits, whose best must not tie by rounding."""
 
+    takes_unscaled = True  # of one token
+
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight  # [out, in]
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Input, out: Tensor | None = None) -> Tensor:
+        values = x.values if isinstance(x, Unscaled) else plain(x)
         if out is None:
-            out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=torch.float32, device=x.device)
-        if x.shape[0] == 0:  # a step in the midst of a prompt: the weight need not be read
+            out = values.new_empty((values.shape[0], self.weight.shape[0]), dtype=torch.float32)
+        if values.shape[0] == 0:  # a step in the midst of a prompt: the weight need not be read
             return out
-        if x.shape[0] == 1:
-            return one_token(x, self.weight, None, out)
+        if values.shape[0] == 1:
+            return one_token(x if isinstance(x, Unscaled) else values, self.weight, None, out)
+        x = values
         if x.dtype == torch.float32:
             return torch.mm(x, self.weight.t(), out=out)
         if x.shape[0] <= _FEW_DENSE:
