@@ -126,6 +126,7 @@ def _serve(given: Given) -> int:
 def server_options(given: Given) -> Any:
     from slipstream.server.options import Port, ServerOptions
 
+    tracing = trace_settings(given)
     return ServerOptions(
         repositories=tuple(Path(path).expanduser() for path in given["model-repository"]),
         http=Port(given["http-port"], given["http-address"], given["allow-http"]),
@@ -148,7 +149,8 @@ def server_options(given: Given) -> Any:
         http_forwarded_headers=_pattern(given, "http-header-forward-pattern"),
         grpc_forwarded_headers=_pattern(given, "grpc-header-forward-pattern"),
         grpc_settings=_grpc_settings(given),
-        trace_settings=trace_settings(given),
+        trace_settings=tracing.settings,
+        trace_export=tracing.export,
         response_cache_bytes=response_cache_bytes(given),
         rate_limits=rate_limits(given),
         metrics_settings=metrics_settings(given),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.cli.tritonserver_flags import FlagError, Given
+
+if TYPE_CHECKING:
+    from slipstream.server.export_settings import ExportSettings
 
 # The flags of older releases, and the setting that each of them is now.
 _OLD_TRACE_FLAGS = {
@@ -18,18 +22,41 @@ _TRACE_SETTINGS = {
 _LEVELS = {
     "OFF": [], "TIMESTAMPS": ["TIMESTAMPS"], "TENSORS": ["TENSORS"], "MIN": ["TIMESTAMPS"], "MAX": ["TIMESTAMPS"],
 }  # fmt: skip
+_MODES = ("triton", "opentelemetry")
+_FILE_SETTINGS = ("file", "log-frequency")
 _METRIC_SWITCHES = ("summary_latencies", "counter_latencies", "histogram_latencies")
 
 
-def trace_settings(given: Given) -> dict[str, Any]:
-    """For `TraceSettings`: `--trace-config=level=TIMESTAMPS --trace-config=triton,file=…`, and the older flags."""
-    pairs = [(name, given[flag]) for flag, name in _OLD_TRACE_FLAGS.items() if given[flag] is not None]
+class Tracing(NamedTuple):
+    """What `TraceSettings` is made of."""
+
+    settings: dict[str, Any]
+    export: ExportSettings | None  # None: traces are files
+
+
+def trace_settings(given: Given) -> Tracing:
+    """`--trace-config=level=TIMESTAMPS --trace-config=triton,file=…`, and the older flags."""
+    general: list[tuple[str, str]] = []
+    spans: list[tuple[str, str]] = []
+    files = [(name, given[flag]) for flag, name in _OLD_TRACE_FLAGS.items() if given[flag] is not None]
     for text in given["trace-config"]:
-        mode, name, value = _setting("trace-config", text)
-        if mode not in ("", "triton") or (name == "mode" and value != "triton"):
-            raise FlagError(f"--trace-config: '{text}' is not supported: traces go to files (mode triton) only")
-        if name != "mode":
-            pairs.append((name, value))
+        scope, name, value = _setting("trace-config", text)
+        if scope not in ("", *_MODES):
+            raise FlagError(f"--trace-config: '{text}': the modes are {' and '.join(_MODES)}")
+        {"": general, "triton": files, "opentelemetry": spans}[scope].append((name, value))
+    mode = dict(general).get("mode", "triton")
+    if mode not in _MODES:
+        raise FlagError(f"--trace-config: mode must be triton or opentelemetry, not '{mode}'")
+    to_files = [name for name, _ in (*files, *general) if name in _FILE_SETTINGS]
+    if unused := to_files if mode == "opentelemetry" else [name for name, _ in spans]:
+        raise FlagError(f"--trace-config: '{unused[0]}' means nothing in the mode {mode}")
+    settings = _trace_values([pair for pair in (*files, *general) if pair[0] != "mode"])
+    tracing = Tracing(settings, _export(spans) if mode == "opentelemetry" else None)
+    _check_trace(tracing)
+    return tracing
+
+
+def _trace_values(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     levels: list[str] = []
     for name, value in pairs:
@@ -43,16 +70,24 @@ def trace_settings(given: Given) -> dict[str, Any]:
             known = ", ".join(("level", "mode", *_TRACE_SETTINGS))
             raise FlagError(f"--trace-config: unknown setting '{name}', there are: {known}")
     settings["trace_level"] = levels or ["OFF"]
-    _check_trace(settings)
     return settings
 
 
-def _check_trace(settings: dict[str, Any]) -> None:
+def _export(pairs: Iterable[tuple[str, str]]) -> ExportSettings:
+    from slipstream.server.export_settings import read_export
+
+    try:
+        return read_export(pairs, os.environ)
+    except ValueError as error:
+        raise FlagError(f"--trace-config: {error}") from error
+
+
+def _check_trace(tracing: Tracing) -> None:
     from slipstream.server.errors import InferenceError
     from slipstream.server.trace_settings import TraceSettings
 
     try:
-        TraceSettings(settings)
+        TraceSettings(*tracing)
     except InferenceError as error:
         raise FlagError(f"--trace-config: {error.message}") from error
 

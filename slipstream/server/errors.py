@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from enum import Enum
 
 
@@ -37,6 +38,13 @@ class Unavailable(InferenceError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Code.UNAVAILABLE)
+
+
+def error_type(error: BaseException) -> str:
+    """One word for it, of the few that there are."""
+    if isinstance(error, InferenceError):
+        return error.code.name
+    return Code.CANCELLED.name if isinstance(error, asyncio.CancelledError) else type(error).__name__
 
 
 class QueueFull(Unavailable):

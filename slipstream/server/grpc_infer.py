@@ -21,7 +21,7 @@ from slipstream.server.infer_request import InferCall
 from slipstream.server.inference import InferRequest, InferResponse, Parameter
 from slipstream.server.protocol import messages
 from slipstream.server.registry import ModelRegistry, ModelVersion
-from slipstream.server.tracing import RequestTrace
+from slipstream.server.tracing import Finishing, Headers, RequestTrace
 
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 # A client that sends this metadata wants a stream to end at its first error, with a real status.
@@ -61,16 +61,11 @@ class Inference:
         asked = read_call(message, entry.model.config, entry.version, self._memory)
         asked.request.parameters |= self.forwarded(call)
         asked.request.peer = call.peer
-        if (trace := self._trace.begin(entry.name)) is None:
+        if (trace := self._trace.begin(entry.name, call.metadata)) is None:
             return await self._only_answer(entry, asked)
         begin_grpc(trace, asked.request)
-        try:
-            written = await self._only_answer(entry, asked)
-            trace.stamp("GRPC_SEND_START")
-            return written
-        finally:
-            trace.stamp("GRPC_SEND_END")
-            trace.finish()
+        with Finishing(trace, "GRPC_SEND_START", "GRPC_SEND_END"):
+            return await self._only_answer(entry, asked)
 
     async def _only_answer(self, entry: ModelVersion, call: InferCall) -> Any:
         answer = InferResponse()
@@ -109,11 +104,11 @@ class Inference:
             return {}
         return {key: value for key, value in call.metadata if isinstance(value, str) and self._forwarded.fullmatch(key)}
 
-    def admit(self, message: Any, forwarded: dict[str, Parameter]) -> Admitted:
+    def admit(self, message: Any, forwarded: dict[str, Parameter], headers: Headers) -> Admitted:
         entry = self._find(message)
         call = read_call(message, entry.model.config, entry.version, self._memory)
         call.request.parameters |= forwarded
-        if (trace := self._trace.begin(entry.name)) is not None:
+        if (trace := self._trace.begin(entry.name, headers)) is not None:
             begin_grpc(trace, call.request)
         return Admitted(entry, call)
 
@@ -142,6 +137,7 @@ class _Stream:
     def __init__(self, call: StreamCall, forwarded: dict[str, Parameter]) -> None:
         self.forwarded = forwarded
         self.peer = call.peer
+        self.metadata = call.metadata
         self._call = call
         self._errors_end = any(key == ERRORS_END_STREAM and value == "true" for key, value in call.metadata)
         self._ended = False
@@ -174,7 +170,7 @@ class _Answers:
         self._refusal: InferenceError | None = None
         self._admitted: Admitted | None = None
         try:
-            self._admitted = inference.admit(message, stream.forwarded)
+            self._admitted = inference.admit(message, stream.forwarded, stream.metadata)
             self._admitted.call.request.peer = stream.peer
         except InferenceError as error:
             self._refusal = error
@@ -204,12 +200,8 @@ class _Answers:
         await self._stream.fail(message, code, messages.ModelInferResponse(id=self._message.id))
 
     async def _answer_traced(self, admitted: Admitted, after: asyncio.Task[None] | None) -> None:
-        try:
+        with Finishing(admitted.call.request.trail.trace, "GRPC_SEND_END"):
             await self._answer(admitted, after)
-        finally:
-            if (trace := admitted.call.request.trail.trace) is not None:
-                trace.stamp("GRPC_SEND_END")
-                trace.finish()
 
     async def _answer(self, admitted: Admitted, after: asyncio.Task[None] | None) -> None:
         model, request = admitted.entry.model, admitted.call.request

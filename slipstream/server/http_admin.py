@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slipstream.server.context import ServerContext
 from slipstream.server.errors import Code, InferenceError
 from slipstream.server.json_errors import Members, parse_json
-from slipstream.server.json_text import write_value
+from slipstream.server.json_text import write_object, write_value
 from slipstream.server.log_settings import log_settings, update_log_settings
 from slipstream.server.registry import ModelRegistry
 from slipstream.server.repository_control import check_repository_name, load_model
@@ -49,9 +50,14 @@ async def trace_route(
 ) -> Answer:
     if model:
         registry.find(model)
-    if method == "GET":
-        return write_value(context.trace.get(model))
-    return write_value(context.trace.update(dict(_members(body)), model))
+    found = context.trace.get(model) if method == "GET" else context.trace.update(dict(_members(body)), model)
+    return write_object(_trace_members(found))
+
+
+def _trace_members(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Triton repeats the name for every attribute of the resource."""
+    for name, value in settings.items():
+        yield from ((name, one) for one in (value if name == "resource" else [value]))
 
 
 async def shared_memory_route(match: re.Match[str], context: ServerContext, body: bytes) -> Answer:

@@ -31,6 +31,7 @@ class RequestTrail:
     input_ended_ns: int = 0  # its inputs are ready to compute with
     infer_ended_ns: int = 0  # computed; what is left is to write the answer
     first_answer_ns: int = 0
+    first_token_ns: int = 0
     last_token_ns: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -54,6 +55,11 @@ class RequestTrail:
         made = RequestTrail(self.began_ns, _executing=self._executing, _latencies=self._latencies)
         self.branches.append(made)
         return made
+
+    @property
+    def generated(self) -> list[RequestTrail]:
+        """The trails of what was generated: this one, or those of its batch items."""
+        return [part for part in (self, *self.branches) if part.prompt_tokens]
 
     def leave_queue(self) -> None:
         self.queue_ended_ns = time.monotonic_ns()

@@ -48,6 +48,7 @@ class TokenLatencies:
         """`count` new tokens of one request are here."""
         now = time.monotonic_ns()
         if not trail.last_token_ns:
+            trail.first_token_ns = now
             self.first_token_s.observe((now - trail.began_ns) / 1e9)
         if (later := count if trail.last_token_ns else count - 1) > 0:
             since = now - (trail.last_token_ns or now)  # tokens that come together came at the same time
@@ -57,8 +58,7 @@ class TokenLatencies:
 
     def finish(self, trail: RequestTrail, seconds: float) -> None:
         """A request that succeeded has ended."""
-        generated = [part for part in (trail, *trail.branches) if part.prompt_tokens]
-        if not generated:
+        if not (generated := trail.generated):
             return
         self.whole_answer_s.observe(seconds)
         for part in generated:

@@ -15,7 +15,7 @@ from slipstream.server.latency_metrics import MetricsConfig, cache_families, lab
 from slipstream.server.machine_metrics import Machine
 from slipstream.server.metric_families import Family
 from slipstream.server.response_cache import CachedModel
-from slipstream.server.statistics import CountedModel, ModelCounters
+from slipstream.server.statistics import CountedModel, ModelCounters, Part
 from slipstream.server.summaries import Summaries
 
 __all__ = ["CountedModel", "Engine", "ModelCounters", "ServerMetrics", "metrics_app"]
@@ -133,10 +133,13 @@ class ServerMetrics:
             self._whole_batches.add(entry.name)
         return CountedModel(entry.model, counters, parts)
 
-    def _latest(self, name: str) -> Callable[[], ModelCounters]:
-        def find() -> ModelCounters:
+    def _latest(self, name: str) -> Callable[[], Part]:
+        def find() -> Part:
             versions = [version for model, version in self._models if model == name]
-            return self.model(name, max(versions, key=int)) if versions else ModelCounters()  # not loaded: nobody's
+            if not versions:
+                return Part(name, "", ModelCounters())  # not loaded: nobody's
+            latest = max(versions, key=int)
+            return Part(name, latest, self.model(name, latest))
 
         return find
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from slipstream.server.access import Access
 from slipstream.server.engine_child import ENGINE_COMMAND
 from slipstream.server.engine_client import Supervision
+from slipstream.server.export_settings import ExportSettings
 
 ControlMode = Literal["none", "poll", "explicit"]
 ALL_MODELS = "*"
@@ -45,6 +46,7 @@ class ServerOptions:
     grpc_forwarded_headers: re.Pattern[str] | None = None
     grpc_settings: Mapping[str, Any] = field(default_factory=dict)  # fields of GrpcOptions
     trace_settings: Mapping[str, Any] = field(default_factory=dict)
+    trace_export: ExportSettings | None = None  # None: traces are files
     response_cache_bytes: int = 0  # 0: no cache
     rate_limits: Mapping[tuple[str, int | str], int] | None = None  # None: instances execute when they can
     metrics_settings: Mapping[str, Any] = field(default_factory=dict)  # fields of MetricsConfig

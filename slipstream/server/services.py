@@ -43,7 +43,9 @@ class Services:
         if options.response_cache_bytes:
             self.registry.wrap(ResponseCache(options.response_cache_bytes).wrap)
         self.registry.wrap(self.metrics.count)
-        trace = self._trace = TraceSettings(options.trace_settings)
+        trace = self._trace = TraceSettings(options.trace_settings, options.trace_export)
+        if trace.exporter is not None:
+            self.metrics.add_source(trace.exporter.families)
         self.loader = ModelLoader(
             options.repositories, self.registry, engines, factories, options.control_mode,
             options.exit_timeout_seconds, lambda name: self._forget(name, trace),
@@ -108,7 +110,7 @@ class Services:
         await asyncio.gather(self._grpc.stop(CLOSE_SECONDS), self._http.close(), self._metrics.close())
         await self.loader.close()
         self._memory.close()
-        self._trace.close()
+        await asyncio.to_thread(self._trace.close)
 
 
 def _context(options: ServerOptions, loader: ModelLoader, trace: TraceSettings) -> ServerContext:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.server import logging
-from slipstream.server.errors import Code, InferenceError
+from slipstream.server.errors import Code, InferenceError, error_type
 from slipstream.server.inference import (
     Answers,
     InferRequest,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from slipstream.server.registry import ModelRegistry
 
 FAILURE_REASONS = ("OTHER", "BACKEND", "CANCELED", "REJECTED")
+_COUNTS = ("prompt_tokens", "output_tokens")
 PHASES = ("compute_input", "compute_infer", "compute_output")
 
 
@@ -177,7 +178,15 @@ def _documents(durations: dict[str, Duration]) -> dict[str, dict[str, int]]:
     return {name: duration.document() for name, duration in durations.items()}
 
 
-Parts = Mapping[str, Callable[[], ModelCounters]]
+class Part(NamedTuple):
+    """A model whose work another one does in its place."""
+
+    name: str
+    version: str  # empty where it is not loaded
+    counters: ModelCounters
+
+
+Parts = Mapping[str, Callable[[], Part]]  # by the phase that each of them is
 
 
 class _Counted:
@@ -213,7 +222,7 @@ class _Counted:
             self._end()
             raise
         except BaseException as error:
-            self._failure = failure_reason(error)
+            self._fail(error)
             logging.concern(error, *self._about)
             self._end()
             raise
@@ -227,6 +236,11 @@ class _Counted:
             finally:
                 self._end()
 
+    def _fail(self, error: BaseException) -> None:
+        self._failure = failure_reason(error)
+        if self._trail.trace is not None:
+            self._trail.trace.fail(error_type(error))
+
     def _begin_answering(self) -> None:
         if self._waiting:
             self._counters.pending -= 1
@@ -239,13 +253,35 @@ class _Counted:
         trace.tensors("TENSOR_QUEUE_INPUT", request.inputs.values())
 
     def _end_trace(self, trace: RequestTrace, spent: _Spent, ended: int) -> None:
-        if self._parts or not self._counters.ensemble:  # an ensemble of others computes nothing itself
-            computing = self._began + spent.queue
+        computing = self._began + spent.queue
+        if self._counters.ensemble:  # computes nothing itself
+            self._trace_parts(trace, spent, computing)
+        else:
             trace.stamp("COMPUTE_START", computing)
             trace.stamp("COMPUTE_INPUT_END", computing + spent.compute_input)
             trace.stamp("COMPUTE_OUTPUT_START", ended - spent.compute_output)
             trace.stamp("COMPUTE_END", ended)
         trace.stamp("REQUEST_END", ended)
+        if generated := self._trail.generated:
+            firsts = [part.first_token_ns for part in generated if part.first_token_ns]
+            prompt, output = (sum(getattr(part, name) for part in generated) for name in _COUNTS)
+            trace.generated(prompt, output, min(firsts, default=0))
+        if not self._complete and self._failure is None:
+            trace.fail(Code.CANCELLED.name)
+
+    def _trace_parts(self, trace: RequestTrace, spent: _Spent, began: int) -> None:
+        reached = (began, self._trail.input_ended_ns, self._trail.infer_ended_ns)
+        for phase, came in zip(PHASES, reached, strict=True):
+            ended = began + getattr(spent, phase)
+            part = self._parts[phase]() if phase in self._parts else None
+            if part is not None and part.version and came:
+                child = trace.child()
+                child.model(part.name, part.version, self._about[1])
+                for name in ("REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END"):
+                    child.stamp(name, began)
+                for name in ("COMPUTE_OUTPUT_START", "COMPUTE_END", "REQUEST_END"):
+                    child.stamp(name, ended)
+            began = ended
 
     def _answer(self, response: InferResponse) -> None:
         if self._trail.trace is not None:
@@ -255,7 +291,7 @@ class _Counted:
         only = not self._counters.decoupled and response.news is None
         self._complete = self._complete or response.final or only
         if response.error is not None:
-            self._failure = failure_reason(response.error)
+            self._fail(response.error)
         elif not self._trail.first_answer_ns:
             if self._waiting:
                 self._begin_answering()
@@ -291,9 +327,9 @@ class _Counted:
         for phase, find in self._parts.items():
             share = _Spent(0, 0, getattr(spent, phase), 0)
             if succeeded:
-                find().succeed(share, self._batch_size)
+                find().counters.succeed(share, self._batch_size)
             elif phase == "compute_infer" and self._trail.input_ended_ns:
-                find().failed(self._failure or "CANCELED", share, self._batch_size)
+                find().counters.failed(self._failure or "CANCELED", share, self._batch_size)
 
 
 def failure_reason(error: BaseException) -> str:
@@ -306,10 +342,7 @@ def failure_reason(error: BaseException) -> str:
 
 
 class CountedModel(WrappedModel):
-    """A model whose requests are counted.
-
-    `parts`: the models whose work this one does in their place, by the phase that each of them is.
-    """
+    """A model whose requests are counted. `parts`: the models whose work this one does in their place."""
 
     def __init__(self, model: ServedModel, counters: ModelCounters, parts: Parts | None = None) -> None:
         super().__init__(model)

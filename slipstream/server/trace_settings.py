@@ -8,11 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.server.errors import Code, InferenceError
-from slipstream.server.tracing import RequestTrace, Sampler, TraceFile
+from slipstream.server.export_settings import ExportSettings
+from slipstream.server.otlp import SpanExporter
+from slipstream.server.spans import SpanTraces
+from slipstream.server.tracing import (
+    TENSORS,
+    TEXT_COMPLETION,
+    FileTraces,
+    Headers,
+    RequestTrace,
+    TraceFile,
+    Traces,
+    Turn,
+)
 
 Value = str | list[str]
 LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
-NUMBERS = ("trace_rate", "trace_count", "log_frequency")
 DEFAULTS: Mapping[str, Value] = {
     "trace_level": ["OFF"],
     "trace_rate": "1000",
@@ -21,44 +32,62 @@ DEFAULTS: Mapping[str, Value] = {
     "trace_file": "",
     "trace_mode": "triton",
 }
+FILE_SETTINGS = ("log_frequency", "trace_file")
 
 
 class TraceSettings:
-    """`start`: what the command line says. `begin` is asked at every request."""
+    """`start`: what the command line says. `export`: traces go to a collector, not to files. `begin` is asked at every
+    request.
+    """
 
-    def __init__(self, start: Mapping[str, Value] | None = None) -> None:
+    def __init__(self, start: Mapping[str, Value] | None = None, export: ExportSettings | None = None) -> None:
         self._start: dict[str, Value] = {**DEFAULTS, **(start or {})}
+        self._shown_export: dict[str, Value] = {}
+        self.exporter: SpanExporter | None = None
+        if export is not None:
+            self._start["trace_mode"] = "opentelemetry"
+            self._shown_export = dict(export.shown())
+            self.exporter = SpanExporter(export)
         self._changed: dict[str, Value] = {}
         self._models: dict[str, dict[str, Value]] = {}
         self._file = TraceFile(Path(str(self._start["trace_file"])))
         self._ids = itertools.count(1)
-        self._samplers: dict[str, Sampler | None] = {}  # by model; "" is for those without settings of their own
-        self._check_usable(self._start)
+        self._traces: dict[str, Traces | None] = {}  # by model; "" is for those without settings of their own
+        self._check_usable(self._start, starting=True)
         self._active = _is_on(self._start)  # somebody may be traced
 
-    def begin(self, model: str) -> RequestTrace | None:
-        """The trace of a request that has just come; its `finish` must be called."""
+    def begin(self, model: str, headers: Headers = (), operation: str = TEXT_COMPLETION) -> RequestTrace | None:
+        """The trace of a request that has just come; its `finish` must be called.
+
+        `operation`: what a model of language is asked for, in the words of OpenTelemetry's conventions.
+        """
         if not self._active:
             return None
         scope = model if model in self._models else ""
-        if scope not in self._samplers:
-            self._samplers[scope] = self._sampler(self.get(model))
-        sampler = self._samplers[scope]
-        return sampler.next() if sampler is not None else None
+        if scope not in self._traces:
+            self._traces[scope] = self._traces_by(self.get(model))
+        traces = self._traces[scope]
+        return traces.next(headers, operation) if traces is not None else None
 
     def get(self, model: str = "") -> dict[str, Value]:
         """The settings in force for a model, or for all models that have none of their own."""
         shown = {**self._start, **self._changed, **self._left("")}
-        return shown | self._models[model] | self._left(model) if model in self._models else shown
+        if model in self._models:
+            shown |= self._models[model] | self._left(model)
+        if self.exporter is not None:
+            shown = {name: value for name, value in shown.items() if name not in FILE_SETTINGS} | self._shown_export
+        return shown
 
     def _left(self, scope: str) -> dict[str, Value]:
         """What is left of a count that has been drawn from."""
-        sampler = self._samplers.get(scope)
-        return {"trace_count": str(sampler.left)} if sampler is not None else {}
+        traces = self._traces.get(scope)
+        return {"trace_count": str(traces.left)} if traces is not None else {}
 
     def update(self, wanted: Mapping[str, Any], model: str = "") -> dict[str, Value]:
         """Change some; None takes a change back; names nobody knows are ignored, as with Triton."""
         changes = {name: _checked(name, value) for name, value in wanted.items() if name in DEFAULTS}
+        if self.exporter is not None and changes.get("log_frequency") is not None:
+            raise _invalid("the mode opentelemetry has no log_frequency")
         target = dict(self._models.get(model, {}) if model else self._changed)
         target |= self._left(model)  # what is used up stays used up
         for name, value in changes.items():
@@ -66,12 +95,12 @@ class TraceSettings:
                 target.pop(name, None)
             else:
                 target[name] = value
-        self._check_usable({**(self.get() if model else self._start), **target})
+        self._check_usable({**self._start, **(self.get() if model else {}), **target})
         if model:
             self._models[model] = target
         else:
             self._changed = target
-        self._begin_anew([model] if model else list(self._samplers))
+        self._begin_anew([model] if model else list(self._traces))
         return self.get(model)
 
     def forget(self, model: str) -> None:
@@ -79,33 +108,46 @@ class TraceSettings:
         self._begin_anew([model])
 
     def close(self) -> None:
-        """Write what has been collected."""
-        self._begin_anew(list(self._samplers))
+        """Write what has been collected. May take as long as a collector is given."""
+        self._begin_anew(list(self._traces))
+        if self.exporter is not None:
+            self.exporter.close()
 
     def _begin_anew(self, scopes: list[str]) -> None:
         for scope in scopes:
-            if (sampler := self._samplers.pop(scope, None)) is not None:
-                sampler.flush()
+            if (traces := self._traces.pop(scope, None)) is not None:
+                traces.flush()
         self._active = any(_is_on(self.get(model)) for model in ("", *self._models))
 
-    def _sampler(self, settings: Mapping[str, Value]) -> Sampler | None:
+    def _traces_by(self, settings: Mapping[str, Value]) -> Traces | None:
         if not _is_on(settings):
             return None
-        rate, count, frequency = (int(str(settings[name])) for name in NUMBERS)
-        return Sampler(self._file, settings["trace_level"], rate, count, frequency, self._ids)
+        turn = Turn(int(str(settings["trace_rate"])), int(str(settings["trace_count"])))
+        if self.exporter is not None:
+            return SpanTraces(self.exporter.add, turn, self._ids)
+        return FileTraces(self._file, settings["trace_level"], turn, int(str(settings["log_frequency"])), self._ids)
 
-    def _check_usable(self, settings: Mapping[str, Value]) -> None:
+    def _check_usable(self, settings: Mapping[str, Value], starting: bool = False) -> None:
+        """A server that starts with a rate of 0 traces the requests that callers have put into a trace, only those."""
         if not _is_on(settings):
             return
-        reason = None
-        if int(str(settings["trace_rate"])) <= 0:
+        reason, rate = None, int(str(settings["trace_rate"]))
+        if self.exporter is not None and TENSORS in settings["trace_level"]:
+            reason = "the mode opentelemetry has no level TENSORS, only TIMESTAMPS"
+        elif rate == 0 and not (starting and self.exporter is not None):
+            reason = "sample rate must be non-zero"
+        elif rate < 0:
             reason = "sample rate must be positive"
-        elif not settings["trace_file"]:
+        elif self.exporter is None and not settings["trace_file"]:
             reason = "trace file name is not given"
         elif settings["trace_count"] == "0":
             reason = ""  # Triton's reason too
         if reason is not None:
-            raise InferenceError(f"Attempting to set invalid trace setting :{reason}")
+            raise _invalid(reason)
+
+
+def _invalid(reason: str) -> InferenceError:
+    return InferenceError(f"Attempting to set invalid trace setting :{reason}")
 
 
 def _is_on(settings: Mapping[str, Value]) -> bool:

@@ -1,7 +1,8 @@
-"""Traces of single requests, written as Triton writes them: a JSON array of small objects, each with the trace's id.
+"""Traces of single requests: who is traced, what is told of him, and the files that Triton writes of it.
 
-A `Sampler` picks the requests to trace by rate and count. With a log frequency every so many traces become a file of
-their own (`FILE.0`, `FILE.1`, …); without one they are collected in FILE, which is whole after every trace.
+A `Turn` picks the requests by rate and count. The files are JSON arrays of small objects, each with the trace's id.
+With a log frequency every so many traces become a file of their own (`FILE.0`, `FILE.1`, …); without one they are
+collected in FILE, which is whole after every trace.
 """
 
 from __future__ import annotations
@@ -11,13 +12,98 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from slipstream.server import logging
+from slipstream.server.errors import error_type
 from slipstream.server.json_text import write_scalar, write_string
 from slipstream.server.tensors import Tensor
 
 TIMESTAMPS, TENSORS = "TIMESTAMPS", "TENSORS"
 UNLIMITED = -1
+TEXT_COMPLETION, CHAT = "text_completion", "chat"
+Headers = Iterable[tuple[str | bytes, str | bytes]]
+
+
+class RequestTrace(Protocol):
+    """One request on its way, told of by whoever works on it."""
+
+    @property
+    def context(self) -> str:
+        """JSON of the headers with which others could join it; empty where they cannot."""
+        ...
+
+    def child(self) -> RequestTrace:
+        """Of a request that this one is taken apart into."""
+        ...
+
+    def beside(self) -> RequestTrace | None:
+        """Of another request that the same call makes; None where a trace tells of one only."""
+        ...
+
+    def stamp(self, name: str, ns: int = 0) -> None: ...
+    def model(self, name: str, version: str, request_id: str) -> None: ...
+    def tensors(self, activity: str, tensors: Iterable[Tensor]) -> None: ...
+    def generated(self, prompt_tokens: int, output_tokens: int, first_token_ns: int) -> None: ...
+    def fail(self, kind: str) -> None: ...
+    def finish(self) -> None: ...
+
+
+class Traces(Protocol):
+    """The traces that one set of settings asks for."""
+
+    @property
+    def left(self) -> int: ...
+
+    def next(self, headers: Headers, operation: str) -> RequestTrace | None:
+        """For one more request; None where it is not to be traced."""
+        ...
+
+    def flush(self) -> None: ...
+
+
+class Finishing:
+    """`with Finishing(trace, …):` while the request is worked on; what goes wrong is told, too.
+
+    `last`: the stamps that end it.
+    """
+
+    __slots__ = ("_last", "_trace")
+
+    def __init__(self, trace: RequestTrace | None, *last: str) -> None:
+        self._trace = trace
+        self._last = last
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if (trace := self._trace) is None:
+            return
+        if error is not None:
+            trace.fail(error_type(error))
+        for name in self._last:
+            trace.stamp(name)
+        trace.finish()
+
+
+class Turn:
+    """Every `rate`-th request, `left` of them; with a rate of 0 nobody."""
+
+    def __init__(self, rate: int, count: int) -> None:
+        self.left = count
+        self._rate = rate
+        self._seen = 0
+
+    def comes(self) -> bool:
+        if self.left == 0 or not self._rate:
+            return False
+        self._seen += 1
+        if self._seen % self._rate:
+            return False
+        if self.left > 0:
+            self.left -= 1
+        return True
 
 
 class TraceFile:
@@ -52,39 +138,29 @@ class TraceFile:
         logging.error(f"cannot write the trace file {path}: {error.strerror}")
 
 
-class Sampler:
-    """The traces that one set of settings asks for: every `rate`-th request, `count` of them."""
+class FileTraces:
+    """Those that go to a file."""
 
     def __init__(
-        self,
-        file: TraceFile,
-        levels: Iterable[str],
-        rate: int,
-        count: int,
-        log_frequency: int,
-        ids: itertools.count[int],
+        self, file: TraceFile, levels: Iterable[str], turn: Turn, log_frequency: int, ids: itertools.count[int]
     ) -> None:
         self.levels = frozenset(levels)
-        self.left = count
         self.ids = ids
         self._file = file
-        self._rate = rate
+        self._turn = turn
         self._log_frequency = log_frequency
-        self._seen = 0
         self._open = 0
         self._collected: list[bytes] = []
 
-    def next(self) -> RequestTrace | None:
-        """For one more request; None where it is not to be traced."""
-        if self.left == 0:
+    @property
+    def left(self) -> int:
+        return self._turn.left
+
+    def next(self, headers: Headers, operation: str) -> FileTrace | None:
+        if not self._turn.comes():
             return None
-        self._seen += 1
-        if self._seen % self._rate:
-            return None
-        if self.left > 0:
-            self.left -= 1
         self._open += 1
-        return RequestTrace(next(self.ids), self)
+        return FileTrace(next(self.ids), self)
 
     def finish(self, activities: bytes) -> None:
         self._open -= 1
@@ -104,19 +180,23 @@ class Sampler:
 
 
 @dataclass(slots=True)
-class RequestTrace:
-    """One request on its way. Those it is taken apart into are its children, and are written with it."""
+class FileTrace:
+    """One request. Those it is taken apart into are its children, and are written with it."""
 
     id: int
-    sampler: Sampler
+    traces: FileTraces
     parent_id: int = 0
     activities: list[bytes] = field(default_factory=list)
+    context: str = ""
 
-    def child(self) -> RequestTrace:
-        return RequestTrace(next(self.sampler.ids), self.sampler, self.id, self.activities)
+    def child(self) -> FileTrace:
+        return FileTrace(next(self.traces.ids), self.traces, self.id, self.activities)
+
+    def beside(self) -> None:
+        return None
 
     def stamp(self, name: str, ns: int = 0) -> None:
-        if TIMESTAMPS in self.sampler.levels:
+        if TIMESTAMPS in self.traces.levels:
             text = b'{"id":%d,"timestamps":[{"name":"%s","ns":%d}]}'
             self.activities.append(text % (self.id, name.encode(), ns or time.monotonic_ns()))
 
@@ -129,12 +209,18 @@ class RequestTrace:
         self.activities.append(text + b"}")
 
     def tensors(self, activity: str, tensors: Iterable[Tensor]) -> None:
-        if TENSORS in self.sampler.levels:
+        if TENSORS in self.traces.levels:
             for tensor in tensors:
                 self.activities.append(_tensor_activity(self.id, activity.encode(), tensor))
 
+    def generated(self, prompt_tokens: int, output_tokens: int, first_token_ns: int) -> None:
+        """These files have no place for it."""
+
+    def fail(self, kind: str) -> None:
+        """Nor for this."""
+
     def finish(self) -> None:
-        self.sampler.finish(b",".join(self.activities))
+        self.traces.finish(b",".join(self.activities))
 
 
 def _tensor_activity(trace_id: int, activity: bytes, tensor: Tensor) -> bytes:

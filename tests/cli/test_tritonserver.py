@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import tritonclient.grpc
+from span_collector import Collector, attributes_of
 from tritonclient.utils import InferenceServerException
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
@@ -23,6 +24,7 @@ from tiny_server import HERE, MODEL, ROOT, children_of, command_of, is_running, 
 from slipstream.cli import tritonserver
 from slipstream.cli.classic import run_command
 from slipstream.cli.tritonserver_flags import FLAGS, FlagError, parse_flags
+from slipstream.server.export_settings import ExportSettings
 from slipstream.server.grpc_options import GrpcOptions
 
 SCRIPT = """
@@ -33,6 +35,7 @@ engine_child.ENGINE_COMMAND = (sys.executable, {here!r} + "/scripted_engine.py")
 from slipstream.cli.tritonserver import main
 main()
 """
+OPENTELEMETRY = ["--model-repository=/a", "--trace-config=mode=opentelemetry", "--trace-config=level=TIMESTAMPS"]
 LAUNCHER = [
     "--model-control-mode=explicit", "--load-model=tensorrt_llm", "--grpc-port=8001", "--http-port=8000",
     "--metrics-port=8002", "--disable-auto-complete-config", "--backend-config=python,shm-region-prefix-name=prefix0_",
@@ -234,8 +237,20 @@ def test_what_is_wrong_is_said_in_one_line(flags: list[str], text: str) -> None:
         (["--model-repository=/a", "--http-restricted-api=x:y=z"], "unknown API 'x'"),
         (["--model-repository=/a", "--http-header-forward-pattern=("], "is no regular expression"),
         (["--model-repository=/a", "--grpc-use-ssl=true"], "needs --grpc-server-cert"),
-        (["--model-repository=/a", "--trace-config=mode=opentelemetry"], "traces go to files (mode triton) only"),
-        (["--model-repository=/a", "--trace-config=opentelemetry,url=x"], "traces go to files (mode triton) only"),
+        (["--model-repository=/a", "--trace-config=mode=zipkin"], "mode must be triton or opentelemetry, not 'zipkin'"),
+        (["--model-repository=/a", "--trace-config=zipkin,url=x"], "the modes are triton and opentelemetry"),
+        (["--model-repository=/a", "--trace-config=opentelemetry,url=x"], "'url' means nothing in the mode triton"),
+        ([*OPENTELEMETRY, "--trace-config=triton,file=/x"], "'file' means nothing in the mode opentelemetry"),
+        ([*OPENTELEMETRY, "--trace-config=opentelemetry,url=ftp://x"], "url must be http://<host>:<port>/v1/traces"),
+        ([*OPENTELEMETRY, "--trace-config=opentelemetry,url=http://a:b@c/v1"], "must not hold a name or a password"),
+        ([*OPENTELEMETRY, "--trace-config=opentelemetry,url=ftp://a:b@c:x"], "must not hold a name or a password"),
+        ([*OPENTELEMETRY, "--trace-config=opentelemetry,url=ftp://x?key=y"], "or the like, not 'ftp://x'\n"),
+        ([*OPENTELEMETRY, "--trace-config=opentelemetry,url=http://x/\x01"], "url must be http://<host>:<port>/v1/tr"),
+        ([*OPENTELEMETRY, "--trace-config=opentelemetry,resource=x"], "resource must be <name>=<value>, not 'x'"),
+        ([*OPENTELEMETRY, "--trace-config=opentelemetry,colour=red"], "unknown setting 'colour'"),
+        ([*OPENTELEMETRY, "--trace-config=opentelemetry,bsp_schedule_delay=0"], "must be a whole number above 0"),
+        ([*OPENTELEMETRY, "--trace-config=opentelemetry,bsp_max_export_batch_size=4096"], "more than the bsp_max"),
+        ([*OPENTELEMETRY, "--trace-config=level=TENSORS"], "the mode opentelemetry has no level TENSORS"),
         (["--model-repository=/a", "--trace-config=level=TIMESTAMPS"], "trace file name is not given"),
         (["--model-repository=/a", "--trace-config=level=LOUD"], "level must be one of"),
         (["--model-repository=/a", "--trace-config=triton,colour=red"], "unknown setting 'colour'"),
@@ -297,6 +312,36 @@ def test_trace_cache_limiter_and_metrics_flags_become_options(tmp_path: Path) ->
     }  # fmt: skip
 
 
+def test_where_spans_go_is_said_by_flags_and_by_opentelemetrys_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    bare = tritonserver.server_options(parse_flags([*OPENTELEMETRY, "--trace-config=rate=0"]))
+    assert bare.trace_settings == {"trace_level": ["TIMESTAMPS"], "trace_rate": "0"}
+    assert bare.trace_export == ExportSettings()
+    variables = {
+        "OTEL_SERVICE_NAME": "chat", "OTEL_RESOURCE_ATTRIBUTES": "team=a%20b,nonsense,region=here",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "https://collector:9/base/", "OTEL_EXPORTER_OTLP_TIMEOUT": "2500",
+        "OTEL_EXPORTER_OTLP_HEADERS": "Authorization=Basic%20eA==,x-scope=1", "OTEL_BSP_MAX_QUEUE_SIZE": "100",
+        "OTEL_BSP_SCHEDULE_DELAY": "70",
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert tritonserver.server_options(parse_flags(OPENTELEMETRY)).trace_export == ExportSettings(
+        url="https://collector:9/base/v1/traces", timeout_seconds=2.5, queue_spans=100, batch_spans=100, delay_ms=70,
+        resource={"service.name": "chat", "team": "a b", "region": "here"},
+        headers={"authorization": "Basic eA==", "x-scope": "1"},
+    )  # fmt: skip
+    given = ["url=http://own:1/v1/traces", "resource=service.name=x=y", "resource=k=v", "bsp_schedule_delay=5"]
+    flags = [*OPENTELEMETRY, *[f"--trace-config=opentelemetry,{one}" for one in given]]
+    export = tritonserver.server_options(parse_flags(flags)).trace_export
+    assert (export.url, export.delay_ms) == ("http://own:1/v1/traces", 5)
+    assert export.resource == {"service.name": "x=y", "team": "a b", "region": "here", "k": "v"}
+    assert "Basic" not in repr(export)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x=a%0d%0ab")
+    with pytest.raises(FlagError, match="OTEL_EXPORTER_OTLP_HEADERS: 'x' is no header"):
+        tritonserver.server_options(parse_flags(OPENTELEMETRY))
+
+
 def test_requests_are_traced_and_summed_up_as_the_flags_ask(
     serve: Callable[..., Tritonserver], tmp_path: Path
 ) -> None:
@@ -312,6 +357,27 @@ def test_requests_are_traced_and_summed_up_as_the_flags_ask(
     scraped = httpx.get(f"http://{server.place('Metrics Service')}/metrics", trust_env=False).text
     labels = f'model="{MODEL}",version="1"'
     assert f"nv_inference_request_summary_us_count{{{labels}}} 1" in scraped
+
+
+def test_spans_of_a_server_that_stops_arrive(serve: Callable[..., Tritonserver]) -> None:
+    with Collector() as collector:
+        server = serve(
+            "--trace-config=mode=opentelemetry", f"--trace-config=opentelemetry,url={collector.url}",
+            "--trace-config=opentelemetry,resource=service.name=chat", "--trace-config=rate=1",
+            "--trace-config=level=TIMESTAMPS", "--trace-config=opentelemetry,bsp_schedule_delay=600000",
+        ).wait_started()  # fmt: skip
+        assert generate(server).json()["text_output"] == "6 7 8"
+        scraped = httpx.get(f"http://{server.place('Metrics Service')}/metrics", trust_env=False).text
+        assert "slipstream_trace_spans_dropped_total 0\n" in scraped
+        assert collector.received == []
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        spans = {span.name: span for span in collector.spans}
+    about = attributes_of(collector.received[0].message.resource_spans[0].resource.attributes)
+    assert about["service.name"] == "chat"
+    assert spans[MODEL].parent_id == spans["InferRequest"].id
+    told = {name: spans[MODEL].attributes[f"gen_ai.usage.{name}_tokens"] for name in ("input", "output")}
+    assert told == {"input": 1, "output": 3}
 
 
 UPPER = """

@@ -158,7 +158,7 @@ def test_settings_of_one_model_and_turning_it_off(tmp_path: Path) -> None:
         change(port, {"trace_level": ["OFF"]}, "echo")
         infer(port, "off again")
         assert change(port, {"trace_rate": "0", "trace_level": ["TIMESTAMPS"]}) == {
-            "error": "Attempting to set invalid trace setting :sample rate must be positive"
+            "error": "Attempting to set invalid trace setting :sample rate must be non-zero"
         }
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.0"]
 

@@ -16,6 +16,7 @@ from slipstream.server.errors import Code, InferenceError
 from slipstream.server.inference import InferRequest
 from slipstream.server.python_models.calls import Surroundings
 from slipstream.server.python_models.model import PythonModel
+from slipstream.server.registry import ModelVersion
 
 HEAD = """
 import asyncio, json, numpy as np
@@ -253,10 +254,10 @@ return [pb_utils.is_model_ready("examiner"), pb_utils.is_model_ready("nope"), *f
     folder = write_model(tmp_path, "examiner", COUNTER + textwrap.indent(body, " " * 8))
     control = Control()
 
-    def find(name: str, version: str) -> PythonModel:
+    def find(name: str, version: str) -> ModelVersion:
         if name != "examiner":
             raise InferenceError("unknown", Code.NOT_FOUND)
-        return model
+        return ModelVersion(name, "1", model)
 
     config = models_of(folder)["examiner"].config
     model = PythonModel(config, folder / "examiner" / "1", Surroundings(find, control))

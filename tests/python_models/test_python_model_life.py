@@ -21,6 +21,7 @@ from slipstream.server.errors import Code, InferenceError
 from slipstream.server.inference import InferRequest
 from slipstream.server.python_models.calls import Surroundings
 from slipstream.server.python_models.model import Forgiveness, PythonModel
+from slipstream.server.registry import ModelVersion
 
 SLEEPER = """
 import time, numpy as np, triton_python_backend_utils as pb_utils
@@ -105,7 +106,7 @@ async def test_a_model_that_keeps_dying_stays_away(tmp_path: Path) -> None:
 
 
 def _nobody() -> Surroundings:
-    def find(name: str, version: str) -> PythonModel:
+    def find(name: str, version: str) -> ModelVersion:
         raise InferenceError(f"there is no {name}")
 
     return Surroundings(find)

@@ -32,7 +32,7 @@ from slipstream.server.openai.generation import CallAnswers, infer_request
 from slipstream.server.openai.models import find_model, named_models
 from slipstream.server.openai.streaming import answer_stream, answer_whole
 from slipstream.server.registry import ModelRegistry
-from slipstream.server.tracing import RequestTrace
+from slipstream.server.tracing import CHAT, TEXT_COMPLETION, Finishing, RequestTrace
 
 if TYPE_CHECKING:
     from slipstream.server.http import State
@@ -91,18 +91,15 @@ class OpenAIRoutes:
         body = await read_body(scope, receive, self._context.http_max_input_bytes)
         with WhileConnected(scope):
             call = await _CALLS[path](body, self._registry)
-            trace = self._context.trace.begin(call.model.entry.name)
-            try:
+            operation = CHAT if path == "/v1/chat/completions" else TEXT_COMPLETION
+            trace = self._context.trace.begin(call.model.entry.name, scope["headers"], operation)
+            with Finishing(trace):
                 await self._answer(call, trace, send if trace is None else StampedSend(send, trace, began))
-            finally:
-                if trace is not None:
-                    trace.finish()
 
     async def _answer(self, call: Call, trace: RequestTrace | None, send: Send) -> None:
         if trace is not None:
             trace.stamp("HTTP_RECV_END")
-        # A trace tells of one request to the model: where there are several prompts, of the first.
-        traces = [trace, *[None] * (len(call.texts) - 1)]
+        traces = [trace, *[trace and trace.beside() for _ in call.texts[1:]]]
         requests = [infer_request(call.model, text, call.id, trace)
                     for text, trace in zip(call.texts, traces, strict=True)]
         answers = CallAnswers(call.model, requests, call.texts[0].sequences)

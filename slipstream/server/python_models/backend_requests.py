@@ -31,8 +31,11 @@ class PreferredMemory:
 
 
 class InferenceTrace:
-    def __init__(self, context: str | None = None) -> None:
+    """The trace of a request. Another one that is made with it belongs to the same."""
+
+    def __init__(self, context: str | None = None, number: int = 0) -> None:
         self._context = context
+        self.number = number  # of the request; 0 where it is not traced
 
     def get_context(self) -> str | None:
         return self._context
@@ -136,7 +139,8 @@ class InferenceRequest:
         request._inputs = [Tensor.from_frame(tensor) for tensor in frame.inputs]
         request._flags = frame.flags
         request._model_name, request._model_version = "", -1
-        request._trace = request.preferred_memory = None
+        request._trace = InferenceTrace(frame.trace_context or None, frame.trace)
+        request.preferred_memory = None
         request._sender = ResponseSender(channel, frame.number)
         return request
 
@@ -199,6 +203,8 @@ class InferenceRequest:
             raise TritonModelException("an InferenceRequest to be executed needs a model_name")
         call = channel.begin()
         inputs = [tensor.frame() for tensor in self._inputs]
-        frame = msgspec.structs.replace(self._frame, number=call.number, flags=self._flags, inputs=inputs)
+        trace = self._trace.number if self._trace is not None else 0
+        frame = msgspec.structs.replace(
+            self._frame, number=call.number, flags=self._flags, inputs=inputs, trace=trace)
         channel.send(Call(frame, self._model_name, self._model_version, decoupled))
         return call

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from slipstream.server import logging
 from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import ServedModel
 from slipstream.server.input_checks import check_request
 from slipstream.server.python_models.convert import error_frame, request_of, response_frame
 from slipstream.server.python_models.custom_metrics import CustomMetrics
@@ -17,17 +17,22 @@ from slipstream.server.python_models.frames import Call, CallAnswer, Control, Co
 from slipstream.server.python_models.unread import Unread
 from slipstream.server.rate_limiter import RateLimiter
 from slipstream.server.repository_control import NoControl, RepositoryControl, load_model
+from slipstream.server.tracing import RequestTrace
+
+if TYPE_CHECKING:
+    from slipstream.server.registry import ModelVersion
 
 
 @dataclass(frozen=True)
 class Surroundings:
     """The server as its Python models see it."""
 
-    find: Callable[[str, str], ServedModel]  # by name and version (empty: the latest); InferenceError for none
+    find: Callable[[str, str], ModelVersion]  # by name and version (empty: the latest); InferenceError for none
     control: RepositoryControl = field(default_factory=NoControl)
     metrics: CustomMetrics = field(default_factory=CustomMetrics)
     limiter: RateLimiter | None = None  # where instances share resources
     complete_config: bool = True  # models may complete their own configuration
+    trace_of: Callable[[int], RequestTrace | None] = lambda number: None  # of a request that the model works on
 
 
 Send = Callable[[ToWorker], Awaitable[int]]  # tells how many bytes it took
@@ -100,12 +105,15 @@ class Calls:
 
     async def _pass_on(self, call: Call) -> None:
         version = "" if call.model_version < 0 else str(call.model_version)
-        model = self._surroundings.find(call.model_name, version)
+        entry = self._surroundings.find(call.model_name, version)
+        model = entry.model
         if model.decoupled and not call.decoupled:
             text = f"model '{call.model_name}' is decoupled: pass decoupled=True to exec or async_exec"
             raise InferenceError(text, Code.UNSUPPORTED)
-        request = request_of(call.request, call.model_name, version)
+        request = request_of(call.request, entry.name, entry.version)
         check_request(request, model.config)
+        if (trace := self._surroundings.trace_of(call.request.trace)) is not None:
+            request.trail.trace = trace.child()
         number, room = call.request.number, _Room()
         self._rooms[number] = room
         try:
@@ -131,7 +139,7 @@ class Calls:
             return self._surroundings.metrics.value(control.name, control.labels)
         if control.action == "ready":
             try:
-                return float(self._surroundings.find(control.name, control.version).ready)
+                return float(self._surroundings.find(control.name, control.version).model.ready)
             except InferenceError:
                 return 0.0  # unknown is not ready
         if control.action == "load":

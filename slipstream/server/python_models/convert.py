@@ -33,6 +33,7 @@ def tensor_of(frame: TensorFrame) -> Tensor:
 
 
 def request_frame(number: int, request: InferRequest) -> RequestFrame:
+    trace = request.trail.trace
     return RequestFrame(
         number=number,
         id=request.id,
@@ -42,6 +43,8 @@ def request_frame(number: int, request: InferRequest) -> RequestFrame:
         parameters=_WRITER.encode(request.parameters) if request.parameters else "{}",
         requested_outputs=request.outputs,
         inputs=[tensor_frame(tensor) for tensor in request.inputs.values()],
+        trace=number if trace is not None else 0,
+        trace_context=trace.context if trace is not None else "",
     )
 
 

@@ -48,10 +48,7 @@ class PythonModels:
         return any(_file(model, version).is_file() for version in model.versions)
 
     async def load(self, model: RepositoryModel, version: int, registry: ModelRegistry) -> ServedModel:
-        def find(name: str, wanted: str) -> ServedModel:
-            return registry.find(name, wanted).model
-
-        surroundings = Surroundings(find, self.control, self.metrics, self._limiter, self._complete_config)
+        surroundings = Surroundings(registry.find, self.control, self.metrics, self._limiter, self._complete_config)
         return await open_python_model(model.config, _file(model, version).parent, surroundings)
 
 

@@ -49,6 +49,8 @@ class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
     parameters: str  # JSON
     requested_outputs: tuple[str, ...]
     inputs: list[TensorFrame]
+    trace: int = 0  # the number of the request whose trace this one belongs to
+    trace_context: str = ""  # JSON of W3C's headers
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from slipstream.server.python_models.frames import Response, Start
 from slipstream.server.python_models.instance import Instance
 from slipstream.server.python_models.waiting import Pending, Waiting
 from slipstream.server.rate_limiter import GLOBAL, Contender, Device
+from slipstream.server.tracing import RequestTrace
 
 HANDED_AHEAD = 4
 DRAIN_SECONDS = 30.0  # for the requests of a model that is unloaded
@@ -60,7 +61,7 @@ class PythonModel:
     ) -> None:
         self.config = config
         self._version_folder = version_folder.resolve()
-        self._surroundings = surroundings
+        self._surroundings = replace(surroundings, trace_of=self._trace_of)
         self._forgiveness = forgiveness
         self._waiting = Waiting(config)
         self._instances: dict[_Place, Instance] = {}
@@ -212,6 +213,10 @@ class PythonModel:
             del self._running[message.number]
             pending.request.trail.end_infer()
         pending.put(response, message.final)
+
+    def _trace_of(self, number: int) -> RequestTrace | None:
+        pending = self._running.get(number)
+        return pending.request.trail.trace if pending is not None else None
 
     def give_up(self, pending: Pending) -> None:
         self._waiting.remove(pending)
