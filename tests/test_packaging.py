@@ -19,7 +19,7 @@ def test_every_data_file_is_shipped():
         for path in PACKAGE.rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc", ".pyi")
     }
-    assert {"py.typed", "server/docs.html", "repository/templates/ensemble.pbtxt"} <= data
+    assert {"py.typed", "server/docs.html", "server/chat.html", "repository/templates/ensemble.pbtxt"} <= data
     assert data - shipped_data() == set()
 
 

@@ -10,7 +10,8 @@ How a server is put together (no torch in this process, the engine is another on
 and tests with `build_registry(read_repository(path), generators)`, whose models stay.
 
 The routes are plain ASGI in front of a FastAPI application, because status, framing, header set and raw paths are
-part of the contract. FastAPI has what else there is: `/docs`, `/openapi.json` and whatever is mounted on it later.
+part of the contract. FastAPI has what else there is: the pages `/` and `/docs`, `/openapi.json` and whatever is mounted
+on it later.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ import re
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
-from importlib import resources
 from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from slipstream.server import logging
 from slipstream.server.asgi import (
@@ -63,8 +63,10 @@ from slipstream.server.infer_http import EarlyError, answer_infer, check_coupled
 from slipstream.server.json_text import write_error, write_value
 from slipstream.server.openai.routes import OpenAIRoutes
 from slipstream.server.openapi import openapi_document
+from slipstream.server.pages import PAGES, page
 from slipstream.server.registry import ModelRegistry, ModelVersion
 from slipstream.server.statistics import model_statistics
+from slipstream.server.tracing import Finishing
 
 TRITON_VERSION = "2.51.0"  # the release whose answers these are
 EXTENSIONS = (
@@ -107,8 +109,8 @@ def create_app(registry: ModelRegistry, state: State, context: ServerContext | N
     context = context or ServerContext()
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.openapi = lambda: openapi_document(registry)  # type: ignore[method-assign]
-    page = resources.files("slipstream.server").joinpath("docs.html").read_text("utf-8")
-    app.add_api_route("/docs", lambda: HTMLResponse(page), include_in_schema=False)
+    for path, file in PAGES.items():
+        app.add_api_route(path, page(file), include_in_schema=False)
     app.add_exception_handler(HTTPException, _triton_error)
     return TritonRoutes(app, registry, state, context)
 
@@ -273,20 +275,18 @@ class TritonRoutes:
             raise EarlyError(error.message, error.code) from error
         check_coupled(entry)
         most, memory = self._context.http_max_input_bytes, self._context.memory
-        if (trace := self._context.trace.begin(entry.name)) is not None:
+        if (trace := self._context.trace.begin(entry.name, scope["headers"])) is not None:
             send = StampedSend(send, trace)
-        try:
-            call = read_call(scope, await read_body(scope, receive, most), entry, memory, most)
+        with Finishing(trace):
+            body = await read_body(scope, receive, most)
             if trace is not None:
                 trace.stamp("HTTP_RECV_END")
-                call.request.trail.trace = trace
+            call = read_call(scope, body, entry, memory, most)
+            call.request.trail.trace = trace
             if (forwarded := self._context.http_forwarded_headers) is not None:
                 call.request.parameters.update(forwarded_headers(scope, forwarded))
             with WhileConnected(scope):
                 await answer_infer(entry, call, memory, scope, send)
-        finally:
-            if trace is not None:
-                trace.finish()
 
     async def _generate(
         self, name: str, version: str, stream: bool, scope: Scope, receive: Receive, send: Send
@@ -294,19 +294,16 @@ class TritonRoutes:
         entry = self._asked_model(name, version, scope)
         if header(scope, b"content-encoding").lower() not in (b"", b"identity"):
             raise InferenceError("Unsupported content-encoding, only 'identity' is supported.")
-        if (trace := self._context.trace.begin(entry.name)) is not None:
+        if (trace := self._context.trace.begin(entry.name, scope["headers"])) is not None:
             send = StampedSend(send, trace)
-        try:
+        with Finishing(trace):
             body = await read_body(scope, receive, self._context.http_max_input_bytes)
-            request = generate_request(body, entry.model.config, entry.version)
             if trace is not None:
                 trace.stamp("HTTP_RECV_END")
-                request.trail.trace = trace
+            request = generate_request(body, entry.model.config, entry.version)
+            request.trail.trace = trace
             with WhileConnected(scope):
                 await (answer_stream if stream else answer_once)(entry.model, request, send)
-        finally:
-            if trace is not None:
-                trace.finish()
 
 
 _NOT_ALLOWED = "Method Not Allowed"

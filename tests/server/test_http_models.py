@@ -391,7 +391,7 @@ def test_documentation_has_settings_to_change_and_fields_of_several_values(start
 
 def test_unknown_route_beside_the_documentation_answers_as_triton(start: Start) -> None:
     server = start()
-    for path in ("/docs/", "/", "/v1"):
+    for path in ("/docs/", "/index.html", "/v1"):
         answer = get(server.port, path)
         assert (answer.status, answer.body) == (404, b'{"error":"Not Found"}')
         assert answer.header("content-type") == "text/plain"
