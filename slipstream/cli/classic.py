@@ -19,6 +19,7 @@ from slipstream.cli.log import log
 
 # name: (module, help)
 COMMANDS: dict[str, tuple[str, str]] = {
+    "chat": ("chat", "Talk to a model of a running server."),
     "convert": ("convert", "Weights to a unified checkpoint (convert_checkpoint.py)."),
     "build": ("build", "A checkpoint to an engine (trtllm-build, build.py)."),
     "run": ("run", "Ask an engine without a server (run.py)."),

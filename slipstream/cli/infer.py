@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,15 +14,12 @@ import typer
 
 from slipstream.cli.keys import read_api_key
 from slipstream.cli.log import VerboseOption, log
+from slipstream.client.connection import HttpConnection, ServerError, grpc_error_text
 
 
 class Protocol(StrEnum):
     HTTP = "http"
     GRPC = "grpc"
-
-
-class InferError(Exception):
-    """What to tell the user in place of an answer."""
 
 
 def infer(
@@ -48,7 +45,7 @@ def infer(
             sys.stdout.flush()
     except KeyboardInterrupt:
         raise typer.Exit(130) from None  # leaving closes the connection, and the server stops generating
-    except InferError as error:
+    except ServerError as error:
         log("ERROR", str(error))
         raise typer.Exit(1) from None
     finally:
@@ -56,46 +53,16 @@ def infer(
 
 
 def stream_http(address: str, model: str, prompt: str, max_tokens: int, key: str = "") -> Iterator[str]:
-    import httpx
-
-    url = f"http://{address}/v2/models/{model}/generate_stream"
-    body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True}
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    unlimited_wait = httpx.Timeout(10.0, read=None)  # a long prompt may take a while before the first token
-    try:
-        with httpx.stream(
-            "POST", url, json=body, headers=headers, timeout=unlimited_wait, trust_env=False
-        ) as response:
-            if not response.is_success:
-                raise InferError(_error_text(response.read()) or f"the server answered {response.status_code}")
-            for line in response.iter_lines():
-                if line.startswith("data:"):
-                    yield _text_of(json.loads(line.removeprefix("data:")))
-    except httpx.ConnectError as error:
-        raise InferError(_nobody(address)) from error
-    except httpx.HTTPError as error:
-        raise InferError(f"the connection to {address} broke: {error}") from error
-
-
-def _text_of(event: dict[str, Any]) -> str:
-    if "error" in event:
-        raise InferError(str(event["error"]))
-    text = event.get("text_output", "")
-    return text if isinstance(text, str) else "\n".join(str(one) for one in text)
-
-
-def _error_text(body: bytes) -> str:
-    """From `{"error": …}`, alone or as an event; empty when the body is something else."""
-    try:
-        return str(json.loads(body.removeprefix(b"data:"))["error"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+    with closing(HttpConnection(address, key)) as connection:
+        body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True}
+        for event in connection.events(f"/v2/models/{model}/generate_stream", body):
+            text = event.get("text_output", "")
+            yield text if isinstance(text, str) else "\n".join(str(one) for one in text)
 
 
 def stream_grpc(address: str, model: str, prompt: str, max_tokens: int, key: str = "") -> Iterator[str]:
     import grpc
 
-    from slipstream.client.connection import grpc_error_text
     from slipstream.server.protocol import messages
 
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
@@ -112,10 +79,10 @@ def stream_grpc(address: str, model: str, prompt: str, max_tokens: int, key: str
         try:
             for answer in call(iter([request]), metadata=[("authorization", f"Bearer {key}")] if key else []):
                 if answer.error_message:
-                    raise InferError(answer.error_message)
+                    raise ServerError(answer.error_message)
                 yield _text_output(answer.infer_response)
         except grpc.RpcError as error:
-            raise InferError(grpc_error_text(error, address)) from error
+            raise ServerError(grpc_error_text(error, address)) from error
 
 
 def _add_input(request: Any, name: str, datatype: str, raw: bytes) -> None:
@@ -129,7 +96,3 @@ def _text_output(response: Any) -> str:
         if output.name == "text_output":
             return bytes(raw[4:]).decode(errors="replace")  # one element behind its length
     return ""
-
-
-def _nobody(address: str) -> str:
-    return f"no server answers at {address}; start one with: slipstream start"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import typer
 
 from slipstream.server import logging
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what others write must not steer the terminal
 _PROGRAM: ContextVar[str] = ContextVar("program", default="slipstream")
 
 
@@ -25,7 +27,7 @@ def log(level: str, message: str) -> None:
         logging.say("E" if level == "ERROR" else "W" if level == "WARNING" else "I", " ".join(message.split()))
         return
     stream = sys.stderr if level == "ERROR" else sys.stdout
-    print(line(level, " ".join(message.split())), file=stream, flush=True)
+    print(line(level, CONTROL.sub("", " ".join(message.split()))), file=stream, flush=True)
 
 
 def line(level: str, text: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -226,17 +227,68 @@ class HttpConnection:
 
         try:
             response = self._client.request(method, self.url + path, json=body)
+            if not response.is_success:
+                raise _refusal(response)
             document: dict[str, Any] = response.json()
         except httpx.ConnectError as error:
             raise ServerError(_nobody(self.url)) from error
         except (httpx.HTTPError, ValueError) as error:
             raise ServerError(f"the connection to {self.url} broke: {error}") from error
-        if not response.is_success:
-            raise ServerError(str(document.get("error", f"the server answered {response.status_code}")))
         return document
+
+    def models(self) -> dict[str, str]:
+        """Those that make text from text; of an adapter, the name of the model that it belongs to."""
+        document = self._document("GET", "/v1/models", None)
+        try:
+            return {model["id"]: model.get("parent", "") for model in document["data"]}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ServerError(f"what answers at {self.url} has no list of models") from error
+
+    def events(self, path: str, body: Any) -> Generator[Any, None, None]:
+        """What a stream of server-sent events holds, as it comes. Closed early, it tells the server to stop."""
+        import httpx
+
+        try:
+            with self._client.stream("POST", self.url + path, json=body) as response:
+                if not response.is_success:
+                    response.read()
+                    raise _refusal(response)
+                for data in _data(response.iter_bytes()):
+                    event = json.loads(data)
+                    if told := _told(event):
+                        raise ServerError(told)
+                    yield event
+        except httpx.ConnectError as error:
+            raise ServerError(_nobody(self.url)) from error
+        except (httpx.HTTPError, ValueError) as error:
+            raise ServerError(f"the connection to {self.url} broke: {error}") from error
 
     def close(self) -> None:
         self._client.close()
+
+
+def _data(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """What stands behind `data:` in each line. A line ends at a line feed only: JSON may hold U+2028 as it is."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and (data := line.removeprefix(b"data:").strip()) != b"[DONE]":
+                yield data
+
+
+def _refusal(response: Any) -> ServerError:
+    try:
+        told = _told(json.loads(response.content.removeprefix(b"data:")))
+    except ValueError:
+        told = ""  # not this server's words: the status must do
+    return ServerError(told or f"the server answered {response.status_code}")
+
+
+def _told(document: Any) -> str:
+    """The error in a document, Triton's (a text) or OpenAI's (an object with one); empty where it has none."""
+    error = (document.get("error") if isinstance(document, dict) else None) or ""
+    return str(error.get("message", "") if isinstance(error, dict) else error)
 
 
 def _message(messages: Any, request: Request) -> Any:
@@ -274,4 +326,5 @@ def grpc_error_text(error: Any, url: str) -> str:
 
 
 def _nobody(url: str, protocol: str = "") -> str:
-    return f"no server answers {protocol}at {url}; start one with slipstream start or slipstream launch"
+    host = url.removeprefix("http://")
+    return f"no server answers {protocol}at {host}; start one with slipstream start or slipstream launch"

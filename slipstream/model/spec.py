@@ -133,8 +133,9 @@ class ModelSpec:
             raise ValueError(f"sliding_layers names {len(self.sliding_layers)} layers, the model has {self.layers}")
         if self.experts is not None and self.experts.layers is not None and len(self.experts.layers) != self.layers:
             raise ValueError(f"experts are told of {len(self.experts.layers)} layers, the model has {self.layers}")
-        if self.norms_after and (self.output_norms or self.parallel_residual or self.norm != "layer"):
-            raise ValueError("norms_after go with layer norm and a plain residual")
+        others = self.output_norms or self.parallel_residual or self.final_norm
+        if self.norms_after and (others or self.norm != "layer"):
+            raise ValueError("norms_after go with layer norm, a plain residual and no final norm")
         if self.output_norms if self.parallel_residual else self.shared_norm:
             raise ValueError("output_norms go with a sequential residual, shared_norm with a parallel one")
 

@@ -109,8 +109,9 @@ class Transformer:
             hidden += functional.embedding(step.positions, self.position_embedding)
         turn_at = self.operations.turn_at
         turns = {theta: turn_at(*table, step.positions, self.dtype) for theta, table in self.rotary.items()}
-        x: Input = hidden.to(self.dtype)
-        if not self.spec.norms_after:
+        if self.spec.norms_after:
+            x: Input = hidden.to(self.dtype)
+        else:
             x = self.operations.add_norm(hidden, None, self.layers[0].input_norm)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             # Of the last layer, other tokens' keys and values are all that anybody will read. Adapters are planned
@@ -205,7 +206,7 @@ class Layer:
         self.first = source.product(first, rows, spec.hidden_size, spec.mlp_bias)
         self.gated = linear.gated(self.first) if self.activate == operations.silu_gated else None
         self.proj = source.product(f"{name}.mlp.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
-        if not (spec.norms_after or spec.parallel_residual or spec.output_norms):
+        if not (spec.norms_after or spec.parallel_residual):
             self.joint_dense = linear.joint(self.dense, self.post_norm, self.first)
 
     def lead_to(self, norm: Norm | None, taker: linear.Product) -> None:

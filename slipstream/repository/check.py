@@ -32,6 +32,7 @@ _IMPORTED = ("imported", "those of slipstream import")  # kind and generation of
 _INDEX = re.compile(r"\[(\d+)\]")
 _WIRES = re.compile(r"ensemble_scheduling\.step\.[^.]+(\.(input_map|output_map))?")
 _TYPED = re.compile(r"(input|output)\.[^.]+\.(data_type|dims|optional|allow_ragged_batch|reshape\.shape)")
+_OUR_OWN = re.compile(r"(.*\.)?(messages|MESSAGES)(\..*)?")  # an input of this server's: some have it, some have not
 _FIXED_TEXT = re.compile(r"platform|backend|ensemble_scheduling\.step\..*|instance_group\.0\.kind")
 
 
@@ -169,7 +170,7 @@ def _shape(document: Mapping[str, Any], lines: Mapping[str, int]) -> _Shape:
     values: dict[str, Any] = {}
     for path, line in lines.items():
         named, value = _follow(document, path)
-        if named is not None and not _INDEX.search(named):
+        if named is not None and not _INDEX.search(named) and not _OUR_OWN.fullmatch(named):
             named_lines.setdefault(named, line)
             values[named] = value
     return _Shape(named_lines, values | _told_by_source(document, values))

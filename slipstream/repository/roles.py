@@ -26,6 +26,7 @@ class Role(StrEnum):
 
 PREPROCESSING_FIELDS = {
     "QUERY": "text_input",
+    "MESSAGES": "messages",
     "REQUEST_OUTPUT_LEN": "max_tokens",
     "BAD_WORDS_DICT": "bad_words",
     "STOP_WORDS_DICT": "stop_words",
@@ -67,7 +68,7 @@ LATER_SPELLINGS = {"min_tokens": "min_length", "seed": "random_seed"}
 
 BLS_INPUTS = frozenset(
     {
-        "text_input", "decoder_text_input", "image_input", "image_bytes_input", "image_url_input",
+        "text_input", "messages", "decoder_text_input", "image_input", "image_bytes_input", "image_url_input",
         "video_bytes_input", "max_tokens", "bad_words", "stop_words", "exclude_input_in_output", "end_id",
         "pad_id", "top_k", "top_p", "temperature", "length_penalty", "repetition_penalty", "min_length",
         "min_tokens", "presence_penalty", "frequency_penalty", "random_seed", "seed", "return_log_probs",

@@ -6,6 +6,7 @@ one level of the same. What the real server checks is checked here, in its order
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from slipstream.server.errors import Code, InferenceError
 from slipstream.server.inference import InferRequest
 from slipstream.server.input_checks import check_inputs, refused
 from slipstream.server.json_errors import Members, parse_json
+from slipstream.server.prompt_fields import MESSAGES, UNDECLARED
 from slipstream.server.tensors import tensor_from_json
 
 NESTED_KEY = "parameters"
@@ -48,6 +50,8 @@ def _convert(
         elif name not in tensors:
             _add_parameter(request, name, value)
         else:
+            if name == MESSAGES and tensors[name].datatype == "BYTES":  # others' models may call anything so
+                value = _conversation(value)
             tensor = tensor_from_json(tensors[name], batched, value)
             if name in request.inputs:
                 raise refused(request, f"input '{name}' already exists in request")
@@ -57,5 +61,18 @@ def _convert(
 def _add_parameter(request: InferRequest, name: str, value: Any) -> None:
     if not isinstance(value, (str, bool, int, float)):
         text = f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'."
-        raise InferenceError(text)
+        raise InferenceError(f"{text} {UNDECLARED}" if name == MESSAGES else text)
     request.parameters[name] = value
+
+
+def _conversation(value: Any) -> Any:
+    """A conversation may stand in the body as it is: it becomes the JSON that its tensor holds. Texts are that."""
+    if isinstance(value, str) or (type(value) is list and value and all(isinstance(item, str) for item in value)):
+        return value
+    return json.dumps(_plain(value), ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Members):
+        return {name: _plain(item) for name, item in value.first().items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value

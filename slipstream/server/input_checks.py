@@ -88,13 +88,20 @@ def _wrong_count(request: InferRequest, config: ModelConfig) -> InferenceError:
     given, total = len(request.inputs), len(config.inputs)
     expected = f"number of inputs between {len(required)} and {total}" if len(required) < total else f"{total} inputs"
     got = ",".join(f"'{name}'" for name in reversed(request.inputs))
-    names = ",".join(f"'{name}'" for name in required if name not in request.inputs)
+    names = ",".join(_missing(request, config))
     missing = f"[{names}]" if names else "]"  # the bracket is missing in Triton's text
     text = (
         f"expected {expected} but got {given} inputs for model '{config.name}'. Got input(s) [{got}], "
         f"but missing required input(s) {missing}. Please provide all required input(s)."
     )
     return refused(request, text)
+
+
+def _missing(request: InferRequest, config: ModelConfig) -> list[str]:
+    """The required inputs that are not there. Where a model takes conversations, either is enough."""
+    either = {"text_input": "'text_input' or 'messages'"} if "messages" in config.inputs_by_name else {}
+    given = {*request.inputs, *(either if "messages" in request.inputs else ())}
+    return [either.get(name, f"'{name}'") for name in config.required_inputs if name not in given]
 
 
 def _check_batch(request: InferRequest, config: ModelConfig) -> None:

@@ -274,9 +274,14 @@ class _Server:
         lines = [place]
         repository = self._reading.repository
         if repository.chains:
+            guarded = self._options.access.guarded
+            chat = f"slipstream chat -u {host}:{port}"
+            # A browser cannot bring a key.
+            chat = f"{chat} --api-key YOUR_KEY_FILE" if guarded else f"http://{host}:{port}/ or {chat}"
+            lines.insert(0, f"OpenAI:   http://{host}:{port}/v1   chat: {chat}")
             body = json.dumps({"text_input": "What is machine learning?", "max_tokens": 64})
             url = f"http://{host}:{port}/v2/models/{_model_to_show(repository)}/generate"
-            key = "-H 'Authorization: Bearer YOUR_KEY' " if self._options.access.guarded else ""
+            key = "-H 'Authorization: Bearer YOUR_KEY' " if guarded else ""
             lines.insert(0, f"Try it:   curl -s {key}{url} -d '{body}'")
         if logging.settings().format == "json":
             logging.info("\n".join(lines))

@@ -112,8 +112,8 @@ REFUSED: Mapping[str, str] = {
 }  # fmt: skip
 
 TAKEN_AS_THEY_ARE = frozenset({
-    "text_input", "stream", "stop", "return_log_probs", "exclude_input_in_output", "input_ids", "stop_words_list",
-    "bad_words_list", "return_context_logits", "return_generation_logits", "return_prompt_log_probs",
+    "text_input", "messages", "stream", "stop", "return_log_probs", "exclude_input_in_output", "input_ids",
+    "stop_words_list", "bad_words_list", "return_context_logits", "return_generation_logits", "return_prompt_log_probs",
     "return_kv_cache_reuse_stats", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens",
     "return_num_cached_tokens", "return_finish_reason", "guided_decoding_guide_type", "guided_decoding_guide",
     "lora_name", "lora_weights", "lora_config", "prompt_embedding_table",

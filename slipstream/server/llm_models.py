@@ -23,9 +23,10 @@ from slipstream.server.generation import EngineUnavailable
 from slipstream.server.generation_outputs import Asked, Progress, as_declared, asked_of, made, named, side_outputs
 from slipstream.server.inference import InferRequest, InferResponse
 from slipstream.server.limits import Given, check_batch, check_prompt_length, check_tokens, given_fields, require
+from slipstream.server.prompt_fields import MESSAGES, check_prompt, conversation_tokens
 from slipstream.server.prompt_tables import refuse_table
 from slipstream.server.queue_policy import TIMED_OUT, urgency
-from slipstream.server.sampling import cache_salt_of, never_ends, sampling_params, sequences_of
+from slipstream.server.sampling import cache_salt_of, never_ends, sampling_params, sequences_of, words_of, words_size
 from slipstream.server.sequence_outputs import sequence_index, stacked
 from slipstream.server.stop_requests import StopRequests, asks_to_stop
 from slipstream.server.tensors import Tensor
@@ -147,7 +148,9 @@ class TextModel:
         if request.text is not None:
             return self._continue(request.text, request)
         check_batch(request, self.config)
-        return self._answer(given_fields(request, self._chain.fields.inputs), request)
+        fields = given_fields(request, self._chain.fields.inputs)
+        check_prompt(fields, self._names, request.parameters)
+        return self._answer(fields, request)
 
     async def _continue(self, text: TextRequest, given: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """What is new, as it comes, whether or not the model is decoupled; its end mark is no part of it."""
@@ -172,7 +175,7 @@ class TextModel:
         text_request = replace(
             text_request,
             sampling=asked.completed(text_request.sampling),
-            prompt=await self._fitting(text_request.prompt),
+            prompt=await self._prompt(fields),
             adapter=await chosen_adapter(self.generator, fields),
             priority=urgent.priority,
             deadline=urgent.deadline,
@@ -201,7 +204,7 @@ class TextModel:
         trail.end_infer()
         if not answered:
             parts = [part for progress in sequences for part in progress.parts()]
-            texts = [part.text if streaming else self._whole(fields, part) for part in parts]
+            texts = [part.text if streaming else self._whole(fields, text_request.prompt, part) for part in parts]
             yield await made(self._response, texts, asked, parts, True)
 
     def _guessing(self, fields: Mapping[str, Given]) -> Generates:
@@ -215,14 +218,13 @@ class TextModel:
         return DraftedGenerator(self.generator, self.generator.tokenizer, self._draft, count)
 
     def _text_request(self, fields: Mapping[str, Given]) -> TextRequest:
+        """All but the prompt, which takes longest to read and so comes last."""
         tokenizer = self.generator.tokenizer
-        prompt = require(fields, "text_input", self._name("text_input"))
         require(fields, "max_tokens", self._name("max_tokens"))
-        check_prompt_length(prompt, self.engine.engine.build.max_input_len)
         refuse_table(fields, self._chain.engine)
         sampling = sampling_params(fields, lambda word: tokenizer.encode(word, False))
         return TextRequest(
-            prompt=self._prompt(prompt.tensor.text()),
+            prompt="",
             sampling=sampling,
             bad_words=words_of(fields, "bad_words", self._chain.comma_words),
             stop_words=words_of(fields, "stop_words", self._chain.comma_words),
@@ -233,16 +235,15 @@ class TextModel:
             cache_salt=cache_salt_of(fields),
         )
 
-    def _prompt(self, text: str) -> str | list[int]:
-        """An empty text begins with the model's own beginning; a model without one has nothing to say to it."""
-        tokenizer = self.generator.tokenizer
-        if text or tokenizer.encode("", self.engine.add_special_tokens):
-            return text
-        return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-
-    async def _fitting(self, prompt: str | list[int]) -> str | list[int]:
-        """The prompt, as tokens where they had to be counted: the engine may be built for less than its context."""
+    async def _prompt(self, fields: Mapping[str, Given]) -> str | list[int]:
+        """As tokens where they had to be counted: the engine may be built for less than its context."""
         longest, info = self.engine.engine.build.max_input_len, self.generator.engine.info
+        prompt: str | list[int]
+        if MESSAGES in fields:
+            prompt = await conversation_tokens(fields[MESSAGES], self.generator, longest)
+        else:
+            check_prompt_length(fields["text_input"], longest)
+            prompt = self._text_or_beginning(fields["text_input"].tensor.text())
         if info is not None and longest >= info.max_sequence_tokens - 1:
             return prompt  # the generator counts against the context, which is the tighter bound
         if isinstance(prompt, str):
@@ -251,6 +252,13 @@ class TextModel:
         check_tokens(prompt, longest)
         return prompt
 
+    def _text_or_beginning(self, text: str) -> str | list[int]:
+        """An empty text begins with the model's own beginning; a model without one has nothing to say to it."""
+        tokenizer = self.generator.tokenizer
+        if text or tokenizer.encode("", self.engine.add_special_tokens):
+            return text
+        return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+
     def _progress(self, request: TextRequest, index: int) -> Progress:
         end_ids = frozenset(() if request.ignore_end else request.sampling.end_ids or self.generator.tokenizer.end_ids)
         return Progress(end_ids, self.engine.normalize_log_probs, context_told=index > 0)
@@ -258,11 +266,16 @@ class TextModel:
     def _name(self, field: str) -> str:
         return self._names.get(field, field)
 
-    def _whole(self, fields: Mapping[str, Given], progress: Progress) -> str:
+    def _whole(self, fields: Mapping[str, Given], prompt: str | list[int], progress: Progress) -> str:
+        """With the prompt, unless it is to be left out: as it was sent or, of a conversation, as its tokens read."""
         if is_true(fields, "exclude_input_in_output", self.engine.exclude_input_in_output):
             return progress.text
-        prompt = fields["text_input"].tensor.text()
-        return prompt + joint(self.generator.tokenizer, prompt, progress.tokens) + progress.text
+        tokenizer = self.generator.tokenizer
+        if MESSAGES in fields and isinstance(prompt, list):
+            text = tokenizer.decode(prompt, self.engine.skip_special_tokens)
+        else:
+            text = fields["text_input"].tensor.text()
+        return text + joint(tokenizer, text, progress.tokens) + progress.text
 
     def _response(
         self, texts: list[str], asked: Asked, parts: list[Progress], final: bool, sequence: int | None = None
@@ -276,20 +289,6 @@ class TextModel:
         parameters = ENSEMBLE_PARAMETERS if self._chain.ensemble else {}
         answer = as_declared(named(outputs, self._outputs, asked.by_name), self.config)
         return InferResponse(answer, parameters, final=final and self._marks_end)
-
-
-def words_size(fields: Mapping[str, Given]) -> int:
-    """Bytes of the words that are cut into tokens when the request is read."""
-    given = fields.get("embedding_bias_words")
-    return sum(map(len, given.tensor.data)) if given is not None else 0
-
-
-def words_of(fields: Mapping[str, Given], field: str, comma_separated: bool) -> list[str]:
-    """The words of a list; the first releases had one text for all of them, with commas between."""
-    texts = fields[field].tensor.texts() if field in fields else []
-    if comma_separated:
-        texts = [word.strip() for text in texts for word in text.split(",")]
-    return [word for word in texts if word]
 
 
 def joint(tokenizer: Tokenizer, prompt: str, tokens: list[int]) -> str:

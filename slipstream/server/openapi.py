@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.server.openai.describe import openai_paths
+from slipstream.server.prompt_fields import MESSAGES
 from slipstream.server.registry import ModelRegistry
 from slipstream.version import VERSION
 
@@ -108,4 +109,7 @@ def _request_schema(registry: ModelRegistry, name: str) -> dict[str, Any]:
         several = tensor.dims != (1,)
         properties[tensor.name] = {"type": [kind, "array"], "items": {"type": kind}} if several else {"type": kind}
     required = [tensor.name for tensor in config.inputs if not tensor.optional]
+    if MESSAGES in properties:
+        properties[MESSAGES] = {"type": ["array", "string"], "items": {"type": "object"}}
+        required = [name for name in required if name != "text_input"]  # either of them
     return {"type": "object", "properties": properties, "required": required}

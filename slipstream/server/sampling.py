@@ -118,6 +118,20 @@ def _logit_bias(
     return tuple(bias.items())
 
 
+def words_size(fields: Mapping[str, Given]) -> int:
+    """Bytes of the words that are cut into tokens when the request is read."""
+    given = fields.get("embedding_bias_words")
+    return sum(map(len, given.tensor.data)) if given is not None else 0
+
+
+def words_of(fields: Mapping[str, Given], field: str, comma_separated: bool) -> list[str]:
+    """The words of a list; the first releases had one text for all of them, with commas between."""
+    texts = fields[field].tensor.texts() if field in fields else []
+    if comma_separated:
+        texts = [word.strip() for text in texts for word in text.split(",")]
+    return [word for word in texts if word]
+
+
 def word_ids(tensor: Tensor) -> list[tuple[int, ...]]:
     """Words in the engine's layout [2, L]: all ids one after the other, then where each word ends, then -1s."""
     length = len(tensor.data) // 2

@@ -11,8 +11,9 @@ from slipstream.server.errors import InferenceError
 from slipstream.server.generation_outputs import named
 from slipstream.server.inference import InferRequest, InferResponse
 from slipstream.server.limits import Given, check_batch, check_prompt_length, given_fields, require
-from slipstream.server.llm_models import Generator, words_of
-from slipstream.server.sampling import pack_words, sampling_params
+from slipstream.server.llm_models import Generator
+from slipstream.server.prompt_fields import MESSAGES, check_prompt, conversation_tokens
+from slipstream.server.sampling import pack_words, sampling_params, words_of
 from slipstream.server.tensors import Tensor, single
 from slipstream.server.text.folder import TokenizerError
 
@@ -32,6 +33,7 @@ class PreprocessingModel:
         self._engine = engine
         self._generator = generator
         self._names = {name: name for name in model.config.output_names}
+        self._fields = {field: name for name, field in PREPROCESSING_FIELDS.items() if name in model.config.input_names}
         self._comma_words = takes_comma_words(model.config)
 
     @property
@@ -47,16 +49,22 @@ class PreprocessingModel:
         try:
             check_batch(request, self.config)
             fields = given_fields(request, PREPROCESSING_FIELDS)
-            yield InferResponse(named(self._outputs(fields), self._names))
+            check_prompt(fields, self._fields, {})  # an ensemble's parameters may be meant for another of its steps
+            ids = await self._prompt(fields)
+            yield InferResponse(named(self._outputs(fields, ids), self._names))
         except (InferenceError, TokenizerError) as error:
             yield InferResponse(error=InferenceError(str(error)))
 
-    def _outputs(self, fields: Mapping[str, Given]) -> list[Tensor]:
+    async def _prompt(self, fields: Mapping[str, Given]) -> list[int]:
+        longest = self._engine.engine.build.max_input_len
+        if MESSAGES in fields:
+            return await conversation_tokens(fields[MESSAGES], self._generator, longest)
+        check_prompt_length(fields["text_input"], longest)
+        return self._generator.tokenizer.encode(fields["text_input"].tensor.text(), self._engine.add_special_tokens)
+
+    def _outputs(self, fields: Mapping[str, Given], ids: list[int]) -> list[Tensor]:
         tokenizer = self._generator.tokenizer
-        query = require(fields, "text_input", "QUERY")
         length = require(fields, "max_tokens", "REQUEST_OUTPUT_LEN")
-        check_prompt_length(query, self._engine.engine.build.max_input_len)
-        ids = tokenizer.encode(query.tensor.text(), self._engine.add_special_tokens)
         end_id = fields["end_id"].value if "end_id" in fields else tokenizer.eos_id
         pad_id = fields["pad_id"].value if "pad_id" in fields else tokenizer.pad_id
         return [

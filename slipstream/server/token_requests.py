@@ -18,6 +18,7 @@ from slipstream.server.text.tokenizer import Tokenizer
 
 def token_request(fields: Mapping[str, Given], engine: EngineModel, tokenizer: Tokenizer) -> TextRequest:
     spec = engine.engine.spec
+    refuse_texts(fields, engine.name)
     table = prompt_table(fields, spec, sequences_of(fields))
     prompt = prompt_ids(fields, engine, table)
     require(fields, "max_tokens", "request_output_len")
@@ -37,6 +38,12 @@ def token_request(fields: Mapping[str, Given], engine: EngineModel, tokenizer: T
         draft=draft_ids(fields, engine),
         retention=retention_of(fields),
     )
+
+
+def refuse_texts(fields: Mapping[str, Given], model: str) -> None:
+    for field in ("text_input", "messages"):
+        if field in fields:
+            raise InferenceError(f"{fields[field].name} is for models that take text, and {model} takes input_ids")
 
 
 def prompt_ids(fields: Mapping[str, Given], engine: EngineModel, table: PromptTable | None) -> list[int]:

@@ -23,10 +23,9 @@ from grpc_support import (
     send,
 )
 from http_support import wait_until
-from tiny_text import EchoEngine, text_registry, write_engine_folder
+from tiny_text import EchoEngine, text_registry, write_engine_folder, write_recorded_repository
 
 from slipstream.repository.models import read_repository
-from slipstream.repository.templates import write_repository
 from slipstream.server.access import Access, parse_restrictions
 from slipstream.server.context import ServerContext
 from slipstream.server.health import ServerState
@@ -76,7 +75,7 @@ def client(registry: ModelRegistry, shared: ServerContext) -> Iterator[Client]:
 def language_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("trtllm")
     engine = write_engine_folder(folder / "engine")
-    write_repository(folder / "repo", "tensorrt_llm_bls", engine, engine, 64)
+    write_recorded_repository(folder / "repo", engine)
     echo = EchoEngine()
     registry = text_registry(read_repository(folder / "repo"), echo)
     with RunningGrpc(registry, ServerState([echo])) as server, Client(server.port) as made:

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from http_support import Answer, Connection, RunningServer, request_bytes, wait_until
 from recorded_models import RECORDED
-from tiny_text import EchoEngine, text_registry, write_engine_folder
+from tiny_text import EchoEngine, text_registry, write_engine_folder, write_recorded_repository
 
 from slipstream.repository.models import read_repository
-from slipstream.repository.templates import write_repository
 from slipstream.server.context import ServerContext
 from slipstream.server.health import ServerState
 from slipstream.server.http import create_app
@@ -67,7 +66,7 @@ def mimic(mimic_registry: ModelRegistry) -> Iterator[int]:
 def trtllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     folder = tmp_path_factory.mktemp("trtllm")
     engine = write_engine_folder(folder / "engine")
-    write_repository(folder / "repo", "tensorrt_llm_bls", engine, engine, 64)
+    write_recorded_repository(folder / "repo", engine)
     echo = EchoEngine()
     registry = text_registry(read_repository(folder / "repo"), echo)
     with RunningServer(create_app(registry, ServerState([echo]))) as server:

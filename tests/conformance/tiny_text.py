@@ -15,6 +15,7 @@ from slipstream.engine.messages import EngineInfo
 from slipstream.engine.request import SamplingParams
 from slipstream.model.spec import ModelSpec
 from slipstream.repository.models import Repository
+from slipstream.repository.templates import write_repository
 from slipstream.server.generation import Delta, EngineUnavailable
 from slipstream.server.registry import ModelRegistry, build_registry
 from slipstream.server.text.pipeline import TextGenerator
@@ -52,6 +53,15 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+def write_recorded_repository(folder: Path, engine: Path) -> Path:
+    """The models whose answers are recorded: those that an import writes, but for the input that upstream has not."""
+    for model in write_repository(folder, "tensorrt_llm_bls", engine, engine, 64):
+        config = model / "config.pbtxt"
+        lines = config.read_text().splitlines(keepends=True)
+        config.write_text("".join(line for line in lines if '"messages"' not in line.lower()))
+    return folder
 
 
 class EchoGeneration:

@@ -184,7 +184,10 @@ def test_a_traced_call_is_written_as_a_request_of_its_model(serving, tmp_path):
     settings.close()
     activities = json.loads(file.read_text())
     named = [activity for activity in activities if "model_name" in activity]
-    assert [(found["model_name"], found["request_id"]) for found in named] == [("ensemble", answer.id)]
+    steps = ["preprocessing", "tensorrt_llm", "postprocessing"]
+    assert [found["model_name"] for found in named] == ["ensemble", *steps]
+    assert [found.get("parent_id") for found in named] == [None, *[named[0]["id"]] * 3]
+    assert {found["request_id"] for found in named} == {answer.id}
     stamps = [stamp["name"] for activity in activities for stamp in activity.get("timestamps", [])]
     assert {"HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "COMPUTE_END", "HTTP_SEND_END"} <= set(stamps)
 

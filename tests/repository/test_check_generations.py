@@ -77,6 +77,24 @@ def test_nothing_is_said_of_what_import_writes(tmp_path: Path) -> None:
                for text in found)
 
 
+def test_nothing_is_said_of_conversations_taken_or_not(tmp_path: Path) -> None:
+    """`messages` is this server's own: those of before it lack it, and those of upstream may declare it."""
+    engine = write_engine_folder(tmp_path / "engine")
+    for model in write_repository(tmp_path / "models", "mine", engine, engine, 8):
+        config = model / "config.pbtxt"
+        lines = config.read_text().splitlines(keepends=True)
+        config.write_text("".join(line for line in lines if '"messages"' not in line.lower()))
+    assert [str(problem) for problem in check_repository(tmp_path / "models").found] == []
+    upstream = written(tmp_path / "upstream", "inflight_batcher_llm", "v0.10")
+    before = [problem.text for problem in check_repository(upstream).found]
+    for name in ("ensemble", "tensorrt_llm_bls"):
+        config = upstream / name / "config.pbtxt"
+        declared = 'input [\n  { name: "messages" data_type: TYPE_STRING dims: [ 1 ] optional: true },'
+        config.write_text(config.read_text().replace("input [", declared, 1))
+        assert read_repository(upstream).chains[name].fields.inputs["messages"] == "messages"
+    assert [problem.text for problem in check_repository(upstream).found] == before
+
+
 def test_wires_may_have_any_name_that_both_ends_share(tmp_path: Path) -> None:
     models = written(tmp_path, "inflight_batcher_llm", "v0.9")
     file = models / "ensemble" / "config.pbtxt"

@@ -24,7 +24,7 @@ from slipstream.server.http import create_app
 
 GENERATE = "/v2/models/ensemble/generate"
 CANARY = json.dumps({"text_input": "canary 🐤 ", "max_tokens": 150, "stream": True}).encode()
-COUNTS = "expected number of inputs between 2 and 24 but got"
+COUNTS = "expected number of inputs between 2 and 25 but got"
 PARSING = "failed to parse the request JSON buffer: "
 IN_ENSEMBLE = "in ensemble 'ensemble', "
 
@@ -64,7 +64,7 @@ TABLE = [
         "required input(s) ['max_tokens']. Please provide all required input(s)."),
     Bad("no field", b'{"id": "r7"}', 400, "content-length",
         f"[request id: r7] {COUNTS} 0 inputs for model 'ensemble'. Got input(s) [], but missing required input(s) "
-        "['text_input','max_tokens']. Please provide all required input(s)."),
+        "['text_input' or 'messages','max_tokens']. Please provide all required input(s)."),
     refused("missing field behind an optional one", b'{"text_input": "abc", "top_k": 1}', "max_tokens is required"),
     Bad("field twice", b'{"text_input":"a","text_input":"b","max_tokens":1}', 400, "content-length",
         "[request id: <id_unknown>] input 'text_input' already exists in request"),

@@ -113,7 +113,10 @@ def test_the_server_and_its_services_say_what_they_say_elsewhere(life: Life) -> 
         assert (line["level"], line["process"]) == ("info", life.server_process)
     assert the_one(life.objects, "successfully loaded 'noisy'")["model"] == "noisy"
     assert the_one(life.objects, "loaded in 0.0 s")["model"] == "tensorrt_llm"
-    assert "curl" in the_one(life.objects, "API docs")["message"]
+    banner = the_one(life.objects, "API docs")["message"].splitlines()
+    address = the_one(life.objects, "Started HTTPService at ")["message"].rpartition(" ")[2]
+    assert [line.partition(":")[0] for line in banner] == ["Try it", "OpenAI", "API docs"]
+    assert banner[1] == f"OpenAI:   http://{address}/v1   chat: http://{address}/ or slipstream chat -u {address}"
     assert the_one(life.objects, "Invalid HTTP request")["level"] == "warning"  # uvicorn's
     assert life.settings["log_format"] == "json"
 

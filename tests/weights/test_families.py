@@ -303,6 +303,9 @@ def test_layers_without_experts(options: dict[str, Any], layers: tuple[bool, ...
 def test_opt_with_norms_after_and_narrow_embeddings() -> None:
     spec = spec_of(named("OPTForCausalLM", do_layer_norm_before=False, word_embed_proj_dim=32))
     assert (spec.norms_after, spec.final_norm, spec.embedding_width) == (True, False, 32)
+    for other in ("final_norm", "output_norms", "parallel_residual"):
+        with pytest.raises(ValueError, match="norms_after go with layer norm, a plain residual and no final norm"):
+            replace(spec, **{other: True})
     assert ModelSpec.from_config(json.loads(json.dumps(spec.to_config()))) == spec
     assert spec.parameters() == sum(prod(shape) for name, shape in checkpoint_shapes(spec).items()
                                     if len(shape) == 2 and "position" not in name)

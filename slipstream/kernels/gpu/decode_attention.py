@@ -23,7 +23,7 @@ _TILE = 64  # cached tokens a program looks at at once
 _NARROW_TILE = 32  # the same of a program with one warp
 # By the bytes of a cached number: programs for each that the machine holds from which on they are best narrow, and how
 # far ahead of its arithmetic a narrow program reads.
-_NARROW_FROM = {1: 1.5, 2: 2.5}
+_NARROW_FROM = {1: 1.5, 2: 2.3}
 _NARROW_STAGES = {1: 6, 2: 4}
 _GROUP = 16  # the least number of query rows the matrix units take
 _SMALLEST = 16  # the least number of columns they sum over

@@ -13,7 +13,6 @@ from slipstream.server.openai.errors import refused
 from slipstream.server.openai.fields import ChatFields, read_fields
 from slipstream.server.openai.generation import finish_reason
 from slipstream.server.openai.log_probs import ScoredTokens, chat_log_probs
-from slipstream.server.openai.messages import unknown_fields
 from slipstream.server.openai.models import find_model
 from slipstream.server.openai.prompts import chat_tokens
 from slipstream.server.openai.sampling import (
@@ -26,6 +25,7 @@ from slipstream.server.openai.sampling import (
 )
 from slipstream.server.openai.tools import tools_of
 from slipstream.server.registry import ModelRegistry
+from slipstream.server.text.messages import unknown_fields
 from slipstream.server.text.pipeline import TextDelta, TextRequest, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 

@@ -7,10 +7,10 @@ from typing import Any
 from slipstream.server.limits import LONGEST_TOKEN_CHARACTERS, NUMBERS
 from slipstream.server.openai.errors import ApiError, refused
 from slipstream.server.openai.fields import ChatFields, CompletionFields
-from slipstream.server.openai.messages import template_messages
 from slipstream.server.openai.models import NamedModel
 from slipstream.server.text.chat import ChatError, Tools
 from slipstream.server.text.folder import TokenizerError
+from slipstream.server.text.messages import MessageError, template_messages
 from slipstream.server.text.pipeline import in_thread_if_long
 
 Prompt = str | list[int]
@@ -19,10 +19,12 @@ Prompt = str | list[int]
 async def chat_tokens(fields: ChatFields, size: int, model: NamedModel, tools: Tools) -> list[int]:
     """size: of the body. What is long is looked at in threads: others' streams must not wait for it."""
     template = model.tokenizer.chat_template or ""
-    messages = await in_thread_if_long(size, template_messages, fields.messages, template)
-    _check_characters("messages", sum(len(message["content"]) for message in messages), model)
     try:
+        messages = await in_thread_if_long(size, template_messages, fields.messages, template)
+        _check_characters("messages", sum(len(message["content"]) for message in messages), model)
         tokens = await model.text.generator.chat_prompt(messages, tools=tools)
+    except MessageError as error:
+        raise ApiError(str(error), error.field) from error
     except (ChatError, TokenizerError) as error:
         raise ApiError(str(error), "messages") from error
     return _fitting("messages", tokens, model)

@@ -1,4 +1,4 @@
-"""A conversation as OpenAI's clients send it, made into what chat templates expect."""
+"""A conversation as clients send it (OpenAI's, or in the field `messages`), made into what chat templates expect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.server.openai.errors import refused
+from slipstream.server.text.chat import ChatError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # An answer that is sent back as a part of the conversation has them, and they say nothing.
@@ -14,15 +14,25 @@ _EMPTY = ("refusal", "annotations", "audio", "function_call")
 _KNOWN = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", *_EMPTY})
 
 
-def template_messages(messages: Sequence[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+class MessageError(ChatError):
+    """A part of a conversation that cannot be. The text begins with `field`, which is where it stands."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+
+
+def template_messages(
+    messages: Sequence[dict[str, Any]], template: str, name: str = "messages"
+) -> list[dict[str, Any]]:
     """Contents as text, the arguments of calls as objects; a developer is the system to a model that knows none."""
     if not messages:
-        raise refused("messages", "must hold at least one message")
-    return [_message(f"messages[{number}]", message, template) for number, message in enumerate(messages)]
+        raise MessageError(name, "must hold at least one message")
+    return [_message(f"{name}[{number}]", message, template) for number, message in enumerate(messages)]
 
 
-def unknown_fields(messages: Sequence[dict[str, Any]]) -> list[str]:
-    return [f"messages[{number}].{key}" for number, message in enumerate(messages)
+def unknown_fields(messages: Sequence[dict[str, Any]], name: str = "messages") -> list[str]:
+    return [f"{name}[{number}].{key}" for number, message in enumerate(messages)
             for key, value in message.items() if value is not None and key not in _KNOWN]
 
 
@@ -30,13 +40,13 @@ def _message(name: str, given: dict[str, Any], template: str) -> dict[str, Any]:
     message = {key: value for key, value in given.items() if value is not None}
     for key in _EMPTY:
         if message.get(key):
-            raise refused(f"{name}.{key}", "is not supported by this server")
+            raise MessageError(f"{name}.{key}", "is not supported by this server")
     role = message.get("role")
     if role not in _ROLES:
-        raise refused(f"{name}.role", f"must be one of {', '.join(_ROLES)}, got {json.dumps(role)[:40]}")
+        raise MessageError(f"{name}.role", f"must be one of {', '.join(_ROLES)}, got {json.dumps(role)[:40]}")
     calls = message.get("tool_calls")
     if calls and role != "assistant":
-        raise refused(f"{name}.tool_calls", "belongs to messages of the assistant")
+        raise MessageError(f"{name}.tool_calls", "belongs to messages of the assistant")
     if role == "developer" and "developer" not in template:
         role = "system"
     made = {"role": role, "content": _content(f"{name}.content", message.get("content"), optional=bool(calls))}
@@ -50,7 +60,7 @@ def _message(name: str, given: dict[str, Any], template: str) -> dict[str, Any]:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise refused(name, "must be a string")
+        raise MessageError(name, "must be a string")
     return value
 
 
@@ -60,27 +70,27 @@ def _content(name: str, content: Any, optional: bool) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise refused(name, "must be a string or a list of text parts")
+        raise MessageError(name, "must be a string or a list of text parts")
     return "\n".join([_part(f"{name}[{number}]", part) for number, part in enumerate(content)])
 
 
 def _part(name: str, part: Any) -> str:
     if not isinstance(part, dict):
-        raise refused(name, "must be an object with type and text")
+        raise MessageError(name, "must be an object with type and text")
     if part.get("type") != "text":
-        raise refused(f"{name}.type", f"must be text, got {json.dumps(part.get('type'))[:40]}")
+        raise MessageError(f"{name}.type", f"must be text, got {json.dumps(part.get('type'))[:40]}")
     return _text(f"{name}.text", part.get("text"))
 
 
 def _calls(name: str, calls: Any) -> list[dict[str, Any]]:
     """Calls that the model made earlier. Templates write the arguments out themselves, so they get the object."""
     if not isinstance(calls, list):
-        raise refused(name, "must be a list")
+        raise MessageError(name, "must be a list")
     made = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or call.get("type", "function") != "function":
-            raise refused(f"{name}[{number}]", "must be an object with type function and the function")
+            raise MessageError(f"{name}[{number}]", "must be an object with type function and the function")
         place = f"{name}[{number}].function"
         arguments = _arguments(f"{place}.arguments", function.get("arguments"))
         function = {"name": _text(f"{place}.name", function.get("name")), "arguments": arguments}
@@ -92,4 +102,4 @@ def _arguments(name: str, text: Any) -> Any:
     try:
         return json.loads(_text(name, text) or "{}")
     except (ValueError, RecursionError) as error:
-        raise refused(name, "must be JSON") from error
+        raise MessageError(name, "must be JSON") from error

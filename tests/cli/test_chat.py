@@ -1,0 +1,343 @@
+"""`slipstream chat` as a user runs it: through a pipe, and in a terminal of its own where Ctrl-C is Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from real_server import ROOT, RealServer, build_engine
+from tiny_hf_folder import save_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from http_support import RunningServer, wait_until
+from tiny_text import EchoEngine, text_registry, write_engine_folder
+
+from slipstream.repository.models import read_repository
+from slipstream.repository.templates import write_repository
+from slipstream.server.access import Access
+from slipstream.server.context import ServerContext
+from slipstream.server.health import ServerState
+from slipstream.server.http import create_app
+
+# The echo of such a prompt is the conversation, and then its end.
+TEMPLATE = ("{% for message in messages %}[{{ message.role }}] {{ message.content }} {% endfor %}"
+            "[assistant]{{ eos_token }}")
+# In a terminal of its own, whose Ctrl-C is the kernel's doing.
+IN_TERMINAL = "import os; os.login_tty(0); from slipstream.cli.main import main; main()"
+
+
+class Place:
+    """A server that repeats what it is sent, and the commands that ask it."""
+
+    def __init__(self, port: int, engine: EchoEngine) -> None:
+        self.address, self.engine = f"127.0.0.1:{port}", engine
+
+    def pipe(self, lines: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return run_chat(lines, "-u", self.address, *flags, **variables)
+
+
+def run_chat(lines: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slipstream.cli.main", "chat", *flags]
+    return subprocess.run(command, input=lines, env=environment(**variables), capture_output=True, text=True,
+                          encoding="utf-8", timeout=60, check=False)  # fmt: skip
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLIPSTREAM")}
+    return kept | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", "TERM": "dumb", **variables}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    engine = write_engine_folder(folder / "engine")
+    (engine / "chat_template.jinja").write_text(TEMPLATE)
+    write_repository(folder / "models", "mine", engine, engine, 8)
+    return folder / "models"
+
+
+@pytest.fixture
+def place(models: Path) -> Iterator[Place]:
+    with serving(models) as place:
+        yield place
+
+
+@contextmanager
+def serving(models: Path, key: str = "") -> Iterator[Place]:
+    engine = EchoEngine()
+    engine.heeds_end_ids = True
+    registry = text_registry(read_repository(models), engine)
+    with RunningServer(create_app(registry, ServerState([engine]), ServerContext(access=Access(key)))) as server:
+        yield Place(server.port, engine)
+
+
+class Terminal:
+    def __init__(self, *flags: str) -> None:
+        self._master, slave = os.openpty()
+        command = [sys.executable, "-c", IN_TERMINAL, "chat", *flags]
+        self.process = subprocess.Popen(command, env=environment(), stdin=slave, stdout=slave, stderr=slave)
+        os.close(slave)
+        self._unread = ""
+        self.all = ""
+
+    def until(self, text: str) -> str:
+        """What comes before `text`, which must come."""
+        deadline = time.monotonic() + 30
+        while text not in self._unread:
+            assert time.monotonic() < deadline, f"{text!r} did not come after {self.all[-500:]!r}"
+            if select.select([self._master], [], [], 0.1)[0]:
+                new = os.read(self._master, 65536).decode(errors="replace").replace("\r\n", "\n")
+                self._unread, self.all = self._unread + new, self.all + new
+        before, _, self._unread = self._unread.partition(text)
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def close(self) -> int:
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+            os.close(self._master)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def begin(*flags: str) -> Terminal:
+        opened.append(Terminal(*flags))
+        return opened[-1]
+
+    yield begin
+    for one in opened:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait(30)
+
+
+FIRST = "[user] One? [assistant]"
+
+
+def test_each_line_of_a_pipe_is_answered_with_what_was_said_before(place: Place) -> None:
+    done = place.pipe("One?\n\nTwo?\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{FIRST}\n[user] One? [assistant] {FIRST} [user] Two? [assistant]\n"
+
+
+def test_a_system_message_stays_and_the_rest_is_forgotten(place: Place) -> None:
+    done = place.pipe("One?\n/clear\nTwo?\n/exit\nThree?\n", "--system", "Be kind.")
+    assert done.stdout == "[system] Be kind. [user] One? [assistant]\n[system] Be kind. [user] Two? [assistant]\n"
+    assert done.returncode == 0
+
+
+def test_a_line_without_an_end_and_a_separator_inside_are_text(place: Place) -> None:
+    assert place.pipe("a\u2028b\x85c").stdout == "[user] a\u2028b\x85c [assistant]\n"
+
+
+def test_an_unknown_command_is_told_and_not_sent(place: Place) -> None:
+    done = place.pipe("/clera\n/usr/bin?\n")
+    assert done.stderr.startswith("error: there is no /clera: Ctrl-C stops an answer, /clear ")
+    assert done.stdout == "[user] /usr/bin? [assistant]\n"
+
+
+@pytest.mark.parametrize(("model", "code"), [("ensemble", 0), ("mine", 0), ("tensorrt_llm", 1)])
+def test_the_model_must_be_one_that_chats(place: Place, model: str, code: int) -> None:
+    done = place.pipe("One?\n", "-m", model)
+    assert done.returncode == code
+    if code:
+        assert done.stderr == f"error: there is no model '{model}' to talk to; there are: ensemble, mine\n"
+
+
+def test_without_a_server_one_line_says_what_to_run() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    done = run_chat("One?\n", "-u", "127.0.0.1", "-p", str(port))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: no server answers at 127.0.0.1:{port}; start one with slipstream start ")
+    assert done.stderr.count("\n") == 1
+
+
+@contextmanager
+def another_server(models: Any, event: Any) -> Iterator[str]:
+    """One that lists these models and answers with this one event."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(json.dumps(models))
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.answer(f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
+
+        def answer(self, text: str) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *about: object) -> None:
+            """Nobody reads it."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join(20)
+
+
+LISTED = {"data": [{"id": "mine"}]}
+PIECE = {"delta": {"content": "caf\u00e9"}, "finish_reason": None}
+
+
+@pytest.mark.parametrize(("models", "event", "told"), [
+    ({"hello": 1}, None, "what answers at http://{address} has no list of models"),
+    ([1], None, "what answers at http://{address} has no list of models"),
+    (LISTED, 5, "what answers there is not OpenAI's API"),
+    (LISTED, {"choices": [{"delta": None}]}, "what answers there is not OpenAI's API"),
+    (LISTED, {"error": {"message": "no\x1b[31m!"}}, "no[31m!"),
+    (LISTED, {"choices": [PIECE], "error": None}, ""),
+])  # fmt: skip
+def test_a_server_of_another_kind_is_told_in_one_line(models: Any, event: Any, told: str) -> None:
+    with another_server(models, event) as address:
+        done = run_chat("One?\n", "-u", address, PYTHONIOENCODING="ascii")
+        expected = (1, f"error: {told.format(address=address)}\n") if told else (0, "")
+    assert (done.returncode, done.stderr) == expected
+    assert done.stdout == ("" if told else "caf?\n")
+
+
+def test_the_name_of_a_model_does_not_steer_the_terminal(terminal: Callable[..., Terminal]) -> None:
+    with another_server({"data": [{"id": "mi\x1b]0;ne\x07"}]}, {"choices": [PIECE]}) as address:
+        shell = terminal("-u", address)
+        assert shell.until(">>> ").startswith(f"This is mi]0;ne at {address}. ")
+        shell.type("\x04")
+        assert shell.close() == 0
+
+
+def test_an_answer_that_fails_ends_a_pipe(place: Place) -> None:
+    place.engine.failure = "out of order"
+    done = place.pipe("One?\nTwo?\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "error: out of order\n")
+
+
+def test_the_key_comes_from_a_file_or_the_environment(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("open sesame\n")
+    with serving(models, "open sesame") as place:
+        assert place.pipe("One?\n").returncode == 1
+        assert place.pipe("One?\n", "--api-key", str(tmp_path / "key")).stdout == f"{FIRST}\n"
+        assert place.pipe("One?\n", SLIPSTREAM_API_KEY="open sesame").stdout == f"{FIRST}\n"
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(place: Place, terminal: Callable[..., Terminal]) -> None:
+    place.engine.hold_end = True
+    shell = terminal("-u", place.address)
+    assert shell.until(">>> ").startswith(f"This is mine at {place.address}. Ctrl-C stops an answer, ")
+    shell.type("One?\n")
+    shell.until(FIRST)  # all but the end, which does not come
+    assert place.engine.cancels == []
+    shell.type("\x03")
+    shell.until("\n>>> ")
+    wait_until(lambda: place.engine.cancels == [(1, "cancelled")])
+    place.engine.hold_end = False
+    shell.type("Two?\n")
+    said = shell.until("\n\n>>> ").split("\n", 1)[1]
+    assert said == f"[user] One? [assistant] {FIRST} [user] Two? [assistant]"
+    shell.type("half a line\x03")
+    shell.until("\n>>> ")
+    shell.type("/exit\n")
+    assert shell.close() == 0
+    assert len(place.engine.submitted) == 2
+
+
+def test_ctrl_d_ends_and_what_a_model_writes_does_not_steer_the_terminal(
+    place: Place, terminal: Callable[..., Terminal]
+) -> None:
+    shell = terminal("-u", place.address, "--system", "\x1b[31mred\x07")
+    shell.until(">>> ")
+    shell.type("One?\n")
+    assert shell.until("\n\n>>> ").endswith("[system] [31mred [user] One? [assistant]")
+    shell.type("\x04")
+    assert shell.close() == 0
+
+
+def test_an_answer_that_fails_half_way_is_told_on_a_line_of_its_own(
+    place: Place, terminal: Callable[..., Terminal]
+) -> None:
+    place.engine.hold_end = True
+    shell = terminal("-u", place.address)
+    shell.until(">>> ")
+    shell.type("One?\n")
+    shell.until(FIRST)
+    place.engine.failure, place.engine.hold_end = "out of order", False
+    assert shell.until(">>> ") == "\n\nerror: out of order\n"
+    shell.type("/exit\n")
+    assert shell.close() == 0
+
+
+def test_an_answer_that_fills_the_context_is_told(place: Place) -> None:
+    place.engine.heeds_end_ids = False  # it goes on for ever
+    done = place.pipe("One?\n")
+    assert done.stdout.startswith(f"{FIRST}[user] One?")
+    assert (done.returncode, done.stderr) == (
+        0, "error: the answer ends here because the context is full; /clear makes room\n")  # fmt: skip
+
+
+def test_a_server_that_goes_away_ends_an_answer_and_not_the_program(
+    models: Path, terminal: Callable[..., Terminal]
+) -> None:
+    with serving(models) as place:
+        shell = terminal("-u", place.address)
+        shell.until(">>> ")
+    shell.type("One?\n")
+    shell.until(f"error: no server answers at {place.address}; start one with slipstream start")
+    shell.until("\n>>> ")
+    shell.type("\x04")
+    assert shell.close() == 0
+
+
+def test_a_real_engine_frees_the_row_of_an_answer_that_was_stopped(
+    tmp_path: Path, terminal: Callable[..., Terminal]
+) -> None:
+    """Its answers never end by themselves before 16,000 tokens."""
+    model = save_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16384}))
+    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    engine = build_engine(model, tmp_path / "engine")
+    write_repository(tmp_path / "models", "tiny", engine, engine, 8)
+    server = RealServer(tmp_path / "models", tmp_path / "run").wait()
+    try:
+        shell = terminal("-u", server.http)
+        for question in ("One", "Two"):
+            shell.until(">>> ")
+            shell.type(f"{question}\n")
+            shell.until(f"{question}\n")
+            wait_until(lambda: counted(server, 'request_type="active"') == 1)
+            shell.type("\x03")
+            wait_until(lambda: counted(server, 'request_type="active"') == 0)
+        shell.until("\n>>> ")
+        shell.type("/exit\n")
+        assert shell.close() == 0
+        assert counted(server, "slipstream_requests_cancelled_total{") == 2
+    finally:
+        server.close()
+
+
+def counted(server: RealServer, series: str) -> float:
+    lines = httpx.get(f"http://{server.metrics}/metrics", trust_env=False).text.splitlines()
+    return float(next(line for line in lines if series in line).rpartition(" ")[2])
