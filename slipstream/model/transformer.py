@@ -206,7 +206,7 @@ class Layer:
         self.first = source.product(first, rows, spec.hidden_size, spec.mlp_bias)
         self.gated = linear.gated(self.first) if self.activate == operations.silu_gated else None
         self.proj = source.product(f"{name}.mlp.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
-        if not (spec.norms_after or spec.parallel_residual):
+        if not (spec.norms_after or spec.parallel_residual or spec.output_norms):
             self.joint_dense = linear.joint(self.dense, self.post_norm, self.first)
 
     def lead_to(self, norm: Norm | None, taker: linear.Product) -> None:

@@ -21,6 +21,7 @@ from slipstream.server.tracing import Headers, Turn
 ROOT, COMPUTE = "InferRequest", "compute"
 PROVIDER = "slipstream"
 MOST_EVENTS = 128  # of one span: what OpenTelemetry allows by default
+MOST_SPANS = 1024  # of one call: a Python model may ask others for as long as it answers
 MOST_TEXT = 256  # characters of an attribute
 _OF_MODEL = ("REQUEST_START", "QUEUE_START", "REQUEST_END")
 Attribute = str | int | float
@@ -93,10 +94,14 @@ class _Whole:
     traces: SpanTraces
     operation: str
     spans: list[Span] = field(default_factory=list)  # but the root
+    left_out: int = 0  # spans
 
     def begin(self, parent: Span, name: str) -> Span:
         span = parent.below(name)
-        self.spans.append(span)
+        if len(self.spans) < MOST_SPANS:
+            self.spans.append(span)
+        else:
+            self.left_out += 1
         return span
 
 
@@ -164,4 +169,6 @@ class SpanTrace:
     def finish(self) -> None:
         root = self.whole.root
         root.ended_ns = max(root.ended_ns, time.monotonic_ns())
+        if self.whole.left_out:
+            root.attributes["slipstream.spans_left_out"] = self.whole.left_out
         self.whole.traces.export([*self.whole.spans, root])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
+from collections.abc import Sequence
 
 import pytest
 from span_collector import Collector, refused_port
@@ -10,7 +12,9 @@ from tiny_server import wait_for
 
 from slipstream.server.export_settings import ExportSettings
 from slipstream.server.otlp import SpanExporter, encode
-from slipstream.server.spans import MOST_EVENTS, Span
+from slipstream.server.spans import MOST_EVENTS, MOST_SPANS, Span, SpanTraces
+from slipstream.server.trace_context import read_context
+from slipstream.server.tracing import TEXT_COMPLETION, UNLIMITED, Turn
 
 
 def spans(count: int, name: str = "InferRequest") -> list[Span]:
@@ -148,6 +152,25 @@ def test_events_of_a_long_stream_are_bounded_and_its_last_ones_stay() -> None:
     assert found.events_dropped == 1001 - MOST_EVENTS
     assert (found.events[0], found.events[-1]) == (("HTTP_RECV_START", 10**18 + 5), ("HTTP_SEND_END", 10**18 + 2000))
     assert (found.began, found.ended) == (10**18 + 5, 10**18 + 2000)
+
+
+def test_spans_of_one_call_are_bounded_and_those_left_out_are_counted() -> None:
+    exported: list[Sequence[Span]] = []
+    trace = SpanTraces(exported.append, Turn(1, UNLIMITED), itertools.count(1)).next((), TEXT_COMPLETION)
+    trace.model("caller", "1", "x" * 1000)
+    for _ in range(MOST_SPANS + 6):
+        trace.child().model("called", "1", "")
+    trace.finish()
+    (spans_of_call,) = exported
+    assert len(spans_of_call) == MOST_SPANS + 1
+    assert spans_of_call[-1].attributes == {"slipstream.spans_left_out": 7}
+    assert spans_of_call[0].attributes["triton.request_id"] == "x" * 256
+
+
+def test_a_state_that_is_no_text_is_not_passed_on() -> None:
+    parent = (b"traceparent", b"00-0af7651916cd43dd8448eb211c12666c-b7ad6b7169242424-01")
+    for state, passed in ((b"a=b", "a=b"), (b"a=\xff", ""), (b"a=\x1b", "")):
+        assert read_context([parent, (b"tracestate", state)]).state == passed
 
 
 def test_an_id_that_is_no_text_goes_out_as_well_as_it_can() -> None:

@@ -126,6 +126,12 @@ def _handler(collector: Collector) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(answer)
 
+        def do_GET(self) -> None:
+            """Nobody asks, unless by following a redirection."""
+            collector.tries += 1
+            self.send_response(200)
+            self.end_headers()
+
         def log_message(self, *about: object) -> None:
             """Nobody reads it."""
 
