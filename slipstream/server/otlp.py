@@ -27,6 +27,7 @@ FLUSH_SECONDS = 5.0  # that a server which stops gives the last spans
 _SERVER, _ERROR = 2, 2  # the kind of a span, the code of a status
 _LATER = (429, 502, 503, 504)
 _MOST_COMPLAINT = 200  # characters
+_MOST_ANSWER = 65536  # bytes
 
 
 class SpanExporter:
@@ -113,7 +114,7 @@ class SpanExporter:
     def _deliver(self, spans: Sequence[Span]) -> bool:
         """Whether that is the end of them; otherwise the collector may want them later."""
         try:
-            self._post(encode(spans, self._settings.resource))
+            answer = self._post(encode(spans, self._settings.resource))
         except urllib.error.HTTPError as error:
             if error.code in _LATER:
                 self._complain(f"answers {error.code}, its spans are kept for later")
@@ -123,22 +124,29 @@ class SpanExporter:
         except (OSError, http.client.HTTPException) as error:
             self._complain(f"cannot be reached, its spans are kept for later: {error}")
             return False
-        if self._complained:
+        rejected, why = _rejected(answer, len(spans))
+        self.exported += len(spans) - rejected
+        if rejected:
+            self._complain(f"rejects spans: {why}")
+        elif self._complained:
             logging.info(f"the trace collector at {self._settings.address} takes spans again")
             self._complained = False
-        self.exported += len(spans)
-        return True
+        return self._drop(spans[:rejected])
 
     def _drop(self, spans: Sequence[Span]) -> bool:
         with self._changed:  # requests count here, too
             self.dropped += len(spans)
         return True
 
-    def _post(self, body: bytes) -> None:
+    def _post(self, body: bytes) -> bytes:
+        """→ the beginning of the answer"""
         headers = {"Content-Type": "application/json", "User-Agent": f"slipstream/{VERSION}", **self._settings.headers}
         request = urllib.request.Request(self._settings.url, body, headers, method="POST")
-        with self._opener.open(request, timeout=self._settings.timeout_seconds):
-            pass
+        with self._opener.open(request, timeout=self._settings.timeout_seconds) as response:
+            try:
+                return response.read1(_MOST_ANSWER)
+            except (OSError, http.client.HTTPException):  # that it took them was said already
+                return b""
 
     def _complain(self, what: str) -> None:
         """Once, until it is well again. What it answers with may be anything, and a log has lines."""
@@ -153,6 +161,24 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *about: Any) -> None:
         return None
+
+
+class _Partial(msgspec.Struct, rename="camel"):
+    rejected_spans: int = 0
+    error_message: str = ""
+
+
+class _Answer(msgspec.Struct, rename="camel"):
+    partial_success: _Partial | None = None
+
+
+def _rejected(answer: bytes, sent: int) -> tuple[int, str]:
+    """How many of the spans that were sent the collector did not want after all, and why."""
+    try:
+        partial = msgspec.json.decode(answer or b"{}", type=_Answer, strict=False).partial_success or _Partial()
+    except ValueError:  # it has taken them; what else it says is its own affair
+        return 0, ""
+    return max(0, min(partial.rejected_spans, sent)), partial.error_message
 
 
 def encode(spans: Iterable[Span], resource: Mapping[str, str]) -> bytes:

@@ -126,6 +126,39 @@ def test_what_a_collector_says_is_one_short_line_and_its_address_has_no_key(answ
     assert "secret" not in str(ExportSettings(url=f"{address}?key=secret").shown())
 
 
+@pytest.mark.parametrize(("says", "exported", "told"), [
+    (b'{"partialSuccess": {"rejectedSpans": "2", "errorMessage": "too old"}}', 3, "rejects spans: too old"),
+    (b'{"partialSuccess": {"rejectedSpans": 99}}', 0, "rejects spans: "),
+    (b'{"partialSuccess": {"errorMessage": "all is well"}}', 5, ""),
+    (b'{"partialSuccess": 7}', 5, ""),
+    (b"", 5, ""),
+])  # fmt: skip
+def test_what_a_collector_rejects_is_not_counted_as_taken(says: bytes, exported: int, told: str, capfd) -> None:
+    with Collector(says=says) as collector:
+        exporter = SpanExporter(settings(collector))
+        exporter.add(spans(5))
+        wait_for(lambda: sum(counted(exporter).values()) == 5)
+        exporter.close()
+    assert counted(exporter) == figures(exported, 5 - exported)
+    said = capfd.readouterr().err
+    assert told in said
+    assert ("rejects" in said) == bool(told)
+
+
+def test_a_collector_that_took_spans_and_says_no_more_does_not_get_them_twice() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/traces"
+        exporter = SpanExporter(ExportSettings(url=url, delay_ms=20, timeout_seconds=0.2))
+        exporter.add(spans(1))
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n")
+            wait_for(lambda: counted(exporter) == figures(1, 0))
+        exporter.close()
+    assert counted(exporter) == figures(1, 0)
+
+
 def test_a_span_may_be_told_of_while_it_is_sent() -> None:
     class Late(str):
         def encode(self, *how: str) -> bytes:

@@ -51,11 +51,12 @@ class Collector:
     """`with Collector() as collector:` it listens at `collector.url`.
 
     `statuses`: what the first posts are answered; then it is 200. `gate`: cleared, nothing is answered at all.
-    `listening=False`: connections are refused until `listen`.
+    `listening=False`: connections are refused until `listen`. `says`: the body of every answer.
     """
 
     statuses: Iterable[int] = ()
     listening: bool = True
+    says: bytes = b"{}"
     received: list[Received] = field(default_factory=list)
     tries: int = 0
     gate: threading.Event = field(default_factory=threading.Event)
@@ -117,7 +118,7 @@ def _handler(collector: Collector) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             status = collector.answer(self.path, {name.lower(): value for name, value in self.headers.items()}, body)
-            answer = b"{}"
+            answer = collector.says
             self.send_response(status)
             if status in (301, 302, 307):
                 self.send_header("Location", collector.url)
