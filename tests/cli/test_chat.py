@@ -36,8 +36,10 @@ from slipstream.server.http import create_app
 # The echo of such a prompt is the conversation, and then its end.
 TEMPLATE = ("{% for message in messages %}[{{ message.role }}] {{ message.content }} {% endfor %}"
             "[assistant]{{ eos_token }}")
-# In a terminal of its own, whose Ctrl-C is the kernel's doing.
-IN_TERMINAL = "import os; os.login_tty(0); from slipstream.cli.main import main; main()"
+# In a terminal of its own, whose Ctrl-C is the kernel's doing. Tests that run in the background ignore it, and so would
+# their children; what a person starts does not.
+IN_TERMINAL = ("import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); os.login_tty(0); "
+               "from slipstream.cli.main import main; main()")
 
 
 class Place:
