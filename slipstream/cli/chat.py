@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from slipstream.cli.server_address import add_address, address_of
 from slipstream.client.connection import HttpConnection, ServerError
 
 PROMPT = ">>> "
+_TICK_SECONDS = 0.2
 _HOW = "Ctrl-C stops an answer, /clear forgets what was said, /exit or Ctrl-D ends."
 _COMMAND = re.compile(r"/[a-z]+")
 _CUSTOMARY = ("ensemble", "tensorrt_llm_bls")  # are in every repository, beside the model under its own name
@@ -120,12 +122,25 @@ def _talk(conversation: Conversation) -> None:
                 return
             continue  # only the line that was typed is given up
         try:
-            if not _heed(line.strip(), conversation, end="\n\n"):
-                return
+            with _ticking():
+                if not _heed(line.strip(), conversation, end="\n\n"):
+                    return
         except KeyboardInterrupt:
             continue  # only the answer ends
         except ServerError as error:
             log("ERROR", str(error))
+
+
+@contextlib.contextmanager
+def _ticking() -> Iterator[None]:
+    """A Ctrl-C that comes just before a read begins is seen when that read ends; each tick of a clock ends one."""
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, _TICK_SECONDS, _TICK_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _heed(line: str, conversation: Conversation, end: str) -> bool:

@@ -87,10 +87,22 @@ def serving(models: Path, key: str = "") -> Iterator[Place]:
         yield Place(server.port, engine)
 
 
+# When the file is there, a Ctrl-C that no system call of the main thread is ended by, as one that comes just before it.
+LATE = """
+import os, signal, sys, threading, time
+def interrupt(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+threading.Thread(target=interrupt, args=(sys.argv.pop(),), daemon=True).start()
+"""
+
+
 class Terminal:
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, first: str = "") -> None:
+        """first: what its Python does before the command"""
         self._master, slave = os.openpty()
-        command = [sys.executable, "-c", IN_TERMINAL, "chat", *flags]
+        command = [sys.executable, "-c", first + IN_TERMINAL, "chat", *flags]
         self.process = subprocess.Popen(command, env=environment(), stdin=slave, stdout=slave, stderr=slave)
         os.close(slave)
         self._unread = ""
@@ -122,8 +134,8 @@ class Terminal:
 def terminal() -> Iterator[Callable[..., Terminal]]:
     opened: list[Terminal] = []
 
-    def begin(*flags: str) -> Terminal:
-        opened.append(Terminal(*flags))
+    def begin(*flags: str, first: str = "") -> Terminal:
+        opened.append(Terminal(*flags, first=first))
         return opened[-1]
 
     yield begin
@@ -264,6 +276,19 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(place: Place, terminal: Cal
     shell.type("/exit\n")
     assert shell.close() == 0
     assert len(place.engine.submitted) == 2
+
+
+def test_a_ctrl_c_that_ends_no_read_is_seen_all_the_same(
+    place: Place, terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    place.engine.hold_end = True
+    shell = terminal("-u", place.address, str(tmp_path / "now"), first=LATE)
+    shell.until(">>> ")
+    shell.type("One?\n")
+    shell.until(FIRST)
+    (tmp_path / "now").touch()
+    shell.until("\n>>> ")
+    wait_until(lambda: place.engine.cancels == [(1, "cancelled")])
 
 
 def test_ctrl_d_ends_and_what_a_model_writes_does_not_steer_the_terminal(
