@@ -6,12 +6,14 @@ not fit in the queue is dropped and counted. What a collector cannot take now is
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
 import threading
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -40,7 +42,8 @@ class SpanExporter:
         self._closing = False
         self._complained = False
         self._under_way = 0  # spans that are being sent
-        self._opener = urllib.request.build_opener(_NoRedirects)
+        self._handler = _Connections()
+        self._opener = urllib.request.build_opener(_NoRedirects, self._handler)
         self.exported = 0
         self.dropped = 0
 
@@ -141,8 +144,9 @@ class SpanExporter:
     def _post(self, body: bytes) -> bytes:
         """→ the beginning of the answer"""
         headers = {"Content-Type": "application/json", "User-Agent": f"slipstream/{VERSION}", **self._settings.headers}
+        seconds = self._settings.timeout_seconds
         request = urllib.request.Request(self._settings.url, body, headers, method="POST")
-        with self._opener.open(request, timeout=self._settings.timeout_seconds) as response:
+        with self._handler.at_most(seconds), self._opener.open(request, timeout=seconds) as response:
             try:
                 return response.read1(_MOST_ANSWER)
             except (OSError, http.client.HTTPException):  # that it took them was said already
@@ -154,6 +158,36 @@ class SpanExporter:
             told = "".join(letter if letter.isprintable() else "?" for letter in what[:_MOST_COMPLAINT])
             logging.warning(f"the trace collector at {self._settings.address} {told}")
             self._complained = True
+
+
+class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """One at a time. A socket's own timeout is for each piece of an answer, and there may be pieces for ever."""
+
+    _current: http.client.HTTPConnection | None = None
+
+    def do_open(self, http_class: Any, req: urllib.request.Request, **http_conn_args: Any) -> Any:
+        def connection(*where: Any, **how: Any) -> http.client.HTTPConnection:
+            self._current = http_class(*where, **how)
+            return self._current
+
+        return super().do_open(connection, req, **http_conn_args)
+
+    @contextlib.contextmanager
+    def at_most(self, seconds: float) -> Iterator[None]:
+        timer = threading.Timer(seconds, self._break_off)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._current = None
+
+    def _break_off(self) -> None:
+        connection = self._current
+        if connection is not None and (open_socket := connection.sock) is not None:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                open_socket.shutdown(socket.SHUT_RDWR)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

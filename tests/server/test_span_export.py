@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -157,6 +159,26 @@ def test_a_collector_that_took_spans_and_says_no_more_does_not_get_them_twice() 
             wait_for(lambda: counted(exporter) == figures(1, 0))
         exporter.close()
     assert counted(exporter) == figures(1, 0)
+
+
+@pytest.mark.parametrize("piece", [b"HTTP/1.1 100 Continue\r\n\r\n", b"H"])
+def test_a_collector_whose_answer_never_ends_is_broken_off(piece: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/traces"
+        exporter = SpanExporter(ExportSettings(url=url, delay_ms=20, timeout_seconds=0.3))
+        exporter.add(spans(1))
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):  # by which the other end is known to have left
+            for _ in range(10_000):
+                connection.sendall(piece)
+                time.sleep(0.01)
+            pytest.fail("it is still listened to")
+        again, _ = listening.accept()
+        with again:
+            again.recv(65536)
+            again.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+            wait_for(lambda: counted(exporter) == figures(1, 0))
+        exporter.close()
 
 
 def test_a_span_may_be_told_of_while_it_is_sent() -> None:
