@@ -17,14 +17,15 @@ class Element {
   focus() {}
 }
 
+const MODELS = ["ensemble", "mine", "other", "tensorrt_llm_bls", "yours"];
 const elements = new Map(), sent = [];
 const at = id => elements.get(id) || elements.set(id, new Element(true)).get(id);
 let write;
 
 globalThis.document = { getElementById: at, createElement: () => new Element(), addEventListener() {} };
-globalThis.Option = Element;
+globalThis.Option = class extends Element { constructor(text, value) { super(); this.value = value; } };
 globalThis.fetch = async (path, options) => {
-  if (path === "v1/models") return { ok: true, json: async () => ({ data: [] }) };
+  if (path === "v1/models") return { ok: true, json: async () => ({ data: MODELS.map(id => ({ id })) }) };
   sent.push(JSON.parse(options.body).messages);
   const body = new ReadableStream({
     start(stream) {
@@ -48,5 +49,6 @@ at("clear").click();
 await settled();
 const status = at("status").textContent;
 await ask("two");
-console.log(JSON.stringify({ sent, status, shown: at("conversation").children.length }));
+const models = at("model").children.map(option => option.value);
+console.log(JSON.stringify({ sent, status, models, shown: at("conversation").children.length }));
 process.exit(0);

@@ -122,6 +122,12 @@ def test_what_it_asks_for_is_there(port: int, page: Elements) -> None:
     assert sent | {"prompt"} <= set(CompletionFields.__struct_fields__)
 
 
+def test_answers_are_the_likeliest_unless_somebody_asks_for_others(page: Elements) -> None:
+    """As with `slipstream chat`: small models, which people try first, lose themselves otherwise."""
+    (temperature,) = [attributes for _, attributes in page.found if attributes.get("id") == "temperature"]
+    assert temperature["value"] == "0"
+
+
 def test_it_is_guarded_like_everything_else() -> None:
     for access, status in (
         (Access(api_key="user-key"), 401),
@@ -137,6 +143,7 @@ def test_an_answer_that_is_cleared_away_half_way_is_forgotten() -> None:
     done = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
     assert done["sent"] == [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]]
     assert (done["status"], done["shown"]) == ("", 2)
+    assert done["models"] == ["mine", "other", "yours", "ensemble", "tensorrt_llm_bls"], "those with names first"
 
 
 def luminance(colour: str) -> float:
