@@ -3,6 +3,7 @@
     pytest -m gpu tests/engine tests/kernels
 """
 
+import operator
 import random
 
 import pytest
@@ -94,6 +95,25 @@ def test_bfloat16_agrees_on_95_percent_of_a_random_models_tokens():
         for cut, (token,) in zip(cuts, generate(loop, given, max_tokens=1), strict=True):
             same, total = same + (token == answer[cut]), total + 1
     assert same / total >= 0.95, f"{same} of {total}"  # random weights: margins are far smaller than a real model's
+
+
+def test_bfloat16_of_a_single_row_agrees_as_well():
+    """Its products join the residual stream, which those of several rows do not."""
+    model = tiny("llama")
+    loop = gpu_engine(model, dtype="bfloat16", reuse=False)
+    assert all(layer.joint_dense and layer.joint_proj for layer in loop.runner.model.layers)
+    assert agreement(loop, model) >= 0.95
+
+
+def agreement(loop, model):
+    """The share of tokens that float32 would have chosen, too, of requests that come one after the other."""
+    same = total = 0
+    for prompt in prompts():
+        (answer,) = generate(loop, [prompt], max_tokens=128)
+        (chosen,) = greedy_choices(model, [prompt + answer])
+        same += sum(map(operator.eq, answer, chosen[len(prompt) - 1 :]))
+        total += len(answer)
+    return same / total
 
 
 def test_ten_thousand_arrivals_and_cancels_leave_nothing():
