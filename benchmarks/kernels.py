@@ -31,6 +31,7 @@ from slipstream.kernels.gpu.quantised import quantise
 from slipstream.kernels.gpu.rotary import rotate_write
 from slipstream.kernels.gpu.step import likeliest
 from slipstream.kernels.normalisation import Norm
+from slipstream.kernels.twelve_bits import pack
 
 READ_BYTES_PER_SECOND, FLOPS = 4.30e12, 782e12
 BLOCK = 32
@@ -96,6 +97,14 @@ def products() -> None:
             elif tokens <= 64:
                 show("few_tokens", shape, microseconds(lambda i: few_tokens(x, weights[i], None), copies), nbytes)
             show("library", shape, microseconds(lambda i: functional.linear(x, weights[i]), copies), nbytes, flops)
+        packed = [pack(weight) for weight in weights]
+        for tokens in (1, 8, 32):
+            x, shape = random(tokens, size), f"12 bits [{tokens}, {size}] × [{rows}, {size}]"
+            if tokens == 1:
+                time = microseconds(lambda i: one_token(x, packed[i].words, None, scales=packed[i].scales), copies)
+            else:
+                time = microseconds(lambda i: few_tokens(x, packed[i].words, None, None, packed[i].scales), copies)
+            show("one_token" if tokens == 1 else "few_tokens", shape, time, rows * size * 1.5)
         stored, scales = weights.to(torch.float8_e4m3fn), torch.ones(rows, device=DEVICE)
         for tokens in (1, 32, 64, 1024):
             x, by_token = quantise(random(tokens, size))

@@ -42,6 +42,7 @@ class EngineInfo:
     load_seconds: float
     step_bytes: int = 0  # what a full step takes beside weights and cache; 0: not measured
     graph_bytes: int = 0  # what captured steps hold
+    copy_bytes: int = 0  # what copies of weights take that steps of few tokens read
     max_beam_width: int = 1  # of one request
     windowed: bool = False  # every layer forgets, so that a sequence may be longer than the cache
 

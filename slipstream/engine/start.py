@@ -35,6 +35,8 @@ _GPU_STEP_TOKENS = 8192
 _CPU_CACHE_BYTES = 512 * 2**20
 # What graphs, libraries' workspaces and the activations of a full step take beside weights and cache.
 _GPU_SPARE_BYTES = 6 * 2**30
+# Of what weights leave free, the share that copies of them may take: less cache, faster steps of few tokens.
+_COPY_SHARE = 1 / 6
 _WARM_UP_REQUEST = -1
 _WARM_UP_TOKENS = 1024  # of each prompt in a step that fills the budget; more where the rows are few
 
@@ -72,6 +74,7 @@ def create_engine(
     if min(settings.attention_windows, default=longest) < longest:  # otherwise all is in sight anyway
         model.narrow_attention(settings.attention_windows, settings.sink_tokens)
     tensors.clear()  # what was laid out anew need not be held twice
+    copy_bytes = model.copy_weights(_copy_room(spec, settings, cache_dtype, longest, device)) if on_gpu else 0
     blocks = _pool_blocks(spec, settings, cache_dtype, longest, device)
     runner, step_bytes, graph_bytes = _prepare_runner(model, settings, blocks, longest, step_tokens, progress)
     pool = BlockPool(blocks, settings.block_tokens, settings.reuse, _add_host_cache(runner, settings, blocks))
@@ -90,6 +93,7 @@ def create_engine(
         load_seconds=time.monotonic() - began,
         step_bytes=step_bytes,
         graph_bytes=graph_bytes,
+        copy_bytes=copy_bytes,
         max_beam_width=scheduler.capacity.beam_width,
         windowed=scheduler.window is not None,
     )
@@ -213,8 +217,7 @@ def _pool_blocks(
     spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, longest: int, device: torch.device
 ) -> int:
     """How many blocks the pool has: what was asked for, else a share of memory; one sequence at least."""
-    size = settings.block_tokens
-    block_bytes = 2 * spec.layers * spec.kv_size * dtype.itemsize * size
+    size, block_bytes = settings.block_tokens, _block_bytes(spec, settings, dtype)
     if settings.cache_tokens is not None and device.type != "cuda":
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // block_bytes
         if settings.cache_tokens > room * size:
@@ -222,10 +225,7 @@ def _pool_blocks(
                              f"{room * size} would fill: lower max_tokens_in_paged_kv_cache")
         return max(1, settings.cache_tokens // size)
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # What grows with the rows: logits in float32, those of the graphs and those of a step, and all their tokens.
-        beside = settings.max_rows * (2 * spec.vocab_size * 4 + longest * 8)
-        affordable = int((free - _GPU_SPARE_BYTES - beside) * settings.cache_memory_fraction) // block_bytes
+        affordable = _cache_room(spec, settings, longest, device) // block_bytes
         most_useful = settings.max_rows * -(-longest // size)
         affordable = min(affordable, most_useful)
         if settings.cache_tokens is not None and affordable > 0:  # of two limits, the smaller one holds
@@ -239,3 +239,25 @@ def _pool_blocks(
             f"lower the longest sequence, or use fewer bits a weight"
         )
     return max(affordable, needed)
+
+
+def _copy_room(
+    spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, longest: int, device: torch.device
+) -> int:
+    """Bytes that copies of weights may take of a GPU: the cache stays as large as was asked for, or one sequence is."""
+    asked = max(longest, settings.cache_tokens or 0)
+    cache_bytes = -(-asked // settings.block_tokens) * _block_bytes(spec, settings, dtype)
+    free, _ = torch.cuda.mem_get_info(device)
+    return min(int(free * _COPY_SHARE), _cache_room(spec, settings, longest, device) - cache_bytes)
+
+
+def _cache_room(spec: ModelSpec, settings: EngineSettings, longest: int, device: torch.device) -> int:
+    """Bytes of a GPU's memory that the cache may take."""
+    free, _ = torch.cuda.mem_get_info(device)
+    # What grows with the rows: logits in float32, those of the graphs and those of a step, and all their tokens.
+    beside = settings.max_rows * (2 * spec.vocab_size * 4 + longest * 8)
+    return int((free - _GPU_SPARE_BYTES - beside) * settings.cache_memory_fraction)
+
+
+def _block_bytes(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) -> int:
+    return 2 * spec.layers * spec.kv_size * dtype.itemsize * settings.block_tokens

@@ -7,7 +7,7 @@ for many, the weights are expanded for the one product, which costs less than it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,15 @@ def wide(weight: Tensor) -> Callable[..., Tensor] | None:
     from slipstream.kernels.gpu.linear import WideProduct
 
     return WideProduct(weight)
+
+
+def copy_weights(products: Iterable[Product], most_bytes: int) -> int:
+    """Keep copies of 16-bit weights that few tokens read faster, if all of them take no more than so many bytes
+    → what they take"""
+    stored = [product.stored for product in products if hasattr(product, "stored")]
+    if sum(weight.copy_bytes for weight in stored) > most_bytes:
+        return 0
+    return sum(weight.copy() for weight in stored)
 
 
 def int8(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:

@@ -81,6 +81,11 @@ class Transformer:
             layer.lead_to(following.input_norm, following.qkv)
         self.layers[-1].lead_to(self.final_norm, self.head.product)
 
+    def copy_weights(self, most_bytes: int) -> int:
+        """Copies of weights that steps of few tokens read faster, if they fit into so many bytes → what they take"""
+        products = [product for layer in self.layers for product in layer.products()]
+        return linear.copy_weights([*products, self.head.product], most_bytes)
+
     def narrow_attention(self, windows: Sequence[int], sinks: int) -> None:
         """Let layers look back no further than these windows, one after the other and again from the first.
 
@@ -208,6 +213,10 @@ class Layer:
         self.proj = source.product(f"{name}.mlp.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
         if not (spec.norms_after or spec.parallel_residual or spec.output_norms):
             self.joint_dense = linear.joint(self.dense, self.post_norm, self.first)
+
+    def products(self) -> list[linear.Product]:
+        """Those of every token; experts are their mixture's."""
+        return [self.qkv, self.dense, *(() if self.mixture is not None else (self.first, self.proj))]
 
     def lead_to(self, norm: Norm | None, taker: linear.Product) -> None:
         """What the layer's results go into: a norm, and the product that takes what it gives."""

@@ -64,3 +64,20 @@ def test_an_amd_gpu_is_refused_by_name_and_passed_over_by_auto(monkeypatch):
     assert start._device(EngineSettings(device="auto")).type == "cpu"
     with pytest.raises(ValueError, match="device: this torch is for AMD's GPUs"):
         start._device(EngineSettings(device="cuda"))
+
+
+def copy_room(monkeypatch, free: int, longest: int, **settings) -> int:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    return start._copy_room(SPEC, EngineSettings(**settings), torch.bfloat16, longest, torch.device("cuda"))
+
+
+def test_copies_of_weights_leave_room_for_the_cache(monkeypatch):
+    """A sixth of what is free, unless the cache that was asked for, or one sequence, would no longer fit."""
+    assert copy_room(monkeypatch, 60 * 2**30, 4096) == 10 * 2**30
+    token = 2 * SPEC.layers * SPEC.kv_size * 2
+    asked = 40 * 2**30 // token
+    left = copy_room(monkeypatch, 60 * 2**30, 4096, cache_tokens=asked)
+    assert 0 < left < 10 * 2**30
+    more = copy_room(monkeypatch, 61 * 2**30, 4096, cache_tokens=asked)
+    assert more - left == pytest.approx(0.9 * 2**30, abs=1)
+    assert copy_room(monkeypatch, 60 * 2**30, 60 * 2**30 // token) < 0

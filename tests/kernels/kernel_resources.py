@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as build
 
 from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.gpu import decode_attention, few_tokens, launch, prefill_attention, rotary
+from slipstream.kernels.gpu import decode_attention, few_tokens, launch, one_token, prefill_attention, rotary
 
 ARCHITECTURE, SHARED_BYTES = int(sys.argv[1]), int(sys.argv[2])
 CPU = torch.device("cpu")
@@ -40,6 +40,8 @@ def type_of(argument: Any) -> str:
 
 def compiled(kernel: launch.Quick, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """What `Quick` does instead of a launch."""
+    if "ON_DEVICE" in constants:  # what a launch of tensors on a CPU denies
+        constants["ON_DEVICE"] = True
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in constants}
     names = kernel._kernel.arg_names
     signature = {name: type_of(argument) for name, argument in zip(names, arguments, strict=False)}
@@ -71,16 +73,22 @@ def prefill(heads: int, kv_heads: int, size: int, dtype: torch.dtype, longest: i
 
 
 def product(tokens: int, dtype: torch.dtype, stored: torch.dtype, gated: bool = False) -> None:
+    """int16 stands for twelve bits."""
     scales = torch.empty(4096) if stored != dtype or stored == torch.float8_e4m3fn else None
     by_token = torch.empty(tokens, 1) if dtype == torch.float8_e4m3fn else None
     x, weight = torch.empty(tokens, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=stored)
+    if stored == torch.int16:
+        weight = weight[:, :3072]
+    if tokens == 1:
+        one_token.one_token(x, weight, None, scales=scales)
+        return
     few_tokens.few_tokens(x, weight, None, by_token, scales, gated=gated)
 
 
 def main() -> None:
     launch.Quick._launch = compiled  # type: ignore[method-assign]
     overlapping = {"OVERLAP": True, "launch_pdl": True} if ARCHITECTURE >= 90 else {"OVERLAP": False}
-    for module in (decode_attention, few_tokens, rotary):
+    for module in (decode_attention, few_tokens, one_token, rotary):
         module.overlapping = lambda device: overlapping  # type: ignore[attr-defined]
     for module in (few_tokens, prefill_attention):
         module.shared_memory = lambda device: SHARED_BYTES  # type: ignore[attr-defined]
@@ -88,7 +96,10 @@ def main() -> None:
     for tokens in (16, 32, 64):
         product(tokens, half, half)
         product(tokens, half, torch.int8)
+        product(tokens, half, torch.int16, gated=True)
         product(tokens, half, half, gated=True)
+    product(1, half, half)
+    product(1, half, torch.int16)
     for size in (64, 128, 256):
         decode(32, 8, size, half, half, 4)
         prefill(32, 8, size, half, 100)

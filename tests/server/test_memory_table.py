@@ -26,3 +26,9 @@ def test_a_cache_that_cannot_hold_one_says_what_it_takes():
 
 def test_with_a_window_sequences_may_be_longer_than_the_cache():
     assert memory_table("m", replace(INFO, total_blocks=3, windowed=True))[-1].endswith("up to 8190 tokens each")
+
+
+def test_copies_of_weights_stand_below_the_weights():
+    lines = memory_table("m", replace(INFO, copy_bytes=3 * 2**20))
+    assert lines[2] == "  the same, packed          3 MiB  what steps of few tokens read"
+    assert len(memory_table("m", INFO)) == len(lines) - 1

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.gpu.launch import Quick, counters, let_next, overlapping, power_of_two, wait
+from slipstream.kernels.gpu.launch import Quick, counters, let_next, overlapping, power_of_two, processors, wait
 
 _TILE = 64  # cached tokens a program looks at at once
 _NARROW_TILE = 32  # the same of a program with one warp
@@ -47,7 +47,7 @@ def places_of(device: torch.device) -> int:
     """How many programs the machine holds at once."""
     if device.type != "cuda":
         return 4  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count * _AT_ONCE
+    return processors(device) * _AT_ONCE
 
 
 def most_chunks(rows: int, kv_heads: int, places: int) -> int:

@@ -1,4 +1,4 @@
-"""The product of a few tokens with a weight of 16 or 8 bits: bound by reading the weight, which is read once.
+"""The product of a few tokens with a weight of 16, 12 or 8 bits: bound by reading the weight, which is read once.
 
 Programs take tiles of the weight's rows. Where the rows are too few to keep every processor reading, several
 programs share a tile's columns, and the last of them to finish adds the parts up, always in the same order. Where a
@@ -6,6 +6,8 @@ gate follows, half of a tile's rows are those that the other half's results are 
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,12 +23,16 @@ from slipstream.kernels.gpu.launch import (
     pieces,
     power_of_two,
     prefetch,
+    processors,
     shared_memory,
 )
+from slipstream.kernels.gpu.twelve_bits import RUN, WORDS, unpacked
+from slipstream.kernels.twelve_bits import GROUP, packs
 
 _ROWS = 64  # of a tile: what the matrix units take at once
 _TILE_BYTES = 256  # of a row in a tile
 _LEAST_PROGRAMS = 64  # programs with deep queues of reads; more of them only take turns
+_LEAST_UNPACKING = 300  # see _tiling
 _MOST_COLUMNS = 8192  # of one program
 _AHEAD = 2  # lines of 128 bytes of each row that a program asks for before it may begin; asking takes time, too
 
@@ -37,7 +43,8 @@ def _few_tokens(
     x, x_scales, weight, weight_scales, bias, out, partial, arrivals, tokens, rows, size, parts,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, X_SCALED: tl.constexpr, WEIGHT_SCALED: tl.constexpr, BIAS: tl.constexpr,
-    GATED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    GATED: tl.constexpr, TWELVE: tl.constexpr, ON_DEVICE: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -50,23 +57,35 @@ def _few_tokens(
     span = tl.cdiv(tl.cdiv(size, COLUMNS), parts) * COLUMNS
     first = part * span
     last = tl.minimum(first + span, size)
-    at = weight + row.to(tl.int64)[:, None] * size
     # While the kernel ahead runs out: lines of the first tiles of the weight, 128 bytes each.
-    line = tl.minimum(first + tl.arange(0, AHEAD) * (COLUMNS // 2), size - 1)
-    prefetch(weight + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * size + line[None, :], OVERLAP)
+    if TWELVE:
+        stored, line = size // COLUMNS * WORDS, tl.arange(0, AHEAD) * RUN + first // COLUMNS * WORDS
+    else:
+        stored, line = size, tl.arange(0, AHEAD) * (COLUMNS // 2) + first
+    at = weight + row.to(tl.int64)[:, None] * stored
+    near = tl.minimum(row, rows - 1).to(tl.int64)[:, None] * stored + tl.minimum(line, stored - 1)[None, :]
+    prefetch(weight + near, OVERLAP)
     follow(OVERLAP)
     kind = x.dtype.element_ty
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for begin in tl.range(first, last, COLUMNS, num_stages=STAGES):
         column = begin + tl.arange(0, COLUMNS)
-        if EVEN:
+        if TWELVE:
+            word = at + (tl.arange(0, RUN) + begin // COLUMNS * WORDS)[None, :]
+            y = x + token[None, :] * size + (begin + tl.arange(0, RUN))[:, None]
+            runs = unpacked(tl.load(word), tl.load(word + RUN), tl.load(word + 2 * RUN), x, ON_DEVICE)
+            for run in tl.static_range(4):
+                z = tl.load(y + run * RUN, here[None, :], other=0.0)
+                total = tl.dot(runs[run], z, total, input_precision=PRECISION)
+        elif EVEN:
             w = tl.load(at + column[None, :])
             y = tl.load(x + token[None, :] * size + column[:, None], here[None, :], other=0.0)
+            total = tl.dot(w.to(kind), y, total, input_precision=PRECISION)
         else:
             w = tl.load(at + column[None, :], (row < rows)[:, None] & (column < last)[None, :], other=0.0)
             held = here[None, :] & (column < last)[:, None]
             y = tl.load(x + token[None, :] * size + column[:, None], held, other=0.0)
-        total = tl.dot(w.to(kind), y, total, input_precision=PRECISION)
+            total = tl.dot(w.to(kind), y, total, input_precision=PRECISION)
     place = tl.arange(0, ROWS)[:, None] * TOKENS + token[None, :]
     done = True
     if SPLIT:
@@ -99,7 +118,7 @@ def _few_tokens(
 
 def few_tokens(
     x: Tensor,  # [tokens, in], contiguous: 16 bits, or e4m3 with x_scales
-    weight: Tensor,  # [out, in]: of x's type, or int8 or e4m3 with weight_scales
+    weight: Tensor,  # [out, in]: of x's type, or int8 or e4m3 with weight_scales; TwelveBits' words with their scales
     bias: Tensor | None,  # [out]
     x_scales: Tensor | None = None,  # float32 [tokens, 1]
     weight_scales: Tensor | None = None,  # float32 [out]
@@ -109,19 +128,18 @@ def few_tokens(
     """→ [tokens, out], 16 bits unless `out` is given; gated, [tokens, out / 2]"""
     tokens, size = x.shape
     rows = weight.shape[0]
-    columns = _TILE_BYTES // weight.element_size()
-    tiles, parts = pieces(rows, _ROWS), _parts(rows, size, columns)
     if out is None:
         kind = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
         out = torch.empty((tokens, rows // 2 if gated else rows), dtype=kind, device=x.device)
     width = max(16, power_of_two(tokens))
-    partial, arrivals = _meeting_place(x.device, tiles, parts, width)
-    _few_tokens[(tiles, parts)](
-        x.contiguous(), x_scales, weight, weight_scales, bias, out, partial, arrivals, tokens, rows, size, parts,
-        TOKENS=width, ROWS=_ROWS, COLUMNS=columns, SPLIT=parts > 1,
-        STAGES=_stages(tiles, width, columns * (_ROWS * weight.element_size() + width * x.element_size()), x.device),
-        EVEN=rows % _ROWS == 0 and size % columns == 0,
+    tiling = _tiling(rows, size, width, x, weight)
+    partial, arrivals = _meeting_place(x.device, tiling, width)
+    _few_tokens[(tiling.tiles, tiling.parts)](
+        x.contiguous(), x_scales, weight, weight_scales, bias, out, partial, arrivals, tokens, rows, size, tiling.parts,
+        TOKENS=width, ROWS=_ROWS, COLUMNS=tiling.columns, SPLIT=tiling.parts > 1, STAGES=tiling.stages,
+        EVEN=rows % _ROWS == 0 and size % tiling.columns == 0,
         X_SCALED=x_scales is not None, WEIGHT_SCALED=weight_scales is not None, BIAS=bias is not None, GATED=gated,
+        TWELVE=weight.dtype == torch.int16, ON_DEVICE=x.device.type == "cuda",
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=_AHEAD, num_warps=4, **overlapping(x.device),
     )  # fmt: skip
     return out
@@ -132,21 +150,44 @@ def gates(weight: Tensor) -> bool:
     return weight.shape[0] % _ROWS == 0
 
 
-def _parts(rows: int, size: int, columns: int) -> int:
-    """How many programs share a tile's columns."""
+def takes_twelve_bits(weight: Tensor) -> bool:
+    """Whether a weight [out, in] has sizes that tiles of twelve bits divide."""
+    return weight.shape[0] % _ROWS == 0 and packs(weight)
+
+
+class _Tiling(NamedTuple):
+    columns: int  # of a tile
+    tiles: int
+    parts: int  # programs that share a tile's columns
+    stages: int  # tiles under way
+
+
+def _tiling(rows: int, size: int, width: int, x: Tensor, weight: Tensor) -> _Tiling:
+    if weight.dtype == torch.int16:
+        columns, row_bytes = GROUP, 2 * WORDS.value
+    else:
+        columns, row_bytes = _TILE_BYTES // weight.element_size(), _TILE_BYTES
     tiles, parts = pieces(rows, _ROWS), 1
-    while (tiles * parts < _LEAST_PROGRAMS or size / parts > _MOST_COLUMNS) and size / parts > 2 * columns:
+    while size / parts > 2 * columns and (size / parts > _MOST_COLUMNS or _idle(tiles, parts, weight)):
         parts *= 2
-    return parts
+    # Many programs keep the processors busy by their number, few by the depth of their queues.
+    if weight.dtype == torch.int16:
+        wanted = 3 if tiles * parts <= 2 * processors(x.device) else 2
+    else:
+        wanted = 4 if tiles >= 256 or width > 32 else 6
+    room = shared_memory(x.device) // (_ROWS * row_bytes + width * columns * x.element_size())
+    return _Tiling(columns, tiles, parts, max(2, min(wanted, room)))
 
 
-def _stages(tiles: int, width: int, tile_bytes: int, device: torch.device) -> int:
-    """Tiles under way: many programs keep the processors busy by their number, few by the depth of their queues."""
-    wanted = 4 if tiles >= 256 or width > 32 else 6
-    return max(2, min(wanted, shared_memory(device) // tile_bytes))
+def _idle(tiles: int, parts: int, weight: Tensor) -> bool:
+    """Whether so many programs leave processors idle for longer than it takes twice as many to share the columns."""
+    if weight.dtype == torch.int16:  # unpacking takes time, too; but the more share them, the less there is to gain
+        return tiles * parts * parts < _LEAST_UNPACKING
+    return tiles * parts < _LEAST_PROGRAMS
 
 
-def _meeting_place(device: torch.device, tiles: int, parts: int, width: int) -> tuple[Tensor | None, Tensor | None]:
-    if parts == 1:
+def _meeting_place(device: torch.device, tiling: _Tiling, width: int) -> tuple[Tensor | None, Tensor | None]:
+    if tiling.parts == 1:
         return None, None
-    return torch.empty(parts * tiles * _ROWS * width, dtype=torch.float32, device=device), counters(tiles, device)
+    size = tiling.parts * tiling.tiles * _ROWS * width
+    return torch.empty(size, dtype=torch.float32, device=device), counters(tiling.tiles, device)

@@ -66,6 +66,13 @@ def shared_memory(device: torch.device) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
+@cache
+def processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def pieces(count: int, size: int) -> int:
     """How many pieces of `size` hold `count`."""
     return -(-count // size)

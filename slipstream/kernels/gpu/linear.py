@@ -10,16 +10,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels.gpu.activation import silu_gated
-from slipstream.kernels.gpu.few_tokens import few_tokens, gates
+from slipstream.kernels.gpu.few_tokens import few_tokens, gates, takes_twelve_bits
 from slipstream.kernels.gpu.one_token import one_token, one_token_joined
 from slipstream.kernels.gpu.quantised import quantise
 from slipstream.kernels.inputs import Input, Quantised, Unscaled, plain
 from slipstream.kernels.normalisation import Norm
+from slipstream.kernels.twelve_bits import TwelveBits, pack
 
 # Tokens up to which the own kernel is ahead of the library, by the bytes it reads.
 _FEW_DENSE = 32
 _FEW_EIGHT_BITS = _FEW_SMALL = 64
 _SMALL = 2**23  # numbers of a weight that is read in less time than the library takes to begin
+_NARROW = 1024  # columns up to which a program has too little to read for unpacking to go beside it
 _LIGHT = 192  # tokens up to which cuBLASLt is ahead of cuBLAS, by 1 to 4% on an H200; with thousands it is behind
 
 
@@ -35,38 +37,63 @@ def suited_library(tokens: int) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(before)
 
 
+class _Stored:
+    """A weight of the activations' own type, and its copy in twelve bits that few tokens read, where there is one."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight  # [out, in]
+        self.few = 1 if weight.dtype == torch.float32 else _FEW_SMALL if weight.numel() <= _SMALL else _FEW_DENSE
+        self._copy: TwelveBits | None = None
+
+    @property
+    def copy_bytes(self) -> int:
+        """What a copy would take; none where it would not make products faster."""
+        large = self.weight.numel() > _SMALL and self.weight.shape[1] > _NARROW
+        return self.weight.numel() * 3 // 2 if large and takes_twelve_bits(self.weight) else 0
+
+    def copy(self) -> int:
+        """Make the copy → its bytes; none where numbers would not be the same"""
+        self._copy = pack(self.weight) if self.copy_bytes else None
+        return self.copy_bytes if self._copy is not None else 0
+
+    def read(self) -> tuple[Tensor, Tensor | None]:
+        """What up to `few` tokens are multiplied with: a weight, and its scales where it has twelve bits."""
+        return (self.weight, None) if self._copy is None else self._copy
+
+
 class DenseProduct:
     """Weights of the activations' own type."""
 
     takes_unscaled = True  # of one token
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias  # [out, in], [out]
+        self.stored, self.bias = _Stored(weight), bias  # [out, in], [out]
         self._turned = weight.t()
-        self._few = 1 if weight.dtype == torch.float32 else _FEW_SMALL if weight.numel() <= _SMALL else _FEW_DENSE
         self._gates = gates(weight)
 
     def __call__(self, x: Input) -> Tensor:
-        if isinstance(x, Unscaled):
-            return one_token(x, self.weight, self.bias)
-        x = plain(x)
-        if x.shape[0] == 1:
-            return one_token(x, self.weight, self.bias)
-        if x.shape[0] <= self._few:
-            return few_tokens(x, self.weight, self.bias)
+        x = x if isinstance(x, Unscaled) else plain(x)
+        if isinstance(x, Unscaled) or x.shape[0] == 1:
+            weight, scales = self.stored.read()
+            return one_token(x, weight, self.bias, scales=scales)
+        if x.shape[0] <= self.stored.few:
+            weight, scales = self.stored.read()
+            return few_tokens(x, weight, self.bias, weight_scales=scales)
         if self.bias is None:
             return torch.mm(x, self._turned)  # what `linear` comes to, with less for the host to do
         return torch.addmm(self.bias, x, self._turned)
 
     def gated(self, x: Input) -> Tensor:
         """Of the results, the first half, activated by silu, times the second."""
-        if isinstance(x, Tensor) and self._gates and 1 < x.shape[0] <= self._few:
-            return few_tokens(x, self.weight, self.bias, gated=True)
+        if isinstance(x, Tensor) and self._gates and 1 < x.shape[0] <= self.stored.few:
+            weight, scales = self.stored.read()
+            return few_tokens(x, weight, self.bias, weight_scales=scales, gated=True)
         return silu_gated(self(x))  # a single token's product is faster on its own
 
     def joined(self, x: Tensor, hidden: Tensor, norm: Norm) -> Unscaled:
         """Of one token: the result added to `hidden` [1, out], and the sum normalised but for its scale."""
-        return one_token_joined(x, self.weight, self.bias, hidden, norm)
+        weight, scales = self.stored.read()
+        return one_token_joined(x, weight, self.bias, hidden, norm, scales)
 
 
 class WideProduct:
@@ -75,22 +102,22 @@ class WideProduct:
     takes_unscaled = True  # of one token
 
     def __init__(self, weight: Tensor) -> None:
-        self.weight = weight  # [out, in]
+        self.stored = _Stored(weight)
 
     def __call__(self, x: Input, out: Tensor | None = None) -> Tensor:
+        whole, (weight, scales) = self.stored.weight, self.stored.read()
         values = x.values if isinstance(x, Unscaled) else plain(x)
         if out is None:
-            out = values.new_empty((values.shape[0], self.weight.shape[0]), dtype=torch.float32)
+            out = values.new_empty((values.shape[0], whole.shape[0]), dtype=torch.float32)
         if values.shape[0] == 0:  # a step in the midst of a prompt: the weight need not be read
             return out
         if values.shape[0] == 1:
-            return one_token(x if isinstance(x, Unscaled) else values, self.weight, None, out)
-        x = values
-        if x.dtype == torch.float32:
-            return torch.mm(x, self.weight.t(), out=out)
-        if x.shape[0] <= _FEW_DENSE:
-            return few_tokens(x, self.weight, None, out=out)
-        return torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
+            return one_token(x if isinstance(x, Unscaled) else values, weight, None, out, scales)
+        if values.dtype == torch.float32:
+            return torch.mm(values, whole.t(), out=out)
+        if values.shape[0] <= self.stored.few:
+            return few_tokens(values, weight, None, weight_scales=scales, out=out)
+        return torch.mm(values, whole.t(), out_dtype=torch.float32, out=out)
 
 
 class WeightOnlyProduct:

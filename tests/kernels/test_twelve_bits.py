@@ -1,0 +1,211 @@
+"""bfloat16 weights in twelve bits: the same numbers, and products of them. Kernels run in Triton's interpreter where
+there is no GPU."""
+
+import math
+import os
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels below are defined
+
+pytest.importorskip("triton", reason="the kernels need Triton, which a CPU installation of torch does not bring")
+
+from slipstream.kernels import linear, twelve_bits  # noqa: E402
+from slipstream.kernels.gpu import linear as gpu_linear  # noqa: E402
+from slipstream.kernels.gpu.few_tokens import few_tokens  # noqa: E402
+from slipstream.kernels.gpu.linear import DenseProduct, WideProduct  # noqa: E402
+from slipstream.kernels.gpu.one_token import one_token, one_token_joined  # noqa: E402
+from slipstream.kernels.normalisation import Norm  # noqa: E402
+
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPE = torch.bfloat16 if GPU else torch.float32  # the interpreter does not know bfloat16
+
+
+def trained(rows: int, columns: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    return (torch.randn(rows, columns) * 0.02).bfloat16()
+
+
+def test_numbers_stay_the_same():
+    weight = trained(300, 1024)
+    weight[3], weight[4, 5], weight[9, 0] = 0, 0, -0.0
+    weight[5] *= 1e-30
+    weight[8] *= 1e36
+    weight[10] = 1e-40  # below float's normal numbers
+    packed = twelve_bits.pack(weight)
+    assert packed.words.dtype == torch.int16
+    assert packed.words.shape == (300, 768)
+    assert packed.words.nbytes * 4 == weight.nbytes * 3
+    exact, got = weight.float(), twelve_bits.unpack(packed)
+    largest = exact.abs().amax(1, keepdim=True)
+    assert torch.equal(got[exact.abs() >= largest * 2**-13], exact[exact.abs() >= largest * 2**-13])
+    assert bool(((got - exact).abs() <= largest * 2**-22).all())
+    assert (got != exact).float().mean() < 1e-3
+    assert not got[3].any()
+
+
+def test_the_smallest_numbers_are_rounded_to_the_nearest():
+    weight = torch.full((1, 256), 2.0**-20).bfloat16()
+    weight[0, :4] = torch.tensor([1.0, 2**-14, 2**-14 * 1.5, 2**-21 * 1.5])
+    weight[0, 4:250] = 0.5
+    got = twelve_bits.unpack(twelve_bits.pack(weight))[0]
+    assert got[:4].tolist() == [1.0, 2**-14, 2**-14 * 1.5, 2**-20]  # a multiple of 2^-21, three quarters of it up
+    assert got[250].item() == 2**-20
+
+
+@pytest.mark.parametrize("number", [1e4, math.inf, -math.inf, math.nan])
+def test_a_row_far_from_its_largest_number_is_not_packed(number):
+    weight = trained(256, 1024)
+    weight[7, 3] = number
+    assert twelve_bits.pack(weight) is None
+
+
+def test_pieces_are_packed_as_the_whole(monkeypatch):
+    weight = trained(70, 512)
+    whole = twelve_bits.pack(weight)
+    monkeypatch.setattr(twelve_bits, "_SLICE", 512 * 16)
+    pieces = twelve_bits.pack(weight)
+    assert torch.equal(pieces.words, whole.words)
+    assert torch.equal(pieces.scales, whole.scales)
+    weight[69, 0] = math.nan  # in the last piece, which is smaller
+    assert twelve_bits.pack(weight) is None
+
+
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.float16, 256), (torch.float32, 256), (torch.bfloat16, 320)])
+def test_what_cannot_be_packed(dtype, columns):
+    assert not twelve_bits.packs(torch.zeros(128, columns, dtype=dtype))
+    assert twelve_bits.packs(torch.zeros(1, 256, dtype=torch.bfloat16))
+
+
+def case(tokens: int, rows: int, size: int, bias: bool):
+    """Activations, a packed weight and an offset on the device; the product, and what its terms are in all."""
+    weight = trained(rows, size)
+    weight[rows // 2] *= 2.0**9  # rows have scales of their own
+    packed = twelve_bits.pack(weight)
+    x = torch.randn(tokens, size).to(DTYPE)
+    offset = torch.randn(rows).to(DTYPE) if bias else None
+    expected = product(x, weight, offset), product(x.abs(), weight.abs(), None if offset is None else offset.abs())
+    return x.to(DEVICE), *(t.to(DEVICE) for t in packed), offset.to(DEVICE) if bias else None, expected
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+
+
+def close(got: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    tolerance = 2**-9 if got.dtype == torch.bfloat16 else 1e-6
+    return bool(((got.double().cpu() - expected[0]).abs() <= tolerance * expected[1]).all())
+
+
+@pytest.mark.parametrize(("rows", "size"), [(128, 256), (130, 768), (40, 1280)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_token(rows, size, bias):
+    x, words, scales, offset, expected = case(1, rows, size, bias)
+    assert close(one_token(x, words, offset, scales=scales), expected)
+
+
+@pytest.mark.parametrize(("tokens", "rows", "size", "bias"), [
+    (2, 128, 256, True), (17, 256, 1280, False), (32, 256, 768, True), (33, 256, 1280, False), (64, 128, 512, True),
+    (5, 128, 8704, False)])  # fmt: skip
+def test_few_tokens(tokens, rows, size, bias):
+    """One tile and several, their columns shared and not."""
+    x, words, scales, offset, expected = case(tokens, rows, size, bias)
+    for _ in range(2):  # the second finds the counters as the first left them
+        assert close(few_tokens(x, words, offset, weight_scales=scales), expected)
+
+
+@pytest.mark.parametrize("tokens", [3, 33])
+def test_few_tokens_with_their_gate(tokens):
+    """To the bit what the product and then the gate give."""
+    x, words, scales, offset, _ = case(tokens, 256, 512, True)
+    apart = few_tokens(x, words, offset, weight_scales=scales)
+    gated = few_tokens(x, words, offset, weight_scales=scales, gated=True)
+    assert gated.shape == (tokens, 128)
+    assert torch.equal(gated, gpu_linear.silu_gated(apart))
+
+
+def test_every_number_reaches_the_product():
+    """Activations with a single one give columns of the weight, to the bit."""
+    weight = trained(128, 512)
+    words, scales = (t.to(DEVICE) for t in twelve_bits.pack(weight))
+    exact = twelve_bits.unpack(twelve_bits.pack(weight))
+    units = torch.eye(512, dtype=DTYPE, device=DEVICE)
+    for begin in (0, 32, 192, 256, 480):
+        got = few_tokens(units[begin : begin + 32].contiguous(), words, None, weight_scales=scales)
+        assert torch.equal(got.float().cpu(), exact[:, begin : begin + 32].t().to(DTYPE).float())
+    for column in (0, 63, 64, 255, 256, 511):
+        got = one_token(units[column : column + 1].contiguous(), words, None, scales=scales)
+        assert torch.equal(got[0].float().cpu(), exact[:, column].to(DTYPE).float())
+
+
+def test_a_product_that_joins_the_residual_stream():
+    x, words, scales, _, expected = case(1, 256, 512, False)
+    hidden = torch.randn(1, 256)
+    stream = hidden.clone().to(DEVICE)
+    norm = Norm((torch.rand(256) + 0.5).to(DEVICE), None, 1e-5, dtype=DTYPE)
+    between = one_token_joined(x, words, None, stream, norm, scales)
+    assert torch.allclose(stream.cpu().double(), hidden.double() + expected[0], rtol=1e-4, atol=1e-4)
+    total = (stream * norm.weight).cpu()
+    assert torch.allclose(between.values.float().cpu(), total, rtol=1e-2 if GPU else 1e-5, atol=1e-5)
+
+
+class CountedStore:
+    def __init__(self, copy_bytes: int) -> None:
+        self.copy_bytes, self.copied, self.stored = copy_bytes, False, self
+
+    def copy(self) -> int:
+        self.copied = True
+        return self.copy_bytes
+
+
+def test_copies_are_made_if_all_fit():
+    products = [CountedStore(60), CountedStore(40), lambda x: x]
+    assert linear.copy_weights(products, 99) == 0
+    assert not any(product.copied for product in products[:2])
+    assert linear.copy_weights(products, 100) == 100
+    assert all(product.copied for product in products[:2])
+
+
+@pytest.mark.parametrize(("rows", "columns", "dtype"), [
+    (40, 256, torch.bfloat16), (128, 320, torch.bfloat16), (128, 256, torch.float16)])  # fmt: skip
+def test_sizes_and_types_that_have_no_copy(rows, columns, dtype, monkeypatch):
+    monkeypatch.setattr(gpu_linear, "_SMALL", 0)
+    monkeypatch.setattr(gpu_linear, "_NARROW", 0)
+    product = DenseProduct(torch.zeros(rows, columns, dtype=dtype), None)
+    assert product.stored.copy_bytes == product.stored.copy() == 0
+    assert product.stored.read()[0] is product.stored.weight
+
+
+def test_a_copy_is_read_by_few_tokens(monkeypatch):
+    monkeypatch.setattr(gpu_linear, "_SMALL", 0)
+    monkeypatch.setattr(gpu_linear, "_NARROW", 0)
+    weight = trained(256, 512)
+    product = DenseProduct(weight, None)
+    assert product.stored.few == 32
+    assert product.stored.read()[1] is None
+    assert product.stored.copy_bytes == product.stored.copy() == 256 * 512 * 3 // 2
+    words, scales = product.stored.read()
+    assert words.dtype == torch.int16
+    assert scales.shape == (256,)
+    assert WideProduct(weight).stored.copy() == product.stored.copy_bytes
+    weight[3, 4] = math.nan
+    unsafe = DenseProduct(weight, None)
+    assert unsafe.stored.copy() == 0
+    assert unsafe.stored.read()[1] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 32, 33, 64, 65])
+def test_products_are_the_same_with_a_copy(tokens, monkeypatch):
+    monkeypatch.setattr(gpu_linear, "_SMALL", 0)
+    monkeypatch.setattr(gpu_linear, "_NARROW", 0)
+    weight, x = trained(512, 1024).cuda(), torch.randn(tokens, 1024).bfloat16().cuda()
+    for kind in (lambda: DenseProduct(weight, None), lambda: WideProduct(weight)):
+        before, after = kind(), kind()
+        assert after.stored.copy() > 0
+        assert torch.allclose(after(x).float(), before(x).float(), rtol=2**-7, atol=1e-3)
+        if isinstance(after, DenseProduct):
+            assert torch.allclose(after.gated(x).float(), before.gated(x).float(), rtol=2**-6, atol=1e-3)
