@@ -19,6 +19,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from real_server import limit_cache
 from tiny_models import config_of, random_model
 from tiny_server import MODEL, ROOT, STARTED, wait_for
 
@@ -86,11 +87,7 @@ def server(tmp_path_factory):
     (folder / "model" / "tokenizer_config.json").write_text("{}")
     engine = build_engine(folder / "model", folder / "engine", dtype="float32")
     write_repository(folder / "repository", MODEL, engine, engine, 64)
-    config = folder / "repository" / "tensorrt_llm" / "config.pbtxt"
-    unset = 'max_tokens_in_paged_kv_cache" value { string_value: "'
-    text = config.read_text()
-    assert unset in text
-    config.write_text(text.replace(unset, f"{unset}{CACHE_TOKENS}"))
+    limit_cache(folder / "repository", CACHE_TOKENS)
     running = RealServer(folder / "repository", folder / "log")
     yield running
     assert running.close() == 0, running.log()

@@ -15,14 +15,13 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from real_server import RealServer
-from tiny_models import config_of, random_model
-from tiny_server import MODEL, children_of, wait_for
+from real_server import RealServer, limit_cache
+from tiny_engine import build_tiny_engine
+from tiny_server import MODEL, children_of
 from tritonclient.grpc import InferInput
 from tritonclient.grpc import aio as grpc
 
 from slipstream.repository.templates import write_repository
-from slipstream.weights.build import build_engine
 
 WARM, COUNTED = 10_000, 30_000  # requests before the first look, and between the two
 CLIENTS = 16
@@ -34,18 +33,10 @@ KINDS = ("answer", "stream", "left", "refused", "completion", "grpc")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("soak")
-    random_model(config_of("llama", max_position_embeddings=2048)).save_pretrained(folder / "model")
-    words = {"type": "WordLevel", "vocab": {str(n): n for n in range(96)}, "unk_token": "0"}
-    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": words}
-    (folder / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "model" / "tokenizer_config.json").write_text("{}")
-    engine = build_engine(folder / "model", folder / "engine", dtype="float32")
+    engine = build_tiny_engine(folder)
     write_repository(folder / "repository", MODEL, engine, engine, 64)
     # A cache that is full before the first look: until then the engine remembers what each block holds.
-    config = folder / "repository" / "tensorrt_llm" / "config.pbtxt"
-    unset = 'max_tokens_in_paged_kv_cache" value { string_value: "'
-    assert unset in config.read_text()
-    config.write_text(config.read_text().replace(unset, f"{unset}{CACHE_TOKENS}"))
+    limit_cache(folder / "repository", CACHE_TOKENS)
     running = RealServer(folder / "repository", folder / "server").wait()
     yield running
     running.close()
@@ -91,9 +82,9 @@ class Clients:
 
     async def _leave(self, body: dict) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        content = json.dumps(body | {"stream": True, "max_tokens": 200}).encode()
-        head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: test\r\nContent-Length: {len(content)}\r\n\r\n"
-        writer.write(head.encode() + content)
+        content = json.dumps(body | {"stream": True, "max_tokens": 150}).encode()
+        head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: test\r\n"
+        writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content)
         await reader.readuntil(b"data:")
         writer.transport.abort()
 

@@ -37,6 +37,15 @@ def write_model(folder: Path, template: str, values: Mapping[str, str]) -> None:
     (folder / "config.pbtxt").write_text(fill_text(template, values).text)
 
 
+def limit_cache(repository: Path, tokens: int) -> None:
+    """Let the engine of a repository that was written for it cache no more."""
+    config = repository / "tensorrt_llm" / "config.pbtxt"
+    unset = 'max_tokens_in_paged_kv_cache" value { string_value: "'
+    text = config.read_text()
+    assert unset in text
+    config.write_text(text.replace(unset, f"{unset}{tokens}"))
+
+
 class RealServer:
     def __init__(self, repository: Path, folder: Path, *command: str) -> None:
         """`command`: what to start instead of `slipstream start`, its ports as flags with a dash."""
