@@ -36,7 +36,8 @@ MOST_WAITING = 64  # before the engine
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}"
     "{% for call in message.tool_calls or [] %}<{{ call.function.name }}({{ call.function.arguments.x }})>{% endfor %}"
-    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+    "{{ '\n' }}{% endfor %}{% if quietly %}[quietly {{ quietly }}]{% endif %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
 

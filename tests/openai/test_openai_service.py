@@ -220,3 +220,41 @@ def test_the_documentation_has_the_routes_with_examples_that_run(serving):
         assert "$ref" not in json.dumps(content)
         answer = post(serving.port, path, json.dumps(content["example"]).encode())
         assert json.loads(answer.body)["usage"]["completion_tokens"] == content["example"]["max_tokens"]
+
+
+def test_what_a_stopped_answer_had_computed_is_found_when_it_is_gone_on_from(serving):
+    prompt, end = "Tell me more. " * 5, str(serving.generator.tokenizer.eos_id)
+    before, said = serving.engine.stats.cancelled, ""
+    stream = serving.client.completions.create(model="chat", prompt=prompt, max_tokens=400, temperature=0, stream=True,
+                                               logit_bias={end: -1000})
+    for chunk in stream:
+        said += chunk.choices[0].text
+        if len(said) > 100:
+            break
+    stream.close()
+    wait_until(lambda: serving.engine.stats.cancelled == before + 1)
+    answer = serving.client.completions.create(model="chat", prompt=f"{prompt}{said} No, wait", max_tokens=1)
+    known = len(serving.generator.tokenizer.encode(prompt + said))
+    block = serving.engine.info.block_tokens
+    assert answer.usage.prompt_tokens_details.cached_tokens >= known - 2 * block > len(prompt)
+
+
+def test_time_in_the_engines_queue_is_told_apart_from_computing(serving):
+    def spent(model: str) -> dict[str, int]:
+        return {name: phase["ns"] for name, phase in statistics(serving, model).items()}
+
+    before = {model: spent(model) for model in ("chat", "tensorrt_llm")}
+    end = str(serving.generator.tokenizer.eos_id)
+    serving.client.completions.create(model="chat", prompt=["Say: "] * 3, max_tokens=30, logit_bias={end: -1000})
+    idle = {model: spent(model) for model in before}
+    serving.client.completions.create(model="chat", prompt=["Say: "] * 12, max_tokens=30, logit_bias={end: -1000})
+    for model, first in before.items():
+        calm, busy = ({name: later[name] - earlier[name] for name in later}
+                      for earlier, later in ((first, idle[model]), (idle[model], spent(model))))
+        for phases in (calm, busy):
+            parts = ("queue", "compute_input", "compute_infer", "compute_output")
+            assert sum(phases[part] for part in parts) == phases["success"] > 0
+            assert min(phases[part] for part in parts) >= 0
+        # Four run at once: of twelve, eight wait for others to end, all together for about as long as all compute.
+        assert busy["queue"] > busy["compute_infer"] / 8
+        assert busy["queue"] > calm["queue"]

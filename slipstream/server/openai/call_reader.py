@@ -1,4 +1,7 @@
-"""An answer taken apart, as it comes, into text and calls. Whoever reads it whole gets the same parts."""
+"""An answer taken apart, as it comes, into text and calls. Whoever reads it whole gets the same parts.
+
+What is no whole call is text, whole.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-from slipstream.server.openai.tools import CLOSE, OPEN
+from slipstream.server.openai.call_formats import BARE, MARKED, CallFormat
+
+OPEN, CLOSE = MARKED.open, MARKED.close
 
 
 @dataclass(frozen=True)
@@ -20,8 +26,41 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
+class Reader(Protocol):
+    calls: int  # that were found
+
+    def push(self, text: str, last: bool = False) -> Iterator[str | ToolCall]: ...
+
+
+def reader_of(written: CallFormat) -> Reader:
+    return CallReader() if written is MARKED else BareCallReader()
+
+
+class BareCallReader:
+    """The whole answer is a call, or none of it is."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._held = ""
+        self._is_text = False
+
+    def push(self, text: str, last: bool = False) -> Iterator[str | ToolCall]:
+        self._held += text
+        begun = self._held.startswith(BARE.open) or BARE.open.startswith(self._held)
+        self._is_text = self._is_text or not begun
+        if not self._is_text and not last:
+            return
+        call = None if self._is_text else _parsed(self._held, BARE.arguments)
+        if call is not None:
+            self.calls += 1
+            yield call
+        elif self._held:
+            yield self._held
+        self._held = ""
+
+
 class CallReader:
-    """White space around a call is dropped, and what is no whole call is text, whole."""
+    """White space around a call is dropped."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -63,7 +102,7 @@ class CallReader:
         """The end mark may also stand in an argument: a call ends at the first one that makes it whole."""
         end = self._held.find(CLOSE)
         while end >= 0:
-            if (call := _parsed(self._held[:end])) is not None:
+            if (call := _parsed(self._held[:end], MARKED.arguments)) is not None:
                 self._held, self._inside, self._after_call = self._held[end + len(CLOSE) :], False, True
                 self.calls += 1
                 return call
@@ -74,7 +113,7 @@ class CallReader:
         """Nothing more comes. A call may end without its mark, where that was a stop word."""
         if not self._inside:
             return "" if self._after_call else self._held
-        call = _parsed(self._held)
+        call = _parsed(self._held, MARKED.arguments)
         if call is None:
             return self._space + OPEN + self._held
         self.calls += 1
@@ -86,12 +125,12 @@ def _begun(text: str) -> int:
     return next((size for size in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:size])), 0)
 
 
-def _parsed(block: str) -> ToolCall | None:
+def _parsed(block: str, key: str) -> ToolCall | None:
     try:
         call = json.loads(block)
     except (ValueError, RecursionError):
         return None
-    name, arguments = (call.get("name"), call.get("arguments")) if isinstance(call, dict) else (None, None)
+    name, arguments = (call.get("name"), call.get(key)) if isinstance(call, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return ToolCall(f"call_{secrets.token_hex(12)}", name, json.dumps(arguments, ensure_ascii=False))

@@ -41,15 +41,17 @@ class Call:
     stream: bool
     include_usage: bool  # as the last chunk of a stream
     id: str
+    guided_by: str = ""  # the field that says what the answer must look like
     created: int = field(default_factory=lambda: int(time.time()))
 
     @staticmethod
     def of(
         fields: Fields, ignored: Sequence[str], prefix: str, model: NamedModel, form: Form,
-        texts: Sequence[TextRequest],
+        texts: Sequence[TextRequest], guided_by: str = "",
     ) -> Call:
         usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
-        return Call(model, form, texts, ignored, bool(fields.stream), usage, f"{prefix}-{secrets.token_hex(12)}")
+        return Call(model, form, texts, ignored, bool(fields.stream), usage, f"{prefix}-{secrets.token_hex(12)}",
+                    guided_by)
 
     def head(self, kind: str) -> Document:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model.id,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from slipstream.server.generation_outputs import Progress
 from slipstream.server.limits import LARGEST_INT
-from slipstream.server.openai.call_reader import CallReader, ToolCall
+from slipstream.server.openai.call_formats import CallFormat
+from slipstream.server.openai.call_reader import Reader, ToolCall, reader_of
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.errors import refused
 from slipstream.server.openai.fields import ChatFields, read_fields
@@ -21,12 +22,13 @@ from slipstream.server.openai.sampling import (
     max_tokens_of,
     sampling_of,
     stop_words_of,
+    text_request,
     top_of,
 )
 from slipstream.server.openai.tools import tools_of
 from slipstream.server.registry import ModelRegistry
 from slipstream.server.text.messages import unknown_fields
-from slipstream.server.text.pipeline import TextDelta, TextRequest, in_thread_if_long
+from slipstream.server.text.pipeline import TextDelta, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
 
@@ -36,18 +38,18 @@ async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
     top, log_probs = top_of("top_logprobs", fields.top_logprobs), bool(fields.logprobs)
     if top and not log_probs:
         raise refused("top_logprobs", "needs logprobs to be true")
-    guide, tools = guide_of(fields), await tools_of(fields, model)
+    (guided_by, guide), tools = guide_of(fields), await tools_of(fields, model)
     if tools is not None:
+        if guide is not None:
+            raise refused(guided_by, "cannot be combined with tools")
         guide = tools.guide
     sampling = sampling_of(fields, model.vocab_size, _max_tokens(fields), log_probs, top, guide)
     stop_words = [*stop_words_of(fields), *(tools.stop_words if tools else ())]
-    text = TextRequest(
-        await chat_tokens(fields, len(body), model, tools.shown if tools else None), sampling,
-        sequences=answers_of(fields), stop_words=stop_words, adapter=model.adapter(),
-    )  # fmt: skip
+    tokens = await chat_tokens(fields, len(body), model, tools.shown if tools else None)
+    text = text_request(fields, tokens, sampling, stop_words, answers_of(fields), model.adapter())
     ignored += unknown_fields(fields.messages)
-    form = ChatForm(model.tokenizer, log_probs, bool(stop_words), calls=tools is not None)
-    return Call.of(fields, ignored, "chatcmpl", model, form, [text])
+    form = ChatForm(model.tokenizer, log_probs, bool(stop_words), calls=tools.format if tools else None)
+    return Call.of(fields, ignored, "chatcmpl", model, form, [text], guided_by)
 
 
 def _max_tokens(fields: ChatFields) -> int:
@@ -64,10 +66,10 @@ class ChatForm:
     tokenizer: Tokenizer
     log_probs: bool
     stop_words: bool  # may end the text
-    calls: bool  # are looked for in the text
+    calls: CallFormat | None  # that are looked for in the text
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
-    _readers: dict[int, CallReader] = field(default_factory=dict)
+    _readers: dict[int, Reader] = field(default_factory=dict)
     _scored: dict[int, ScoredTokens] = field(default_factory=dict)
 
     def whole(self, place: int, choice: Progress) -> Document:
@@ -99,14 +101,16 @@ class ChatForm:
         return _chunk(place, {}, reason=self._reason(place, choice))
 
     def _parts(self, place: int, text: str, last: bool) -> Iterator[str | ToolCall]:
-        if self.calls:
-            yield from self._readers.setdefault(place, CallReader()).push(text, last)
+        if self.calls is not None:
+            if place not in self._readers:
+                self._readers[place] = reader_of(self.calls)
+            yield from self._readers[place].push(text, last)
         elif text:
             yield text
 
     def _reason(self, place: int, choice: Progress) -> str:
         reason = finish_reason(choice.finish_reason)
-        called = self.calls and self._readers[place].calls > 0
+        called = self.calls is not None and self._readers[place].calls > 0
         return "tool_calls" if called and reason == "stop" else reason
 
     def _scores(self, place: int, news: TextDelta | Progress) -> Document | None:

@@ -15,9 +15,17 @@ from slipstream.server.openai.generation import finish_reason
 from slipstream.server.openai.log_probs import CompletionLogProbs, ScoredTokens
 from slipstream.server.openai.models import find_model
 from slipstream.server.openai.prompts import Prompt, prompt_tokens, prompts_of
-from slipstream.server.openai.sampling import answers_of, max_tokens_of, sampling_of, stop_words_of, top_of
+from slipstream.server.openai.sampling import (
+    answers_of,
+    guide_of,
+    max_tokens_of,
+    sampling_of,
+    stop_words_of,
+    text_request,
+    top_of,
+)
 from slipstream.server.registry import ModelRegistry
-from slipstream.server.text.pipeline import TextDelta, TextRequest, in_thread_if_long
+from slipstream.server.text.pipeline import TextDelta, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -32,21 +40,22 @@ async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
         raise refused("best_of", f"must be n, here {answers}: every answer is returned")
     if fields.echo and fields.logprobs is not None:
         raise refused("echo", "cannot be combined with logprobs: those of the prompt are not told here")
+    guided_by, guide = guide_of(fields)
     sampling = sampling_of(
         fields, model.vocab_size,
         max_tokens_of("max_tokens", DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens),
-        fields.logprobs is not None, top_of("logprobs", fields.logprobs),
+        fields.logprobs is not None, top_of("logprobs", fields.logprobs), guide,
     )  # fmt: skip
     stop_words, adapter = stop_words_of(fields), model.adapter()
-    texts = [TextRequest(await prompt_tokens(prompt, model), sampling, stop_words=stop_words, sequences=answers,
-                         adapter=adapter) for prompt in prompts]
+    texts = [text_request(fields, await prompt_tokens(prompt, model), sampling, stop_words, answers, adapter)
+             for prompt in prompts]
     if fields.seed is None:  # the same prompt twice is two answers
         texts = [replace(text, sampling=replace(sampling, seed=secrets.randbits(64))) for text in texts]
     form = CompletionForm(
         model.tokenizer, prompts if fields.echo else [], answers, fields.logprobs is not None, bool(fields.logprobs),
         bool(stop_words),
     )
-    return Call.of(fields, ignored, "cmpl", model, form, texts)
+    return Call.of(fields, ignored, "cmpl", model, form, texts, guided_by)
 
 
 @dataclass(frozen=True)

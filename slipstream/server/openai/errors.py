@@ -13,7 +13,7 @@ from slipstream.server.errors import Code, InferenceError, QueueFull, Unavailabl
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 500: "server_error",
           503: "service_unavailable_error"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded", 503: "service_unavailable"}
-_GUIDE = "guided_decoding_guide: "  # how the models name what came as response_format
+_GUIDE = "guided_decoding_guide: "  # how the models name what came in another field here
 
 
 class ApiError(Exception):
@@ -37,8 +37,8 @@ def refused(name: str, problem: str) -> ApiError:
     return ApiError(f"{name} {problem}", name)
 
 
-def as_api_error(error: Exception, where: str) -> ApiError:
-    """What a model, or the door, said; what nobody meant to say is for the log."""
+def as_api_error(error: Exception, where: str, guided_by: str = "") -> ApiError:
+    """What a model, or the door, said; what nobody meant to say is for the log. `guided_by`: what a guide came in."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Refused):
@@ -50,6 +50,6 @@ def as_api_error(error: Exception, where: str) -> ApiError:
     if not isinstance(error, InferenceError):
         logging.error(f"{where}: {''.join(traceback.format_exception(error)).rstrip()}")
         return ApiError("internal error, the server's log has the details", status=500)
-    if error.message.startswith(_GUIDE):
-        return ApiError("response_format " + error.message.removeprefix(_GUIDE), "response_format")
+    if guided_by and error.message.startswith(_GUIDE):
+        return refused(guided_by, error.message.removeprefix(_GUIDE))
     return ApiError(error.message, status=400 if error.code is Code.UNSUPPORTED else error.status)

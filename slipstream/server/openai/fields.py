@@ -1,7 +1,8 @@
 """The bodies of requests: which fields there are, which are refused by name, and what is wrong with the others.
 
 A field that OpenAI has and this server has not is refused, and so is one of the other API, unless its value asks for
-nothing. One that nobody has is left alone, and the answer names it in a header. `null` is the same as nothing.
+nothing. What other servers take besides, and their clients send, is taken where generate has the same, else refused.
+A field that nobody has is left alone, and the answer names it in a header. `null` is the same as nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class Fields(msgspec.Struct, kw_only=True):
-    """What both APIs have. The last three are the caller's own marks: every request is treated alike."""
+    """What both APIs have. `user` and the two after it are the caller's own marks: every request is treated alike."""
 
     model: str
     stream: bool | None = None
@@ -43,6 +44,17 @@ class Fields(msgspec.Struct, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    # From here on not OpenAI's, but other servers'.
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    bad_words: str | list[str] | None = None
+    cache_salt: str | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class ChatFields(Fields, kw_only=True):
@@ -54,6 +66,7 @@ class ChatFields(Fields, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionFields(Fields, kw_only=True):
@@ -78,10 +91,17 @@ _REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "prompt_cache_retention": ("what stays in the cache is the engine's to say", ("in_memory", "in-memory")),
     "service_tier": ("there is one", ("auto", "default")),
     "suffix": ("it writes on from the prompt, and fills no gaps", ("",)),
+    "chat_template": ("a template comes with its model, never with a request", ()),
+    "min_p": ("top_p and top_k are what it cuts off by", (0, 0.0)),
+    "stop_token_ids": ("stop takes texts", ([],)),
+    "prompt_logprobs": ("/v2/models/NAME/generate tells them, with return_prompt_log_probs", ()),
+    "use_beam_search": ("/v2/models/NAME/generate searches, with beam_width", (False,)),
+    "structured_outputs": ("response_format and the guided_ fields say what an answer must look like", ({},)),
 }  # fmt: skip
 _PATHS: Mapping[type[Fields], str] = {ChatFields: "/v1/chat/completions", CompletionFields: "/v1/completions"}
 # Of fields that one API alone has, the values that ask for nothing in the other.
-_NOTHING: Mapping[str, Any] = {"tools": [], "tool_choice": "none", "parallel_tool_calls": False, "echo": False}
+_NOTHING: Mapping[str, Any] = {"tools": [], "tool_choice": "none", "parallel_tool_calls": False, "echo": False,
+                                "chat_template_kwargs": {}}
 
 Kind = TypeVar("Kind", bound=Fields)
 

@@ -8,26 +8,43 @@ from slipstream.server.limits import LONGEST_TOKEN_CHARACTERS, NUMBERS
 from slipstream.server.openai.errors import ApiError, refused
 from slipstream.server.openai.fields import ChatFields, CompletionFields
 from slipstream.server.openai.models import NamedModel
-from slipstream.server.text.chat import ChatError, Tools
+from slipstream.server.text.chat import ChatError, Tools, VariableError
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.messages import MessageError, template_messages
 from slipstream.server.text.pipeline import in_thread_if_long
 
 Prompt = str | list[int]
+_MOST_VARIABLES, _LARGEST_VALUE = 32, 1024
 
 
 async def chat_tokens(fields: ChatFields, size: int, model: NamedModel, tools: Tools) -> list[int]:
     """size: of the body. What is long is looked at in threads: others' streams must not wait for it."""
     template = model.tokenizer.chat_template or ""
+    variables = _variables_of(fields)
     try:
         messages = await in_thread_if_long(size, template_messages, fields.messages, template)
         _check_characters("messages", sum(len(message["content"]) for message in messages), model)
-        tokens = await model.text.generator.chat_prompt(messages, tools=tools)
+        tokens = await model.text.generator.chat_prompt(messages, tools=tools, variables=variables)
     except MessageError as error:
         raise ApiError(str(error), error.field) from error
+    except VariableError as error:
+        raise ApiError(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
     except (ChatError, TokenizerError) as error:
         raise ApiError(str(error), "messages") from error
     return _fitting("messages", tokens, model)
+
+
+def _variables_of(fields: ChatFields) -> dict[str, Any]:
+    """A template's own switches, such as enable_thinking. What a template could loop over is none."""
+    given = fields.chat_template_kwargs or {}
+    if len(given) > _MOST_VARIABLES:
+        raise refused("chat_template_kwargs", f"must hold at most {_MOST_VARIABLES} switches, got {len(given)}")
+    for name, value in given.items():
+        size = len(value) if isinstance(value, str) else value.bit_length() if isinstance(value, int) else 0
+        if not isinstance(value, int | float | str) or size > _LARGEST_VALUE:
+            what = f"must be true, false, a number, or a text of at most {_LARGEST_VALUE} characters"
+            raise refused(f"chat_template_kwargs.{name[:40]}", what)
+    return given
 
 
 def prompts_of(fields: CompletionFields) -> list[Prompt]:

@@ -22,7 +22,7 @@ from slipstream.server.asgi import (
     send_whole,
 )
 from slipstream.server.context import ServerContext
-from slipstream.server.errors import Unavailable
+from slipstream.server.errors import InferenceError, Unavailable
 from slipstream.server.http_trace import StampedSend
 from slipstream.server.openai.calls import Call
 from slipstream.server.openai.chat import chat_call
@@ -103,4 +103,7 @@ class OpenAIRoutes:
         requests = [infer_request(call.model, text, call.id, trace)
                     for text, trace in zip(call.texts, traces, strict=True)]
         answers = CallAnswers(call.model, requests, call.texts[0].sequences)
-        await (answer_stream if call.stream else answer_whole)(call, answers, send)
+        try:
+            await (answer_stream if call.stream else answer_whole)(call, answers, send)
+        except InferenceError as error:
+            raise as_api_error(error, call.id, call.guided_by) from error

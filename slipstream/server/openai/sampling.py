@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.engine.request import Guide, SamplingParams
-from slipstream.server.limits import LISTS, NUMBERS, Range
+from slipstream.server.adapters import AdapterUse
+from slipstream.server.limits import LISTS, NUMBERS, Range, Words
 from slipstream.server.openai.errors import refused
 from slipstream.server.openai.fields import ChatFields, Fields
 from slipstream.server.tensors import single
+from slipstream.server.text.pipeline import TextRequest
 
+_GUIDES = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice",
+           "guided_grammar": "ebnf_grammar"}  # fmt: skip
 _SEEDS = 2**64
 _SEED = Range(-(2**63), _SEEDS - 1)  # OpenAI's are signed
 
@@ -35,14 +39,29 @@ def answers_of(fields: Fields, prompts: int = 1) -> int:
 
 
 def stop_words_of(fields: Fields) -> list[str]:
-    words = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
-    bound = LISTS["stop_words"]
+    return _words("stop", fields.stop, LISTS["stop_words"])
+
+
+def _words(name: str, given: str | list[str] | None, bound: Words) -> list[str]:
+    words = [given] if isinstance(given, str) else given or []
     if len(words) > bound.count:
-        raise refused("stop", f"must hold at most {bound.count} words, got {len(words)}")
+        raise refused(name, f"must hold at most {bound.count} words, got {len(words)}")
     longest = max((len(word.encode()) for word in words), default=0)
     if longest > bound.bytes:
-        raise refused("stop", f"must hold words of at most {bound.bytes} bytes, got one of {longest}")
+        raise refused(name, f"must hold words of at most {bound.bytes} bytes, got one of {longest}")
     return [word for word in words if word]
+
+
+def text_request(
+    fields: Fields, tokens: list[int], sampling: SamplingParams, stop_words: Sequence[str], answers: int,
+    adapter: AdapterUse | None,
+) -> TextRequest:
+    return TextRequest(
+        tokens, sampling, stop_words=stop_words, sequences=answers, adapter=adapter,
+        bad_words=_words("bad_words", fields.bad_words, LISTS["bad_words"]),
+        ignore_end=bool(fields.ignore_eos),
+        cache_salt="".join(_words("cache_salt", fields.cache_salt, LISTS["cache_salt"])),
+    )  # fmt: skip
 
 
 def sampling_of(
@@ -53,9 +72,12 @@ def sampling_of(
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_number("temperature", fields.temperature, 1.0),
+        top_k=_top_k(fields.top_k),
         top_p=_number("top_p", fields.top_p, 1.0),
+        repetition_penalty=_number("repetition_penalty", fields.repetition_penalty, 1.0),
         presence_penalty=_number("presence_penalty", fields.presence_penalty, 0.0),
         frequency_penalty=_number("frequency_penalty", fields.frequency_penalty, 0.0),
+        min_tokens=_whole("min_tokens", fields.min_tokens, NUMBERS["min_length"]),
         seed=secrets.randbits(64) if fields.seed is None else fields.seed % _SEEDS,
         logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size),
         log_probs=log_probs,
@@ -72,6 +94,18 @@ def _number(name: str, value: float | None, default: float) -> float:
     return single(value)
 
 
+def _top_k(given: int | None) -> int:
+    """-1 is what those servers call none."""
+    return 0 if given == -1 else _whole("top_k", given, NUMBERS["top_k"])
+
+
+def _whole(name: str, value: int | None, bound: Range) -> int:
+    if value is None:
+        return 0
+    bounded(name, value, bound)
+    return value
+
+
 def _logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     most = LISTS["embedding_bias_words"].count
     if len(given) > most:
@@ -83,11 +117,19 @@ def _logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int,
     return tuple((int(token), weight) for token, weight in given.items())
 
 
-def guide_of(fields: ChatFields) -> Guide | None:
-    """What `response_format` asks for is enforced, token by token."""
-    given = fields.response_format
-    if given is None:
-        return None
+def guide_of(fields: Fields) -> tuple[str, Guide | None]:
+    """What `response_format` or one of the `guided_` fields asks for, and which: it is enforced token by token."""
+    guides = {name: Guide(kind, value if isinstance(value, str) else json.dumps(value))
+              for name, kind in _GUIDES.items() if (value := getattr(fields, name)) is not None}
+    given = fields.response_format if isinstance(fields, ChatFields) else None
+    if given is not None and (guide := _format_guide(given)) is not None:
+        guides["response_format"] = guide
+    if len(guides) > 1:
+        raise refused(list(guides)[-1], f"cannot be given together with {next(iter(guides))}")
+    return next(iter(guides.items()), ("", None))
+
+
+def _format_guide(given: Mapping[str, Any]) -> Guide | None:
     kind = given.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise refused("response_format.type", f"must be text, json_object or json_schema, got {json.dumps(kind)[:40]}")

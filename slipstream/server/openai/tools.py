@@ -1,17 +1,8 @@
-"""Functions that a model may call. One format of calls is read, that of models trained on
-
-    <tool_call>
-    {"name": "f", "arguments": {…}}
-    </tool_call>
-
-which their chat templates show (Hermes, Qwen2.5, Qwen3 and others). A guide lets nothing but a whole call of a given
-function, with arguments by its schema, follow the mark, so that what is read as a call is one.
-"""
+"""Functions that a model may call, in the format that its chat template shows."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,21 +10,19 @@ from typing import Any
 
 from slipstream.engine.guided import GuideError, check_guide
 from slipstream.engine.request import Guide
+from slipstream.server.openai.call_formats import MARKED, CallFormat, forced, format_of
 from slipstream.server.openai.errors import ApiError, refused
 from slipstream.server.openai.fields import ChatFields
 from slipstream.server.openai.models import NamedModel
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _MOST_TOOLS = 128
-# Some room to lay the arguments out, but not for ever.
-_LAYOUT = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,16}", "lenient": False,
-           "coerce_one_of": False}
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True)
 class CallableTools:
     shown: Sequence[dict[str, Any]]  # to the template
+    format: CallFormat
     guide: Guide
     stop_words: Sequence[str] = ()  # the end of the first call, where there is to be one only
 
@@ -47,16 +36,15 @@ async def tools_of(fields: ChatFields, model: NamedModel) -> CallableTools | Non
     choice = "auto" if fields.tool_choice is None else fields.tool_choice
     if choice == "none" or (choice == "auto" and not functions):
         return None
-    tags = [_tag(function) for function in _callable(functions, choice)]
-    _check_format(model)
-    if fields.response_format is not None and fields.response_format.get("type") != "text":
-        raise refused("response_format", "cannot be combined with tools")
-    guide = _auto(tags) if choice == "auto" else _forced(tags)
+    chosen, written = _callable(functions, choice), _format_of(model)
+    tags = [written.tag(function) for function in chosen]
+    guide = written.auto(written, tags) if choice == "auto" else forced(tags)
     try:
         await asyncio.to_thread(check_guide, guide)
     except GuideError as error:
         raise ApiError(f"tools: {error}", "tools") from error
-    return CallableTools(given, guide, (CLOSE,) if fields.parallel_tool_calls is False else ())
+    once = fields.parallel_tool_calls is False and written.close
+    return CallableTools(given, written, guide, (written.close,) if once else ())
 
 
 def _function(name: str, tool: Any) -> dict[str, Any]:
@@ -81,30 +69,13 @@ def _callable(functions: Sequence[dict[str, Any]], choice: Any) -> Sequence[dict
     return chosen
 
 
-def _check_format(model: NamedModel) -> None:
+def _format_of(model: NamedModel) -> CallFormat:
     templates = model.tokenizer.chat_templates
-    template = templates.get("tool_use", templates.get("default", "")).replace('\\"', '"')
-    if not all(part in template for part in ("tools", OPEN, '"name"', '"arguments"')):
-        raise ApiError("tools is not supported for this model: its chat template does not show calls as "
-                       f'{OPEN}{{"name", "arguments"}}{CLOSE}, the one format that is read', "tools")
-    if set(model.tokenizer.encode(OPEN, False)) & set(model.tokenizer.special_ids):
-        raise ApiError(f"tools is not supported for this model: {OPEN} is no text to its tokenizer", "tools")
-
-
-def _tag(function: dict[str, Any]) -> dict[str, Any]:
-    begin = f'{OPEN}\n{{"name": "{function["name"]}", "arguments": '
-    schema = function.get("parameters") or {"properties": {}, "additionalProperties": False}
-    return {"begin": begin, "schema": {**schema, "type": "object", "x-guidance": _LAYOUT}, "end": "}\n" + CLOSE}
-
-
-def _auto(tags: Sequence[dict[str, Any]]) -> Guide:
-    """Text, and calls in it."""
-    return Guide("structural_tag", json.dumps({"structures": tags, "triggers": [OPEN]}))
-
-
-def _forced(tags: Sequence[dict[str, Any]]) -> Guide:
-    """One call and nothing else, in the library's own language of grammars."""
-    rules = [f"call_{number}: {json.dumps(tag['begin'])} arguments_{number} {json.dumps(tag['end'])}\n"
-             f"arguments_{number}: %json {json.dumps(tag['schema'])}" for number, tag in enumerate(tags)]
-    start = " | ".join(f"call_{number}" for number in range(len(tags)))
-    return Guide("ebnf_grammar", "\n".join([f"start: {start}", *rules]))
+    found = format_of(templates.get("tool_use", templates.get("default", "")))
+    if found is None:
+        formats = f'{MARKED.open}{{"name", "arguments"}}{MARKED.close} nor as {{"name", "parameters"}}'
+        raise ApiError(f"tools is not supported for this model: its chat template shows calls neither as {formats}, "
+                       "the formats that are read", "tools")
+    if set(model.tokenizer.encode(found.open, False)) & set(model.tokenizer.special_ids):
+        raise ApiError(f"tools is not supported for this model: {found.open} is no text to its tokenizer", "tools")
+    return found

@@ -20,6 +20,10 @@ class ChatError(ValueError):
     """The conversation cannot be rendered. The text is one line, fit for the caller to see."""
 
 
+class VariableError(ChatError):
+    """A variable that is not the caller's to give."""
+
+
 def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
@@ -32,8 +36,8 @@ def render_chat(
     """The prompt's text. `variables` are a template's own switches, such as `enable_thinking`."""
     _check_messages(messages)
     for name in variables or {}:
-        if name in _OWN_VARIABLES:
-            raise ChatError(f"'{name}' cannot be given as a variable of the chat template")
+        if name in _OWN_VARIABLES or name in tokenizer.named_tokens:
+            raise VariableError(f"'{name}' cannot be given as a variable of the chat template")
     template = _choose_template(tokenizer, tools)
     return _render(
         template,

@@ -1,0 +1,98 @@
+"""The probes of OpenAI-like servers: ready or not, and whether every engine really makes a token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from http_support import Connection, request_bytes, wait_until
+
+from slipstream.server import deep_health
+from slipstream.server.generation import EngineUnavailable
+
+
+def probe(serving, path: str, method: str = "GET") -> tuple[int, Any]:
+    with Connection(serving.port) as connection:
+        connection.send(request_bytes(method, path, [], None))
+        answer = connection.answer()
+    return answer.status, json.loads(answer.body)
+
+
+@pytest.fixture
+def generate(serving, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what the engine does with a request."""
+
+    def replace(before: Any) -> None:
+        async def generate(request):
+            await before()
+            yield
+
+        monkeypatch.setattr(serving.generator, "generate", generate)
+
+    return replace
+
+
+def test_a_server_that_works_says_so_and_made_a_token(serving):
+    made = serving.engine.stats.output_tokens
+    assert probe(serving, "/health") == (200, {})
+    assert serving.engine.stats.output_tokens == made
+    assert probe(serving, "/health_generate") == (200, {})
+    wait_until(lambda: serving.engine.stats.output_tokens == made + 1)  # one, though two models share the engine
+    assert probe(serving, "/health", "POST")[0] == 405
+    assert probe(serving, "/health_generate", "POST")[0] == 405
+
+
+@pytest.mark.parametrize("path", deep_health.PATHS)
+def test_one_that_takes_no_work_says_why(serving, path):
+    serving.state.draining = True
+    try:
+        assert probe(serving, path) == (503, {"error": "the server is not ready"})
+    finally:
+        serving.state.draining = False
+
+
+def test_an_engine_that_only_looks_well_is_found_out(serving, generate):
+    async def fail() -> None:
+        raise EngineUnavailable("it is being restarted")
+
+    generate(fail)
+    assert probe(serving, "/health") == (200, {})
+    assert probe(serving, "/health_generate") == (503, {"error": "tensorrt_llm: it is being restarted"})
+
+
+def test_an_engine_that_hangs_is_found_out(serving, generate, monkeypatch):
+    monkeypatch.setattr(deep_health, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(deep_health, "_REPLY_SECONDS", 0.1)
+    generate(asyncio.Event().wait)
+    assert probe(serving, "/health_generate") == (503, {"error": "tensorrt_llm gave no token in 0.1 s"})
+
+
+def test_an_engine_that_has_its_hands_full_is_well(serving, monkeypatch):
+    monkeypatch.setattr(deep_health, "ANSWER_SECONDS", 0.001)
+    never = {str(serving.generator.tokenizer.eos_id): -1000}
+    stop = threading.Event()
+
+    def occupy() -> None:
+        stream = serving.client.completions.create(model="chat", prompt="a", max_tokens=100_000, stream=True, n=4,
+                                                   logit_bias=never)
+        for _ in stream:
+            if stop.is_set():
+                stream.close()
+                return
+
+    thread = threading.Thread(target=occupy)
+    thread.start()
+    try:
+        wait_until(lambda: serving.engine.stats.running == 4)
+        assert probe(serving, "/health_generate") == (200, {})
+    finally:
+        stop.set()
+        thread.join(20)

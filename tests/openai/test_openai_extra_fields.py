@@ -1,0 +1,138 @@
+"""Fields that OpenAI has not and other servers have: what generate does with the same, or a refusal by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import openai
+import pytest
+import transformers
+
+MESSAGES: Any = [{"role": "user", "content": "Say something."}]
+PROMPT = "Say"
+
+
+def complete(serving, prompt: Any = PROMPT, **fields: Any):
+    given = {name: fields.pop(name) for name in ("temperature", "max_tokens", "seed", "logit_bias") if name in fields}
+    return serving.client.completions.create(
+        **{"model": "ensemble", "prompt": prompt, "temperature": 0, "max_tokens": 24, **given}, extra_body=fields)
+
+
+def chat(serving, **fields: Any):
+    return serving.client.chat.completions.create(
+        model="chat", messages=MESSAGES, temperature=0, max_tokens=24, extra_body=fields)
+
+
+def generate(serving, **fields: Any) -> str:
+    body = {"text_input": PROMPT, "max_tokens": 24, **fields}
+    answer = serving.client._client.post(f"http://127.0.0.1:{serving.port}/v2/models/ensemble/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["text_output"]
+
+
+def test_top_k_narrows_the_draw(serving):
+    greedy = complete(serving).choices[0].text
+    drawn = [complete(serving, temperature=4.0, seed=seed, top_k=-1).choices[0].text for seed in range(4)]
+    assert drawn == [complete(serving, temperature=4.0, seed=seed).choices[0].text for seed in range(4)]
+    assert set(drawn) != {greedy}
+    assert {complete(serving, temperature=4.0, seed=seed, top_k=1).choices[0].text for seed in range(4)} == {greedy}
+    few = complete(serving, temperature=4.0, seed=3, top_k=3).choices[0].text
+    assert few == generate(serving, temperature=4.0, random_seed=3, top_k=3) != drawn[3]
+
+
+def test_a_repetition_penalty_is_generates(serving):
+    answer = complete(serving, repetition_penalty=0.2).choices[0].text
+    assert answer == generate(serving, repetition_penalty=0.2) != complete(serving).choices[0].text
+
+
+def test_a_text_is_not_ended_before_its_time_or_at_all(serving):
+    end = serving.generator.tokenizer.end_ids[0]
+    bias = {str(end): 100}  # nothing is likelier
+    ended = complete(serving, logit_bias=bias)
+    assert (ended.choices[0].text, ended.choices[0].finish_reason) == ("", "stop")
+    assert complete(serving, logit_bias=bias, min_tokens=5).usage.completion_tokens == ended.usage.completion_tokens + 5
+    for_ever = complete(serving, logit_bias=bias, ignore_eos=True)
+    assert (for_ever.usage.completion_tokens, for_ever.choices[0].finish_reason) == (24, "length")
+
+
+def test_bad_words_do_not_come(serving):
+    word = complete(serving).choices[0].text.strip()[:2]
+    for given in (word, [word]):
+        answer = complete(serving, bad_words=given).choices[0].text
+        assert word not in answer
+        assert answer == generate(serving, bad_words=[word])
+
+
+def test_tenants_of_different_salts_share_no_cached_prompt(serving):
+    prompt = [11] * 200
+    found = [complete(serving, prompt, max_tokens=1, cache_salt=salt).usage.prompt_tokens_details.cached_tokens
+             for salt in ("ours", "ours", "theirs", "theirs")]
+    assert found[0] == found[2] == 0
+    assert found[1] == found[3] > 0
+
+
+@pytest.mark.parametrize(("field", "guide", "matches"), [
+    ("guided_regex", "[ab]{3}c", "[ab]{3}c"),
+    ("guided_choice", ["yes", "no"], "yes|no"),
+    ("guided_grammar", 'root ::= "x" [0-9] "y"', "x[0-9]y"),
+    ("guided_json", {"type": "integer", "minimum": 3, "maximum": 5}, "[345]"),
+    ("guided_json", '{"type": "boolean"}', "true|false"),
+])  # fmt: skip
+def test_a_guide_is_obeyed(serving, field, guide, matches):
+    assert re.fullmatch(matches, complete(serving, **{field: guide}).choices[0].text)
+    assert re.fullmatch(matches, chat(serving, **{field: guide}).choices[0].message.content)
+
+
+def test_a_guide_that_cannot_be_is_told_by_the_field_it_came_in(serving):
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("guided_regex", {"guided_regex": "(?=a)b"}),
+        ("guided_choice", {"guided_choice": []}),
+        ("guided_json", {"guided_json": {"type": "nonsense"}}),
+        ("guided_regex", {"guided_regex": "a", "guided_json": {}}),
+        ("response_format", {"guided_regex": "a", "response_format": {"type": "json_object"}}),
+        ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}),
+    ]
+    for name, fields in cases:
+        with pytest.raises(openai.BadRequestError) as raised:
+            chat(serving, **fields)
+        assert raised.value.param == name, raised.value
+
+
+def test_a_templates_own_switches(serving):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(serving.model_folder)
+    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False, quietly=3)
+    answer = chat(serving, chat_template_kwargs={"quietly": 3})
+    assert answer.usage.prompt_tokens == len(ids) > chat(serving).usage.prompt_tokens
+    assert answer.choices[0].message.content == complete(serving, ids).choices[0].text
+
+
+@pytest.mark.parametrize(("given", "param"), [
+    ({"messages": []}, "chat_template_kwargs.messages"),
+    ({"messages": "others"}, "chat_template_kwargs"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template_kwargs"),
+    ({"bos_token": "!"}, "chat_template_kwargs"),
+    ({"quietly": [1]}, "chat_template_kwargs.quietly"),
+    ({"quietly": "x" * 2000}, "chat_template_kwargs.quietly"),
+    ({"quietly": 10**1000}, "chat_template_kwargs.quietly"),
+    ({str(number): 1 for number in range(33)}, "chat_template_kwargs"),
+])  # fmt: skip
+def test_what_is_no_switch_is_refused(serving, given, param):
+    with pytest.raises(openai.BadRequestError) as raised:
+        chat(serving, chat_template_kwargs=given)
+    assert raised.value.param == param, raised.value
+
+
+def test_what_other_servers_take_and_this_one_has_not_is_refused_by_name(serving):
+    refused = {"chat_template": "x", "min_p": 0.1, "stop_token_ids": [3], "prompt_logprobs": 1,
+               "use_beam_search": True, "structured_outputs": {"regex": "a"}}
+    for name, value in refused.items():
+        with pytest.raises(openai.BadRequestError, match=f"{name} is not supported") as raised:
+            chat(serving, **{name: value})
+        assert raised.value.param == name
+    raw = serving.client.chat.completions.with_raw_response.create(
+        model="chat", messages=MESSAGES, max_tokens=1,
+        extra_body={"min_p": 0.0, "stop_token_ids": [], "use_beam_search": False, "chat_template_kwargs": {}})
+    assert "x-slipstream-ignored-fields" not in raw.headers
+    assert json.loads(raw.text)["choices"]
