@@ -18,13 +18,14 @@ def read_access(
     http: Mapping[str, Restriction] | None = None,
     grpc: Mapping[str, Restriction] | None = None,
 ) -> Access:
-    keys = read_api_key(api_key), _key(admin_key, ADMIN_KEY_VARIABLE, "--admin-key")
+    """A file of API keys may hold several, a line each."""
+    keys = _key(api_key, API_KEY_VARIABLE, "--api-key"), _key(admin_key, ADMIN_KEY_VARIABLE, "--admin-key")
     return Access(*keys, http_restrictions=http or {}, grpc_restrictions=grpc or {})
 
 
 def read_api_key(file: Path | None) -> str:
-    """From the file, or from the environment where there is none; empty where nobody gave one."""
-    return _key(file, API_KEY_VARIABLE, "--api-key")
+    """A client's: the first of the file, or of the environment where there is none; empty where nobody gave one."""
+    return _key(file, API_KEY_VARIABLE, "--api-key").partition("\n")[0].strip()
 
 
 def _key(file: Path | None, variable: str, option: str) -> str:

@@ -29,6 +29,7 @@ SUBCOMMANDS = {
     "list": Subcommand("slipstream.cli.list_models", "list_models", "Show the models of the repository."),
     "remove": Subcommand("slipstream.cli.remove_model", "remove_model", "Take a model out of the repository."),
     "start": Subcommand("slipstream.cli.start", "start", "Serve the repository."),
+    "serve": Subcommand("slipstream.cli.start", "start", "Serve one model, from wherever it is: serve MODEL."),
     "infer": Subcommand("slipstream.cli.infer", "infer", "Send a prompt to a running server."),
 }
 
@@ -64,7 +65,7 @@ class _Subcommands(TyperGroup):
 def _load(name: str) -> Any:
     subcommand = SUBCOMMANDS[name]
     function = getattr(importlib.import_module(subcommand.module), subcommand.function)
-    single = typer.Typer(add_completion=False)
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)  # boxes would cut long options short
     single.command(name, help=subcommand.help)(function)
     return typer.main.get_command(single)
 
@@ -74,6 +75,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Serve large language models with Triton's commands, repositories and protocols.",
 )
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy
 
-from slipstream.bench import llm_report
+from slipstream.bench import llm_report, plots
 from slipstream.bench.llm_metrics import llm_metrics
 from slipstream.bench.load import Load, Measured, Record, WindowRule, measure_all, measure_windows, stream_sender
+from slipstream.bench.plots import Run
 from slipstream.bench.synthetic import Lengths, synthetic_prompt
 from slipstream.bench.words import OwnWords, Words, WordsOfServer
 from slipstream.cli.arguments import CommandError
@@ -38,19 +39,41 @@ def main(arguments: Sequence[str]) -> int:
         models = {name: _TextModel(name, connection.config(name)) for name in given.model}
         words = _words(given, connection)
         rows = _rows(given, words)
-        measured = _measure(given, connection, [_request(models, row, n) for n, row in enumerate(rows)])
+        requests = [_request(models, row, number) for number, row in enumerate(rows)]
+        runs = []
+        for concurrency in given.concurrency:
+            one = Namespace(**{**vars(given), "concurrency": concurrency})
+            runs.append(_run(one, connection, models[given.model[0]], words, rows, requests))
     except ServerError as error:
         raise CommandError(str(error)) from error
-    else:
-        good = _good(measured.records)
-        first = models[given.model[0]]
-        metrics = llm_metrics(good, lambda text: len(words.encode(text)), given.streaming,
-                              (first.named("text_input"), first.text_output))
-        llm_report.print_table(metrics)
-        _write_files(given, rows, measured._replace(records=good), metrics)
     finally:
         connection.close()
+    if given.generate_plots:
+        _draw(given, runs)
     return 0
+
+
+def _run(
+    given: Namespace, connection: GrpcConnection, model: _TextModel, words: Words, rows: list[dict[str, Any]],
+    requests: list[Request],
+) -> Run:
+    measured = _measure(given, connection, requests)
+    good = _good(measured.records)
+    metrics = llm_metrics(good, lambda text: len(words.encode(text)), given.streaming,
+                          (model.named("text_input"), model.text_output))
+    llm_report.print_table(metrics)
+    _write_files(given, rows, measured._replace(records=good), metrics)
+    return Run(_load_text(given), given.request_rate or given.concurrency, good, metrics)
+
+
+def _draw(given: Namespace, runs: Sequence[Run]) -> None:
+    """Of several loads, one page beside their folders; of one, a page in its folder."""
+    loads = Namespace(**{**vars(given), "concurrency": ",".join(map(str, given.concurrency))})
+    folder = _folder(loads)
+    path = folder / "plots.html" if len(runs) == 1 else folder.with_name(f"{folder.name}.html")
+    across = "requests a second" if given.request_rate else "requests in flight"
+    write_whole(path, plots.page(f"{', '.join(given.model)} at {given.url}", across, runs))
+    print(f"[INFO] Drawn: {path}", flush=True)
 
 
 class _TextModel:
@@ -160,8 +183,12 @@ def _measure(given: Namespace, connection: GrpcConnection, requests: list[Reques
         load.close()
 
 
+def _load_text(given: Namespace) -> str:
+    return f"{given.request_rate:g} requests a second" if given.request_rate else f"{given.concurrency} in flight"
+
+
 def _plan(given: Namespace) -> str:
-    load = f"{given.request_rate:g} requests a second" if given.request_rate else f"{given.concurrency} in flight"
+    load = _load_text(given)
     if given.request_count:
         return f"{given.request_count} requests, {load}"
     return f"with {load}, in windows of {given.measurement_interval / 1000:g} s, three at least"
@@ -176,10 +203,15 @@ def _good(records: Sequence[Record]) -> list[Record]:
     return list(records)
 
 
-def _write_files(given: Namespace, rows: list[dict[str, Any]], measured: Measured, metrics: Any) -> None:
-    load = (f"request_rate{given.request_rate:g}" if given.request_rate else f"concurrency{given.concurrency}")
+def _folder(given: Namespace) -> Path:
+    load = f"request_rate{given.request_rate:g}" if given.request_rate else f"concurrency{given.concurrency}"
     name = "_".join(given.model).replace("/", "_")
-    folder = given.artifact_dir / f"{name}-{given.service_kind}-{given.backend}-{load}"
+    folder: Path = given.artifact_dir / f"{name}-{given.service_kind}-{given.backend}-{load}"
+    return folder
+
+
+def _write_files(given: Namespace, rows: list[dict[str, Any]], measured: Measured, metrics: Any) -> None:
+    folder = _folder(given)
     mode, value = ("request_rate", given.request_rate) if given.request_rate else ("concurrency", given.concurrency)
     write_whole(folder / "llm_inputs.json", llm_report.inputs_document(rows))
     write_whole(folder / given.profile_export_file, llm_report.profile_export(measured, mode, value))

@@ -28,7 +28,7 @@ def read_flags(arguments: Sequence[str]) -> Namespace:
         if name.startswith("-") and name not in _WITHOUT_EFFECT_AFTER_DASHES:
             raise CommandError(f"{name} after -- is not available: there is no perf_analyzer behind this command")
     given.extra_inputs = _extra_inputs(given.extra_inputs)
-    given.concurrency = given.concurrency or 1
+    given.concurrency = given.concurrency or [1]
     return given
 
 
@@ -51,7 +51,7 @@ def _parser() -> Parser:
     add("-u", "--url", default="localhost:8001", help="The server's gRPC address.")
     add("--streaming", action="store_true", help="Ask for the answer piece by piece; needs a decoupled model.")
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--concurrency", type=_at_least_one, help="Requests in flight (default 1).")
+    load.add_argument("--concurrency", type=_loads, help="Requests in flight (default 1); 1,4,16: one after the other.")
     load.add_argument("--request-rate", type=float, help="Requests a second, however many are in flight.")
     add("-p", "--measurement-interval", type=float, default=10000, help="Milliseconds of one of three windows.")
     add("-s", "--stability-percentage", type=float, default=999, help="How far three windows may differ; else more.")
@@ -61,7 +61,7 @@ def _parser() -> Parser:
     add("--tokenizer", help="A folder or a hub id; default: the server's own text models count the tokens.")
     add("--artifact-dir", type=Path, default=Path("artifacts"), help="The folder for the results' folder.")
     add("--profile-export-file", default="profile_export.json", help="The file of every request's times in it.")
-    add("--generate-plots", action="store_true", help="Refused: nothing is drawn here.")
+    add("--generate-plots", action="store_true", help="Draw the figures, as one page of HTML.")
     add("-v", "--verbose", action="store_true", help="No effect: everything there is to say is said.")
     add("--version", action="store_true", help="Print the version.")
     return parser
@@ -83,10 +83,16 @@ def _add_prompts(parser: Parser) -> None:
 
 
 def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not '{text}'")
+    return int(text)
+
+
+def _loads(text: str) -> list[int]:
+    numbers = [_at_least_one(part) for part in text.split(",")]
+    if len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(f"must hold each number once, not {text}")
+    return numbers
 
 
 def _refuse(given: Namespace) -> None:
@@ -94,8 +100,6 @@ def _refuse(given: Namespace) -> None:
         flag, value = (("--service-kind", given.service_kind) if given.service_kind != "triton"
                        else ("--endpoint-type", given.endpoint_type))
         raise CommandError(f"{flag} {value}: only Triton's protocol is measured here; leave it out")
-    if given.generate_plots:
-        raise CommandError("--generate-plots: nothing is drawn here; the figures are in the CSV and JSON files")
     if given.input_dataset is not None:
         raise CommandError("--input-dataset: nothing is downloaded; give the prompts with --input-file")
     if given.batch_size != 1:

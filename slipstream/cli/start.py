@@ -1,4 +1,4 @@
-"""`slipstream start`: serve a model repository; without one, bring in the default model first."""
+"""`slipstream start`: serve a model repository, or a model; with neither, bring in the default model first."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from slipstream.server.engine_child import child_environment
 from slipstream.server.log_capture import one_log
 
 if TYPE_CHECKING:
+    from slipstream.cli.tritonserver_settings import Tracing
     from slipstream.server.options import ServerOptions
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -47,31 +48,45 @@ class Mode(StrEnum):
     DOCKER = "docker"
 
 
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="A model to serve alone, in place of --repo: a known name, a folder, a GGUF "
+                                           "file, or org/name at the hub."),
+]
+RepositoryOption = Annotated[
+    Path | None,
+    typer.Option("--repo", "--model-repository", "--model-store",
+                 help="The folder that holds the models; default ~/models, with a small model if it is empty."),
+]
+TraceOption = Annotated[
+    list[str] | None,
+    typer.Option("--trace-config", metavar="[MODE,]NAME=VALUE",
+                 help="Traces, as tritonserver takes it; repeatable."),
+]
+
+
 def start(
-    repo: Annotated[
-        Path | None,
-        typer.Option("--repo", "--model-repository", "--model-store",
-                     help="The folder that holds the models; default ~/models, with a small model if it is empty."),
-    ] = None,
+    model: ModelArgument = None,
+    repo: RepositoryOption = None,
     address: Annotated[str, typer.Option("--address", help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option("--http-port", help="HTTP; 0 takes any free port.")] = 8000,
-    grpc_port: Annotated[int, typer.Option("--grpc-port", help="gRPC; 0 takes any free port.")] = 8001,
-    metrics_port: Annotated[int, typer.Option("--metrics-port", help="Metrics; 0 takes any free port.")] = 8002,
+    http_port: Annotated[int, typer.Option("--http-port", help="HTTP; 0: any free port.")] = 8000,
+    grpc_port: Annotated[int, typer.Option("--grpc-port", help="gRPC; 0: any free port.")] = 8001,
+    metrics_port: Annotated[int, typer.Option("--metrics-port", help="Metrics; 0: any free port.")] = 8002,
     exit_timeout: Annotated[
-        float, typer.Option("--exit-timeout-secs", min=0, help="How long running requests may take to finish at exit.")
+        float, typer.Option("--exit-timeout-secs", min=0, metavar="SECONDS", help="For requests to finish at exit.")
     ] = 30.0,
     server_timeout: Annotated[
-        float, typer.Option("--server-timeout", min=1, help="How long the engine may take to start, in seconds.")
+        float, typer.Option("--server-timeout", min=1, metavar="SECONDS", help="For an engine to load.")
     ] = 300.0,
     watchdog: Annotated[
         float,
-        typer.Option("--watchdog-secs", min=1, help="How long a busy engine may be silent before it is replaced."),
+        typer.Option("--watchdog-secs", min=1, metavar="SECONDS", help="Of silence, before an engine is replaced."),
     ] = 60.0,
     api_key: Annotated[
-        Path | None, typer.Option("--api-key", help="A file with the key every request must bring.")
+        Path | None, typer.Option("--api-key", help="A file with the keys of clients, a line each.")
     ] = None,
     admin_key: Annotated[
-        Path | None, typer.Option("--admin-key", help="A file with the key for repository control and logging.")
+        Path | None, typer.Option("--admin-key", help="A file with the key of those who control.")
     ] = None,
     allow_python_models: Annotated[
         bool, typer.Option("--allow-python-models", help="Run the model.py files of the repository.")
@@ -79,8 +94,9 @@ def start(
     dtype: Annotated[DataType, typer.Option("--dtype", help="What the engine computes in.")] = DataType.AUTO,
     device: Annotated[Device, typer.Option("--device", help="What it computes on.")] = Device.AUTO,
     log_format: Annotated[
-        LogFormat, typer.Option("--log-format", help="Triton's lines, those with ISO times, or JSON objects.")
+        LogFormat, typer.Option("--log-format", help="How log lines are written.")
     ] = LogFormat.DEFAULT,
+    trace_config: TraceOption = None,
     mode: Annotated[Mode, typer.Option("--mode", help="local; there is no container to start.")] = Mode.LOCAL,
     verbose: VerboseOption = False,
 ) -> None:
@@ -88,7 +104,8 @@ def start(
     with one_log():
         if mode is Mode.DOCKER:
             fail("--mode docker: there is no container to start; leave it out")
-        repository = repo.expanduser() if repo is not None else _default_repository()
+        tracing = _tracing(trace_config or [])
+        repository = _repository(model, repo)
         from slipstream.server.engine_client import Supervision
         from slipstream.server.options import Port, ServerOptions
 
@@ -101,6 +118,8 @@ def start(
             access=read_access(api_key, admin_key),
             allow_python_models=allow_python_models,
             engine_settings=_overrides(dtype, device),
+            trace_settings=tracing.settings,
+            trace_export=tracing.export,
             supervision=Supervision(silence_seconds=watchdog, start_seconds=server_timeout),
         )
         raise typer.Exit(_serve(options))
@@ -114,6 +133,27 @@ def _serve(options: ServerOptions) -> int:
     except StartFailed as error:
         log("ERROR", str(error))
         return 1
+
+
+def _tracing(texts: list[str]) -> Tracing:
+    from slipstream.cli.tritonserver_flags import FlagError, parse_flags
+    from slipstream.cli.tritonserver_settings import trace_settings
+
+    try:
+        return trace_settings(parse_flags([f"--trace-config={text}" for text in texts]))
+    except FlagError as error:
+        fail(str(error))
+
+
+def _repository(model: str | None, repo: Path | None) -> Path:
+    if model is None:
+        return repo.expanduser() if repo is not None else _default_repository()
+    if repo is not None:
+        fail(f"give either a model to serve ({model}) or a repository (--repo {repo}), not both; to put a model into "
+             "a repository, use: slipstream import")
+    from slipstream.cli.served_model import repository_of
+
+    return repository_of(model)
 
 
 def _overrides(dtype: DataType, device: Device) -> dict[str, str]:

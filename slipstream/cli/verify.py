@@ -28,6 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--against", type=Path, required=True, help="The Hugging Face folder it was made from.")
     given = parser.parse(arguments)
     config = read_engine_config(given.engine)
+    if not (given.against / "config.json").is_file():
+        raise CommandError(f"--against {given.against}: not a Hugging Face folder: there is no config.json in it")
     transformers = _transformers()
     tokenizer = Tokenizer.load(config.path)
     reference = transformers.AutoTokenizer.from_pretrained(str(given.against))

@@ -13,6 +13,7 @@ from slipstream.client.tensors import Array, datatype_of, from_bytes, from_json,
 _OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1),
             ("grpc.max_send_message_length", -1)]
 _UNREACHED = ("failed to connect to all addresses", "connections to all backends failing")  # grpc's own words
+_HUNG_UP = ("Socket closed", "Connection reset by peer")  # there is somebody, who does not understand
 
 
 class ServerError(Exception):
@@ -322,7 +323,11 @@ def _server_error(error: Any, url: str) -> ServerError:
 def grpc_error_text(error: Any, url: str) -> str:
     """What the server said, where there is one: UNAVAILABLE is its answer, too, when its queue is full."""
     details: str = error.details() or ""
-    return _nobody(url, "gRPC ") if details.startswith(_UNREACHED) else details
+    if not details.startswith(_UNREACHED):
+        return details
+    if details.endswith(_HUNG_UP):
+        return f"what answers at {url} does not speak gRPC; give its gRPC port (8001 by default)"
+    return _nobody(url, "gRPC ")
 
 
 def _nobody(url: str, protocol: str = "") -> str:

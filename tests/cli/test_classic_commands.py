@@ -254,6 +254,17 @@ def test_verify_says_how_near_an_engine_is(model: Path, tmp_path: Path, capsys: 
     assert "first layer that diverges: none" in printed
 
 
+def test_verify_wants_the_folder_that_the_engine_was_made_from(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("build", "--checkpoint_dir", model, "--output_dir", tmp_path / "e")
+    capsys.readouterr()
+    (tmp_path / "m.gguf").touch()
+    assert run("verify", tmp_path / "e", "--against", tmp_path / "m.gguf") == 1
+    assert capsys.readouterr().err == (
+        f"error: --against {tmp_path}/m.gguf: not a Hugging Face folder: there is no config.json in it\n")
+
+
 def test_verify_names_the_layer_that_differs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = save_model(tmp_path / "other")
     tensors = load_file(other / "model.safetensors")

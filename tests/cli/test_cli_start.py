@@ -111,3 +111,18 @@ def test_seconds_that_no_server_could_live_with_are_refused(home, served, option
     result = runner.invoke(command.app, ["start", "--repo", "/some/models", option, "-1"])
     assert (result.exit_code, served) == (2, [])
     assert option in result.output
+
+
+def test_traces_are_asked_for_as_of_tritonserver(home, served, tmp_path):
+    given = ["level=TIMESTAMPS", "rate=7", f"triton,file={tmp_path}/trace.json"]
+    options = [word for text in given for word in ("--trace-config", text)]
+    assert runner.invoke(command.app, ["start", "--repo", "/x", *options]).exit_code == 0
+    assert served[0].trace_settings == {
+        "trace_file": f"{tmp_path}/trace.json", "trace_level": ["TIMESTAMPS"], "trace_rate": "7"}
+    assert served[0].trace_export is None
+    options = ["--trace-config=mode=opentelemetry", "--trace-config=opentelemetry,url=http://collector:1/v1/traces"]
+    assert runner.invoke(command.app, ["start", "--repo", "/x", *options]).exit_code == 0
+    assert served[1].trace_export.url == "http://collector:1/v1/traces"
+    result = runner.invoke(command.app, ["start", "--repo", "/x", "--trace-config", "rate=often"])
+    assert (result.exit_code, len(served)) == (1, 2)
+    assert result.output == "error: --trace-config: rate must be a whole number, not 'often'\n"

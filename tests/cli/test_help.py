@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from slipstream.cli import main as command
 from slipstream.cli.arguments import Parser
@@ -49,3 +50,12 @@ def test_every_option_of_the_native_commands_has_one_too(name: str) -> None:
     loaded = command._load(name)
     assert isinstance(loaded, typer.core.TyperCommand)
     assert [parameter.name for parameter in loaded.params if not getattr(parameter, "help", None)] == []
+
+
+@pytest.mark.parametrize("name", sorted(command.SUBCOMMANDS))
+def test_help_is_a_page_and_cuts_no_option_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = CliRunner().invoke(command.app, [name, "--help"]).output
+    assert len(text.splitlines()) <= 40, text
+    for parameter in command._load(name).params:
+        assert all(option in text for option in parameter.opts if option.startswith("-"))

@@ -243,6 +243,29 @@ class TestLoad:
         assert float(rows["Time to first token (ms)"]) == pytest.approx(sum(firsts) / 4, abs=0.01)
         assert "Inter token latency (ms)" in rows
 
+    def test_a_port_that_is_not_grpcs_is_told(self, server: RealServer, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run_command("status", ["-u", server.http]) == 1
+        problem = f"what answers at {server.http} does not speak gRPC; give its gRPC port (8001 by default)"
+        assert capsys.readouterr().err == f"error: {problem}\n"
+
+    def test_several_loads_one_after_the_other_and_a_page_of_them(
+        self, server: RealServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        words = ["-m", "tensorrt_llm_bls", "-u", server.grpc, "--isl", 12, "--osl", 8, "--request-count", 4,
+                 "--streaming", "--generate-plots", "--artifact-dir", tmp_path]
+        printed = ask(capsys, "bench", *words, "--concurrency", "1,3")
+        name = "tensorrt_llm_bls-triton-tensorrtllm-concurrency"
+        for load in (1, 3):
+            export = json.loads((tmp_path / f"{name}{load}" / "profile_export.json").read_text())["experiments"][0]
+            assert (export["experiment"], len(export["requests"])) == ({"mode": "concurrency", "value": load}, 4)
+        page = tmp_path / f"{name}1,3.html"
+        assert f"[INFO] Drawn: {page}" in printed.splitlines()
+        text = page.read_text()
+        shown = ("1 in flight", "3 in flight", "Time to the first token", "What load does")
+        assert [words for words in shown if words not in text] == []
+        printed = ask(capsys, "bench", *words)
+        assert f"[INFO] Drawn: {tmp_path / f'{name}1' / 'plots.html'}" in printed.splitlines()
+
     @pytest.mark.parametrize("protocol", ["http", "grpc"])
     def test_perf_analyzer_on_made_data(
         self, server: RealServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
@@ -266,10 +289,18 @@ class TestLoad:
 
     def test_what_a_load_generator_cannot_do_is_refused_by_name(self, capsys: pytest.CaptureFixture[str]) -> None:
         for flags, name in ((["--service-kind", "openai"], "--service-kind openai"),
-                            (["--generate-plots"], "--generate-plots"),
                             (["--", "--collect-metrics"], "--collect-metrics after --")):
             assert run_command("bench", ["-m", "x", *flags]) == 1
             assert f"error: {name}" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(("loads", "problem"), [
+        ("1,0", "must be a whole number of at least 1, not '0'"), ("many", "must be a whole number"),
+        ("2,2", "must hold each number once, not 2,2"),
+    ])  # fmt: skip
+    def test_loads_that_are_none_are_told(self, capsys: pytest.CaptureFixture[str], loads: str, problem: str) -> None:
+        with pytest.raises(SystemExit):
+            run_command("bench", ["-m", "x", "--concurrency", loads])
+        assert f"error: argument --concurrency: {problem}" in capsys.readouterr().err
 
 
 class TestTools:

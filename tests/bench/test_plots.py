@@ -1,0 +1,78 @@
+"""A page of what was measured: every run is in it, and nothing has to be fetched to see it."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy
+import pytest
+
+from slipstream.bench.chart import Axis, Series, chart
+from slipstream.bench.llm_metrics import llm_metrics
+from slipstream.bench.load import Record
+from slipstream.bench.plots import Run, page
+from slipstream.client.connection import Request
+
+SVG = re.compile(r"<svg.*?</svg>", re.DOTALL)
+
+
+def run_of(load: int, streaming: bool = True) -> Run:
+    text = {"text_input": numpy.array([[b"a b"]], dtype=object)}
+    records = []
+    for number in range(6):
+        sent, tokens = number * 10**9, 1 if number == 0 else 4  # the first has no time between its tokens
+        times = tuple(sent + (step + 1) * load * 10**7 for step in range(tokens))
+        outputs = tuple({"text_output": numpy.array([[b"x "]], dtype=object)} for _ in times)
+        records.append(Record(Request("m", text), sent, times, outputs))
+    metrics = llm_metrics(records, lambda words: len(words.split()), streaming, ("text_input", "text_output"))
+    return Run(f"{load} in flight", load, records, metrics)
+
+
+def points(svg: str) -> list[list[tuple[float, float]]]:
+    """The lines of a chart, by their places."""
+    paths = [path.attrib["d"] for path in ElementTree.fromstring(svg) if path.get("class") == "line"]
+    return [[tuple(map(float, place.split())) for place in path[1:].split("L")] for path in paths]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("most", "high", "step"), [
+    (1.0, 1.0, 0.2), (97.0, 100.0, 20.0), (101.0, 125.0, 25.0), (0.03, 0.03, 0.01), (0.0, 1.0, 0.2),
+    (5000.0, 5000.0, 1000.0),
+])  # fmt: skip
+def test_an_axis_has_round_numbers_and_room_for_all(most, high, step):
+    axis = Axis.over([0.0, most, float("nan")], 100.0, 300.0)
+    assert (axis.high, axis.step) == (pytest.approx(high), pytest.approx(step))
+    assert (axis.place(0.0), axis.place(axis.high)) == (100.0, 300.0)
+    assert axis.ticks()[-1] == pytest.approx(high)
+
+
+def test_a_chart_shows_its_points_where_they_are():
+    svg = SVG.findall(chart("s", "ms", [Series("a", [(0.0, 0.0), (5.0, 50.0), (10.0, 100.0)])]))[0]
+    (line,) = points(svg)
+    assert line[1] == pytest.approx(((line[0][0] + line[2][0]) / 2, (line[0][1] + line[2][1]) / 2), abs=0.1)
+    assert line[0][1] > line[2][1], "up is more"
+
+
+def test_many_points_are_thinned_and_the_last_one_stays():
+    svg = SVG.findall(chart("s", "ms", [Series("a", [(float(n), 1.0 + n % 2) for n in range(10_001)])]))[0]
+    (line,) = points(svg)
+    assert 500 < len(line) <= 1001
+    assert line[-1][0] == pytest.approx(640 - 16, abs=20)
+
+
+def test_a_page_of_one_run_says_nothing_of_loads():
+    text = page("m at x", "requests in flight", [run_of(1)])
+    assert text.count("<svg") == 6  # three times, each spread out and over time
+    assert "What load does" not in text
+    assert page("m", "requests in flight", [run_of(1, streaming=False)]).count("<svg") == 2
+
+
+def test_a_page_of_several_runs_compares_them():
+    text = page("<m> & co", "requests in flight", [run_of(4), run_of(1)])
+    assert text.count("<svg") == 8
+    assert "<h1>&lt;m&gt; &amp; co</h1>" in text
+    throughput = points(SVG.findall(text)[-2])[0]
+    assert throughput[0][0] < throughput[1][0], "by load"
+    assert throughput[0][1] < throughput[1][1], "four times the load took four times as long here"
+    assert "<td>40.0</td>" in text  # the first token of the slower run, in milliseconds
+    assert not re.search(r"https?://|<script|src=|@import|url\(", text), "nothing is fetched"
