@@ -18,6 +18,7 @@ TEST = "pip install -e '.[test]' && pytest"
 # each with what it cannot do without
 COMMANDS = {
     "start": [],
+    "serve": ["smollm2-135m"],
     "import": ["-m", "smollm2-135m"],
     "list": [],
     "remove": ["-m", "all"],

@@ -3,13 +3,19 @@
 Without keys everything is open, as with Triton. With a key every call needs one, health probes included; the calls
 that change or reveal the server itself (repository control, logging, trace, shared memory) need the admin key,
 where there is one. The admin key opens everything.
+
+There may be several API keys. Then each is a tenant: what one computed, no other finds in the cache, so that nobody
+learns from an answer's speed what others have asked.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, get_args
 
 Api = Literal[
@@ -22,6 +28,8 @@ API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 ADMIN_KEY_VARIABLE = "SLIPSTREAM_ADMIN_KEY"
 GRPC_RESTRICTED_PREFIX = "triton-grpc-protocol-"
 BEARER = "bearer "
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="")  # of the request that is being worked on
 
 Header = Callable[[str], str | None]  # a header's (or metadata entry's) value, by its name in lower case
 
@@ -42,7 +50,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Access:
-    api_key: str = field(default="", repr=False)
+    api_key: str = field(default="", repr=False)  # or several, a line each
     admin_key: str = field(default="", repr=False)
     http_restrictions: Mapping[str, Restriction] = field(default_factory=dict, repr=False)  # by API
     grpc_restrictions: Mapping[str, Restriction] = field(default_factory=dict, repr=False)
@@ -50,6 +58,18 @@ class Access:
     @property
     def guarded(self) -> bool:
         return bool(self.api_key or self.admin_key)
+
+    @cached_property
+    def api_keys(self) -> tuple[str, ...]:
+        return tuple(key for line in self.api_key.splitlines() if (key := line.strip()))
+
+    def note_tenant(self, header: Header) -> None:
+        """For the work that follows, on a request that was let in."""
+        if len(self.api_keys) > 1:
+            TENANT.set(hashlib.sha256((_key(header) or "").encode("utf-8", "surrogateescape")).hexdigest())
+
+    def _is_api_key(self, given: str | None) -> bool:
+        return sum(_same(given, key) for key in self.api_keys) > 0  # all are compared: time tells nothing
 
     def refuse_http(self, api: str, header: Header) -> Refusal | None:
         restriction = self.http_restrictions.get(api)
@@ -72,10 +92,10 @@ class Access:
         if self.admin_key and _same(given, self.admin_key):
             return None
         if api in ADMIN_APIS:
-            if not self.admin_key and _same(given, self.api_key):
-                return None  # one key for everything
+            if not self.admin_key and self._is_api_key(given):
+                return None  # one kind of key for everything
             return Refusal(403 if given else 401, "This API needs the admin key")
-        if self.api_key and _same(given, self.api_key):
+        if self._is_api_key(given):
             return None
         return Refusal(401, "This server needs an API key")
 

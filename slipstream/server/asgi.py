@@ -56,6 +56,7 @@ def check_access(access: Access, api: str, scope: Scope) -> None:
     refusal = access.refuse_http(api, given)
     if refusal is not None:
         raise Refused(refusal.status, refusal.message)
+    access.note_tenant(given)
 
 
 async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:

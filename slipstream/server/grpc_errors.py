@@ -64,3 +64,4 @@ def check_access(call: Call, access: Access, api: str) -> None:
 
     if (refusal := access.refuse_grpc(api, header)) is not None:
         raise Status(_REFUSED[refusal.status], refusal.message)
+    access.note_tenant(header)

@@ -28,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slipstream.server import logging
+from slipstream.server import deep_health, logging
 from slipstream.server.asgi import (
     JSON,
     RETRY_AFTER,
@@ -153,6 +153,8 @@ class TritonRoutes:
                 await self._route(path, scope, receive, send)
             elif path.startswith("/v1/"):
                 await self._openai(path, scope, receive, send)
+            elif path in deep_health.PATHS:
+                await self._deep_health(path, scope, send)
             else:
                 self._check_access("metadata", scope)
                 await self._app(scope, receive, send)
@@ -212,6 +214,14 @@ class TritonRoutes:
             self._check_access("health", scope)
             healthy = self._state.live if path.endswith("live") else self._state.ready
             await self._get(scope, send, TEXT, lambda: (200 if healthy else 400, b""))
+
+    async def _deep_health(self, path: str, scope: Scope, send: Send) -> None:
+        self._check_access("health", scope)
+        why_not = "" if self._state.ready else "the server is not ready"
+        if not why_not and scope["method"] == "GET" and path == deep_health.GENERATE:
+            with WhileConnected(scope):
+                why_not = await deep_health.why_not_generating(self._registry)
+        await self._get(scope, send, JSON, lambda: (503, write_error(why_not)) if why_not else (200, b"{}"))
 
     async def _describe_model(self, name: str, version: str, kind: str, scope: Scope, send: Send) -> None:
         if kind == "ready":

@@ -1,7 +1,8 @@
 """uvicorn's HTTP parser with bounds on what comes before and around a body, and silence towards garbage.
 
 What is written during one turn of the event loop goes out as one piece, because a system call costs as much as
-writing an event does. And whoever works on a request can ask to be told when its client leaves.
+writing an event does. Whoever works on a request can ask to be told when its client leaves. And a request that has
+begun to come must go on coming: a connection that is held open by a trickle is closed.
 """
 
 from __future__ import annotations
@@ -19,10 +20,18 @@ from slipstream.server.http_exchange import Exchange, read_target
 MAX_URL_BYTES = 8192
 MAX_HEAD_BYTES = 64 << 10
 MAX_CHUNKS = 65536  # of one request; tiny ones cost far more than the bytes they carry
+PATIENCE_SECONDS = 60.0  # for a request to arrive in, head and body; every KiB of it that came adds a second
+PATIENT_BYTES_A_SECOND = 1024
 
 MAX_JOINED_BYTES = 64 << 10
 
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
+
+_TOO_SLOW = b'{"error":"the request did not arrive in time"}'
+_TOO_SLOW_ANSWER = (
+    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(_TOO_SLOW), _TOO_SLOW)
+)
 
 RAW_HEADERS = "raw_headers"  # in the request's state: names as they were written, which ASGI lowers
 DEPARTURE = "departure"  # in the request's state: how its connection tells that it is gone
@@ -120,20 +129,53 @@ class TritonProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._header_bytes = 0
         self._chunks = 0
+        self._unfinished = False  # a request has begun to come, and is not here whole
+        self._due = 0.0
+        self._patience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(JoiningTransport(transport, self.loop))
         self.flow = PipelineFlow(self.transport, self.pipeline)
         self._departure = Departure(self.flow.resume_reading)
+        # As between two requests: whoever says nothing at all is not waited for without end.
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn leaves it where the connection broke
+        self._rest_has_come()
         self._departure.leave()
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)  # of a head or of trailers: counted anew wherever a body goes on
         super().data_received(data)
         if self._head_bytes > MAX_HEAD_BYTES:
+            self.transport.close()
+        elif self._unfinished:
+            self._expect_rest(len(data))
+
+    def _expect_rest(self, received: int) -> None:
+        if self._patience is None:
+            self._due = self.loop.time() + PATIENCE_SECONDS
+            self._patience = self.loop.call_at(self._due, self._lose_patience)
+        self._due += received / PATIENT_BYTES_A_SECOND
+
+    def _rest_has_come(self) -> None:
+        self._unfinished = False
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _lose_patience(self) -> None:
+        self._patience = None
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self.flow.read_paused or (answering and self._in_head):  # others of its requests come first
+            self._due = self.loop.time() + PATIENCE_SECONDS
+        if self._due > self.loop.time():
+            self._patience = self.loop.call_at(self._due, self._lose_patience)
+        elif not self.transport.is_closing():
+            if self._in_head or not self.cycle.response_started:
+                self.transport.write(_TOO_SLOW_ANSWER)
             self.transport.close()
 
     def on_url(self, url: bytes) -> None:
@@ -142,6 +184,7 @@ class TritonProtocol(HttpToolsProtocol):
             raise ValueError("the URL is too long")  # the parser stops, and the connection is closed below
 
     def on_message_begin(self) -> None:
+        self._unfinished = True
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
@@ -204,6 +247,7 @@ class TritonProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_head, self._head_bytes = True, 0
+        self._rest_has_come()
         if not self.cycle.response_complete:
             self.cycle.more_body = False
             self.cycle.message_event.set()

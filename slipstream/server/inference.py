@@ -14,6 +14,7 @@ from slipstream.server.tensors import Tensor
 from slipstream.server.tracing import RequestTrace
 
 if TYPE_CHECKING:
+    from slipstream.engine.messages import Timing
     from slipstream.server.text.pipeline import TextDelta, TextRequest
 
 Parameter = str | int | float | bool
@@ -28,6 +29,7 @@ class RequestTrail:
 
     began_ns: int = 0
     queue_ended_ns: int = 0  # the model took it out of its queue
+    engine_queue_ns: int = 0  # spent in an engine's queue, where its end was told; of several sequences the longest
     input_ended_ns: int = 0  # its inputs are ready to compute with
     infer_ended_ns: int = 0  # computed; what is left is to write the answer
     first_answer_ns: int = 0
@@ -76,8 +78,10 @@ class RequestTrail:
         if self._executing is not None:
             self._executing()
 
-    def add_tokens(self, prompt_tokens: int, count: int) -> None:
+    def add_tokens(self, prompt_tokens: int, count: int, timing: Timing | None = None) -> None:
         self.prompt_tokens = prompt_tokens
+        if timing is not None and timing.first_scheduled_ns:
+            self.engine_queue_ns = max(self.engine_queue_ns, timing.first_scheduled_ns - timing.arrived_ns)
         self.execute()
         if self._latencies is not None and count:
             self._latencies.arrive(self, count)

@@ -12,7 +12,9 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.repository.models import Repository, inspect_repository
@@ -283,10 +285,24 @@ class _Server:
             url = f"http://{host}:{port}/v2/models/{_model_to_show(repository)}/generate"
             key = "-H 'Authorization: Bearer YOUR_KEY' " if guarded else ""
             lines.insert(0, f"Try it:   curl -s {key}{url} -d '{body}'")
+        lines.insert(0, self._time_taken())
         if logging.settings().format == "json":
             logging.info("\n".join(lines))
         else:
             print("\n".join(lines), flush=True)
+
+    def _time_taken(self) -> str:
+        """Engines load side by side, so the slowest of them is what a start waits for."""
+        whole = round(_process_seconds(), 1)
+        loads = [round(engine.info.load_seconds, 1) for _, engine in self._engines.items() if engine.info is not None]
+        parts = f": {max(loads):.1f} s to load, {whole - max(loads):.1f} s for all else" if loads else ""
+        return f"Ready:    in {whole:.1f} s{parts}"
+
+
+def _process_seconds() -> float:
+    """Since this process began."""
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
 def _model_to_show(repository: Repository) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.engine.messages import EngineInfo
 from slipstream.repository.config import ModelConfig
@@ -59,7 +59,9 @@ class Generator(Protocol):
     def adapters(self) -> AdapterBook: ...
 
     def generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]: ...
-    async def chat_prompt(self, messages: Sequence[Message], *, tools: Tools = None) -> list[int]: ...
+    async def chat_prompt(
+        self, messages: Sequence[Message], *, tools: Tools = None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]: ...
 
 
 async def run(generator: Generates, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
@@ -161,7 +163,7 @@ class TextModel:
         given.trail.end_input()
         async with aclosing(run(self.generator, request)) as deltas:
             async for delta in deltas:
-                given.trail.add_tokens(delta.prompt_tokens, len(delta.tokens))
+                given.trail.add_tokens(delta.prompt_tokens, len(delta.tokens), delta.timing)
                 news = sequences[delta.sequence].add(delta)
                 yield InferResponse(news=news, final=all(progress.finish_reason for progress in sequences))
         given.trail.end_infer()
@@ -191,7 +193,7 @@ class TextModel:
         trail.end_input()
         async with aclosing(run(self._guessing(fields), text_request)) as deltas:
             async for delta in deltas:
-                trail.add_tokens(delta.prompt_tokens, len(delta.tokens))
+                trail.add_tokens(delta.prompt_tokens, len(delta.tokens), delta.timing)
                 progress = sequences[delta.sequence]
                 news = progress.add(delta)
                 ended = bool(delta.finish_reason)
@@ -363,7 +365,7 @@ class TokenModel:
             request = replace(request, submitted=running.append)
             async with aclosing(run(self._generator, request)) as deltas:
                 async for delta in deltas:
-                    trail.add_tokens(delta.prompt_tokens, len(delta.tokens))
+                    trail.add_tokens(delta.prompt_tokens, len(delta.tokens), delta.timing)
                     progress = sequences[delta.sequence]
                     news = progress.add(delta)
                     ended = bool(delta.finish_reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.server import deep_health
 from slipstream.server.openai.describe import openai_paths
 from slipstream.server.prompt_fields import MESSAGES
 from slipstream.server.registry import ModelRegistry
@@ -41,6 +42,8 @@ def openapi_document(registry: ModelRegistry) -> dict[str, Any]:
             "/v2/systemsharedmemory/status": _get("The registered regions", "JSON", JSON_OBJECT),
             "/v2/systemsharedmemory/region/{region}/register": _post("Register a region", "Empty", _REGION),
             "/v2/systemsharedmemory/region/{region}/unregister": _post("Forget a region", "Empty", _REGION),
+            deep_health.HEALTH: _get("The server takes work", "Empty; 503 when it does not", JSON_OBJECT),
+            deep_health.GENERATE: _get("Every engine makes a token", "Empty; 503 when not", JSON_OBJECT),
             "/v2/health/live": _get("The server answers", "Empty", TEXT_EMPTY),
             "/v2/health/ready": _get("The server takes work", "Empty; 400 when it does not", TEXT_EMPTY),
             "/v2/models/{model}/ready": _get("The model takes work", "Empty", TEXT_EMPTY, model),

@@ -14,6 +14,7 @@ from slipstream.server.inference import InferRequest
 
 QUEUE_FULL = "Exceeds maximum queue size"
 TIMED_OUT = "Request timeout expired"
+USUAL = 2  # level of requests that bring none, where the configuration says nothing: 1 goes before them, 3 after
 LEAST_URGENT = 2**32 - 1  # priority levels beyond it are alike
 
 
@@ -44,7 +45,7 @@ def urgency(request: InferRequest, model: EngineModel) -> Urgency:
     policy, default = model.queue_policy, model.queue_policy.default_timeout_microseconds
     microseconds = _timeout(policy, given, default)
     deadline = time.monotonic() + microseconds / 1e6 if microseconds else None
-    level = _whole_number(request, "priority", request.priority) or model.default_priority
+    level = _whole_number(request, "priority", request.priority) or model.default_priority or USUAL
     return Urgency(-min(level, LEAST_URGENT), deadline)
 
 

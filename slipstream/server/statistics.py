@@ -59,11 +59,14 @@ class _Spent(NamedTuple):
 
     @staticmethod
     def between(began: int, ended: int, trail: RequestTrail) -> _Spent:
-        """A phase that the model said nothing of took no time; what is left over is computing."""
+        """A phase that the model said nothing of took no time; what is left over is computing. A model waits in its
+        own queue, before it begins, or in its engine's, after its inputs are ready."""
         queue_end = trail.queue_ended_ns or began
         input_end = max(trail.input_ended_ns, queue_end)
         infer_end = trail.infer_ended_ns or ended
-        return _Spent(queue_end - began, input_end - queue_end, max(infer_end - input_end, 0), ended - infer_end)
+        inferring = max(infer_end - input_end, 0)
+        waited = min(max(part.engine_queue_ns for part in (trail, *trail.branches)), inferring)
+        return _Spent(queue_end - began + waited, input_end - queue_end, inferring - waited, ended - infer_end)
 
 
 @dataclass(slots=True)
@@ -255,7 +258,7 @@ class _Counted:
     def _end_trace(self, trace: RequestTrace, spent: _Spent, ended: int) -> None:
         computing = self._began + spent.queue
         if self._counters.ensemble:  # computes nothing itself
-            self._trace_parts(trace, spent, computing)
+            self._trace_parts(trace, spent)
         else:
             trace.stamp("COMPUTE_START", computing)
             trace.stamp("COMPUTE_INPUT_END", computing + spent.compute_input)
@@ -269,16 +272,20 @@ class _Counted:
         if not self._complete and self._failure is None:
             trace.fail(Code.CANCELLED.name)
 
-    def _trace_parts(self, trace: RequestTrace, spent: _Spent, began: int) -> None:
+    def _trace_parts(self, trace: RequestTrace, spent: _Spent) -> None:
+        began = self._began
         reached = (began, self._trail.input_ended_ns, self._trail.infer_ended_ns)
         for phase, came in zip(PHASES, reached, strict=True):
-            ended = began + getattr(spent, phase)
+            computing = began + (spent.queue if phase == "compute_infer" else 0)
+            ended = computing + getattr(spent, phase)
             part = self._parts[phase]() if phase in self._parts else None
             if part is not None and part.version and came:
                 child = trace.child()
                 child.model(part.name, part.version, self._about[1])
-                for name in ("REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END"):
+                for name in ("REQUEST_START", "QUEUE_START"):
                     child.stamp(name, began)
+                for name in ("COMPUTE_START", "COMPUTE_INPUT_END"):
+                    child.stamp(name, computing)
                 for name in ("COMPUTE_OUTPUT_START", "COMPUTE_END", "REQUEST_END"):
                     child.stamp(name, ended)
             began = ended
@@ -325,7 +332,7 @@ class _Counted:
 
     def _end_parts(self, spent: _Spent, succeeded: bool) -> None:
         for phase, find in self._parts.items():
-            share = _Spent(0, 0, getattr(spent, phase), 0)
+            share = _Spent(spent.queue if phase == "compute_infer" else 0, 0, getattr(spent, phase), 0)
             if succeeded:
                 find().counters.succeed(share, self._batch_size)
             elif phase == "compute_infer" and self._trail.input_ended_ns:

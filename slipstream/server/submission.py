@@ -7,6 +7,7 @@ from typing import TypedDict
 
 from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
 from slipstream.engine.retention import Retention
+from slipstream.server.access import TENANT
 from slipstream.server.adapters import AdapterUse
 
 
@@ -24,14 +25,14 @@ class Submission(TypedDict, total=False):
 def engine_request(
     request_id: int, prompt: list[int], sampling: SamplingParams, more: Submission
 ) -> GenerateRequest:
-    adapter = more.get("adapter")
+    adapter, salt = more.get("adapter"), more.get("cache_salt", "")
     return GenerateRequest(
         request_id,
         prompt,
         sampling,
         priority=more.get("priority", 0),
         deadline=more.get("deadline"),
-        cache_salt=more.get("cache_salt", ""),
+        cache_salt=f"{tenant}\0{salt}" if (tenant := TENANT.get()) else salt,
         prompt_of=more.get("prompt_of"),
         draft=list(more.get("draft", ())),
         prompt_table=more.get("prompt_table"),

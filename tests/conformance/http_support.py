@@ -35,8 +35,8 @@ class PromptServer(uvicorn.Server):
 class RunningServer:
     """`with RunningServer(app) as server:` the app is served on `server.port` by uvicorn in a thread."""
 
-    def __init__(self, app: Any) -> None:
-        self._server = PromptServer(uvicorn_config(app, port=0))
+    def __init__(self, app: Any, **settings: Any) -> None:
+        self._server = PromptServer(uvicorn_config(app, port=0, **settings))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.port = 0

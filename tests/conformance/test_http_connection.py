@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from grpc_support import recorded_registry
 from http_support import Connection, RunningServer, request_bytes, wait_until
 
+from slipstream.server import http_protocol
 from slipstream.server.health import ServerState
 from slipstream.server.http import create_app
 from slipstream.server.http_protocol import MAX_JOINED_BYTES, Departure, JoiningTransport, PipelineFlow
@@ -143,3 +146,49 @@ def test_requests_that_come_before_their_turn_are_all_answered() -> None:
     with RunningServer(app) as server, Connection(server.port) as client:
         client.send(one * 5000)
         assert [client.answer().status for _ in range(5000)] == [200] * 5000
+
+
+HEAD = b"POST /v2/models/echo/generate HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n"
+BODY = b'{"text_input": "hi"}'
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
+    monkeypatch.setattr(http_protocol, "PATIENCE_SECONDS", 0.2)
+    with RunningServer(create_app(recorded_registry()[0], ServerState([]))) as server:
+        yield server
+
+
+@pytest.mark.parametrize("begun", [HEAD, HEAD + b"\r\n" + BODY[:5], CHUNKED[:-3]], ids=["head", "body", "chunks"])
+def test_a_request_that_does_not_go_on_coming_is_given_up(impatient: RunningServer, begun: bytes) -> None:
+    with Connection(impatient.port) as client:
+        client.send(request_bytes("GET", "/v2/health/live", [], b""))
+        assert client.answer().status == 200
+        client.send(begun)
+        answer = client.answer()
+        assert (answer.status, answer.body) == (408, b'{"error":"the request did not arrive in time"}')
+        assert client.head() is None, "the connection is closed"
+
+
+def test_a_request_that_comes_slowly_is_waited_for(impatient: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "PATIENT_BYTES_A_SECOND", 10)
+    with Connection(impatient.port) as client:
+        client.send(HEAD + b"\r\n" + BODY[:5])
+        time.sleep(0.5)  # more than patience alone, less than it and what the bytes add
+        client.send(BODY[5:])
+        assert client.answer().status == 200
+
+
+def test_an_answer_is_not_cut_off_for_the_request_behind_it(impatient: RunningServer) -> None:
+    tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["700"]}  # milliseconds
+    body = json.dumps({"inputs": [tensor]}).encode()
+    with Connection(impatient.port) as client:
+        client.send(request_bytes("POST", "/v2/models/slow_nd/infer", [], body) + HEAD)
+        assert client.answer().status == 200
+        assert client.answer().status == 408
+
+
+def test_a_client_that_says_nothing_is_not_waited_for() -> None:
+    app = create_app(recorded_registry()[0], ServerState([]))
+    with RunningServer(app, timeout_keep_alive=0.2) as server, Connection(server.port) as client:
+        assert client.head() is None

@@ -8,6 +8,7 @@ import torch
 from run_engine import engine, run_all
 from tiny_models import VOCABULARY, config_of, random_model
 
+from slipstream.engine.beams import BeamSearch
 from slipstream.engine.constraints import Constraints
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.vocabulary import Vocabulary
@@ -92,6 +93,39 @@ def test_beams_are_those_of_transformers(model, early_stopping, length_penalty):
         ends |= {len(beam.tokens) for beam in beams if beam.finish_reason == "stop"}
     if length_penalty <= 0.0:  # otherwise the longest ones win
         assert len(ends) > 3, "beams ended at different times"
+
+
+END, GO_ON, ASIDE = 0, 1, 2
+REWARDED = [  # for each step, what each beam may be followed by
+    [[(END, -1.0), (GO_ON, -1.2), (ASIDE, -9.0)]],
+    [[(END, -0.1), (GO_ON, -0.8)], [(ASIDE, -1.0)]],
+    [[(END, -0.1), (GO_ON, -5.0)], [(ASIDE, -1.0)]],
+]
+PENALISED = [
+    [[(GO_ON, -0.1), (END, -3.0), (ASIDE, -9.0)]],
+    [[(GO_ON, -0.1), (END, -4.0)], [(ASIDE, -1.0)]],
+    [[(END, -0.1), (GO_ON, -5.0)], [(ASIDE, -1.0)]],
+]
+
+
+@pytest.mark.parametrize(
+    ("steps", "length_penalty", "early_stopping", "lengths"),
+    [
+        (REWARDED, 1.0, 1, [1, 0]),
+        (REWARDED, 1.0, 0, [1, 0]),  # -2.0 / 2 is no better than the worst that ended
+        (REWARDED, 1.0, 2, [1, 2]),  # but -2.0 / 50 would be, and -2.1 / 3 is
+        (PENALISED, -1.0, 1, [0, 1]),
+        (PENALISED, -1.0, 0, [2, 0]),  # -0.2 * 2 is better than the worst that ended
+        (PENALISED, -1.0, 2, [2, 0]),  # and a beam gains nothing by becoming as long as it may
+    ],
+)
+def test_a_search_ends_by_the_rule_that_was_asked_for(steps, length_penalty, early_stopping, lengths):
+    search = BeamSearch(SamplingParams(
+        max_tokens=50, beam_width=2, end_ids=(END,), length_penalty=length_penalty, early_stopping=early_stopping))
+    for candidates in steps:
+        if not search.finished:
+            search.advance(candidates)
+    assert [len(beam.tokens) for beam in search.results()[:2]] == lengths
 
 
 class HasWord:

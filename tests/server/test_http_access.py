@@ -25,7 +25,7 @@ ROUTES = {
     ("GET", "/v2/models/m/stats"): 400, ("GET", "/v2/models/stats"): 200, ("POST", "/v2/models/m/infer"): 404,
     ("POST", "/v2/models/m/generate"): 404, ("POST", "/v2/models/m/generate_stream"): 404,
     ("GET", "/"): 200, ("GET", "/docs"): 200, ("GET", "/openapi.json"): 200, ("GET", "/v1/models"): 200,
-    ("GET", "/v1/models/m"): 404,
+    ("GET", "/v1/models/m"): 404, ("GET", "/health"): 200, ("GET", "/health_generate"): 200,
     ("POST", "/v1/chat/completions"): 400, ("POST", "/v1/completions"): 400, ("POST", "/v1/embeddings"): 404,
 }  # fmt: skip
 ADMIN_ROUTES = {

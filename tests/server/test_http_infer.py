@@ -163,7 +163,18 @@ def test_priority_and_timeout_reach_the_engine(start: Start) -> None:
     assert first == -3  # 1 is the most urgent for clients, and higher goes first in the engine
     assert deadline is not None
     assert before + 5 <= deadline <= time.monotonic() + 5
-    assert second == (0, None)
+    assert second == (-2, None)
+
+
+@pytest.mark.parametrize(("default", "as_none"), [("", 2), ("default_priority_level: 1", 1)])
+def test_the_first_priority_goes_before_requests_that_bring_none(start: Start, default: str, as_none: int) -> None:
+    """Unless the configuration says that those are the first as well."""
+    server = start(("dynamic_batching {", f"dynamic_batching {{ {default}"))
+    for level in range(4):  # 0 is none
+        server.outputs("ensemble", ["a"], [1], {"parameters": {"priority": level}})
+    none, first, second, third = [priority for priority, _ in server.engine.urgency]
+    assert first > second > third
+    assert none == {1: first, 2: second}[as_none]
 
 
 def test_a_request_whose_time_is_up_before_it_began_is_refused(start: Start) -> None:

@@ -115,8 +115,8 @@ def test_the_server_and_its_services_say_what_they_say_elsewhere(life: Life) -> 
     assert the_one(life.objects, "loaded in 0.0 s")["model"] == "tensorrt_llm"
     banner = the_one(life.objects, "API docs")["message"].splitlines()
     address = the_one(life.objects, "Started HTTPService at ")["message"].rpartition(" ")[2]
-    assert [line.partition(":")[0] for line in banner] == ["Try it", "OpenAI", "API docs"]
-    assert banner[1] == f"OpenAI:   http://{address}/v1   chat: http://{address}/ or slipstream chat -u {address}"
+    assert [line.partition(":")[0] for line in banner] == ["Ready", "Try it", "OpenAI", "API docs"]
+    assert banner[2] == f"OpenAI:   http://{address}/v1   chat: http://{address}/ or slipstream chat -u {address}"
     assert the_one(life.objects, "Invalid HTTP request")["level"] == "warning"  # uvicorn's
     assert life.settings["log_format"] == "json"
 

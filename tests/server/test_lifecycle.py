@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -109,6 +110,15 @@ def test_the_curl_it_prints_works(steady):
     found = subprocess.run(f"curl{command}", shell=True, capture_output=True, text=True, check=True)
     assert json.loads(found.stdout).get("model_name") == MODEL, found.stdout
     assert any("/docs" in line and "/metrics" in line for line in steady.lines)
+
+
+def test_it_says_what_the_start_took(steady):
+    told = next(line for line in steady.lines if line.startswith("Ready:"))
+    found = re.fullmatch(r"Ready: +in ([\d.]+) s: ([\d.]+) s to load, ([\d.]+) s for all else", told)
+    assert found, told
+    whole, loading, rest = map(float, found.groups())
+    assert whole > 0
+    assert whole == pytest.approx(loading + rest)
 
 
 def test_sigterm_lets_every_admitted_stream_finish_and_refuses_new_work(serve):

@@ -26,7 +26,7 @@ from slipstream.repository.templates import write_repository
 WARM, COUNTED = 10_000, 30_000  # requests before the first look, and between the two
 CLIENTS = 16
 CACHE_TOKENS = 8192
-MOST_GROWTH = 0.01
+MOST_GROWTH = 0.01, 2 << 20  # a share, or bytes where that is less: pools of small objects come and go
 KINDS = ("answer", "stream", "left", "refused", "completion", "grpc")
 
 
@@ -133,6 +133,7 @@ def test_memory_stops_growing(server):
     before = [owned_bytes(process) for process in processes]
     asyncio.run(traffic(server, COUNTED, WARM))
     after = [owned_bytes(process) for process in processes]
-    growth = [now / then - 1 for then, now in zip(before, after, strict=True)]
-    print(f"owned, MiB: {[b >> 20 for b in before]} → {[b >> 20 for b in after]} in {COUNTED} requests")
-    assert max(growth) < MOST_GROWTH, growth
+    print(f"owned, KiB: {[b >> 10 for b in before]} → {[b >> 10 for b in after]} in {COUNTED} requests")
+    share, few = MOST_GROWTH
+    for then, now in zip(before, after, strict=True):
+        assert now - then < max(then * share, few)

@@ -175,7 +175,7 @@ async def test_parameters_reach_the_engine_and_the_output_fits():
     request = TextRequest([5] * 60, sampling, priority=2, deadline=9.5, cache_salt="tenant")
     await collect(engine, request)
     assert engine.prompt == [5] * 60
-    assert engine.sampling == replace(sampling, max_tokens=4)
+    assert engine.sampling == replace(sampling, max_tokens=4, timing=True)
     assert engine.rest == (2, 9.5, "tenant")
 
 

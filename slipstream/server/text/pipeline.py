@@ -137,7 +137,7 @@ class TextGenerator:
                         news.prompt_tokens, news.sequence = len(prompt), index
                         if streams[index].stopped and not delta.finish_reason:
                             generations[index].cancel("stop")
-                            if sampling.timing:
+                            if request.sampling.timing:
                                 held[index] = news
                                 continue
                     if news.finish_reason:
@@ -257,6 +257,7 @@ class TextGenerator:
             bad_words=tuple(dict.fromkeys(bad_words)),
             bad_texts=self._bad_texts(request),
             stop_texts=self._stop_texts(request),
+            timing=True,  # the time in the queue is counted, whoever asks
         )
         return sampling if self.engine.info is None else within(sampling, self.engine.info.vocab_size)
 

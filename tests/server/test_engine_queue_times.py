@@ -1,0 +1,34 @@
+"""What a request spent in its engine's queue counts as waiting in the statistics, and not as computing."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+from slipstream.engine.messages import Timing
+from slipstream.server.inference import InferRequest, InferResponse
+from slipstream.server.statistics import ModelCounters
+
+
+async def test_the_engines_queue_counts_as_waiting_and_the_longest_of_a_batch_for_all():
+    counters = ModelCounters()
+    request = InferRequest("llm", "1", {})
+
+    async def generated():
+        request.trail.end_input()
+        await asyncio.sleep(0.004)
+        for number in (2, 1):
+            branch = request.trail.branch()
+            branch.add_tokens(3, 1, Timing(arrived_ns=10**6, first_scheduled_ns=(1 + number) * 10**6))
+        request.trail.branch().add_tokens(3, 1, Timing(arrived_ns=10**6))  # never came to run
+        request.trail.end_infer()
+        yield InferResponse()
+
+    async with aclosing(counters.record(request, generated())) as recorded:
+        async for _ in recorded:
+            pass
+    spent = counters.document("m", "1")["inference_stats"]
+    assert spent["queue"]["ns"] == 2 * 10**6
+    parts = [spent[name]["ns"] for name in ("queue", "compute_input", "compute_infer", "compute_output")]
+    assert sum(parts) == spent["success"]["ns"]
+    assert spent["compute_infer"]["ns"] >= 2 * 10**6

@@ -1,0 +1,81 @@
+"""The requests of the guides, sent as they stand to a server that was started as the guides say."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from real_server import RealServer, build_engine
+from tiny_hf_folder import save_model
+
+from slipstream.repository.templates import write_repository
+
+ROOT = Path(__file__).parents[1]
+GUIDES = ("README.md", "docs/quickstart.md", "docs/openai.md", "docs/operations.md")
+MODEL = "smollm2-135m"  # what the guides call it
+TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
+ADDRESS = re.compile(r"(?:localhost|127\.0\.0\.1):8000")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    folder = tmp_path_factory.mktemp("documented")
+    save_model(folder / "hf")
+    (folder / "hf" / "chat_template.jinja").write_text(TEMPLATE)
+    engine = build_engine(folder / "hf", folder / "engine")
+    write_repository(folder / "repo", MODEL, engine, engine, 8)
+    command = ("-m", "slipstream.cli.main", "start", "--repo", str(folder / "repo"), "--dtype", "float32",
+               "--trace-config", f"triton,file={folder / 'trace.json'}")
+    running = RealServer(folder / "repo", folder, *command)
+    try:
+        yield running.wait()
+    finally:
+        running.close()
+
+
+def blocks(guide: str, *kinds: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / guide).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    return [text for kind, text in found if kind in kinds]
+
+
+def requests() -> list[tuple[str, str]]:
+    found = []
+    for guide in GUIDES:
+        for block in blocks(guide, "console", ""):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [(guide, line[line.index("curl") :]) for line in lines if re.match(r"(\$ |Try it: +)curl ", line)]
+    return found
+
+
+def test_there_are_requests_in_every_guide() -> None:
+    assert {guide for guide, _ in requests()} == set(GUIDES)
+    assert len(requests()) >= 8
+
+
+@pytest.mark.parametrize(("guide", "command"), requests(), ids=str)
+def test_a_documented_request_is_answered(server: RealServer, guide: str, command: str) -> None:
+    words = ADDRESS.sub(server.http, command) + " -w '\\n%{http_code}'"
+    answer = subprocess.run(words, shell=True, capture_output=True, text=True, check=True).stdout
+    body, _, status = answer.rpartition("\n")
+    assert status == "200", answer
+    if "generate_stream" in command:
+        events = [json.loads(line.removeprefix("data: ")) for line in body.splitlines() if line]
+        assert len(events) == 2
+        assert all(event["text_output"] for event in events)
+    elif "/generate" in command:
+        assert json.loads(body)["text_output"]
+    elif "/v1/" in command:
+        assert json.loads(body)["choices"][0]["message"]["content"]
+
+
+def test_the_documented_program_prints_an_answer(server: RealServer) -> None:
+    (program,) = blocks("docs/openai.md", "python")
+    assert ADDRESS.search(program)
+    ran = subprocess.run([sys.executable, "-c", ADDRESS.sub(server.http, program)], capture_output=True, text=True,
+                         timeout=60)
+    assert (ran.returncode, len(ran.stdout) > 1) == (0, True), ran.stderr
