@@ -35,7 +35,7 @@ _GPU_STEP_TOKENS = 8192
 _CPU_CACHE_BYTES = 512 * 2**20
 # What graphs, libraries' workspaces and the activations of a full step take beside weights and cache.
 _GPU_SPARE_BYTES = 6 * 2**30
-# Of what weights leave free, the share that copies of them may take: less cache, faster steps of few tokens.
+# Of the cache's memory, the share that copies of weights may take: less cache, faster steps of few tokens.
 _COPY_SHARE = 1 / 6
 _WARM_UP_REQUEST = -1
 _WARM_UP_TOKENS = 1024  # of each prompt in a step that fills the budget; more where the rows are few
@@ -74,8 +74,7 @@ def create_engine(
     if min(settings.attention_windows, default=longest) < longest:  # otherwise all is in sight anyway
         model.narrow_attention(settings.attention_windows, settings.sink_tokens)
     tensors.clear()  # what was laid out anew need not be held twice
-    copy_bytes = model.copy_weights(_copy_room(spec, settings, cache_dtype, longest, device)) if on_gpu else 0
-    blocks = _pool_blocks(spec, settings, cache_dtype, longest, device)
+    copy_bytes, blocks = _share_out_memory(model, settings, longest)
     runner, step_bytes, graph_bytes = _prepare_runner(model, settings, blocks, longest, step_tokens, progress)
     pool = BlockPool(blocks, settings.block_tokens, settings.reuse, _add_host_cache(runner, settings, blocks))
     adapters = create_adapters(spec, settings, dtype, device, read_adapter)
@@ -213,51 +212,54 @@ def _dtype_name(dtype: str, on_gpu: bool) -> str:
     return dtype
 
 
-def _pool_blocks(
-    spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, longest: int, device: torch.device
-) -> int:
-    """How many blocks the pool has: what was asked for, else a share of memory; one sequence at least."""
-    size, block_bytes = settings.block_tokens, _block_bytes(spec, settings, dtype)
-    if settings.cache_tokens is not None and device.type != "cuda":
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // block_bytes
-        if settings.cache_tokens > room * size:
-            raise ValueError(f"a cache of {settings.cache_tokens} tokens is more than the machine's memory, which "
-                             f"{room * size} would fill: lower max_tokens_in_paged_kv_cache")
-        return max(1, settings.cache_tokens // size)
-    if device.type == "cuda":
-        affordable = _cache_room(spec, settings, longest, device) // block_bytes
-        most_useful = settings.max_rows * -(-longest // size)
-        affordable = min(affordable, most_useful)
-        if settings.cache_tokens is not None and affordable > 0:  # of two limits, the smaller one holds
-            return max(1, min(affordable, settings.cache_tokens // size))
-    else:
-        affordable = _CPU_CACHE_BYTES // block_bytes
-    needed = -(-longest // size)
-    if device.type == "cuda" and affordable < needed:
-        raise ValueError(
-            f"the GPU has room for {max(affordable, 0) * size} cached tokens, one sequence of {longest} needs more: "
-            f"lower the longest sequence, or use fewer bits a weight"
-        )
-    return max(affordable, needed)
+def _share_out_memory(model: Transformer, settings: EngineSettings, longest: int) -> tuple[int, int]:
+    """Of what weights leave free → bytes of copies of weights, now made, and blocks of the cache"""
+    spec = model.spec
+    block_bytes = 2 * spec.layers * spec.kv_size * model.cache_dtype.itemsize * settings.block_tokens
+    if model.device.type != "cuda":
+        return 0, _pool_blocks(settings, None, block_bytes, longest)
+    room = _gpu_room(spec, settings, longest, model.device)
+    copy_bytes = model.copy_weights(_copy_room(settings, room, block_bytes, longest))
+    if copy_bytes:
+        torch.cuda.empty_cache()  # what packing took beside them
+    return copy_bytes, _pool_blocks(settings, room - copy_bytes, block_bytes, longest)
 
 
-def _copy_room(
-    spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype, longest: int, device: torch.device
-) -> int:
-    """Bytes that copies of weights may take of a GPU: the cache stays as large as was asked for, or one sequence is."""
-    asked = max(longest, settings.cache_tokens or 0)
-    cache_bytes = -(-asked // settings.block_tokens) * _block_bytes(spec, settings, dtype)
-    free, _ = torch.cuda.mem_get_info(device)
-    return min(int(free * _COPY_SHARE), _cache_room(spec, settings, longest, device) - cache_bytes)
-
-
-def _cache_room(spec: ModelSpec, settings: EngineSettings, longest: int, device: torch.device) -> int:
-    """Bytes of a GPU's memory that the cache may take."""
+def _gpu_room(spec: ModelSpec, settings: EngineSettings, longest: int, device: torch.device) -> int:
+    """Bytes of a GPU's memory for the cache, and for what is kept to be faster at its expense."""
     free, _ = torch.cuda.mem_get_info(device)
     # What grows with the rows: logits in float32, those of the graphs and those of a step, and all their tokens.
     beside = settings.max_rows * (2 * spec.vocab_size * 4 + longest * 8)
     return int((free - _GPU_SPARE_BYTES - beside) * settings.cache_memory_fraction)
 
 
-def _block_bytes(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) -> int:
-    return 2 * spec.layers * spec.kv_size * dtype.itemsize * settings.block_tokens
+def _copy_room(settings: EngineSettings, room: int, block_bytes: int, longest: int) -> int:
+    """Bytes that copies of weights may take of a GPU: one sequence must still fit. None where the size of the cache was
+    given: who reckons with it may have plans for the rest."""
+    if settings.cache_tokens is not None:
+        return 0
+    return min(int(room * _COPY_SHARE), room - -(-longest // settings.block_tokens) * block_bytes)
+
+
+def _pool_blocks(settings: EngineSettings, room: int | None, block_bytes: int, longest: int) -> int:
+    """How many blocks the pool has: what was asked for, else as many as a GPU has room for, or a CPU's usual cache
+    where that is None; one sequence at least."""
+    size = settings.block_tokens
+    if settings.cache_tokens is not None and room is None:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // block_bytes
+        if settings.cache_tokens > memory * size:
+            raise ValueError(f"a cache of {settings.cache_tokens} tokens is more than the machine's memory, which "
+                             f"{memory * size} would fill: lower max_tokens_in_paged_kv_cache")
+        return max(1, settings.cache_tokens // size)
+    needed = -(-longest // size)
+    if room is None:
+        return max(_CPU_CACHE_BYTES // block_bytes, needed)
+    affordable = min(room // block_bytes, settings.max_rows * needed)  # more than all rows could fill is of no use
+    if settings.cache_tokens is not None and affordable > 0:  # of two limits, the smaller one holds
+        return max(1, min(affordable, settings.cache_tokens // size))
+    if affordable < needed:
+        raise ValueError(
+            f"the GPU has room for {max(affordable, 0) * size} cached tokens, one sequence of {longest} needs more: "
+            f"lower the longest sequence, or use fewer bits a weight"
+        )
+    return affordable

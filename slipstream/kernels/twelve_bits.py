@@ -1,9 +1,9 @@
 """bfloat16 weights in three quarters of their bytes, for products that are bound by reading them.
 
 The exponents of a row of trained weights lie close together: four bits tell how far one is below the row's largest.
-With the sign and the seven bits of mantissa a number has twelve bits, and is the same number. Only what is 2^14 times
-smaller than the largest of its row loses bits of its mantissa, never more than 2^-22 of that largest number, which is
-less than what float32 loses when it adds the row's products up.
+With the sign and the seven bits of mantissa a number has twelve bits, and is the same number. Only what is more than
+2^14 times smaller than the largest of its row may lose bits of its mantissa, never more than 2^-22 of that largest
+number, of which bfloat16 itself keeps no more than 2^-9.
 
 Four runs of 64 numbers become three runs of 64 words of 16 bits: sign, exponent and mantissa of the first three runs'
 numbers stay where bfloat16 has them, and in the four bits that the exponents no longer need lies the last run's number.
@@ -19,8 +19,8 @@ from torch import Tensor
 RUN = 64  # numbers
 GROUP = 4 * RUN  # numbers that lie in 3 × RUN words
 _OWN = 0x87FF  # of a word: sign, low four bits of the exponent, mantissa
-_SLICE = 2**24  # numbers that are packed at once: what stands beside them takes several times their memory
-_MOST_LOSING = 1 / 32  # of a row's numbers: where more are that much smaller than the largest, they may matter
+_SLICE = 2**23  # numbers that are packed at once: what stands beside them takes twenty times their memory
+_MOST_LOSING = 1 / 32  # of a row's numbers: where more lose bits, it might be felt
 
 
 class TwelveBits(NamedTuple):
@@ -34,7 +34,8 @@ def packs(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> TwelveBits | None:
-    """None where that might be felt: a row's largest number is far from all others, or is none."""
+    """The weight in twelve bits; None where that might be felt, because many of a row's numbers lose bits, and where
+    one is infinite or none."""
     rows, columns = weight.shape
     words = torch.empty((rows, columns // 4 * 3), dtype=torch.int16, device=weight.device)
     scales = torch.empty(rows, dtype=torch.float32, device=weight.device)
@@ -74,7 +75,7 @@ def _pack(weight: Tensor) -> tuple[Tensor, Tensor, bool]:
     words = _sixteen(torch.stack((first, second, third), 2).flatten(1))
     losing = (rounded << below != whole).sum(1, dtype=torch.float32).amax() / weight.shape[1]
     safe = bool((losing <= _MOST_LOSING) & (most.amax() < 255))  # an exponent of 255: infinity, or no number
-    return words, torch.ldexp(torch.ones_like(least, dtype=torch.float32), least + 15 - 127)[:, 0], safe
+    return words, (least + 15 << 23).view(torch.float32)[:, 0], safe  # the powers of two, by their exponents
 
 
 def _sixteen(bits: Tensor) -> Tensor:

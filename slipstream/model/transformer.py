@@ -215,8 +215,11 @@ class Layer:
             self.joint_dense = linear.joint(self.dense, self.post_norm, self.first)
 
     def products(self) -> list[linear.Product]:
-        """Those of every token; experts are their mixture's."""
-        return [self.qkv, self.dense, *(() if self.mixture is not None else (self.first, self.proj))]
+        """Those that every token takes; of a mixture, the shared expert's."""
+        if self.mixture is None:
+            return [self.qkv, self.dense, self.first, self.proj]
+        shared = self.mixture.shared
+        return [self.qkv, self.dense, *(() if shared is None else (shared.first, shared.proj))]
 
     def lead_to(self, norm: Norm | None, taker: linear.Product) -> None:
         """What the layer's results go into: a norm, and the product that takes what it gives."""

@@ -105,6 +105,20 @@ def test_bfloat16_of_a_single_row_agrees_as_well():
     assert agreement(loop, model) >= 0.95
 
 
+def test_bfloat16_read_in_twelve_bits_agrees_as_well(monkeypatch):
+    from slipstream.kernels.gpu import linear as gpu_linear  # where there is no GPU, tests of kernels import it first
+
+    monkeypatch.setattr(gpu_linear, "_SMALL", 0)
+    monkeypatch.setattr(gpu_linear, "_NARROW", 0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    model = random_model(config_of("llama", **positions_of("llama", LENGTH), **sizes)).eval()
+    loop = gpu_engine(model, dtype="bfloat16", reuse=False, cache_tokens=None)
+    copied = [product.stored for layer in loop.runner.model.layers for product in layer.products()]
+    assert all(stored.read()[1] is not None for stored in copied)
+    assert loop.info.copy_bytes == sum(stored.weight.numel() * 3 // 2 for stored in copied)
+    assert agreement(loop, model) >= 0.95
+
+
 def agreement(loop, model):
     """The share of tokens that float32 would have chosen, too, of requests that come one after the other."""
     same = total = 0

@@ -12,9 +12,32 @@ BLOCK = 2 * 2 * 32 * 2 * 32  # bytes: keys and values, layers, kv_size, bfloat16
 SPARE = 6 * 2**30
 
 
-def blocks(monkeypatch, free: int, longest: int = 64, **settings) -> int:
+class Model:
+    """What shares memory out asks of a model; its weights' copies would take `copy_bytes`."""
+
+    spec, cache_dtype = SPEC, torch.bfloat16
+
+    def __init__(self, device: str, copy_bytes: int = 0) -> None:
+        self.device, self._copy_bytes = torch.device(device), copy_bytes
+
+    def copy_weights(self, most_bytes: int) -> int:
+        return self._copy_bytes if self._copy_bytes <= most_bytes else 0
+
+
+def shared_out(monkeypatch, free: int, longest: int = 64, copy_bytes: int = 0, **settings) -> tuple[int, int]:
+    """→ bytes of copies, blocks of the cache, of a GPU with this much free memory"""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    return start._pool_blocks(SPEC, EngineSettings(**settings), torch.bfloat16, longest, torch.device("cuda"))
+    return start._share_out_memory(Model("cuda", copy_bytes), EngineSettings(**settings), longest)
+
+
+def blocks(monkeypatch, free: int, longest: int = 64, **settings) -> int:
+    return shared_out(monkeypatch, free, longest, **settings)[1]
+
+
+def on_cpu(longest: int, **settings) -> int:
+    copies, blocks = start._share_out_memory(Model("cpu", 1), EngineSettings(**settings), longest)
+    assert copies == 0
+    return blocks
 
 
 def test_the_cache_leaves_room_for_steps_and_for_what_rows_take(monkeypatch):
@@ -40,20 +63,12 @@ def test_eight_bits_in_the_cache_need_a_device_that_knows_them(monkeypatch, capa
 
 def test_a_cache_beyond_the_machines_memory_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(start.os, "sysconf", {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": BLOCK}.get)
-
-    def on_cpu(tokens: int) -> int:
-        settings = EngineSettings(cache_tokens=tokens)
-        return start._pool_blocks(SPEC, settings, torch.bfloat16, 64, torch.device("cpu"))
-
-    assert on_cpu(3200) == 100
+    assert on_cpu(64, cache_tokens=3200) == 100
     with pytest.raises(ValueError, match="which 3200 would fill: lower max_tokens_in_paged_kv_cache"):
-        on_cpu(3201)
+        on_cpu(64, cache_tokens=3201)
 
 
 def test_on_a_cpu_the_cache_takes_512_mib_and_one_sequence_at_least():
-    def on_cpu(longest: int) -> int:
-        return start._pool_blocks(SPEC, EngineSettings(), torch.bfloat16, longest, torch.device("cpu"))
-
     assert on_cpu(64) == 2**29 // BLOCK
     assert on_cpu(2**22) == 2**22 // 32
 
@@ -66,18 +81,22 @@ def test_an_amd_gpu_is_refused_by_name_and_passed_over_by_auto(monkeypatch):
         start._device(EngineSettings(device="cuda"))
 
 
-def copy_room(monkeypatch, free: int, longest: int, **settings) -> int:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    return start._copy_room(SPEC, EngineSettings(**settings), torch.bfloat16, longest, torch.device("cuda"))
+def test_copies_of_weights_take_up_to_a_sixth_of_the_caches_memory(monkeypatch):
+    free = SPARE + 64 * (2 * 1000 * 4 + 64 * 8) + 120 * BLOCK  # the room is that of 120 blocks
+    whole = {"cache_memory_fraction": 1.0}
+    assert shared_out(monkeypatch, free, **whole) == (0, 120)
+    assert shared_out(monkeypatch, free, copy_bytes=20 * BLOCK, **whole) == (20 * BLOCK, 100)
+    assert shared_out(monkeypatch, free, copy_bytes=20 * BLOCK + 1, **whole) == (0, 120)
+    assert shared_out(monkeypatch, free, copy_bytes=10 * BLOCK, cache_memory_fraction=0.5) == (10 * BLOCK, 50)
 
 
-def test_copies_of_weights_leave_room_for_the_cache(monkeypatch):
-    """A sixth of what is free, unless the cache that was asked for, or one sequence, would no longer fit."""
-    assert copy_room(monkeypatch, 60 * 2**30, 4096) == 10 * 2**30
-    token = 2 * SPEC.layers * SPEC.kv_size * 2
-    asked = 40 * 2**30 // token
-    left = copy_room(monkeypatch, 60 * 2**30, 4096, cache_tokens=asked)
-    assert 0 < left < 10 * 2**30
-    more = copy_room(monkeypatch, 61 * 2**30, 4096, cache_tokens=asked)
-    assert more - left == pytest.approx(0.9 * 2**30, abs=1)
-    assert copy_room(monkeypatch, 60 * 2**30, 60 * 2**30 // token) < 0
+def test_copies_of_weights_leave_room_for_one_sequence(monkeypatch):
+    longest = 110 * 32 + 1  # 111 blocks
+    free = SPARE + 64 * (2 * 1000 * 4 + longest * 8) + 120 * BLOCK
+    whole = {"cache_memory_fraction": 1.0}
+    assert shared_out(monkeypatch, free, longest, copy_bytes=9 * BLOCK, **whole) == (9 * BLOCK, 111)
+    assert shared_out(monkeypatch, free, longest, copy_bytes=9 * BLOCK + 1, **whole) == (0, 120)
+
+
+def test_no_copies_where_the_size_of_the_cache_was_given(monkeypatch):
+    assert shared_out(monkeypatch, SPARE + 2**30, copy_bytes=1, cache_tokens=320) == (0, 10)

@@ -92,6 +92,7 @@ def main() -> None:
         module.overlapping = lambda device: overlapping  # type: ignore[attr-defined]
     for module in (few_tokens, prefill_attention):
         module.shared_memory = lambda device: SHARED_BYTES  # type: ignore[attr-defined]
+    few_tokens.processors = lambda device: 132  # type: ignore[attr-defined]
     half = torch.bfloat16
     for tokens in (16, 32, 64):
         product(tokens, half, half)

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the kernels need Triton, which a CPU insta
 
 from slipstream.kernels import linear, twelve_bits  # noqa: E402
 from slipstream.kernels.gpu import linear as gpu_linear  # noqa: E402
-from slipstream.kernels.gpu.few_tokens import few_tokens  # noqa: E402
+from slipstream.kernels.gpu.few_tokens import _tiling, few_tokens  # noqa: E402
 from slipstream.kernels.gpu.linear import DenseProduct, WideProduct  # noqa: E402
 from slipstream.kernels.gpu.one_token import one_token, one_token_joined  # noqa: E402
 from slipstream.kernels.normalisation import Norm  # noqa: E402
@@ -41,7 +41,7 @@ def test_numbers_stay_the_same():
     assert packed.words.nbytes * 4 == weight.nbytes * 3
     exact, got = weight.float(), twelve_bits.unpack(packed)
     largest = exact.abs().amax(1, keepdim=True)
-    assert torch.equal(got[exact.abs() >= largest * 2**-13], exact[exact.abs() >= largest * 2**-13])
+    assert torch.equal(got[exact.abs() >= largest * 2**-14], exact[exact.abs() >= largest * 2**-14])
     assert bool(((got - exact).abs() <= largest * 2**-22).all())
     assert (got != exact).float().mean() < 1e-3
     assert not got[3].any()
@@ -54,6 +54,36 @@ def test_the_smallest_numbers_are_rounded_to_the_nearest():
     got = twelve_bits.unpack(twelve_bits.pack(weight))[0]
     assert got[:4].tolist() == [1.0, 2**-14, 2**-14 * 1.5, 2**-20]  # a multiple of 2^-21, three quarters of it up
     assert got[250].item() == 2**-20
+
+
+@pytest.mark.parametrize("largest", [0, 1, 14, 15, 16, 127, 254])
+def test_every_number_beside_a_largest(largest, monkeypatch):
+    """All of bfloat16's numbers up to an exponent: exact from 2^-14 of the largest on, the others to the nearest."""
+    monkeypatch.setattr(twelve_bits, "_MOST_LOSING", 1.0)
+    bits = torch.arange(65536)
+    bits = bits[(bits >> 7 & 0xFF) <= largest][None].short()  # those from 2^15 on wrap around
+    exact = bits.view(torch.bfloat16).double()
+    packed = twelve_bits.pack(bits.view(torch.bfloat16))
+    got, most = twelve_bits.unpack(packed).double(), exact.abs().amax()
+    assert packed.scales.tolist() == [2.0 ** (max(largest, 15) - 127)]
+    assert torch.equal(got[exact.abs() >= most * 2**-14], exact[exact.abs() >= most * 2**-14])
+    assert torch.equal(torch.signbit(got), torch.signbit(exact))
+    assert bool(((got - exact).abs() <= 2.0 ** (largest - 127 - 22)).all())
+
+
+@pytest.mark.parametrize(("losing", "packed"), [(8, True), (9, False)])
+def test_one_number_in_32_may_lose_bits(losing, packed):
+    weight = torch.ones(2, 256).bfloat16()
+    weight[1, :losing] = 2**-15 * 1.0078125  # its last bit is lost
+    weight[1, losing:20] = 2**-15  # these lose none
+    assert (twelve_bits.pack(weight) is not None) == packed
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_what_is_no_number_is_not_packed_even_among_zeros(number):
+    weight = torch.zeros(3, 256).bfloat16()
+    weight[2, 5] = number
+    assert twelve_bits.pack(weight) is None
 
 
 @pytest.mark.parametrize("number", [1e4, math.inf, -math.inf, math.nan])
@@ -141,6 +171,52 @@ def test_every_number_reaches_the_product():
         assert torch.equal(got[0].float().cpu(), exact[:, column].to(DTYPE).float())
 
 
+def test_numbers_without_a_leading_one_reach_the_product(monkeypatch):
+    """Where the hardware could take them for nothing."""
+    monkeypatch.setattr(twelve_bits, "_MOST_LOSING", 1.0)
+    weight = (torch.arange(64 * 256).view(64, 256) % 128 * 2.0**-21).bfloat16()
+    weight[:, 3], weight[:, 70] = 1.0, -1.5
+    packed = twelve_bits.pack(weight)
+    assert torch.equal(twelve_bits.unpack(packed), weight.float())
+    words, scales = (t.to(DEVICE) for t in packed)
+    units = torch.eye(256, dtype=DTYPE, device=DEVICE)
+    for begin in range(0, 256, 64):
+        got = few_tokens(units[begin : begin + 64].contiguous(), words, None, weight_scales=scales)
+        assert torch.equal(got.float().cpu(), weight[:, begin : begin + 64].t().float())
+    for column in (0, 64, 128, 192, 255):
+        got = one_token(units[column : column + 1].contiguous(), words, None, scales=scales)
+        assert torch.equal(got[0].float().cpu(), weight[:, column].float())
+
+
+@pytest.mark.parametrize("exponent", [-120, 0, 100])
+def test_rows_of_any_size(exponent):
+    torch.manual_seed(0)
+    weight, x = (torch.randn(64, 256).double() * 2.0**exponent).bfloat16(), torch.randn(1, 256).to(DTYPE)
+    words, scales = (t.to(DEVICE) for t in twelve_bits.pack(weight))
+    expected = product(x, weight, None), product(x.abs(), weight.abs(), None)
+    assert close(one_token(x.to(DEVICE), words, None, scales=scales), expected)
+    assert close(few_tokens(x.to(DEVICE), words, None, weight_scales=scales), expected)
+
+
+@pytest.mark.parametrize("exponent", [-50, 50])
+def test_activations_of_any_size(exponent):
+    weight = torch.ones(64, 256).bfloat16()
+    weight[:, 1:] = 2.0**-14
+    words, scales = (t.to(DEVICE) for t in twelve_bits.pack(weight))
+    x = torch.zeros(1, 256)
+    x[0, 1:] = 1.0078125 * 2.0**exponent  # all its bits count
+    got = one_token(x.to(DTYPE).to(DEVICE), words, None, out=torch.empty(1, 64, device=DEVICE), scales=scales)
+    assert got[0].tolist() == pytest.approx([255 * 1.0078125 * 2.0 ** (exponent - 14)] * 64, rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize(("rows", "size", "parts"), [
+    (6144, 4096, 2), (12288, 4096, 2), (4096, 4096, 4), (28672, 4096, 1), (22016, 4096, 1), (4096, 14336, 4),
+    (128256, 4096, 1), (128256, 16384, 2)])  # fmt: skip
+def test_how_many_share_the_columns_of_a_tile(rows, size, parts):
+    x, words = torch.empty(1, 1), torch.empty(1, 1, dtype=torch.int16)
+    assert _tiling(rows, size, 32, x, words).parts == parts
+
+
 def test_a_product_that_joins_the_residual_stream():
     x, words, scales, _, expected = case(1, 256, 512, False)
     hidden = torch.randn(1, 256)
@@ -195,6 +271,57 @@ def test_a_copy_is_read_by_few_tokens(monkeypatch):
     unsafe = DenseProduct(weight, None)
     assert unsafe.stored.copy() == 0
     assert unsafe.stored.read()[1] is None
+
+
+def test_which_weights_have_copies():
+    def copy_bytes(rows: int, columns: int) -> int:
+        return DenseProduct(torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"), None).stored.copy_bytes
+
+    assert copy_bytes(4096, 2048) == 0  # 2^23 numbers are few
+    assert copy_bytes(4160, 2048) == 4160 * 2048 * 3 // 2
+    assert copy_bytes(2**16, 1024) == 0  # narrow
+    assert copy_bytes(2**16, 1280) == 2**16 * 1280 * 3 // 2
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 32, 33])
+def test_what_products_read(tokens, monkeypatch):
+    """The weight is wiped out behind its copy, which shows what is read."""
+    monkeypatch.setattr(gpu_linear, "_SMALL", 0)
+    monkeypatch.setattr(gpu_linear, "_NARROW", 0)
+    kept = trained(128, 256)
+    x = torch.randn(tokens, 256).to(DTYPE)
+
+    def wiped(of: DenseProduct | WideProduct) -> DenseProduct | WideProduct:
+        assert of.stored.copy() > 0
+        of.stored.weight.zero_()
+        return of
+
+    dense, wide = wiped(DenseProduct(kept.clone().to(DEVICE), None)), wiped(WideProduct(kept.clone().to(DEVICE)))
+    if tokens > 32:
+        if GPU:  # the library multiplies numbers of one type only
+            assert not dense(x.to(DEVICE)).any()
+            assert not wide(x.to(DEVICE)).any()
+        return
+    exact, tolerance = product(x, kept, None).float(), {"atol": 2e-2 if GPU else 1e-5}
+    results = [dense(x.to(DEVICE))]
+    if GPU or tokens == 1:  # of float32, the library takes more
+        results.append(wide(x.to(DEVICE)))
+    assert all(torch.allclose(got.float().cpu(), exact, **tolerance) for got in results)
+    gated = torch.nn.functional.silu(exact[:, :64]) * exact[:, 64:]
+    assert torch.allclose(dense.gated(x.to(DEVICE)).float().cpu(), gated, **tolerance)
+    if tokens == 1:
+        stream = torch.zeros(1, 128, device=DEVICE)
+        dense.joined(x.to(DEVICE), stream, Norm(torch.ones(128, device=DEVICE), None, 1e-5, dtype=DTYPE))
+        assert torch.allclose(stream.cpu(), exact, **tolerance)
+
+
+@pytest.mark.gpu
+def test_a_gpu_packs_as_a_cpu_does():
+    weight = trained(256, 1024)
+    weight[7] *= 2.0**100
+    here, there = twelve_bits.pack(weight), twelve_bits.pack(weight.cuda())
+    assert torch.equal(there.words.cpu(), here.words)
+    assert torch.equal(there.scales.cpu(), here.scales)
 
 
 @pytest.mark.gpu

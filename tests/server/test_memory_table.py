@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from slipstream.engine.messages import EngineInfo
+from slipstream.server.engine_metrics import _memory_metrics
 from slipstream.server.memory_table import memory_table
 
 INFO = EngineInfo(
@@ -32,3 +33,8 @@ def test_copies_of_weights_stand_below_the_weights():
     lines = memory_table("m", replace(INFO, copy_bytes=3 * 2**20))
     assert lines[2] == "  the same, packed          3 MiB  what steps of few tokens read"
     assert len(memory_table("m", INFO)) == len(lines) - 1
+
+
+def test_copies_of_weights_are_memory_that_is_taken():
+    info = replace(INFO, device="cuda", weight_bytes=1, copy_bytes=2, cache_bytes=4)
+    assert _memory_metrics(info, None) == {"cpu": 0, "gpu": 7, "pinned": 0}

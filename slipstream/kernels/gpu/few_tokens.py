@@ -32,7 +32,7 @@ from slipstream.kernels.twelve_bits import GROUP, packs
 _ROWS = 64  # of a tile: what the matrix units take at once
 _TILE_BYTES = 256  # of a row in a tile
 _LEAST_PROGRAMS = 64  # programs with deep queues of reads; more of them only take turns
-_LEAST_UNPACKING = 300  # see _tiling
+_LEAST_SHARED = 300  # see _idle
 _MOST_COLUMNS = 8192  # of one program
 _AHEAD = 2  # lines of 128 bytes of each row that a program asks for before it may begin; asking takes time, too
 
@@ -59,11 +59,11 @@ def _few_tokens(
     last = tl.minimum(first + span, size)
     # While the kernel ahead runs out: lines of the first tiles of the weight, 128 bytes each.
     if TWELVE:
-        stored, line = size // COLUMNS * WORDS, tl.arange(0, AHEAD) * RUN + first // COLUMNS * WORDS
+        row_size, line = size // COLUMNS * WORDS, tl.arange(0, AHEAD) * RUN + first // COLUMNS * WORDS
     else:
-        stored, line = size, tl.arange(0, AHEAD) * (COLUMNS // 2) + first
-    at = weight + row.to(tl.int64)[:, None] * stored
-    near = tl.minimum(row, rows - 1).to(tl.int64)[:, None] * stored + tl.minimum(line, stored - 1)[None, :]
+        row_size, line = size, tl.arange(0, AHEAD) * (COLUMNS // 2) + first
+    at = weight + row.to(tl.int64)[:, None] * row_size
+    near = tl.minimum(row, rows - 1).to(tl.int64)[:, None] * row_size + tl.minimum(line, row_size - 1)[None, :]
     prefetch(weight + near, OVERLAP)
     follow(OVERLAP)
     kind = x.dtype.element_ty
@@ -182,7 +182,7 @@ def _tiling(rows: int, size: int, width: int, x: Tensor, weight: Tensor) -> _Til
 def _idle(tiles: int, parts: int, weight: Tensor) -> bool:
     """Whether so many programs leave processors idle for longer than it takes twice as many to share the columns."""
     if weight.dtype == torch.int16:  # unpacking takes time, too; but the more share them, the less there is to gain
-        return tiles * parts * parts < _LEAST_UNPACKING
+        return tiles * parts * parts < _LEAST_SHARED
     return tiles * parts < _LEAST_PROGRAMS
 
 

@@ -47,12 +47,12 @@ class _Stored:
 
     @property
     def copy_bytes(self) -> int:
-        """What a copy would take; none where it would not make products faster."""
+        """What a copy's words would take, beside which its scales are little; none where it would be no faster."""
         large = self.weight.numel() > _SMALL and self.weight.shape[1] > _NARROW
         return self.weight.numel() * 3 // 2 if large and takes_twelve_bits(self.weight) else 0
 
     def copy(self) -> int:
-        """Make the copy → its bytes; none where numbers would not be the same"""
+        """Make the copy → its bytes; none where it might be felt"""
         self._copy = pack(self.weight) if self.copy_bytes else None
         return self.copy_bytes if self._copy is not None else 0
 

@@ -22,8 +22,8 @@ _PROGRAMS = 512  # enough for every processor to have reads in flight
 _COLUMNS = {False: 512, True: 1024}
 _STAGES = {False: 4, True: 3}
 _MOST_ROWS = {False: 16, True: 8}
-# Of the 2^112 that widened numbers are too small by: what activations get, so that products are float32's normal
-# numbers, and what is left for the sum.
+# Of the 2^112 that widened numbers are too small by: what activations get, so that their products, for activations of
+# 2^-57 to 2^63, are float32's normal numbers, and what is left for the sum.
 _UP = tl.constexpr(2.0**64)
 _REST = tl.constexpr(2.0**48)
 
@@ -54,7 +54,7 @@ def _one_token(
         total = _add(total, next_w, x, begin, size, COLUMNS, TWELVE, ON_DEVICE)
     y = tl.sum(total, 1)
     if TWELVE:
-        y *= _REST * tl.load(scales + row, inside, other=0.0)
+        y = y * _REST * tl.load(scales + row, inside, other=0.0)  # a large scale comes last
     if SQUARES > 0:
         y *= tl.rsqrt(tl.sum(sums, 0) / size + epsilon)
     if BIAS:

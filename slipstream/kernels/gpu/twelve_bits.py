@@ -57,7 +57,8 @@ _WIDENED = tl.constexpr("""{
 
 @triton.jit
 def unpacked(first, second, third, x, ON_DEVICE: tl.constexpr):
-    """Words of three runs → numbers of four runs, without their row's scale, of the type that x points to."""
+    """Words of three runs → numbers of four runs, without their row's scale: bfloat16, or in the interpreter, which
+    has none, of the type that x points to."""
     if ON_DEVICE:
         return tl.inline_asm_elementwise(
             _SCALED, "=r,=r,=r,=r,r,r,r", [first, second, third],
