@@ -28,7 +28,7 @@ SUBCOMMANDS = {
     "import": Subcommand("slipstream.cli.import_model", "import_model", "Bring a model into the repository."),
     "list": Subcommand("slipstream.cli.list_models", "list_models", "Show the models of the repository."),
     "remove": Subcommand("slipstream.cli.remove_model", "remove_model", "Take a model out of the repository."),
-    "start": Subcommand("slipstream.cli.start", "start", "Serve the repository."),
+    "start": Subcommand("slipstream.cli.start", "start", "Serve the repository, or a model."),
     "serve": Subcommand("slipstream.cli.start", "start", "Serve one model, from wherever it is: serve MODEL."),
     "infer": Subcommand("slipstream.cli.infer", "infer", "Send a prompt to a running server."),
 }

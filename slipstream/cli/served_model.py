@@ -7,7 +7,9 @@ engine needs torch, which the server never loads.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,12 +20,13 @@ import typer
 from slipstream.cli.import_model import engine_folder_of
 from slipstream.cli.log import fail, log
 from slipstream.cli.progress import ProgressLines
+from slipstream.repository.config import CONFIG_NAME
 from slipstream.repository.templates import FIXED_NAMES, write_repository
 from slipstream.server.engine_child import child_environment
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import EngineFolderError, read_engine_config
 from slipstream.weights.home import slipstream_home
-from slipstream.weights.known_models import KNOWN_MODELS
+from slipstream.weights.whole_folder import whole_folder
 
 _UNFIT_FOR_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -37,8 +40,9 @@ class NamedModel:
 
 
 def find_named_model(text: str) -> NamedModel:
-    """Two models of one name, from two places, are two: each has folders of its own."""
-    path = Path(text.removeprefix("local:")).expanduser()
+    """Two models of one name, from two places, are two: each has folders of its own, and one more repository for
+    every place of its engine, which the repository points to."""
+    path = _path_of(text)
     if path.exists():
         path = path.resolve()
         name, source = path.name if path.is_dir() else path.stem, str(path)
@@ -47,9 +51,24 @@ def find_named_model(text: str) -> NamedModel:
     name = _UNFIT_FOR_A_NAME.sub("-", name).lstrip(".-") or "model"
     if name in (*FIXED_NAMES, "all"):
         name += "-model"
-    key = name if source in KNOWN_MODELS else f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
-    engine = path if is_engine(path) else engine_folder_of(key)
-    return NamedModel(name, source, engine, slipstream_home() / "repositories" / key)
+    engine = path if is_engine(path) else engine_folder_of(_key(name, source)).absolute()
+    return NamedModel(name, source, engine, slipstream_home() / "repositories" / _key(name, str(engine)))
+
+
+def _path_of(text: str) -> Path:
+    """What it names if it names something here. ValueError where no path could be meant."""
+    given = text.removeprefix("local:")
+    if not given:
+        raise ValueError(f"{text!r} names no model; give a known name, a folder, a GGUF file, or org/name at the hub")
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{text}: the home folder that it begins with is not known here") from error
+
+
+def _key(name: str, place: str) -> str:
+    """No name that `slipstream import` takes has an @ in it: its engines, which other repositories serve, are safe."""
+    return f"{name}@{hashlib.sha256(os.fsencode(place)).hexdigest()[:8]}"
 
 
 def is_engine(path: Path) -> bool:
@@ -61,9 +80,15 @@ def is_engine(path: Path) -> bool:
 
 def repository_of(text: str) -> Path:
     """Where the model is served from, once it is there. Otherwise why not has been said, and this exits."""
-    given = Path(text).expanduser()
-    if any(given.glob("*/config.pbtxt")):
-        return given  # a repository that was named as if it were a model
+    try:
+        given = _path_of(text)
+        if any(given.glob(f"*/{CONFIG_NAME}")):
+            return given  # a repository that was named as if it were a model
+        if (given / CONFIG_NAME).is_file():
+            parent = shlex.quote(str(given.resolve().parent))
+            fail(f"{text} is one model of a repository; serve the repository in its place: --repo {parent}")
+    except (ValueError, OSError) as error:
+        fail(str(error))
     code = subprocess.call([sys.executable, "-P", "-m", "slipstream.cli.served_model", text], env=child_environment())
     if code != 0:
         raise typer.Exit(code)
@@ -75,9 +100,22 @@ def make(model: NamedModel) -> None:
         with ProgressLines(lambda text: log("INFO", text)) as display:
             build_engine(model.source, model.engine, dtype="auto", progress=display.update)
     if not (model.repository / model.name).exists():  # otherwise its files may have been changed, and stay
-        limits = read_engine_config(model.engine).build
-        write_repository(model.repository, model.name, model.engine, model.engine, limits.max_batch_size)
+        _write_repository(model)
     log("INFO", f"{model.name} is served from {model.repository}")
+
+
+def _write_repository(model: NamedModel) -> None:
+    """All of it at once: half of one would be taken for one that somebody has changed."""
+    if model.repository.exists():
+        if any(model.repository.iterdir()):
+            raise ValueError(f"{model.repository} has no {model.name} in it; remove the folder, and it is made anew")
+        model.repository.rmdir()  # what `slipstream remove` leaves
+    limits = read_engine_config(model.engine).build
+    try:
+        with whole_folder(model.repository, model.name) as staging:
+            write_repository(staging, model.name, model.engine, model.engine, limits.max_batch_size)
+    except IsADirectoryError:
+        log("INFO", f"{model.repository} was written by another process meanwhile")
 
 
 def main(text: str) -> None:

@@ -105,6 +105,7 @@ def start(
         if mode is Mode.DOCKER:
             fail("--mode docker: there is no container to start; leave it out")
         tracing = _tracing(trace_config or [])
+        access = read_access(api_key, admin_key)  # before a model is built, which may take long
         repository = _repository(model, repo)
         from slipstream.server.engine_client import Supervision
         from slipstream.server.options import Port, ServerOptions
@@ -115,7 +116,7 @@ def start(
             grpc=Port(grpc_port, address),
             metrics=Port(metrics_port, address),
             exit_timeout_seconds=exit_timeout,
-            access=read_access(api_key, admin_key),
+            access=access,
             allow_python_models=allow_python_models,
             engine_settings=_overrides(dtype, device),
             trace_settings=tracing.settings,
@@ -146,8 +147,13 @@ def _tracing(texts: list[str]) -> Tracing:
 
 
 def _repository(model: str | None, repo: Path | None) -> Path:
+    if model is None and repo is not None:
+        try:
+            return repo.expanduser()
+        except RuntimeError:
+            fail(f"--repo {repo}: the home folder that it begins with is not known here")
     if model is None:
-        return repo.expanduser() if repo is not None else _default_repository()
+        return _default_repository()
     if repo is not None:
         fail(f"give either a model to serve ({model}) or a repository (--repo {repo}), not both; to put a model into "
              "a repository, use: slipstream import")

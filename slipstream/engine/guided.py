@@ -16,7 +16,9 @@ from slipstream.engine.vocabulary import Vocabulary
 
 KINDS = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag", "choice")
 NOT_INSTALLED = "guided decoding needs the library llguidance: pip install 'slipstream[guided]'"
+FIELD = "guided_decoding_guide: "  # what an error of the engine begins with, where the guide is to blame
 LONGEST_GUIDE = 1 << 20  # bytes
+_NOTHING_FITS = "NoExtensionBias"  # the library's word for it
 _REMEMBERED = 64  # grammars that need not be compiled again
 # Some room to lay JSON out, but not for ever: a model that likes spaces would never come to an end.
 _WHITESPACE = r"[ \n\t]{0,16}"
@@ -61,7 +63,7 @@ class Guides:
             library = _library()
             matcher = library.LLMatcher(self._tokenizer, _grammar(library, guide), log_level=0)
             if matcher.is_error():
-                raise GuideError(f"guided_decoding_guide cannot be enforced: {_one_line(matcher.get_error())}")
+                raise GuideError(f"{FIELD}cannot be enforced: {_reason(matcher)}")
             self._compiled[guide] = matcher
             if len(self._compiled) > _REMEMBERED:
                 self._compiled.popitem(last=False)
@@ -110,7 +112,7 @@ class Guided:
                 bits = int.from_bytes(self._matcher.compute_bitmask(), "little")
                 self._allowed = bits & ((1 << len(self._vocabulary.texts)) - 1)
             if self._matcher.is_error():
-                self.error = f"guided_decoding_guide cannot be followed further: {_one_line(self._matcher.get_error())}"
+                self.error = f"{FIELD}cannot be followed further: {_reason(self._matcher)}"
                 self._allowed = 0
         return self._allowed if self._followed else self._allowed & self._opening
 
@@ -205,9 +207,17 @@ def _tag_grammar(library: Any, text: str) -> str:
 
 def _choices(text: str) -> list[str]:
     choices = json.loads(text)
-    if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
+    if not isinstance(choices, list) or not all(isinstance(text, str) for text in choices):
         raise GuideError("a choice is a JSON list of texts")
+    if not choices or "" in choices:
+        raise GuideError("must hold at least one text, and no empty one")
     return choices
+
+
+def _reason(matcher: Any) -> str:
+    """Without the parser's state, which the library adds."""
+    told = _one_line(matcher.get_error().partition("<state>")[0])
+    return "no token can come next" if told == _NOTHING_FITS else told
 
 
 def _one_line(text: str) -> str:

@@ -66,6 +66,7 @@ class QueuePolicy:
 class DynamicBatching:
     preferred_batch_size: tuple[int, ...] = ()
     max_queue_delay_microseconds: int = 0
+    priority_levels: int = 0
     default_priority_level: int = 0
     queue_policy: QueuePolicy = QueuePolicy()
 
@@ -215,13 +216,22 @@ def _check(document: dict[str, Any], reading: FileReading, folder_name: str) -> 
         seen: set[str] = set()
         for position, tensor in enumerate(document[group]):
             _check_tensor(reading, f"{group}[{position}]", tensor, seen)
-    if document.get("dynamic_batching", {}).get("priority_queue_policy"):
-        key = "dynamic_batching.priority_queue_policy"
-        text = "has no effect: requests of every priority have the default_queue_policy"
-        reading.problems.warn(reading.file, reading.lines.get(key, 0), key, text)
+    _check_priorities(document, reading)
     for position, step in enumerate(document.get("ensemble_scheduling", {}).get("step", [])):
         if not step["model_name"]:
             _error(reading, f"ensemble_scheduling.step[{position}]", "model_name is missing")
+
+
+def _check_priorities(document: dict[str, Any], reading: FileReading) -> None:
+    batching = document.get("dynamic_batching", {})
+    levels = batching.get("priority_levels", 0)
+    if levels and not 1 <= batching["default_priority_level"] <= levels:
+        text = f"default priority level must be in range [1, {levels}] for {document['name']}"
+        _error(reading, "dynamic_batching.priority_levels", text)
+    if batching.get("priority_queue_policy"):
+        key = "dynamic_batching.priority_queue_policy"
+        text = "has no effect: requests of every priority have the default_queue_policy"
+        reading.problems.warn(reading.file, reading.lines.get(key, 0), key, text)
 
 
 def _check_tensor(reading: FileReading, key: str, tensor: dict[str, Any], seen: set[str]) -> None:
@@ -295,6 +305,7 @@ def _dynamic_batching(batching: dict[str, Any]) -> DynamicBatching:
     return DynamicBatching(
         preferred_batch_size=tuple(batching["preferred_batch_size"]),
         max_queue_delay_microseconds=batching["max_queue_delay_microseconds"],
+        priority_levels=batching["priority_levels"],
         default_priority_level=batching["default_priority_level"],
         queue_policy=QueuePolicy(**batching.get("default_queue_policy", {})),
     )

@@ -58,6 +58,7 @@ class EngineModel:
     add_special_tokens: bool
     skip_special_tokens: bool
     queue_policy: QueuePolicy = field(default_factory=QueuePolicy)
+    priority_levels: int = 0  # 0: any
     default_priority: int = 0
     adapter_folder: Path | None = None  # holds a folder for each adapter that requests may name
 
@@ -258,6 +259,7 @@ def _read_engine(
         add_special_tokens=before.parameters.get("add_special_tokens", True) if before else True,
         skip_special_tokens=after.parameters.get("skip_special_tokens", True) if after else True,
         queue_policy=batching.queue_policy if batching else QueuePolicy(),
+        priority_levels=batching.priority_levels if batching else 0,
         default_priority=batching.default_priority_level if batching else 0,
         adapter_folder=find_adapters(config, parameters.get("lora_prefetch_dir"), repository, problems),
     )  # fmt: skip

@@ -4,8 +4,8 @@ Without keys everything is open, as with Triton. With a key every call needs one
 that change or reveal the server itself (repository control, logging, trace, shared memory) need the admin key,
 where there is one. The admin key opens everything.
 
-There may be several API keys. Then each is a tenant: what one computed, no other finds in the cache, so that nobody
-learns from an answer's speed what others have asked.
+There may be several API keys. Then each is a tenant: the keys and values that one's requests left, no other's find, so
+that nobody learns from an answer's speed what others have asked; and none of them opens what the admin key is for.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Access:
         if self.admin_key and _same(given, self.admin_key):
             return None
         if api in ADMIN_APIS:
-            if not self.admin_key and self._is_api_key(given):
-                return None  # one kind of key for everything
+            if not self.admin_key and len(self.api_keys) == 1 and self._is_api_key(given):
+                return None  # one key for everything; of several tenants none is the server's master
             return Refusal(403 if given else 401, "This API needs the admin key")
         if self._is_api_key(given):
             return None

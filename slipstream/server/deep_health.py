@@ -1,6 +1,7 @@
 """`/health` and `/health_generate`, where servers of OpenAI's API have their probes: 200 or 503, and why not.
 
-The second is the deep one: every engine is asked for a token.
+The second is the deep one: every engine that answers in text is asked for a token, unless it has its hands full, which
+it can only have while its loop turns; its watchdog sees to that.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ async def why_not_generating(registry: ModelRegistry) -> str:
 
 
 async def _why_not(model: NamedModel) -> str:
+    engine = model.text.generator.engine
+    if engine.info is not None and getattr(engine, "outstanding", 0) >= engine.info.max_rows:
+        return ""
     tokenizer = model.tokenizer
     prompt = [tokenizer.bos_id if tokenizer.bos_id is not None else 0]
     request = TextRequest(prompt, SamplingParams(max_tokens=1), ignore_end=True, priority=_FIRST,
@@ -43,6 +47,6 @@ async def _why_not(model: NamedModel) -> str:
     except TimeoutError:
         return f"{model.text.engine.name} gave no token in {ANSWER_SECONDS:g} s"
     except InferenceError as error:
-        # One whose every row is taken says so itself: its loop turns, and its watchdog looks after the rest.
+        # One whose every row was taken meanwhile says so itself.
         return "" if error.message == TIMED_OUT else f"{model.text.engine.name}: {error.message}"
     return ""

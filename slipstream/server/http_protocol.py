@@ -20,7 +20,8 @@ from slipstream.server.http_exchange import Exchange, read_target
 MAX_URL_BYTES = 8192
 MAX_HEAD_BYTES = 64 << 10
 MAX_CHUNKS = 65536  # of one request; tiny ones cost far more than the bytes they carry
-PATIENCE_SECONDS = 60.0  # for a request to arrive in, head and body; every KiB of it that came adds a second
+# For a request to arrive in, head and body. Every KiB of it that comes adds a second, up to as many from then on.
+PATIENCE_SECONDS = 60.0
 PATIENT_BYTES_A_SECOND = 1024
 
 MAX_JOINED_BYTES = 64 << 10
@@ -137,8 +138,7 @@ class TritonProtocol(HttpToolsProtocol):
         super().connection_made(JoiningTransport(transport, self.loop))
         self.flow = PipelineFlow(self.transport, self.pipeline)
         self._departure = Departure(self.flow.resume_reading)
-        # As between two requests: whoever says nothing at all is not waited for without end.
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -148,17 +148,31 @@ class TritonProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)  # of a head or of trailers: counted anew wherever a body goes on
+        waiting = self.timeout_keep_alive_task  # which any data ends
         super().data_received(data)
         if self._head_bytes > MAX_HEAD_BYTES:
             self.transport.close()
         elif self._unfinished:
             self._expect_rest(len(data))
+        elif waiting is not None and self.timeout_keep_alive_task is None and self._answered:
+            # Line ends before a request are none of it: whoever sends nothing else is as silent as before.
+            self.timeout_keep_alive_task = self.loop.call_at(waiting.when(), self.timeout_keep_alive_handler)
+
+    def _expect_request(self) -> None:
+        """Whoever says nothing at all is not waited for without end."""
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    @property
+    def _answered(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
 
     def _expect_rest(self, received: int) -> None:
+        most = self.loop.time() + PATIENCE_SECONDS
         if self._patience is None:
-            self._due = self.loop.time() + PATIENCE_SECONDS
+            self._due = most
             self._patience = self.loop.call_at(self._due, self._lose_patience)
-        self._due += received / PATIENT_BYTES_A_SECOND
+        self._due = min(self._due + received / PATIENT_BYTES_A_SECOND, most)
 
     def _rest_has_come(self) -> None:
         self._unfinished = False
@@ -251,6 +265,8 @@ class TritonProtocol(HttpToolsProtocol):
         if not self.cycle.response_complete:
             self.cycle.more_body = False
             self.cycle.message_event.set()
+        elif not self.transport.is_closing():  # answered before it was here whole: now the next may come
+            self._expect_request()
 
     def send_400_response(self, msg: str) -> None:
         """Triton closes on what is not HTTP, without a word."""

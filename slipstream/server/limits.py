@@ -32,16 +32,21 @@ class Range:
 
     def refuses(self, value: float) -> str:
         """What the value must be, where it is not; otherwise nothing."""
-        if not math.isfinite(value):
+        if not isinstance(value, int) and not math.isfinite(value):
             return "must be a finite number"
         too_low = self.low is not None and (value <= self.low if self.above else value < self.low)
         if not too_low and (self.high is None or value <= self.high):
             return ""
-        if self.high is None or self.high == LARGEST_INT:
-            return f"must be {'>' if self.above else '>='} {self.low:g}"
+        if too_low and (self.high is None or self.high == LARGEST_INT):
+            return f"must be {'>' if self.above else '>='} {_digits(self.low)}"
         if self.low is None:
-            return f"must be <= {self.high:g}"
-        return f"must be {'over' if self.above else 'at least'} {self.low:g} and at most {self.high:g}"
+            return f"must be <= {_digits(self.high)}"
+        return f"must be {'over' if self.above else 'at least'} {_digits(self.low)} and at most {_digits(self.high)}"
+
+
+def _digits(bound: float | None) -> str:
+    """All of a whole number's, however large."""
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 @dataclass(frozen=True)

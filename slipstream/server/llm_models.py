@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol
 
+from slipstream.engine.guided import FIELD as GUIDE
 from slipstream.engine.messages import EngineInfo
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.models import EngineModel, RepositoryModel, TextChain
@@ -76,7 +77,7 @@ async def run(generator: Generates, request: TextRequest) -> AsyncGenerator[Text
                 if delta.lost:
                     raise Unavailable(delta.error)
                 if delta.finish_reason == "error":
-                    own = request.adapter is not None and request.adapter.explains(delta.error)
+                    own = delta.error.startswith(GUIDE) or (request.adapter and request.adapter.explains(delta.error))
                     raise InferenceError(delta.error or "the engine failed", Code.INVALID_ARG if own else Code.INTERNAL)
                 if delta.finish_reason == "cancelled":
                     raise InferenceError("the request was cancelled", Code.CANCELLED)

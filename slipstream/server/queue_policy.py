@@ -45,8 +45,10 @@ def urgency(request: InferRequest, model: EngineModel) -> Urgency:
     policy, default = model.queue_policy, model.queue_policy.default_timeout_microseconds
     microseconds = _timeout(policy, given, default)
     deadline = time.monotonic() + microseconds / 1e6 if microseconds else None
-    level = _whole_number(request, "priority", request.priority) or model.default_priority or USUAL
-    return Urgency(-min(level, LEAST_URGENT), deadline)
+    level = _whole_number(request, "priority", request.priority)
+    if model.priority_levels and level > model.priority_levels:
+        level = 0  # as Triton has it
+    return Urgency(-min(level or model.default_priority or USUAL, LEAST_URGENT), deadline)
 
 
 def _timeout(policy: QueuePolicy, given: int, default: int) -> int:

@@ -117,5 +117,5 @@ def _explanation(error: Exception) -> str | None:
         return f"{reason} (HTTP status {status})"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | ConnectionError):
         return ("the hub cannot be reached and no copy is on this machine: check the network and HF_ENDPOINT, "
-                "or give --source a folder")
+                "or use a folder or a GGUF file that is here")
     return None

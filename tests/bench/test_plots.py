@@ -58,6 +58,9 @@ def test_many_points_are_thinned_and_the_last_one_stays():
     (line,) = points(svg)
     assert 500 < len(line) <= 1001
     assert line[-1][0] == pytest.approx(640 - 16, abs=20)
+    few, many = ([(float(n), 1.0) for n in numbers] for numbers in ((0, 1001), range(1002)))
+    ends = [points(SVG.findall(chart("s", "ms", [Series("a", given)]))[0])[0][-1] for given in (few, many)]
+    assert ends[0] == ends[1]
 
 
 def test_a_page_of_one_run_says_nothing_of_loads():

@@ -64,6 +64,16 @@ def test_every_spelling_of_the_repository(home, served, spelling, joined):
     assert served[0].repositories == (Path("/x"),)
 
 
+def test_a_repository_in_a_home_that_is_not_known_is_refused(home, served):
+    result = runner.invoke(command.app, ["start", "--repo", "~no.such.user/x"])
+    assert (result.exit_code, served) == (1, [])
+    assert result.output == "error: --repo ~no.such.user/x: the home folder that it begins with is not known here\n"
+
+
+def test_help_says_that_it_takes_a_model_too():
+    assert "Serve the repository, or a model." in runner.invoke(command.app, ["start", "--help"]).output
+
+
 def test_overrides_reach_the_engine_and_its_supervisor(home, served):
     given = ["--dtype", "float32", "--device", "cpu", "--watchdog-secs", "5", "--server-timeout", "7"]
     runner.invoke(command.app, ["start", "--repo", "/x", *given])

@@ -11,9 +11,12 @@ from typer.testing import CliRunner
 
 from slipstream.cli import main as command
 from slipstream.cli import served_model
+from slipstream.cli.import_model import bring_in, engine_folder_of
 from slipstream.cli.served_model import find_named_model, make
 from slipstream.repository.models import read_repository
+from slipstream.repository.templates import write_repository
 from slipstream.server import lifecycle
+from slipstream.weights import hub
 from slipstream.weights.engine_config import read_engine_config
 
 runner = CliRunner()
@@ -95,6 +98,83 @@ def test_it_is_built_once_and_again_when_its_weights_have_changed(home, capsys):
     assert config.read_text().endswith("# mine\n"), "what somebody changed stays"
 
 
+@pytest.mark.parametrize("text", ["smollm2-135m", "org/mine", "mine"])
+def test_no_import_can_write_to_its_engine(home, monkeypatch, text):
+    """An import puts what comes from any source, with any quantisation, under any name it takes."""
+    monkeypatch.chdir(home)
+    (home / "mine").mkdir()
+    model = find_named_model(text)
+    assert model.engine.parent == engine_folder_of(model.name).parent
+    assert model.engine != engine_folder_of(model.name)
+    with pytest.raises(ValueError, match="cannot be a model's name"):
+        bring_in(model.engine.name, str(home / "mine"), home / "models")
+
+
+def test_a_folder_here_comes_before_a_known_name(home, monkeypatch):
+    monkeypatch.chdir(home)
+    known = find_named_model("gpt2")
+    (home / "gpt2").mkdir()
+    assert known.source == "gpt2"
+    assert find_named_model("gpt2") == find_named_model("./gpt2") != known
+
+
+def test_its_repository_points_to_the_engine_wherever_engines_are_put(home, monkeypatch):
+    save_model(home / "mine")
+    for place in (None, home / "elsewhere"):
+        if place is not None:
+            monkeypatch.setenv("ENGINE_DEST_PATH", str(place))
+        model = find_named_model(str(home / "mine"))
+        make(model)
+        assert model.engine.parent == (place or home / "home" / "engines")
+        assert read_repository(model.repository).engines["tensorrt_llm"].engine.path == model.engine
+
+
+def test_half_a_repository_is_never_left_behind(home, monkeypatch):
+    save_model(home / "mine")
+    model = find_named_model(str(home / "mine"))
+
+    def killed(*arguments):
+        write_repository(*arguments)
+        assert not model.repository.exists(), "not while it is being written"
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(served_model, "write_repository", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make(model)
+    assert list(model.repository.parent.iterdir()) == []
+    make(model)
+    assert "mine" in read_repository(model.repository).models
+
+
+def test_a_repository_that_lost_its_models_is_written_anew_or_says_what_to_do(home):
+    save_model(home / "mine")
+    model = find_named_model(str(home / "mine"))
+    make(model)
+    assert runner.invoke(command.app, ["remove", "-m", "all", "--repo", str(model.repository)]).exit_code == 0
+    assert list(model.repository.iterdir()) == []
+    make(model)
+    assert "mine" in read_repository(model.repository).models
+    shutil.rmtree(model.repository / "mine")
+    with pytest.raises(ValueError, match=f"{model.repository} has no mine in it; remove the folder"):
+        make(model)
+
+
+def test_of_two_that_write_the_repository_at_once_one_is_enough(home, monkeypatch, capsys):
+    save_model(home / "mine")
+    model = find_named_model(str(home / "mine"))
+
+    def overtaken(repo, *others):
+        write_repository(repo, *others)
+        write_repository(model.repository, *others)
+
+    monkeypatch.setattr(served_model, "write_repository", overtaken)
+    make(model)
+    assert f"{model.repository} was written by another process meanwhile" in capsys.readouterr().out
+    assert "mine" in read_repository(model.repository).models
+    assert [path.name for path in model.repository.parent.iterdir()] == [model.repository.name]
+
+
 def test_an_engine_folder_is_served_as_it_is(home):
     save_model(home / "mine")
     make(find_named_model(str(home / "mine")))
@@ -109,7 +189,8 @@ def test_the_server_is_given_the_repository_of_the_model(home, served, calls, na
     result = runner.invoke(command.app, [name, "gpt2", "--http-port", "0"])
     assert result.exit_code == 0, result.output
     assert calls["commands"] == [["-P", "-m", "slipstream.cli.served_model", "gpt2"]]
-    assert served[0].repositories == (home / "home" / "repositories" / "gpt2",)
+    assert served[0].repositories == (find_named_model("gpt2").repository,)
+    assert served[0].repositories[0].parent == home / "home" / "repositories"
 
 
 def test_a_model_that_cannot_be_had_is_not_served(served, calls):
@@ -121,6 +202,39 @@ def test_why_it_cannot_be_had_is_one_line(capsys):
     with pytest.raises(served_model.typer.Exit):
         served_model.main("./nowhere")
     assert capsys.readouterr().err.startswith("error: ./nowhere: no such folder or file, and not a known model; known:")
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("", "'' names no model; give a known name, a folder, a GGUF file, or org/name at the hub"),
+    ("local:", "'local:' names no model; give a known name, a folder, a GGUF file, or org/name at the hub"),
+    ("~no.such.user/x", "~no.such.user/x: the home folder that it begins with is not known here"),
+    ("models/tensorrt_llm", "models/tensorrt_llm is one model of a repository; serve the repository in its place: "
+                            "--repo {home}/models"),
+])  # fmt: skip
+def test_what_names_no_model_is_refused_in_one_line(home, monkeypatch, served, calls, text, said):
+    monkeypatch.chdir(home)
+    (home / "models" / "tensorrt_llm" / "1").mkdir(parents=True)
+    (home / "models" / "tensorrt_llm" / "config.pbtxt").touch()
+    result = runner.invoke(command.app, ["serve", text])
+    assert (result.exit_code, result.output) == (1, f"error: {said.format(home=home)}\n")
+    assert (served, calls["commands"]) == ([], [])
+
+
+def test_without_a_network_no_option_is_named_that_serve_does_not_have(home, monkeypatch, capsys):
+    monkeypatch.setattr(hub, "_name_resolves", lambda: False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(home / "cache"))
+    with pytest.raises(served_model.typer.Exit):
+        served_model.main("org/mine")
+    said = capsys.readouterr().err
+    assert said.startswith("error: org/mine: the hub cannot be reached")
+    assert said.endswith("or use a folder or a GGUF file that is here\n")
+
+
+def test_a_key_that_cannot_be_read_is_said_before_anything_is_built(home, served, calls):
+    result = runner.invoke(command.app, ["serve", "gpt2", "--api-key", str(home / "missing")])
+    assert result.exit_code == 1
+    assert result.output.startswith(f"error: --api-key: the key file {home / 'missing'} cannot be read:")
+    assert (served, calls["commands"]) == ([], [])
 
 
 def test_a_repository_may_be_named_in_its_place_but_not_beside_it(home, served, calls):

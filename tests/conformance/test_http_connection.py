@@ -14,6 +14,8 @@ from grpc_support import recorded_registry
 from http_support import Connection, RunningServer, request_bytes, wait_until
 
 from slipstream.server import http_protocol
+from slipstream.server.access import Access
+from slipstream.server.context import ServerContext
 from slipstream.server.health import ServerState
 from slipstream.server.http import create_app
 from slipstream.server.http_protocol import MAX_JOINED_BYTES, Departure, JoiningTransport, PipelineFlow
@@ -171,12 +173,32 @@ def test_a_request_that_does_not_go_on_coming_is_given_up(impatient: RunningServ
 
 
 def test_a_request_that_comes_slowly_is_waited_for(impatient: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "PATIENT_BYTES_A_SECOND", 10)
+    monkeypatch.setattr(http_protocol, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(http_protocol, "PATIENT_BYTES_A_SECOND", 5)
     with Connection(impatient.port) as client:
-        client.send(HEAD + b"\r\n" + BODY[:5])
-        time.sleep(0.5)  # more than patience alone, less than it and what the bytes add
-        client.send(BODY[5:])
+        client.send(HEAD + b"\r\n")
+        for begin in range(0, 20, 4):  # longer than patience alone
+            time.sleep(0.3)
+            client.send(BODY[begin : begin + 4])
         assert client.answer().status == 200
+
+
+def test_what_came_at_once_buys_no_more_patience(impatient: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "PATIENT_BYTES_A_SECOND", 0.01)
+    with Connection(impatient.port) as client:
+        client.send(HEAD + b"\r\n" + BODY[:15])
+        assert client.answer().status == 408
+
+
+def test_patience_ends_with_the_request(impatient: RunningServer) -> None:
+    one = request_bytes("GET", "/v2/health/live", [], b"")
+    with Connection(impatient.port) as client:
+        for _ in range(2):
+            client.send(one[:10])
+            time.sleep(0.05)
+            client.send(one[10:])
+            assert client.answer().status == 200
+            time.sleep(0.6)  # three times as long as a request may take to arrive
 
 
 def test_an_answer_is_not_cut_off_for_the_request_behind_it(impatient: RunningServer) -> None:
@@ -191,4 +213,26 @@ def test_an_answer_is_not_cut_off_for_the_request_behind_it(impatient: RunningSe
 def test_a_client_that_says_nothing_is_not_waited_for() -> None:
     app = create_app(recorded_registry()[0], ServerState([]))
     with RunningServer(app, timeout_keep_alive=0.2) as server, Connection(server.port) as client:
+        assert client.head() is None
+
+
+def test_line_ends_are_as_good_as_silence() -> None:
+    app = create_app(recorded_registry()[0], ServerState([]))
+    with RunningServer(app, timeout_keep_alive=0.3) as server:
+        with Connection(server.port) as client:
+            client.send(b"\r\n")
+            assert client.head() is None
+        with Connection(server.port) as client:
+            client.send(request_bytes("GET", "/v2/health/live", [], b""))
+            assert client.answer().status == 200
+            client.send(b"\r\n")
+            assert client.head() is None
+
+
+def test_a_body_that_comes_after_its_answer_is_followed_by_silence() -> None:
+    app = create_app(recorded_registry()[0], ServerState([]), ServerContext(access=Access(api_key="k")))
+    with RunningServer(app, timeout_keep_alive=0.3) as server, Connection(server.port) as client:
+        client.send(HEAD + b"\r\n")
+        assert client.answer().status == 401
+        client.send(BODY)
         assert client.head() is None

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,9 @@ def test_an_engine_that_has_its_hands_full_is_well(serving, monkeypatch):
     thread.start()
     try:
         wait_until(lambda: serving.engine.stats.running == 4)
+        assert probe(serving, "/health_generate") == (200, {})
+        monkeypatch.setattr(serving.engine, "info", replace(serving.engine.info, max_rows=4))
+        monkeypatch.setattr(serving.generator, "generate", None)  # nor is it asked, once all rows are known to be taken
         assert probe(serving, "/health_generate") == (200, {})
     finally:
         stop.set()

@@ -100,12 +100,55 @@ def test_a_guide_that_cannot_be_is_told_by_the_field_it_came_in(serving):
         assert raised.value.param == name, raised.value
 
 
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"guided_regex": r"[^\s\S]"},
+    {"guided_json": {"$ref": "#"}},
+    {"guided_grammar": "start: start start"},
+]
+
+
+@pytest.mark.parametrize("fields", IMPOSSIBLE, ids=lambda fields: next(iter(fields)))
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_guide_that_nothing_satisfies_is_the_callers_mistake(serving, fields, stream):
+    (name,) = fields
+    with pytest.raises(openai.BadRequestError) as raised:
+        chat(serving, **fields, stream=stream)
+    assert raised.value.param == name
+    assert raised.value.body == {  # type: ignore[comparison-overlap]
+        "message": f"{name} cannot be followed further: no token can come next", "type": "invalid_request_error",
+        "param": name, "code": None}
+
+
+def test_a_guide_that_leads_nowhere_is_told_in_the_stream_that_has_begun(serving):
+    body = {"model": "ensemble", "prompt": PROMPT, "stream": True, "max_tokens": 60,
+            "guided_grammar": f'root ::= "{"begin " * 5}" lost\nlost ::= lost lost'}
+    answer = serving.client._client.post(f"http://127.0.0.1:{serving.port}/v1/completions", json=body)
+    first, *_, last = [json.loads(event.removeprefix("data: ")) for event in answer.text.split("\n\n") if event]
+    assert (answer.status_code, first["object"]) == (200, "text_completion")
+    assert last["error"]["param"] == "guided_grammar"
+    assert last["error"]["message"].startswith("guided_grammar cannot be followed further: ")
+
+
+@pytest.mark.parametrize("choices", [[], ["a", ""]])
+def test_a_choice_needs_something_to_choose(serving, choices):
+    with pytest.raises(openai.BadRequestError, match="guided_choice must hold at least one text, and no empty one"):
+        complete(serving, guided_choice=choices)
+
+
+@pytest.mark.parametrize("top_k", [10_000_000_000, 10**100])
+def test_a_number_that_is_too_large_is_told_how_large_it_may_be(serving, top_k):
+    with pytest.raises(openai.BadRequestError, match="top_k must be at least 0 and at most 2147483647"):
+        complete(serving, top_k=top_k)
+
+
 def test_a_templates_own_switches(serving):
     tokenizer = transformers.AutoTokenizer.from_pretrained(serving.model_folder)
     ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False, quietly=3)
     answer = chat(serving, chat_template_kwargs={"quietly": 3})
     assert answer.usage.prompt_tokens == len(ids) > chat(serving).usage.prompt_tokens
     assert answer.choices[0].message.content == complete(serving, ids).choices[0].text
+    nothing = dict.fromkeys(["quietly", *map(str, range(33))])
+    assert chat(serving, chat_template_kwargs=nothing).usage == chat(serving).usage
 
 
 @pytest.mark.parametrize(("given", "param"), [
@@ -126,13 +169,17 @@ def test_what_is_no_switch_is_refused(serving, given, param):
 
 def test_what_other_servers_take_and_this_one_has_not_is_refused_by_name(serving):
     refused = {"chat_template": "x", "min_p": 0.1, "stop_token_ids": [3], "prompt_logprobs": 1,
-               "use_beam_search": True, "structured_outputs": {"regex": "a"}}
+               "use_beam_search": True, "structured_outputs": {"regex": "a"}, "skip_special_tokens": False,
+               "spaces_between_special_tokens": False, "length_penalty": 0.5, "add_generation_prompt": False,
+               "continue_final_message": True, "guided_whitespace_pattern": " ?", "priority": 1}
     for name, value in refused.items():
         with pytest.raises(openai.BadRequestError, match=f"{name} is not supported") as raised:
             chat(serving, **{name: value})
         assert raised.value.param == name
     raw = serving.client.chat.completions.with_raw_response.create(
         model="chat", messages=MESSAGES, max_tokens=1,
-        extra_body={"min_p": 0.0, "stop_token_ids": [], "use_beam_search": False, "chat_template_kwargs": {}})
+        extra_body={"min_p": 0.0, "stop_token_ids": [], "use_beam_search": False, "chat_template_kwargs": {},
+                    "skip_special_tokens": True, "spaces_between_special_tokens": True, "length_penalty": 1.0,
+                    "add_generation_prompt": True, "continue_final_message": False, "priority": 0})
     assert "x-slipstream-ignored-fields" not in raw.headers
     assert json.loads(raw.text)["choices"]

@@ -165,6 +165,7 @@ def test_after_the_mark_nothing_but_a_call_can_follow(calling, monkeypatch):
 
 
 FUNCTION = TOOLS[0]["function"]
+ENDLESS = {"properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}  # nothing satisfies it
 
 
 @pytest.mark.parametrize(("fields", "param"), [
@@ -173,6 +174,8 @@ FUNCTION = TOOLS[0]["function"]
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
      "tools[0].function.parameters"),
     ({"tools": [{"type": "function", "function": {**FUNCTION, "parameters": {"properties": {"a": {"not": {}}}}}}]},
+     "tools"),
+    ({"tools": [{"type": "function", "function": {**FUNCTION, "parameters": ENDLESS}}], "tool_choice": "required"},
      "tools"),
     ({"tools": TOOLS * 65}, "tools"), ({"tool_choice": "any"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),

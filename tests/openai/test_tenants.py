@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import sys
 from pathlib import Path
@@ -18,8 +19,11 @@ from http_support import RunningServer
 from slipstream.cli.keys import read_access, read_api_key
 from slipstream.server.access import TENANT, Access
 from slipstream.server.context import ServerContext
+from slipstream.server.errors import InferenceError
 from slipstream.server.grpc_errors import check_access
 from slipstream.server.http import create_app
+from slipstream.server.python_models.calls import Calls, Surroundings
+from slipstream.server.python_models.frames import Control
 
 KEYS = ("ours", "theirs")
 
@@ -94,3 +98,21 @@ def test_a_file_has_a_key_a_line_and_clients_take_the_first(tmp_path, monkeypatc
     headers = [{"authorization": f"bearer {key}"} for key in ("new", "old", "new \n\nold", "newold", "")]
     let_in = [access.refuse_http("inference", given.get) is None for given in headers]
     assert let_in == [True, True, False, False, False]
+
+
+async def test_what_a_python_model_asks_is_nobodys():
+    """Its connection was made in the context of whoever had it loaded."""
+    seen, answers = [], asyncio.Queue()
+
+    def find(name, version):
+        seen.append(TENANT.get())
+        raise InferenceError("there is none")
+
+    async def send(message):
+        await answers.put(message)
+        return 0
+
+    TENANT.set("whoever had it loaded")
+    Calls(Surroundings(find), send).begin_control(Control(1, "ready", "m"))
+    await answers.get()
+    assert seen == [""]

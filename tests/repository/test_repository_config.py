@@ -111,6 +111,20 @@ def test_policies_by_priority_are_said_to_have_no_effect(tmp_path: Path) -> None
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("levels", "default", "fits"), [(0, 0, True), (0, 7, True), (3, 1, True), (3, 3, True),
+                                                          (3, 0, False), (3, 4, False)])  # fmt: skip
+def test_the_default_priority_is_one_of_the_levels(tmp_path: Path, levels: int, default: int, fits: bool) -> None:
+    batching = f"dynamic_batching {{ priority_levels: {levels} default_priority_level: {default} }}"
+    config, problems = read(tmp_path, INPUT + batching)
+    told = [(found.line, found.key, found.text) for found in problems.errors]
+    if fits:
+        assert config is not None
+        assert config.dynamic_batching is not None
+        assert (config.dynamic_batching.priority_levels, told) == (levels, [])
+    else:
+        assert told == [(2, "dynamic_batching.priority_levels", "default priority level must be in range [1, 3] for m")]
+
+
 def test_file_that_is_no_text_is_a_problem_not_a_crash(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     folder.mkdir()

@@ -32,3 +32,23 @@ async def test_the_engines_queue_counts_as_waiting_and_the_longest_of_a_batch_fo
     parts = [spent[name]["ns"] for name in ("queue", "compute_input", "compute_infer", "compute_output")]
     assert sum(parts) == spent["success"]["ns"]
     assert spent["compute_infer"]["ns"] >= 2 * 10**6
+
+
+async def test_a_wait_that_is_longer_than_the_request_leaves_nothing_below_zero():
+    """Clocks of two processes are read one after the other."""
+    counters = ModelCounters()
+    request = InferRequest("llm", "1", {})
+
+    async def generated():
+        request.trail.end_input()
+        request.trail.add_tokens(3, 1, Timing(arrived_ns=1, first_scheduled_ns=10**12))
+        request.trail.end_infer()
+        yield InferResponse()
+
+    async with aclosing(counters.record(request, generated())) as recorded:
+        async for _ in recorded:
+            pass
+    spent = counters.document("m", "1")["inference_stats"]
+    parts = [spent[name]["ns"] for name in ("queue", "compute_input", "compute_infer", "compute_output")]
+    assert min(parts) >= 0
+    assert sum(parts) == spent["success"]["ns"]

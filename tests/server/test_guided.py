@@ -134,7 +134,9 @@ def test_free_answers_beside_guided_ones_are_unchanged(llm):
     ("regex", "a(?=b)", "look-around"),
     ("regex", "[a", "unclosed"),
     ("ebnf_grammar", "root ::= undefined_rule", "undefined_rule"),
-    ("choice", "[]", "a JSON list of texts"),
+    ("choice", "[3]", "a JSON list of texts"),
+    ("choice", "[]", "must hold at least one text, and no empty one"),
+    ("choice", ["a", ""], "must hold at least one text, and no empty one"),
     ("structural_tag", {"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}, "no trigger"),
 ])  # fmt: skip
 def test_what_cannot_be_enforced_is_refused_by_name_before_it_runs(llm, kind, guide, reason):
@@ -147,8 +149,9 @@ def test_what_cannot_be_enforced_is_refused_by_name_before_it_runs(llm, kind, gu
 def test_a_grammar_that_grows_without_bound_fails_alone(llm):
     from slipstream.llm import GenerationFailed
 
-    with pytest.raises(GenerationFailed, match="guided_decoding_guide cannot be followed further"):
+    with pytest.raises(GenerationFailed, match="guided_decoding_guide: cannot be followed further") as refusal:
         llm.generate("Say:", guide_type="regex", guide="(a{1000}){1000}")
+    assert "<state>" not in str(refusal.value)
     assert answers(llm, "Say:", guide_type="regex", guide="ab") == ["ab"]
 
 

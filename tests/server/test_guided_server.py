@@ -77,6 +77,8 @@ def test_streamed_pieces_of_a_guided_answer_join_to_it(port, model):
     ({"guided_decoding_guide": "a"}, "guided_decoding_guide_type must be one of"),
     ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide is required"),
     ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"}, "guided_decoding_guide: cannot be enf"),
+    ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": r"[^\s\S]"},
+     "guided_decoding_guide: cannot be followed further: no token can come next"),
 ])  # fmt: skip
 def test_bad_guides_are_told_by_name(port, fields, message):
     for model in ("ensemble", "chat"):

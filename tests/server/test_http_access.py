@@ -87,6 +87,14 @@ def test_one_key_alone_guards_everything(api: str) -> None:
     assert wrong == (403 if api in ADMIN_APIS else 401)
 
 
+@pytest.mark.parametrize("api", APIS)
+def test_of_several_keys_none_opens_control(api: str) -> None:
+    access = Access(api_key="ours\ntheirs")
+    for protocol in ("http", "grpc"):
+        assert refused(access, api, protocol, x_api_key="ours") == (403 if api in ADMIN_APIS else 0)
+        assert refused(access, api, protocol, x_api_key="ours\ntheirs") == (403 if api in ADMIN_APIS else 401)
+
+
 def test_restrictions_are_read_and_what_is_wrong_is_said() -> None:
     assert parse_restrictions(["inference,statistics:key=v=1", "health:h=2"]) == {
         "inference": Restriction("key", "v=1"), "statistics": Restriction("key", "v=1"),

@@ -177,6 +177,13 @@ def test_the_first_priority_goes_before_requests_that_bring_none(start: Start, d
     assert none == {1: first, 2: second}[as_none]
 
 
+def test_a_level_beyond_those_of_the_model_is_its_default(start: Start) -> None:
+    server = start(("dynamic_batching {", "dynamic_batching { priority_levels: 4 default_priority_level: 3"))
+    for level in (0, 1, 2, 4, 5, 2**40):
+        server.outputs("ensemble", ["a"], [1], {"parameters": {"priority": level}})
+    assert [priority for priority, _ in server.engine.urgency] == [-3, -1, -2, -4, -3, -3]
+
+
 def test_a_request_whose_time_is_up_before_it_began_is_refused(start: Start) -> None:
     server = start()
     server.engine.finish_reason = "timeout"

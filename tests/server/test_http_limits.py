@@ -66,7 +66,7 @@ def sampling(**fields: object) -> SamplingParams:
         ("num_draft_tokens", 257, "num_draft_tokens must be at least 0 and at most 256, got 257"),
         ("use_draft_logits", True, "use_draft_logits is not taken by this server: a draft token is accepted exactly "
          "when it is the one that is drawn in its place"),
-        ("lora_task_id", -1, "lora_task_id must be at least 0 and at most 1.84467e+19, got -1"),
+        ("lora_task_id", -1, "lora_task_id must be at least 0 and at most 18446744073709551615, got -1"),
         ("prompt_vocab_size", -1, "prompt_vocab_size must be >= 0, got -1"),
         ("decoder_text_input", b"x", "decoder_text_input is not taken by this server: it runs decoder-only models of "
          "text"),

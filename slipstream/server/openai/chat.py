@@ -42,7 +42,7 @@ async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
     if tools is not None:
         if guide is not None:
             raise refused(guided_by, "cannot be combined with tools")
-        guide = tools.guide
+        guided_by, guide = "tools", tools.guide
     sampling = sampling_of(fields, model.vocab_size, _max_tokens(fields), log_probs, top, guide)
     stop_words = [*stop_words_of(fields), *(tools.stop_words if tools else ())]
     tokens = await chat_tokens(fields, len(body), model, tools.shown if tools else None)

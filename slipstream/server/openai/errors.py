@@ -6,6 +6,7 @@ import traceback
 
 import msgspec
 
+from slipstream.engine.guided import FIELD as GUIDE
 from slipstream.server import logging
 from slipstream.server.asgi import RETRY_AFTER, Headers, Refused
 from slipstream.server.errors import Code, InferenceError, QueueFull, Unavailable
@@ -13,7 +14,6 @@ from slipstream.server.errors import Code, InferenceError, QueueFull, Unavailabl
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 500: "server_error",
           503: "service_unavailable_error"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded", 503: "service_unavailable"}
-_GUIDE = "guided_decoding_guide: "  # how the models name what came in another field here
 
 
 class ApiError(Exception):
@@ -50,6 +50,7 @@ def as_api_error(error: Exception, where: str, guided_by: str = "") -> ApiError:
     if not isinstance(error, InferenceError):
         logging.error(f"{where}: {''.join(traceback.format_exception(error)).rstrip()}")
         return ApiError("internal error, the server's log has the details", status=500)
-    if guided_by and error.message.startswith(_GUIDE):
-        return refused(guided_by, error.message.removeprefix(_GUIDE))
+    # The models name the guide by their own field; here it came in another.
+    if guided_by and error.message.startswith(GUIDE):
+        return refused(guided_by, error.message.removeprefix(GUIDE))
     return ApiError(error.message, status=400 if error.code is Code.UNSUPPORTED else error.status)

@@ -96,6 +96,13 @@ _REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "stop_token_ids": ("stop takes texts", ([],)),
     "prompt_logprobs": ("/v2/models/NAME/generate tells them, with return_prompt_log_probs", ()),
     "use_beam_search": ("/v2/models/NAME/generate searches, with beam_width", (False,)),
+    "skip_special_tokens": ("the model's repository says whether they are shown", (True,)),
+    "spaces_between_special_tokens": ("a text is its tokens' bytes", (True,)),
+    "length_penalty": ("/v2/models/NAME/generate takes it, with beam_width", (1, 1.0)),
+    "add_generation_prompt": ("an answer is the assistant's", (True,)),
+    "continue_final_message": ("/v1/completions goes on from a text", (False,)),
+    "guided_whitespace_pattern": ("how much space JSON may have is fixed", ()),
+    "priority": ("/v2/models/NAME/generate takes it", (0,)),
     "structured_outputs": ("response_format and the guided_ fields say what an answer must look like", ({},)),
 }  # fmt: skip
 _PATHS: Mapping[type[Fields], str] = {ChatFields: "/v1/chat/completions", CompletionFields: "/v1/completions"}

@@ -36,7 +36,7 @@ async def chat_tokens(fields: ChatFields, size: int, model: NamedModel, tools: T
 
 def _variables_of(fields: ChatFields) -> dict[str, Any]:
     """A template's own switches, such as enable_thinking. What a template could loop over is none."""
-    given = fields.chat_template_kwargs or {}
+    given = {name: value for name, value in (fields.chat_template_kwargs or {}).items() if value is not None}
     if len(given) > _MOST_VARIABLES:
         raise refused("chat_template_kwargs", f"must hold at most {_MOST_VARIABLES} switches, got {len(given)}")
     for name, value in given.items():

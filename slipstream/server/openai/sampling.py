@@ -22,8 +22,8 @@ _SEED = Range(-(2**63), _SEEDS - 1)  # OpenAI's are signed
 
 
 def bounded(name: str, value: float, bound: Range) -> None:
-    huge = isinstance(value, int) and value.bit_length() > 64  # beyond what a float can be compared with
-    rule = "is out of range" if huge else bound.refuses(value)
+    huge = isinstance(value, int) and value.bit_length() > 64  # too long to be told
+    rule = bound.refuses(value)
     if rule:
         raise refused(name, rule if huge else f"{rule}, got {value}")
 

@@ -40,7 +40,7 @@ async def answer_stream(call: Call, answers: CallAnswers, send: Send) -> None:
     except Exception as error:
         if not started:
             raise
-        await end_chunks(send, b"data: " + as_api_error(error, call.id).body() + b"\n\n")
+        await end_chunks(send, b"data: " + as_api_error(error, call.id, call.guided_by).body() + b"\n\n")
         return
     await end_chunks(send, events.end())
 

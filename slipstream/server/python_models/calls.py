@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextvars
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.server import logging
 from slipstream.server.errors import Code, InferenceError
@@ -82,8 +83,9 @@ class Calls:
         for task in self._tasks.values():
             task.cancel()
 
-    def _run(self, number: int, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _run(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        # Not in the context of the model's connection, which is that of whoever had it loaded: this is nobody's.
+        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
         self._tasks[number] = task
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
