@@ -37,7 +37,7 @@ from slipstream.server.text.sequences import TextBeam
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import EngineFolderError, find_engine_folder, read_engine_config
-from slipstream.weights.home import slipstream_home
+from slipstream.weights.home import expanded, slipstream_home
 
 __all__ = ["LLM", "Completion", "GenerationFailed", "SamplingOptions", "engine_folder"]
 
@@ -221,7 +221,7 @@ class _EventLoopThread:
 
 def engine_folder(model: str | Path, dtype: str, weight_only: str | None) -> Path:
     """The engine folder that `model` is, or the one built from it."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_dir() and _is_engine(path):
         if weight_only is not None:
             raise ValueError(f"{path} is built already: weight_only must be given when it is built")

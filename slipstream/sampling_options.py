@@ -14,6 +14,7 @@ from slipstream.engine.request import Guide, SamplingParams
 from slipstream.server.adapters import AdapterBook, AdapterUse
 from slipstream.server.limits import NUMBERS, Range
 from slipstream.server.text.pipeline import TextRequest
+from slipstream.weights.home import expanded
 
 Prompt = str | Sequence[int]
 
@@ -174,7 +175,7 @@ def _words(words: str | Sequence[str]) -> list[str]:
 def _adapter(folder: str | Path | None) -> AdapterUse | None:
     if folder is None:
         return None
-    path = Path(folder).expanduser()
+    path = expanded(folder, "adapter")
     if not path.is_dir():
         raise ValueError(f"adapter must be the folder of an adapter, got '{folder}'")
     return AdapterBook().from_folder(path, f"adapter '{path.name}'")

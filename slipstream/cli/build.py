@@ -13,6 +13,7 @@ from slipstream.cli.progress import ProgressLines
 from slipstream.cli.versions import print_version_line
 from slipstream.weights.classic_build import DEFAULT_OUTPUT, LIMIT_NAMES, Build, build, read_build_config
 from slipstream.weights.flags import BUILD_FLAGS
+from slipstream.weights.home import expanded
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--checkpoint_dir is required: what slipstream convert wrote, or a model's folder")
     wanted = Build(
         model=model,
-        output=Path(getattr(given, "output_dir", DEFAULT_OUTPUT)).expanduser(),
+        output=expanded(getattr(given, "output_dir", DEFAULT_OUTPUT), "--output_dir"),
         dtype=dtype_of(given) or ("float16" if hasattr(given, "model_dir") else None),
         weight_only=weight_only_of(given),
         fp8_kv_cache=hasattr(given, "fp8_kv_cache"),

@@ -115,7 +115,8 @@ def _talk(conversation: Conversation) -> None:
         import readline  # noqa: F401
     while True:
         try:
-            line = input(PROMPT)
+            with _ticking():
+                line = input(PROMPT)
         except (EOFError, KeyboardInterrupt) as leaving:
             print()
             if isinstance(leaving, EOFError):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
 from slipstream.cli.arguments import CommandError, Parser, add_flags, explain_flags
 from slipstream.cli.progress import ProgressLines
 from slipstream.cli.versions import print_version_line
 from slipstream.weights.convert import DEFAULT_OUTPUT, Conversion, convert
 from slipstream.weights.flags import CONVERT_FLAGS
+from slipstream.weights.home import expanded
 from slipstream.weights.rank_split import RankMapping
 
 PRECISIONS = ("int8", "int4", "fp8")
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--model_dir is required: a Hugging Face folder, a GGUF file or a hub id")
     wanted = Conversion(
         model=given.model_dir,
-        output=Path(getattr(given, "output_dir", DEFAULT_OUTPUT)).expanduser(),
+        output=expanded(getattr(given, "output_dir", DEFAULT_OUTPUT), "--output_dir"),
         dtype=dtype_of(given) or "float16",
         weight_only=weight_only_of(given),
         fp8_kv_cache=hasattr(given, "fp8_kv_cache"),

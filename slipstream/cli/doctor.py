@@ -14,6 +14,7 @@ from slipstream.cli.doctor_report import Finding, Report, Section, hide_in_varia
 from slipstream.cli.list_models import DEFAULT_REPOSITORY
 from slipstream.cli.tritonserver import RANK_VARIABLES, rank
 from slipstream.repository.check import check_repository
+from slipstream.weights.home import expanded
 
 _VARIABLES = frozenset({
     "GLIBC_TUNABLES", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV", "XDG_CACHE_HOME",
@@ -37,8 +38,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def examine(repository: Path | None) -> Report:
+    folder = expanded(repository or DEFAULT_REPOSITORY, "--model-repository")
     torch = ask_torch()
-    folder = (repository or DEFAULT_REPOSITORY).expanduser()
     sections = [versions(torch), system(), processor(torch), gpus(torch), disks(folder), ports()]
     sections += [models(folder, asked_for=repository is not None), variables(os.environ)]
     return Report(sections, hider())

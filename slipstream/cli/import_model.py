@@ -11,13 +11,13 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.list_models import DEFAULT_REPOSITORY, RepositoryOption, log_repository
+from slipstream.cli.list_models import DEFAULT_REPOSITORY, RepositoryOption, log_repository, repository_folder
 from slipstream.cli.log import VerboseOption, fail, log, program
 from slipstream.cli.progress import ProgressLines
 from slipstream.repository.templates import FIXED_NAMES, RepositoryExists, write_repository
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import read_engine_config
-from slipstream.weights.home import slipstream_home
+from slipstream.weights.home import expanded, slipstream_home
 from slipstream.weights.known_models import KNOWN_MODELS
 from slipstream.weights.source import SourceError
 
@@ -58,10 +58,10 @@ def import_model(
     """Bring a model in: fetch it, build its engine, write the model repository."""
     if backend != "tensorrtllm":
         fail(f"backend {backend!r} is not supported; use tensorrtllm")
+    repo = repository_folder(repo)
     try:
-        bring_in(model, source, repo.expanduser(), dtype.value,
-                 weight_only_precision.value if use_weight_only else None)
-        log("INFO", f"Serve it with: {program()} start{_repository_option(repo.expanduser())}")
+        bring_in(model, source, repo, dtype.value, weight_only_precision.value if use_weight_only else None)
+        log("INFO", f"Serve it with: {program()} start{_repository_option(repo)}")
     except BrokenPipeError:
         raise  # the reader of our output left; there is nobody to tell
     except (ValueError, OSError, RepositoryExists) as error:  # what weights/ refuses is a ValueError
@@ -95,7 +95,7 @@ def _repository_option(repository: Path) -> str:
 
 def engine_folder_of(name: str) -> Path:
     place = os.environ.get("ENGINE_DEST_PATH")
-    return (Path(place).expanduser() if place else slipstream_home() / "engines") / name
+    return (expanded(place, "ENGINE_DEST_PATH") if place else slipstream_home() / "engines") / name
 
 
 def _source_and_name(model: str, source: str | None) -> tuple[str, str]:

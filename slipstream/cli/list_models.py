@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.log import VerboseOption, fail, log
+from slipstream.weights.home import expanded
 
 RepositoryOption = Annotated[
     Path, typer.Option("--repo", "--model-repository", "--model-store", help="The folder that holds the models.")
@@ -18,10 +19,18 @@ DEFAULT_REPOSITORY = Path("~/models")
 
 def list_models(repo: RepositoryOption = DEFAULT_REPOSITORY, verbose: VerboseOption = False) -> None:
     """Show the models of a repository."""
-    repo = repo.expanduser()
+    repo = repository_folder(repo)
     if not repo.is_dir():
         fail(f"No model repository exists at {repo}")
     log_repository(repo)
+
+
+def repository_folder(repo: Path) -> Path:
+    """Where --repo is, from its `~` on."""
+    try:
+        return expanded(repo, "--repo")
+    except ValueError as error:
+        fail(str(error))
 
 
 def log_repository(repo: Path) -> None:

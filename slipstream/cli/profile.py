@@ -23,6 +23,7 @@ from slipstream.cli.connections import connect_grpc
 from slipstream.cli.profile_flags import read_flags
 from slipstream.client.connection import GrpcConnection, Request, ServerError
 from slipstream.client.tensors import Array
+from slipstream.weights.home import expanded
 from slipstream.weights.whole_file import write_whole
 
 _DEFAULT_ANSWER = 256  # tokens asked for where --output-tokens-mean is not given
@@ -111,7 +112,7 @@ def _words(given: Namespace, connection: GrpcConnection) -> Words:
                                "give --tokenizer, a folder or a hub id") from error
     from slipstream.server.text.tokenizer import Tokenizer
 
-    folder = Path(given.tokenizer).expanduser()
+    folder = expanded(given.tokenizer, "--tokenizer")
     if not folder.is_dir():
         from slipstream.weights.hub import fetch_tokenizer
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.list_models import DEFAULT_REPOSITORY, RepositoryOption, log_repository
+from slipstream.cli.list_models import DEFAULT_REPOSITORY, RepositoryOption, log_repository, repository_folder
 from slipstream.cli.log import VerboseOption, fail, log
 
 _HELPERS = {"preprocessing", "postprocessing", "tensorrt_llm", "ensemble"}
@@ -19,7 +19,7 @@ def remove_model(
     verbose: VerboseOption = False,
 ) -> None:
     """Remove a model from a repository."""
-    repo = repo.expanduser()
+    repo = repository_folder(repo)
     # only what is a model, and stands in the repository under its own name: the rest may be somebody's home
     models = sorted(path.parent for path in repo.glob("*/config.pbtxt"))
     folders = models if model == "all" else [folder for folder in models if folder.name == model]

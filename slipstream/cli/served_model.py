@@ -25,7 +25,7 @@ from slipstream.repository.templates import FIXED_NAMES, write_repository
 from slipstream.server.engine_child import child_environment
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import EngineFolderError, read_engine_config
-from slipstream.weights.home import slipstream_home
+from slipstream.weights.home import expanded, slipstream_home
 from slipstream.weights.whole_folder import whole_folder
 
 _UNFIT_FOR_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -60,10 +60,7 @@ def _path_of(text: str) -> Path:
     given = text.removeprefix("local:")
     if not given:
         raise ValueError(f"{text!r} names no model; give a known name, a folder, a GGUF file, or org/name at the hub")
-    try:
-        return Path(given).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"{text}: the home folder that it begins with is not known here") from error
+    return expanded(given)
 
 
 def _key(name: str, place: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli.keys import read_access
-from slipstream.cli.list_models import DEFAULT_REPOSITORY
+from slipstream.cli.list_models import DEFAULT_REPOSITORY, repository_folder
 from slipstream.cli.log import VerboseOption, fail, log
 from slipstream.server import logging
 from slipstream.server.engine_child import child_environment
@@ -148,10 +148,7 @@ def _tracing(texts: list[str]) -> Tracing:
 
 def _repository(model: str | None, repo: Path | None) -> Path:
     if model is None and repo is not None:
-        try:
-            return repo.expanduser()
-        except RuntimeError:
-            fail(f"--repo {repo}: the home folder that it begins with is not known here")
+        return repository_folder(repo)
     if model is None:
         return _default_repository()
     if repo is not None:
@@ -169,7 +166,7 @@ def _overrides(dtype: DataType, device: Device) -> dict[str, str]:
 
 def _default_repository() -> Path:
     """~/models; when there is nothing in it, the default model is brought in."""
-    repository = DEFAULT_REPOSITORY.expanduser()
+    repository = repository_folder(DEFAULT_REPOSITORY)
     if not any(repository.glob("*/config.pbtxt")):
         typer.echo(f"No model repository at {repository}: importing {DEFAULT_MODEL}, the default model.")
         # In a process of its own: building an engine needs torch, which the server never loads.

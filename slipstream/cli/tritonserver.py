@@ -16,6 +16,7 @@ from slipstream.cli.tritonserver_settings import metrics_settings, rate_limits, 
 from slipstream.server import logging
 from slipstream.server.log_capture import one_log
 from slipstream.version import VERSION
+from slipstream.weights.home import expanded
 
 PROCESS_NAME = b"tritonserver"
 _PR_SET_NAME = 15
@@ -128,7 +129,7 @@ def server_options(given: Given) -> Any:
 
     tracing = trace_settings(given)
     return ServerOptions(
-        repositories=tuple(Path(path).expanduser() for path in given["model-repository"]),
+        repositories=_repositories(given),
         http=Port(given["http-port"], given["http-address"], given["allow-http"]),
         grpc=Port(given["grpc-port"], given["grpc-address"], given["allow-grpc"]),
         metrics=Port(
@@ -156,6 +157,13 @@ def server_options(given: Given) -> Any:
         metrics_settings=metrics_settings(given),
         announce=False,
     )  # fmt: skip
+
+
+def _repositories(given: Given) -> tuple[Path, ...]:
+    try:
+        return tuple(expanded(path, "--model-repository") for path in given["model-repository"])
+    except ValueError as error:
+        raise FlagError(str(error)) from error
 
 
 def _access(given: Given) -> Any:

@@ -216,22 +216,29 @@ def _check(document: dict[str, Any], reading: FileReading, folder_name: str) -> 
         seen: set[str] = set()
         for position, tensor in enumerate(document[group]):
             _check_tensor(reading, f"{group}[{position}]", tensor, seen)
-    _check_priorities(document, reading)
+    _check_batching(document, reading)
     for position, step in enumerate(document.get("ensemble_scheduling", {}).get("step", [])):
         if not step["model_name"]:
             _error(reading, f"ensemble_scheduling.step[{position}]", "model_name is missing")
 
 
-def _check_priorities(document: dict[str, Any], reading: FileReading) -> None:
+# Of dynamic_batching.
+_NO_EFFECT = {
+    "preserve_ordering": "answers are sent as they are ready",
+    "priority_queue_policy": "requests of every priority have the default_queue_policy",
+}
+
+
+def _check_batching(document: dict[str, Any], reading: FileReading) -> None:
     batching = document.get("dynamic_batching", {})
     levels = batching.get("priority_levels", 0)
     if levels and not 1 <= batching["default_priority_level"] <= levels:
         text = f"default priority level must be in range [1, {levels}] for {document['name']}"
         _error(reading, "dynamic_batching.priority_levels", text)
-    if batching.get("priority_queue_policy"):
-        key = "dynamic_batching.priority_queue_policy"
-        text = "has no effect: requests of every priority have the default_queue_policy"
-        reading.problems.warn(reading.file, reading.lines.get(key, 0), key, text)
+    for name, why in _NO_EFFECT.items():
+        if batching.get(name):
+            key = f"dynamic_batching.{name}"
+            reading.problems.warn(reading.file, reading.lines.get(key, 0), key, f"has no effect: {why}")
 
 
 def _check_tensor(reading: FileReading, key: str, tensor: dict[str, Any], seen: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from slipstream.repository.config import ModelConfig
@@ -13,7 +14,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 def candidate_folders(value: str, repository: Path, config: ModelConfig) -> list[Path]:
     """A relative path counts from the working folder, then from the repository, then from the model's folder."""
-    path = Path(value).expanduser()
+    path = Path(os.path.expanduser(value))  # which leaves the home of an unknown user as it is: nothing is there
     if path.is_absolute():
         return [path]
     return [Path.cwd() / path, repository / path, config.file.parent / path]

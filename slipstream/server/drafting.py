@@ -15,6 +15,7 @@ from slipstream.engine.messages import EngineInfo, Timing
 from slipstream.engine.request import SamplingParams
 from slipstream.server.errors import Code, InferenceError
 from slipstream.server.text.pipeline import PromptError, TextDelta, TextRequest, in_thread_if_long
+from slipstream.server.text.stops import StopWords
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
 
@@ -49,7 +50,8 @@ class DraftedGenerator:
             room = max(1, self._target.engine.info.max_sequence_tokens - len(prompt))
             request = replace(request, sampling=replace(request.sampling, max_tokens=min(
                 request.sampling.max_tokens, room)))
-        stream = TextStream(self._tokenizer, request.stop_words, request.skip_special_tokens)
+        stream = TextStream(self._tokenizer, StopWords(request.stop_words, request.show_stop_word),
+                            request.skip_special_tokens)
         answer: list[int] = []
         cached = 0
         timing: Timing | None = None

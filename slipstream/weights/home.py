@@ -1,9 +1,21 @@
-"""Where Slipstream and the Hugging Face libraries keep their files, read from the environment at each call."""
+"""Home folders: those that paths begin with, and where Slipstream and the Hugging Face libraries keep their files.
+
+The environment is read at each call.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+
+def expanded(path: str | Path, setting: str = "") -> Path:
+    """The path, with the home folder that a `~` at its beginning stands for. ValueError names it, and the setting that
+    it came from, where there is no such user: a folder that is called `~name` was not meant."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{setting} {path}: the home folder that it begins with is not known here".lstrip()) from error
 
 
 def slipstream_home() -> Path:
@@ -19,5 +31,4 @@ def hugging_face_cache() -> Path:
 
 
 def _folder(variable: str, default: Path) -> Path:
-    value = os.environ.get(variable)
-    return (Path(value) if value else default).expanduser()
+    return expanded(os.environ.get(variable) or default, variable)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from slipstream.weights.checkpoint import CheckpointSource, is_checkpoint
 from slipstream.weights.gguf_source import GgufSource
 from slipstream.weights.hf_folder import HuggingFaceFolder
+from slipstream.weights.home import expanded
 from slipstream.weights.hub import open_hub_model
 from slipstream.weights.known_models import KNOWN_MODELS, open_known_model
 from slipstream.weights.source import Source, SourceError
@@ -26,7 +26,7 @@ def open_source(text: str, progress: Progress = no_progress) -> Source:
         return open_hub_model(text.removeprefix("hf:"), text, progress)
     if text.startswith("ngc:"):
         raise SourceError(f"{text}: sources of NGC are not supported; use hf:org/name, a folder or a GGUF file")
-    path = Path(text.removeprefix("local:")).expanduser()
+    path = expanded(text.removeprefix("local:"))
     if path.is_file():
         return GgufSource(path, text)
     if path.is_dir():

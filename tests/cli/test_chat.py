@@ -271,7 +271,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(place: Place, terminal: Cal
     shell.type("Two?\n")
     said = shell.until("\n\n>>> ").split("\n", 1)[1]
     assert said == f"[user] One? [assistant] {FIRST} [user] Two? [assistant]"
-    shell.type("half a line\x03")
+    shell.type("half a line")
+    shell.until("half a line")  # it has been read: of what has not, Ctrl-C leaves nothing to be read
+    shell.type("\x03")
     shell.until("\n>>> ")
     shell.type("/exit\n")
     assert shell.close() == 0
@@ -290,6 +292,19 @@ def test_a_ctrl_c_that_ends_no_read_is_seen_all_the_same(
     assert shell.until("\n>>> ").strip() == "", "nothing of the answer came any more"
     wait_until(lambda: place.engine.cancels)
     assert place.engine.cancels == [(1, "cancelled")]
+
+
+def test_so_is_one_that_ends_no_wait_for_a_key(
+    place: Place, terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    shell = terminal("-u", place.address, str(tmp_path / "now"), first=LATE)
+    shell.until(">>> ")
+    shell.type("half a line")
+    shell.until("half a line")
+    (tmp_path / "now").touch()
+    shell.until("\n>>> ")
+    shell.type("/exit\n")
+    assert (shell.close(), place.engine.submitted) == (0, [])
 
 
 def test_ctrl_d_ends_and_what_a_model_writes_does_not_steer_the_terminal(

@@ -65,6 +65,60 @@ def test_bad_words_do_not_come(serving):
         assert answer == generate(serving, bad_words=[word])
 
 
+def test_the_stop_word_is_shown_where_that_is_asked_for(serving):
+    text = complete(serving).choices[0].text
+    stop = text[5:8]
+    cut = text[: text.index(stop)]
+    for shown in (False, True):
+        answer = complete(serving, stop=[stop], include_stop_str_in_output=shown, logprobs=0).choices[0]
+        assert (answer.text, answer.finish_reason) == (cut + stop if shown else cut, "stop")
+        assert "".join(answer.logprobs.tokens).startswith(answer.text)
+    parts = serving.client.completions.create(model="ensemble", prompt=PROMPT, temperature=0, max_tokens=24, stop=stop,
+                                              stream=True, extra_body={"include_stop_str_in_output": True})
+    assert "".join(part.choices[0].text for part in parts) == cut + stop
+
+
+def test_the_end_of_a_prompt_that_is_too_long_is_taken(serving):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(serving.model_folder, truncation_side="left")
+    text = "Say something that is longer than this."
+    for most in (1, 4, 500):
+        ids = tokenizer(text, truncation=True, max_length=most)["input_ids"]
+        answer = complete(serving, text, truncate_prompt_tokens=most)
+        assert answer.usage.prompt_tokens == len(ids)
+        assert answer.choices[0].text == complete(serving, ids).choices[0].text
+    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)[-5:]
+    answer = chat(serving, truncate_prompt_tokens=5)
+    assert answer.usage.prompt_tokens == 5
+    assert answer.choices[0].message.content == complete(serving, ids).choices[0].text
+
+
+def test_as_much_of_a_prompt_as_the_model_takes(serving):
+    long = [7, *[11] * 5000]
+    with pytest.raises(openai.BadRequestError, match="prompt has 5001 tokens, and this model takes at most") as raised:
+        complete(serving, long)
+    most = int(raised.value.message.split("at most ")[1].split("'")[0])
+    assert complete(serving, long, truncate_prompt_tokens=-1, max_tokens=1).usage.prompt_tokens == most
+    for wrong in (0, -2):
+        with pytest.raises(openai.BadRequestError, match=f"truncate_prompt_tokens must be >= 1, got {wrong}"):
+            complete(serving, truncate_prompt_tokens=wrong)
+
+
+def test_special_tokens_are_the_requests_to_say(serving):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(serving.model_folder)
+    asked = [tokenizer(PROMPT, add_special_tokens=special)["input_ids"] for special in (False, True)]
+    assert len(asked[0]) < len(asked[1])
+    for special, ids in enumerate(asked):
+        answer = complete(serving, add_special_tokens=bool(special))
+        assert answer.usage.prompt_tokens == len(ids)
+        assert answer.choices[0].text == complete(serving, ids).choices[0].text
+    assert complete(serving, "", max_tokens=1).usage.prompt_tokens == 1
+    with pytest.raises(openai.BadRequestError, match="prompt has no tokens"):
+        complete(serving, "", add_special_tokens=False)
+    assert chat(serving, add_special_tokens=False).usage.prompt_tokens == chat(serving).usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="add_special_tokens is not supported by /v1/chat/completions"):
+        chat(serving, add_special_tokens=True)
+
+
 def test_tenants_of_different_salts_share_no_cached_prompt(serving):
     prompt = [11] * 200
     found = [complete(serving, prompt, max_tokens=1, cache_salt=salt).usage.prompt_tokens_details.cached_tokens
@@ -171,7 +225,8 @@ def test_what_other_servers_take_and_this_one_has_not_is_refused_by_name(serving
     refused = {"chat_template": "x", "min_p": 0.1, "stop_token_ids": [3], "prompt_logprobs": 1,
                "use_beam_search": True, "structured_outputs": {"regex": "a"}, "skip_special_tokens": False,
                "spaces_between_special_tokens": False, "length_penalty": 0.5, "add_generation_prompt": False,
-               "continue_final_message": True, "guided_whitespace_pattern": " ?", "priority": 1}
+               "continue_final_message": True, "guided_whitespace_pattern": " ?", "priority": 1,
+               "allowed_token_ids": [3]}
     for name, value in refused.items():
         with pytest.raises(openai.BadRequestError, match=f"{name} is not supported") as raised:
             chat(serving, **{name: value})

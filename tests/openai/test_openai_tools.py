@@ -3,60 +3,45 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import jsonschema
 import openai
 import pytest
-
-from slipstream.engine.guided import Guides
-from slipstream.engine.vocabulary import Vocabulary
-from slipstream.server.openai.call_reader import CallReader, ToolCall
-from slipstream.server.text.pipeline import TextDelta
-
-MESSAGES: Any = [{"role": "user", "content": "What is the weather?"}]
-TEMPLATE = (
-    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }}: {{ tool.function.parameters | length }}\n"
-    '{% if loop.last %}Call <tool_call>{"name": N, "arguments": A}</tool_call>\n{% endif %}{% endfor %}'
-    "{% for message in messages %}[{{ message.role }}] {{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
-    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+from called_functions import (
+    BARE_TEMPLATE,
+    MARKED_TEMPLATE,
+    MESSAGES,
+    TOOLS,
+    WEATHER,
+    GuidedText,
+    called_by,
+    chat,
+    check_read,
+    prompt_ids,
+    say,
 )
-WEATHER = {
-    "type": "object", "required": ["city", "days"], "additionalProperties": False,
-    "properties": {"city": {"enum": ["Rome", "Bonn"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-}  # fmt: skip
-TOOLS: Any = [
-    {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "now"}},
-]
+
+from slipstream.server.openai.call_reader import CallReader
+
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 
 
 @pytest.fixture
 def calling(serving, monkeypatch):
-    monkeypatch.setattr(serving.generator.tokenizer, "chat_templates", {"default": TEMPLATE})
-    return serving
+    return called_by(serving, monkeypatch, MARKED_TEMPLATE)
 
 
-def chat(serving, **fields):
-    given = {"model": "chat", "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 300, **fields}
-    return serving.client.chat.completions.create(**given)
-
-
-def prompt_ids(serving, messages, tools) -> list[int]:
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(serving.model_folder)
-    return tokenizer.apply_chat_template(messages, tools=tools, chat_template=TEMPLATE, add_generation_prompt=True,
-                                         return_dict=False)
+@pytest.fixture(params=[MARKED_TEMPLATE, BARE_TEMPLATE], ids=["marked", "bare"])
+def either(serving, monkeypatch, request):
+    """The server with a template of one format, and then of the other."""
+    return called_by(serving, monkeypatch, request.param)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_call_that_must_come_comes_and_obeys_its_schema(calling, choice):
+def test_a_call_that_must_come_comes_and_obeys_its_schema(either, choice):
     named = set()
     for seed in range(6):
-        answer = chat(calling, tool_choice=choice, temperature=9, seed=seed)
+        answer = chat(either, tool_choice=choice, temperature=9, seed=seed)
         message = answer.choices[0].message
         assert (message.content, answer.choices[0].finish_reason) == (None, "tool_calls")
         (call,) = message.tool_calls
@@ -66,42 +51,28 @@ def test_a_call_that_must_come_comes_and_obeys_its_schema(calling, choice):
     assert named == ({"weather", "now"} if choice == "required" else {"weather"})
 
 
-def test_the_template_shows_the_functions_and_the_history(calling):
-    answer = chat(calling, tool_choice="auto", max_tokens=4)
-    assert answer.usage.prompt_tokens == len(prompt_ids(calling, MESSAGES, TOOLS))
-    assert chat(calling, tool_choice="none", max_tokens=4).usage.prompt_tokens == len(
-        prompt_ids(calling, MESSAGES, None))
-    called = chat(calling, tool_choice="required", temperature=9, seed=1).choices[0].message
+def test_the_template_shows_the_functions_and_the_history(either):
+    answer = chat(either, tool_choice="auto", max_tokens=4)
+    assert answer.usage.prompt_tokens == len(prompt_ids(either, MESSAGES))
+    answer = chat(either, tool_choice="none", max_tokens=4)
+    assert answer.usage.prompt_tokens == len(prompt_ids(either, MESSAGES, None))
+    called = chat(either, tool_choice="required", temperature=9, seed=1).choices[0].message
     messages = [*MESSAGES, called, {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "Sunny."}]
     function = called.tool_calls[0].function
     plain = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {
         "name": function.name, "arguments": json.loads(function.arguments)}}]}, {"role": "tool", "content": "Sunny."}]
-    answer = chat(calling, messages=messages, max_tokens=4)
-    assert answer.usage.prompt_tokens == len(prompt_ids(calling, plain, TOOLS))
+    answer = chat(either, messages=messages, max_tokens=4)
+    assert answer.usage.prompt_tokens == len(prompt_ids(either, plain))
 
 
-def test_text_without_a_call_is_what_it_would_be(calling):
+def test_text_without_a_call_is_what_it_would_be(either):
     """The guide leaves free text alone, and the end of the stream what was held back."""
-    free = calling.client.completions.create(model="chat", prompt=prompt_ids(calling, MESSAGES, TOOLS), temperature=0,
-                                             max_tokens=60).choices[0].text
-    answer = chat(calling, max_tokens=60).choices[0]
+    free = either.client.completions.create(model="chat", prompt=prompt_ids(either, MESSAGES), temperature=0,
+                                            max_tokens=60).choices[0].text
+    answer = chat(either, max_tokens=60).choices[0]
     assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (free, None, "length")
-    pieces = [chunk.choices[0].delta.content or "" for chunk in chat(calling, max_tokens=60, stream=True)]
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chat(either, max_tokens=60, stream=True)]
     assert "".join(pieces) == free
-
-
-def say(serving, monkeypatch, pieces: list[str], reason: str = "stop") -> list[Any]:
-    """The model says this from now on; the requests it gets."""
-    requests = []
-
-    async def generate(request):
-        requests.append(request)
-        for number, piece in enumerate(pieces):
-            last = reason if number == len(pieces) - 1 else ""
-            yield TextDelta(piece, [5], finish_reason=last, prompt_tokens=9)
-
-    monkeypatch.setattr(serving.generator, "generate", generate)
-    return requests
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -122,46 +93,31 @@ def test_calls_within_text_are_told_apart_whole_and_streamed(calling, monkeypatc
     assert chunks[-1].finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize(("said", "reason", "parts"), [
-    (CALL[:40], "length", [CALL[:40]]),  # cut: no call, and nothing lost
-    ("a <tool_call>no JSON</tool_call> b", "stop", ["a", " <tool_call>no JSON</tool_call> b"]),
-    (f"a \n{CALL[:40]}", "length", ["a", f" \n{CALL[:40]}"]),
-    (f"a {CALL} b {CALL[:40]}", "length", ["a", ("weather", {"city": "Rome", "days": 2}), "b", f" {CALL[:40]}"]),
-    (CALL.removesuffix("</tool_call>"), "stop", [("weather", {"city": "Rome", "days": 2})]),  # the end was a stop word
-    (CALL.replace("Rome", "</tool_call>"), "stop", [("weather", {"city": "</tool_call>", "days": 2})]),
-    ("  spaces \n", "stop", ["  spaces", " \n"]), ("", "stop", []), ("<tool_cal", "stop", ["<tool_cal"]),
-    (f"{CALL} \n", "stop", [("weather", {"city": "Rome", "days": 2})]),
+@pytest.mark.parametrize(("said", "parts"), [
+    (CALL[:40], [CALL[:40]]),  # cut: no call, and nothing lost
+    ("a <tool_call>no JSON</tool_call> b", ["a", " <tool_call>no JSON</tool_call> b"]),
+    (f"a \n{CALL[:40]}", ["a", f" \n{CALL[:40]}"]),
+    (f"a {CALL} b {CALL[:40]}", ["a", ("weather", {"city": "Rome", "days": 2}), "b", f" {CALL[:40]}"]),
+    (CALL.removesuffix("</tool_call>"), [("weather", {"city": "Rome", "days": 2})]),  # the end was a stop word
+    (CALL.replace("Rome", "</tool_call>"), [("weather", {"city": "</tool_call>", "days": 2})]),
+    ("  spaces \n", ["  spaces", " \n"]), ("", []), ("<tool_cal", ["<tool_cal"]),
+    (f"{CALL} \n", [("weather", {"city": "Rome", "days": 2})]),
 ])  # fmt: skip
-def test_what_is_no_whole_call_is_text(said, reason, parts):
-    def told(found: list[Any]) -> list[Any]:
-        return [(part.name, json.loads(part.arguments)) if isinstance(part, ToolCall) else part for part in found]
-
-    assert told(list(CallReader().push(said, last=True))) == parts
-    reader = CallReader()
-    bits = [part for letter in said for part in reader.push(letter)] + list(reader.push("", last=True))
-    assert "".join(part for part in bits if isinstance(part, str)) == "".join(
-        part for part in parts if isinstance(part, str))
-    assert [part for part in told(bits) if not isinstance(part, str)] == [
-        part for part in parts if not isinstance(part, str)]
+def test_what_is_no_whole_call_is_text(said, parts):
+    check_read(CallReader, said, parts)
 
 
 def test_after_the_mark_nothing_but_a_call_can_follow(calling, monkeypatch):
     request = say(calling, monkeypatch, ["x"])
     chat(calling, parallel_tool_calls=False)
     assert request[0].stop_words == ["</tool_call>"]
-    letters = [bytes([code]) for code in range(128)]
-    guided = Guides(Vocabulary(letters, frozenset(), False)).open(request[0].sampling.guide, [])
-
-    def allows(text: str) -> bool:
-        mask = int.from_bytes(guided.mask(list(text[:-1].encode())), "little")
-        return bool(mask >> ord(text[-1]) & 1)
-
+    guided = GuidedText(request[0].sampling.guide)
     for free in ("<tool_call x", "a < b", CALL + " and more"):
-        assert all(allows(free[: end + 1]) for end in range(len(free)))
+        assert guided.allows_each_letter(free)
     begun = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
-    assert allows(begun)
+    assert guided.allows(begun)
     for wrong in ('<tool_call>\n{"name": "x', "<tool_call>a", begun[:-1] + "i", begun + "b"):
-        assert not allows(wrong)
+        assert not guided.allows(wrong)
 
 
 FUNCTION = TOOLS[0]["function"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -102,13 +103,19 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     assert "backend: expected a string in quotes, got python" in lines
 
 
-def test_policies_by_priority_are_said_to_have_no_effect(tmp_path: Path) -> None:
-    policies = "priority_queue_policy [ { key: 1 value: { max_queue_size: 3 } } ]"
-    _, problems = read(tmp_path, INPUT + "dynamic_batching { " + policies + " }")
-    assert [(found.key, found.text) for found in problems.warnings] == [
-        ("dynamic_batching.priority_queue_policy",
-         "has no effect: requests of every priority have the default_queue_policy")
-    ]  # fmt: skip
+@pytest.mark.parametrize(("field", "why"), [
+    ("priority_queue_policy [ { key: 1 value: { max_queue_size: 3 } } ]",
+     "requests of every priority have the default_queue_policy"),
+    ("preserve_ordering: true", "answers are sent as they are ready"),
+])  # fmt: skip
+def test_what_batching_has_not_is_said_to_have_no_effect(tmp_path: Path, field: str, why: str) -> None:
+    _, problems = read(tmp_path, INPUT + "dynamic_batching { preserve_ordering: false }")
+    assert problems.found == []
+    _, problems = read(tmp_path, INPUT + "dynamic_batching {\n" + field + "\n}")
+    key = "dynamic_batching." + re.split(r"[: ]", field)[0]
+    (found,) = problems.warnings
+    assert (found.key, found.text) == (key, f"has no effect: {why}")
+    assert found.line == INPUT.count("\n") + 2
 
 
 @pytest.mark.parametrize(("levels", "default", "fits"), [(0, 0, True), (0, 7, True), (3, 1, True), (3, 3, True),

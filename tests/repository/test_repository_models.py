@@ -138,8 +138,9 @@ def test_engine_in_the_version_folder_needs_no_path(tmp_path: Path, inside: str)
     assert read_repository(repo).engines["tensorrt_llm"].engine.path.samefile(folder)
 
 
-def test_tokenizer_that_is_not_there_is_the_engines(tmp_path: Path, engine: Path) -> None:
-    values = {"engine_dir": str(engine), "tokenizer_dir": "meta-llama/Llama-2-7b-hf"}
+@pytest.mark.parametrize("folder", ["meta-llama/Llama-2-7b-hf", "~no.such.user/x"])
+def test_tokenizer_that_is_not_there_is_the_engines(tmp_path: Path, engine: Path, folder: str) -> None:
+    values = {"engine_dir": str(engine), "tokenizer_dir": folder}
     repository = read_repository(write_templates(tmp_path / "repo", values))
     assert repository.engines["tensorrt_llm"].tokenizer_folder == engine
     assert any("using the engine's own tokenizer" in problem.text for problem in repository.warnings)

@@ -8,19 +8,22 @@ from slipstream.server.text.stops import StopWordFilter, StopWords
 words = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-def expected(text: str, stops: list[str]) -> str:
-    found = [text.find(stop) for stop in stops if stop in text]
-    return text[: min(found)] if found else text
+def expected(text: str, stops: list[str], shown: bool = False) -> str:
+    found = [(text.find(stop), len(stop)) for stop in stops if stop in text]
+    if not found:
+        return text
+    start, size = min(found)
+    return text[: start + size if shown else start]
 
 
 @settings(max_examples=500, deadline=None)
-@given(pieces=st.lists(st.text(alphabet="abc", max_size=6), max_size=12), stops=words)
-def test_equal_to_searching_the_whole_text(pieces, stops):
-    stop_filter = StopWordFilter(stops)
+@given(pieces=st.lists(st.text(alphabet="abc", max_size=6), max_size=12), stops=words, shown=st.booleans())
+def test_equal_to_searching_the_whole_text(pieces, stops, shown):
+    stop_filter = StopWordFilter(StopWords(stops, shown))
     given_out = [stop_filter.push(piece) for piece in pieces]
     given_out.append(stop_filter.finish())
     text = "".join(pieces)
-    assert "".join(given_out) == expected(text, stops)
+    assert "".join(given_out) == expected(text, stops, shown)
     assert stop_filter.stopped == (expected(text, stops) != text)
 
 

@@ -50,6 +50,8 @@ class Fields(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     bad_words: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -74,6 +76,7 @@ class CompletionFields(Fields, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
+    add_special_tokens: bool | None = None
 
 
 _TOOLS = "tools and tool_choice have taken its place"
@@ -93,6 +96,7 @@ _REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "suffix": ("it writes on from the prompt, and fills no gaps", ("",)),
     "chat_template": ("a template comes with its model, never with a request", ()),
     "min_p": ("top_p and top_k are what it cuts off by", (0, 0.0)),
+    "allowed_token_ids": ("the guided_ fields say what may come", ()),
     "stop_token_ids": ("stop takes texts", ([],)),
     "prompt_logprobs": ("/v2/models/NAME/generate tells them, with return_prompt_log_probs", ()),
     "use_beam_search": ("/v2/models/NAME/generate searches, with beam_width", (False,)),
@@ -108,7 +112,7 @@ _REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
 _PATHS: Mapping[type[Fields], str] = {ChatFields: "/v1/chat/completions", CompletionFields: "/v1/completions"}
 # Of fields that one API alone has, the values that ask for nothing in the other.
 _NOTHING: Mapping[str, Any] = {"tools": [], "tool_choice": "none", "parallel_tool_calls": False, "echo": False,
-                                "chat_template_kwargs": {}}
+                                "chat_template_kwargs": {}, "add_special_tokens": False}
 
 Kind = TypeVar("Kind", bound=Fields)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.server.limits import LONGEST_TOKEN_CHARACTERS, NUMBERS
+from slipstream.server.limits import LONGEST_TOKEN_CHARACTERS, NUMBERS, Range
 from slipstream.server.openai.errors import ApiError, refused
-from slipstream.server.openai.fields import ChatFields, CompletionFields
+from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
 from slipstream.server.openai.models import NamedModel
+from slipstream.server.openai.sampling import bounded
 from slipstream.server.text.chat import ChatError, Tools, VariableError
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.messages import MessageError, template_messages
@@ -31,7 +32,7 @@ async def chat_tokens(fields: ChatFields, size: int, model: NamedModel, tools: T
         raise ApiError(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
     except (ChatError, TokenizerError) as error:
         raise ApiError(str(error), "messages") from error
-    return _fitting("messages", tokens, model)
+    return _fitting("messages", _last(tokens, fields, model), model)
 
 
 def _variables_of(fields: ChatFields) -> dict[str, Any]:
@@ -68,22 +69,35 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-async def prompt_tokens(prompt: Prompt, model: NamedModel) -> list[int]:
-    """A text as the model's repository has it cut, with or without special tokens; ids as they are."""
-    tokenizer = model.tokenizer
+async def prompt_tokens(prompt: Prompt, fields: CompletionFields, model: NamedModel) -> list[int]:
+    """A text with or without special tokens, as the request or the model's repository says; ids as they are."""
+    tokenizer, special = model.tokenizer, fields.add_special_tokens
     try:
         if isinstance(prompt, str):
             _check_characters("prompt", len(prompt), model)
-            special = model.text.engine.add_special_tokens
-            tokens = await in_thread_if_long(len(prompt), tokenizer.encode, prompt, special)
+            wanted = model.text.engine.add_special_tokens if special is None else special
+            tokens = await in_thread_if_long(len(prompt), tokenizer.encode, prompt, wanted)
+            tokens = _last(tokens, fields, model, begun=wanted)
         else:
-            tokens = _fitting("prompt", prompt, model)
+            tokens = _fitting("prompt", _last(prompt, fields, model), model)
             tokenizer.check_ids(tokens)
     except TokenizerError as error:
         raise ApiError(f"prompt: {error}", "prompt") from error
-    if not tokens and tokenizer.bos_id is not None:
+    if not tokens and tokenizer.bos_id is not None and special is not False:
         tokens = [tokenizer.bos_id]  # the beginning of a text
     return _fitting("prompt", tokens, model)
+
+
+def _last(tokens: list[int], fields: Fields, model: NamedModel, begun: bool = False) -> list[int]:
+    """The end of a prompt, as many tokens of it as truncate_prompt_tokens says. begun: with special tokens, of which
+    that of a beginning stays, as models were taught that a text has one."""
+    most = model.longest_prompt if fields.truncate_prompt_tokens == -1 else fields.truncate_prompt_tokens
+    if most is None:
+        return tokens
+    bounded("truncate_prompt_tokens", most, Range(1))
+    left_out = max(0, len(tokens) - most)
+    first = 1 if begun and tokens[:1] == [model.tokenizer.bos_id] else 0
+    return tokens[:first] + tokens[first + left_out :]
 
 
 def _check_characters(name: str, size: int, model: NamedModel) -> None:

@@ -59,6 +59,7 @@ def text_request(
     return TextRequest(
         tokens, sampling, stop_words=stop_words, sequences=answers, adapter=adapter,
         bad_words=_words("bad_words", fields.bad_words, LISTS["bad_words"]),
+        show_stop_word=bool(fields.include_stop_str_in_output),
         ignore_end=bool(fields.ignore_eos),
         cache_salt="".join(_words("cache_salt", fields.cache_salt, LISTS["cache_salt"])),
     )  # fmt: skip

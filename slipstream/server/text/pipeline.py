@@ -62,6 +62,7 @@ class TextRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)  # no end ids: the model's own
     bad_words: Sequence[str] = ()  # besides those that `sampling` has as tokens
     stop_words: Sequence[str] = ()
+    show_stop_word: bool = False  # the one that ends the text, behind it
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     ignore_end: bool = False  # go on past the model's end-of-text token
@@ -115,7 +116,8 @@ class TextGenerator:
         self._check_logits(sampling, len(prompt), max(request.sequences, sampling.beam_width))
         if sampling.guide is not None:
             await _check_guide(sampling)
-        stop_words = await in_thread_if_long(sum(map(len, request.stop_words)), StopWords, request.stop_words)
+        letters = sum(map(len, request.stop_words))
+        stop_words = await in_thread_if_long(letters, StopWords, request.stop_words, request.show_stop_word)
         generations = self._submit(request, prompt, sampling)
         streams = [TextStream(self.tokenizer, stop_words, request.skip_special_tokens) for _ in generations]
         running = set(range(len(generations)))

@@ -12,7 +12,9 @@ class StopWords:
     Its depth is therefore exactly how much of the text must be held back. Any number of texts may use one.
     """
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str], shown: bool = False) -> None:
+        """shown: the one that ends a text is the last of it."""
+        self.shown = shown
         self.children: list[dict[str, int]] = [{}]
         self.depth = [0]
         self.longest_word = [0]  # length of the longest stop word that ends in this state, 0 for none
@@ -50,7 +52,7 @@ class StopWords:
 
 
 class StopWordFilter:
-    """Lets text through up to the first stop word.
+    """Lets text through up to the first stop word, or up to its end where those are shown.
 
     The match that begins earliest wins. A word found inside a longer one that is still possible waits for it:
     with "bc" and "abcd", the text "abc" is undecided.
@@ -63,6 +65,7 @@ class StopWordFilter:
         self._given = 0  # characters given out
         self._held = ""  # the characters after those
         self.match_start: int | None = None  # of the earliest stop word found; may still move to the left
+        self._match_end = 0  # of the same
         self.stopped = False
 
     def push(self, text: str) -> str:
@@ -89,7 +92,7 @@ class StopWordFilter:
             self._read += 1
             word = automaton.longest_word[self._state]
             if word and (self.match_start is None or self._read - word < self.match_start):
-                self.match_start = self._read - word
+                self.match_start, self._match_end = self._read - word, self._read
             earliest_possible = self._read - automaton.depth[self._state]
             if self.match_start is not None and earliest_possible >= self.match_start:
                 self.stopped = True
@@ -97,7 +100,8 @@ class StopWordFilter:
 
     def _release(self) -> str:
         if self.stopped and self.match_start is not None:
-            released = self._held[: self.match_start - self._given]
+            end = self._match_end if self._automaton.shown else self.match_start
+            released = self._held[: end - self._given]
             self._held = ""
         else:
             cut = len(self._held) - self._automaton.depth[self._state]

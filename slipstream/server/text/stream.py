@@ -1,4 +1,4 @@
-"""The text of one request as it is written: whole characters, and never any part of a stop word."""
+"""The text of one request as it is written: whole characters, and no part of a stop word that is not to be shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.server.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Tokens in, text out. Joined, the pieces are the decoded tokens up to the first stop word.
+    """Tokens in, text out. Joined, the pieces are the decoded tokens up to the first stop word, or with it.
 
     `stopped` says that a stop word was met; `tokens_used` how many tokens it took to complete it, and
     otherwise how many there were.

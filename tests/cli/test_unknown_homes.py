@@ -1,0 +1,42 @@
+"""A path that begins with the home of nobody, `~name/…`: one line that says so, and nothing written under that name."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.cli import main as command
+from slipstream.cli.tritonserver import run
+
+PATH = "~no.such.user/x"
+UNKNOWN = "the home folder that it begins with is not known here"
+
+
+@pytest.mark.parametrize(("arguments", "named"), [
+    (["list", "--repo", PATH], f"--repo {PATH}"),
+    (["remove", "-m", "all", "--model-store", PATH], f"--repo {PATH}"),
+    (["import", "-m", "mine", "--source", "nowhere", "--repo", PATH], f"--repo {PATH}"),
+    (["import", "-m", "mine", "--source", f"local:{PATH}", "--repo", "models"], PATH),
+    (["doctor", "--repo", PATH], f"--model-repository {PATH}"),
+    (["build", "--checkpoint_dir", "nowhere", "--output_dir", PATH], f"--output_dir {PATH}"),
+    (["convert", "--model_dir", PATH], PATH),
+    (["convert", "--model_dir", "nowhere", "--output_dir", PATH], f"--output_dir {PATH}"),
+])  # fmt: skip
+def test_a_command_names_the_path(tmp_path, monkeypatch, arguments, named):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
+    result = CliRunner().invoke(command.app, arguments)
+    assert (result.exit_code, result.stderr) == (1, f"error: {named}: {UNKNOWN}\n")
+    assert not list(tmp_path.glob("~*"))
+
+
+@pytest.mark.parametrize("variable", ["SLIPSTREAM_HOME", "ENGINE_DEST_PATH"])
+def test_so_is_a_variable_named(tmp_path, monkeypatch, variable):
+    monkeypatch.setenv(variable, PATH)
+    result = CliRunner().invoke(command.app, ["import", "-m", "mine", "--source", "x", "--repo", str(tmp_path / "r")])
+    assert (result.exit_code, result.stderr) == (1, f"error: {variable} {PATH}: {UNKNOWN}\n")
+
+
+def test_the_servers_flag_is_refused_as_its_others_are(capfd):
+    assert run(["--model-repository", PATH]) == 1
+    assert capfd.readouterr().err == f"tritonserver: error: --model-repository {PATH}: {UNKNOWN}\n"
