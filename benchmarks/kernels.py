@@ -19,14 +19,16 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from slipstream.kernels import packed_cache
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu.activation import silu_gated
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, places_of
+from slipstream.kernels.gpu.decode_chunks import DecodePlan, cut_chunks, places_of
 from slipstream.kernels.gpu.few_tokens import few_tokens
 from slipstream.kernels.gpu.normalisation import add_norm
 from slipstream.kernels.gpu.one_token import one_token
 from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, far_tiles
+from slipstream.kernels.gpu.prefix import Prefix, lay_out, pays
 from slipstream.kernels.gpu.quantised import quantise
 from slipstream.kernels.gpu.rotary import rotate_write
 from slipstream.kernels.gpu.step import likeliest
@@ -118,29 +120,47 @@ def products() -> None:
 
 
 def decode_attention(lengths: np.ndarray, label: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    size, copies = 128, 2
+    size, copies, packed = 128, 2, dtype == packed_cache.DTYPE
     tables, blocks = tables_for(lengths)
-    cache = (random(copies, 2, kv_heads, blocks * BLOCK, size) * 0.5).to(dtype)
+    cache = random(copies, 2, kv_heads, blocks * BLOCK, size) * 0.5
+    cache = packed_of(cache) if packed else cache.to(dtype)
     step = random(len(lengths), heads + 2 * kv_heads, size)
-    places = places_of(DEVICE)
+    places = places_of(DEVICE, narrow=packed)
     plan = DecodePlan(on_device(cut_chunks(np.arange(len(lengths)), lengths, kv_heads, places)))
     attention = GpuAttention(tables, BLOCK, places, len(lengths), plan, None)
     time = microseconds(lambda i: attention.attend(step, *cache[i], AttentionRule(size**-0.5)), copies)
-    name = "fp8" if dtype.itemsize == 1 else "bf16"
+    name = {1: "fp8", 2: "12 bits" if packed else "bf16"}[dtype.itemsize]
     show("decode attention", f"{name} {heads}/{kv_heads} {label}", time,
-         float(lengths.sum()) * 2 * kv_heads * size * dtype.itemsize)
+         float(lengths.sum()) * 2 * kv_heads * cache.shape[-1] * dtype.itemsize)
+
+
+def packed_of(cache: torch.Tensor) -> torch.Tensor:
+    """[copies, 2, kv_heads, slots, size] → the same in twelve bits, by the kernel that writes them"""
+    slots, size = cache.shape[3:]
+    packed = torch.zeros((*cache.shape[:4], packed_cache.words(size)), dtype=packed_cache.DTYPE, device=DEVICE)
+    ids, still = torch.arange(slots, device=DEVICE), torch.zeros(slots, size, device=DEVICE)
+    for plain, place in zip(cache, packed, strict=True):
+        heads = torch.cat((plain[0, :1], plain.flatten(0, 1))).transpose(0, 1).contiguous()
+        rotate_write(heads, ids, ids, (still + 1, still), None, None, 1e-6, *place)
+    return packed
 
 
 def prefill_attention(prompts: list[int], prefix: int, heads: int, kv_heads: int) -> None:
     size = 128
     counts = np.array(prompts)
     tables, blocks = tables_for(counts + prefix)
-    cache = random(2, kv_heads, blocks * BLOCK, size)
+    cache = packed_of(random(1, 2, kv_heads, blocks * BLOCK, size))[0]
     step = random(int(counts.sum()), heads + 2 * kv_heads, size)
     far = far_tiles(max(prompts) + prefix, step.dtype, size, DEVICE)
-    columns = cut_tiles(np.arange(len(counts)), np.full(len(counts), prefix), counts, np.cumsum(counts) - counts, far)
+    rows, positions = np.arange(len(counts)), np.full(len(counts), prefix)
+    columns = cut_tiles(rows, positions, counts, np.cumsum(counts) - counts, far)
     plan = PrefillPlan(*map(on_device, columns), far=far)  # type: ignore[misc]
-    attention = GpuAttention(tables, BLOCK, 0, 0, None, plan)
+    before = None
+    if pays(positions, counts, BLOCK, 4 * kv_heads * size):
+        where, own = map(on_device, lay_out(rows, positions, BLOCK, tables.shape[1]))
+        keys, values = random(2, kv_heads, len(where) * BLOCK, size)
+        before = Prefix(tables.view(-1)[where], own, keys, values, BLOCK)
+    attention = GpuAttention(tables, BLOCK, places_of(DEVICE), 0, None, plan, before)
     time = microseconds(lambda _: attention.attend(step, *cache, AttentionRule(size**-0.5)), 1)
     flops = sum(4 * heads * size * (count * prefix + count * count / 2) for count in prompts)
     behind = f" behind {prefix}" if prefix else ""
@@ -172,15 +192,17 @@ def small_kernels() -> None:
 def main() -> None:
     chance = np.random.default_rng(1)
     mixed = chance.integers(100, 2048, 256)
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+    for dtype in (torch.bfloat16, packed_cache.DTYPE, torch.float8_e4m3fn):
         for heads, kv_heads in ((32, 8), (32, 32)):
             decode_attention(np.full(1000, 190), "1000 × 190", heads, kv_heads, dtype)
             for rows in (256, 128, 64):
                 decode_attention(mixed[:rows], f"{rows} × 100 to 2048", heads, kv_heads, dtype)
             decode_attention(np.full(32, 2000), "32 × 2000", heads, kv_heads, dtype)
             decode_attention(np.full(32, 200), "32 × 200", heads, kv_heads, dtype)
-    for prompts, prefix in (([8192], 0), ([2048] * 4, 0), ([1024] * 8, 0), ([128] * 64, 0), ([2048], 6144)):
-        prefill_attention(prompts, prefix, 32, 8)
+    for prompts in ([8192], [2048] * 4, [1024] * 8, [128] * 64):
+        prefill_attention(prompts, 0, 32, 8)
+    for prompt in (2048, 512, 255):
+        prefill_attention([prompt], 6144, 32, 8)
     products()
     small_kernels()
 

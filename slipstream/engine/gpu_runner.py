@@ -16,11 +16,13 @@ from slipstream.engine.plan import StepFailed, StepPlan, StepResult
 from slipstream.engine.rows import Rows
 from slipstream.engine.runner import copy_blocks, sampling_places
 from slipstream.engine.transfer import numbers, to_device
+from slipstream.kernels import packed_cache
 from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import TILE_TOKENS, GpuStepAdapters, Tiles, cut_adapter_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_attention import CHUNK_NUMBERS, DecodePlan, cut_chunks, places_of
+from slipstream.kernels.gpu.decode_chunks import CHUNK_NUMBERS, DecodePlan, cut_chunks, places_of
 from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, far_tiles
+from slipstream.kernels.gpu.prefix import Prefix, lay_out, pays
 from slipstream.kernels.gpu.step import step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
 
@@ -55,7 +57,7 @@ class GpuRunner:
     ) -> None:
         self.model = model
         self.block_tokens = block_tokens
-        self.places = places_of(model.device)
+        self.places = places_of(model.device, narrow=model.cache_dtype == packed_cache.DTYPE)
         self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
         self.cache = model.new_cache((total_blocks + 1) * block_tokens)  # with the null block
         self.host: HostCache | None = None  # for blocks that the cache has no room for
@@ -145,9 +147,12 @@ class GpuRunner:
         position_of_token = np.arange(ends[-1]) + np.repeat(positions - offsets, counts)
         decodes = int((counts == 1).sum())
         chunks = cut_chunks(rows[:decodes], (positions + counts)[:decodes], self.model.spec.kv_heads, self.places)
-        longest = int((positions + counts)[decodes:].max(initial=0))
+        several = slice(decodes, None)
+        longest = int((positions + counts)[several].max(initial=0))
         far = far_tiles(longest, self.model.dtype, self.model.spec.head_size, self.model.device)
-        tiles = cut_tiles(rows[decodes:], positions[decodes:], counts[decodes:], offsets[decodes:], far)
+        prefix = self._prefix(rows[several], positions[several], counts[several])
+        tables = rows[several] if prefix is None else np.arange(len(rows) - decodes)
+        tiles = cut_tiles(tables, positions[several], counts[several], offsets[several], far)
         parts = _pack(
             [row_of_token, position_of_token, wanted, chunks.ravel(), *tiles],
             self.model.device,
@@ -159,10 +164,21 @@ class GpuRunner:
             prefill = PrefillPlan(*parts[4:9], far=far)  # type: ignore[misc, arg-type]
         attention = GpuAttention(
             self.rows.tables, self.block_tokens, self.places, decodes,
-            DecodePlan(cut.view(-1, CHUNK_NUMBERS)) if decodes else None, prefill,
+            DecodePlan(cut.view(-1, CHUNK_NUMBERS)) if decodes else None, prefill, prefix,
         )  # fmt: skip
         adapters = self._step_adapters(rows, counts)
         return Step(ids, token_positions, slots, attention, sampled, adapters, self._place(len(wanted)), table)
+
+    def _prefix(self, rows: np.ndarray, positions: np.ndarray, counts: np.ndarray) -> Prefix | None:
+        """What rows with several new tokens look back at, to be unpacked before they do, where that pays."""
+        spec, block_tokens = self.model.spec, self.block_tokens
+        if self.cache.dtype != packed_cache.DTYPE or not pays(positions, counts, block_tokens, 4 * spec.kv_size):
+            return None
+        where, tables = lay_out(rows, positions, block_tokens, self.rows.tables.shape[1])
+        blocks = self.rows.tables.view(-1)[to_device(where, self.model.device)]
+        shape = (2, spec.kv_heads, len(where) * block_tokens, spec.head_size)
+        keys, values = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
+        return Prefix(blocks, to_device(tables, self.model.device), keys, values, block_tokens)
 
     def _padded(self, wanted: np.ndarray) -> np.ndarray:
         """The tokens whose logits are wanted, and others behind them up to a number that was met when the engine

@@ -18,7 +18,7 @@ from slipstream.engine.transfer import to_device
 from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import GpuStepAdapters, decode_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_attention import CHUNK_NUMBERS, DecodePlan, cut_chunks, most_chunks
+from slipstream.kernels.gpu.decode_chunks import CHUNK_NUMBERS, DecodePlan, Places, cut_chunks, most_chunks
 from slipstream.kernels.gpu.linear import suited_library
 from slipstream.kernels.gpu.step import likeliest, step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
@@ -55,7 +55,7 @@ class Numbers:
 class DecodeBuffers:
     """The numbers of a decode step of up to `size` rows."""
 
-    def __init__(self, size: int, kv_heads: int, places: int, padding_row: int, device: torch.device) -> None:
+    def __init__(self, size: int, kv_heads: int, places: Places, padding_row: int, device: torch.device) -> None:
         self.size, self.kv_heads, self.places, self.padding_row = size, kv_heads, places, padding_row
         chunks = most_chunks(size, kv_heads, places)
         self._numbers = Numbers([size, size, size, chunks * CHUNK_NUMBERS], device)
@@ -98,7 +98,7 @@ def record(run: Callable[[], Any], tokens: int, pool: Any) -> tuple[torch.cuda.C
 
 
 class DecodeGraphs:
-    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, places: int) -> None:
+    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, places: Places) -> None:
         self.model, self.cache, self.rows = model, cache, rows
         self.block_tokens, self.places = block_tokens, places
         self._graphs: dict[int, Captured] = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.engine.graphs import Numbers, record
 from slipstream.engine.rows import Rows
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_attention import CHUNK_NUMBERS, DecodePlan, cut_chunks, most_chunks
+from slipstream.kernels.gpu.decode_chunks import CHUNK_NUMBERS, DecodePlan, Places, cut_chunks, most_chunks
 from slipstream.kernels.gpu.prefill_attention import QUERY_TILE, PrefillPlan, cut_tiles
 from slipstream.kernels.gpu.step import step_inputs
 from slipstream.model.transformer import Step, Transformer
@@ -32,7 +32,7 @@ class MixedBuffers:
     """The numbers of a step of up to `decodes` rows with one token and `tokens` tokens of other rows."""
 
     def __init__(
-        self, decodes: int, tokens: int, kv_heads: int, places: int, padding_row: int, device: torch.device
+        self, decodes: int, tokens: int, kv_heads: int, places: Places, padding_row: int, device: torch.device
     ) -> None:
         self.decodes, self.tokens = decodes, tokens
         self.kv_heads, self.places, self.padding_row = kv_heads, places, padding_row
@@ -71,7 +71,7 @@ class _Captured(NamedTuple):
 
 
 class MixedGraphs:
-    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, places: int) -> None:
+    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, places: Places) -> None:
         self.model, self.cache, self.rows = model, cache, rows
         self.block_tokens, self.places = block_tokens, places
         self._graphs: dict[tuple[int, int], _Captured] = {}

@@ -21,6 +21,8 @@ from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.window import Window
+from slipstream.kernels import packed_cache
+from slipstream.model.position import rotary_size
 from slipstream.model.spec import ModelSpec
 from slipstream.model.transformer import Transformer
 
@@ -69,7 +71,7 @@ def create_engine(
     usual = _GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS
     step_tokens = settings.step_tokens or min(usual, most_step_tokens or usual)
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    cache_dtype = torch.float8_e4m3fn if fp8_cache and _knows_eight_bits(device) else dtype
+    cache_dtype = _cache_dtype(spec, dtype, device, settings.block_tokens, fp8_cache)
     model = Transformer(spec, tensors, dtype, device, longest, cache_dtype)
     if min(settings.attention_windows, default=longest) < longest:  # otherwise all is in sight anyway
         model.narrow_attention(settings.attention_windows, settings.sink_tokens)
@@ -198,6 +200,18 @@ def _device(settings: EngineSettings) -> torch.device:
     return torch.device(settings.device)
 
 
+def _cache_dtype(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_tokens: int, fp8_cache: bool
+) -> torch.dtype:
+    """What keys and values are kept in: fewer bits than those of the run where they are wished for, or cost nothing."""
+    if fp8_cache and _knows_eight_bits(device):
+        return torch.float8_e4m3fn
+    turned = rotary_size(spec) if spec.position == "rope" else 0
+    if device.type == "cuda" and packed_cache.packs(dtype, spec.head_size, turned, block_tokens):
+        return packed_cache.DTYPE
+    return dtype
+
+
 def _knows_eight_bits(device: torch.device) -> bool:
     """Whether kernels can turn e4m3 into other numbers: Ada and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
@@ -214,11 +228,10 @@ def _dtype_name(dtype: str, on_gpu: bool) -> str:
 
 def _share_out_memory(model: Transformer, settings: EngineSettings, longest: int) -> tuple[int, int]:
     """Of what weights leave free → bytes of copies of weights, now made, and blocks of the cache"""
-    spec = model.spec
-    block_bytes = 2 * spec.layers * spec.kv_size * model.cache_dtype.itemsize * settings.block_tokens
+    block_bytes = model.cached_bytes * settings.block_tokens
     if model.device.type != "cuda":
         return 0, _pool_blocks(settings, None, block_bytes, longest)
-    room = _gpu_room(spec, settings, longest, model.device)
+    room = _gpu_room(model.spec, settings, longest, model.device)
     copy_bytes = model.copy_weights(_copy_room(settings, room, block_bytes, longest))
     if copy_bytes:
         torch.cuda.empty_cache()  # what packing took beside them

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels import linear
+from slipstream.kernels import linear, packed_cache
 from slipstream.kernels.activation import ACTIVATIONS, gated
 from slipstream.kernels.adapters import DENSE, FIRST, PROJ, QKV, StepAdapters
 from slipstream.kernels.attention import cache_shape
@@ -97,11 +97,22 @@ class Transformer:
 
     def new_cache(self, slots: int) -> Tensor:
         """Keys and values of all layers, in the layout that attention wants."""
-        shape = cache_shape(self.spec.layers, slots, self.spec.kv_heads, self.spec.head_size)
+        shape = cache_shape(self.spec.layers, slots, self.spec.kv_heads, self._cached_numbers)
         return torch.zeros(shape, dtype=self.cache_dtype, device=self.device)
 
+    @property
+    def cached_bytes(self) -> int:
+        """What a token takes in the cache."""
+        return 2 * self.spec.layers * self.spec.kv_heads * self._cached_numbers * self.cache_dtype.itemsize
+
+    @property
+    def _cached_numbers(self) -> int:
+        """Of a head; words where they are packed."""
+        packed = self.cache_dtype == packed_cache.DTYPE
+        return packed_cache.words(self.spec.head_size) if packed else self.spec.head_size
+
     def __call__(self, step: Step, cache: Tensor) -> Tensor:
-        """cache: [layers, 2, kv_heads, slots, head_size] → logits [samples, vocab], float32 on CPU."""
+        """cache: what `new_cache` gave → logits [samples, vocab], float32 on CPU."""
         # The residual stream stays in float32: in bf16 every addition to it would round away what layers add.
         hidden = functional.embedding(step.token_ids, self.embedding).float()
         if self.project_in is not None:

@@ -14,6 +14,7 @@ from tiny_models import VOCABULARY, config_of, engine_tensors, positions_of, ran
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
+from slipstream.kernels import packed_cache
 
 pytestmark = pytest.mark.gpu
 LENGTH = 320
@@ -110,13 +111,36 @@ def test_bfloat16_read_in_twelve_bits_agrees_as_well(monkeypatch):
 
     monkeypatch.setattr(gpu_linear, "_SMALL", 0)
     monkeypatch.setattr(gpu_linear, "_NARROW", 0)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-    model = random_model(config_of("llama", **positions_of("llama", LENGTH), **sizes)).eval()
+    model = wide("llama")
     loop = gpu_engine(model, dtype="bfloat16", reuse=False, cache_tokens=None)
     copied = [product.stored for layer in loop.runner.model.layers for product in layer.products()]
     assert all(stored.read()[1] is not None for stored in copied)
     assert loop.info.copy_bytes == sum(stored.weight.numel() * 3 // 2 for stored in copied)
     assert agreement(loop, model) >= 0.95
+
+
+@pytest.mark.parametrize(("family", "way"), [
+    ("llama", {}), ("llama", {"step_tokens": 48}), ("llama", {"block_tokens": 16, "depth": 1}), ("qwen3", {}),
+    ("gemma2", {"step_tokens": 48}), ("mistral", {"attention_windows": (60,), "sink_tokens": 4})])
+def test_keys_and_values_of_twelve_bits_agree_as_well(family, way):
+    model = wide(family)
+    loop = gpu_engine(model, dtype="bfloat16", **way)
+    assert loop.runner.cache.dtype == packed_cache.DTYPE
+    if "attention_windows" in way:
+        other = gpu_engine(model, dtype="bfloat16", **{**way, "block_tokens": 8})
+        assert other.runner.cache.dtype == torch.bfloat16
+        expected = [generate(other, [prompt + prompt], max_tokens=1) for prompt in prompts(12)]
+        found = [generate(loop, [prompt + prompt], max_tokens=1) for prompt in prompts(12)]
+        assert sum(map(operator.eq, found, expected)) >= 11
+        return
+    assert agreement(loop, model) >= 0.95
+    assert agreement(loop, model) >= 0.95, "again, with what is cached"
+
+
+def wide(family):
+    """A model with heads as wide as large ones have."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    return random_model(config_of(family, **positions_of(family, LENGTH), **sizes)).eval()
 
 
 def agreement(loop, model):

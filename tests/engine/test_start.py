@@ -15,7 +15,7 @@ SPARE = 6 * 2**30
 class Model:
     """What shares memory out asks of a model; its weights' copies would take `copy_bytes`."""
 
-    spec, cache_dtype = SPEC, torch.bfloat16
+    spec, cached_bytes = SPEC, BLOCK // 32
 
     def __init__(self, device: str, copy_bytes: int = 0) -> None:
         self.device, self._copy_bytes = torch.device(device), copy_bytes

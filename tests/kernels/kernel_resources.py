@@ -16,8 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as build
 
+from slipstream.kernels import packed_cache
 from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.gpu import decode_attention, few_tokens, launch, one_token, prefill_attention, rotary
+from slipstream.kernels.gpu import decode_attention, few_tokens, launch, one_token, prefill_attention, prefix, rotary
+from slipstream.kernels.gpu.decode_chunks import DecodePlan, Places, cut_chunks
 
 ARCHITECTURE, SHARED_BYTES = int(sys.argv[1]), int(sys.argv[2])
 CPU = torch.device("cpu")
@@ -55,21 +57,37 @@ def compiled(kernel: launch.Quick, grid: tuple[int, ...], *arguments: Any, **con
     print(f"{kernel._kernel.__name__} {constants} {result.metadata.shared}", flush=True)
 
 
+def new_cache(kv_heads: int, size: int, cached: torch.dtype) -> torch.Tensor:
+    numbers = packed_cache.words(size) if cached == packed_cache.DTYPE else size
+    return torch.empty(2, kv_heads, 32, numbers, dtype=cached)
+
+
 def decode(heads: int, kv_heads: int, size: int, dtype: torch.dtype, cached: torch.dtype, rows: int) -> None:
-    places = 5 * 128
-    plan = decode_attention.cut_chunks(np.zeros(rows, dtype=np.int64), np.full(rows, 100), kv_heads, places)
-    q, cache = torch.empty(rows, heads, size, dtype=dtype), torch.empty(2, kv_heads, 32, size, dtype=cached)
-    tables, chunks = torch.zeros(rows, 4, dtype=torch.int32), decode_attention.DecodePlan(torch.from_numpy(plan))
+    places = Places(5 * 128, narrow=cached == packed_cache.DTYPE)
+    plan = cut_chunks(np.zeros(rows, dtype=np.int64), np.full(rows, 100), kv_heads, places)
+    q, cache = torch.empty(rows, heads, size, dtype=dtype), new_cache(kv_heads, size, cached)
+    tables, chunks = torch.zeros(rows, 4, dtype=torch.int32), DecodePlan(torch.from_numpy(plan))
     decode_attention.attend_decode(q, *cache, tables, chunks, 32, places, AttentionRule(0.1), q)
 
 
-def prefill(heads: int, kv_heads: int, size: int, dtype: torch.dtype, longest: int) -> None:
+def prefill(heads: int, kv_heads: int, size: int, dtype: torch.dtype, cached: torch.dtype, longest: int) -> None:
     far = prefill_attention.far_tiles(longest, dtype, size, CPU)
     tiles = prefill_attention.cut_tiles(*(np.array([n]) for n in (0, 0, 64, 0)), far)
     plan = prefill_attention.PrefillPlan(*map(torch.from_numpy, tiles), far=far)  # type: ignore[misc, arg-type]
-    step, cache = (torch.empty(*shape, size, dtype=dtype) for shape in ((64, heads + 2 * kv_heads), (2, kv_heads, 32)))
+    step, cache = torch.empty(64, heads + 2 * kv_heads, size, dtype=dtype), new_cache(kv_heads, size, cached)
     tables, out = torch.zeros(1, 4, dtype=torch.int32), torch.empty(64, heads, size, dtype=dtype)
     prefill_attention.attend_prefill(step, *cache, tables, plan, 32, AttentionRule(0.1), out)
+
+
+def write(heads: int, kv_heads: int, size: int, cached: torch.dtype) -> None:
+    step, ids = torch.empty(4, heads + 2 * kv_heads, size, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    turn = (torch.empty(4, size), torch.empty(4, size))
+    rotary.rotate_write(step, ids, ids, turn, None, None, 1e-6, *new_cache(kv_heads, size, cached))
+
+
+def unpack_prefix(kv_heads: int, size: int) -> None:
+    blocks, plain = torch.zeros(4, dtype=torch.int32), torch.empty(2, kv_heads, 128, size, dtype=torch.bfloat16)
+    prefix.Prefix(blocks, blocks[None], *plain, 32).unpack(*new_cache(kv_heads, size, packed_cache.DTYPE))
 
 
 def product(tokens: int, dtype: torch.dtype, stored: torch.dtype, gated: bool = False) -> None:
@@ -102,13 +120,17 @@ def main() -> None:
     product(1, half, half)
     product(1, half, torch.int16)
     for size in (64, 128, 256):
-        decode(32, 8, size, half, half, 4)
-        prefill(32, 8, size, half, 100)
-        prefill(32, 8, size, half, 100_000)
-    decode(32, 8, 128, half, half, 40)
-    decode(32, 8, 128, half, half, 4000)
+        for cached in (half, packed_cache.DTYPE):
+            decode(32, 8, size, half, cached, 4)
+            prefill(32, 8, size, half, cached, 100)
+            prefill(32, 8, size, half, cached, 100_000)
+            write(32, 8, size, cached)
+        unpack_prefix(8, size)
+    for rows in (40, 80, 4000):
+        decode(32, 8, 128, half, half, rows)
+        decode(32, 8, 128, half, packed_cache.DTYPE, rows)
     decode(32, 8, 256, torch.float32, torch.float32, 4)
-    prefill(32, 8, 256, torch.float32, 100)
+    prefill(32, 8, 256, torch.float32, torch.float32, 100)
     if ARCHITECTURE >= 89:
         for rows in (4, 4000):
             decode(32, 8, 128, half, torch.float8_e4m3fn, rows)

@@ -2,37 +2,27 @@
 
 import dataclasses
 import math
-import os
 
 import numpy as np
 import pytest
 import torch
+from attention_steps import DEVICE, GPU, MIXES, gpu_plan, slots_of, tables_of
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels below are defined
+from slipstream.engine.window import Window
+from slipstream.kernels import activation, normalisation, rotary
+from slipstream.kernels.attention import cache_shape, plan_attention
+from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.gpu import activation as gpu_activation
+from slipstream.kernels.gpu import normalisation as gpu_normalisation
+from slipstream.kernels.gpu import quantised as gpu_quantised
+from slipstream.kernels.gpu import rotary as gpu_rotary
+from slipstream.kernels.gpu import step as gpu_step
+from slipstream.kernels.gpu.few_tokens import few_tokens
+from slipstream.kernels.gpu.linear import DenseProduct, WeightOnlyProduct, WideProduct
+from slipstream.kernels.gpu.one_token import one_token
+from slipstream.kernels.inputs import Quantised, plain, quantise
+from slipstream.weights.quantise import dequantise, quantise_fp8, quantise_rows
 
-pytest.importorskip("triton", reason="the kernels need Triton, which a CPU installation of torch does not bring")
-
-from slipstream.engine.window import Window  # noqa: E402
-from slipstream.kernels import activation, normalisation, rotary  # noqa: E402
-from slipstream.kernels.attention import cache_shape, plan_attention  # noqa: E402
-from slipstream.kernels.attention_rule import AttentionRule  # noqa: E402
-from slipstream.kernels.gpu import activation as gpu_activation  # noqa: E402
-from slipstream.kernels.gpu import normalisation as gpu_normalisation  # noqa: E402
-from slipstream.kernels.gpu import quantised as gpu_quantised  # noqa: E402
-from slipstream.kernels.gpu import rotary as gpu_rotary  # noqa: E402
-from slipstream.kernels.gpu import step as gpu_step  # noqa: E402
-from slipstream.kernels.gpu.attention import GpuAttention  # noqa: E402
-from slipstream.kernels.gpu.decode_attention import DecodePlan, cut_chunks, places_of  # noqa: E402
-from slipstream.kernels.gpu.few_tokens import few_tokens  # noqa: E402
-from slipstream.kernels.gpu.linear import DenseProduct, WeightOnlyProduct, WideProduct  # noqa: E402
-from slipstream.kernels.gpu.one_token import one_token  # noqa: E402
-from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, far_tiles  # noqa: E402
-from slipstream.kernels.inputs import Quantised, plain, quantise  # noqa: E402
-from slipstream.weights.quantise import dequantise, quantise_fp8, quantise_rows  # noqa: E402
-
-DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
@@ -128,45 +118,6 @@ def test_rotate_write(dtype, q_heads, kv_heads, size, rotary_size, norm):
     assert not cache[:, :, untouched].any(), "nothing is written beside the slots"
 
 
-def gpu_plan(tables, positions, counts, block, kv_heads, dtype, size):
-    """Decode rows first, as the runner lays a step out."""
-    order = np.concatenate((np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)))
-    positions, counts = positions[order], counts[order]
-    decodes = int((counts == 1).sum())
-    rows = order.astype(np.int32)
-    offsets = np.concatenate(([0], np.cumsum(counts)))[:-1]
-
-    def device(array):
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).to(DEVICE)
-
-    decode = prefill = None
-    if decodes:
-        lengths = (positions + counts)[:decodes]
-        decode = DecodePlan(device(cut_chunks(rows[:decodes], lengths, kv_heads, places_of(DEVICE))))
-    if decodes < len(rows):
-        rest = slice(decodes, None)
-        far = far_tiles(int((positions + counts).max()), dtype, size, DEVICE)
-        tiles = cut_tiles(rows[rest], positions[rest], counts[rest], offsets[rest], far)
-        prefill = PrefillPlan(*map(device, tiles), far=far)
-    return order, GpuAttention(device(tables), block, places_of(DEVICE), decodes, decode, prefill)
-
-
-MIXES = {
-    "one token, nothing before": [(0, 1)],
-    "block edges": [(31, 1), (32, 1), (30, 1), (33, 1)],
-    "many chunks beside a short row": [(400, 1), (2, 1)],
-    "prompts": [(0, 5), (0, 130), (0, 128)],
-    "prompts behind a prefix": [(40, 7), (129, 2), (1, 64)],
-    "mixed": [(70, 1), (0, 40), (5, 1), (33, 3)],
-}
-if GPU:
-    MIXES |= {
-        "large batch": [(17 * i % 3000, 1) for i in range(260)],
-        "100k context": [(100_000, 1), (5, 1)],
-        "long prompts": [(0, 3000), (5000, 700), (12, 1)],
-    }
-
-
 @pytest.mark.parametrize(("dtype", "stored"), [(d, d) for d in DTYPES] + [(DTYPES[-1], torch.float8_e4m3fn)])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (2, 2, 20)] if not GPU else [
@@ -177,21 +128,16 @@ def test_attention(dtype, stored, mix, heads, kv_heads, size, rule):
     block = 32
     positions = np.array([p for p, _ in MIXES[mix]])
     counts = np.array([c for _, c in MIXES[mix]])
-    blocks = -(-(positions + counts) // block)
-    if blocks.sum() * block * size * kv_heads > 2**29:
+    if (positions + counts).sum() * size * kv_heads > 2**29:
         pytest.skip("larger than the check needs")
-    tables = np.zeros((len(counts), blocks.max()), dtype=np.int32)
-    free = np.random.default_rng(0).permutation(blocks.sum()) + 1
-    for row, count in enumerate(blocks):
-        tables[row, :count], free = free[:count], free[count:]
-    cache = torch.randn(cache_shape(1, (int(blocks.sum()) + 1) * block, kv_heads, size)).to(stored)
+    tables = tables_of(positions, counts, block)
+    cache = torch.randn(cache_shape(1, (int(tables.max()) + 1) * block, kv_heads, size)).to(stored)
     order, plan = gpu_plan(tables, positions, counts, block, kv_heads, dtype, size)
     step = torch.randn(int(counts.sum()), heads + 2 * kv_heads, size).to(dtype)
     step[:, heads:] = step[:, heads:].to(stored).to(dtype)  # the cache holds the step's own keys and values as exactly
-    position = np.concatenate([np.arange(positions[r], positions[r] + counts[r]) for r in order])
-    slots = torch.from_numpy(tables[np.repeat(order, counts[order]), position // block] * block + position % block)
+    slots = slots_of(order, positions, counts, tables, block)
     readable = cache[0].float()
-    readable[:, :, slots.long()] = step[:, heads:].float().unflatten(1, (2, kv_heads)).permute(1, 2, 0, 3)
+    readable[:, :, slots] = step[:, heads:].float().unflatten(1, (2, kv_heads)).permute(1, 2, 0, 3)
     got = plan.attend(step.to(DEVICE), *readable.to(stored).to(DEVICE), rule)
     twin = plan_attention(tables[order], positions[order], counts[order], block, readable[None])
     expected = twin.attend(step[:, :heads].float(), *readable, rule)

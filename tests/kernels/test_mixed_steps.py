@@ -11,13 +11,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels below are defined
 
 from slipstream.engine.mixed_graphs import MixedBuffers
-from slipstream.kernels.gpu.decode_attention import cut_chunks, most_chunks
+from slipstream.kernels.gpu.decode_chunks import Places, cut_chunks, most_chunks, shared_chunks
 
 PADDING = 99
 
 
 def filled(rows, positions, counts, wanted):
-    buffers = MixedBuffers(4, 16, kv_heads=2, places=2, padding_row=PADDING, device=torch.device("cpu"))
+    buffers = MixedBuffers(4, 16, kv_heads=2, places=Places(2), padding_row=PADDING, device=torch.device("cpu"))
     buffers.fill(*(np.array(column, dtype=np.int64) for column in (rows, positions, counts, wanted)))
     return buffers
 
@@ -57,7 +57,7 @@ def test_a_step_filled_anew_keeps_nothing_of_the_one_before():
     assert buffers.prefill.tile_row.tolist()[0] == PADDING
 
 
-@pytest.mark.parametrize("places", [2, 660])
+@pytest.mark.parametrize("places", [Places(2), Places(660), Places(660, narrow=True)])
 @pytest.mark.parametrize("kv_heads", [1, 8, 32])
 def test_chunks_cover_every_row_and_fit_their_room(places, kv_heads):
     chance = np.random.default_rng(0)
@@ -67,7 +67,8 @@ def test_chunks_cover_every_row_and_fit_their_room(places, kv_heads):
         assert len(chunks) <= most_chunks(len(lengths), kv_heads, places)
         row, table, start, end, length, place = chunks.T[:6]
         assert sorted(place[chunks[:, 7] > 1]) == list(range((chunks[:, 7] > 1).sum())), "room for rows that are cut"
-        assert (chunks[:, 7] > 1).sum() * kv_heads <= 2 * places / 1.3
+        room = shared_chunks(len(chunks) * kv_heads, len(lengths), kv_heads, places)
+        assert (chunks[:, 7] > 1).sum() * kv_heads <= room <= 4 * places.count
         assert (table == row + 50).all()
         assert (length == lengths[row]).all()
         assert (end - start).tolist() == sorted(end - start, reverse=True), "the longest first"
@@ -80,7 +81,16 @@ def test_chunks_cover_every_row_and_fit_their_room(places, kv_heads):
 
 
 def test_rows_are_cut_only_where_whole_ones_would_leave_the_machine_idle():
-    many = cut_chunks(np.zeros(256, dtype=np.int64), np.full(256, 1500), 8, 660)
+    many = cut_chunks(np.zeros(256, dtype=np.int64), np.full(256, 1500), 8, Places(660))
     assert (many[:, 7] == 1).all(), "2,048 programs are plenty for 660 places"
-    few = cut_chunks(np.zeros(32, dtype=np.int64), np.full(32, 2000), 8, 660)
+    few = cut_chunks(np.zeros(32, dtype=np.int64), np.full(32, 2000), 8, Places(660))
     assert (few[:, 7] == 2).all(), "256 are not, so each row is cut in two"
+
+
+def test_rows_of_narrow_programs_are_cut_finer_where_there_are_many():
+    lengths, places = np.array([1800] * 20 + [300] * 80), Places(660, narrow=True)
+    plain, fine = (cut_chunks(np.zeros(100, dtype=np.int64), lengths, 8, p) for p in (Places(660), places))
+    assert (plain[:, 7] == np.where(plain[:, 4] == 1800, 2, 1)).all()
+    assert (fine[:, 7] == np.where(fine[:, 4] == 1800, 5, 1)).all(), "60,000 tokens by eight heads, shared by 1,320"
+    plain, few = (cut_chunks(np.zeros(30, dtype=np.int64), lengths[:30], 8, p) for p in (Places(660), places))
+    assert np.array_equal(few, plain)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.gpu.decode_attention import DecodePlan, attend_decode
+from slipstream.kernels.gpu.decode_attention import attend_decode
+from slipstream.kernels.gpu.decode_chunks import DecodePlan, Places
 from slipstream.kernels.gpu.prefill_attention import PrefillPlan, attend_prefill
+from slipstream.kernels.gpu.prefix import Prefix
 
 
 @dataclass(slots=True)
@@ -17,10 +19,11 @@ class GpuAttention:
 
     tables: Tensor  # int32 [rows of the engine, blocks]
     block_tokens: int
-    places: int  # programs that the machine holds at once
+    places: Places
     decodes: int
     decode: DecodePlan | None
     prefill: PrefillPlan | None
+    prefix: Prefix | None = None  # what the rest looks back at, where it is unpacked beforehand: its tables' rows count
 
     def attend(self, heads: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
         """heads: [tokens, q_heads + 2 * kv_heads, head_size], rotated → [tokens, q_heads, head_size]"""
@@ -32,5 +35,9 @@ class GpuAttention:
             attend_decode(heads[first, :q_heads], keys, values, self.tables, self.decode, self.block_tokens,
                           self.places, rule, out[first])
         if self.prefill is not None:
-            attend_prefill(heads, keys, values, self.tables, self.prefill, self.block_tokens, rule, out)
+            tables = self.tables
+            if self.prefix is not None:
+                self.prefix.unpack(keys, values)
+                keys, values, tables = self.prefix.keys, self.prefix.values, self.prefix.tables
+            attend_prefill(heads, keys, values, tables, self.prefill, self.block_tokens, rule, out)
         return out

@@ -73,7 +73,7 @@ def _few_tokens(
         if TWELVE:
             word = at + (tl.arange(0, RUN) + begin // COLUMNS * WORDS)[None, :]
             y = x + token[None, :] * size + (begin + tl.arange(0, RUN))[:, None]
-            runs = unpacked(tl.load(word), tl.load(word + RUN), tl.load(word + 2 * RUN), x, ON_DEVICE)
+            runs = unpacked(tl.load(word), tl.load(word + RUN), tl.load(word + 2 * RUN), x.dtype.element_ty, ON_DEVICE)
             for run in tl.static_range(4):
                 z = tl.load(y + run * RUN, here[None, :], other=0.0)
                 total = tl.dot(runs[run], z, total, input_precision=PRECISION)

@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels import packed_cache
 from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.gpu.decode_attention import squeeze
 from slipstream.kernels.gpu.launch import Quick, power_of_two, shared_memory
+from slipstream.kernels.gpu.packed_cache import read_whole
+from slipstream.kernels.gpu.softmax import squeeze
 
 FAR = 3072  # tokens of a row from which large tiles pay: they read keys less often, small ones compute less in vain
 QUERY_TILE, _FAR_QUERY_TILE = 64, 128
@@ -92,17 +94,22 @@ def _look(queries, k, v, best, mass, total, seen, scale, softcap, MASK: tl.const
 
 @triton.jit
 def _cached(keys, values, table, first, end, kv_head, cache_slots, KIND: tl.constexpr, SIZE: tl.constexpr,
-            PADDED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+            PADDED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr,
+            ON_DEVICE: tl.constexpr):  # fmt: skip
     """A tile of the row's cached keys and values, from position `first` on; zeros from `end` on."""
     column = tl.arange(0, PADDED)
     key = first + tl.arange(0, KEYS)
     real = key < end
     block = tl.load(table + key // BLOCK_TOKENS, real, other=0).to(tl.int64)
-    slot = kv_head.to(tl.int64) * cache_slots + block * BLOCK_TOKENS + key % BLOCK_TOKENS
-    where = slot[:, None] * SIZE + column[None, :]
-    loaded = real[:, None] & (column[None, :] < SIZE)
-    k = tl.load(keys + where, loaded, other=0.0).to(KIND)
-    v = tl.load(values + where, loaded, other=0.0).to(KIND)
+    slot = block * BLOCK_TOKENS + key % BLOCK_TOKENS
+    if PACKED:
+        k = read_whole(keys, kv_head, cache_slots, slot, real, KIND, SIZE // 4, ON_DEVICE)
+        v = read_whole(values, kv_head, cache_slots, slot, real, KIND, SIZE // 4, ON_DEVICE)
+    else:
+        where = (kv_head.to(tl.int64) * cache_slots + slot)[:, None] * SIZE + column[None, :]
+        loaded = real[:, None] & (column[None, :] < SIZE)
+        k = tl.load(keys + where, loaded, other=0.0).to(KIND)
+        v = tl.load(values + where, loaded, other=0.0).to(KIND)
     return k, v
 
 
@@ -148,7 +155,8 @@ def _prefill(
     softcap, token_stride, out_stride, cache_slots, table_stride, window, sinks,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DESCRIPTOR: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DESCRIPTOR: tl.constexpr, PACKED: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     head = tl.program_id(0)
@@ -176,11 +184,12 @@ def _prefill(
     if not WINDOW:
         for first in tl.range(0, prefix // KEYS * KEYS, KEYS):
             k, v = _cached(keys, values, table, first, prefix, kv_head, cache_slots, kind, SIZE, PADDED, BLOCK_TOKENS,
-                           KEYS)
+                           KEYS, PACKED, ON_DEVICE)
             best, mass, total = _look(queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION)
         begin = prefix // KEYS * KEYS
     for first in tl.range(begin, prefix, KEYS):
-        k, v = _cached(keys, values, table, first, prefix, kv_head, cache_slots, kind, SIZE, PADDED, BLOCK_TOKENS, KEYS)
+        k, v = _cached(keys, values, table, first, prefix, kv_head, cache_slots, kind, SIZE, PADDED, BLOCK_TOKENS, KEYS,
+                       PACKED, ON_DEVICE)
         key = first + tl.arange(0, KEYS)
         seen = tl.broadcast_to((key < prefix)[None, :], [QUERIES, KEYS])
         if WINDOW:
@@ -239,7 +248,8 @@ def attend_prefill(
         Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, PADDED=max(16, power_of_two(size)),
         BLOCK_TOKENS=block_tokens, QUERIES=_query_tile(plan.far),
         PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
-        SOFTCAP=rule.softcap > 0, WINDOW=rule.window is not None, DESCRIPTOR=whole, **tuning,
+        SOFTCAP=rule.softcap > 0, WINDOW=rule.window is not None, DESCRIPTOR=whole,
+        PACKED=keys.dtype == packed_cache.DTYPE, ON_DEVICE=heads.is_cuda, **tuning,
     )  # fmt: skip
 
 

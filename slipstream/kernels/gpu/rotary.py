@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.gpu import packed_cache
 from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, power_of_two
+from slipstream.kernels.packed_cache import DTYPE
 
 _HEADS = 8  # heads a program takes; fewer leave it too little to do, more too few programs for one token
 
@@ -17,7 +19,8 @@ _HEADS = 8  # heads a program takes; fewer leave it too little to do, more too f
 def _rotate_write(
     heads, positions, slots, cosine, sine, q_weight, k_weight, keys, values, cache_slots, epsilon,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-    REST: tl.constexpr, REST_PADDED: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
+    REST: tl.constexpr, REST_PADDED: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr,
+    ON_DEVICE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A head is two halves that turn into each other, and a rest that does not turn; either may be missing."""
     token = tl.program_id(0).to(tl.int64)
@@ -66,9 +69,12 @@ def _rotate_write(
         first = tl.where(turned, (one * first_cosine + other * first_sine).to(kind), first)
         second = tl.where(turned, (other * second_cosine + one * second_sine).to(kind), second)
         tl.debug_barrier()  # where threads are more than numbers, several read one: all have by now
-        _write(first, base, keys, values, column, slot, head, real & inside, cache_slots, Q_HEADS, KV_HEADS, SIZE)
-        _write(second, base, keys, values, column + HALF, slot, head, real & inside, cache_slots, Q_HEADS, KV_HEADS,
-               SIZE)
+        if PACKED:
+            _write_packed(first, second, base, keys, values, slot, head, cache_slots, Q_HEADS, KV_HEADS, ON_DEVICE)
+        else:
+            _write(first, base, keys, values, column, slot, head, real & inside, cache_slots, Q_HEADS, KV_HEADS, SIZE)
+            _write(second, base, keys, values, column + HALF, slot, head, real & inside, cache_slots, Q_HEADS, KV_HEADS,
+                   SIZE)
     if REST > 0:
         _write(rest, base, keys, values, rest_column, slot, head, real & rest_inside, cache_slots, Q_HEADS, KV_HEADS,
                SIZE)
@@ -95,6 +101,24 @@ def _write(
     tl.store(values + value_at, x.to(values.dtype.element_ty), held & is_value)
 
 
+@triton.jit
+def _write_packed(
+    first, second, base, keys, values, slot, head, cache_slots, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    """The same of whole heads, by their halves, to a cache of twelve bits a number."""
+    HALF: tl.constexpr = first.shape[1]
+    column = tl.arange(0, HALF)[None, :]
+    turned = head < Q_HEADS + KV_HEADS
+    tl.store(base + column, first, turned)
+    tl.store(base + column + HALF, second, turned)
+    if tl.max(head) >= Q_HEADS:  # others have queries only
+        x, y, z, scale = packed_cache.pack(first, second, ON_DEVICE)
+        key, value = head - Q_HEADS, head - Q_HEADS - KV_HEADS
+        packed_cache.write(keys, x, y, z, scale, key, slot, (key >= 0) & turned, cache_slots)
+        packed_cache.write(values, x, y, z, scale, value, slot, (value >= 0) & (value < KV_HEADS), cache_slots)
+
+
 def turn_at(
     cosine: Tensor, signed_sine: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -110,7 +134,7 @@ def rotate_write(
     q_norm: Tensor | None,  # [head_size]
     k_norm: Tensor | None,
     epsilon: float,
-    keys: Tensor,  # [kv_heads, slots, head_size]
+    keys: Tensor,  # [kv_heads, slots, head_size], or packed
     values: Tensor,
 ) -> Tensor:
     """→ heads, rotated: what attention takes"""
@@ -123,6 +147,6 @@ def rotate_write(
         heads, positions, slots, cosine, sine, q_norm, k_norm, keys, values, keys.shape[1], epsilon,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, HALF=half, HALF_PADDED=power_of_two(max(1, half)),
         REST=size - 2 * half, REST_PADDED=power_of_two(max(1, size - 2 * half)), NORM=q_norm is not None,
-        HEADS=_HEADS, num_warps=4, **overlapping(heads.device),
+        HEADS=_HEADS, PACKED=keys.dtype == DTYPE, ON_DEVICE=heads.is_cuda, num_warps=4, **overlapping(heads.device),
     )  # fmt: skip
     return heads

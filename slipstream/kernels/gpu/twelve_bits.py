@@ -12,7 +12,7 @@ GROUP = tl.constexpr(twelve_bits.GROUP)
 WORDS = tl.constexpr(3 * twelve_bits.RUN)  # of a group
 
 # Two numbers of each run at a time; a, b and c: words of the three runs, then numbers of the first three.
-_FOUR_RUNS = """
+FOUR_RUNS = """
     shr.u32 d, a, 11;
     and.b32 d, d, 0x000F000F;
     shr.u32 t, b, 7;
@@ -30,7 +30,7 @@ _SCALED = tl.constexpr("""{
     mov.b32 a, $4;
     mov.b32 b, $5;
     mov.b32 c, $6;
-""" + _FOUR_RUNS + """
+""" + FOUR_RUNS + """
     mov.b32 up, 0x77807780;
     mov.b32 nothing, 0x80008000;
     fma.rn.bf16x2 $0, a, up, nothing;
@@ -43,7 +43,7 @@ _WIDENED = tl.constexpr("""{
     mov.b32 a, $8;
     mov.b32 b, $9;
     mov.b32 c, $10;
-""" + _FOUR_RUNS + """
+""" + FOUR_RUNS + """
     shl.b32 $0, a, 16;
     and.b32 $1, a, 0xFFFF0000;
     shl.b32 $2, b, 16;
@@ -56,9 +56,9 @@ _WIDENED = tl.constexpr("""{
 
 
 @triton.jit
-def unpacked(first, second, third, x, ON_DEVICE: tl.constexpr):
+def unpacked(first, second, third, KIND: tl.constexpr, ON_DEVICE: tl.constexpr):
     """Words of three runs → numbers of four runs, without their row's scale: bfloat16, or in the interpreter, which
-    has none, of the type that x points to."""
+    has none, of KIND."""
     if ON_DEVICE:
         return tl.inline_asm_elementwise(
             _SCALED, "=r,=r,=r,=r,r,r,r", [first, second, third],
@@ -66,9 +66,8 @@ def unpacked(first, second, third, x, ON_DEVICE: tl.constexpr):
         )  # fmt: skip
     else:
         a, b, c, d = widened(first, second, third, ON_DEVICE)
-        kind = x.dtype.element_ty
         up = 5.192296858534828e33  # 2^112
-        return (a * up).to(kind), (b * up).to(kind), (c * up).to(kind), (d * up).to(kind)
+        return (a * up).to(KIND), (b * up).to(KIND), (c * up).to(KIND), (d * up).to(KIND)
 
 
 @triton.jit

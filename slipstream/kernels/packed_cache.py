@@ -1,0 +1,31 @@
+"""bfloat16 keys and values in a little more than three quarters of their bytes: a quarter less to read, a third more of
+them in the same memory.
+
+Of a token's head, as of a row of weights (`kernels/twelve_bits.py`), four bits tell how far a number's exponent lies
+below the largest. So a number has twelve bits and is the same number, but for those more than 2^14 times smaller than
+the largest of their head, which may lose at most 2^-22 of it.
+
+The four runs of a head are the even columns of its first half, the odd ones, and those of its second half: halves are
+what a rotation turns into each other, and neighbours lie in one thread's hands. Three runs of words of 16 bits hold
+them, the fourth in the bits that exponents left. Behind the words of every 16 tokens lie the tokens' scales: the upper
+halves of float32 powers of two, 2^64 times smaller than what a number, taken as bfloat16, has to be multiplied by.
+"""
+
+from __future__ import annotations
+
+import torch
+
+DTYPE = torch.int16
+_SIZES = (64, 128, 256)  # of heads: runs that the matrix units take
+TOKENS = 16  # whose words and scales lie together
+
+
+def words(head_size: int) -> int:
+    """16-bit words that a token's head takes, its scale among them."""
+    return head_size // 4 * 3 + 1
+
+
+def packs(dtype: torch.dtype, head_size: int, rotary_size: int, block_tokens: int) -> bool:
+    """Whether keys and values of such a run can be kept so."""
+    turned = rotary_size == head_size
+    return dtype == torch.bfloat16 and head_size in _SIZES and turned and block_tokens % TOKENS == 0

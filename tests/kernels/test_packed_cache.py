@@ -1,0 +1,200 @@
+"""Keys and values in twelve bits: the same numbers, and the same attention.
+
+Where there is no GPU, the kernels run in Triton's interpreter, which has no bfloat16: float32 that holds such numbers.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from attention_steps import DEVICE, GPU, MIXES, gpu_plan, slots_of, tables_of
+
+from slipstream.kernels import packed_cache
+from slipstream.kernels.attention import plan_attention
+from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.gpu.prefix import Prefix, lay_out, pays
+from slipstream.kernels.gpu.rotary import rotate_write
+
+BLOCK = 32
+DTYPE = torch.bfloat16 if GPU else torch.float32
+TOLERANCE = 1e-2 if GPU else 2e-5
+# Plain, with a window, with sinks and a cap.
+RULES = [AttentionRule(0.1), AttentionRule(0.1, 24), AttentionRule(0.2, 24, 5, 2.0)]
+
+
+def new_cache(slots, kv_heads, size):
+    return torch.zeros((2, kv_heads, slots, packed_cache.words(size)), dtype=packed_cache.DTYPE, device=DEVICE)
+
+
+def write(cache, heads, slots):
+    """By the kernel: keys and values [2, kv_heads, tokens, size], without a turn, into slots [tokens]."""
+    size = heads.shape[-1]
+    step = torch.cat((heads[0, :1], heads.flatten(0, 1))).transpose(0, 1).to(DTYPE).contiguous().to(DEVICE)
+    turn = (torch.ones(1, size, device=DEVICE), torch.zeros(1, size, device=DEVICE))
+    positions = torch.zeros(len(slots), dtype=torch.int64, device=DEVICE)
+    rotate_write(step, positions, slots.to(DEVICE), turn, None, None, 1e-6, *cache)
+
+
+def pack(heads):
+    """A whole cache by the format alone: [2, kv_heads, slots, size] → int16 [2, kv_heads, slots, words]"""
+    run, tokens = heads.shape[-1] // 4, packed_cache.TOKENS
+    least = (torch.frexp(heads.abs().amax(-1, keepdim=True))[1] + 126 - 15).clamp(min=0)
+    units = heads.double().abs() * torch.exp2(133.0 - least.double())  # of the last place of what has no leading one
+    above = (torch.frexp(units)[1] - 8).clamp(min=0)
+    bits = (units / torch.exp2(above.double())).round().long() + (above << 7) | (heads < 0).long() << 15
+    halves = bits.unflatten(-1, (2, run, 2))
+    first, second, third, fourth = (halves[..., half, :, odd] for half in (0, 1) for odd in (0, 1))
+    words = torch.cat((first | (fourth & 15) << 11, second | (fourth >> 4 & 15) << 11,
+                       third | (fourth >> 8 & 7) << 11 | fourth >> 15 << 14), -1)
+    lines = words.unflatten(2, (-1, tokens)).flatten(-2)
+    scales = (least[..., 0] + 63 << 7).unflatten(2, (-1, tokens))
+    found = torch.cat((lines, scales), -1)
+    return (found - (found >> 15 << 16)).to(torch.int16).view(*heads.shape[:3], -1).to(DEVICE)
+
+
+def read(cache, size):
+    """What the words say: float64 [2, kv_heads, slots, size]. Written by the format alone, number by number."""
+    run, tokens = size // 4, packed_cache.TOKENS
+    lines = cache.cpu().flatten(2).unflatten(2, (-1, tokens * packed_cache.words(size))).long() & 0xFFFF
+    words = lines[..., : tokens * 3 * run].unflatten(-1, (tokens, 3, run))
+    scales = (lines[..., tokens * 3 * run :] << 16).to(torch.int32).view(torch.float32).double() * 2.0**64
+    first, second, third = words.unbind(-2)
+    rest = [word >> 11 & 15 for word in (first, second, third)]
+    fourth = rest[0] | rest[1] << 4 | (rest[2] & 7) << 8 | rest[2] >> 3 << 15
+    numbers = [number(word) for word in (first & 0x87FF, second & 0x87FF, third & 0x87FF, fourth)]
+    halves = (torch.stack(numbers[:2], -1).flatten(-2), torch.stack(numbers[2:], -1).flatten(-2))
+    return (torch.cat(halves, -1) * scales[..., None]).flatten(2, 3)
+
+
+def number(word):
+    """A sign, four bits of an exponent, seven of a mantissa."""
+    exponent, mantissa = word >> 7 & 15, (word & 127).double()
+    size = torch.where(exponent > 0, (mantissa + 128) * 2.0 ** (exponent.double() - 1), mantissa) * 2.0**-133
+    return torch.where(word >= 0x8000, -size, size)
+
+
+def random_heads(kv_heads, tokens, size):
+    """bfloat16 numbers as float32, of very different sizes from token to token and within some."""
+    torch.manual_seed(0)
+    heads = torch.randn(2, kv_heads, tokens, size) * torch.exp2(torch.randint(-40, 40, (tokens, 1)).float())
+    heads[:, :, 1] *= torch.exp2(-30 * torch.rand(size))
+    heads[:, :, 2, ::3] = 0.0
+    heads[:, :, 3] = 0.0
+    heads[:, :, 4] = torch.randn(size) * 2.0**-125  # some without a leading one
+    return heads.bfloat16().float()
+
+
+@pytest.mark.parametrize(("kv_heads", "size"), [(1, 64), (3, 64), (2, 128), (1, 256)])
+def test_what_is_read_is_what_was_written(kv_heads, size):
+    tokens, slots = 40, 64
+    heads, places = random_heads(kv_heads, tokens, size), torch.randperm(slots)[:tokens]
+    cache = new_cache(slots, kv_heads, size)
+    write(cache, heads, places)
+    found = read(cache, size)
+    untouched = [slot for slot in range(slots) if slot not in places.tolist()]
+    assert not found[:, :, untouched].any(), "nothing is written beside the slots"
+    largest = heads.double().abs().amax(-1, keepdim=True)
+    error = (found[:, :, places] - heads.double()).abs()
+    assert (error[(heads.abs() >= largest * 2.0**-14)] == 0).all()
+    assert (error <= largest * 2.0**-22).all()
+    assert (error > 0).any(), "the smallest of one token lose bits, or this shows nothing"
+    everywhere = torch.zeros(2, kv_heads, slots, size)
+    everywhere[:, :, places] = heads
+    assert torch.equal(read(pack(everywhere), size), found)
+
+
+@pytest.mark.parametrize("odd", [math.inf, math.nan, 2.0**81])
+def test_what_cannot_be_packed_stays_no_number(odd):
+    """The token says so; its neighbours and other heads are as they were."""
+    heads = random_heads(2, 16, 64)
+    heads[0, 1, 7, 5] = odd
+    cache = new_cache(16, 2, 64)
+    write(cache, heads, torch.arange(16))
+    found = read(cache, 64)
+    assert not found[0, 1, 7, 5].isfinite()
+    assert found[0, 0].isfinite().all()
+    assert found[0, 1, 6].isfinite().all()
+    assert found[0, 1, 8].isfinite().all()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 64)] if not GPU else [
+    (4, 2, 64), (32, 8, 128), (8, 8, 128), (40, 2, 128), (4, 1, 256)])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("rule", RULES)
+def test_attention_over_packed_keys_and_values(heads, kv_heads, size, mix, rule):
+    torch.manual_seed(0)
+    positions, counts = (np.array(column) for column in zip(*MIXES[mix], strict=True))
+    tables = tables_of(positions, counts, BLOCK)
+    slots = (int(tables.max()) + 1) * BLOCK
+    plain = torch.randn(2, kv_heads, slots, size).bfloat16().float()
+    order, plan = gpu_plan(tables, positions, counts, BLOCK, kv_heads, DTYPE, size, packed=True)
+    step = torch.randn(int(counts.sum()), heads + 2 * kv_heads, size).bfloat16()
+    own = slots_of(order, positions, counts, tables, BLOCK)
+    plain[:, :, own] = step[:, heads:].float().unflatten(1, (2, kv_heads)).permute(1, 2, 0, 3)
+    got = plan.attend(step.to(DTYPE).to(DEVICE), *pack(plain), rule)
+    twin = plan_attention(tables[order], positions[order], counts[order], BLOCK, plain[None])
+    expected = twin.attend(step[:, :heads].float(), *plain, rule)
+    assert (got.float().cpu() - expected).norm() < TOLERANCE * expected.norm()
+
+
+@pytest.mark.parametrize("size", [64] if not GPU else [64, 128, 256])
+@pytest.mark.parametrize("mix", [name for name, rows in MIXES.items() if any(p > 0 and c > 1 for p, c in rows)])
+@pytest.mark.parametrize("rule", RULES[:2])
+def test_what_is_unpacked_beforehand_is_seen_as_if_it_were_not(size, mix, rule):
+    torch.manual_seed(0)
+    positions, counts = (np.array(column) for column in zip(*MIXES[mix], strict=True))
+    tables = tables_of(positions, counts, BLOCK)
+    cache = pack(torch.randn(2, 2, (int(tables.max()) + 1) * BLOCK, size).bfloat16().float())
+    order, plan = gpu_plan(tables, positions, counts, BLOCK, 2, DTYPE, size, packed=True)
+    step = torch.randn(int(counts.sum()), 8, size).bfloat16().to(DTYPE).to(DEVICE)
+    expected = plan.attend(step, *cache, rule)
+    rows = np.array([row for row in order if counts[row] > 1])
+    where, own_tables = lay_out(rows, positions[rows], BLOCK, tables.shape[1])
+    assert tables.ravel()[where].tolist() == [b for r in rows for b in tables[r][: -(-positions[r] // BLOCK)]]
+    keys, values = torch.full((2, 2, len(where) * BLOCK, size), math.nan, dtype=DTYPE, device=DEVICE)
+    blocks, own_tables = (torch.from_numpy(x).to(DEVICE) for x in (tables.ravel()[where], own_tables))
+    plan.prefix = Prefix(blocks, own_tables, keys, values, BLOCK)
+    places = np.searchsorted(rows, plan.prefill.tile_row.cpu())
+    plan.prefill.tile_row = torch.from_numpy(places.astype(np.int32)).to(DEVICE)
+    assert torch.equal(plan.attend(step, *cache, rule), expected)
+
+
+@pytest.mark.parametrize(("positions", "counts", "worth"), [
+    ([8192], [8192], True), ([6144], [256], True), ([6144], [255], False), ([0, 0], [4000, 4000], False),
+    ([0, 4000], [8000, 192], False), ([4000, 4000], [400, 112], True), ([200_000], [8192], True),
+    ([200_000, 100_000], [4000, 4000], False)])  # the last would take more than is free
+def test_when_it_is_worth_unpacking(positions, counts, worth):
+    assert pays(np.array(positions), np.array(counts), BLOCK, token_bytes=4096) is worth
+
+
+def test_keys_and_values_of_any_size_are_attended_to():
+    """As large and as small as float32 takes their products."""
+    torch.manual_seed(0)
+    size, lengths = 64, np.array([40, 33])
+    tables = tables_of(lengths - 1, np.ones_like(lengths), BLOCK)
+    slots = (int(tables.max()) + 1) * BLOCK
+    plain = torch.randn(2, 1, slots, size).bfloat16().float()
+    for scale in (2.0**40, 2.0**-40):
+        stored, step = plain * scale, torch.randn(2, 4, size).bfloat16().float()
+        step[:, 1:3] = 0.0  # queries that see all tokens alike, and the step's own places in the cache
+        own = slots_of(np.arange(2), lengths - 1, np.ones_like(lengths), tables, BLOCK)
+        stored[:, :, own] = 0.0
+        _, plan = gpu_plan(tables, lengths - 1, np.ones_like(lengths), BLOCK, 1, DTYPE, size, packed=True)
+        rule = AttentionRule(0.1 / scale)
+        got = plan.attend(step.to(DTYPE).to(DEVICE), *pack(stored), rule).float().cpu()
+        twin = plan_attention(tables, lengths - 1, np.ones_like(lengths), BLOCK, stored[None])
+        expected = twin.attend(step[:, :2], *stored, rule)
+        assert (got - expected).norm() < TOLERANCE * expected.norm()
+
+
+@pytest.mark.parametrize(("dtype", "size", "turned", "block", "packed"), [
+    (torch.bfloat16, 128, 128, 32, True), (torch.bfloat16, 64, 64, 16, True), (torch.bfloat16, 128, 128, 8, False),
+    (torch.bfloat16, 80, 80, 32, False), (torch.bfloat16, 64, 16, 32, False), (torch.bfloat16, 64, 0, 32, False),
+    (torch.float16, 128, 128, 32, False), (torch.float32, 128, 128, 32, False)])
+def test_what_is_packed(dtype, size, turned, block, packed):
+    assert packed_cache.packs(dtype, size, turned, block) is packed
+
+
+def test_a_head_takes_little_more_than_three_quarters():
+    assert [packed_cache.words(size) for size in (64, 128, 256)] == [49, 97, 193]
