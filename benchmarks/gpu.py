@@ -26,6 +26,7 @@ from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
 from slipstream.model.spec import ModelSpec
+from slipstream.server.garbage import spare_what_is_there
 from slipstream.weights.parameters import choose_quantisation, engine_parameters, scales_name
 from slipstream.weights.quantise import quantise_fp8
 
@@ -237,6 +238,7 @@ def main() -> None:
     tensors = random_tensors(spec, options.fp8)
     loop = create_engine(spec, tensors, settings, spec.max_positions, fp8_cache=options.fp8)
     torch.cuda.synchronize()
+    spare_what_is_there()  # as an engine's process does
     print(f"{options.shape}: ready in {time.perf_counter() - began:.1f} s, {loop.info.total_blocks} blocks, "
           f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB", flush=True)
     print(f"{'workload':8} {'figure':>10} {'unit':6} {'of limit':>8} {'target':>8} {'peer':>8} {'× peer':>7} "

@@ -24,6 +24,7 @@ from slipstream.engine.messages import EngineInfo, EngineStats, Shutdown, StepOu
 from slipstream.engine.request import FinishReason, GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server import cpu_probe, logging
+from slipstream.server.garbage import spare_what_is_there
 from slipstream.server.link import EXIT_WITH_REASON, EngineEnd, EngineFailed, FromEngine, StartOrder, ToEngine
 from slipstream.server.log_capture import told_by_python
 
@@ -125,6 +126,7 @@ def main(start_loop: StartLoop = start_real_engine) -> int:
     except Exception as error:
         expected = isinstance(error, OSError | ValueError)  # their text is meant for the user
         return _leave(link, error, with_traceback=not expected)
+    spare_what_is_there()
     try:
         link.send(loop.info)
         serve(loop, link)

@@ -21,6 +21,7 @@ from slipstream.repository.models import Repository, inspect_repository
 from slipstream.repository.reading import Reading
 from slipstream.server import logging
 from slipstream.server.engine_pool import EnginePool
+from slipstream.server.garbage import spare_what_is_there
 from slipstream.server.health import ServerState
 from slipstream.server.memory_table import memory_table
 from slipstream.server.options import ALL_MODELS, Port, ServerOptions
@@ -188,6 +189,7 @@ class _Server:
         os.environ.setdefault(*GRPC_READING)
         from slipstream.server.services import Services
 
+        spare_what_is_there()  # all but models, which may go again
         try:
             services = Services(self._options, self._engines, self._state, self._factories)
             loading = asyncio.ensure_future(services.load(self._wanted, self._reading))

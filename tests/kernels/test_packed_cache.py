@@ -38,7 +38,7 @@ def write(cache, heads, slots):
 
 def pack(heads):
     """A whole cache by the format alone: [2, kv_heads, slots, size] → int16 [2, kv_heads, slots, words]"""
-    run, tokens = heads.shape[-1] // 4, packed_cache.TOKENS
+    run, tokens, heads = heads.shape[-1] // 4, packed_cache.TOKENS, heads.to(DEVICE)
     least = (torch.frexp(heads.abs().amax(-1, keepdim=True))[1] + 126 - 15).clamp(min=0)
     units = heads.double().abs() * torch.exp2(133.0 - least.double())  # of the last place of what has no leading one
     above = (torch.frexp(units)[1] - 8).clamp(min=0)
@@ -50,7 +50,7 @@ def pack(heads):
     lines = words.unflatten(2, (-1, tokens)).flatten(-2)
     scales = (least[..., 0] + 63 << 7).unflatten(2, (-1, tokens))
     found = torch.cat((lines, scales), -1)
-    return (found - (found >> 15 << 16)).to(torch.int16).view(*heads.shape[:3], -1).to(DEVICE)
+    return (found - (found >> 15 << 16)).to(torch.int16).view(*heads.shape[:3], -1)
 
 
 def read(cache, size):
@@ -119,7 +119,7 @@ def test_what_cannot_be_packed_stays_no_number(odd):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 64)] if not GPU else [
-    (4, 2, 64), (32, 8, 128), (8, 8, 128), (40, 2, 128), (4, 1, 256)])
+    (4, 2, 64), (8, 2, 128), (4, 4, 128), (20, 1, 128), (4, 1, 256)])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("rule", RULES)
 def test_attention_over_packed_keys_and_values(heads, kv_heads, size, mix, rule):

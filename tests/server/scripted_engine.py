@@ -7,6 +7,7 @@ milliseconds each step takes at least (a seed over 10,000 is one that the server
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -18,7 +19,7 @@ from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_process import run
 
-RAISE, HANG, DIE, REFUSE = 900, 901, 902, 903
+RAISE, HANG, DIE, REFUSE, SPARED = 900, 901, 902, 903, 904
 
 
 @dataclass
@@ -47,6 +48,8 @@ class ScriptedLoop:
         if request.prompt[0] == REFUSE:
             self.news.errors[request.request_id] = "refused by order"
             self._tell(request.request_id, [], "error")
+        elif request.prompt[0] == SPARED:
+            self._tell(request.request_id, [gc.get_freeze_count()], "length")
         else:
             self.running[request.request_id] = _Running(request, request.prompt[-1])
 

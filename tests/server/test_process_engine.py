@@ -95,6 +95,12 @@ async def test_cancel_ends_the_request_with_the_given_reason_and_only_that_one(l
     assert (await collect(stays))[0] == list(range(2, 52))
 
 
+async def test_searches_for_garbage_leave_out_what_a_start_has_made(launch):
+    engine = await launch()
+    (spared,), _ = await collect(engine.submit([scripted.SPARED], SamplingParams()))
+    assert spared > 10_000
+
+
 async def test_what_the_engine_refuses_is_an_error_of_that_request(launch):
     engine = await launch()
     tokens, last = await collect(engine.submit([scripted.REFUSE], SamplingParams()))
