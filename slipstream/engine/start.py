@@ -150,11 +150,12 @@ def _scheduler(
 
 
 def warm_up(
-    spec: ModelSpec, runner: AnyRunner, total_blocks: int, longest: int, tokens: int = 16, requests: int = 1
-) -> None:
-    """Run short requests through the runner alone, so that the first user does not pay for first calls."""
+    spec: ModelSpec, runner: AnyRunner, total_blocks: int, longest: int, tokens: int = 16, requests: int = 1,
+    step_tokens: int | None = None,
+) -> None:  # fmt: skip
+    """Run requests through the runner alone, so that the first user does not pay for first calls."""
     pool = BlockPool(total_blocks, runner.block_tokens, reuse=False)
-    scheduler = Scheduler(pool, requests, requests * longest, longest, spec.vocab_size)
+    scheduler = Scheduler(pool, requests, step_tokens or requests * longest, longest, spec.vocab_size)
     tokens = min(tokens, longest - 2, total_blocks * runner.block_tokens // requests - 2)
     for number in range(requests):
         scheduler.add(GenerateRequest(_WARM_UP_REQUEST - number, [0] * tokens, SamplingParams(max_tokens=2)))
@@ -176,8 +177,10 @@ def _prepare_gpu(
     torch.cuda.reset_peak_memory_stats()
     warm_up(spec, runner, blocks, longest, each, max(1, min(budget // each, max_rows)))
     step_bytes = torch.cuda.max_memory_allocated() - held
-    if longest - 2 >= FAR:  # a long prompt has kernels of its own, which are not to be compiled while others wait
-        warm_up(spec, runner, blocks, longest, FAR)
+    # Long prompts, and those of several steps, have kernels of their own, not to be compiled while others wait.
+    for tokens in (size for size in (_WARM_UP_TOKENS, FAR) if size <= longest - 2):
+        warm_up(spec, runner, blocks, longest, tokens)
+        warm_up(spec, runner, blocks, longest, tokens, step_tokens=tokens // 2)
     free, _ = torch.cuda.mem_get_info()
     runner.capture(max_rows, progress)
     # The library loads its kernels when first used: let that be now. Fewer prompts are a captured step.

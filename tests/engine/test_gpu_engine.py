@@ -137,10 +137,29 @@ def test_keys_and_values_of_twelve_bits_agree_as_well(family, way):
     assert agreement(loop, model) >= 0.95, "again, with what is cached"
 
 
-def wide(family):
+def wide(family, length=LENGTH):
     """A model with heads as wide as large ones have."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-    return random_model(config_of(family, **positions_of(family, LENGTH), **sizes)).eval()
+    return random_model(config_of(family, **positions_of(family, length), **sizes)).eval()
+
+
+def test_no_kernel_is_compiled_behind_the_start():
+    from slipstream.kernels.gpu import decode_attention, packed_decode, prefill_attention, prefix, rotary
+
+    kernels = (decode_attention._decode, packed_decode.decode_packed, prefill_attention._prefill, prefix._unpack,
+               rotary._rotate_write)
+    model = wide("llama", 6000)
+    spec, tensors = engine_tensors(model)
+    settings = EngineSettings(dtype="bfloat16", device="cuda", max_rows=64, step_tokens=2048)
+    loop = create_engine(spec, tensors, settings, 6000)
+    before = [len(kernel._compiled) for kernel in kernels]
+    assert before[1:] == [count for count in before[1:] if count > 0]
+    generator = torch.Generator().manual_seed(5)
+    lengths = [5000, 3500, 2500, 1500, *(17 * n % 700 + 1 for n in range(60))]
+    asked = [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    generate(loop, asked, max_tokens=40)
+    generate(loop, [prompt + prompt[:300] for prompt in asked[:3]], max_tokens=4)  # of which much is cached
+    assert [len(kernel._compiled) for kernel in kernels] == before
 
 
 def agreement(loop, model):

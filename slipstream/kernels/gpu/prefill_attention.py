@@ -234,7 +234,8 @@ def attend_prefill(
     tokens, all_heads, size = heads.shape
     kv_heads = keys.shape[0]
     q_heads = all_heads - 2 * kv_heads
-    tuning = _tuning(heads.dtype, size, plan.far)
+    packed = keys.dtype == packed_cache.DTYPE
+    tuning = _tuning(heads.dtype, size, plan.far, packed)
     whole = tuning.pop("DESCRIPTOR")
     own: Any = heads
     if whole:
@@ -249,13 +250,13 @@ def attend_prefill(
         BLOCK_TOKENS=block_tokens, QUERIES=_query_tile(plan.far),
         PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
         SOFTCAP=rule.softcap > 0, WINDOW=rule.window is not None, DESCRIPTOR=whole,
-        PACKED=keys.dtype == packed_cache.DTYPE, ON_DEVICE=heads.is_cuda, **tuning,
+        PACKED=packed, ON_DEVICE=heads.is_cuda, **tuning,
     )  # fmt: skip
 
 
-def _tuning(dtype: torch.dtype, size: int, far: bool) -> dict[str, Any]:
+def _tuning(dtype: torch.dtype, size: int, far: bool, packed: bool) -> dict[str, Any]:
     if _by_descriptor(dtype, size):
         return {"KEYS": 128 if far else 32, "num_warps": 8 if far else 4, "num_stages": 3, "DESCRIPTOR": True}
     row_bytes = dtype.itemsize * power_of_two(size)  # of a key
-    keys = max(16, min(128 // dtype.itemsize, 2**14 // row_bytes))
+    keys = max(16, min(128 // dtype.itemsize, 2 ** (13 if packed else 14) // row_bytes))  # words need room, too
     return {"KEYS": keys, "num_warps": 4, "num_stages": 2 if row_bytes <= 512 else 1, "DESCRIPTOR": False}

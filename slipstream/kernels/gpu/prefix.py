@@ -15,6 +15,7 @@ from slipstream.kernels.gpu.packed_cache import read_whole
 
 _MOST_BYTES = 2**30  # that unpacked keys and values may take
 _WORTH = 256  # new tokens to each cached one: fewer have it unpacked as fast while they look at it
+_WIDTHS = 16  # tables are so many blocks wide, or a multiple: for other widths kernels would be compiled anew
 _TOKENS = tl.constexpr(packed_cache.TOKENS)
 
 
@@ -48,7 +49,8 @@ def lay_out(rows: np.ndarray, positions: np.ndarray, block_tokens: int, width: i
     blocks = -(-positions // block_tokens)
     row = np.repeat(np.arange(len(rows)), blocks)
     number = np.arange(len(row)) - (np.cumsum(blocks) - blocks)[row]  # of the row's blocks
-    tables = np.zeros((len(rows), int(blocks.max())), dtype=np.int32)
+    most = -(-int(blocks.max()) // _WIDTHS) * _WIDTHS
+    tables = np.zeros((len(rows), most), dtype=np.int32)
     tables[row, number] = np.arange(len(row))
     return rows[row] * width + number, tables
 
