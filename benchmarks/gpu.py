@@ -202,8 +202,8 @@ def run(loop, spec: ModelSpec, work: Workload, first_id: int) -> tuple[float, in
 
 def limit_seconds(spec: ModelSpec, plan: StepPlan, weight_bytes: int) -> float:
     """Time in which the hardware could do a step: its products' arithmetic or the weights read, whichever takes
-    longer, then the attention of prompts, and the keys and values of rows with one token read. Steps of few tokens read
-    twelve bits of a weight's sixteen and may be faster."""
+    longer, then the attention of prompts, and the keys and values of rows with one token read. Keys, values and, in
+    steps of few tokens, weights are read in twelve bits of these sixteen, which may be faster."""
     head = spec.vocab_size * spec.hidden_size
     body = spec.parameters() - (1 if spec.tied_embeddings else 2) * head
     samples = sum(plan.samples)

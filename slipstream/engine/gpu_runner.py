@@ -20,7 +20,9 @@ from slipstream.kernels import packed_cache
 from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import TILE_TOKENS, GpuStepAdapters, Tiles, cut_adapter_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
+from slipstream.kernels.gpu.decode_attention import one_warp
 from slipstream.kernels.gpu.decode_chunks import CHUNK_NUMBERS, DecodePlan, cut_chunks, places_of
+from slipstream.kernels.gpu.launch import power_of_two
 from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, far_tiles
 from slipstream.kernels.gpu.prefix import Prefix, lay_out, pays
 from slipstream.kernels.gpu.step import step_inputs, write_back
@@ -57,7 +59,9 @@ class GpuRunner:
     ) -> None:
         self.model = model
         self.block_tokens = block_tokens
-        self.places = places_of(model.device, narrow=model.cache_dtype == packed_cache.DTYPE)
+        group = model.spec.heads // model.spec.kv_heads
+        narrow = model.cache_dtype == packed_cache.DTYPE and one_warp(group, model.spec.head_size)
+        self.places = places_of(model.device, narrow)
         self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
         self.cache = model.new_cache((total_blocks + 1) * block_tokens)  # with the null block
         self.host: HostCache | None = None  # for blocks that the cache has no room for
@@ -176,8 +180,12 @@ class GpuRunner:
             return None
         where, tables = lay_out(rows, positions, block_tokens, self.rows.tables.shape[1])
         blocks = self.rows.tables.view(-1)[to_device(where, self.model.device)]
-        shape = (2, spec.kv_heads, len(where) * block_tokens, spec.head_size)
-        keys, values = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
+        # By powers of two: each step of a long prompt looks back further than what the last one left has room for.
+        shape = (2, spec.kv_heads, power_of_two(len(where)) * block_tokens, spec.head_size)
+        try:
+            keys, values = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
+        except torch.OutOfMemoryError:
+            return None  # then it is unpacked while it is looked at
         return Prefix(blocks, to_device(tables, self.model.device), keys, values, block_tokens)
 
     def _padded(self, wanted: np.ndarray) -> np.ndarray:

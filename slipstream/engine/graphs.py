@@ -40,6 +40,7 @@ class Numbers:
     """Arrays of int32 with fixed room each, in one piece of device memory that one copy fills."""
 
     def __init__(self, rooms: list[int], device: torch.device) -> None:
+        self._rooms = rooms
         self._starts = np.cumsum([0] + [aligned(room) for room in rooms])
         self.memory = torch.zeros(int(self._starts[-1]), dtype=torch.int32, device=device)
         self.arrays = [self.memory[start : start + room] for start, room in zip(self._starts, rooms, strict=False)]
@@ -47,7 +48,8 @@ class Numbers:
     def fill(self, values: list[np.ndarray]) -> None:
         """Behind values that are fewer than there is room for come zeros."""
         staged = np.zeros(self._starts[-1], dtype=np.int32)
-        for start, array in zip(self._starts, values, strict=False):
+        for start, room, array in zip(self._starts, self._rooms, values, strict=False):
+            assert len(array) <= room, f"{len(array)} numbers for a room of {room}"
             staged[start : start + len(array)] = array
         self.memory.copy_(to_device(staged, self.memory.device), non_blocking=True)
 

@@ -59,7 +59,7 @@ def create_engine(
     `most_step_tokens`: what it allows a step, where the settings do not say.
 
     `read_adapter` reads the folders of adapters; without it, adapters come with requests only. `fp8_cache` keeps
-    keys and values in eight bits; a device that has no instructions for that keeps the run's type.
+    keys and values in eight bits; a device that has no instructions for that keeps them as if they were not asked for.
     """
     began = time.monotonic()
     device = _device(settings)
@@ -151,12 +151,14 @@ def _scheduler(
 
 def warm_up(
     spec: ModelSpec, runner: AnyRunner, total_blocks: int, longest: int, tokens: int = 16, requests: int = 1,
-    step_tokens: int | None = None,
+    steps: int = 1,
 ) -> None:  # fmt: skip
-    """Run requests through the runner alone, so that the first user does not pay for first calls."""
+    """Run requests through the runner alone, so that the first user does not pay for first calls. steps: that the
+    prompt of a single request takes."""
     pool = BlockPool(total_blocks, runner.block_tokens, reuse=False)
-    scheduler = Scheduler(pool, requests, step_tokens or requests * longest, longest, spec.vocab_size)
     tokens = min(tokens, longest - 2, total_blocks * runner.block_tokens // requests - 2)
+    budget = requests * longest if steps == 1 else max(1, -(-tokens // steps))
+    scheduler = Scheduler(pool, requests, budget, longest, spec.vocab_size)
     for number in range(requests):
         scheduler.add(GenerateRequest(_WARM_UP_REQUEST - number, [0] * tokens, SamplingParams(max_tokens=2)))
     while (plan := scheduler.plan()) is not None:
@@ -178,9 +180,9 @@ def _prepare_gpu(
     warm_up(spec, runner, blocks, longest, each, max(1, min(budget // each, max_rows)))
     step_bytes = torch.cuda.max_memory_allocated() - held
     # Long prompts, and those of several steps, have kernels of their own, not to be compiled while others wait.
-    for tokens in (size for size in (_WARM_UP_TOKENS, FAR) if size <= longest - 2):
+    for tokens in (_WARM_UP_TOKENS, FAR) if longest - 2 >= FAR else (_WARM_UP_TOKENS,):
         warm_up(spec, runner, blocks, longest, tokens)
-        warm_up(spec, runner, blocks, longest, tokens, step_tokens=tokens // 2)
+        warm_up(spec, runner, blocks, longest, tokens, steps=2)
     free, _ = torch.cuda.mem_get_info()
     runner.capture(max_rows, progress)
     # The library loads its kernels when first used: let that be now. Fewer prompts are a captured step.

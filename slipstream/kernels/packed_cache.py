@@ -3,7 +3,7 @@ them in the same memory.
 
 Of a token's head, as of a row of weights (`kernels/twelve_bits.py`), four bits tell how far a number's exponent lies
 below the largest. So a number has twelve bits and is the same number, but for those more than 2^14 times smaller than
-the largest of their head, which may lose at most 2^-22 of it.
+the largest of their head, which may lose at most 2^-22 of it. From 2^80 on a number is infinite.
 
 The four runs of a head are the even columns of its first half, the odd ones, and those of its second half: halves are
 what a rotation turns into each other, and neighbours lie in one thread's hands. Three runs of words of 16 bits hold

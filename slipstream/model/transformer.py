@@ -276,7 +276,7 @@ class Layer:
         return self.operations.add_norm(hidden, delta, norm)
 
     def attention(self, x: Input, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor) -> Tensor:
-        """x: [tokens, hidden]; cache: [2, kv_heads, slots, head_size] → [tokens, heads * head_size]"""
+        """x: [tokens, hidden]; cache: a layer of `new_cache` → [tokens, heads * head_size]"""
         spec = self.spec
         keys, values = cache.unbind()
         heads = self._adapted(self.qkv(x), x, step, QKV).view(-1, spec.heads + 2 * spec.kv_heads, spec.head_size)

@@ -45,7 +45,7 @@ def gpu_plan(tables, positions, counts, block, kv_heads, dtype, size, packed=Fal
 MIXES = {
     "one token, nothing before": [(0, 1)],
     "block edges": [(31, 1), (32, 1), (30, 1), (33, 1)],
-    "many chunks beside a short row": [(400, 1), (2, 1)],
+    "many chunks beside a short row": [(1100, 1), (2, 1)],
     "prompts": [(0, 5), (0, 130), (0, 128)],
     "prompts behind a prefix": [(40, 7), (129, 2), (1, 64)],
     "mixed": [(70, 1), (0, 40), (5, 1), (33, 3)],

@@ -61,7 +61,8 @@ def test_a_step_filled_anew_keeps_nothing_of_the_one_before():
 @pytest.mark.parametrize("kv_heads", [1, 8, 32])
 def test_chunks_cover_every_row_and_fit_their_room(places, kv_heads):
     chance = np.random.default_rng(0)
-    for lengths in ([], [1], [100_000], [64] * 40, [1, 5000, 3], chance.integers(1, 3000, 300)):
+    for lengths in ([], [1], [100_000], [64] * 40, [1, 5000, 3], [20_000] * 10 + [1] * 32,
+                    chance.integers(1, 3000, 300)):
         lengths = np.array(lengths, dtype=np.int64)
         chunks = cut_chunks(np.arange(len(lengths)) + 50, lengths, kv_heads, places)
         assert len(chunks) <= most_chunks(len(lengths), kv_heads, places)

@@ -33,7 +33,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 @triton.jit
-def _unpack(pairs):
+def _split_pairs(pairs):
     """int16, two eight-bit numbers each → the low and the high ones as float16, by the hardware's conversion."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 a, b; .reg .b16 c, d, e, f; prmt.b32 a, $2, 0, 0x0020; prmt.b32 b, $2, 0, 0x0031;"
@@ -94,7 +94,7 @@ def _decode(
         where = values + slot[:, None] * HALF + value_column[None, :]
         loaded = seen[:, None] & (value_column[None, :] < HALF)
         if PAIRED:
-            v, odd_v = _unpack(tl.load(where, loaded, other=0))
+            v, odd_v = _split_pairs(tl.load(where, loaded, other=0))
         else:
             v = tl.load(where, loaded, other=0.0).to(COMPUTE)
         best, mass, weights, shrink = soften(scores, seen, best, mass, softcap, WINDOW, SOFTCAP)
@@ -119,7 +119,7 @@ def _decode(
 
 def attend_decode(
     q: Tensor,  # [rows, heads, head_size], rows may be strided
-    keys: Tensor,  # [kv_heads, slots, head_size]
+    keys: Tensor,  # [kv_heads, slots, head_size], or packed
     values: Tensor,
     tables: Tensor,  # int32 [rows of the engine, blocks]
     plan: DecodePlan,
@@ -149,7 +149,7 @@ def attend_decode(
     }  # fmt: skip
     load = rows * kv_heads / places.count
     if keys.dtype == packed_cache.DTYPE:
-        tuning = _packed_tuning(load, queries * size)
+        tuning = _packed_tuning(load, one_warp(group, size))
         decode_packed[(items,)](*arguments, **constants, **tuning, ON_DEVICE=q.is_cuda)
         return
     eight_bits = keys.dtype == torch.float8_e4m3fn
@@ -177,10 +177,14 @@ def _tuning(load: float, number: int, padded: int, small: bool) -> dict[str, int
     return {"TILE": _TILE if padded * number <= 512 else _TILE // 2, "num_warps": 4, "num_stages": stages}
 
 
-def _packed_tuning(load: float, numbers: int) -> dict[str, int]:
-    """numbers: of all queries of a program"""
-    if numbers > _GROUP * 128:  # they need the registers of several warps
-        return {"TILE": 32, "num_warps": 4, "num_stages": 3}
+def one_warp(group: int, size: int) -> bool:
+    """Whether the queries of a key head, over a packed cache, are few enough for the registers of one warp."""
+    return max(_GROUP, power_of_two(group)) * size <= _GROUP * 128
+
+
+def _packed_tuning(load: float, narrow: bool) -> dict[str, int]:
+    if not narrow:
+        return {"TILE": _NARROW_TILE, "num_warps": 4, "num_stages": 3}
     if load < 0.5:
         return {"TILE": _TILE, "num_warps": 2, "num_stages": 5}
     return {"TILE": _NARROW_TILE, "num_warps": 1, "num_stages": 5}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.kernels.gpu.launch import processors
 
-_STEP = 64  # tokens: chunks hold whole ones
+_STEP = 64  # tokens that chunks end at a multiple of: the most that a program looks at at once
 _AT_ONCE = 5  # programs that a processor holds
 # Even shares of all tokens that a chunk holds at least: to begin and to merge one takes its time, which others fill
 # where there are many, and narrow.

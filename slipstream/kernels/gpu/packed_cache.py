@@ -12,9 +12,10 @@ from slipstream.kernels import packed_cache
 from slipstream.kernels.gpu.twelve_bits import FOUR_RUNS, unpacked, widened
 
 _TOKENS = tl.constexpr(packed_cache.TOKENS)
-# What lies in the cache as a scale is so much too small: float32 has no 2^240.
+# What lies in the cache as a scale is so much too small: float32 has no 2^240. Were it more, sums of products would
+# become too small; less, and large numbers would have no scale.
 UP = tl.constexpr(2.0**64)
-_BY_UNPACKED = tl.constexpr(2.0**-48)  # of a scale, what is left to do for numbers that are unpacked by 2^112
+_BY_UNPACKED = tl.constexpr(2.0**64 * 2.0**-112)  # what `unpacked` has done already
 _RAW = tl.constexpr("""{
     .reg .b32 a, b, c, d, t;
     mov.b32 a, $4;
@@ -111,7 +112,7 @@ def pack(first, second, ON_DEVICE: tl.constexpr):
     a, b = tl.split(tl.reshape(first, (HEADS, RUN, 2)))
     c, d = tl.split(tl.reshape(second, (HEADS, RUN, 2)))
     x, y, z = _pack(a, b, c, d, _down(least // 2), _down(least - least // 2), ON_DEVICE)
-    # What is infinite, or no number, makes the scale infinite; so do numbers beyond 2^79.
+    # What is infinite, or no number, makes the scale infinite; so do numbers from 2^80 on.
     return x, y, z, (tl.minimum(least + 63, 255) << 7).to(tl.int16)
 
 

@@ -72,7 +72,7 @@ def decode_packed(
     left = tl.interleave(total_0, total_1) * UP  # the head's two halves
     right = tl.interleave(total_2, total_3) * UP
     half = tl.arange(0, 2 * RUN)[None, :]
-    held = (query[:, None] < GROUP) & (half < 2 * RUN)
+    held = query[:, None] < GROUP
     if parts == 1:
         kind = out.dtype.element_ty
         tl.store(result + half, (left / mass[:, None]).to(kind), held)

@@ -223,7 +223,7 @@ def _prefill(
 
 def attend_prefill(
     heads: Tensor,  # [tokens, q_heads + 2 * kv_heads, head_size], contiguous: rotated queries and keys, values
-    keys: Tensor,  # [kv_heads, slots, head_size]
+    keys: Tensor,  # [kv_heads, slots, head_size], or packed
     values: Tensor,
     tables: Tensor,  # int32 [rows of the engine, blocks]
     plan: PrefillPlan,

@@ -13,7 +13,7 @@ from slipstream.kernels import packed_cache
 from slipstream.kernels.gpu.launch import Quick
 from slipstream.kernels.gpu.packed_cache import read_whole
 
-_MOST_BYTES = 2**30  # that unpacked keys and values may take
+_MOST_BYTES = 2**29  # of unpacked keys and values; rounded up, they may take twice as much
 _WORTH = 256  # new tokens to each cached one: fewer have it unpacked as fast while they look at it
 _WIDTHS = 16  # tables are so many blocks wide, or a multiple: for other widths kernels would be compiled anew
 _TOKENS = tl.constexpr(packed_cache.TOKENS)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu import packed_cache
 from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, power_of_two
+from slipstream.kernels.gpu.packed_cache import pack, write
 from slipstream.kernels.packed_cache import DTYPE
 
 _HEADS = 8  # heads a program takes; fewer leave it too little to do, more too few programs for one token
@@ -113,10 +113,10 @@ def _write_packed(
     tl.store(base + column, first, turned)
     tl.store(base + column + HALF, second, turned)
     if tl.max(head) >= Q_HEADS:  # others have queries only
-        x, y, z, scale = packed_cache.pack(first, second, ON_DEVICE)
+        x, y, z, scale = pack(first, second, ON_DEVICE)
         key, value = head - Q_HEADS, head - Q_HEADS - KV_HEADS
-        packed_cache.write(keys, x, y, z, scale, key, slot, (key >= 0) & turned, cache_slots)
-        packed_cache.write(values, x, y, z, scale, value, slot, (value >= 0) & (value < KV_HEADS), cache_slots)
+        write(keys, x, y, z, scale, key, slot, (key >= 0) & turned, cache_slots)
+        write(values, x, y, z, scale, value, slot, (value >= 0) & (value < KV_HEADS), cache_slots)
 
 
 def turn_at(

@@ -1,0 +1,37 @@
+"""What keys and values are kept in, and what they take. A GPU is only asked what it can do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from slipstream.engine import start
+from slipstream.kernels import packed_cache
+from slipstream.model.spec import ModelSpec
+from slipstream.model.transformer import Transformer
+
+SPEC = ModelSpec("LlamaForCausalLM", 1000, 256, 2, 4, 2, 64, 96, 4096)
+HALF, PACKED, EIGHT = torch.bfloat16, packed_cache.DTYPE, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(("device", "dtype", "block", "fp8", "changed", "kept"), [
+    ("cuda", HALF, 32, False, {}, PACKED), ("cpu", HALF, 32, False, {}, HALF),
+    ("cuda", torch.float16, 32, False, {}, torch.float16), ("cuda", HALF, 8, False, {}, HALF),
+    ("cuda", HALF, 32, False, {"position": "learned"}, HALF), ("cuda", HALF, 32, False, {"rotary_fraction": 0.5}, HALF),
+    ("cuda", HALF, 32, True, {}, EIGHT), ("cpu", HALF, 32, True, {}, HALF)])  # fmt: skip
+def test_what_keys_and_values_are_kept_in(monkeypatch, device, dtype, block, fp8, changed, kept):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert start._cache_dtype(replace(SPEC, **changed), dtype, torch.device(device), block, fp8) == kept
+
+
+def test_before_ada_eight_bits_become_twelve(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert start._cache_dtype(SPEC, HALF, torch.device("cuda"), 32, True) == PACKED
+
+
+@pytest.mark.parametrize(("kept", "numbers"), [(HALF, 64 * 2), (EIGHT, 64), (PACKED, 49 * 2)])
+def test_a_cache_takes_what_its_tokens_do(kept, numbers):
+    model = Transformer.__new__(Transformer)
+    model.spec, model.cache_dtype, model.device = SPEC, kept, torch.device("cpu")
+    assert model.cached_bytes == 2 * 2 * 2 * numbers
+    assert model.new_cache(96).nbytes == 96 * model.cached_bytes

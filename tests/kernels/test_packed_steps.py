@@ -1,0 +1,59 @@
+"""A packed cache in a step: what is turned is cached and handed on, what rows look back at is unpacked for them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from attention_steps import DEVICE, tables_of
+from test_packed_cache import BLOCK, DTYPE, RULES, TOLERANCE, new_cache, pack, read
+
+from slipstream.engine.gpu_runner import GpuRunner
+from slipstream.engine.rows import Rows
+from slipstream.kernels.gpu import prefix
+from slipstream.kernels.gpu.decode_chunks import places_of
+from slipstream.kernels.gpu.rotary import rotate_write
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(7, 3), (8, 1), (20, 4)])  # keys begin within a program, and at one
+def test_what_is_turned_is_cached_and_handed_on(heads, kv_heads):
+    """By quarters, which leave bfloat16 numbers what they are."""
+    torch.manual_seed(0)
+    size, half, turned = 64, 32, slice(heads + kv_heads)
+    step = torch.randn(4, heads + 2 * kv_heads, size).bfloat16().float()
+    cosine = torch.tensor([1.0, 0.0])[:, None].expand(2, size).contiguous()
+    sine = torch.tensor([0.0, 1.0])[:, None] * torch.tensor([-1.0, 1.0]).repeat_interleave(half)
+    positions, slots = torch.tensor([0, 1, 1, 0]), torch.tensor([3, 0, 9, 15])
+    expected = step.clone()
+    expected[1:3, turned] = torch.cat((-step[1:3, turned, half:], step[1:3, turned, :half]), -1)
+    cache = new_cache(16, kv_heads, size)
+    given, places, written, *turn = (x.to(DEVICE) for x in (step.to(DTYPE), positions, slots, cosine, sine))
+    got = rotate_write(given, places, written, tuple(turn), None, None, 1e-6, *cache)
+    assert torch.equal(got[:, turned].float().cpu(), expected[:, turned])
+    cached = read(cache, size)[:, :, slots]
+    wanted = expected[:, heads:].unflatten(1, (2, kv_heads)).permute(1, 2, 0, 3).double()
+    assert ((cached - wanted).abs() <= wanted.abs().amax(-1, keepdim=True) * 2.0**-22).all()
+
+
+@pytest.mark.parametrize("rule", RULES[:2])
+def test_a_step_is_the_same_where_what_it_looks_back_at_is_unpacked_beforehand(monkeypatch, rule):
+    torch.manual_seed(0)
+    # Decodes first, as a runner orders them.
+    positions, counts, rows = np.array([70, 5, 33, 0, 65]), np.array([1, 1, 3, 40, 20]), np.array([5, 1, 3, 0, 2])
+    tables = tables_of(positions, counts, BLOCK)
+    cache = pack(torch.randn(2, 2, (int(tables.max()) + 1) * BLOCK, 64).bfloat16().float())
+    runner = GpuRunner.__new__(GpuRunner)
+    spec = SimpleNamespace(kv_heads=2, head_size=64, kv_size=128)
+    runner.model = SimpleNamespace(spec=spec, dtype=DTYPE, device=DEVICE)
+    runner.block_tokens, runner.places, runner.cache = BLOCK, places_of(DEVICE, narrow=True), cache[None]
+    runner.graphs, runner.adapters, runner._row_pages = SimpleNamespace(logits=None), None, None
+    runner.rows = Rows(7, 200, 7, DEVICE)
+    runner.rows.tables[torch.from_numpy(rows).to(DEVICE), : tables.shape[1]] = torch.from_numpy(tables).to(DEVICE)
+    heads = torch.randn(int(counts.sum()), 8, 64).bfloat16().to(DTYPE).to(DEVICE)
+    found = []
+    for worth in (10**9, 1):
+        monkeypatch.setattr(prefix, "_WORTH", worth)
+        step = runner._step(rows, positions, counts, np.array([0]), None)
+        assert (step.attention.prefix is not None) is (worth == 1)
+        found.append(step.attention.attend(heads, *cache, rule).float())
+    assert (found[0] - found[1]).norm() < TOLERANCE * found[0].norm()
