@@ -12,7 +12,7 @@ from typing import Any, Literal
 from slipstream.engine.guided import KINDS
 from slipstream.engine.request import Guide, SamplingParams
 from slipstream.server.adapters import AdapterBook, AdapterUse
-from slipstream.server.limits import NUMBERS, Range
+from slipstream.server.limits import MIN_P, NUMBERS, Range
 from slipstream.server.text.pipeline import TextRequest
 from slipstream.weights.home import expanded
 
@@ -23,7 +23,7 @@ _BOUNDS: Mapping[str, Range] = {
     "temperature": NUMBERS["temperature"],
     "top_k": NUMBERS["top_k"],
     "top_p": NUMBERS["top_p"],
-    "min_p": Range(0.0, 1.0),
+    "min_p": MIN_P,
     "seed": NUMBERS["random_seed"],
     "repetition_penalty": NUMBERS["repetition_penalty"],
     "presence_penalty": NUMBERS["presence_penalty"],

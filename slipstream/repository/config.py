@@ -13,6 +13,7 @@ from slipstream.repository.json_config import message_from_json
 from slipstream.repository.pbtxt import Message, PbtxtError, parse_pbtxt
 from slipstream.repository.problems import Problems
 from slipstream.repository.schema import VARIABLE_DEFAULTS, FileReading
+from slipstream.repository.sequences import SequenceBatching, check_sequences, sequence_batching
 
 CONFIG_NAME = "config.pbtxt"
 MAX_CONFIG_BYTES = 4 << 20
@@ -111,6 +112,7 @@ class ModelConfig:
     document: Mapping[str, Any]  # the whole, as `/config` shows it
     lines: Mapping[str, int] = field(repr=False, default_factory=dict)
     unfilled: frozenset[str] = frozenset()  # fields that hold a template variable nobody filled
+    sequence_batching: SequenceBatching | None = None
 
     @property
     def is_ensemble(self) -> bool:
@@ -217,6 +219,7 @@ def _check(document: dict[str, Any], reading: FileReading, folder_name: str) -> 
         for position, tensor in enumerate(document[group]):
             _check_tensor(reading, f"{group}[{position}]", tensor, seen)
     _check_batching(document, reading)
+    check_sequences(document, reading)
     for position, step in enumerate(document.get("ensemble_scheduling", {}).get("step", [])):
         if not step["model_name"]:
             _error(reading, f"ensemble_scheduling.step[{position}]", "model_name is missing")
@@ -283,6 +286,7 @@ def _build(file: Path, document: dict[str, Any], reading: FileReading) -> ModelC
         document=document,
         lines=reading.lines,
         unfilled=frozenset(reading.unfilled),
+        sequence_batching=sequence_batching(document),
     )
 
 

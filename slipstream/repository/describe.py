@@ -6,11 +6,15 @@ from typing import Any
 
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.schema import MESSAGES
+from slipstream.repository.sequences import USUAL_IDLE_MICROSECONDS
 
 
 def config_document(config: ModelConfig, decoupled: bool) -> dict[str, Any]:
     filled = dict(config.document)
     filled.setdefault("version_policy", {"latest": {"num_versions": 1}})
+    if sequences := filled.get("sequence_batching"):
+        idle = sequences["max_sequence_idle_microseconds"] or USUAL_IDLE_MICROSECONDS
+        filled["sequence_batching"] = {**sequences, "max_sequence_idle_microseconds": idle}
     if decoupled:
         filled["model_transaction_policy"] = {"decoupled": True}
     if not config.is_ensemble:

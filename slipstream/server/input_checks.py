@@ -59,7 +59,12 @@ def check_request(request: InferRequest, config: ModelConfig) -> None:
         _check_tensor(request, tensor, expected, config)
     if request.outputs:
         check_outputs(request.outputs, config)
-    if "sequence_batching" in config.document and not request.sequence_id:
+    if config.sequence_batching is not None:
+        check_sequence(request, config)
+
+
+def check_sequence(request: InferRequest, config: ModelConfig) -> None:
+    if not request.sequence_id:
         text = "must specify a non-zero or non-empty correlation ID"
         raise InferenceError(f"inference request to model '{config.name}' {text}")
 

@@ -96,6 +96,8 @@ NUMBERS: Mapping[str, Range] = {
     "retention_decode_duration_ms": Range(-1, LARGEST_INT),
 }
 
+MIN_P = Range(0.0, 1.0)  # generate has no such field
+
 LISTS: Mapping[str, Words] = {
     "cache_salt": Words(1, 256),
     "bad_words": Words(256, 1024),

@@ -45,10 +45,16 @@ def urgency(request: InferRequest, model: EngineModel) -> Urgency:
     policy, default = model.queue_policy, model.queue_policy.default_timeout_microseconds
     microseconds = _timeout(policy, given, default)
     deadline = time.monotonic() + microseconds / 1e6 if microseconds else None
-    level = _whole_number(request, "priority", request.priority)
-    if model.priority_levels and level > model.priority_levels:
-        level = 0  # as Triton has it
-    return Urgency(-min(level or model.default_priority or USUAL, LEAST_URGENT), deadline)
+    wanted = _whole_number(request, "priority", request.priority)
+    level = level_of(wanted, model.priority_levels, model.default_priority)
+    return Urgency(-min(level, LEAST_URGENT), deadline)
+
+
+def level_of(given: int, levels: int, default: int) -> int:
+    """What a request's priority comes to, of so many levels (0: any): the lower goes first."""
+    if levels and given > levels:
+        given = 0  # as Triton has it
+    return given or default or USUAL
 
 
 def _timeout(policy: QueuePolicy, given: int, default: int) -> int:

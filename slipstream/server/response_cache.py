@@ -64,8 +64,9 @@ class ResponseCache:
         model = entry.model
         if not wants_cache(model.config):
             return model
-        if model.decoupled or isinstance(model, (BatchedModel, PostprocessingModel)):
-            why = "decoupled" if model.decoupled else "one that generates"
+        stateful = model.config.sequence_batching is not None
+        if model.decoupled or stateful or isinstance(model, (BatchedModel, PostprocessingModel)):
+            why = "decoupled" if model.decoupled else "one of sequences" if stateful else "one that generates"
             text = f"model '{entry.name}' asks for the response cache, which serves no model that is {why}"
             logging.warning(text, model=entry.name)
             return model

@@ -29,6 +29,8 @@ async def _run(model: ServedModel, config: ModelConfig, version: int, sample: di
     batch = (max(1, sample["batch_size"]),) if config.max_batch_size > 0 else ()
     inputs = {name: _tensor(config, name, given, batch) for name, given in sample["inputs"].items()}
     request = InferRequest(config.name, str(version), inputs)
+    if config.sequence_batching is not None:  # each is a sequence of its own
+        request.sequence_id, request.sequence_start, request.sequence_end = 1, True, True
     async with aclosing(model.infer(request)) as responses:
         async for response in responses:
             if response.error is not None:

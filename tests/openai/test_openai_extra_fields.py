@@ -1,8 +1,9 @@
-"""Fields that OpenAI has not and other servers have: what generate does with the same, or a refusal by name."""
+"""Fields that OpenAI has not and other servers have: what the engine does with the same, or a refusal by name."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 
 MESSAGES: Any = [{"role": "user", "content": "Say something."}]
 PROMPT = "Say"
+HOT: Any = {"temperature": 4.0, "seed": 3}
 
 
 def complete(serving, prompt: Any = PROMPT, **fields: Any):
@@ -55,6 +57,74 @@ def test_a_text_is_not_ended_before_its_time_or_at_all(serving):
     assert complete(serving, logit_bias=bias, min_tokens=5).usage.completion_tokens == ended.usage.completion_tokens + 5
     for_ever = complete(serving, logit_bias=bias, ignore_eos=True)
     assert (for_ever.usage.completion_tokens, for_ever.choices[0].finish_reason) == (24, "length")
+
+
+def test_min_p_leaves_the_likely_tokens(serving):
+    greedy, drawn = complete(serving).choices[0].text, complete(serving, **HOT).choices[0].text
+    assert complete(serving, **HOT, min_p=1.0).choices[0].text == greedy != drawn
+    assert complete(serving, **HOT, min_p=0).choices[0].text == drawn
+    least = []
+    for min_p in (0.0, 0.03):
+        scored = complete(serving, **HOT, min_p=min_p, logprobs=1).choices[0].logprobs
+        pairs = zip(scored.token_logprobs, scored.top_logprobs, strict=True)
+        least.append(min(math.exp((own - max(top.values())) / HOT["temperature"]) for own, top in pairs))
+    assert least[0] < 0.03 <= least[1] < 1, least
+    assert chat(serving, min_p=1.0, **HOT).choices[0].message.content == chat(serving).choices[0].message.content
+    for wrong in (-0.1, 1.5):
+        with pytest.raises(openai.BadRequestError, match="min_p must be at least 0 and at most 1, got") as raised:
+            complete(serving, min_p=wrong)
+        assert raised.value.param == "min_p"
+
+
+def test_tokens_end_an_answer_as_an_end_mark_does(serving):
+    tokens = complete(serving, logprobs=0).choices[0].logprobs.tokens
+    place = next(place for place in range(3, 24) if tokens[place] not in tokens[:place])
+    (stop,) = serving.generator.tokenizer.encode(tokens[place], False)
+    answer = complete(serving, stop_token_ids=[stop], logprobs=0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("".join(tokens[:place]), "stop")
+    assert answer.choices[0].logprobs.tokens == tokens[:place]
+    assert complete(serving, stop_token_ids=[stop], min_tokens=place + 1).usage.completion_tokens > place
+    streamed = serving.client.completions.create(model="ensemble", prompt=PROMPT, temperature=0, max_tokens=24,
+                                                 stream=True, extra_body={"stop_token_ids": [stop]})
+    parts = [part.choices[0] for part in streamed]
+    assert ("".join(part.text for part in parts), parts[-1].finish_reason) == ("".join(tokens[:place]), "stop")
+    said = chat(serving, logprobs=True).choices[0].logprobs.content
+    (stop,) = serving.generator.tokenizer.encode(said[-1].token, False)
+    before = [one.token for one in said].index(said[-1].token)
+    answer = chat(serving, stop_token_ids=[stop]).choices[0]
+    assert (answer.message.content, answer.finish_reason) == ("".join(one.token for one in said[:before]), "stop")
+
+
+def test_tokens_end_an_answer_besides_the_models_end_marks(serving):
+    end = serving.generator.tokenizer.end_ids[0]
+    bias = {str(end): 100}
+    for fields in ({"stop_token_ids": [11]}, {"stop_token_ids": [end], "ignore_eos": True}):
+        answer = complete(serving, logit_bias=bias, **fields)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "stop")
+    answer = complete(serving, logit_bias=bias, stop_token_ids=[11], ignore_eos=True)
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(("given", "problem"), [
+    ([-1], "must be at least 0 and at most"),
+    ([1, 10**9], "must be at least 0 and at most"),
+    ([10**100], "must be at least 0 and at most"),
+    (list(range(65)), "must hold at most 64 tokens, got 65"),
+])  # fmt: skip
+def test_what_is_no_list_of_a_few_tokens_is_refused(serving, given, problem):
+    with pytest.raises(openai.BadRequestError, match=f"stop_token_ids {problem}") as raised:
+        chat(serving, stop_token_ids=given)
+    assert raised.value.param == "stop_token_ids"
+    with pytest.raises(openai.BadRequestError, match="stop_token_ids"):
+        complete(serving, stop_token_ids=["</s>"])
+
+
+def test_a_token_that_ends_an_answer_is_not_shown(serving):
+    with pytest.raises(openai.BadRequestError, match="cannot show a token of stop_token_ids") as raised:
+        complete(serving, stop_token_ids=[11], include_stop_str_in_output=True)
+    assert raised.value.param == "include_stop_str_in_output"
+    end = serving.generator.tokenizer.end_ids[0]
+    assert complete(serving, stop_token_ids=[end], include_stop_str_in_output=True).choices
 
 
 def test_bad_words_do_not_come(serving):
@@ -222,7 +292,7 @@ def test_what_is_no_switch_is_refused(serving, given, param):
 
 
 def test_what_other_servers_take_and_this_one_has_not_is_refused_by_name(serving):
-    refused = {"chat_template": "x", "min_p": 0.1, "stop_token_ids": [3], "prompt_logprobs": 1,
+    refused = {"chat_template": "x", "prompt_logprobs": 1,
                "use_beam_search": True, "structured_outputs": {"regex": "a"}, "skip_special_tokens": False,
                "spaces_between_special_tokens": False, "length_penalty": 0.5, "add_generation_prompt": False,
                "continue_final_message": True, "guided_whitespace_pattern": " ?", "priority": 1,

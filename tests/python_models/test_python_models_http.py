@@ -89,5 +89,21 @@ def test_recorded_answer(port: int, case: dict[str, Any]) -> None:
         assert len(answer.chunks) == len(expected["chunks"])
 
 
+@pytest.mark.parametrize(("parameters", "status", "told"), [
+    ({}, 400, "inference request to model 'seq' must specify a non-zero or non-empty correlation ID"),
+    ({"sequence_id": 81}, 400, "inference request for sequence 81 to model 'seq' must specify the START flag on "
+     "the first request of the sequence"),
+    ({"sequence_id": 82, "sequence_start": True, "sequence_end": True}, 200, ""),
+    ({"sequence_id": "83", "sequence_start": True, "sequence_end": True}, 200, ""),
+])  # fmt: skip
+def test_a_sequence_is_begun_and_named(
+    port: int, parameters: dict[str, Any], status: int, told: str
+) -> None:
+    tensor = {"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": ["a"]}
+    body = json.dumps({"parameters": parameters, "inputs": [tensor]})
+    answer = sent(port, {"path": "/v2/models/seq/infer", "headers": [], "body": body})
+    assert (answer.status, json.loads(answer.body).get("error", "")) == (status, told)
+
+
 def recorded_body(response: dict[str, Any]) -> bytes:
     return base64.b64decode(response["body_b64"]) if "body_b64" in response else response.get("body", "").encode()

@@ -46,7 +46,7 @@ async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
     sampling = sampling_of(fields, model.vocab_size, _max_tokens(fields), log_probs, top, guide)
     stop_words = [*stop_words_of(fields), *(tools.stop_words if tools else ())]
     tokens = await chat_tokens(fields, len(body), model, tools.shown if tools else None)
-    text = text_request(fields, tokens, sampling, stop_words, answers_of(fields), model.adapter())
+    text = text_request(fields, tokens, sampling, stop_words, answers_of(fields), model, model.adapter())
     ignored += unknown_fields(fields.messages)
     form = ChatForm(model.tokenizer, log_probs, bool(stop_words), calls=tools.format if tools else None)
     return Call.of(fields, ignored, "chatcmpl", model, form, [text], guided_by)

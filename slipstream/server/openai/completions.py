@@ -47,8 +47,10 @@ async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
         fields.logprobs is not None, top_of("logprobs", fields.logprobs), guide,
     )  # fmt: skip
     stop_words, adapter = stop_words_of(fields), model.adapter()
-    texts = [text_request(fields, await prompt_tokens(prompt, fields, model), sampling, stop_words, answers, adapter)
-             for prompt in prompts]
+    texts = [
+        text_request(fields, await prompt_tokens(prompt, fields, model), sampling, stop_words, answers, model, adapter)
+        for prompt in prompts
+    ]
     if fields.seed is None:  # the same prompt twice is two answers
         texts = [replace(text, sampling=replace(sampling, seed=secrets.randbits(64))) for text in texts]
     form = CompletionForm(

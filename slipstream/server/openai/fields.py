@@ -1,7 +1,7 @@
 """The bodies of requests: which fields there are, which are refused by name, and what is wrong with the others.
 
 A field that OpenAI has and this server has not is refused, and so is one of the other API, unless its value asks for
-nothing. What other servers take besides, and their clients send, is taken where generate has the same, else refused.
+nothing. What other servers take besides, and their clients send, is taken where the engine has the same, else refused.
 A field that nobody has is left alone, and the answer names it in a header. `null` is the same as nothing.
 """
 
@@ -46,9 +46,11 @@ class Fields(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None = None
     # From here on not OpenAI's, but other servers'.
     top_k: int | None = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
     bad_words: str | list[str] | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -95,9 +97,7 @@ _REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "service_tier": ("there is one", ("auto", "default")),
     "suffix": ("it writes on from the prompt, and fills no gaps", ("",)),
     "chat_template": ("a template comes with its model, never with a request", ()),
-    "min_p": ("top_p and top_k are what it cuts off by", (0, 0.0)),
     "allowed_token_ids": ("the guided_ fields say what may come", ()),
-    "stop_token_ids": ("stop takes texts", ([],)),
     "prompt_logprobs": ("/v2/models/NAME/generate tells them, with return_prompt_log_probs", ()),
     "use_beam_search": ("/v2/models/NAME/generate searches, with beam_width", (False,)),
     "skip_special_tokens": ("the model's repository says whether they are shown", (True,)),

@@ -9,9 +9,10 @@ from typing import Any
 
 from slipstream.engine.request import Guide, SamplingParams
 from slipstream.server.adapters import AdapterUse
-from slipstream.server.limits import LISTS, NUMBERS, Range, Words
+from slipstream.server.limits import LISTS, MIN_P, NUMBERS, Range, Words
 from slipstream.server.openai.errors import refused
 from slipstream.server.openai.fields import ChatFields, Fields
+from slipstream.server.openai.models import NamedModel
 from slipstream.server.tensors import single
 from slipstream.server.text.pipeline import TextRequest
 
@@ -42,6 +43,18 @@ def stop_words_of(fields: Fields) -> list[str]:
     return _words("stop", fields.stop, LISTS["stop_words"])
 
 
+def stop_ids_of(fields: Fields, model: NamedModel) -> list[int]:
+    """Tokens that end an answer as the model's own end marks do: they are no part of it."""
+    given, most, vocabulary = fields.stop_token_ids or [], LISTS["stop_words"].count, model.vocab_size
+    if len(given) > most:
+        raise refused("stop_token_ids", f"must hold at most {most} tokens, got {len(given)}")
+    for token in given:
+        bounded("stop_token_ids", token, Range(0, vocabulary - 1))
+    if fields.include_stop_str_in_output and not model.tokenizer.special_ids.issuperset(given):
+        raise refused("include_stop_str_in_output", "cannot show a token of stop_token_ids: give its text as stop")
+    return given
+
+
 def _words(name: str, given: str | list[str] | None, bound: Words) -> list[str]:
     words = [given] if isinstance(given, str) else given or []
     if len(words) > bound.count:
@@ -54,10 +67,11 @@ def _words(name: str, given: str | list[str] | None, bound: Words) -> list[str]:
 
 def text_request(
     fields: Fields, tokens: list[int], sampling: SamplingParams, stop_words: Sequence[str], answers: int,
-    adapter: AdapterUse | None,
+    model: NamedModel, adapter: AdapterUse | None,
 ) -> TextRequest:
     return TextRequest(
         tokens, sampling, stop_words=stop_words, sequences=answers, adapter=adapter,
+        stop_ids=stop_ids_of(fields, model),
         bad_words=_words("bad_words", fields.bad_words, LISTS["bad_words"]),
         show_stop_word=bool(fields.include_stop_str_in_output),
         ignore_end=bool(fields.ignore_eos),
@@ -75,6 +89,7 @@ def sampling_of(
         temperature=_number("temperature", fields.temperature, 1.0),
         top_k=_top_k(fields.top_k),
         top_p=_number("top_p", fields.top_p, 1.0),
+        min_p=_number("min_p", fields.min_p, 0.0, MIN_P),
         repetition_penalty=_number("repetition_penalty", fields.repetition_penalty, 1.0),
         presence_penalty=_number("presence_penalty", fields.presence_penalty, 0.0),
         frequency_penalty=_number("frequency_penalty", fields.frequency_penalty, 0.0),
@@ -87,11 +102,11 @@ def sampling_of(
     )
 
 
-def _number(name: str, value: float | None, default: float) -> float:
+def _number(name: str, value: float | None, default: float, bound: Range | None = None) -> float:
     """As a tensor would hold it: the same value means the same on every protocol."""
     if value is None:
         return default
-    bounded(name, single(value), NUMBERS[name])
+    bounded(name, single(value), bound or NUMBERS[name])
     return single(value)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.repository.config import DynamicBatching, ModelConfig, TensorConfig
+from slipstream.repository.sequences import sequence_batching
 from slipstream.server.errors import InferenceError
 
 _INPUT = {
@@ -39,6 +40,7 @@ def completed(config: ModelConfig, document: dict[str, Any]) -> ModelConfig:
         dynamic_batching=batching,
         decoupled=bool(policy.get("decoupled", config.decoupled)),
         document={**config.document, **changed},
+        sequence_batching=sequence_batching({**config.document, **changed}),
     )
 
 

@@ -19,6 +19,7 @@ from slipstream.server.python_models.completion import completed
 from slipstream.server.python_models.convert import request_frame, response_of
 from slipstream.server.python_models.frames import Response, Start
 from slipstream.server.python_models.instance import Instance
+from slipstream.server.python_models.sequences import Sequences
 from slipstream.server.python_models.waiting import Pending, Waiting
 from slipstream.server.rate_limiter import GLOBAL, Contender, Device
 from slipstream.server.tracing import RequestTrace
@@ -63,7 +64,7 @@ class PythonModel:
         self._version_folder = version_folder.resolve()
         self._surroundings = replace(surroundings, trace_of=self._trace_of)
         self._forgiveness = forgiveness
-        self._waiting = Waiting(config)
+        self._waiting = _waiting(config)
         self._instances: dict[_Place, Instance] = {}
         self._deaths: dict[_Place, list[float]] = {}
         self._running: dict[int, Pending] = {}
@@ -92,7 +93,7 @@ class PythonModel:
             document = await self._start(first, complete=self._surroundings.complete_config)
             if document:
                 self.config = completed(self.config, json.loads(document))
-                self._waiting = Waiting(self.config)
+                self._waiting = _waiting(self.config)
             await asyncio.gather(*(self._start(place) for place in rest))
         except BaseException:
             await self.close()
@@ -158,9 +159,10 @@ class PythonModel:
 
     def _depth(self) -> int:
         """A lone process may be handed requests ahead, which saves it the wait for each next one. Several would
-        take them from each other, and with dynamic batching those that wait are better executed together."""
-        alone = len(_places(self.config)) == 1 and self.config.dynamic_batching is None
-        return HANDED_AHEAD if alone and self._surroundings.limiter is None else 1
+        take them from each other, and with batching those that wait are better executed together."""
+        alone = len(_places(self.config)) == 1
+        batched = self.config.dynamic_batching is not None or self.config.sequence_batching is not None
+        return HANDED_AHEAD if alone and not batched and self._surroundings.limiter is None else 1
 
     def infer(self, request: InferRequest) -> Answers:
         return _Answers(self, request)
@@ -174,9 +176,9 @@ class PythonModel:
 
     def _dispatch(self) -> None:
         """Give what waits to whoever is idle."""
-        for instance in list(self._instances.values()):
+        for instance in sorted(self._instances.values(), key=self._waiting.load):
             while instance.has_room and self._waiting and self._may_execute(instance):
-                batch = self._waiting.take()
+                batch = self._waiting.take(instance)
                 if not batch:
                     self._release(instance)
                     break
@@ -213,6 +215,8 @@ class PythonModel:
             del self._running[message.number]
             pending.request.trail.end_infer()
         pending.put(response, message.final)
+        if message.final and self._waiting.finished(pending):
+            self._dispatch()
 
     def _trace_of(self, number: int) -> RequestTrace | None:
         pending = self._running.get(number)
@@ -222,6 +226,8 @@ class PythonModel:
         self._waiting.remove(pending)
         if self._running.pop(pending.number, None) is not None and pending.instance is not None:
             pending.instance.cancel(pending.number)
+            if self._waiting.finished(pending):
+                self._dispatch()
 
     def _ended(self, instance: Instance, reason: str) -> None:
         """An instance's process is gone. Its requests are told, and it is started again unless it died too often."""
@@ -236,7 +242,9 @@ class PythonModel:
             del self._running[pending.number]
             if pending.number not in not_begun:
                 pending.fail(InferenceError(text, Code.INTERNAL))
+                self._waiting.finished(pending)
         self._waiting.put_back([pending for pending in held if pending.number in not_begun])
+        self._waiting.lost(instance, InferenceError(text, Code.INTERNAL))
         if place is not None and not self._closed:
             self._after_death(place, text)
 
@@ -323,6 +331,11 @@ class _Answers:
         if self._pending is not None and not self._final:
             self._final = True
             self._model.give_up(self._pending)
+
+
+def _waiting(config: ModelConfig) -> Waiting | Sequences:
+    batching = config.sequence_batching
+    return Waiting(config) if batching is None else Sequences(config, batching)
 
 
 def _places(config: ModelConfig) -> list[_Place]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
 from slipstream.repository.config import DynamicBatching, ModelConfig
 from slipstream.server.errors import Code, InferenceError
 from slipstream.server.inference import InferRequest, InferResponse
 from slipstream.server.python_models.instance import Instance
+from slipstream.server.queue_policy import level_of
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +26,7 @@ class Pending:
 
     request: InferRequest
     came: float
+    level: int = 0  # the lower goes first
     rows: int = 1
     shapes: tuple[object, ...] = ()  # what must be equal for two requests to be executed together
     number: int = 0  # by which an instance knows it; its requests have growing numbers
@@ -49,28 +52,65 @@ class Pending:
         self.put(InferResponse(error=error, final=True), True)
 
 
+class _Queue:
+    """By level; first come, first served within one. Those in the midst of it may leave, many at once."""
+
+    def __init__(self) -> None:
+        self._levels: list[int] = []  # of those that are here, in order
+        self._members: dict[int, OrderedDict[Pending, None]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Pending]:
+        for level in self._levels:
+            yield from self._members[level]
+
+    def add(self, pending: Pending, first: bool = False) -> None:
+        """first: of its level"""
+        if pending.level not in self._members:
+            insort(self._levels, pending.level)
+            self._members[pending.level] = OrderedDict()
+        self._members[pending.level][pending] = None
+        self._members[pending.level].move_to_end(pending, last=not first)
+        self._count += 1
+
+    def remove(self, pending: Pending) -> None:
+        members = self._members.get(pending.level)
+        if members is None or pending not in members:
+            return
+        del members[pending]
+        self._count -= 1
+        if not members:
+            del self._members[pending.level]
+            del self._levels[bisect_left(self._levels, pending.level)]
+
+
 class Waiting:
-    """First come, first served; with dynamic batching those that fit together are served together."""
+    """The most urgent first; with dynamic batching those that fit together are served together."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._batching: DynamicBatching | None = config.dynamic_batching
         self._max_rows = max(1, config.max_batch_size)
         self._batched = config.max_batch_size > 0
         self._ragged = frozenset(tensor.name for tensor in config.inputs if tensor.allow_ragged_batch)
-        self._queue: OrderedDict[Pending, None] = OrderedDict()  # those in the midst of it may leave, many at once
+        self._queue = _Queue()
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def add(self, request: InferRequest) -> Pending:
-        pending = Pending(request, time.monotonic())
+        pending = Pending(request, time.monotonic(), level_of(request.priority, 0, 0))
         if self._batching is not None:
+            levels, default = self._batching.priority_levels, self._batching.default_priority_level
+            pending.level = level_of(request.priority, levels, default)
             limit = self._batching.queue_policy.max_queue_size
             if limit and len(self._queue) >= limit:
                 name = request.id or "<id_unknown>"
                 raise InferenceError(f"[request id: {name}] Exceeds maximum queue size", Code.UNAVAILABLE)
             pending.rows, pending.shapes = self._rows(request), self._shapes(request)
-        self._queue[pending] = None
+        self._queue.add(pending)
         return pending
 
     def _rows(self, request: InferRequest) -> int:
@@ -87,15 +127,13 @@ class Waiting:
         """What nobody began to work on is first in the queue again."""
         for pending in reversed(taken):
             pending.instance = None
-            self._queue[pending] = None
-            self._queue.move_to_end(pending, last=False)
+            self._queue.add(pending, first=True)
 
     def remove(self, pending: Pending) -> None:
-        self._queue.pop(pending, None)
+        self._queue.remove(pending)
 
     def clear(self) -> list[Pending]:
-        waiting = list(self._queue)
-        self._queue.clear()
+        waiting, self._queue = list(self._queue), _Queue()
         return waiting
 
     def _expire(self) -> None:
@@ -109,35 +147,48 @@ class Waiting:
                 own = pending.request.timeout_microseconds
                 limit = min(limit, own) if limit else own
             if limit and (time.monotonic() - pending.came) * 1e6 > limit:
-                del self._queue[pending]
+                self._queue.remove(pending)
                 pending.fail(InferenceError("Request timeout expired", Code.UNAVAILABLE))
 
-    def take(self) -> list[Pending]:
+    def load(self, instance: Instance) -> int:
+        """By which instances are asked to take something; here they are asked as they stand."""
+        return 0
+
+    def finished(self, pending: Pending) -> bool:
+        """Nobody waits for another's end."""
+        return False
+
+    def lost(self, instance: Instance, error: InferenceError) -> None:
+        """Any other instance does as well."""
+
+    def take(self, instance: Instance) -> list[Pending]:
         """What an idle instance is to execute next; nothing when it is better to wait for more."""
-        if self._batching is None:
-            return [self._queue.popitem(last=False)[0]] if self._queue else []
-        self._expire()
-        if not self._queue:
-            return []
-        batch = [next(iter(self._queue))]
-        rows = batch[0].rows
-        for pending in islice(self._queue, 1, None):
-            if pending.shapes != batch[0].shapes or rows + pending.rows > self._max_rows:
-                break
-            batch.append(pending)
-            rows += pending.rows
-        if self.delay() > 0 and rows < self._enough():
+        if self._batching is not None:
+            self._expire()
+        batch = self._batch()
+        if self.delay() > 0 and sum(pending.rows for pending in batch) < self._enough():
             return []
         for pending in batch:
-            del self._queue[pending]
+            self._queue.remove(pending)
+        return batch
+
+    def _batch(self) -> list[Pending]:
+        """Those at the head of the queue that can be executed together."""
+        batch: list[Pending] = []
+        rows = 0
+        for pending in self._queue:
+            rows += pending.rows
+            if batch and (self._batching is None or pending.shapes != batch[0].shapes or rows > self._max_rows):
+                break
+            batch.append(pending)
         return batch
 
     def delay(self) -> float:
-        """Seconds that the first one may still wait for company."""
-        if self._batching is None or not self._queue:
+        """Seconds that those at the head may still wait for company, the one among them that came first."""
+        allowed = self._batching.max_queue_delay_microseconds / 1e6 if self._batching is not None else 0.0
+        if not allowed or not self._queue:
             return 0.0
-        allowed = self._batching.max_queue_delay_microseconds / 1e6
-        return max(0.0, next(iter(self._queue)).came + allowed - time.monotonic())
+        return max(0.0, min(pending.came for pending in self._batch()) + allowed - time.monotonic())
 
     def _enough(self) -> int:
         assert self._batching is not None

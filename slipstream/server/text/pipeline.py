@@ -63,6 +63,7 @@ class TextRequest:
     bad_words: Sequence[str] = ()  # besides those that `sampling` has as tokens
     stop_words: Sequence[str] = ()
     show_stop_word: bool = False  # the one that ends the text, behind it
+    stop_ids: Sequence[int] = ()  # tokens that end the text besides its end ids, also where those are ignored
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     ignore_end: bool = False  # go on past the model's end-of-text token
@@ -255,7 +256,7 @@ class TextGenerator:
         sampling = replace(
             given,
             max_tokens=min(given.max_tokens, room),
-            end_ids=(*(() if request.ignore_end else end_ids), *self._stop_marks(request)),
+            end_ids=(*(() if request.ignore_end else end_ids), *self._stop_marks(request), *request.stop_ids),
             bad_words=tuple(dict.fromkeys(bad_words)),
             bad_texts=self._bad_texts(request),
             stop_texts=self._stop_texts(request),
