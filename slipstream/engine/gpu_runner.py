@@ -23,7 +23,7 @@ from slipstream.kernels.gpu.attention import GpuAttention
 from slipstream.kernels.gpu.decode_attention import one_warp
 from slipstream.kernels.gpu.decode_chunks import CHUNK_NUMBERS, DecodePlan, cut_chunks, places_of
 from slipstream.kernels.gpu.launch import power_of_two
-from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, far_tiles
+from slipstream.kernels.gpu.prefill_attention import FAR, PrefillPlan, cut_tiles, far_tiles
 from slipstream.kernels.gpu.prefix import Prefix, lay_out, pays
 from slipstream.kernels.gpu.step import step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
@@ -124,7 +124,8 @@ class GpuRunner:
         samples = np.array([plan.samples[i] for i in order])
         drafts = [plan.drafts[i] for i in order]
         wanted = scores.wanted_logits(rows.tolist(), positions, counts, samples, self.rows, order, drafts)
-        size = None if wanted.prompts else self.mixed.size(counts, wanted.tokens)
+        far_back = self._looks_far_back(positions[counts > 1], counts[counts > 1])
+        size = None if wanted.prompts or far_back else self.mixed.size(counts, wanted.tokens)
         table = self.rows.prompts.of_step(rows, positions, counts)
         if size is not None and table is None and not self._has_adapter(rows.tolist()):
             logits = self.mixed.replay(size, rows, positions, counts, wanted.tokens)
@@ -173,10 +174,18 @@ class GpuRunner:
         adapters = self._step_adapters(rows, counts)
         return Step(ids, token_positions, slots, attention, sampled, adapters, self._place(len(wanted)), table)
 
+    def _looks_far_back(self, positions: np.ndarray, counts: np.ndarray) -> bool:
+        """Whether unpacking beforehand, which no graph does, is worth more to rows with several new tokens."""
+        return positions.max(initial=0) >= FAR and self._unpacks(positions, counts)
+
+    def _unpacks(self, positions: np.ndarray, counts: np.ndarray) -> bool:
+        packed = self.cache.dtype == packed_cache.DTYPE
+        return packed and pays(positions, counts, self.block_tokens, 4 * self.model.spec.kv_size)
+
     def _prefix(self, rows: np.ndarray, positions: np.ndarray, counts: np.ndarray) -> Prefix | None:
         """What rows with several new tokens look back at, to be unpacked before they do, where that pays."""
         spec, block_tokens = self.model.spec, self.block_tokens
-        if self.cache.dtype != packed_cache.DTYPE or not pays(positions, counts, block_tokens, 4 * spec.kv_size):
+        if not self._unpacks(positions, counts):
             return None
         where, tables = lay_out(rows, positions, block_tokens, self.rows.tables.shape[1])
         blocks = self.rows.tables.view(-1)[to_device(where, self.model.device)]

@@ -176,8 +176,9 @@ def test_what_is_unpacked_beforehand_is_seen_as_if_it_were_not(size, mix, rule):
 
 
 @pytest.mark.parametrize(("positions", "counts", "worth"), [
-    ([8192], [8192], True), ([6144], [256], True), ([6144], [255], False), ([0, 0], [4000, 4000], False),
-    ([0, 4000], [8000, 192], False), ([4000, 4000], [400, 112], True), ([131_072], [8192], True),
+    ([8192], [8192], True), ([6144], [128], True), ([6144], [127], False), ([0, 0], [4000, 4000], False),
+    ([0, 4000], [8000, 120], False), ([4000, 4000], [200, 56], True), ([4000, 4000], [199, 56], False),
+    ([131_072], [8192], True),
     ([131_073], [8192], False), ([100_000, 50_000], [4000, 4000], False)])  # these would take more than is free
 def test_when_it_is_worth_unpacking(positions, counts, worth):
     assert pays(np.array(positions), np.array(counts), BLOCK, token_bytes=4096) is worth

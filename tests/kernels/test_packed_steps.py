@@ -57,3 +57,13 @@ def test_a_step_is_the_same_where_what_it_looks_back_at_is_unpacked_beforehand(m
         assert (step.attention.prefix is not None) is (worth == 1)
         found.append(step.attention.attend(heads, *cache, rule).float())
     assert (found[0] - found[1]).norm() < TOLERANCE * found[0].norm()
+
+
+@pytest.mark.parametrize(("positions", "counts", "dtype", "far"), [
+    ([3072, 0], [200, 50], torch.int16, True), ([3071], [200], torch.int16, False), ([], [], torch.int16, False),
+    ([9000], [20], torch.int16, False), ([3072], [200], torch.bfloat16, False)])
+def test_which_steps_are_worth_more_than_a_graph(positions, counts, dtype, far):
+    runner = GpuRunner.__new__(GpuRunner)
+    runner.model, runner.block_tokens = SimpleNamespace(spec=SimpleNamespace(kv_size=1024)), BLOCK
+    runner.cache = torch.empty(0, dtype=dtype)
+    assert runner._looks_far_back(np.array(positions, dtype=int), np.array(counts, dtype=int)) == far

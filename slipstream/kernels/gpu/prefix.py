@@ -14,7 +14,7 @@ from slipstream.kernels.gpu.launch import Quick
 from slipstream.kernels.gpu.packed_cache import read_whole
 
 _MOST_BYTES = 2**29  # of unpacked keys and values; rounded up, they may take twice as much
-_WORTH = 256  # new tokens to each cached one: fewer have it unpacked as fast while they look at it
+_WORTH = 128  # new tokens to each cached one: fewer have it unpacked as fast while they look at it
 _WIDTHS = 16  # tables are so many blocks wide, or a multiple: for other widths kernels would be compiled anew
 _TOKENS = tl.constexpr(packed_cache.TOKENS)
 
