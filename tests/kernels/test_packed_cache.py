@@ -170,7 +170,7 @@ def test_what_is_unpacked_beforehand_is_seen_as_if_it_were_not(size, mix, rule):
     keys, values = torch.full((2, 2, len(where) * BLOCK, size), math.nan, dtype=DTYPE, device=DEVICE)
     blocks, own_tables = (torch.from_numpy(x).to(DEVICE) for x in (tables.ravel()[where], own_tables))
     plan.prefix = Prefix(blocks, own_tables, keys, values, BLOCK)
-    places = np.searchsorted(rows, plan.prefill.tile_row.cpu())
+    places = np.searchsorted(rows, plan.prefill.tile_row.cpu().numpy())
     plan.prefill.tile_row = torch.from_numpy(places.astype(np.int32)).to(DEVICE)
     assert (plan.attend(step, *cache, rule) - expected).float().norm() < TOLERANCE * expected.float().norm()
 
