@@ -15,7 +15,15 @@ from torch import Tensor
 
 from slipstream.kernels import packed_cache
 from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.gpu.decode_chunks import DecodePlan, Places, arrive, read_chunk, shared_chunks
+from slipstream.kernels.gpu.decode_chunks import (
+    DecodePlan,
+    Places,
+    arrive,
+    in_sight,
+    read_chunk,
+    shared_chunks,
+    slots_of,
+)
 from slipstream.kernels.gpu.launch import Quick, counters, let_next, overlapping, power_of_two, wait
 from slipstream.kernels.gpu.packed_decode import decode_packed
 from slipstream.kernels.gpu.softmax import soften
@@ -78,17 +86,10 @@ def _decode(
     total = tl.zeros([QUERIES, WIDTH], tl.float32)
     if PAIRED:
         odd_total = tl.zeros([QUERIES, WIDTH], tl.float32)
-    begin = start
-    oldest = tl.maximum(length - window, 0)
-    if WINDOW and not SINKS:
-        begin = tl.maximum(start, oldest // TILE * TILE)
+    begin, oldest = in_sight(start, length, window, TILE, WINDOW, SINKS)
     for tile in tl.range(begin, end, TILE):
-        token = tile + tl.arange(0, TILE)
-        seen = token < end
-        if WINDOW:
-            seen = seen & ((token >= oldest) | (token < sinks))
-        block = tl.load(table + token // BLOCK_TOKENS, seen, other=0).to(tl.int64)
-        slot = head * cache_slots + block * BLOCK_TOKENS + token % BLOCK_TOKENS
+        seen, slot = slots_of(tile, end, oldest, sinks, table, TILE, BLOCK_TOKENS, WINDOW)
+        slot = head * cache_slots + slot
         k = tl.load(keys + slot[:, None] * SIZE + column[None, :], seen[:, None] & (column[None, :] < SIZE), other=0.0)
         scores = tl.dot(queries, tl.trans(k.to(COMPUTE)), input_precision=PRECISION) * scale
         where = values + slot[:, None] * HALF + value_column[None, :]

@@ -98,6 +98,27 @@ def read_chunk(chunks, item, KV_HEADS: tl.constexpr):
 
 
 @triton.jit
+def in_sight(start, length, window, TILE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr):
+    """→ where a chunk's tiles begin, and the oldest token within the window"""
+    oldest = tl.maximum(length - window, 0)
+    begin = start
+    if WINDOW and not SINKS:
+        begin = tl.maximum(start, oldest // TILE * TILE)
+    return begin, oldest
+
+
+@triton.jit
+def slots_of(tile, end, oldest, sinks, table, TILE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """The tokens of a tile → which of them are seen, and their slots"""
+    token = tile + tl.arange(0, TILE)
+    seen = token < end
+    if WINDOW:
+        seen = seen & ((token >= oldest) | (token < sinks))
+    block = tl.load(table + token // BLOCK_TOKENS, seen, other=0).to(tl.int64)
+    return seen, block * BLOCK_TOKENS + token % BLOCK_TOKENS
+
+
+@triton.jit
 def arrive(
     partial, statistics, arrivals, result, best, mass, part, first, parts, head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,

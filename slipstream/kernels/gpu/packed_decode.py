@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slipstream.kernels.gpu.decode_chunks import arrive, read_chunk
+from slipstream.kernels.gpu.decode_chunks import arrive, in_sight, read_chunk, slots_of
 from slipstream.kernels.gpu.launch import Quick, let_next, wait
 from slipstream.kernels.gpu.packed_cache import UP, column, raw, read_words
 from slipstream.kernels.gpu.softmax import soften
@@ -43,17 +43,9 @@ def decode_packed(
     total_1 = tl.zeros([QUERIES, RUN], tl.float32)
     total_2 = tl.zeros([QUERIES, RUN], tl.float32)
     total_3 = tl.zeros([QUERIES, RUN], tl.float32)
-    begin = start
-    oldest = tl.maximum(length - window, 0)
-    if WINDOW and not SINKS:
-        begin = tl.maximum(start, oldest // TILE * TILE)
+    begin, oldest = in_sight(start, length, window, TILE, WINDOW, SINKS)
     for tile in tl.range(begin, end, TILE):
-        token = tile + tl.arange(0, TILE)
-        seen = token < end
-        if WINDOW:
-            seen = seen & ((token >= oldest) | (token < sinks))
-        block = tl.load(table + token // BLOCK_TOKENS, seen, other=0).to(tl.int64)
-        slot = block * BLOCK_TOKENS + token % BLOCK_TOKENS
+        seen, slot = slots_of(tile, end, oldest, sinks, table, TILE, BLOCK_TOKENS, WINDOW)
         x, y, z, key_scale = read_words(keys, head, cache_slots, slot, seen, RUN)
         k_0, k_1, k_2, k_3 = raw(x, y, z, ON_DEVICE)
         x, y, z, value_scale = read_words(values, head, cache_slots, slot, seen, RUN)
