@@ -25,6 +25,7 @@ from slipstream.kernels.gpu.activation import silu_gated
 from slipstream.kernels.gpu.attention import GpuAttention
 from slipstream.kernels.gpu.decode_chunks import DecodePlan, cut_chunks, places_of
 from slipstream.kernels.gpu.few_tokens import few_tokens
+from slipstream.kernels.gpu.many_tokens import many_tokens
 from slipstream.kernels.gpu.normalisation import add_norm
 from slipstream.kernels.gpu.one_token import one_token
 from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, far_tiles
@@ -119,6 +120,18 @@ def products() -> None:
             show("library", shape, time, nbytes, 2 * rows * size * tokens if tokens > 64 else 0, 2 * FLOPS)
 
 
+def gated_products() -> None:
+    """With the gate behind them: one kernel, or the library's and one for the gate."""
+    for size, columns in ((14336, 4096), (11008, 4096), (3072, 1024)):
+        weights = random(4, 2 * size, columns) * 0.02
+        for tokens in (1024, 2048, 8192):
+            x, flops = random(tokens, columns), 4 * tokens * size * columns
+            shape = f"gated [{tokens}, {columns}] × [{2 * size}, {columns}]"
+            show("many_tokens", shape, microseconds(lambda i: many_tokens(x, weights[i]), 4), flops=flops)
+            time = microseconds(lambda i: silu_gated(functional.linear(x, weights[i])), 4)
+            show("library", shape, time, flops=flops)
+
+
 def decode_attention(lengths: np.ndarray, label: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     size, copies, packed = 128, 2, dtype == packed_cache.DTYPE
     tables, blocks = tables_for(lengths)
@@ -204,6 +217,7 @@ def main() -> None:
     for prompt in (2048, 512, 255):
         prefill_attention([prompt], 6144, 32, 8)
     products()
+    gated_products()
     small_kernels()
 
 

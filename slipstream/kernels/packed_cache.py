@@ -7,8 +7,10 @@ the largest of their head, which may lose at most 2^-22 of it. From 2^80 on a nu
 
 The four runs of a head are the even columns of its first half, the odd ones, and those of its second half: halves are
 what a rotation turns into each other, and neighbours lie in one thread's hands. Three runs of words of 16 bits hold
-them, the fourth in the bits that exponents left. Behind the words of every 16 tokens lie the tokens' scales: the upper
-halves of float32 powers of two, 2^64 times smaller than what a number, taken as bfloat16, has to be multiplied by.
+them, the fourth in the bits that exponents left. Every 32 tokens lie together: the first run of all of them, so that
+what a load asks for is one piece, the second, the third, then their scales: the upper halves of float32 powers of two,
+2^64 times smaller than what a number, taken as bfloat16, has to be multiplied by. What is left empty behind them makes
+the next tokens begin at a line of 128 bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import torch
 
 DTYPE = torch.int16
 _SIZES = (64, 128, 256)  # of heads: runs that the matrix units take
-TOKENS = 16  # whose words and scales lie together
+TOKENS = 32  # whose words and scales lie together
 
 
 def words(head_size: int) -> int:
-    """16-bit words that a token's head takes, its scale among them."""
-    return head_size // 4 * 3 + 1
+    """16-bit words that a token's head takes, its scale among them, and one that is empty."""
+    return head_size // 4 * 3 + 2
 
 
 def packs(dtype: torch.dtype, head_size: int, rotary_size: int, block_tokens: int) -> bool:

@@ -16,7 +16,7 @@ HALF, PACKED, EIGHT = torch.bfloat16, packed_cache.DTYPE, torch.float8_e4m3fn
 
 @pytest.mark.parametrize(("device", "dtype", "block", "fp8", "changed", "kept"), [
     ("cuda", HALF, 32, False, {}, PACKED), ("cpu", HALF, 32, False, {}, HALF),
-    ("cuda", torch.float16, 32, False, {}, torch.float16), ("cuda", HALF, 8, False, {}, HALF),
+    ("cuda", torch.float16, 32, False, {}, torch.float16), ("cuda", HALF, 16, False, {}, HALF),
     ("cuda", HALF, 32, False, {"position": "learned"}, HALF), ("cuda", HALF, 32, False, {"rotary_fraction": 0.5}, HALF),
     ("cuda", HALF, 32, True, {}, EIGHT), ("cpu", HALF, 32, True, {}, HALF)])  # fmt: skip
 def test_what_keys_and_values_are_kept_in(monkeypatch, device, dtype, block, fp8, changed, kept):
@@ -29,7 +29,7 @@ def test_before_ada_eight_bits_become_twelve(monkeypatch):
     assert start._cache_dtype(SPEC, HALF, torch.device("cuda"), 32, True) == PACKED
 
 
-@pytest.mark.parametrize(("kept", "numbers"), [(HALF, 64 * 2), (EIGHT, 64), (PACKED, 49 * 2)])
+@pytest.mark.parametrize(("kept", "numbers"), [(HALF, 64 * 2), (EIGHT, 64), (PACKED, 50 * 2)])
 def test_a_cache_takes_what_its_tokens_do(kept, numbers):
     model = Transformer.__new__(Transformer)
     model.spec, model.cache_dtype, model.device = SPEC, kept, torch.device("cpu")

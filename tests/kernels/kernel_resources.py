@@ -18,7 +18,16 @@ from triton.compiler import compile as build
 
 from slipstream.kernels import packed_cache
 from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.gpu import decode_attention, few_tokens, launch, one_token, prefill_attention, prefix, rotary
+from slipstream.kernels.gpu import (
+    decode_attention,
+    few_tokens,
+    launch,
+    many_tokens,
+    one_token,
+    prefill_attention,
+    prefix,
+    rotary,
+)
 from slipstream.kernels.gpu.decode_chunks import DecodePlan, Places, cut_chunks
 
 ARCHITECTURE, SHARED_BYTES = int(sys.argv[1]), int(sys.argv[2])
@@ -131,6 +140,8 @@ def main() -> None:
         decode(32, 8, 128, half, packed_cache.DTYPE, rows)
     decode(32, 8, 256, torch.float32, torch.float32, 4)
     prefill(32, 8, 256, torch.float32, torch.float32, 100)
+    if ARCHITECTURE == 90:
+        many_tokens.many_tokens(torch.empty(2048, 4096, dtype=half), torch.empty(28672, 4096, dtype=half))
     if ARCHITECTURE >= 89:
         for rows in (4, 4000):
             decode(32, 8, 128, half, torch.float8_e4m3fn, rows)

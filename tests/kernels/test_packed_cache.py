@@ -45,11 +45,11 @@ def pack(heads):
     bits = (units / torch.exp2(above.double())).round().long() + (above << 7) | (heads < 0).long() << 15
     halves = bits.unflatten(-1, (2, run, 2))
     first, second, third, fourth = (halves[..., half, :, odd] for half in (0, 1) for odd in (0, 1))
-    words = torch.cat((first | (fourth & 15) << 11, second | (fourth >> 4 & 15) << 11,
-                       third | (fourth >> 8 & 7) << 11 | fourth >> 15 << 14), -1)
-    lines = words.unflatten(2, (-1, tokens)).flatten(-2)
+    words = torch.stack((first | (fourth & 15) << 11, second | (fourth >> 4 & 15) << 11,
+                         third | (fourth >> 8 & 7) << 11 | fourth >> 15 << 14), 2)  # each run of all tokens
+    lines = words.unflatten(3, (-1, tokens)).transpose(2, 3).flatten(3)
     scales = (least[..., 0] + 63 << 7).unflatten(2, (-1, tokens))
-    found = torch.cat((lines, scales), -1)
+    found = torch.cat((lines, scales, torch.zeros_like(scales)), -1)
     return (found - (found >> 15 << 16)).to(torch.int16).view(*heads.shape[:3], -1)
 
 
@@ -57,9 +57,10 @@ def read(cache, size):
     """What the words say: float64 [2, kv_heads, slots, size]. Written by the format alone, number by number."""
     run, tokens = size // 4, packed_cache.TOKENS
     lines = cache.cpu().flatten(2).unflatten(2, (-1, tokens * packed_cache.words(size))).long() & 0xFFFF
-    words = lines[..., : tokens * 3 * run].unflatten(-1, (tokens, 3, run))
-    scales = (lines[..., tokens * 3 * run :] << 16).to(torch.int32).view(torch.float32).double() * 2.0**64
-    first, second, third = words.unbind(-2)
+    words, scales, empty = lines.split((tokens * 3 * run, tokens, tokens), -1)
+    assert not empty.any(), "nothing is written behind the scales"
+    scales = (scales << 16).to(torch.int32).view(torch.float32).double() * 2.0**64
+    first, second, third = words.unflatten(-1, (3, tokens, run)).unbind(-3)
     rest = [word >> 11 & 15 for word in (first, second, third)]
     fourth = rest[0] | rest[1] << 4 | (rest[2] & 7) << 8 | rest[2] >> 3 << 15
     numbers = [number(word) for word in (first & 0x87FF, second & 0x87FF, third & 0x87FF, fourth)]
@@ -82,7 +83,7 @@ def spoil(cache, slots):
     """Let what nobody may read be infinite."""
     tokens, words = packed_cache.TOKENS, cache.shape[-1]
     lines, places = torch.from_numpy(slots // tokens), torch.from_numpy(slots % tokens)
-    cache.view(*cache.shape[:2], -1, tokens * words)[:, :, lines, tokens * (words - 1) + places] = 0x7F80
+    cache.view(*cache.shape[:2], -1, tokens * words)[:, :, lines, tokens * (words - 2) + places] = 0x7F80
 
 
 def random_heads(kv_heads, tokens, size):
@@ -118,11 +119,11 @@ def test_what_is_read_is_what_was_written(kv_heads, size):
 @pytest.mark.parametrize("odd", [math.inf, math.nan, 2.0**80])
 def test_what_cannot_be_packed_stays_no_number(odd):
     """The token says so; its neighbours and other heads are as they were."""
-    heads = random_heads(2, 16, 64)
+    heads = random_heads(2, BLOCK, 64)
     heads[0, 1, 7, 5] = odd
     heads[0, 1, 8, 5] = 1.9921875 * 2.0**79  # the largest that can
-    cache = new_cache(16, 2, 64)
-    write(cache, heads, torch.arange(16))
+    cache = new_cache(BLOCK, 2, 64)
+    write(cache, heads, torch.arange(BLOCK))
     found = read(cache, 64)
     assert not found[0, 1, 7, 5].isfinite()
     assert found[0, 0].isfinite().all()
@@ -205,13 +206,15 @@ def test_keys_and_values_of_any_size_are_attended_to():
 
 
 @pytest.mark.parametrize(("dtype", "size", "turned", "block", "packed"), [
-    (torch.bfloat16, 128, 128, 32, True), (torch.bfloat16, 64, 64, 16, True), (torch.bfloat16, 128, 128, 8, False),
+    (torch.bfloat16, 128, 128, 32, True), (torch.bfloat16, 64, 64, 64, True), (torch.bfloat16, 128, 128, 16, False),
     (torch.bfloat16, 80, 80, 32, False), (torch.bfloat16, 64, 16, 32, False), (torch.bfloat16, 64, 0, 32, False),
-    (torch.bfloat16, 256, 256, 32, True), (torch.bfloat16, 32, 32, 32, False), (torch.bfloat16, 128, 128, 48, True),
+    (torch.bfloat16, 256, 256, 32, True), (torch.bfloat16, 32, 32, 32, False), (torch.bfloat16, 128, 128, 48, False),
     (torch.float16, 128, 128, 32, False), (torch.float32, 128, 128, 32, False)])
 def test_what_is_packed(dtype, size, turned, block, packed):
     assert packed_cache.packs(dtype, size, turned, block) is packed
 
 
 def test_a_head_takes_little_more_than_three_quarters():
-    assert [packed_cache.words(size) for size in (64, 128, 256)] == [49, 97, 193]
+    words = [packed_cache.words(size) for size in (64, 128, 256)]
+    assert words == [50, 98, 194]
+    assert [count * packed_cache.TOKENS % 64 for count in words] == [0, 0, 0], "all lines of 128 bytes"

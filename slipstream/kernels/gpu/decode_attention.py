@@ -186,6 +186,6 @@ def one_warp(group: int, size: int) -> bool:
 def _packed_tuning(load: float, narrow: bool) -> dict[str, int]:
     if not narrow:
         return {"TILE": _NARROW_TILE, "num_warps": 4, "num_stages": 3}
-    if load < 0.5:
+    if load < 0.4:
         return {"TILE": _TILE, "num_warps": 2, "num_stages": 5}
     return {"TILE": _NARROW_TILE, "num_warps": 1, "num_stages": 5}

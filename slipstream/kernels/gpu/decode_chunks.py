@@ -20,8 +20,8 @@ from slipstream.kernels.gpu.launch import processors
 _STEP = 64  # tokens that chunks end at a multiple of: the most that a program looks at at once
 _AT_ONCE = 5  # programs that a processor holds
 # Even shares of all tokens that a chunk holds at least: to begin and to merge one takes its time, which others fill
-# where there are many, and narrow.
-_FULL, _FULL_OF_MANY = 1.3, 0.5
+# where there are many, and narrow. Of those a processor holds seven.
+_FULL, _FULL_OF_MANY = 1.3, _AT_ONCE / 7
 _MERGED = 32  # chunks that are soon merged
 CHUNK_NUMBERS = 8
 _NUMBERS = tl.constexpr(CHUNK_NUMBERS)

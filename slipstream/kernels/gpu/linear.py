@@ -1,4 +1,4 @@
-"""Products with weights on the GPU: own kernels for few tokens, the libraries' for many."""
+"""Products with weights on the GPU: own kernels for few tokens, the libraries' for many, but for those with a gate."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from slipstream.kernels.gpu.activation import silu_gated
 from slipstream.kernels.gpu.few_tokens import few_tokens, gates, takes_twelve_bits
+from slipstream.kernels.gpu.many_tokens import many_tokens, pays, takes_many
 from slipstream.kernels.gpu.one_token import one_token, one_token_joined
 from slipstream.kernels.gpu.quantised import quantise
 from slipstream.kernels.inputs import Input, Quantised, Unscaled, plain
@@ -70,6 +71,7 @@ class DenseProduct:
         self.stored, self.bias = _Stored(weight), bias  # [out, in], [out]
         self._turned = weight.t()
         self._gates = gates(weight)
+        self._takes_many = bias is None and takes_many(weight)
 
     def __call__(self, x: Input) -> Tensor:
         x = x if isinstance(x, Unscaled) else plain(x)
@@ -88,6 +90,8 @@ class DenseProduct:
         if isinstance(x, Tensor) and self._gates and 1 < x.shape[0] <= self.stored.few:
             weight, scales = self.stored.read()
             return few_tokens(x, weight, self.bias, weight_scales=scales, gated=True)
+        if isinstance(x, Tensor) and self._takes_many and pays(x.shape[0], self.stored.weight):
+            return many_tokens(x.contiguous(), self.stored.weight)
         return silu_gated(self(x))  # a single token's product is faster on its own
 
     def joined(self, x: Tensor, hidden: Tensor, norm: Norm) -> Unscaled:

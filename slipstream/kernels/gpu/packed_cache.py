@@ -58,10 +58,10 @@ def column(part: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def _place(head, cache_slots, slot, RUN: tl.constexpr):
-    """Where the words of a slot begin, and where its scale is."""
+    """Where a slot's words of the first run begin, and where its scale is."""
     offset = slot % _TOKENS
-    begin = head.to(tl.int64) * cache_slots * (3 * RUN + 1) + slot // _TOKENS * (_TOKENS * (3 * RUN + 1))
-    return begin + offset * (3 * RUN), begin + _TOKENS * 3 * RUN + offset
+    begin = head.to(tl.int64) * cache_slots * (3 * RUN + 2) + slot // _TOKENS * (_TOKENS * (3 * RUN + 2))
+    return begin + offset * RUN, begin + _TOKENS * 3 * RUN + offset
 
 
 @triton.jit
@@ -70,8 +70,8 @@ def read_words(cache, head, cache_slots, slot, seen, RUN: tl.constexpr):
     words, scales = _place(head, cache_slots, slot, RUN)
     at = cache + words[:, None] + tl.arange(0, RUN)[None, :]
     first = tl.load(at, seen[:, None], other=0)
-    second = tl.load(at + RUN, seen[:, None], other=0)
-    third = tl.load(at + 2 * RUN, seen[:, None], other=0)
+    second = tl.load(at + _TOKENS * RUN, seen[:, None], other=0)
+    third = tl.load(at + 2 * _TOKENS * RUN, seen[:, None], other=0)
     # By pairs: what is shorter than four bytes is not fetched ahead of its use.
     pairs = tl.load(cache.to(tl.pointer_type(tl.int32)) + scales // 2, seen, other=0)
     return first, second, third, (pairs >> (scales % 2 * 16).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -123,8 +123,8 @@ def write(cache, x, y, z, scale, head, slot, held, cache_slots):
     words, scales = _place(head, cache_slots, slot, RUN)
     at = cache + words + tl.arange(0, RUN)[None, :]
     tl.store(at, x, held)
-    tl.store(at + RUN, y, held)
-    tl.store(at + 2 * RUN, z, held)
+    tl.store(at + _TOKENS * RUN, y, held)
+    tl.store(at + 2 * _TOKENS * RUN, z, held)
     tl.store(cache + scales, scale, held)
 
 

@@ -34,7 +34,7 @@ class Prefix:
             kv_heads, slots, size = plain.shape
             _unpack[(len(self.blocks), kv_heads)](
                 packed, self.blocks, plain, packed.shape[1], slots, SIZE=size, BLOCK_TOKENS=self.block_tokens,
-                ON_DEVICE=plain.is_cuda, num_warps=1,
+                ON_DEVICE=plain.is_cuda, num_warps=2,
             )  # fmt: skip
 
 

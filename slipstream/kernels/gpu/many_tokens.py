@@ -1,0 +1,88 @@
+"""The product of many tokens with the gate of the feed-forward part behind it: what the gate takes never goes through
+memory.
+
+Each processor has one program, which takes tiles one after the other and begins the next while it ends the last. A tile
+has the same columns of both halves of the weight, brought by the copy engine as if they lay together.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.gpu.activation import silu_times
+from slipstream.kernels.gpu.launch import Quick, pieces, processors, shared_memory
+
+_TOKENS = 128  # of a tile
+_ROWS = 128  # of each half of the weight
+_COLUMNS = 64  # summed over at once
+_BAND = 8  # tiles of tokens that are taken together, so that the weight's rows come from the cache
+_STAGES = 4
+_SHARED_BYTES = 229_408
+# Where the tiles leave less of the machine busy than this, the library, whose tiles have other sizes, is faster; with
+# very many tokens what does not go through memory outweighs that.
+_LEAST_BUSY = 0.95
+_VERY_MANY = 2048
+
+
+@Quick
+@triton.jit(do_not_specialize=["tokens", "programs"])
+def _many_tokens(
+    x, weight, out, tokens, rows, size, programs, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    high, wide = tl.cdiv(tokens, TOKENS), rows // ROWS  # tiles
+    for tile in tl.range(tl.program_id(0), high * wide, programs, flatten=True):
+        band = tile // (BAND * wide) * BAND
+        of_band = tl.minimum(high - band, BAND)
+        token = (band + tile % (BAND * wide) % of_band) * TOKENS
+        row = tile % (BAND * wide) // of_band * ROWS
+        total = tl.zeros([TOKENS, 2 * ROWS], tl.float32)
+        for column in tl.range(0, size, COLUMNS):
+            both = tl.reshape(weight.load([0, row, column]), (2 * ROWS, COLUMNS))
+            total = tl.dot(x.load([token, column]), tl.trans(both), total, input_precision=PRECISION)
+        halves = tl.permute(tl.reshape(total.to(out.dtype), (TOKENS, 2, ROWS)), (0, 2, 1))
+        activated, multiplied = tl.split(halves)
+        out.store([token, row], silu_times(activated, multiplied))
+
+
+def many_tokens(x: Tensor, weight: Tensor) -> Tensor:
+    """x: [tokens, in], contiguous; weight: [2 * size, in] → [tokens, size]: the first half of the results, activated by
+    silu, times the second. Sizes are as `takes_many` asks."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    tokens, columns = x.shape
+    size = weight.shape[0] // 2
+    out = x.new_empty((tokens, size))
+    programs = min(processors(x.device), _tiles(tokens, size))
+    _many_tokens[(programs,)](
+        TensorDescriptor.from_tensor(x, [_TOKENS, _COLUMNS]),
+        TensorDescriptor.from_tensor(weight.view(2, size, columns), [2, _ROWS, _COLUMNS]),
+        TensorDescriptor.from_tensor(out, [_TOKENS, _ROWS]), tokens, size, columns, programs,
+        TOKENS=_TOKENS, ROWS=_ROWS, COLUMNS=_COLUMNS, BAND=_BAND,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=8, num_stages=_STAGES,
+    )  # fmt: skip
+    return out
+
+
+def takes_many(weight: Tensor) -> bool:
+    """Whether a weight [2 * size, in] is one whose halves this multiplies: on Hopper, for which it is made."""
+    fits = weight.element_size() == 2 and weight.shape[0] % (2 * _ROWS) == 0 and weight.shape[1] % _COLUMNS == 0
+    if not fits or not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != 9:
+        return False
+    return shared_memory(weight.device) >= _SHARED_BYTES
+
+
+def pays(tokens: int, weight: Tensor) -> bool:
+    """Whether it is faster than the library and a kernel for the gate."""
+    if tokens >= _VERY_MANY:
+        return True
+    tiles, programs = _tiles(tokens, weight.shape[0] // 2), processors(weight.device)
+    taken = pieces(tiles, programs) * programs  # by the last to end
+    return tokens * tiles >= _LEAST_BUSY * taken * pieces(tokens, _TOKENS) * _TOKENS
+
+
+def _tiles(tokens: int, size: int) -> int:
+    return pieces(tokens, _TOKENS) * (size // _ROWS)
