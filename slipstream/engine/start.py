@@ -173,6 +173,7 @@ def _prepare_gpu(
     from slipstream.engine.mixed_graphs import PROMPTS
     from slipstream.kernels.gpu.prefill_attention import FAR
 
+    runner.model.prepare_gates()
     warm_up(spec, runner, blocks, longest)
     each = max(1, min(longest - 2, budget, max(_WARM_UP_TOKENS, -(-budget // max_rows))))
     held = torch.cuda.memory_allocated()

@@ -42,8 +42,14 @@ def dense(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def gated(product: Product) -> Product | None:
-    """The product with the silu gate behind it, where one kernel does both for few tokens; else None."""
+    """The product with the silu gate behind it, where one kernel does both for some numbers of tokens; else None."""
     return getattr(product, "gated", None)
+
+
+def prepare_gate(product: Product) -> None:
+    """Have kernels compiled that gate numbers of tokens which the steps of a start may not have."""
+    if hasattr(product, "prepare_gate"):
+        product.prepare_gate()
 
 
 def joint(product: Product, norm: Norm | None, taker: Product) -> Joint | None:

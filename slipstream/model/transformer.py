@@ -86,6 +86,12 @@ class Transformer:
         products = [product for layer in self.layers for product in layer.products()]
         return linear.copy_weights([*products, self.head.product], most_bytes)
 
+    def prepare_gates(self) -> None:
+        """Have kernels compiled that the steps of a start may not need."""
+        for layer in self.layers:
+            if layer.mixture is None and layer.gated is not None:
+                linear.prepare_gate(layer.first)
+
     def narrow_attention(self, windows: Sequence[int], sinks: int) -> None:
         """Let layers look back no further than these windows, one after the other and again from the first.
 

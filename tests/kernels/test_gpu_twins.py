@@ -13,14 +13,12 @@ from slipstream.kernels import activation, normalisation, rotary
 from slipstream.kernels.attention import cache_shape, plan_attention
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu import activation as gpu_activation
-from slipstream.kernels.gpu import many_tokens as gpu_many_tokens
 from slipstream.kernels.gpu import normalisation as gpu_normalisation
 from slipstream.kernels.gpu import quantised as gpu_quantised
 from slipstream.kernels.gpu import rotary as gpu_rotary
 from slipstream.kernels.gpu import step as gpu_step
 from slipstream.kernels.gpu.few_tokens import few_tokens
 from slipstream.kernels.gpu.linear import DenseProduct, WeightOnlyProduct, WideProduct
-from slipstream.kernels.gpu.many_tokens import many_tokens
 from slipstream.kernels.gpu.one_token import one_token
 from slipstream.kernels.inputs import Quantised, plain, quantise
 from slipstream.weights.quantise import dequantise, quantise_fp8, quantise_rows
@@ -282,41 +280,6 @@ def test_products_with_their_gate(tokens, rows, size, bias):
     apart = few_tokens(x.to(DEVICE), weight.to(DEVICE), offset)
     gated = few_tokens(x.to(DEVICE), weight.to(DEVICE), offset, gated=True)
     assert torch.equal(gated, gpu_activation.silu_gated(apart))
-
-
-@pytest.mark.parametrize(("tokens", "size", "columns"), [(1, 128, 64), (130, 256, 128), (300, 384, 64)] + (
-    [(1500, 14336, 4096), (8192, 3072, 1024)] if GPU else []))  # fmt: skip
-def test_many_tokens_with_their_gate(tokens, size, columns):
-    """The last tiles have tokens that are not there: nothing of them is seen, and nothing of the next half's."""
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if GPU else torch.float16  # the interpreter does not know bfloat16
-    x, weight = torch.randn(tokens, columns).to(dtype), (torch.randn(2 * size, columns) / columns**0.5).to(dtype)
-    around = torch.full((tokens + 128, columns), math.nan, dtype=dtype, device=DEVICE)
-    around[:tokens] = x
-    exact = torch.nn.functional.linear(x.to(DEVICE).float(), weight.to(DEVICE).float())
-    got = many_tokens(around[:tokens], weight.to(DEVICE))
-    assert got.shape == (tokens, size)
-    assert (got.float() - activation.silu_gated(exact)).norm() < 5e-3 * activation.silu_gated(exact).norm()
-
-
-@pytest.mark.parametrize(("tokens", "rows", "worth"), [
-    (1024, 28672, True), (896, 28672, True), (832, 28672, False), (1280, 28672, False), (2047, 22016, False),
-    (2048, 22016, True), (768, 22016, True), (766, 22016, True), (740, 22016, False)])  # fmt: skip
-def test_when_many_tokens_are_gated_with_their_product(monkeypatch, tokens, rows, worth):
-    """Where the tiles fill 132 processors."""
-    monkeypatch.setattr(gpu_many_tokens, "processors", lambda device: 132)
-    assert gpu_many_tokens.pays(tokens, torch.empty(rows, 1)) is worth
-
-
-@pytest.mark.skipif(not GPU, reason="what a GPU has decides")
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_product_gates_many_tokens_in_one_kernel_or_in_two(bias):
-    torch.manual_seed(0)
-    x, weight = torch.randn(2048, 256).bfloat16().to(DEVICE), (torch.randn(512, 256) / 16).bfloat16().to(DEVICE)
-    offset = torch.randn(512).bfloat16().to(DEVICE) if bias else None
-    product = DenseProduct(weight, offset)
-    assert close(product.gated(x), activation.silu_gated(torch.nn.functional.linear(x, weight, offset)), 5e-3)
-    assert close(product.gated(x[:100]), product.gated(x)[:100], 5e-3)
 
 
 @pytest.mark.parametrize("quantised", [quantise_fp8, lambda weight: quantise_rows(weight, 8, 0)], ids=["fp8", "int8"])

@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels below are defined
 
 from slipstream.engine.mixed_graphs import MixedBuffers
+from slipstream.kernels.gpu import decode_attention
 from slipstream.kernels.gpu.decode_chunks import Places, cut_chunks, most_chunks, shared_chunks
 
 PADDING = 99
@@ -95,3 +96,28 @@ def test_rows_of_narrow_programs_are_cut_finer_where_there_are_many():
     assert (fine[:, 7] == np.where(fine[:, 4] == 1800, 4, 1)).all(), "60,000 tokens by eight heads, shared by 924"
     plain, few = (cut_chunks(np.zeros(30, dtype=np.int64), lengths[:30], 8, p) for p in (Places(660), places))
     assert np.array_equal(few, plain)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(40, 3), (39, 2)])
+def test_half_of_the_places_are_many(rows, parts):
+    chunks = cut_chunks(np.zeros(rows, dtype=np.int64), np.full(rows, 2000), 8, Places(640, narrow=True))
+    assert (chunks[:, 7] == parts).all()
+
+
+@pytest.mark.parametrize(("length", "parts"), [(1152, 1), (1153, 2)])
+def test_a_share_of_many_narrow_programs_is_that_of_seven_a_processor(length, parts):
+    lengths = np.array([length] + [1000] * 127)  # 1,024,000 tokens by head, 1,108 for each of 924
+    assert cut_chunks(np.zeros(128, dtype=np.int64), lengths, 8, Places(660, narrow=True))[:, 7].max() == parts
+
+
+def test_room_for_many_narrow_rows_that_are_all_cut():
+    places = Places(660, narrow=True)
+    chunks = cut_chunks(np.zeros(64, dtype=np.int64), np.full(64, 1000), 8, places)
+    assert (chunks[:, 7] == 2).all()
+    assert shared_chunks(len(chunks) * 8, 64, 8, places) == 64 * 2 * 8
+
+
+@pytest.mark.parametrize(("load", "narrow", "warps"), [
+    (0.39, True, 2), (0.4, True, 1), (3.0, True, 1), (3.0, False, 4)])  # fmt: skip
+def test_programs_over_packed_tokens_are_narrow_where_there_are_many(load, narrow, warps):
+    assert decode_attention._packed_tuning(load, narrow)["num_warps"] == warps

@@ -8,11 +8,14 @@ import math
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attention_steps import DEVICE, GPU, MIXES, gpu_plan, slots_of, tables_of
 
 from slipstream.kernels import packed_cache
 from slipstream.kernels.attention import plan_attention
 from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.gpu.packed_cache import _place
 from slipstream.kernels.gpu.prefix import Prefix, lay_out, pays
 from slipstream.kernels.gpu.rotary import rotate_write
 
@@ -174,6 +177,32 @@ def test_what_is_unpacked_beforehand_is_seen_as_if_it_were_not(size, mix, rule):
     places = np.searchsorted(rows, plan.prefill.tile_row.cpu().numpy())
     plan.prefill.tile_row = torch.from_numpy(places.astype(np.int32)).to(DEVICE)
     assert (plan.attend(step, *cache, rule) - expected).float().norm() < TOLERANCE * expected.float().norm()
+
+
+def test_blocks_may_hold_several_runs_of_tokens():
+    torch.manual_seed(0)
+    block, size = 2 * packed_cache.TOKENS, 64
+    plain = torch.randn(2, 2, 3 * block, size).bfloat16().float()
+    found = torch.full((2, 2, 2 * block, size), math.nan, dtype=DTYPE, device=DEVICE)
+    blocks = torch.tensor([2, 1], dtype=torch.int32, device=DEVICE)
+    Prefix(blocks, blocks[None], *found, block).unpack(*pack(plain))
+    wanted = torch.cat((plain[:, :, 2 * block :], plain[:, :, block : 2 * block]), 2)
+    assert torch.allclose(found.float().cpu(), wanted, rtol=0, atol=2.0**-19)
+
+
+@triton.jit
+def _places(heads, slots, out, cache_slots, RUN: tl.constexpr):
+    words, scales = _place(tl.load(heads), cache_slots, tl.load(slots), RUN)
+    tl.store(out, words)
+    tl.store(out + 1, scales)
+
+
+def test_a_cache_may_have_more_words_than_32_bits_count():
+    out = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    head, slot = torch.tensor([31], dtype=torch.int32, device=DEVICE), torch.tensor([33], device=DEVICE)
+    _places[(1,)](head, slot, out, 32 * 50_000, RUN=32)
+    first = 31 * 32 * 50_000 * 98 + 32 * 98
+    assert out.tolist() == [first + 32, first + 32 * 96 + 1]
 
 
 @pytest.mark.parametrize(("positions", "counts", "worth"), [

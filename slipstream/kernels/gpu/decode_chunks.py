@@ -18,9 +18,9 @@ from torch import Tensor
 from slipstream.kernels.gpu.launch import processors
 
 _STEP = 64  # tokens that chunks end at a multiple of: the most that a program looks at at once
-_AT_ONCE = 5  # programs that a processor holds
+_AT_ONCE = 5  # programs of several warps that a processor holds
 # Even shares of all tokens that a chunk holds at least: to begin and to merge one takes its time, which others fill
-# where there are many, and narrow. Of those a processor holds seven.
+# where there are many, and narrow. Of those, with heads of 128, it holds seven.
 _FULL, _FULL_OF_MANY = 1.3, _AT_ONCE / 7
 _MERGED = 32  # chunks that are soon merged
 CHUNK_NUMBERS = 8
@@ -37,7 +37,7 @@ class DecodePlan:
 @dataclass(frozen=True, slots=True)
 class Places:
     count: int  # of programs that the machine holds at once
-    narrow: bool = False  # whether programs have one warp where there are many: rows are then cut finer
+    narrow: bool = False  # whether programs may have one warp: where there are many, rows are then cut finer
 
 
 def places_of(device: torch.device, narrow: bool = False) -> Places:

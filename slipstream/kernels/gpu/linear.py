@@ -92,7 +92,12 @@ class DenseProduct:
             return few_tokens(x, weight, self.bias, weight_scales=scales, gated=True)
         if isinstance(x, Tensor) and self._takes_many and pays(x.shape[0], self.stored.weight):
             return many_tokens(x.contiguous(), self.stored.weight)
-        return silu_gated(self(x))  # a single token's product is faster on its own
+        return silu_gated(self(x))  # among others of a single token, whose product is faster on its own
+
+    def prepare_gate(self) -> None:
+        """Have the kernel for many tokens compiled: there is one, whatever their number."""
+        if self._takes_many:
+            many_tokens(self.stored.weight.new_zeros((1, self.stored.weight.shape[1])), self.stored.weight)
 
     def joined(self, x: Tensor, hidden: Tensor, norm: Norm) -> Unscaled:
         """Of one token: the result added to `hidden` [1, out], and the sum normalised but for its scale."""

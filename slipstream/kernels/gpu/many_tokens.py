@@ -2,7 +2,7 @@
 memory.
 
 Each processor has one program, which takes tiles one after the other and begins the next while it ends the last. A tile
-has the same columns of both halves of the weight, brought by the copy engine as if they lay together.
+has the same rows of both halves of the weight, brought by the copy engine as if they lay together.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ROWS = 128  # of each half of the weight
 _COLUMNS = 64  # summed over at once
 _BAND = 8  # tiles of tokens that are taken together, so that the weight's rows come from the cache
 _STAGES = 4
-_SHARED_BYTES = 229_408
-# Where the tiles leave less of the machine busy than this, the library, whose tiles have other sizes, is faster; with
-# very many tokens what does not go through memory outweighs that.
-_LEAST_BUSY = 0.95
+_SHARED_BYTES = 229_408  # of the stages and a tile of results, as compiled
+# Where tiles leave more of the machine idle than this, the library, whose tiles have other sizes, is faster. With very
+# many tokens, what does not go through memory outweighs some of it.
+_LEAST_BUSY, _LEAST_BUSY_OF_VERY_MANY = 0.95, 0.85
 _VERY_MANY = 2048
 
 
@@ -31,7 +31,7 @@ _VERY_MANY = 2048
 @triton.jit(do_not_specialize=["tokens", "programs"])
 def _many_tokens(
     x, weight, out, tokens, rows, size, programs, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BAND: tl.constexpr, PRECISION: tl.constexpr,
+    BAND: tl.constexpr,
 ):  # fmt: skip
     high, wide = tl.cdiv(tokens, TOKENS), rows // ROWS  # tiles
     for tile in tl.range(tl.program_id(0), high * wide, programs, flatten=True):
@@ -42,7 +42,7 @@ def _many_tokens(
         total = tl.zeros([TOKENS, 2 * ROWS], tl.float32)
         for column in tl.range(0, size, COLUMNS):
             both = tl.reshape(weight.load([0, row, column]), (2 * ROWS, COLUMNS))
-            total = tl.dot(x.load([token, column]), tl.trans(both), total, input_precision=PRECISION)
+            total = tl.dot(x.load([token, column]), tl.trans(both), total)
         halves = tl.permute(tl.reshape(total.to(out.dtype), (TOKENS, 2, ROWS)), (0, 2, 1))
         activated, multiplied = tl.split(halves)
         out.store([token, row], silu_times(activated, multiplied))
@@ -61,8 +61,7 @@ def many_tokens(x: Tensor, weight: Tensor) -> Tensor:
         TensorDescriptor.from_tensor(x, [_TOKENS, _COLUMNS]),
         TensorDescriptor.from_tensor(weight.view(2, size, columns), [2, _ROWS, _COLUMNS]),
         TensorDescriptor.from_tensor(out, [_TOKENS, _ROWS]), tokens, size, columns, programs,
-        TOKENS=_TOKENS, ROWS=_ROWS, COLUMNS=_COLUMNS, BAND=_BAND,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=8, num_stages=_STAGES,
+        TOKENS=_TOKENS, ROWS=_ROWS, COLUMNS=_COLUMNS, BAND=_BAND, num_warps=8, num_stages=_STAGES,
     )  # fmt: skip
     return out
 
@@ -70,18 +69,18 @@ def many_tokens(x: Tensor, weight: Tensor) -> Tensor:
 def takes_many(weight: Tensor) -> bool:
     """Whether a weight [2 * size, in] is one whose halves this multiplies: on Hopper, for which it is made."""
     fits = weight.element_size() == 2 and weight.shape[0] % (2 * _ROWS) == 0 and weight.shape[1] % _COLUMNS == 0
-    if not fits or not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != 9:
+    in_lines = weight.is_contiguous() and weight.data_ptr() % 16 == 0  # as the copy engine wants it
+    if not (fits and in_lines) or not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != 9:
         return False
     return shared_memory(weight.device) >= _SHARED_BYTES
 
 
 def pays(tokens: int, weight: Tensor) -> bool:
     """Whether it is faster than the library and a kernel for the gate."""
-    if tokens >= _VERY_MANY:
-        return True
     tiles, programs = _tiles(tokens, weight.shape[0] // 2), processors(weight.device)
-    taken = pieces(tiles, programs) * programs  # by the last to end
-    return tokens * tiles >= _LEAST_BUSY * taken * pieces(tokens, _TOKENS) * _TOKENS
+    until_the_last = pieces(tiles, programs) * programs  # tiles that there is time for
+    least = _LEAST_BUSY if tokens < _VERY_MANY else _LEAST_BUSY_OF_VERY_MANY
+    return tokens * tiles > least * until_the_last * pieces(tokens, _TOKENS) * _TOKENS
 
 
 def _tiles(tokens: int, size: int) -> int:

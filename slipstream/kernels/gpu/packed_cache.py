@@ -58,7 +58,8 @@ def column(part: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def _place(head, cache_slots, slot, RUN: tl.constexpr):
-    """Where a slot's words of the first run begin, and where its scale is."""
+    """Where a slot's words of the first run begin, and where its scale is. Those of the next run lie _TOKENS * RUN
+    further."""
     offset = slot % _TOKENS
     begin = head.to(tl.int64) * cache_slots * (3 * RUN + 2) + slot // _TOKENS * (_TOKENS * (3 * RUN + 2))
     return begin + offset * RUN, begin + _TOKENS * 3 * RUN + offset
