@@ -120,7 +120,7 @@ def test_bfloat16_read_in_twelve_bits_agrees_as_well(monkeypatch):
 
 
 @pytest.mark.parametrize(("family", "way"), [
-    ("llama", {}), ("llama", {"step_tokens": 48}), ("llama", {"block_tokens": 16, "depth": 1}), ("qwen3", {}),
+    ("llama", {}), ("llama", {"step_tokens": 48}), ("llama", {"block_tokens": 64, "depth": 1}), ("qwen3", {}),
     ("llama", {"cache_tokens": 512, "host_cache_bytes": 2**24}),
     ("gemma2", {"step_tokens": 48}), ("mistral", {"attention_windows": (60,), "sink_tokens": 4})])
 def test_keys_and_values_of_twelve_bits_agree_as_well(family, way):
