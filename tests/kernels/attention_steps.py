@@ -10,7 +10,9 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined: import this first
 
-pytest.importorskip("triton", reason="the kernels need Triton, which a CPU installation of torch does not bring")
+triton = pytest.importorskip("triton", reason="kernels need Triton, which a CPU installation of torch does not bring")
+
+import triton.language as tl  # noqa: E402, F401  (for tests with kernels of their own)
 
 from slipstream.kernels.gpu.attention import GpuAttention  # noqa: E402
 from slipstream.kernels.gpu.decode_chunks import DecodePlan, cut_chunks, places_of  # noqa: E402

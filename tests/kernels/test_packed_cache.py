@@ -8,9 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
-from attention_steps import DEVICE, GPU, MIXES, gpu_plan, slots_of, tables_of
+from attention_steps import DEVICE, GPU, MIXES, gpu_plan, slots_of, tables_of, tl, triton
 
 from slipstream.kernels import packed_cache
 from slipstream.kernels.attention import plan_attention
