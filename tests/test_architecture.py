@@ -134,6 +134,8 @@ def test_the_server_process_loads_no_torch():
         "slipstream.server.lifecycle",
         "slipstream.server.services",
         "slipstream.server.engine_client",
+        "slipstream.server.http",
+        "slipstream.server.registry",
     ]
     code = f"import sys, {', '.join(modules)}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_server import RealServer, build_engine
+from real_server import RealServer, build_engine, limit_cache
 from tiny_hf_folder import save_model
 
 from slipstream.repository.templates import write_repository
@@ -29,6 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     (folder / "hf" / "chat_template.jinja").write_text(TEMPLATE)
     engine = build_engine(folder / "hf", folder / "engine")
     write_repository(folder / "repo", MODEL, engine, engine, 8)
+    limit_cache(folder / "repo")
     command = ("-m", "slipstream.cli.main", "start", "--repo", str(folder / "repo"), "--dtype", "float32",
                "--trace-config", f"triton,file={folder / 'trace.json'}")
     running = RealServer(folder / "repo", folder, *command)

@@ -30,7 +30,7 @@ def test_an_adapter_by_its_folder(tmp_path, monkeypatch):
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
     merged = save_adapter(base, tmp_path / "french", rank=128)
     (tmp_path / "empty").mkdir()
-    with LLM(tmp_path / "model", dtype="float32", adapter_max_rank=256) as llm:
+    with LLM(tmp_path / "model", dtype="float32", adapter_max_rank=256, cache_tokens=4096) as llm:
         adapted, plain = (llm.generate(PROMPT, max_tokens=10, ignore_end=True, adapter=adapter)[0].tokens
                           for adapter in (tmp_path / "french", None))
         assert (adapted, plain) == (greedy(merged), greedy(base))

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
-from real_server import ROOT, RealServer, build_engine
+from real_server import ROOT, RealServer, build_engine, limit_cache
 from tiny_hf_folder import save_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
@@ -363,6 +363,7 @@ def test_a_real_engine_frees_the_row_of_an_answer_that_was_stopped(
     (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     engine = build_engine(model, tmp_path / "engine")
     write_repository(tmp_path / "models", "tiny", engine, engine, 8)
+    limit_cache(tmp_path / "models", 2 * 16384)
     server = RealServer(tmp_path / "models", tmp_path / "run").wait()
     try:
         shell = terminal("-u", server.http)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from real_server import build_engine
+from real_server import CACHE_TOKENS, build_engine
 from safetensors.torch import save_file
 from tiny_hf_folder import greedy_text, save_model
 
@@ -31,7 +31,8 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(capsys: pytest.CaptureFixture[str], engine: Path, *words: object) -> list[str]:
     """The answers that were printed, in order."""
-    flags = ["--engine_dir", engine, "--max_output_len", 8, "--input_text", *TEXTS, *words]
+    flags = ["--engine_dir", engine, "--max_output_len", 8, "--max_tokens_in_paged_kv_cache", CACHE_TOKENS,
+             "--input_text", *TEXTS, *words]
     assert run_command("run", [str(flag) for flag in flags]) == 0, capsys.readouterr()
     answer = re.compile(r'^Output \[Text \d Beam \d\]: "(.*?)"\n(?=Output|Input|\Z)', re.M | re.S)
     return answer.findall(capsys.readouterr().out)

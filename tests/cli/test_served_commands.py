@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_server import RealServer, build_engine, write_model, write_repository
+from real_server import CACHE_TOKENS, RealServer, build_engine, write_model, write_repository
 from tiny_hf_folder import END, VOCABULARY, greedy_text, save_model
 
+from slipstream.cli import benchmark_core_model
 from slipstream.cli.classic import run_command
 from slipstream.repository.generations.render import render_template
 
@@ -32,7 +33,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Re
                                   max_beam_width="3")
     template = render_template("inflight_batcher_llm", "tensorrt_llm", "v0.10")
     write_model(repository / STREAMING, template.replace('"tensorrt_llm"', f'"{STREAMING}"'),
-                {"engine_dir": str(engine), "decoupled_mode": "True"})
+                {"engine_dir": str(engine), "decoupled_mode": "True",
+                 "max_tokens_in_paged_kv_cache": str(CACHE_TOKENS)})
     text_model = repository / "tensorrt_llm_bls" / "config.pbtxt"
     text_model.write_text(text_model.read_text().replace("decoupled: False", "decoupled: True"))
     with pytest.MonkeyPatch.context() as environment:
@@ -304,6 +306,11 @@ class TestLoad:
 
 
 class TestTools:
+    @pytest.fixture(autouse=True)
+    def short_warm_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its answers of 100 tokens are for the figures, which no test reads."""
+        monkeypatch.setattr(benchmark_core_model, "_WARM_UP_LENGTH", 2)
+
     @pytest.fixture
     def dataset(self, tmp_path: Path) -> Path:
         items = [{"input": word, "instruction": "Say more", "output": "one two three"} for word in ("a", "bc", "def")]

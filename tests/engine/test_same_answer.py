@@ -37,9 +37,9 @@ WAYS = {
 
 
 SAMPLING = {
-    "greedy": {"max_tokens": 40},
-    "top-k": {"max_tokens": 40, "temperature": 0.8, "top_k": 20, "seed": 5, "repetition_penalty": 1.2},
-    "top-p": {"max_tokens": 40, "temperature": 1.0, "top_p": 0.8, "seed": 2**63 + 1, "frequency_penalty": 0.5},
+    "greedy": {"max_tokens": 24},
+    "top-k": {"max_tokens": 24, "temperature": 0.8, "top_k": 20, "seed": 5, "repetition_penalty": 1.2},
+    "top-p": {"max_tokens": 24, "temperature": 1.0, "top_p": 0.8, "seed": 2**63 + 1, "frequency_penalty": 0.5},
 }
 
 

@@ -152,7 +152,7 @@ import time, triton_python_backend_utils as pb_utils
 class TritonPythonModel:
     def execute(self, requests):
         print("it works")
-        time.sleep(2.0)
+        time.sleep(1.0)
         given = [pb_utils.get_input_tensor_by_name(request, "text_input") for request in requests]
         return [pb_utils.InferenceResponse([pb_utils.Tensor("text_output", one.as_numpy())]) for one in given]
 """
@@ -161,7 +161,7 @@ class TritonPythonModel:
 def test_a_stopping_server_lets_python_models_answer(tmp_path: Path) -> None:
     """Also one that takes longer than connections are kept open for those who only listen."""
     options = ["--allow-python-models"]
-    running = TinyServer(write_model(tmp_path, "slow", SLOW), tmp_path / "tmp", *options, close_seconds=1)
+    running = TinyServer(write_model(tmp_path, "slow", SLOW), tmp_path / "tmp", *options, close_seconds=0.3)
     running.wait_started()
     body = json.dumps({"text_input": "still here"}).encode()
     with ThreadPoolExecutor() as asking:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_hf_folder import greedy_text, save_model
 from tutorial import HERE, Tutorial, answer_of, blocks_of, long_port_flags
 
-Begin = Callable[..., Tutorial]
+WORKSPACE = "tensorrtllm_backend"
 BORN = "Born in north-east France, Soyer trained as a"
 
 
@@ -35,23 +36,33 @@ def tried_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tried") / "cpu-probe.json"
 
 
+@pytest.fixture(scope="module")
+def begun(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, llama: Path, gpt: Path
+) -> Iterator[dict[str, Future[Tutorial]]]:
+    """Every tutorial up to its server, two at a time, each in a folder and a home of its own.
+
+    Most of their commands are one process on one core: the other core works for the tests that come later.
+    """
+    names = [item.name for item in request.session.items if item.path == request.path and item.name in BEGINNINGS]
+    with ThreadPoolExecutor(2) as threads:
+        yield {name: threads.submit(BEGINNINGS[name], tmp_path_factory.mktemp(name), llama, gpt) for name in names}
+        threads.shutdown(cancel_futures=True)
+
+
 @pytest.fixture
-def begin(tmp_path: Path, tried_cpu: Path) -> Iterator[Begin]:
-    begun: list[Tutorial] = []
-    kept = tmp_path / "home" / ".cache" / "slipstream" / tried_cpu.name
-
-    def start(name: str, places: dict[str, str], like: str) -> Tutorial:
-        begun.append(Tutorial(name, tmp_path, places, like))
-        if tried_cpu.exists():
-            kept.parent.mkdir(parents=True)
-            shutil.copy(tried_cpu, kept)
-        return begun[0]
-
-    yield start
-    for tutorial in begun:
-        tutorial.close()
-        if kept.exists():
-            shutil.copy(kept, tried_cpu)
+def tutorial(
+    request: pytest.FixtureRequest, begun: dict[str, Future[Tutorial]], tried_cpu: Path
+) -> Iterator[Tutorial]:
+    tutorial = begun[request.node.name].result()
+    kept = tutorial.folder / "home" / ".cache" / "slipstream" / tried_cpu.name
+    if tried_cpu.exists() and not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tried_cpu, kept)
+    yield tutorial
+    tutorial.close()
+    if kept.exists():
+        shutil.copy(kept, tried_cpu)
 
 
 @pytest.mark.parametrize("file", sorted(HERE.glob("*.txt")), ids=lambda file: file.stem)
@@ -63,29 +74,35 @@ def test_every_block_is_run_or_says_why_it_is_not(file: Path) -> None:
             assert f'"{name}"' in source, f"nothing runs the block '{name}'"
 
 
-def test_triton_cli(begin: Begin, llama: Path, tmp_path: Path) -> None:
-    tutorial = begin("000_triton_cli", {"/engines": f"{tmp_path}/engines"}, "v0.10")
-    shutil.copytree(llama, tmp_path / "home" / ".cache" / "huggingface")
-    printed = tutorial.run(tutorial.text("before"))
-    assert f"triton - INFO - Current repo at {tmp_path}/home/models:\nmodels/\n├── ensemble/" in printed
-    assert printed.endswith("triton - INFO - Serve it with: triton start\n")
+def begin_triton_cli(folder: Path, llama: Path, gpt: Path) -> Tutorial:
+    tutorial = Tutorial("000_triton_cli", folder, {"/engines": f"{folder}/engines"}, "v0.10")
+    shutil.copytree(llama, folder / "home" / ".cache" / "huggingface")
+    return tutorial.prepare()
+
+
+def test_triton_cli(tutorial: Tutorial, llama: Path) -> None:
+    where = f"{tutorial.folder}/home/models"
+    assert f"triton - INFO - Current repo at {where}:\nmodels/\n├── ensemble/" in tutorial.printed
+    assert tutorial.printed.endswith("triton - INFO - Serve it with: triton start\n")
     tutorial.serve(long_port_flags(tutorial, "-"))
     answer = answer_of(tutorial.ask())
     assert answer["text_output"] == greedy_text(llama, "What is ML?", 50, special=True, dtype="float32")
 
 
-def test_convert_build_fill_launch(begin: Begin, llama: Path, tmp_path: Path) -> None:
-    places = {"/tensorrtllm_client": f"{tmp_path}/tensorrtllm_backend/inflight_batcher_llm/client",
-              "/tensorrtllm_backend/": f"{tmp_path}/tensorrtllm_backend/", "/Llama-2-7b-hf": str(llama),
-              "/tmp/ckpt": f"{tmp_path}/ckpt", "=/engines": f"={tmp_path}/engines",
-              "/opt/tritonserver": f"{tmp_path}/opt", "--request-output-len": "-u localhost:8001 --request-output-len",
+def begin_convert_build_fill_launch(folder: Path, llama: Path, gpt: Path) -> Tutorial:
+    places = {"/tensorrtllm_client": f"{folder}/tensorrtllm_backend/inflight_batcher_llm/client",
+              "/tensorrtllm_backend/": f"{folder}/tensorrtllm_backend/", "/Llama-2-7b-hf": str(llama),
+              "/tmp/ckpt": f"{folder}/ckpt", "=/engines": f"={folder}/engines",
+              "/opt/tritonserver": f"{folder}/opt", "--request-output-len": "-u localhost:8001 --request-output-len",
               "hf-internal-testing/llama-tokenizer": str(llama), "--measurement-interval 4000":
               "--measurement-interval 300", "--num-prompts 100": "--num-prompts 10"}
-    tutorial = begin("000_manual", places, "v0.10")
-    (tmp_path / "opt").mkdir()
+    (folder / "opt").mkdir()
+    return Tutorial("000_manual", folder, places, "v0.10").prepare()
+
+
+def test_convert_build_fill_launch(tutorial: Tutorial, llama: Path) -> None:
     expected = greedy_text(llama, "What is ML?", 50, special=True)
-    printed = tutorial.run(tutorial.text("before"))
-    assert f'Input [Text 0]: "<s>What is ML?"\nOutput [Text 0 Beam 0]: "{expected}"\n' in printed
+    assert f'Input [Text 0]: "<s>What is ML?"\nOutput [Text 0 Beam 0]: "{expected}"\n' in tutorial.printed
     tutorial.serve(long_port_flags(tutorial, "_"))
     assert "tritonserver" in tutorial.process_names()  # what pkill and pgrep look for
     printed = tutorial.ask()
@@ -100,11 +117,14 @@ def test_convert_build_fill_launch(begin: Begin, llama: Path, tmp_path: Path) ->
     assert "Generating artifacts/ensemble-triton-tensorrtllm-concurrency1/profile_export_genai_perf.json" in printed
 
 
-def test_four_ranks_of_a_checkpoint(begin: Begin, llama: Path, tmp_path: Path) -> None:
-    workspace = tmp_path / "tensorrtllm_backend"
-    places = {"$(pwd)/Llama-2-7b-hf": str(llama), "/tmp/llama": f"{tmp_path}/llama", "/workspace": str(workspace)}
-    tutorial = begin("001", places, "v0.9")
-    tutorial.run(tutorial.text("before"), workspace)
+def begin_four_ranks(folder: Path, llama: Path, gpt: Path) -> Tutorial:
+    workspace = folder / WORKSPACE
+    places = {"$(pwd)/Llama-2-7b-hf": str(llama), "/tmp/llama": f"{folder}/llama", "/workspace": str(workspace)}
+    return Tutorial("001", folder, places, "v0.9").prepare(cwd=workspace)
+
+
+def test_four_ranks_of_a_checkpoint(tutorial: Tutorial, llama: Path) -> None:
+    workspace = tutorial.folder / WORKSPACE
     ranks = workspace / "tensorrt_llm" / "examples" / "llama" / "tllm_checkpoint_4gpu_tp4"
     assert len(list(ranks.glob("rank*.safetensors"))) == 4
     tutorial.serve(long_port_flags(tutorial, "_"), workspace)
@@ -113,13 +133,15 @@ def test_four_ranks_of_a_checkpoint(begin: Begin, llama: Path, tmp_path: Path) -
     assert answer["text_output"] == greedy_text(llama, "What is machine learning?", 20, special=True)
 
 
-def test_gpt_repository(begin: Begin, gpt: Path, tmp_path: Path) -> None:
-    workspace = tmp_path / "tensorrtllm_backend"
+def begin_gpt_repository(folder: Path, llama: Path, gpt: Path) -> Tutorial:
     places = {"${model_directory}": str(gpt), "--tokenizer_dir gpt2": f"--tokenizer_dir {gpt}",
               "--text": "-u localhost:8000 --text", "--batch_size": "-u localhost:8000 --batch_size",
               "-b 8 --input-data": "--request-count 2 -b 8 --input-data"}
-    tutorial = begin("002", places, "2023-09")
-    tutorial.run(tutorial.text("before"), workspace)
+    return Tutorial("002", folder, places, "2023-09").prepare(cwd=folder / WORKSPACE)
+
+
+def test_gpt_repository(tutorial: Tutorial, gpt: Path) -> None:
+    workspace = tutorial.folder / WORKSPACE
     tutorial.serve(long_port_flags(tutorial, "_"), workspace)
     printed = tutorial.ask(workspace)
     assert f"Input: {BORN}\nOutput: {greedy_text(gpt, BORN, 10, special=True)}\n" in printed
@@ -132,19 +154,22 @@ def test_gpt_repository(begin: Begin, gpt: Path, tmp_path: Path) -> None:
     assert "[INFO] Functionality test succeed." in tutorial.run(script, workspace)
 
 
-def test_relative_paths_and_streams(begin: Begin, llama: Path, tmp_path: Path) -> None:
-    tutorial = begin("003", {"./Meta-Llama-3-8B-Instruct": "./Meta-Llama-3-8B-Instruct"}, "v0.10")
+def begin_relative_paths(folder: Path, llama: Path, gpt: Path) -> Tutorial:
+    tutorial = Tutorial("003", folder, {"./Meta-Llama-3-8B-Instruct": "./Meta-Llama-3-8B-Instruct"}, "v0.10")
     tutorial.run("slipstream workspace TensorRT-LLM --like v0.10")
-    shutil.copytree(llama, tmp_path / "TensorRT-LLM" / "Meta-Llama-3-8B-Instruct")
-    tutorial.run(tutorial.text("before"))
+    shutil.copytree(llama, folder / "TensorRT-LLM" / "Meta-Llama-3-8B-Instruct")
+    return tutorial.prepare()
+
+
+def test_relative_paths_and_streams(tutorial: Tutorial, llama: Path) -> None:
     tutorial.serve(long_port_flags(tutorial, "_"))
     client = "tensorrtllm_backend/inflight_batcher_llm/client/end_to_end_grpc_client.py"
     streamed = tutorial.run(f"python3 {client} -u localhost:{tutorial.ports[8001]} -S -o 30 -p 'What is ML?'")
     assert streamed == greedy_text(llama, "What is ML?", 30, special=True, dtype="bfloat16") + "\n"
 
 
-def test_old_build_and_unfilled_templates(begin: Begin, llama: Path, gpt: Path, tmp_path: Path) -> None:
-    workspace, dataset = tmp_path / "tensorrtllm_backend", tmp_path / "dataset.json"
+def begin_old_build(folder: Path, llama: Path, gpt: Path) -> Tutorial:
+    workspace, dataset = folder / WORKSPACE, folder / "dataset.json"
     items = [{"input": word, "instruction": "Say more", "output": "one two three"} for word in ("a", "bc", "def")]
     dataset.write_text(json.dumps(items))
     places = {"${model_directory}": str(llama), "${gpt_model_directory}": str(gpt),
@@ -154,8 +179,11 @@ def test_old_build_and_unfilled_templates(begin: Begin, llama: Path, gpt: Path, 
               "--stop-after-ms 200": "--stop-after-ms 5", "<dataset path>": str(dataset), "<>": str(llama),
               "end_to_end_test.py": "end_to_end_test.py -u localhost:8000", "-i grpc": "-i grpc -u localhost:8001",
               "--request_rate 10": "--request_rate 100", "--num_requests 5000": "--num_requests 20"}
-    tutorial = begin("004", places, "2024-01")
-    tutorial.run(tutorial.text("before"), workspace)
+    return Tutorial("004", folder, places, "2024-01").prepare(cwd=workspace)
+
+
+def test_old_build_and_unfilled_templates(tutorial: Tutorial, llama: Path) -> None:
+    workspace = tutorial.folder / WORKSPACE
     tutorial.serve(long_port_flags(tutorial, "-"), workspace)
     expected = greedy_text(llama, BORN, 200, special=False, dtype="bfloat16")
     assert f"Output beam 0: {expected}\nOutput sequence:  [" in tutorial.ask(workspace)
@@ -169,10 +197,11 @@ def test_old_build_and_unfilled_templates(begin: Begin, llama: Path, gpt: Path, 
     assert totals == ["3.00", "20.00"]
 
 
+ADAPTERS = ("Japanese-Alpaca-LoRA-7b-v0", "luotuo-lora-7b-0.1")
 MODULES = {"q_proj": 1, "k_proj": 2, "v_proj": 3}  # with the numbers they have in a request
 
 
-def save_adapter(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+def save_adapter(folder: Path, seed: int) -> None:
     """A PEFT adapter of query, key and value for the small model."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -185,13 +214,13 @@ def save_adapter(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(
         {"r": 4, "lora_alpha": 8, "target_modules": list(MODULES), "peft_type": "LORA"}))
-    return tensors
 
 
-def merged(model: Path, adapter: dict[str, torch.Tensor], folder: Path) -> Path:
+def merged(model: Path, adapter_folder: Path, folder: Path) -> Path:
     """The model with an adapter worked into its weights."""
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
+    adapter = load_file(adapter_folder / "adapter_model.safetensors")
     for name, second in adapter.items():
         if name.endswith("lora_B.weight"):
             first = adapter[name.replace("lora_B", "lora_A")]
@@ -201,16 +230,20 @@ def merged(model: Path, adapter: dict[str, torch.Tensor], folder: Path) -> Path:
     return folder
 
 
-def test_many_adapters_in_one_batch(begin: Begin, llama: Path, tmp_path: Path) -> None:
-    workspace = tmp_path / "tensorrtllm_backend"
-    engine = f"{tmp_path}/lora/trt_engines/fp16/1-gpu/"
-    places = {"=llama-7b-hf": f"={llama}", "/tmp/llama_7b_with_lora_qkv": f"{tmp_path}/lora",
+def begin_many_adapters(folder: Path, llama: Path, gpt: Path) -> Tutorial:
+    workspace = folder / WORKSPACE
+    places = {"=llama-7b-hf": f"={llama}", "/tmp/llama_7b_with_lora_qkv": f"{folder}/lora",
               "=/triton_model_repo": f"={workspace}/all_models/inflight_batcher_llm",
               "${tokenizer_directory}": str(llama), "--top-k 0": "-u localhost:8001 --top-k 1"}
-    tutorial = begin("004", places, "2024-01")
-    adapters = {name: save_adapter(workspace / name, seed)
-                for seed, name in enumerate(("Japanese-Alpaca-LoRA-7b-v0", "luotuo-lora-7b-0.1"))}
-    tutorial.run(tutorial.text("adapters"), workspace)
+    tutorial = Tutorial("004", folder, places, "2024-01")
+    for seed, name in enumerate(ADAPTERS):
+        save_adapter(workspace / name, seed)
+    return tutorial.prepare("adapters", workspace)
+
+
+def test_many_adapters_in_one_batch(tutorial: Tutorial, llama: Path) -> None:
+    workspace = tutorial.folder / WORKSPACE
+    engine = f"{tutorial.folder}/lora/trt_engines/fp16/1-gpu/"
     config = json.loads((Path(engine) / "config.json").read_text())
     assert config["build_config"]["max_batch_size"] == 128
     rows = numpy.load(workspace / "luotuo-lora-7b-0.1-weights" / "model.lora_config.npy")
@@ -221,10 +254,21 @@ def test_many_adapters_in_one_batch(begin: Begin, llama: Path, tmp_path: Path) -
     printed = tutorial.run(tutorial.text("ask adapters"), workspace)
     # six clients write to one terminal: a line may begin where another has not ended
     assert printed.count("Got completed request") == 6
-    models = [llama, *(merged(llama, adapter, tmp_path / name) for name, adapter in adapters.items())]
+    models = [llama, *(merged(llama, workspace / name, tutorial.folder / name) for name in ADAPTERS)]
     prompts = ("美国的首都在哪里? \\n答案:", "アメリカ合衆国の首都はどこですか? \\n答え:")
     # the first few tokens: an adapter beside rounded weights and one worked into them part ways in the end
     expected = sorted(greedy_text(model, prompt, 4, special=True) for model in models for prompt in prompts)
     assert len(set(expected)) == 3  # the small tokenizer drops what is not ASCII, so both prompts are the same
     answers = re.findall(r"Output beam 0: (.{4})", printed)
     assert sorted(answers) == expected
+
+
+BEGINNINGS = {
+    "test_triton_cli": begin_triton_cli,
+    "test_convert_build_fill_launch": begin_convert_build_fill_launch,
+    "test_four_ranks_of_a_checkpoint": begin_four_ranks,
+    "test_gpt_repository": begin_gpt_repository,
+    "test_relative_paths_and_streams": begin_relative_paths,
+    "test_old_build_and_unfilled_templates": begin_old_build,
+    "test_many_adapters_in_one_batch": begin_many_adapters,
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -39,12 +40,17 @@ class Tutorial:
 
     def __init__(self, name: str, folder: Path, places: Mapping[str, str], like: str) -> None:
         self.folder, self.places = folder, places
-        self.ports = {port: _free_port() for port in (8000, 8001, 8002)}
+        self.printed = ""  # by the commands before the server
         self.blocks = dict(blocks_of(HERE / f"{name}.txt"))
         self.server: subprocess.Popen[bytes] | None = None
         self._log = folder / "server.log"
         self._write_programs()
         self.run(f"slipstream workspace tensorrtllm_backend --like {like}")
+
+    @functools.cached_property
+    def ports(self) -> dict[int, int]:
+        """Chosen when the first is asked for: what is free long before a server takes it may be somebody's by then."""
+        return {port: _free_port() for port in (8000, 8001, 8002)}
 
     def _write_programs(self) -> None:
         programs = self.folder / "bin"
@@ -68,6 +74,10 @@ class Tutorial:
         keep = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "SLIPSTREAM"))}
         return keep | {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
                        "HOME": str(self.folder / "home"), "HF_HUB_OFFLINE": "1"}
+
+    def prepare(self, block: str = "before", cwd: Path | None = None) -> Tutorial:
+        self.printed = self.run(self.text(block), cwd)
+        return self
 
     def serve(self, extra: str, cwd: Path | None = None) -> None:
         """Run the server block with ports of its own; a launcher returns and its server goes on."""

@@ -19,6 +19,7 @@ import pytest
 import torch
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from real_server import limit_cache
 from test_cancel_soak import RealServer
 from tiny_adapters import ALL_MODULES, save_adapter
 from tiny_models import config_of, random_model
@@ -76,6 +77,7 @@ def server(place: Path):
     text = f'parameters {{ key: "lora_prefetch_dir" value {{ string_value: "{place / "adapters"}" }} }}\n'
     assert "decoupled: True" in config.read_text()
     config.write_text(config.read_text().replace("decoupled: True", "decoupled: False") + text)  # so that HTTP infers
+    limit_cache(place / "repository")
     ensemble = place / "repository" / "ensemble" / "config.pbtxt"  # with the tensors that 0.18's has
     text = ensemble.read_text().replace("input [\n", "input [\n" + TENSORS, 1)
     wires = "".join(f'input_map {{ key: "{name}" value: "{name}" }}\n'

@@ -53,7 +53,8 @@ def make_repository(folder: Path) -> Path:
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
     engine = build_engine(source, folder / "engine", dtype="float32")
     values = {"engine_dir": str(engine), "tokenizer_dir": str(engine), "decoupled_mode": "false",
-              "exclude_input_in_output": "true", "triton_max_batch_size": "8"}  # fmt: skip
+              "exclude_input_in_output": "true", "triton_max_batch_size": "8",
+              "max_tokens_in_paged_kv_cache": "4096"}  # fmt: skip
     for name in ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing"):
         (folder / "repository" / name / "1").mkdir(parents=True)
         (folder / "repository" / name / "config.pbtxt").write_text(fill(template(name), values))

@@ -51,7 +51,7 @@ def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
 
 
 @kinds
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), sizes=chunk_sizes, skip=st.booleans())
 def test_joined_pieces_are_the_whole_text(kind, data, sizes, skip):
     ids = data.draw(ids_of(kind))
@@ -60,7 +60,7 @@ def test_joined_pieces_are_the_whole_text(kind, data, sizes, skip):
 
 
 @pytest.mark.parametrize("kind", ["llama2_json", "sentencepiece_bpe", "byte_level"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), sizes=chunk_sizes)
 def test_bytes_of_broken_and_whole_characters(kind, data, sizes):
     """Runs of single bytes, valid, cut short and mixed with text: U+FFFD exactly where the whole text has it."""
@@ -87,7 +87,7 @@ def byte_ids(kind: str, content: bytes) -> list[int]:
 
 
 @kinds
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), sizes=chunk_sizes)
 def test_text_ends_at_the_first_stop_word(kind, data, sizes):
     ids = data.draw(ids_of(kind))
@@ -132,7 +132,7 @@ def smollm2() -> Tokenizer | None:
 
 
 @pytest.mark.skipif(smollm2() is None, reason="the embedded model is not on this machine")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), text=samples.texts, sizes=chunk_sizes)
 def test_the_embedded_models_tokenizer(data, text, sizes):
     tokenizer = smollm2()

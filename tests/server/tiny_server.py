@@ -53,7 +53,7 @@ class TinyServer:
     `close_seconds` takes the place of the time that connections are kept open for those who only listen.
     """
 
-    def __init__(self, repository: Path, temporary: Path, *options: str, close_seconds: int | None = None) -> None:
+    def __init__(self, repository: Path, temporary: Path, *options: str, close_seconds: float | None = None) -> None:
         self.temporary = temporary
         self.temporary.mkdir(exist_ok=True)
         ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]

@@ -16,6 +16,8 @@ from slipstream.repository.generations.render import render_template
 from slipstream.repository.generations.tables import models_of
 
 ROOT = Path(__file__).parents[2]
+# Room for every request of a test at once; unless told, an engine takes 512 MiB, and up to a second to zero them.
+CACHE_TOKENS = 16384
 _STARTED = re.compile(r"\] Started (GRPCInferenceService|HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)")
 
 
@@ -26,9 +28,10 @@ def build_engine(model: Path, engine: Path, *flags: str) -> Path:
 
 
 def write_repository(folder: Path, kind: str, generation: str, engine: Path, **values: str) -> Path:
-    """The templates of a generation, filled with the engine and `values`; the rest means its defaults."""
+    """The templates of a generation, filled with the engine and `values`; but for the cache the rest means defaults."""
+    given = {"engine_dir": str(engine), "max_tokens_in_paged_kv_cache": str(CACHE_TOKENS), **values}
     for model in models_of(kind, generation):
-        write_model(folder / model, render_template(kind, model, generation), {"engine_dir": str(engine), **values})
+        write_model(folder / model, render_template(kind, model, generation), given)
     return folder
 
 
@@ -37,7 +40,7 @@ def write_model(folder: Path, template: str, values: Mapping[str, str]) -> None:
     (folder / "config.pbtxt").write_text(fill_text(template, values).text)
 
 
-def limit_cache(repository: Path, tokens: int) -> None:
+def limit_cache(repository: Path, tokens: int = CACHE_TOKENS) -> None:
     """Let the engine of a repository that was written for it cache no more."""
     config = repository / "tensorrt_llm" / "config.pbtxt"
     unset = 'max_tokens_in_paged_kv_cache" value { string_value: "'
