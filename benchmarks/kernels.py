@@ -2,7 +2,8 @@
 
     python benchmarks/kernels.py
 
-Times are of graph replays over more data than the cache holds. "of bound": reads at 4.30 TB/s, or arithmetic at 782
+Times are of graph replays over more data than the cache holds; those "over seconds" of kernels that take turns for long
+enough that power is the limit. "of bound": reads at 4.30 TB/s, or arithmetic at 782
 TFLOP/s in bfloat16, both measured on one H200, and twice that in eight bits.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a bare box has no installed package
 
@@ -133,6 +135,48 @@ def gated_products() -> None:
             show("library", shape, time, flops=flops)
 
 
+def layers_over_seconds() -> None:
+    """A layer's four products and the gate: the gate in its product, and in a kernel of its own."""
+    for name, tokens, hidden, size, qkv, heads in (
+        ("llama3-8b", 8192, 4096, 14336, 6144, 4096), ("llama2-7b", 8192, 4096, 11008, 12288, 4096),
+        ("qwen3-0.6b", 8192, 1024, 3072, 4096, 2048), ("llama3-8b", 1024, 4096, 14336, 6144, 4096),
+    ):  # fmt: skip
+        shapes = ((qkv, hidden), (hidden, heads), (2 * size, hidden), (hidden, size))
+        weights = [random(*shape) * 0.02 for shape in shapes]
+        if not takes_many(weights[2]):
+            continue
+        x, attended = random(tokens, hidden), random(tokens, heads)
+
+        def layer(gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+            functional.linear(x, weights[0])
+            functional.linear(attended, weights[1])
+            functional.linear(gated(x, weights[2]), weights[3])
+
+        apart, joined = in_turn(lambda: layer(lambda x, weight: silu_gated(functional.linear(x, weight))),
+                                lambda: layer(many_tokens))
+        print(f"a layer's products {name} × {tokens}, over seconds: {apart:.3f} ms with the gate behind them, "
+              f"{joined:.3f} with it in its product: {apart / joined - 1:+.1%}", flush=True)
+
+
+def in_turn(*calls: Callable[[], None], rounds: int = 5, seconds: float = 0.2) -> list[float]:
+    """Milliseconds of one call of each; the first round warms up, and so does the first third of each turn."""
+    found: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, times in zip(calls, found, strict=True):
+            turn: list[float] = []
+            end_of_turn = perf_counter() + seconds
+            while perf_counter() < end_of_turn:
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                for _ in range(4):
+                    call()
+                end.record()
+                end.synchronize()
+                turn.append(begin.elapsed_time(end) / 4)
+            times.append(sum(turn[len(turn) // 3 :]) / len(turn[len(turn) // 3 :]))
+    return [sum(times[1:]) / (rounds - 1) for times in found]
+
+
 def decode_attention(lengths: np.ndarray, label: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     size, copies, packed = 128, 2, dtype == packed_cache.DTYPE
     tables, blocks = tables_for(lengths)
@@ -207,9 +251,11 @@ def main() -> None:
     chance = np.random.default_rng(1)
     mixed = chance.integers(100, 2048, 256)
     for dtype in (torch.bfloat16, packed_cache.DTYPE, torch.float8_e4m3fn):
-        for heads, kv_heads in ((32, 8), (32, 32)):
+        for heads, kv_heads in ((32, 8), (16, 8), (32, 32)):
+            long = chance.integers(1025, 1152, 5600 // kv_heads)
+            decode_attention(long, f"{len(long)} × 1025 to 1152", heads, kv_heads, dtype)
             decode_attention(np.full(1000, 190), "1000 × 190", heads, kv_heads, dtype)
-            for rows in (256, 128, 64):
+            for rows in (256, 128, 96, 64, 48, 32):
                 decode_attention(mixed[:rows], f"{rows} × 100 to 2048", heads, kv_heads, dtype)
             decode_attention(np.full(32, 2000), "32 × 2000", heads, kv_heads, dtype)
             decode_attention(np.full(32, 200), "32 × 200", heads, kv_heads, dtype)
@@ -219,6 +265,7 @@ def main() -> None:
         prefill_attention([prompt], 6144, 32, 8)
     products()
     gated_products()
+    layers_over_seconds()
     small_kernels()
 
 
