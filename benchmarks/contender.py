@@ -24,7 +24,9 @@ class ContenderFailed(Exception):
 
 @dataclass(frozen=True)
 class Contender:
-    """How to start one. `group` is the bits it is compared at: contenders of a group hold the same weights."""
+    """How to start one. `group` is the bits it is compared at: contenders of a group hold the same
+    weights.
+    """
 
     name: str
     group: str
@@ -78,7 +80,9 @@ class Running:
         return answer
 
     def peak_bytes(self) -> int:
-        """The highest resident memory of the process and its children; pages they share count for each."""
+        """The highest resident memory of the process and its children; pages they share count for
+        each.
+        """
         return sum(_peak_bytes(process) for process in _tree(self._process.pid))
 
     def close(self) -> None:
@@ -95,8 +99,12 @@ class Running:
         self._process.stdout.close()
 
     def _failure(self, what: str) -> ContenderFailed:
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()] or ["(nothing)"]
-        return ContenderFailed(f"{self.contender.name}, {self.contender.group}: {what}; {self._log} ends: {lines[-1]}")
+        lines = [
+            line for line in self._log.read_text(errors="replace").splitlines() if line.strip()
+        ] or ["(nothing)"]
+        return ContenderFailed(
+            f"{self.contender.name}, {self.contender.group}: {what}; {self._log} ends: {lines[-1]}"
+        )
 
 
 def start(contender: Contender, log: Path, prompt: list[int]) -> tuple[Running, float]:

@@ -1,11 +1,13 @@
-"""The default model on this CPU: Slipstream beside llama.cpp and vLLM on the same weights, and the machine's limit.
+"""The default model on this CPU: Slipstream beside llama.cpp and vLLM on the same weights, and the
+machine's limit.
 
     python benchmarks/cpu.py --llama-python ~/llama/bin/python --vllm-python ~/vllm/bin/python
 
-Every contender runs in a process of its own. Rounds go over all of them in turn, and a figure is the median of its
-rounds, so that what else the machine does hurts all alike. Greedy, end tokens ignored, no prefix is reused, and all
-get the same token ids. A limit is the best memory read and bf16 product seen in the run over what a case must read
-and multiply; the start's limit is one read of the weights, memory's the weights alone.
+Every contender runs in a process of its own. Rounds go over all of them in turn, and a figure is
+the median of its rounds, so that what else the machine does hurts all alike. Greedy, end tokens
+ignored, no prefix is reused, and all get the same token ids. A limit is the best memory read and
+bf16 product seen in the run over what a case must read and multiply; the start's limit is one read
+of the weights, memory's the weights alone.
 """
 
 from __future__ import annotations
@@ -68,17 +70,37 @@ LOADS = (
 )
 CASES = {
     "decode": Case(
-        "1 × 512/{output} decode", "tok/s", True, lambda work, machine, out: work.decode_rate(machine, 512, out)),
+        "1 × 512/{output} decode",
+        "tok/s",
+        True,
+        lambda work, machine, out: work.decode_rate(machine, 512, out),
+    ),
     "first_token": Case(
-        "1 × 512 first token", "ms", False, lambda work, machine, _: work.prefill_seconds(machine, 1, 512) * 1e3),
+        "1 × 512 first token",
+        "ms",
+        False,
+        lambda work, machine, _: work.prefill_seconds(machine, 1, 512) * 1e3,
+    ),
     "concurrent_8": Case(
-        "8 × 128/{output} output", "tok/s", True, lambda work, machine, out: work.batch_rate(machine, 8, 128, out)),
+        "8 × 128/{output} output",
+        "tok/s",
+        True,
+        lambda work, machine, out: work.batch_rate(machine, 8, 128, out),
+    ),
     "concurrent_32": Case(
-        "32 × 128/{output} output", "tok/s", True, lambda work, machine, out: work.batch_rate(machine, 32, 128, out)),
+        "32 × 128/{output} output",
+        "tok/s",
+        True,
+        lambda work, machine, out: work.batch_rate(machine, 32, 128, out),
+    ),
     "cold_start": Case(
-        "process start to first token", "s", False, lambda work, machine, _: work.model_bytes / machine.bandwidth),
+        "process start to first token",
+        "s",
+        False,
+        lambda work, machine, _: work.model_bytes / machine.bandwidth,
+    ),
     "memory": Case("peak memory", "MB", False, lambda work, machine, _: work.model_bytes / 1e6),
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -99,16 +121,26 @@ def main() -> None:
     finally:
         for one in running.values():
             one.close()
-    print_table(models, machine, cases, output, samples, [one.contender for one in running.values()])
+    print_table(
+        models, machine, cases, output, samples, [one.contender for one in running.values()]
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--peers", default=",".join(PEERS), help="which to compare with, or '' for none")
+    parser.add_argument(
+        "--peers", default=",".join(PEERS), help="which to compare with, or '' for none"
+    )
     parser.add_argument("--only", choices=CASES, help="run one case")
-    parser.add_argument("--quick", action="store_true", help="one round of 32 tokens: does everything run?")
-    parser.add_argument("--llama-python", default=sys.executable, help="an interpreter that has llama_cpp")
-    parser.add_argument("--vllm-python", default=sys.executable, help="an interpreter that has vllm")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of 32 tokens: does everything run?"
+    )
+    parser.add_argument(
+        "--llama-python", default=sys.executable, help="an interpreter that has llama_cpp"
+    )
+    parser.add_argument(
+        "--vllm-python", default=sys.executable, help="an interpreter that has vllm"
+    )
     arguments = parser.parse_args()
     arguments.peers = [peer for peer in arguments.peers.split(",") if peer]
     if unknown := set(arguments.peers) - set(PEERS):
@@ -119,19 +151,30 @@ def parse_arguments() -> argparse.Namespace:
 def find_contenders(models: Models, arguments: argparse.Namespace) -> list[Contender]:
     def engine(group: str, folder: Path) -> Contender:
         return Contender(
-            OURS, group, sys.executable, "worker_slipstream.py", {"model": str(folder)}, child_environment())
+            OURS,
+            group,
+            sys.executable,
+            "worker_slipstream.py",
+            {"model": str(folder)},
+            child_environment(),
+        )
 
     def llama(group: str, file: Path) -> Contender:
-        return Contender(LLAMA, group, arguments.llama_python, "worker_llama.py", {"model": str(file)})
+        return Contender(
+            LLAMA, group, arguments.llama_python, "worker_llama.py", {"model": str(file)}
+        )
 
     found = [engine(BF16, models.engine_bf16), engine(INT4, models.engine_int4)]
     if LLAMA in arguments.peers and has_module(arguments.llama_python, "llama_cpp"):
         found += [llama(BF16, models.gguf_bf16), llama(INT4, models.gguf_q4)]
     if VLLM in arguments.peers and has_module(arguments.vllm_python, "vllm"):
-        limit = cpu_probe.choose().isa  # without it a peer may die of instructions the CPU only claims to have
+        # without it a peer may die of instructions the CPU only claims to have
+        limit = cpu_probe.choose().isa
         environment = {cpu_probe.ISA_VARIABLE: limit} if limit else {}
         options = {"model": str(models.hugging_face)}
-        found.append(Contender(VLLM, BF16, arguments.vllm_python, "worker_vllm.py", options, environment))
+        found.append(
+            Contender(VLLM, BF16, arguments.vllm_python, "worker_vllm.py", options, environment)
+        )
     return found
 
 
@@ -144,7 +187,11 @@ def has_module(python: str, module: str) -> bool:
 
 
 def start_all(
-    contenders: list[Contender], models: Models, times: int, running: dict[tuple[str, str], Running], samples: Samples
+    contenders: list[Contender],
+    models: Models,
+    times: int,
+    running: dict[tuple[str, str], Running],
+    samples: Samples,
 ) -> None:
     """Start each contender `times` times in turn and leave the last of each running."""
     prompt = models.encode(QUESTION)
@@ -165,7 +212,9 @@ def start_all(
 
 
 def start_one(contender: Contender, prompt: list[int]) -> tuple[Running, float] | None:
-    """The contender with its first token's time; vLLM without its compiler when it cannot compile; or None."""
+    """The contender with its first token's time; vLLM without its compiler when it cannot compile;
+    or None.
+    """
     attempts = [contender]
     if contender.name == VLLM:
         eager = {**contender.options, "eager": True}
@@ -179,11 +228,16 @@ def start_one(contender: Contender, prompt: list[int]) -> tuple[Running, float] 
 
 
 def compare_answers(running: Collection[Running], models: Models) -> None:
-    """The same weights answer alike: the first words of each to the same question, for the reader to see."""
+    """The same weights answer alike: the first words of each to the same question, for the reader
+    to see.
+    """
     prompt = models.encode(QUESTION)
     for one in running:
         tokens = one.generate([prompt], 8)["tokens"][0]
-        print(f"{one.contender.group:6} {one.contender.name:10} answers {models.decode(tokens)!r}", flush=True)
+        print(
+            f"{one.contender.group:6} {one.contender.name:10} answers {models.decode(tokens)!r}",
+            flush=True,
+        )
 
 
 def run_rounds(
@@ -214,20 +268,38 @@ def record(one: Running, load: Load, number: int, samples: Samples) -> None:
         samples["decode", *one.contender.key].append((load.output - 1) / after_first)
         samples["first_token", *one.contender.key].append(timed["first_seconds"] * 1e3)
     else:
-        samples[load.cases[0], *one.contender.key].append(load.rows * load.output / timed["seconds"])
+        samples[load.cases[0], *one.contender.key].append(
+            load.rows * load.output / timed["seconds"]
+        )
 
 
-def print_table(models: Models, machine: Machine, cases: Sequence[str], output: int, samples: Samples,
-                contenders: list[Contender]) -> None:  # fmt: skip
+def print_table(
+    models: Models,
+    machine: Machine,
+    cases: Sequence[str],
+    output: int,
+    samples: Samples,
+    contenders: list[Contender],
+) -> None:
     rows = []
     for name in cases:
         for group in (BF16, INT4):
             case, work = CASES[name], Work.of(models.spec, WEIGHT_BYTES[group])
             figures = medians({peer: samples[name, group, peer] for peer in (OURS, *PEERS)})
             title = f"{case.title.format(output=output)}, {group}"
-            rows.append(Row(title, case.unit, case.higher_is_better, figures, case.limit(work, machine, output)))
+            rows.append(
+                Row(
+                    title,
+                    case.unit,
+                    case.higher_is_better,
+                    figures,
+                    case.limit(work, machine, output),
+                )
+            )
     present = {contender.name for contender in contenders}
-    print(f"\nmemory read {machine.bandwidth / 1e9:.1f} GB/s, bf16 product {machine.operations / 1e9:.0f} GFLOP/s\n")
+    print(
+        f"\nmemory read {machine.bandwidth / 1e9:.1f} GB/s, bf16 product {machine.operations / 1e9:.0f} GFLOP/s\n"
+    )
     print(render(rows, [peer for peer in PEERS if peer in present]))
     for note in {contender.note for contender in contenders if contender.note}:
         print(note)
@@ -236,7 +308,10 @@ def print_table(models: Models, machine: Machine, cases: Sequence[str], output: 
 def warn_when_busy() -> None:
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores / 4:
-        print(f"this machine is busy (load {load:.1f} on {cores} cores): contenders that spin suffer most", flush=True)
+        print(
+            f"this machine is busy (load {load:.1f} on {cores} cores): contenders that spin suffer most",
+            flush=True,
+        )
 
 
 def progress(text: str) -> None:

@@ -1,7 +1,8 @@
 """Load over gRPC for `server.py`: just enough of HTTP/2 to send one call again and again.
 
-gRPC's own client for Python costs more than either server does, so that its rate would be the client's. What this one
-sends is what real clients send: the headers in full once, and as references to them in every later call.
+gRPC's own client for Python costs more than either server does, so that its rate would be the
+client's. What this one sends is what real clients send: the headers in full once, and as references
+to them in every later call.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _HEAD_BYTES = 9
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+    return (
+        len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+    )
 
 
 def _text(text: str) -> bytes:
@@ -31,12 +34,22 @@ def _text(text: str) -> bytes:
     return bytes((len(data),)) + data
 
 
-# Numbers are those of the static table of RFC 7541: 3 is ":method POST", 6 ":scheme http"; 0x40 adds what follows to
-# the dynamic table, whose newest entry is number 62.
+# Numbers are those of the static table of RFC 7541: 3 is ":method POST", 6 ":scheme http"; 0x40
+# adds what follows to the dynamic table, whose newest entry is number 62.
 FIRST_HEADERS = (
-    b"\x83\x86" + b"\x44" + _text(PATH) + b"\x41" + _text("localhost") + b"\x40" + _text("te") + _text("trailers")
-    + b"\x5f" + _text("application/grpc") + b"\x7a" + _text("load")
-)  # fmt: skip
+    b"\x83\x86"
+    + b"\x44"
+    + _text(PATH)
+    + b"\x41"
+    + _text("localhost")
+    + b"\x40"
+    + _text("te")
+    + _text("trailers")
+    + b"\x5f"
+    + _text("application/grpc")
+    + b"\x7a"
+    + _text("load")
+)
 LATER_HEADERS = b"\x83\x86" + bytes(0x80 | number for number in (66, 65, 64, 63, 62))
 
 
@@ -60,7 +73,11 @@ class GrpcConnection(asyncio.Protocol):
         self._transport = transport
         settings = _frame(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, _WINDOW))
         opening = _PREFACE + settings + _frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", _WINDOW))
-        transport.write(opening + self._call(FIRST_HEADERS) + b"".join(self._call() for _ in range(self._calls - 1)))
+        transport.write(
+            opening
+            + self._call(FIRST_HEADERS)
+            + b"".join(self._call() for _ in range(self._calls - 1))
+        )
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = True
@@ -82,7 +99,9 @@ class GrpcConnection(asyncio.Protocol):
                 break
             stream = int.from_bytes(received[position + 5 : begin], "big")
             payload = bytes(received[begin : begin + length])
-            replies.append(self._take(received[position + 3], received[position + 4], stream, payload))
+            replies.append(
+                self._take(received[position + 3], received[position + 4], stream, payload)
+            )
             position = begin + length
         del received[:position]
         if reply := b"".join(replies):
@@ -126,7 +145,9 @@ async def grpc_rate(port: int, body: bytes, concurrency: int, seconds: float) ->
     event_loop, count = asyncio.get_running_loop(), max(1, concurrency // 8)
     connections: list[GrpcConnection] = []
     for _ in range(count):
-        made = await event_loop.create_connection(lambda: GrpcConnection(body, concurrency // count), "127.0.0.1", port)
+        made = await event_loop.create_connection(
+            lambda: GrpcConnection(body, concurrency // count), "127.0.0.1", port
+        )
         connections.append(made[1])
     await asyncio.sleep(min(0.3, seconds / 4))  # until everyone is at it
     before, began = sum(one.answers for one in connections), time.monotonic()
@@ -136,7 +157,9 @@ async def grpc_rate(port: int, body: bytes, concurrency: int, seconds: float) ->
     for connection in connections:
         connection.close()
     if bad is not None:
-        raise RuntimeError(f"ModelInfer answered {bad.bad[:300]!r}{' and hung up' if bad.lost else ''}")
+        raise RuntimeError(
+            f"ModelInfer answered {bad.bad[:300]!r}{' and hung up' if bad.lost else ''}"
+        )
     if not answers:
         raise RuntimeError(f"ModelInfer gave no complete answer in {seconds:g} s")
     return answers / took

@@ -1,6 +1,8 @@
-"""An engine process whose model takes no time: what is left is the server. Each token is the one before it plus 1.
+"""An engine process whose model takes no time: what is left is the server. Each token is the one
+before it plus 1.
 
-The variable INSTANT_ENGINE_STEP_MS makes a step last that long after all, so that tokens do not pile up.
+The variable INSTANT_ENGINE_STEP_MS makes a step last that long after all, so that tokens do not
+pile up.
 """
 
 from __future__ import annotations
@@ -19,10 +21,19 @@ WORDS = 1000
 class InstantLoop:
     def __init__(self) -> None:
         self.info = EngineInfo(
-            vocab_size=WORDS, max_sequence_tokens=4096, max_rows=256, total_blocks=128, block_tokens=32, device="cpu",
-            dtype="float32", weight_bytes=0, cache_bytes=0, load_seconds=0.0,
-        )  # fmt: skip
-        self._running: dict[int, tuple[int, int]] = {}  # request → its last token, how many are left
+            vocab_size=WORDS,
+            max_sequence_tokens=4096,
+            max_rows=256,
+            total_blocks=128,
+            block_tokens=32,
+            device="cpu",
+            dtype="float32",
+            weight_bytes=0,
+            cache_bytes=0,
+            load_seconds=0.0,
+        )
+        # request → its last token, how many are left
+        self._running: dict[int, tuple[int, int]] = {}
         self._news = StepOutputs()
         self._steps = 0
         self._step_seconds = float(os.environ.get("INSTANT_ENGINE_STEP_MS", "0")) / 1000
@@ -54,7 +65,9 @@ class InstantLoop:
         return news if news.request_ids else None
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self._running), free_blocks=128, total_blocks=128, steps=self._steps)
+        return EngineStats(
+            running=len(self._running), free_blocks=128, total_blocks=128, steps=self._steps
+        )
 
     def check_integrity(self) -> None:
         """There are no books."""

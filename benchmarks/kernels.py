@@ -2,9 +2,9 @@
 
     python benchmarks/kernels.py
 
-Times are of graph replays over more data than the cache holds; those "over seconds" of kernels that take turns for long
-enough that power is the limit. "of bound": reads at 4.30 TB/s, or arithmetic at 782
-TFLOP/s in bfloat16, both measured on one H200, and twice that in eight bits.
+Times are of graph replays over more data than the cache holds; those "over seconds" of kernels that
+take turns for long enough that power is the limit. "of bound": reads at 4.30 TB/s, or arithmetic at
+782 TFLOP/s in bfloat16, both measured on one H200, and twice that in eight bits.
 """
 
 # ruff: noqa: B023  (what is timed is called before its loop goes on)
@@ -64,11 +64,18 @@ def microseconds(call: Callable[[int], object], copies: int) -> float:
 
 
 def show(
-    name: str, shape: str, time: float, nbytes: float = 0.0, flops: float = 0.0, most_flops: float = FLOPS
+    name: str,
+    shape: str,
+    time: float,
+    nbytes: float = 0.0,
+    flops: float = 0.0,
+    most_flops: float = FLOPS,
 ) -> None:
     bound = max(nbytes / READ_BYTES_PER_SECOND, flops / most_flops) * 1e6
     rate = f"{flops / time / 1e6:7.0f} TFLOP/s" if flops else f"{nbytes / time / 1e6:7.2f} TB/s"
-    print(f"{name:18} {shape:34} {time:9.1f} us {rate:>16} {bound / time:6.0%} of bound", flush=True)
+    print(
+        f"{name:18} {shape:34} {time:9.1f} us {rate:>16} {bound / time:6.0%} of bound", flush=True
+    )
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -98,39 +105,84 @@ def products() -> None:
             nbytes, flops = rows * size * 2, 2 * rows * size * tokens if tokens > 64 else 0
             shape = f"[{tokens}, {size}] × [{rows}, {size}]"
             if tokens == 1:
-                show("one_token", shape, microseconds(lambda i: one_token(x, weights[i], None), copies), nbytes)
+                show(
+                    "one_token",
+                    shape,
+                    microseconds(lambda i: one_token(x, weights[i], None), copies),
+                    nbytes,
+                )
             elif tokens <= 64:
-                show("few_tokens", shape, microseconds(lambda i: few_tokens(x, weights[i], None), copies), nbytes)
-            show("library", shape, microseconds(lambda i: functional.linear(x, weights[i]), copies), nbytes, flops)
+                show(
+                    "few_tokens",
+                    shape,
+                    microseconds(lambda i: few_tokens(x, weights[i], None), copies),
+                    nbytes,
+                )
+            show(
+                "library",
+                shape,
+                microseconds(lambda i: functional.linear(x, weights[i]), copies),
+                nbytes,
+                flops,
+            )
         packed = [pack(weight) for weight in weights]
         for tokens in (1, 8, 32):
             x, shape = random(tokens, size), f"12 bits [{tokens}, {size}] × [{rows}, {size}]"
             if tokens == 1:
-                time = microseconds(lambda i: one_token(x, packed[i].words, None, scales=packed[i].scales), copies)
+                time = microseconds(
+                    lambda i: one_token(x, packed[i].words, None, scales=packed[i].scales), copies
+                )
             else:
-                time = microseconds(lambda i: few_tokens(x, packed[i].words, None, None, packed[i].scales), copies)
+                time = microseconds(
+                    lambda i: few_tokens(x, packed[i].words, None, None, packed[i].scales), copies
+                )
             show("one_token" if tokens == 1 else "few_tokens", shape, time, rows * size * 1.5)
         stored, scales = weights.to(torch.float8_e4m3fn), torch.ones(rows, device=DEVICE)
         for tokens in (1, 32, 64, 1024):
             x, by_token = quantise(random(tokens, size))
             shape, nbytes = f"fp8 [{tokens}, {size}] × [{rows}, {size}]", rows * size
             if tokens <= 64:
-                time = microseconds(lambda i: few_tokens(x, stored[i], None, by_token, scales), copies)
+                time = microseconds(
+                    lambda i: few_tokens(x, stored[i], None, by_token, scales), copies
+                )
                 show("few_tokens", shape, time, nbytes)
-            time = microseconds(lambda i: torch._scaled_mm(
-                x, stored[i].t(), by_token, scales[None, :], out_dtype=torch.bfloat16, use_fast_accum=True), copies)
-            show("library", shape, time, nbytes, 2 * rows * size * tokens if tokens > 64 else 0, 2 * FLOPS)
+            time = microseconds(
+                lambda i: torch._scaled_mm(
+                    x,
+                    stored[i].t(),
+                    by_token,
+                    scales[None, :],
+                    out_dtype=torch.bfloat16,
+                    use_fast_accum=True,
+                ),
+                copies,
+            )
+            show(
+                "library",
+                shape,
+                time,
+                nbytes,
+                2 * rows * size * tokens if tokens > 64 else 0,
+                2 * FLOPS,
+            )
 
 
 def gated_products() -> None:
-    """With the gate behind them: one kernel, where the GPU has room for it, and the library's with one for the gate."""
+    """With the gate behind them: one kernel, where the GPU has room for it, and the library's with
+    one for the gate.
+    """
     for size, columns in ((14336, 4096), (11008, 4096), (3072, 1024)):
         weights = random(4, 2 * size, columns) * 0.02
         for tokens in (1024, 2048, 8192):
             x, flops = random(tokens, columns), 4 * tokens * size * columns
             shape = f"gated [{tokens}, {columns}] × [{2 * size}, {columns}]"
             if takes_many(weights[0]):
-                show("many_tokens", shape, microseconds(lambda i: many_tokens(x, weights[i]), 4), flops=flops)
+                show(
+                    "many_tokens",
+                    shape,
+                    microseconds(lambda i: many_tokens(x, weights[i]), 4),
+                    flops=flops,
+                )
             time = microseconds(lambda i: silu_gated(functional.linear(x, weights[i])), 4)
             show("library", shape, time, flops=flops)
 
@@ -138,9 +190,11 @@ def gated_products() -> None:
 def layers_over_seconds() -> None:
     """A layer's four products and the gate: the gate in its product, and in a kernel of its own."""
     for name, tokens, hidden, size, qkv, heads in (
-        ("llama3-8b", 8192, 4096, 14336, 6144, 4096), ("llama2-7b", 8192, 4096, 11008, 12288, 4096),
-        ("qwen3-0.6b", 8192, 1024, 3072, 4096, 2048), ("llama3-8b", 1024, 4096, 14336, 6144, 4096),
-    ):  # fmt: skip
+        ("llama3-8b", 8192, 4096, 14336, 6144, 4096),
+        ("llama2-7b", 8192, 4096, 11008, 12288, 4096),
+        ("qwen3-0.6b", 8192, 1024, 3072, 4096, 2048),
+        ("llama3-8b", 1024, 4096, 14336, 6144, 4096),
+    ):
         shapes = ((qkv, hidden), (hidden, heads), (2 * size, hidden), (hidden, size))
         weights = [random(*shape) * 0.02 for shape in shapes]
         if not takes_many(weights[2]):
@@ -152,21 +206,31 @@ def layers_over_seconds() -> None:
             functional.linear(attended, weights[1])
             functional.linear(gated(x, weights[2]), weights[3])
 
-        apart, joined = in_turn(lambda: layer(lambda x, weight: silu_gated(functional.linear(x, weight))),
-                                lambda: layer(many_tokens))
-        print(f"a layer's products {name} × {tokens}, over seconds: {apart:.3f} ms with the gate behind them, "
-              f"{joined:.3f} with it in its product: {apart / joined - 1:+.1%}", flush=True)
+        apart, joined = in_turn(
+            lambda: layer(lambda x, weight: silu_gated(functional.linear(x, weight))),
+            lambda: layer(many_tokens),
+        )
+        print(
+            f"a layer's products {name} × {tokens}, over seconds: {apart:.3f} ms with the gate behind them, "
+            f"{joined:.3f} with it in its product: {apart / joined - 1:+.1%}",
+            flush=True,
+        )
 
 
 def in_turn(*calls: Callable[[], None], rounds: int = 5, seconds: float = 0.2) -> list[float]:
-    """Milliseconds of one call of each; the first round warms up, and so does the first third of each turn."""
+    """Milliseconds of one call of each; the first round warms up, and so does the first third of
+    each turn.
+    """
     found: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for call, times in zip(calls, found, strict=True):
             turn: list[float] = []
             end_of_turn = perf_counter() + seconds
             while perf_counter() < end_of_turn:
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin, end = (
+                    torch.cuda.Event(enable_timing=True),
+                    torch.cuda.Event(enable_timing=True),
+                )
                 begin.record()
                 for _ in range(4):
                     call()
@@ -177,7 +241,9 @@ def in_turn(*calls: Callable[[], None], rounds: int = 5, seconds: float = 0.2) -
     return [sum(times[1:]) / (rounds - 1) for times in found]
 
 
-def decode_attention(lengths: np.ndarray, label: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+def decode_attention(
+    lengths: np.ndarray, label: str, heads: int, kv_heads: int, dtype: torch.dtype
+) -> None:
     size, copies, packed = 128, 2, dtype == packed_cache.DTYPE
     tables, blocks = tables_for(lengths)
     cache = random(copies, 2, kv_heads, blocks * BLOCK, size) * 0.5
@@ -186,16 +252,25 @@ def decode_attention(lengths: np.ndarray, label: str, heads: int, kv_heads: int,
     places = places_of(DEVICE, narrow=packed)
     plan = DecodePlan(on_device(cut_chunks(np.arange(len(lengths)), lengths, kv_heads, places)))
     attention = GpuAttention(tables, BLOCK, places, len(lengths), plan, None)
-    time = microseconds(lambda i: attention.attend(step, *cache[i], AttentionRule(size**-0.5)), copies)
+    time = microseconds(
+        lambda i: attention.attend(step, *cache[i], AttentionRule(size**-0.5)), copies
+    )
     name = {1: "fp8", 2: "12 bits" if packed else "bf16"}[dtype.itemsize]
-    show("decode attention", f"{name} {heads}/{kv_heads} {label}", time,
-         float(lengths.sum()) * 2 * kv_heads * (cache.shape[-1] - packed) * dtype.itemsize)  # one word is empty
+    show(
+        "decode attention",
+        f"{name} {heads}/{kv_heads} {label}",
+        time,
+        # one word is empty
+        float(lengths.sum()) * 2 * kv_heads * (cache.shape[-1] - packed) * dtype.itemsize,
+    )
 
 
 def packed_of(cache: torch.Tensor) -> torch.Tensor:
     """[copies, 2, kv_heads, slots, size] → the same in twelve bits, by the kernel that writes them"""
     slots, size = cache.shape[3:]
-    packed = torch.zeros((*cache.shape[:4], packed_cache.words(size)), dtype=packed_cache.DTYPE, device=DEVICE)
+    packed = torch.zeros(
+        (*cache.shape[:4], packed_cache.words(size)), dtype=packed_cache.DTYPE, device=DEVICE
+    )
     ids, still = torch.arange(slots, device=DEVICE), torch.zeros(slots, size, device=DEVICE)
     for plain, place in zip(cache, packed, strict=True):
         heads = torch.cat((plain[0, :1], plain.flatten(0, 1))).transpose(0, 1).contiguous()
@@ -222,7 +297,12 @@ def prefill_attention(prompts: list[int], prefix: int, heads: int, kv_heads: int
     time = microseconds(lambda _: attention.attend(step, *cache, AttentionRule(size**-0.5)), 1)
     flops = sum(4 * heads * size * (count * prefix + count * count / 2) for count in prompts)
     behind = f" behind {prefix}" if prefix else ""
-    show("prefill attention", f"{heads}/{kv_heads} {len(prompts)} × {prompts[0]}{behind}", time, flops=flops)
+    show(
+        "prefill attention",
+        f"{heads}/{kv_heads} {len(prompts)} × {prompts[0]}{behind}",
+        time,
+        flops=flops,
+    )
 
 
 def small_kernels() -> None:
@@ -231,20 +311,42 @@ def small_kernels() -> None:
         copies = 2 if tokens > 1000 else 8
         residual = torch.randn(copies, tokens, hidden, device=DEVICE)
         delta, norm = random(copies, tokens, hidden), Norm(random(hidden), None, 1e-5)
-        show("add_norm", f"[{tokens}, {hidden}]",
-             microseconds(lambda i: add_norm(residual[i], delta[i], norm), copies), tokens * hidden * 12)
+        show(
+            "add_norm",
+            f"[{tokens}, {hidden}]",
+            microseconds(lambda i: add_norm(residual[i], delta[i], norm), copies),
+            tokens * hidden * 12,
+        )
         middle = random(copies, tokens, 2 * ffn)
-        show("silu_gated", f"[{tokens}, {2 * ffn}]", microseconds(lambda i: silu_gated(middle[i]), copies),
-             tokens * ffn * 6)
+        show(
+            "silu_gated",
+            f"[{tokens}, {2 * ffn}]",
+            microseconds(lambda i: silu_gated(middle[i]), copies),
+            tokens * ffn * 6,
+        )
         step = random(copies, tokens, heads + 2 * kv_heads, size)
-        cache, slots = random(2, kv_heads, tokens + BLOCK, size), torch.arange(tokens, device=DEVICE, dtype=torch.int32)
+        cache, slots = (
+            random(2, kv_heads, tokens + BLOCK, size),
+            torch.arange(tokens, device=DEVICE, dtype=torch.int32),
+        )
         turn = (torch.rand(8192, size, device=DEVICE), torch.rand(8192, size, device=DEVICE))
-        show("rotate_write", f"[{tokens}, {heads + 2 * kv_heads}, {size}]", microseconds(
-            lambda i: rotate_write(step[i], slots, slots, turn, None, None, 1e-5, *cache), copies),
-            tokens * size * 2 * (2 * (heads + kv_heads) + 3 * kv_heads))
+        show(
+            "rotate_write",
+            f"[{tokens}, {heads + 2 * kv_heads}, {size}]",
+            microseconds(
+                lambda i: rotate_write(step[i], slots, slots, turn, None, None, 1e-5, *cache),
+                copies,
+            ),
+            tokens * size * 2 * (2 * (heads + kv_heads) + 3 * kv_heads),
+        )
     for rows in (1, 32, 1024):
         logits = random(2, rows, 128256)
-        show("likeliest", f"[{rows}, 128256]", microseconds(lambda i: likeliest(logits[i]), 2), rows * 128256 * 2)
+        show(
+            "likeliest",
+            f"[{rows}, 128256]",
+            microseconds(lambda i: likeliest(logits[i]), 2),
+            rows * 128256 * 2,
+        )
 
 
 def main() -> None:

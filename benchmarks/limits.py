@@ -43,7 +43,10 @@ class Work:
 
     def prefill_seconds(self, machine: Machine, rows: int, prompt: int) -> float:
         """All prompts in one pass: at least the products, at least one read of the weights."""
-        products = 2 * rows * (self.weights * prompt + self.head) + rows * self.attention * prompt * prompt / 2
+        products = (
+            2 * rows * (self.weights * prompt + self.head)
+            + rows * self.attention * prompt * prompt / 2
+        )
         return max(products / machine.operations, self.model_bytes / machine.bandwidth)
 
     def decode_seconds(self, machine: Machine, rows: int, context: float) -> float:
@@ -57,6 +60,8 @@ class Work:
         return 1 / self.decode_seconds(machine, 1, prompt + output / 2)
 
     def batch_rate(self, machine: Machine, rows: int, prompt: int, output: int) -> float:
-        """Output tokens a second of requests that all come at once, their prompts included in the time."""
+        """Output tokens a second of requests that all come at once, their prompts included in the
+        time.
+        """
         steps = (output - 1) * self.decode_seconds(machine, rows, prompt + output / 2)
         return rows * output / (self.prefill_seconds(machine, rows, prompt) + steps)

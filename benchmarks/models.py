@@ -1,4 +1,6 @@
-"""The default model in the form each contender reads, all made from the one GGUF file and kept between runs."""
+"""The default model in the form each contender reads, all made from the one GGUF file and kept
+between runs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from slipstream.model.spec import ModelSpec
 from slipstream.weights.build import build_engine
 from slipstream.weights.gguf_source import GgufSource
 from slipstream.weights.home import slipstream_home
-from slipstream.weights.known_models import DEFAULT_MODEL, KNOWN_MODELS, PackagedModel, packaged_file
+from slipstream.weights.known_models import (
+    DEFAULT_MODEL,
+    KNOWN_MODELS,
+    PackagedModel,
+    packaged_file,
+)
 from slipstream.weights.parameters import checkpoint_shapes
 from slipstream.weights.stream import parameter_rows
 
@@ -47,7 +54,9 @@ def prepare_models() -> Models:
     return Models(
         spec=source.spec,
         engine_bf16=build_engine(original, folder / "engine-bf16", dtype="bfloat16"),
-        engine_int4=build_engine(original, folder / "engine-int4", dtype="bfloat16", weight_only="int4"),
+        engine_int4=build_engine(
+            original, folder / "engine-int4", dtype="bfloat16", weight_only="int4"
+        ),
         gguf_bf16=_write_bf16_gguf(original, folder / "bf16.gguf"),
         gguf_q4=original,
         hugging_face=_write_hugging_face(source, folder / "hugging-face"),

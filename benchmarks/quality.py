@@ -2,10 +2,11 @@
 
     python benchmarks/quality.py MODEL [--text FILE] [--tokens 15872] [--device cuda]
 
-MODEL: a GGUF file or a folder of weights. Engines of bfloat16, int8 and fp8 are built of it and score the same text in
-windows of 512 tokens; without --text it is the reference manual that comes with Python. Agreement is the share of
-positions whose likeliest token is that of float32 over the same bfloat16 weights; "clear": where float32's best
-leads by more than 0.1. Perplexity is also given over bfloat16's.
+MODEL: a GGUF file or a folder of weights. Engines of bfloat16, int8 and fp8 are built of it and
+score the same text in windows of 512 tokens; without --text it is the reference manual that comes
+with Python. Agreement is the share of positions whose likeliest token is that of float32 over the
+same bfloat16 weights; "clear": where float32's best leads by more than 0.1. Perplexity is also
+given over bfloat16's.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ class Way(NamedTuple):
 
 
 REFERENCE = Way("float32", None, "float32")
-WAYS = [Way("bfloat16", None, "bfloat16"), Way("int8", "int8", "bfloat16"), Way("fp8", "fp8", "bfloat16")]
+WAYS = [
+    Way("bfloat16", None, "bfloat16"),
+    Way("int8", "int8", "bfloat16"),
+    Way("fp8", "fp8", "bfloat16"),
+]
 
 
 class Scored(NamedTuple):
@@ -54,14 +59,20 @@ class Scored(NamedTuple):
 
 
 def score(loop: EngineLoop, windows: list[list[int]]) -> Scored:
-    parts = [_scored(torch.frombuffer(bytearray(logits), dtype=torch.float32).view(len(window), -1), window)
-             for window, logits in zip(windows, _context_logits(loop, windows), strict=True)]
+    parts = [
+        _scored(
+            torch.frombuffer(bytearray(logits), dtype=torch.float32).view(len(window), -1), window
+        )
+        for window, logits in zip(windows, _context_logits(loop, windows), strict=True)
+    ]
     return Scored(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _context_logits(loop: EngineLoop, windows: list[list[int]]) -> Iterator[bytes]:
     for number, window in enumerate(windows):
-        loop.submit(GenerateRequest(number + 1, window, SamplingParams(max_tokens=1, context_logits=True)))
+        loop.submit(
+            GenerateRequest(number + 1, window, SamplingParams(max_tokens=1, context_logits=True))
+        )
         found = b""
         while loop.has_work():
             outputs = loop.step()
@@ -75,13 +86,23 @@ def _scored(logits: torch.Tensor, window: list[int]) -> Scored:
     top = logits.topk(2, dim=-1)
     coming = torch.tensor(window[1:])[:, None]
     loss = -logits.double().log_softmax(dim=-1).gather(1, coming)[:, 0]
-    return Scored(top.indices[:, 0].numpy(), (top.values[:, 0] - top.values[:, 1]).numpy(), loss.numpy())
+    return Scored(
+        top.indices[:, 0].numpy(), (top.values[:, 0] - top.values[:, 1]).numpy(), loss.numpy()
+    )
 
 
-def run(way: Way, source: str, folder: Path, windows: list[list[int]], options: argparse.Namespace) -> Scored:
+def run(
+    way: Way, source: str, folder: Path, windows: list[list[int]], options: argparse.Namespace
+) -> Scored:
     built = build_engine(source, folder / (way.weight_only or "plain"), weight_only=way.weight_only)
-    settings = EngineSettings(dtype=way.dtype, device=options.device, max_rows=2, cache_tokens=4 * WINDOW, reuse=False,
-                              max_sequence_tokens=2 * WINDOW)
+    settings = EngineSettings(
+        dtype=way.dtype,
+        device=options.device,
+        max_rows=2,
+        cache_tokens=4 * WINDOW,
+        reuse=False,
+        max_sequence_tokens=2 * WINDOW,
+    )
     loop = start_engine(built, settings)
     found = score(loop, windows)
     del loop
@@ -91,13 +112,19 @@ def run(way: Way, source: str, folder: Path, windows: list[list[int]], options: 
 
 def text_windows(built: Path, options: argparse.Namespace) -> list[list[int]]:
     text = options.text.read_text() if options.text else "\n\n".join(topics.topics.values())
-    tokens = Tokenizer.from_file(str(built / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    tokens = (
+        Tokenizer.from_file(str(built / "tokenizer.json"))
+        .encode(text, add_special_tokens=False)
+        .ids
+    )
     count = min(len(tokens), options.tokens) // WINDOW
     return [tokens[number * WINDOW : (number + 1) * WINDOW] for number in range(count)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--tokens", type=int, default=31 * WINDOW)
@@ -110,15 +137,20 @@ def main() -> None:
         exact = run(REFERENCE, options.model, folder, windows, options)
         clear = exact.lead > CLEAR
         print(f"{len(exact.best)} positions, {clear.mean():.1%} of them clear")
-        print(f"{'':10} {'agreement':>10} {'if clear':>10} {'perplexity':>11} {'over bfloat16':>14}")
+        print(
+            f"{'':10} {'agreement':>10} {'if clear':>10} {'perplexity':>11} {'over bfloat16':>14}"
+        )
         print(f"{'float32':10} {'':10} {'':10} {np.exp(exact.loss.mean()):11.3f}", flush=True)
         plain = 0.0
         for way in WAYS:
             found = run(way, options.model, folder, windows, options)
             plain = plain or found.loss.mean()
             same = found.best == exact.best
-            print(f"{way.title:10} {same.mean():10.2%} {same[clear].mean():10.2%} {np.exp(found.loss.mean()):11.3f} "
-                  f"{np.expm1(found.loss.mean() - plain):+14.2%}", flush=True)
+            print(
+                f"{way.title:10} {same.mean():10.2%} {same[clear].mean():10.2%} {np.exp(found.loss.mean()):11.3f} "
+                f"{np.expm1(found.loss.mean() - plain):+14.2%}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""What the server itself costs: models that do nearly nothing, and beside it the real Triton on the same machine.
+"""What the server itself costs: models that do nearly nothing, and beside it the real Triton on the
+same machine.
 
     python benchmarks/server.py [--triton BINARY] [--seconds 1] [--rounds 3] [--step-ms 2.5]
 
-Rates are medians over rounds that visit every server in turn; read the ratios, which hold on a machine that is busy
-with other things better than the rates do. Processor time a request holds best. The client is one more
-process on the same machine.
+Rates are medians over rounds that visit every server in turn; read the ratios, which hold on a
+machine that is busy with other things better than the rates do. Processor time a request holds
+best. The client is one more process on the same machine.
 
-Tokens that pile up while the server is busy go out as one event. The engine of `own` takes no time, so its streams
-are such piles; that of `paced` takes --step-ms a step, so that its server can keep up and each token is an event.
+Tokens that pile up while the server is busy go out as one event. The engine of `own` takes no time,
+so its streams are such piles; that of `paced` takes --step-ms a step, so that its server can keep
+up and each token is an event.
 """
 
 from __future__ import annotations
@@ -50,13 +52,18 @@ def cases() -> list[Case]:
     found = []
     message = grpc_body(TEXT.encode())
     for concurrency in REQUESTS:
-        for title, load in (("HTTP generate", generate_load(TEXT)), ("HTTP infer", infer_load(TEXT))):
+        for title, load in (
+            ("HTTP generate", generate_load(TEXT)),
+            ("HTTP infer", infer_load(TEXT)),
+        ):
             found.append(Case(f"{title} × {concurrency}", "requests/s", _http(load, concurrency)))
 
         found.append(Case(f"gRPC infer × {concurrency}", "requests/s", _grpc(message, concurrency)))
     found.sort(key=lambda case: case.title.split(" × ")[0])
     for streams in STREAMS:
-        found.append(Case(f"generate_stream × {streams}", "tokens/s", _http(stream_load(TOKENS), streams)))
+        found.append(
+            Case(f"generate_stream × {streams}", "tokens/s", _http(stream_load(TOKENS), streams))
+        )
     one_each = f"generate_stream × {STREAMS[-1]}, paced"
     return [*found, Case(one_each, "tokens/s", _http(stream_load(TOKENS), STREAMS[-1]), paced=True)]
 
@@ -77,10 +84,16 @@ def check_stream(peer: Peer) -> float:
     load = stream_load(TOKENS)
     request = urllib.request.Request(f"http://127.0.0.1:{peer.http_port}{load.path}", load.body)
     with urllib.request.urlopen(request, timeout=30) as answer:
-        events = [json.loads(line[6:]) for line in answer.read().split(b"\n") if line.startswith(b"data: ")]
+        events = [
+            json.loads(line[6:])
+            for line in answer.read().split(b"\n")
+            if line.startswith(b"data: ")
+        ]
     words = "".join(event["text_output"] for event in events).split()
     if words != [str(6 + number) for number in range(TOKENS)]:
-        raise RuntimeError(f"{peer.name} streams other words: {words[:10]} … ({len(words)} of {TOKENS})")
+        raise RuntimeError(
+            f"{peer.name} streams other words: {words[:10]} … ({len(words)} of {TOKENS})"
+        )
     return len(words) / len(events)
 
 
@@ -101,17 +114,22 @@ def sample(case: Case, peer: Peer, seconds: float) -> Sample:
 def measure(peers: list[Peer], seconds: float, rounds: int) -> dict[str, dict[str, float]]:
     rates: dict[str, dict[str, float]] = {}
     for case in cases():
-        chosen = [peer for peer in peers if peer.name == "triton" or (peer.name == PACED) == case.paced]
+        chosen = [
+            peer for peer in peers if peer.name == "triton" or (peer.name == PACED) == case.paced
+        ]
         samples: dict[str, list[Sample]] = {peer.name: [] for peer in chosen}
         for _ in range(rounds):
             for peer in chosen:
                 samples[peer.name].append(sample(case, peer, seconds))
         rows = {case.unit: "units"}
         if case.unit == "tokens/s":
-            rows["events/s"] = "events"  # tokens that pile up behind a busy server go out as one event
+            # tokens that pile up behind a busy server go out as one event
+            rows["events/s"] = "events"
         rows[f"CPU µs a {case.unit.removesuffix('s/s')}"] = "microseconds"
         for unit, field in rows.items():
-            found = {name: median(getattr(one, field) for one in some) for name, some in samples.items()}
+            found = {
+                name: median(getattr(one, field) for one in some) for name, some in samples.items()
+            }
             rates[f"{case.title}, {unit}"] = found
             print(_line(f"{case.title}, {unit}", found, peers), flush=True)
     return rates
@@ -121,24 +139,36 @@ def _line(title: str, rates: dict[str, float], peers: list[Peer]) -> str:
     base = rates.get("triton")
     ours = [peer for peer in peers if peer.name != "triton"] if base else []
     cells = [f"{rates[peer.name]:,.0f}" if peer.name in rates else "" for peer in peers]
-    cells += [f"{rates[peer.name] / base:.2f}" if base and peer.name in rates else "" for peer in ours]
+    cells += [
+        f"{rates[peer.name] / base:.2f}" if base and peer.name in rates else "" for peer in ours
+    ]
     return f"| {title:<46} | " + " | ".join(f"{cell:>12}" for cell in cells) + " |"
 
 
 def header(peers: list[Peer]) -> str:
     names = [peer.name for peer in peers]
     if "triton" in names:
-        names += [f"{name.removeprefix('slipstream, ')}/triton" for name in names if name != "triton"]
+        names += [
+            f"{name.removeprefix('slipstream, ')}/triton" for name in names if name != "triton"
+        ]
     first = f"| {'':<46} | " + " | ".join(f"{name:>12}" for name in names) + " |"
     return first + "\n|" + "---|" * (len(names) + 1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--triton", type=Path, help="the real tritonserver, for example out of nvidia-pytriton")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long each measurement takes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--triton", type=Path, help="the real tritonserver, for example out of nvidia-pytriton"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="how long each measurement takes"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--step-ms", type=float, default=2.5, help="how long a step of the paced engine takes")
+    parser.add_argument(
+        "--step-ms", type=float, default=2.5, help="how long a step of the paced engine takes"
+    )
     parser.add_argument("--json", type=Path, help="write the rates to this file too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -154,7 +184,9 @@ def main() -> None:
                 peers.append(start_triton(options.triton, folders[3]))
             for peer in peers:
                 peer.wait_ready()
-                print(f"{peer.name}: {check_stream(peer):.1f} tokens an event when one stream runs alone")
+                print(
+                    f"{peer.name}: {check_stream(peer):.1f} tokens an event when one stream runs alone"
+                )
             print(f"{os.cpu_count()} cores, {TOKENS} tokens a stream\n\n{header(peers)}")
             rates = measure(peers, options.seconds, options.rounds)
         finally:

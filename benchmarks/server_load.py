@@ -1,4 +1,6 @@
-"""Load for `server.py`: as light a client as Python allows, because it shares the machine with the server."""
+"""Load for `server.py`: as light a client as Python allows, because it shares the machine with the
+server.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ async def http_rate(port: int, load: Load, concurrency: int, seconds: float) -> 
     event_loop, request = asyncio.get_running_loop(), http_request(load)
     connections: list[_Connection] = []
     for _ in range(concurrency):
-        _, connection = await event_loop.create_connection(lambda: _Connection(request), "127.0.0.1", port)
+        _, connection = await event_loop.create_connection(
+            lambda: _Connection(request), "127.0.0.1", port
+        )
         connections.append(connection)
     await asyncio.sleep(min(0.3, seconds / 4))  # until everyone is at it
     before, began = _totals(connections), time.monotonic()
@@ -95,7 +99,9 @@ async def http_rate(port: int, load: Load, concurrency: int, seconds: float) -> 
     for connection in connections:
         connection.close()
     if bad := next((one for one in connections if one.bad or one.lost), None):
-        raise RuntimeError(f"{load.path} answered {bad.bad[:300]!r}{' and hung up' if bad.lost else ''}")
+        raise RuntimeError(
+            f"{load.path} answered {bad.bad[:300]!r}{' and hung up' if bad.lost else ''}"
+        )
     if after[0] == before[0]:
         raise RuntimeError(f"{load.path} gave no complete answer in {seconds:g} s")
     return Rate((after[0] - before[0]) * load.unit / took, (after[1] - before[1]) / took)

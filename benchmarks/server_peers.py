@@ -1,7 +1,8 @@
-"""The servers that `server.py` compares, each in a process of its own around models that do nearly nothing.
+"""The servers that `server.py` compares, each in a process of its own around models that do nearly
+nothing.
 
-`python server_peers.py KIND REPOSITORY HTTP GRPC METRICS` is one of ours: `own` has the models built in, `model.py`
-runs the repository's Python code.
+`python server_peers.py KIND REPOSITORY HTTP GRPC METRICS` is one of ours: `own` has the models
+built in, `model.py` runs the repository's Python code.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ class TritonPythonModel:
 
 
 def write_python_repository(folder: Path) -> Path:
-    for name, config, code in (("echo", ECHO_CONFIG, ECHO_CODE), ("ensemble", STREAM_CONFIG, STREAM_CODE)):
+    for name, config, code in (
+        ("echo", ECHO_CONFIG, ECHO_CODE),
+        ("ensemble", STREAM_CONFIG, STREAM_CODE),
+    ):
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text(config)
         (folder / name / "1" / "model.py").write_text(code)
@@ -81,10 +85,21 @@ def write_own_repository(folder: Path) -> Path:
     spec = ModelSpec("LlamaForCausalLM", WORDS, 8, 1, 1, 1, 8, 8, 4096)
     limits = BuildLimits(max_input_len=2048, max_seq_len=4096)
     own = {"content_hash": "none", "files": {}, "source": "instant"}
-    document = config_document(VERSION, spec, "float32", Quantisation(), limits, GenerationDefaults(), own)
+    document = config_document(
+        VERSION, spec, "float32", Quantisation(), limits, GenerationDefaults(), own
+    )
     (engine / "config.json").write_text(json.dumps(document))
-    vocabulary = {"type": "WordLevel", "vocab": {str(number): number for number in range(WORDS)}, "unk_token": "0"}
-    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": vocabulary}
+    vocabulary = {
+        "type": "WordLevel",
+        "vocab": {str(number): number for number in range(WORDS)},
+        "unk_token": "0",
+    }
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": vocabulary,
+    }
     (engine / "tokenizer.json").write_text(json.dumps(tokenizer))
     (engine / "tokenizer_config.json").write_text("{}")
     repository = folder / "repository"
@@ -132,12 +147,23 @@ def serve(kind: str, repository: str, http: int, grpc: int, metrics: int) -> int
 class Peer:
     """A running server: `http_port`, `grpc_port`."""
 
-    def __init__(self, name: str, command: list[str], ports: list[int], log: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        ports: list[int],
+        log: Path,
+        environment: dict[str, str],
+    ) -> None:
         self.name = name
         self.http_port, self.grpc_port = ports[:2]
         self._log = log.open("wb")
         self.process = subprocess.Popen(
-            command, env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=environment,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
     def wait_ready(self, seconds: float = 120.0) -> None:
@@ -150,7 +176,9 @@ class Peer:
 
     def _ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/v2/health/ready", timeout=5):
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.http_port}/v2/health/ready", timeout=5
+            ):
                 return True
         except (urllib.error.URLError, OSError):
             return False
@@ -183,9 +211,19 @@ def _cpu_seconds(process: int) -> float:
 
 
 def start_ours(kind: str, folder: Path, step_milliseconds: float = 0.0, name: str = "") -> Peer:
-    repository = write_own_repository(folder) if kind == "own" else write_python_repository(folder / "repository")
+    repository = (
+        write_own_repository(folder)
+        if kind == "own"
+        else write_python_repository(folder / "repository")
+    )
     ports = free_ports()
-    command = [sys.executable, str(HERE / "server_peers.py"), kind, str(repository), *map(str, ports)]
+    command = [
+        sys.executable,
+        str(HERE / "server_peers.py"),
+        kind,
+        str(repository),
+        *map(str, ports),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), STEP_VARIABLE: str(step_milliseconds)}
     return Peer(name or f"slipstream, {kind}", command, ports, folder / "log", environment)
 
@@ -195,7 +233,9 @@ def start_triton(binary: Path, folder: Path) -> Peer:
     from real_triton import triton_command
 
     ports = free_ports()
-    command, environment = triton_command(binary, write_python_repository(folder / "repository"), folder, ports)
+    command, environment = triton_command(
+        binary, write_python_repository(folder / "repository"), folder, ports
+    )
     return Peer("triton", command, ports, folder / "log", environment)
 
 

@@ -1,9 +1,11 @@
-"""What guessing ahead gains for one request at a time: tokens a second with it, over those without it.
+"""What guessing ahead gains for one request at a time: tokens a second with it, over those without
+it.
 
     python benchmarks/speculation.py MODEL [--tokens 256] [--guesses 6] [--device cpu]
 
-Two prompts: one whose answer repeats its text (where guesses come from), and one that does not. Same tokens in both
-ways, which is checked. The two ways take turns, so that a slower hour of the machine slows both.
+Two prompts: one whose answer repeats its text (where guesses come from), and one that does not.
+Same tokens in both ways, which is checked. The two ways take turns, so that a slower hour of the
+machine slows both.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def answer(loop: EngineLoop, prompt: list[int], tokens: int) -> tuple[list[int],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--guesses", type=int, default=6)
@@ -53,9 +57,13 @@ def main() -> None:
     tokenizer = Tokenizer.load(folder)
     ways = {}
     for guesses in (0, given.guesses):
-        settings = EngineSettings(device=given.device, reuse=False, max_rows=1, lookup_tokens=guesses)
+        settings = EngineSettings(
+            device=given.device, reuse=False, max_rows=1, lookup_tokens=guesses
+        )
         ways[guesses] = start_engine(folder, cpu_probe.prepare(settings))
-    print(f"{'prompt':12} {'plain':>10} {'guessing':>10} {'ratio':>7} {'right':>7} {'tokens a step':>14}")
+    print(
+        f"{'prompt':12} {'plain':>10} {'guessing':>10} {'ratio':>7} {'right':>7} {'tokens a step':>14}"
+    )
     for name, text in PROMPTS.items():
         prompt = tokenizer.encode(text)
         rates: dict[int, list[float]] = {guesses: [] for guesses in ways}
@@ -68,10 +76,14 @@ def main() -> None:
         assert texts[0] == texts[given.guesses], "guessing must not change the text"
         after = ways[given.guesses].stats()
         tried = after.draft_tokens - before.draft_tokens
-        right = (after.accepted_draft_tokens - before.accepted_draft_tokens) / tried if tried else 0.0
+        right = (
+            (after.accepted_draft_tokens - before.accepted_draft_tokens) / tried if tried else 0.0
+        )
         tokens_a_step = (after.output_tokens - before.output_tokens) / (after.steps - before.steps)
         plain, guessing = (statistics.median(rates[guesses]) for guesses in (0, given.guesses))
-        print(f"{name:12} {plain:8.1f}/s {guessing:8.1f}/s {guessing / plain:6.2f}x {right:6.0%} {tokens_a_step:14.2f}")
+        print(
+            f"{name:12} {plain:8.1f}/s {guessing:8.1f}/s {guessing / plain:6.2f}x {right:6.0%} {tokens_a_step:14.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -37,18 +37,28 @@ def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def render(rows: Sequence[Row], peers: Sequence[str]) -> str:
-    header = ["case", "better", OURS, *peers, *(f"ours/{peer}" for peer in peers), "limit", "of limit"]
+    header = [
+        "case",
+        "better",
+        OURS,
+        *peers,
+        *(f"ours/{peer}" for peer in peers),
+        "limit",
+        "of limit",
+    ]
     lines = [header]
     for row in rows:
         names = [OURS, *peers]
-        lines.append([
-            f"{row.title}, {row.unit}",
-            "higher" if row.higher_is_better else "lower",
-            *(_figure(row.figures.get(name)) for name in names),
-            *(_ratio(row.ratio(peer)) for peer in peers),
-            _figure(row.limit),
-            "-" if row.of_limit is None else f"{row.of_limit:.0%}",
-        ])  # fmt: skip
+        lines.append(
+            [
+                f"{row.title}, {row.unit}",
+                "higher" if row.higher_is_better else "lower",
+                *(_figure(row.figures.get(name)) for name in names),
+                *(_ratio(row.ratio(peer)) for peer in peers),
+                _figure(row.limit),
+                "-" if row.of_limit is None else f"{row.of_limit:.0%}",
+            ]
+        )
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)

@@ -1,4 +1,6 @@
-"""What this machine can do at most, measured in the environment the engine gets: memory reads and bf16 products."""
+"""What this machine can do at most, measured in the environment the engine gets: memory reads and
+bf16 products.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def main() -> None:
     a, b = (torch.randn(MATRIX, MATRIX).to(getattr(torch, settings.dtype)) for _ in range(2))
     for _ in sys.stdin:
         read, product = _best(stream.sum), _best(lambda: torch.mm(a, b))
-        print(json.dumps({"bandwidth": READ_BYTES / read, "operations": 2 * MATRIX**3 / product}), flush=True)
+        print(
+            json.dumps({"bandwidth": READ_BYTES / read, "operations": 2 * MATRIX**3 / product}),
+            flush=True,
+        )
 
 
 def _best(action: Callable[[], object]) -> float:

@@ -1,4 +1,6 @@
-"""llama.cpp through llama_cpp's plain bindings: one batch holds a token of every sequence, as its server does."""
+"""llama.cpp through llama_cpp's plain bindings: one batch holds a token of every sequence, as its
+server does.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ BATCH_TOKENS = 2048  # of one llama_decode call, llama.cpp's own default
 
 
 class Context:
-    """Room for some sequences of a length, each in its own part of the cache: the faster of the two layouts."""
+    """Room for some sequences of a length, each in its own part of the cache: the faster of the two
+    layouts.
+    """
 
     def __init__(self, model: llama_cpp.llama_model_p, sequences: int, length: int) -> None:
         parameters = llama_cpp.llama_context_default_params()
@@ -28,7 +32,9 @@ class Context:
         assert self.handle, "llama.cpp could not make a context"
 
     def decode(self, entries: list[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """(token, position, sequence, whether to sample after it) → the likeliest next token by sequence."""
+        """(token, position, sequence, whether to sample after it) → the likeliest next token by
+        sequence.
+        """
         batch = self.batch
         batch.n_tokens = len(entries)
         for index, (token, position, sequence, samples) in enumerate(entries):
@@ -52,7 +58,9 @@ class Context:
 
 def start(options: dict[str, Any]) -> Generate:
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(options["model"].encode(), llama_cpp.llama_model_default_params())
+    model = llama_cpp.llama_model_load_from_file(
+        options["model"].encode(), llama_cpp.llama_model_default_params()
+    )
     assert model, f"llama.cpp cannot load {options['model']}"
 
     def generate(prompts: list[list[int]], max_tokens: int) -> Timed:
@@ -80,7 +88,9 @@ def _generate(context: Context, prompts: list[list[int]], max_tokens: int) -> Ti
             first = first or time.perf_counter() - began
             tokens[sequence].append(token)
     for step in range(max_tokens - 1):
-        news = context.decode([(tokens[n][-1], len(prompt) + step, n, True) for n, prompt in enumerate(prompts)])
+        news = context.decode(
+            [(tokens[n][-1], len(prompt) + step, n, True) for n, prompt in enumerate(prompts)]
+        )
         for sequence, token in news.items():
             tokens[sequence].append(token)
     return Timed(first, time.perf_counter() - began, tokens)

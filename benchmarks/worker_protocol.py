@@ -1,4 +1,5 @@
-"""What the worker scripts share: orders as lines of JSON on stdin, answers as lines of JSON on stdout.
+"""What the worker scripts share: orders as lines of JSON on stdin, answers as lines of JSON on
+stdout.
 
 Standard library only, because workers run under the interpreters of other projects.
 """
@@ -26,10 +27,16 @@ Generate = Callable[[list[list[int]], int], Timed]  # (prompts, tokens to genera
 
 
 def serve(start: Callable[[dict[str, Any]], Generate]) -> None:
-    """`start` gets the JSON object of the command line, loads the model and returns what answers orders."""
+    """`start` gets the JSON object of the command line, loads the model and returns what answers
+    orders.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not mix with the answers
     generate = start(json.loads(sys.argv[1]))
     for line in sys.stdin:
         order = json.loads(line)
-        print(json.dumps(asdict(generate(order["prompts"], order["max_tokens"]))), file=answers, flush=True)
+        print(
+            json.dumps(asdict(generate(order["prompts"], order["max_tokens"]))),
+            file=answers,
+            flush=True,
+        )

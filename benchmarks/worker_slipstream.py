@@ -42,7 +42,9 @@ async def _generate(engine: EngineClient, prompts: list[list[int]], max_tokens: 
         return tokens
 
     # No end ids: every request runs to its full length.
-    running = [read(engine.submit(prompt, SamplingParams(max_tokens=max_tokens))) for prompt in prompts]
+    running = [
+        read(engine.submit(prompt, SamplingParams(max_tokens=max_tokens))) for prompt in prompts
+    ]
     tokens = await asyncio.gather(*running)
     return Timed(min(firsts), time.perf_counter() - began, list(tokens))
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from worker_protocol import Generate, Timed, serve
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB: enough for every case; its default is half the machine
+# GiB: enough for every case; its default is half the machine
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
@@ -28,9 +29,12 @@ def start(options: dict[str, Any]) -> Generate:
     numbers = itertools.count()
 
     def generate(prompts: list[list[int]], max_tokens: int) -> Timed:
-        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
         began = time.perf_counter()
-        # It appends a suffix of its own to a request's id, so answers are told apart by the number in front.
+        # It appends a suffix of its own to a request's id, so answers are told apart by the number
+        # in front.
         numbered = {str(next(numbers)): prompt for prompt in prompts}
         for number, prompt in numbered.items():
             engine.add_request(number, {"prompt_token_ids": prompt}, parameters)

@@ -36,7 +36,11 @@ from slipstream.server.text.pipeline import TextDelta, TextGenerator, TextReques
 from slipstream.server.text.sequences import TextBeam
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.build import build_engine
-from slipstream.weights.engine_config import EngineFolderError, find_engine_folder, read_engine_config
+from slipstream.weights.engine_config import (
+    EngineFolderError,
+    find_engine_folder,
+    read_engine_config,
+)
 from slipstream.weights.home import expanded, slipstream_home
 
 __all__ = ["LLM", "Completion", "GenerationFailed", "SamplingOptions", "engine_folder"]
@@ -62,23 +66,30 @@ class Completion:
     context_logits: np.ndarray | None = None  # float32 [prompt tokens, vocab]
     generation_logits: np.ndarray | None = None  # float32 [tokens, vocab]
     total_log_prob: float | None = None  # of a beam, its end included
-    others: tuple[Completion, ...] = ()  # the other answers to the same prompt: of a search, best first
+    # the other answers to the same prompt: of a search, best first
+    others: tuple[Completion, ...] = ()
 
 
 class LLM:
     """An engine and its tokenizer.
 
-    `model` is an engine folder, a Hugging Face folder, a GGUF file, a hub id such as "Qwen/Qwen2.5-0.5B", or a
-    known name such as "smollm2-135m". All but an engine folder are built once, into the `engines` folder under
-    SLIPSTREAM_HOME (~/.cache/slipstream), and found there afterwards.
+    `model` is an engine folder, a Hugging Face folder, a GGUF file, a hub id such as
+    "Qwen/Qwen2.5-0.5B", or a known name such as "smollm2-135m". All but an engine folder are built
+    once, into the `engines` folder under SLIPSTREAM_HOME (~/.cache/slipstream), and found there
+    afterwards.
 
-    `dtype` is what the engine computes in, and what a new build stores: auto, float32, bfloat16 or float16.
-    `weight_only` ("int8", "fp8" or "int4") makes a new build smaller. `settings` are those of `EngineSettings`, such as
-    max_rows, cache_tokens, max_sequence_tokens, reuse and threads.
+    `dtype` is what the engine computes in, and what a new build stores: auto, float32, bfloat16 or
+    float16. `weight_only` ("int8", "fp8" or "int4") makes a new build smaller. `settings` are those
+    of `EngineSettings`, such as max_rows, cache_tokens, max_sequence_tokens, reuse and threads.
     """
 
     def __init__(
-        self, model: str | Path, dtype: str = "auto", *, weight_only: str | None = None, **settings: Any
+        self,
+        model: str | Path,
+        dtype: str = "auto",
+        *,
+        weight_only: str | None = None,
+        **settings: Any,
     ) -> None:
         engine_settings = EngineSettings(dtype=dtype, **settings)
         self.folder = engine_folder(model, dtype, weight_only)
@@ -95,8 +106,9 @@ class LLM:
     ) -> list[Completion]:
         """Complete one prompt or many at once; a prompt is a text or a list of token ids.
 
-        `options` are the fields of `SamplingOptions`: max_tokens, temperature, top_k, top_p, min_p, seed, stop,
-        bad_words, repetition_penalty, and so on. Answers are in the order of the prompts.
+        `options` are the fields of `SamplingOptions`: max_tokens, temperature, top_k, top_p, min_p,
+        seed, stop, bad_words, repetition_penalty, and so on. Answers are in the order of the
+        prompts.
         """
         chosen = _options(sampling_params, options)
         requests = [chosen.request(prompt) for prompt in _prompts(prompts)]
@@ -115,13 +127,18 @@ class LLM:
         chosen = _options(sampling_params, options)
 
         async def answer() -> Completion:
-            prompt = await self._generator.chat_prompt(messages, tools=tools, variables=template_variables)
+            prompt = await self._generator.chat_prompt(
+                messages, tools=tools, variables=template_variables
+            )
             return await self._complete(chosen.request(prompt))
 
         return self._caller.run(answer())
 
     async def stream(
-        self, prompt: Prompt | Conversation, sampling_params: SamplingOptions | None = None, **options: Any
+        self,
+        prompt: Prompt | Conversation,
+        sampling_params: SamplingOptions | None = None,
+        **options: Any,
     ) -> AsyncGenerator[str, None]:
         """The pieces of one answer as they are written. Leaving the loop early cancels the request."""
         chosen = _options(sampling_params, options)
@@ -129,7 +146,9 @@ class LLM:
             raise ValueError(f"a stream is one answer: n must be 1, got {chosen.n}")
         if _is_conversation(prompt):
             prompt = await self._generator.chat_prompt(cast(Conversation, prompt))
-        async with aclosing(self._generator.generate(chosen.request(cast(Prompt, prompt)))) as deltas:
+        async with aclosing(
+            self._generator.generate(chosen.request(cast(Prompt, prompt)))
+        ) as deltas:
             async for delta in deltas:
                 _check(delta)
                 if delta.text:
@@ -151,20 +170,31 @@ class LLM:
         try:
             return await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # one has failed, or the caller was interrupted: the rest need not go on
+            # one has failed, or the caller was interrupted: the rest need not go on
+            for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _complete(self, request: TextRequest) -> Completion:
         async with aclosing(self._generator.generate(request)) as stream:
             deltas = [_check(delta) async for delta in stream]
-        parts = [[delta for delta in deltas if delta.sequence == place] for place in range(request.sequences)]
+        parts = [
+            [delta for delta in deltas if delta.sequence == place]
+            for place in range(request.sequences)
+        ]
         completions = [self._completion(request, part) for part in parts if part]
         if deltas[-1].beams:
-            completions = [_of_beam(completions[0], beam, request.sampling.log_probs) for beam in deltas[-1].beams]
+            completions = [
+                _of_beam(completions[0], beam, request.sampling.log_probs)
+                for beam in deltas[-1].beams
+            ]
         first = completions[0]
-        others = (replace(other, prompt_log_probs=first.prompt_log_probs, context_logits=first.context_logits)
-                  for other in completions[1:])  # the prompt is the same, and scored once
+        others = (
+            replace(
+                other, prompt_log_probs=first.prompt_log_probs, context_logits=first.context_logits
+            )
+            for other in completions[1:]
+        )  # the prompt is the same, and scored once
         return replace(first, others=tuple(others))
 
     def _completion(self, request: TextRequest, deltas: Sequence[TextDelta]) -> Completion:
@@ -185,10 +215,14 @@ class LLM:
         for delta in deltas:
             scores.merge(delta.scores or Scores())
         width = self._engine.info.vocab_size if self._engine.info is not None else 1
-        found: dict[str, Any] = {"prompt_log_probs": scores.prompt_log_probs} if sampling.prompt_log_probs else {}
+        found: dict[str, Any] = (
+            {"prompt_log_probs": scores.prompt_log_probs} if sampling.prompt_log_probs else {}
+        )
         for name in ("context_logits", "generation_logits"):
             if getattr(sampling, name):
-                found[name] = np.frombuffer(getattr(scores, name), dtype=np.float32).reshape(-1, width)
+                found[name] = np.frombuffer(getattr(scores, name), dtype=np.float32).reshape(
+                    -1, width
+                )
         return found
 
 
@@ -197,7 +231,9 @@ class _EventLoopThread:
 
     def __init__(self) -> None:
         self._event_loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._event_loop.run_forever, name="llm", daemon=True)
+        self._thread = threading.Thread(
+            target=self._event_loop.run_forever, name="llm", daemon=True
+        )
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
@@ -232,7 +268,9 @@ def engine_folder(model: str | Path, dtype: str, weight_only: str | None) -> Pat
 
 
 def _is_engine(path: Path) -> bool:
-    """Whether the folder is an engine, of whatever release: its reader then says what is wrong with it."""
+    """Whether the folder is an engine, of whatever release: its reader then says what is wrong with
+    it.
+    """
     try:
         config = json.loads((find_engine_folder(path) / "config.json").read_text(encoding="utf-8"))
     except (EngineFolderError, OSError, ValueError):
@@ -275,8 +313,14 @@ def _check(delta: TextDelta) -> TextDelta:
 
 def _of_beam(best: Completion, beam: TextBeam, log_probs: bool) -> Completion:
     reason = beam.finish_reason if best.finish_reason in ("stop", "length") else best.finish_reason
-    return replace(best, text=beam.text, tokens=beam.tokens, finish_reason=reason,
-                   log_probs=beam.log_probs if log_probs else None, total_log_prob=beam.total_log_prob)
+    return replace(
+        best,
+        text=beam.text,
+        tokens=beam.tokens,
+        finish_reason=reason,
+        log_probs=beam.log_probs if log_probs else None,
+        total_log_prob=beam.total_log_prob,
+    )
 
 
 def _joined(lists: Sequence[list[Any] | None]) -> list[Any] | None:

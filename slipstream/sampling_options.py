@@ -45,31 +45,35 @@ _BOUNDS: Mapping[str, Range] = {
 class SamplingOptions:
     """How an answer is written. The defaults are greedy: the most likely token each time.
 
-    A `temperature` over 0 samples, from the `top_k` most likely tokens (0: all), from the most likely ones that
-    together reach `top_p`, and from those at least `min_p` times as likely as the first. The same `seed` gives
-    the same answer; without one each answer draws its own.
+    A `temperature` over 0 samples, from the `top_k` most likely tokens (0: all), from the most
+    likely ones that together reach `top_p`, and from those at least `min_p` times as likely as the
+    first. The same `seed` gives the same answer; without one each answer draws its own.
 
-    `stop` ends the text before any of these words; `bad_words` never come. `end_ids` replace the model's own
-    end-of-text tokens, `ignore_end` goes on past them, and `min_tokens` holds them off. `repetition_penalty`
-    looks at prompt and answer, the other two at the answer only. `logit_bias` is added to the logits of tokens.
-    `no_repeat_ngram` forbids a run of that many tokens to come twice. `top_p` may shrink by `top_p_decay` with each
-    token, down to `top_p_min`, and begin anew after the token `top_p_reset_id`.
+    `stop` ends the text before any of these words; `bad_words` never come. `end_ids` replace the
+    model's own end-of-text tokens, `ignore_end` goes on past them, and `min_tokens` holds them off.
+    `repetition_penalty` looks at prompt and answer, the other two at the answer only. `logit_bias`
+    is added to the logits of tokens. `no_repeat_ngram` forbids a run of that many tokens to come
+    twice. `top_p` may shrink by `top_p_decay` with each token, down to `top_p_min`, and begin anew
+    after the token `top_p_reset_id`.
 
-    `log_probs` and `top_log_probs` ask for the log-probability of each token and of the likeliest n,
-    `prompt_log_probs` for that of each prompt token but the first; `context_logits` and `generation_logits` for the
-    logits at each token of the prompt and of the answer.
+    `log_probs` and `top_log_probs` ask for the log-probability of each token and of the likeliest
+    n, `prompt_log_probs` for that of each prompt token but the first; `context_logits` and
+    `generation_logits` for the logits at each token of the prompt and of the answer.
 
-    `guide_type` makes the answer obey `guide`: json (any object), json_schema, regex, ebnf_grammar, structural_tag,
-    or choice (a list of texts). A schema or list may be given as such or as JSON text. Needs `slipstream[guided]`.
+    `guide_type` makes the answer obey `guide`: json (any object), json_schema, regex, ebnf_grammar,
+    structural_tag, or choice (a list of texts). A schema or list may be given as such or as JSON
+    text. Needs `slipstream[guided]`.
 
-    `n` answers are drawn from the one prompt. A `beam_width` over 1 searches instead: its `n` best beams (all, where
-    `n` is 1) are ranked by log-probability / length ** `length_penalty`; `early_stopping` ends the search when
-    `beam_width` beams have ended (True), when a better one is not likely (False) or not possible ("never").
+    `n` answers are drawn from the one prompt. A `beam_width` over 1 searches instead: its `n` best
+    beams (all, where `n` is 1) are ranked by log-probability / length ** `length_penalty`;
+    `early_stopping` ends the search when `beam_width` beams have ended (True), when a better one is
+    not likely (False) or not possible ("never").
 
-    Requests of different `cache_salt` share nothing in the KV cache: one for each tenant keeps them apart.
+    Requests of different `cache_salt` share nothing in the KV cache: one for each tenant keeps them
+    apart.
 
-    `adapter` is the folder of a LoRA adapter, as peft or `slipstream lora` writes it. Answers with different adapters
-    and with none are computed together.
+    `adapter` is the folder of a LoRA adapter, as peft or `slipstream lora` writes it. Answers with
+    different adapters and with none are computed together.
     """
 
     max_tokens: int = 128
@@ -115,7 +119,9 @@ class SamplingOptions:
             if rule:
                 raise ValueError(f"{name} {rule}, got {value}")
         if self.guide_type not in ("", *KINDS) or (self.guide and not self.guide_type):
-            raise ValueError(f"guide_type must be one of {', '.join(KINDS)}, got {self.guide_type!r}")
+            raise ValueError(
+                f"guide_type must be one of {', '.join(KINDS)}, got {self.guide_type!r}"
+            )
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(

@@ -1,4 +1,6 @@
-"""The house rules that a reviewer would otherwise have to remember: who may import whom, and how large a file is."""
+"""The house rules that a reviewer would otherwise have to remember: who may import whom, and how
+large a file is.
+"""
 
 import ast
 import subprocess
@@ -24,7 +26,8 @@ ORDER = (
     ("version",),
 )
 RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}
-BARE_MACHINE = {"torch", "numpy", "safetensors", "triton"}  # what engine/, model/ and kernels/ may need
+# what engine/, model/ and kernels/ may need
+BARE_MACHINE = {"torch", "numpy", "safetensors", "triton"}
 MOST_LINES = 400
 GENERATED = {"slipstream/server/protocol/descriptor.py"}
 
@@ -41,7 +44,12 @@ def upward_imports(file: SourceFile) -> list[str]:
     found = []
     for line, module in file.imports():
         parts = module.split(".")
-        if parts[0] != "slipstream" or len(parts) == 1 or parts[1] == folder or parts[1].startswith("__"):
+        if (
+            parts[0] != "slipstream"
+            or len(parts) == 1
+            or parts[1] == folder
+            or parts[1].startswith("__")
+        ):
             continue
         if RANK.get(parts[1], -1) <= RANK[folder]:
             found.append(f"{file.name}:{line} imports {module}")
@@ -111,16 +119,23 @@ def test_every_package_that_is_imported_is_declared():
     """A library that is only here because another one needs it may be gone tomorrow."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    declared = project["dependencies"] + [line for name, lines in extras.items() if name != "test" for line in lines]
+    declared = project["dependencies"] + [
+        line for name, lines in extras.items() if name != "test" for line in lines
+    ]
     wanted = " ".join(declared).lower().replace("_", "-").split()
-    names = {line.split(";")[0].split("[")[0].split(">")[0].split("<")[0].split("=")[0] for line in wanted}
+    names = {
+        line.split(";")[0].split("[")[0].split(">")[0].split("<")[0].split("=")[0]
+        for line in wanted
+    }
     names |= {"starlette", "triton"}  # what fastapi and torch are made of
     builds = {"slipstream/server/protocol/compile_proto.py"}  # run by those who change the protocol
     distributions = packages_distributions()
     missing = {}
     for file in FILES:
         for module in foreign_imports(file) if file.name not in builds else ():
-            owners = {owner.lower().replace("_", "-") for owner in distributions.get(module, [module])}
+            owners = {
+                owner.lower().replace("_", "-") for owner in distributions.get(module, [module])
+            }
             if module != "google" and not owners & names:
                 missing.setdefault(module, file.name)
     assert missing == {}
@@ -144,9 +159,13 @@ def test_the_server_process_loads_no_torch():
 
 def test_folders_have_no_code_of_their_own():
     """An import must not run another file's work by passing through. A docstring is not work."""
-    inner = [file for file in FILES if file.path.name == "__init__.py" and file.path.parent != PACKAGE]
+    inner = [
+        file for file in FILES if file.path.name == "__init__.py" and file.path.parent != PACKAGE
+    ]
     assert inner
-    assert [file.name for file in inner if file.tree.body[1:] or file.tree.body != _docstring(file)] == []
+    assert [
+        file.name for file in inner if file.tree.body[1:] or file.tree.body != _docstring(file)
+    ] == []
 
 
 def _docstring(file: SourceFile) -> list[ast.stmt]:

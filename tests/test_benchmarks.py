@@ -1,4 +1,6 @@
-"""The arithmetic of benchmarks/: medians, ratios and limits on given numbers. Nothing is timed here."""
+"""The arithmetic of benchmarks/: medians, ratios and limits on given numbers. Nothing is timed
+here.
+"""
 
 import runpy
 import subprocess
@@ -25,14 +27,23 @@ def limits():
 
 def small_model():
     return ModelSpec(
-        architecture="LlamaForCausalLM", vocab_size=1000, hidden_size=64, layers=2, heads=4, kv_heads=2, head_size=16,
-        ffn_size=128, max_positions=512, tied_embeddings=True,
-    )  # fmt: skip
+        architecture="LlamaForCausalLM",
+        vocab_size=1000,
+        hidden_size=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_size=16,
+        ffn_size=128,
+        max_positions=512,
+        tied_embeddings=True,
+    )
 
 
 def test_a_figure_is_the_median_and_contenders_without_samples_have_none(table):
-    assert table["medians"]({"slipstream": [9.0, 1.0, 2.0], "vllm": [], "llama.cpp": [4.0, 6.0]}) == {
-        "slipstream": 2.0, "llama.cpp": 5.0}  # fmt: skip
+    assert table["medians"](
+        {"slipstream": [9.0, 1.0, 2.0], "vllm": [], "llama.cpp": [4.0, 6.0]}
+    ) == {"slipstream": 2.0, "llama.cpp": 5.0}
 
 
 def test_ratios_are_ours_over_the_peers_and_the_limit_is_one(table):
@@ -66,7 +77,9 @@ def test_one_stream_is_bound_by_reading_and_a_prompt_by_products(limits):
     slow_memory = limits["Machine"](bandwidth=1000.0, operations=1e9)
     assert work.decode_rate(slow_memory, 90, 20) == pytest.approx(1000 / (2000 + 100 * 10))
     slow_products = limits["Machine"](bandwidth=1e9, operations=1000.0)
-    assert work.prefill_seconds(slow_products, 3, 50) == pytest.approx(2 * 3 * (900 * 50 + 100) / 1000)
+    assert work.prefill_seconds(slow_products, 3, 50) == pytest.approx(
+        2 * 3 * (900 * 50 + 100) / 1000
+    )
     assert work.decode_seconds(slow_products, 4, 50) == pytest.approx(4 * 2 * 1000 / 1000)
 
 
@@ -74,13 +87,18 @@ def test_a_batch_pays_for_its_prompts_once_and_then_for_each_step(limits):
     work = limits["Work"](weights=900, head=100, weight_bytes=2.0, cache_bytes=0, attention=0)
     machine = limits["Machine"](bandwidth=1000.0, operations=1e9)
     prefill, step = 2.0, 2.0  # both one read of the weights
-    assert work.batch_rate(machine, 8, 16, 11) == pytest.approx(8 * 11 / (prefill + 10 * step), rel=1e-3)
+    assert work.batch_rate(machine, 8, 16, 11) == pytest.approx(
+        8 * 11 / (prefill + 10 * step), rel=1e-3
+    )
 
 
-@pytest.mark.parametrize(("arguments", "code", "said"), [
-    (["--help"], 0, "--llama-python"),
-    (["--peers", "nobody"], 2, "unknown peers: nobody"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--help"], 0, "--llama-python"),
+        (["--peers", "nobody"], 2, "unknown peers: nobody"),
+    ],
+)
 def test_the_command_explains_itself(arguments, code, said):
     command = [sys.executable, str(BENCHMARKS / "cpu.py"), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -90,10 +108,21 @@ def test_the_command_explains_itself(arguments, code, said):
 
 @pytest.mark.slow
 def test_adapters_are_compared_with_the_base():
-    command = [sys.executable, str(BENCHMARKS / "adapters.py"), "--shape", "tiny", "--adapters", "5", "--rounds", "1"]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "adapters.py"),
+        "--shape",
+        "tiny",
+        "--adapters",
+        "5",
+        "--rounds",
+        "1",
+    ]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = [line.split() for line in printed.splitlines()[1:]]
-    assert [(line[0], line[3], line[6]) for line in lines] == [(kind, *["tok/s"] * 2) for kind in ("attention", "all")]
+    assert [(line[0], line[3], line[6]) for line in lines] == [
+        (kind, *["tok/s"] * 2) for kind in ("attention", "all")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +140,8 @@ def test_a_step_takes_the_longer_of_arithmetic_and_reading_then_attention(gpu):
     keys_and_values = (10 + 20) * cached_token / gpu["READ_BYTES_PER_SECOND"]
     assert gpu["limit_seconds"](spec, few, 2) == pytest.approx(reading + keys_and_values)
     prompt = StepPlan(step=0, rows=[0], positions=[100], counts=[4000], samples=[False])
-    behind = spec.hidden_size * (spec.q_size + 3 * spec.ffn_size)  # the last attention: for sampled tokens only
+    # the last attention: for sampled tokens only
+    behind = spec.hidden_size * (spec.q_size + 3 * spec.ffn_size)
     arithmetic = 2 * (body - behind) * 4000 / gpu["FLOPS"][2]
     attention = 4 * spec.layers * spec.q_size * 4000 * (100 + 2000) / gpu["FLOPS"][2]
     assert gpu["limit_seconds"](spec, prompt, 2) == pytest.approx(arithmetic + attention)

@@ -1,4 +1,6 @@
-"""The page for people who come from Triton names every script, console command and parameter there is."""
+"""The page for people who come from Triton names every script, console command and parameter there
+is.
+"""
 
 from __future__ import annotations
 
@@ -28,5 +30,13 @@ def test_every_script_of_a_workspace_is_there() -> None:
 def test_every_command_is_there() -> None:
     programs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert sorted(name for name in programs if f"`{name}" not in PAGE) == []
-    assert sorted(name for name in COMMANDS if f"slipstream {name}" not in PAGE and f"`{name}`" not in PAGE
-                  and f"triton {name}" not in PAGE) == []
+    assert (
+        sorted(
+            name
+            for name in COMMANDS
+            if f"slipstream {name}" not in PAGE
+            and f"`{name}`" not in PAGE
+            and f"triton {name}" not in PAGE
+        )
+        == []
+    )

@@ -30,8 +30,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     engine = build_engine(folder / "hf", folder / "engine")
     write_repository(folder / "repo", MODEL, engine, engine, 8)
     limit_cache(folder / "repo")
-    command = ("-m", "slipstream.cli.main", "start", "--repo", str(folder / "repo"), "--dtype", "float32",
-               "--trace-config", f"triton,file={folder / 'trace.json'}")
+    command = (
+        "-m",
+        "slipstream.cli.main",
+        "start",
+        "--repo",
+        str(folder / "repo"),
+        "--dtype",
+        "float32",
+        "--trace-config",
+        f"triton,file={folder / 'trace.json'}",
+    )
     running = RealServer(folder / "repo", folder, *command)
     try:
         yield running.wait()
@@ -40,7 +49,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 
 def blocks(guide: str, *kinds: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / guide).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    found = re.findall(
+        r"^```(\w*)\n(.*?)^```", (ROOT / guide).read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
     return [text for kind, text in found if kind in kinds]
 
 
@@ -49,7 +60,11 @@ def requests() -> list[tuple[str, str]]:
     for guide in GUIDES:
         for block in blocks(guide, "console", ""):
             lines = block.replace("\\\n", " ").splitlines()
-            found += [(guide, line[line.index("curl") :]) for line in lines if re.match(r"(\$ |Try it: +)curl ", line)]
+            found += [
+                (guide, line[line.index("curl") :])
+                for line in lines
+                if re.match(r"(\$ |Try it: +)curl ", line)
+            ]
     return found
 
 
@@ -77,6 +92,10 @@ def test_a_documented_request_is_answered(server: RealServer, guide: str, comman
 def test_the_documented_program_prints_an_answer(server: RealServer) -> None:
     (program,) = blocks("docs/openai.md", "python")
     assert ADDRESS.search(program)
-    ran = subprocess.run([sys.executable, "-c", ADDRESS.sub(server.http, program)], capture_output=True, text=True,
-                         timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", ADDRESS.sub(server.http, program)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (ran.returncode, len(ran.stdout) > 1) == (0, True), ran.stderr

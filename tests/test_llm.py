@@ -1,4 +1,6 @@
-"""slipstream.LLM on tiny random checkpoints, against transformers' greedy answers on the same files."""
+"""slipstream.LLM on tiny random checkpoints, against transformers' greedy answers on the same
+files.
+"""
 
 import asyncio
 import json
@@ -15,10 +17,13 @@ from slipstream.llm import LLM, Completion, GenerationFailed, SamplingOptions
 from slipstream.server.text.chat import ChatError
 from slipstream.server.text.pipeline import PromptError
 
-PROMPTS = ["The quick brown fox", "日本 🎉", "a", "the lazy dog sleeps. the fox jumps over the lazy dog. the"]
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant"
-)
+PROMPTS = [
+    "The quick brown fox",
+    "日本 🎉",
+    "a",
+    "the lazy dog sleeps. the fox jumps over the lazy dog. the",
+]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant"
 
 
 def write_tokenizer(folder: Path) -> int:
@@ -31,7 +36,9 @@ def write_tokenizer(folder: Path) -> int:
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["The quick brown fox jumps over the lazy dog. 日本"] * 9, trainer)
+    tokenizer.train_from_iterator(
+        ["The quick brown fox jumps over the lazy dog. 日本"] * 9, trainer
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -55,10 +62,17 @@ def checkpoint(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-llama")
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=write_tokenizer(folder), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=write_tokenizer(folder),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -77,9 +91,12 @@ def llm(checkpoint, own_home):
 def greedy(model, llm: LLM, ids: list[int], count: int) -> list[int]:
     with torch.inference_mode():
         output = model.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=count, do_sample=False,
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids)),
+            max_new_tokens=count,
+            do_sample=False,
             pad_token_id=0,
-        )  # fmt: skip
+        )
     tokens = output[0, len(ids) :].tolist()
     return tokens[: tokens.index(0)] if 0 in tokens else tokens
 
@@ -173,7 +190,12 @@ async def test_streamed_pieces_join_to_the_completion(llm):
     assert "".join(pieces) == whole.text
     assert len(pieces) > 1
     chat = [piece async for piece in llm.stream([{"role": "user", "content": "hi"}], max_tokens=8)]
-    assert "".join(chat) == (await asyncio.to_thread(llm.chat, [{"role": "user", "content": "hi"}], max_tokens=8)).text
+    assert (
+        "".join(chat)
+        == (
+            await asyncio.to_thread(llm.chat, [{"role": "user", "content": "hi"}], max_tokens=8)
+        ).text
+    )
 
 
 async def test_generate_from_inside_a_running_event_loop(llm):
@@ -191,7 +213,9 @@ async def test_leaving_a_stream_early_frees_its_blocks(llm):
 
 
 def test_a_prompt_that_is_too_long_fails_alone_and_by_name(llm):
-    with pytest.raises(PromptError, match=r"Prompt length \(300\) exceeds maximum input length \(255\)\."):
+    with pytest.raises(
+        PromptError, match=r"Prompt length \(300\) exceeds maximum input length \(255\)\."
+    ):
         llm.generate([[5] * 3, [5] * 300], max_tokens=4)
     assert len(llm.generate([[5] * 250], max_tokens=100, ignore_end=True)[0].tokens) == 6
 
@@ -225,10 +249,15 @@ def test_the_engine_is_built_once_and_found_again(checkpoint, llm, home):
     built = list((home / "engines").glob("*/config.json"))
     assert [file.parent for file in built] == [llm.folder]
     written = built[0].stat().st_mtime_ns
-    with LLM(checkpoint, "float32") as again, LLM(llm.folder, "float32", cache_tokens=4096) as from_engine:
+    with (
+        LLM(checkpoint, "float32") as again,
+        LLM(llm.folder, "float32", cache_tokens=4096) as from_engine,
+    ):
         assert again.folder == from_engine.folder == llm.folder
         expected = llm.generate("a", max_tokens=4)
-        assert again.generate("a", max_tokens=4) == from_engine.generate("a", max_tokens=4) == expected
+        assert (
+            again.generate("a", max_tokens=4) == from_engine.generate("a", max_tokens=4) == expected
+        )
     assert built[0].stat().st_mtime_ns == written
 
 
@@ -236,7 +265,9 @@ def test_another_family_with_gpt2s_own_files(tmp_path):
     size = write_tokenizer(tmp_path)
     LibraryTokenizer.from_file(str(tmp_path / "tokenizer.json")).model.save(str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer"})
+    )
     torch.manual_seed(2)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     config = GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=2, n_positions=128, **ends)

@@ -9,7 +9,11 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def shipped_data() -> set[str]:
     patterns = SETTINGS["tool"]["setuptools"]["package-data"]["slipstream"]
-    return {path.relative_to(PACKAGE).as_posix() for pattern in patterns for path in PACKAGE.glob(pattern)}
+    return {
+        path.relative_to(PACKAGE).as_posix()
+        for pattern in patterns
+        for path in PACKAGE.glob(pattern)
+    }
 
 
 def test_every_data_file_is_shipped():
@@ -19,14 +23,23 @@ def test_every_data_file_is_shipped():
         for path in PACKAGE.rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc", ".pyi")
     }
-    assert {"py.typed", "server/docs.html", "server/chat.html", "repository/templates/ensemble.pbtxt"} <= data
+    assert {
+        "py.typed",
+        "server/docs.html",
+        "server/chat.html",
+        "repository/templates/ensemble.pbtxt",
+    } <= data
     assert data - shipped_data() == set()
 
 
 def test_every_folder_of_code_is_a_package():
     """setuptools leaves out a folder without __init__.py."""
     folders = {path.parent for path in PACKAGE.rglob("*.py") if "templates" not in path.parts}
-    assert [folder.relative_to(ROOT).as_posix() for folder in folders if not (folder / "__init__.py").exists()] == []
+    assert [
+        folder.relative_to(ROOT).as_posix()
+        for folder in folders
+        if not (folder / "__init__.py").exists()
+    ] == []
 
 
 def test_torch_is_a_range_that_holds_what_is_tested():

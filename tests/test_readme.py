@@ -1,4 +1,6 @@
-"""The documents' commands exist: a renamed option or command turns these red, and so does a link to nowhere."""
+"""The documents' commands exist: a renamed option or command turns these red, and so does a link to
+nowhere.
+"""
 
 import re
 import shlex
@@ -12,7 +14,10 @@ from source_tree import ROOT, source_files
 from slipstream.cli.main import app
 
 GUIDES = ("README.md", "docs/quickstart.md", "docs/operations.md")
-DOCUMENTS = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
+]
 START = "pip install -e . && slipstream start"
 TEST = "pip install -e '.[test]' && pytest"
 # each with what it cannot do without
@@ -27,7 +32,9 @@ COMMANDS = {
 
 
 def code_lines(text: str) -> list[str]:
-    """The lines of fenced and of indented blocks, continued lines joined, a prompt's `$ ` taken off."""
+    """The lines of fenced and of indented blocks, continued lines joined, a prompt's `$ ` taken
+    off.
+    """
     fenced = re.findall(r"^```(?:console|bash|sh)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     indented = re.findall(r"^(?: {4}.*\n)+", outside, re.MULTILINE)
@@ -53,7 +60,11 @@ def parse(arguments: list[str]) -> Any:
 
 
 def found_commands() -> list[tuple[str, list[str]]]:
-    return [(name, found) for name in GUIDES for found in slipstream_commands((ROOT / name).read_text("utf-8"))]
+    return [
+        (name, found)
+        for name in GUIDES
+        for found in slipstream_commands((ROOT / name).read_text("utf-8"))
+    ]
 
 
 @pytest.mark.parametrize(("document", "arguments"), found_commands(), ids=str)
@@ -67,7 +78,8 @@ def test_commands_are_found_in_both_guides():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["begin"], ["start", "--prot", "1"], ["infer", "-m", "x"], ["start", "--http-port", "many"]]
+    "arguments",
+    [["begin"], ["start", "--prot", "1"], ["infer", "-m", "x"], ["start", "--http-port", "many"]],
 )
 def test_a_command_that_does_not_exist_is_refused(arguments):
     with pytest.raises(Exception) as refused:
@@ -86,7 +98,9 @@ def test_links_lead_somewhere(document):
     text = (ROOT / document).read_text("utf-8")
     folder = (ROOT / document).parent
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
-    local = [target for target in targets if target and not target.startswith(("http://", "https://"))]
+    local = [
+        target for target in targets if target and not target.startswith(("http://", "https://"))
+    ]
     assert [target for target in local if not (folder / target).exists()] == []
 
 
@@ -95,7 +109,9 @@ def test_every_option_is_documented():
     text = (ROOT / "docs" / "configuration.md").read_text("utf-8")
     missing = []
     for name, given in COMMANDS.items():
-        section = re.search(rf"^## slipstream [^\n]*\b{name}\b.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+        section = re.search(
+            rf"^## slipstream [^\n]*\b{name}\b.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL
+        )
         assert section, f"no section for {name}"
         for parameter in parse([name, *given]).command.params:
             if not any(f"`{option}`" in section[0] for option in parameter.opts):

@@ -1,4 +1,6 @@
-"""What the package must never say: ways to run what is in a file or a message, and failures that nobody hears of."""
+"""What the package must never say: ways to run what is in a file or a message, and failures that
+nobody hears of.
+"""
 
 import ast
 
@@ -7,14 +9,25 @@ from source_tree import SourceFile, source, source_files
 
 RUNS_DATA = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 CALLS = {"eval", "exec", "compile", "__import__"}  # the builtins
-METHODS = {("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load"), ("yaml", "full_load"), ("os", "system")}
-LOADERS = {"importlib.util", "importlib.machinery", "runpy", "imp"}  # ways to run a file by its path
+METHODS = {
+    ("torch", "load"),
+    ("yaml", "load"),
+    ("yaml", "unsafe_load"),
+    ("yaml", "full_load"),
+    ("os", "system"),
+}
+# ways to run a file by its path
+LOADERS = {"importlib.util", "importlib.machinery", "runpy", "imp"}
 BROAD = {"Exception", "BaseException"}
-PYTHON_MODELS = "slipstream/server/python_models/"  # executes a user's model.py, where the user asked for that
+# executes a user's model.py, where the user asked for that
+PYTHON_MODELS = "slipstream/server/python_models/"
 
 
 def problems(file: SourceFile) -> list[str]:
-    return [f"{file.name}:{line}: {what}" for line, what in sorted([*_imports(file), *_calls(file), *_silent(file)])]
+    return [
+        f"{file.name}:{line}: {what}"
+        for line, what in sorted([*_imports(file), *_calls(file), *_silent(file)])
+    ]
 
 
 def _imports(file: SourceFile):

@@ -33,7 +33,10 @@ def core_model_rows(samples: Sequence[Sample]) -> list[tuple[str, str]]:
         ("Avg. latency (ms)", float(numpy.mean(latencies))),
         ("P99 latency (ms)", float(numpy.percentile(latencies, 99))),
         ("P90 latency (ms)", float(numpy.percentile(latencies, 90))),
-        ("Avg. IP tokens per request", float(numpy.mean([sample.input_tokens for sample in samples]))),
+        (
+            "Avg. IP tokens per request",
+            float(numpy.mean([sample.input_tokens for sample in samples])),
+        ),
         ("Avg. OP tokens per request", output / len(samples)),
         ("Avg. InFlight requests", sum(latencies) / 1000 / total),
         ("Total latency (ms)", total * 1000),
@@ -51,7 +54,11 @@ def table_text(header: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _line(row: tuple[str, str], widths: list[int]) -> str:
-    return "|" + "|".join(f" {_centred(text, width)} " for text, width in zip(row, widths, strict=True)) + "|"
+    return (
+        "|"
+        + "|".join(f" {_centred(text, width)} " for text, width in zip(row, widths, strict=True))
+        + "|"
+    )
 
 
 def _centred(text: str, width: int) -> str:

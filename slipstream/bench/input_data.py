@@ -1,4 +1,6 @@
-"""Requests for any model as perf_analyzer makes them: from a file of tensors, or all zeros, or random."""
+"""Requests for any model as perf_analyzer makes them: from a file of tensors, or all zeros, or
+random.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,21 @@ import numpy
 
 from slipstream.client.tensors import Array
 
-_KINDS = {"TYPE_BOOL": "bool", "TYPE_UINT8": "uint8", "TYPE_UINT16": "uint16", "TYPE_UINT32": "uint32",
-          "TYPE_UINT64": "uint64", "TYPE_INT8": "int8", "TYPE_INT16": "int16", "TYPE_INT32": "int32",
-          "TYPE_INT64": "int64", "TYPE_FP16": "float16", "TYPE_FP32": "float32", "TYPE_FP64": "float64",
-          "TYPE_STRING": "object"}
+_KINDS = {
+    "TYPE_BOOL": "bool",
+    "TYPE_UINT8": "uint8",
+    "TYPE_UINT16": "uint16",
+    "TYPE_UINT32": "uint32",
+    "TYPE_UINT64": "uint64",
+    "TYPE_INT8": "int8",
+    "TYPE_INT16": "int16",
+    "TYPE_INT32": "int32",
+    "TYPE_INT64": "int64",
+    "TYPE_FP16": "float16",
+    "TYPE_FP32": "float32",
+    "TYPE_FP64": "float64",
+    "TYPE_STRING": "object",
+}
 _MOST_RANDOM = 2**15
 
 
@@ -31,12 +44,18 @@ class InputTensor:
     optional: bool
 
 
-def input_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[InputTensor]:
+def input_tensors(
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> list[InputTensor]:
     """From a model's configuration; `shapes` stand in for those that it leaves open."""
     tensors = []
     for tensor in config.get("input", []):
         dims = shapes.get(tensor["name"], tuple(int(dim) for dim in tensor["dims"]))
-        tensors.append(InputTensor(tensor["name"], _KINDS[tensor["data_type"]], dims, bool(tensor.get("optional"))))
+        tensors.append(
+            InputTensor(
+                tensor["name"], _KINDS[tensor["data_type"]], dims, bool(tensor.get("optional"))
+            )
+        )
     unknown = shapes.keys() - {tensor.name for tensor in tensors}
     if unknown:
         raise DataError(f"--shape {min(unknown)}: the model has no such input")
@@ -44,7 +63,9 @@ def input_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
 
 
 def read_rows(path: Path, tensors: Sequence[InputTensor]) -> list[dict[str, Array]]:
-    """The requests of a file {"data": [{tensor: values, or {"content": values, "shape": dims}}, …]}, unbatched."""
+    """The requests of a file {"data": [{tensor: values, or {"content": values, "shape": dims}},
+    …]}, unbatched.
+    """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["data"]
         return [_row(row, tensors) for row in rows]
@@ -60,11 +81,15 @@ def _row(row: Mapping[str, Any], tensors: Sequence[InputTensor]) -> dict[str, Ar
     missing = [tensor.name for tensor in tensors if not tensor.optional and tensor.name not in row]
     if missing:
         raise DataError(f"the input {missing[0]} is missing")
-    return {tensor.name: _given(row[tensor.name], tensor) for tensor in tensors if tensor.name in row}
+    return {
+        tensor.name: _given(row[tensor.name], tensor) for tensor in tensors if tensor.name in row
+    }
 
 
 def _given(value: Any, tensor: InputTensor) -> Array:
-    content, shape = (value["content"], value.get("shape")) if isinstance(value, Mapping) else (value, None)
+    content, shape = (
+        (value["content"], value.get("shape")) if isinstance(value, Mapping) else (value, None)
+    )
     flat = content if isinstance(content, list) else [content]
     items = [str(item).encode() for item in flat] if tensor.kind == "object" else flat
     dims = tuple(shape) if shape is not None else tensor.dims
@@ -73,18 +98,26 @@ def _given(value: Any, tensor: InputTensor) -> Array:
     return numpy.array(items, dtype=tensor.kind).reshape(dims)
 
 
-def made_up_row(tensors: Sequence[InputTensor], random: bool, text: str | None, length: int) -> dict[str, Array]:
-    """Zeros or random values for every input that a request must have; texts are `text`, or random letters."""
+def made_up_row(
+    tensors: Sequence[InputTensor], random: bool, text: str | None, length: int
+) -> dict[str, Array]:
+    """Zeros or random values for every input that a request must have; texts are `text`, or random
+    letters.
+    """
     generator = numpy.random.default_rng(0)
     row = {}
     for tensor in tensors:
         if tensor.optional:
             continue
         if any(dim < 0 for dim in tensor.dims):
-            raise DataError(f"the input {tensor.name} has no fixed shape; give --shape {tensor.name}:N,…")
+            raise DataError(
+                f"the input {tensor.name} has no fixed shape; give --shape {tensor.name}:N,…"
+            )
         if tensor.kind == "object":
             letters = "".join(chr(97 + int(letter)) for letter in generator.integers(0, 26, length))
-            row[tensor.name] = numpy.full(tensor.dims, (text if text is not None else letters).encode(), dtype=object)
+            row[tensor.name] = numpy.full(
+                tensor.dims, (text if text is not None else letters).encode(), dtype=object
+            )
         elif random:
             row[tensor.name] = generator.integers(0, _MOST_RANDOM, tensor.dims).astype(tensor.kind)
         else:
@@ -93,7 +126,9 @@ def made_up_row(tensors: Sequence[InputTensor], random: bool, text: str | None, 
 
 
 def batches(rows: Sequence[Mapping[str, Array]], size: int) -> list[dict[str, Array]]:
-    """Requests of `size` rows that follow each other, from each row once; `size` 0: the model takes no batches."""
+    """Requests of `size` rows that follow each other, from each row once; `size` 0: the model takes
+    no batches.
+    """
     if size == 0:
         return [dict(row) for row in rows]
     found = []

@@ -1,4 +1,5 @@
-"""What a client feels of a text model: time to the first token, between tokens and to the end, and throughput.
+"""What a client feels of a text model: time to the first token, between tokens and to the end, and
+throughput.
 
 The names and definitions are those of genai-perf. Times are in milliseconds.
 """
@@ -29,7 +30,10 @@ class Metric:
         values = numpy.array(self.values)
         return {
             "avg": float(values.mean()),
-            **{f"p{percent}": float(numpy.percentile(values, percent)) for percent in reversed(PERCENTILES)},
+            **{
+                f"p{percent}": float(numpy.percentile(values, percent))
+                for percent in reversed(PERCENTILES)
+            },
             "min": float(values.min()),
             "max": float(values.max()),
             "std": float(values.std()),
@@ -47,25 +51,43 @@ class LlmMetrics:
 
 
 def llm_metrics(
-    records: Sequence[Record], count_tokens: Callable[[str], int], streaming: bool, text_names: tuple[str, str]
+    records: Sequence[Record],
+    count_tokens: Callable[[str], int],
+    streaming: bool,
+    text_names: tuple[str, str],
 ) -> LlmMetrics:
-    """`text_names`: the model's text input and output. Only a model that streams has a time to its first token."""
+    """`text_names`: the model's text input and output. Only a model that streams has a time to its
+    first token.
+    """
     asked, answered = text_names
     inputs = [count_tokens(text_of(record.request.inputs.get(asked))) for record in records]
-    outputs = [count_tokens("".join(text_of(one.get(answered)) for one in record.outputs)) for record in records]
+    outputs = [
+        count_tokens("".join(text_of(one.get(answered)) for one in record.outputs))
+        for record in records
+    ]
     latencies = [record.latency / _MS for record in records]
     firsts = [(record.answered[0] - record.sent) / _MS for record in records]
-    gaps = [(latency - first) / (count - 1)
-            for latency, first, count in zip(latencies, firsts, outputs, strict=True) if count > 1]
-    seconds = (max(record.last for record in records) - min(record.sent for record in records)) / 1e9
+    gaps = [
+        (latency - first) / (count - 1)
+        for latency, first, count in zip(latencies, firsts, outputs, strict=True)
+        if count > 1
+    ]
+    seconds = (
+        max(record.last for record in records) - min(record.sent for record in records)
+    ) / 1e9
     rows = [Metric("time_to_first_token", "ms", tuple(firsts))] if streaming else []
     rows += [Metric("inter_token_latency", "ms", tuple(gaps))] if streaming and gaps else []
     rows += [
         Metric("request_latency", "ms", tuple(latencies)),
         Metric("output_sequence_length", "tokens", tuple(map(float, outputs))),
         Metric("input_sequence_length", "tokens", tuple(map(float, inputs))),
-        Metric("output_token_throughput_per_request", "tokens/sec",
-               tuple(count / latency * 1000 for count, latency in zip(outputs, latencies, strict=True))),
+        Metric(
+            "output_token_throughput_per_request",
+            "tokens/sec",
+            tuple(
+                count / latency * 1000 for count, latency in zip(outputs, latencies, strict=True)
+            ),
+        ),
     ]
     return LlmMetrics(tuple(rows), sum(outputs) / seconds, len(records) / seconds)
 
@@ -75,4 +97,8 @@ def text_of(tensor: object) -> str:
     if not isinstance(tensor, numpy.ndarray) or tensor.size == 0:
         return ""
     first = tensor.reshape(-1)[0]
-    return bytes(first).decode(errors="replace") if isinstance(first, (bytes, bytearray)) else str(first)
+    return (
+        bytes(first).decode(errors="replace")
+        if isinstance(first, (bytes, bytearray))
+        else str(first)
+    )

@@ -1,4 +1,6 @@
-"""genai-perf's table and its files: the inputs, every request's times, and the metrics as JSON and CSV."""
+"""genai-perf's table and its files: the inputs, every request's times, and the metrics as JSON and
+CSV.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def csv_report(metrics: LlmMetrics) -> str:
             writer.writerow([title, *(f"{row.statistics[column]:,.2f}" for column in _CSV_COLUMNS)])
     writer.writerow([])
     writer.writerow(["Metric", "Value"])
-    writer.writerow(["Output Token Throughput (per sec)", f"{metrics.output_tokens_per_second:,.2f}"])
+    writer.writerow(
+        ["Output Token Throughput (per sec)", f"{metrics.output_tokens_per_second:,.2f}"]
+    )
     writer.writerow(["Request Throughput (per sec)", f"{metrics.requests_per_second:,.2f}"])
     return text.getvalue()
 
@@ -74,7 +78,9 @@ def profile_export(measured: Measured, mode: str, value: float) -> str:
         "requests": [_request_document(record) for record in measured.records],
         "window_boundaries": measured.boundaries,
     }
-    return json.dumps({"experiments": [experiment], "version": "2.0", "service_kind": "triton", "endpoint": ""})
+    return json.dumps(
+        {"experiments": [experiment], "version": "2.0", "service_kind": "triton", "endpoint": ""}
+    )
 
 
 def _request_document(record: Record) -> dict[str, Any]:
@@ -82,7 +88,9 @@ def _request_document(record: Record) -> dict[str, Any]:
         "timestamp": record.sent,
         "request_inputs": {name: _plain(array) for name, array in record.request.inputs.items()},
         "response_timestamps": list(record.answered),
-        "response_outputs": [{name: _plain(array) for name, array in outputs.items()} for outputs in record.outputs],
+        "response_outputs": [
+            {name: _plain(array) for name, array in outputs.items()} for outputs in record.outputs
+        ],
     }
 
 
@@ -95,5 +103,12 @@ def _plain(array: Array) -> Any:
 
 
 def inputs_document(rows: Sequence[Mapping[str, Any]]) -> str:
-    return json.dumps({"data": [{name: value if name == "model" else [value] for name, value in row.items()}
-                                for row in rows]}, indent=2)
+    return json.dumps(
+        {
+            "data": [
+                {name: value if name == "model" else [value] for name, value in row.items()}
+                for row in rows
+            ]
+        },
+        indent=2,
+    )

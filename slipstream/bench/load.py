@@ -17,7 +17,9 @@ _STABLE_WINDOWS = 3
 
 @dataclass(frozen=True)
 class Record:
-    """One request: when it was sent and when each answer came, in nanoseconds of one clock, and what they held."""
+    """One request: when it was sent and when each answer came, in nanoseconds of one clock, and
+    what they held.
+    """
 
     request: Request
     sent: int
@@ -48,7 +50,9 @@ def stream_sender(connection: GrpcConnection) -> Sender:
                 outputs.append(answer.outputs)
         except ServerError as error:
             return _failed(request, sent, error)
-        return Record(request, sent, tuple(times), tuple(outputs), "" if times else "no answer came")
+        return Record(
+            request, sent, tuple(times), tuple(outputs), "" if times else "no answer came"
+        )
 
     return send
 
@@ -70,10 +74,16 @@ def _failed(request: Request, sent: int, error: ServerError) -> Record:
 
 
 class Load:
-    """Sends requests until it is closed or they run out: `workers` at a time, or after `waits` of so many seconds."""
+    """Sends requests until it is closed or they run out: `workers` at a time, or after `waits` of
+    so many seconds.
+    """
 
     def __init__(
-        self, send: Sender, requests: Iterator[Request], workers: int, waits: Iterator[float] | None = None
+        self,
+        send: Sender,
+        requests: Iterator[Request],
+        workers: int,
+        waits: Iterator[float] | None = None,
     ) -> None:
         self._send, self._requests, self._waits = send, requests, waits
         self._done: list[Record] = []
@@ -132,7 +142,9 @@ class Measured(NamedTuple):
 
 
 class WindowRule(NamedTuple):
-    """Windows of so many seconds, until three in a row differ from their mean by no more than this share."""
+    """Windows of so many seconds, until three in a row differ from their mean by no more than this
+    share.
+    """
 
     seconds: float
     most_difference: float
@@ -140,7 +152,9 @@ class WindowRule(NamedTuple):
 
 
 def measure_windows(load: Load, rule: WindowRule) -> Measured:
-    """Watch a load for some windows. One in which nothing was answered is made longer until something is."""
+    """Watch a load for some windows. One in which nothing was answered is made longer until
+    something is.
+    """
     boundaries, stable = [load.begun], False
     while len(boundaries) <= rule.most_windows and not stable:
         time.sleep(rule.seconds)
@@ -169,10 +183,16 @@ def _is_stable(records: Sequence[Record], boundaries: Sequence[int], most: float
     if len(boundaries) <= _STABLE_WINDOWS:
         return False
     rates, latencies = [], []
-    for begin, end in zip(boundaries[-_STABLE_WINDOWS - 1 :], boundaries[-_STABLE_WINDOWS:], strict=False):
+    for begin, end in zip(
+        boundaries[-_STABLE_WINDOWS - 1 :], boundaries[-_STABLE_WINDOWS:], strict=False
+    ):
         window = _within(records, begin, end)
         if not window:
             return False
         rates.append(len(window) / (end - begin))
         latencies.append(fmean(record.latency for record in window))
-    return all(abs(value - fmean(values)) <= most * fmean(values) for values in (rates, latencies) for value in values)
+    return all(
+        abs(value - fmean(values)) <= most * fmean(values)
+        for values in (rates, latencies)
+        for value in values
+    )

@@ -27,13 +27,21 @@ def read_dataset(path: Path) -> list[Item]:
     """A JSON list of objects with `input`, `instruction` and `output`."""
     try:
         items = json.loads(path.read_text(encoding="utf-8"))
-        return [Item(f"{item['input']} {item['instruction']}", len(item["output"].split())) for item in items]
+        return [
+            Item(f"{item['input']} {item['instruction']}", len(item["output"].split()))
+            for item in items
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a list of objects with input, instruction and output: {error}") from error
+        raise ValueError(
+            f"{path}: not a list of objects with input, instruction and output: {error}"
+        ) from error
 
 
 def from_dataset(
-    items: list[Item], encode: Callable[[str], list[int]], tokens_per_word: float, longest: int | None
+    items: list[Item],
+    encode: Callable[[str], list[int]],
+    tokens_per_word: float,
+    longest: int | None,
 ) -> Iterator[Work]:
     for item in items:
         tokens = encode(item.prompt)
@@ -42,7 +50,10 @@ def from_dataset(
 
 
 def random_work(
-    count: int, lengths: tuple[float, float], outputs: tuple[float, float], generator: numpy.random.Generator
+    count: int,
+    lengths: tuple[float, float],
+    outputs: tuple[float, float],
+    generator: numpy.random.Generator,
 ) -> Iterator[Work]:
     """`lengths` and `outputs` are mean and standard deviation; 0 makes all alike."""
     for _ in range(count):
@@ -51,7 +62,8 @@ def random_work(
         yield Work(generator.integers(0, _MOST_TOKEN_ID, length).tolist(), output)
 
 
-# Lengths in tokens and how often they occur: chat turns, most of them short, some with a long context.
+# Lengths in tokens and how often they occur: chat turns, most of them short, some with a long
+# context.
 HISTOGRAMS = {
     "example": {
         "input": {16: 18, 32: 22, 64: 24, 128: 16, 256: 11, 512: 7, 900: 2},
@@ -60,13 +72,21 @@ HISTOGRAMS = {
 }
 
 
-def histogram_work(count: int, key: str, longest: int | None, generator: numpy.random.Generator) -> Iterator[Work]:
+def histogram_work(
+    count: int, key: str, longest: int | None, generator: numpy.random.Generator
+) -> Iterator[Work]:
     """Random tokens whose numbers follow a histogram; prompts over `longest` are left out."""
     shapes = {}
     for kind, bins in HISTOGRAMS[key].items():
-        kept = {length: weight for length, weight in bins.items() if kind == "output" or (longest or length) >= length}
+        kept = {
+            length: weight
+            for length, weight in bins.items()
+            if kind == "output" or (longest or length) >= length
+        }
         weights = numpy.array(list(kept.values()), dtype=float)
-        shapes[kind] = generator.choice(list(kept) or [0], count, p=weights / weights.sum() if kept else None)
+        shapes[kind] = generator.choice(
+            list(kept) or [0], count, p=weights / weights.sum() if kept else None
+        )
     for length, output in zip(shapes["input"], shapes["output"], strict=True):
         if length:
             yield Work(generator.integers(0, _MOST_TOKEN_ID, int(length)).tolist(), int(output))

@@ -17,9 +17,12 @@ class ServerCounts(NamedTuple):
     nanoseconds: Mapping[str, int]  # of `success` and of each phase
 
     def since(self, before: ServerCounts) -> ServerCounts:
-        return ServerCounts(self.inferences - before.inferences, self.executions - before.executions,
-                            self.requests - before.requests,
-                            {name: value - before.nanoseconds[name] for name, value in self.nanoseconds.items()})
+        return ServerCounts(
+            self.inferences - before.inferences,
+            self.executions - before.executions,
+            self.requests - before.requests,
+            {name: value - before.nanoseconds[name] for name, value in self.nanoseconds.items()},
+        )
 
     def average_us(self, phase: str) -> float:
         return self.nanoseconds[phase] / 1000 / self.requests if self.requests else 0.0
@@ -29,10 +32,18 @@ class ServerCounts(NamedTuple):
         parts = {phase: self.average_us(phase) for phase in _PHASES}
         total = self.average_us("success")
         overhead = max(0.0, total - sum(parts.values()))
-        shown = " + ".join([f"overhead {overhead:.0f} usec",
-                            *(f"{phase.replace('_', ' ')} {value:.0f} usec" for phase, value in parts.items())])
-        return [f"Inference count: {self.inferences}", f"Execution count: {self.executions}",
-                f"Successful request count: {self.requests}", f"Avg request latency: {total:.0f} usec ({shown})"]
+        shown = " + ".join(
+            [
+                f"overhead {overhead:.0f} usec",
+                *(f"{phase.replace('_', ' ')} {value:.0f} usec" for phase, value in parts.items()),
+            ]
+        )
+        return [
+            f"Inference count: {self.inferences}",
+            f"Execution count: {self.executions}",
+            f"Successful request count: {self.requests}",
+            f"Avg request latency: {total:.0f} usec ({shown})",
+        ]
 
 
 def counts_of(document: Mapping[str, Any]) -> ServerCounts:
@@ -40,5 +51,9 @@ def counts_of(document: Mapping[str, Any]) -> ServerCounts:
     found = document["model_stats"][0]
     times = found.get("inference_stats", {})
     nanoseconds = {name: int(times.get(name, {}).get("ns", 0)) for name in ("success", *_PHASES)}
-    return ServerCounts(int(found.get("inference_count", 0)), int(found.get("execution_count", 0)),
-                        int(times.get("success", {}).get("count", 0)), nanoseconds)
+    return ServerCounts(
+        int(found.get("inference_count", 0)),
+        int(found.get("execution_count", 0)),
+        int(times.get("success", {}).get("count", 0)),
+        nanoseconds,
+    )

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy
 
 _FEWEST = 1
-# Common words of several lengths: tokenizers cut them into about as many pieces as those of ordinary text.
+# Common words of several lengths: tokenizers cut them into about as many pieces as those of
+# ordinary text.
 _TEXT = (
     "the of and to in a is that was for it with as his on be at by had not are but from or have an they which one you "
     "were her all she there would their we him been has when who will more no if out so said what up its about into "
@@ -31,11 +32,15 @@ def synthetic_prompt(
     decode: Callable[[list[int]], str],
     generator: numpy.random.Generator,
 ) -> str:
-    """A text of so many tokens: words until there are enough, cut off; a cut word may come out a token longer."""
+    """A text of so many tokens: words until there are enough, cut off; a cut word may come out a
+    token longer.
+    """
     words: list[str] = []
     vocabulary = _TEXT.split()
     ids: list[int] = []
     while len(ids) < tokens:
-        words += [str(word) for word in generator.choice(vocabulary, size=max(8, tokens - len(ids)))]
+        words += [
+            str(word) for word in generator.choice(vocabulary, size=max(8, tokens - len(ids)))
+        ]
         ids = encode(" ".join(words))
     return decode(ids[:tokens])

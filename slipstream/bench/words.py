@@ -1,4 +1,6 @@
-"""Counting and cutting text in tokens for load generators: with a tokenizer of one's own, or the server's."""
+"""Counting and cutting text in tokens for load generators: with a tokenizer of one's own, or the
+server's.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class OwnWords:
 
 
 class WordsOfServer:
-    """The server's preprocessing and postprocessing; what every text begins with is found out once and left off."""
+    """The server's preprocessing and postprocessing; what every text begins with is found out once
+    and left off.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._words = ServerWords(connection)

@@ -1,7 +1,7 @@
 """Parsing as the old scripts parsed, and forgiving where their documents and their code disagreed.
 
-Long options are taken with '-' or '_', as `--x v` or `--x=v`, and by a unique beginning. What is unknown is refused
-in one line with the nearest known name.
+Long options are taken with '-' or '_', as `--x v` or `--x=v`, and by a unique beginning. What is
+unknown is refused in one line with the nearest known name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def _long_options(self) -> dict[str, str]:
-        """The name with '-' for every '_' → the option as it was declared; those of subcommands, too."""
+        """The name with '-' for every '_' → the option as it was declared; those of subcommands,
+        too.
+        """
         options = {}
         for action in self._actions:
             for option in action.option_strings:
@@ -78,11 +80,15 @@ def add_flags(parser: Parser, flags: Iterable[Flag]) -> None:
         names = [f"--{flag.name}"]
         if flag.name in SHORT_NAMES:
             names.append(f"-{SHORT_NAMES[flag.name]}")
-        parser.add_argument(*names, default=argparse.SUPPRESS, help=flag.text, **_NUMBER_OF_VALUES[flag.takes])
+        parser.add_argument(
+            *names, default=argparse.SUPPRESS, help=flag.text, **_NUMBER_OF_VALUES[flag.takes]
+        )
 
 
 def explain_flags(flags: Iterable[Flag], given: argparse.Namespace) -> None:
-    """One line for each flag that changes nothing; CommandError for the first that cannot be honoured."""
+    """One line for each flag that changes nothing; CommandError for the first that cannot be
+    honoured.
+    """
     for flag in flags:
         if not hasattr(given, flag.name):
             continue

@@ -11,13 +11,21 @@ from slipstream.cli.arguments import Parser, add_flags, explain_flags
 from slipstream.cli.convert import dtype_of, weight_only_of, whole_number
 from slipstream.cli.progress import ProgressLines
 from slipstream.cli.versions import print_version_line
-from slipstream.weights.classic_build import DEFAULT_OUTPUT, LIMIT_NAMES, Build, build, read_build_config
+from slipstream.weights.classic_build import (
+    DEFAULT_OUTPUT,
+    LIMIT_NAMES,
+    Build,
+    build,
+    read_build_config,
+)
 from slipstream.weights.flags import BUILD_FLAGS
 from slipstream.weights.home import expanded
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("slipstream build", description="Build an engine folder from a checkpoint or a model.")
+    parser = Parser(
+        "slipstream build", description="Build an engine folder from a checkpoint or a model."
+    )
     add_flags(parser, BUILD_FLAGS)
     given = parser.parse(arguments)
     started = time.monotonic()
@@ -25,7 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     explain_flags(BUILD_FLAGS, given)
     model = getattr(given, "checkpoint_dir", None) or getattr(given, "model_dir", None)
     if model is None:
-        parser.error("--checkpoint_dir is required: what slipstream convert wrote, or a model's folder")
+        parser.error(
+            "--checkpoint_dir is required: what slipstream convert wrote, or a model's folder"
+        )
     wanted = Build(
         model=model,
         output=expanded(getattr(given, "output_dir", DEFAULT_OUTPUT), "--output_dir"),
@@ -50,7 +60,9 @@ def _limits(given: Namespace) -> dict[str, int]:
     limits = read_build_config(Path(given.build_config)) if hasattr(given, "build_config") else {}
     if hasattr(given, "max_decoder_seq_len"):
         limits["max_seq_len"] = whole_number(given, "max_decoder_seq_len", 1)
-    limits.update({name: whole_number(given, name, 1) for name in LIMIT_NAMES if hasattr(given, name)})
+    limits.update(
+        {name: whole_number(given, name, 1) for name in LIMIT_NAMES if hasattr(given, name)}
+    )
     return limits
 
 

@@ -1,4 +1,6 @@
-"""`slipstream chat`: a conversation with a model of a running server, in the terminal or through a pipe."""
+"""`slipstream chat`: a conversation with a model of a running server, in the terminal or through a
+pipe.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ PROMPT = ">>> "
 _TICK_SECONDS = 0.2
 _HOW = "Ctrl-C stops an answer, /clear forgets what was said, /exit or Ctrl-D ends."
 _COMMAND = re.compile(r"/[a-z]+")
-_CUSTOMARY = ("ensemble", "tensorrt_llm_bls")  # are in every repository, beside the model under its own name
+# are in every repository, beside the model under its own name
+_CUSTOMARY = ("ensemble", "tensorrt_llm_bls")
 
 
 class Conversation:
@@ -28,7 +31,8 @@ class Conversation:
 
     def __init__(self, connection: HttpConnection, model: str, system: str | None) -> None:
         self._connection = connection
-        # Small models, which people try first, lose themselves where anything but the likeliest is drawn.
+        # Small models, which people try first, lose themselves where anything but the likeliest is
+        # drawn.
         self._settings = {"model": model, "temperature": 0, "stream": True}
         self._beginning = [] if system is None else [{"role": "system", "content": system}]
         self.cut_short = False  # the last answer, by the end of the context
@@ -38,12 +42,16 @@ class Conversation:
         self._messages = list(self._beginning)
 
     def answer(self, question: str) -> Generator[str, None, None]:
-        """The pieces of an answer. One that is stopped half-way is a part of the conversation as far as it came."""
+        """The pieces of an answer. One that is stopped half-way is a part of the conversation as
+        far as it came.
+        """
         messages = [*self._messages, {"role": "user", "content": question}]
         body = {**self._settings, "messages": messages}
         said, self.cut_short = "", False
         try:
-            with contextlib.closing(self._connection.events("/v1/chat/completions", body)) as events:
+            with contextlib.closing(
+                self._connection.events("/v1/chat/completions", body)
+            ) as events:
                 for piece, end in (choice for event in events for choice in _choices(event)):
                     self.cut_short = end == "length"
                     if piece:
@@ -57,18 +65,32 @@ class Conversation:
 def _choices(event: Any) -> list[tuple[str, Any]]:
     """What each of an event's choices adds to the answer, and why it ends there."""
     try:
-        return [(str(choice["delta"].get("content") or ""), choice["finish_reason"]) for choice in event["choices"]]
+        return [
+            (str(choice["delta"].get("content") or ""), choice["finish_reason"])
+            for choice in event["choices"]
+        ]
     except (KeyError, TypeError, AttributeError) as error:
         raise ServerError("what answers there is not OpenAI's API") from error
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("slipstream chat", description=f"Talk to a model of a running server. {_HOW} What comes through "
-                    "a pipe is answered line by line.")  # fmt: skip
-    parser.add_argument("-m", "--model", help="The model to talk to (default: the first with a name of its own).")
-    parser.add_argument("--system", metavar="TEXT", help="A system message for the conversation to begin with.")
-    parser.add_argument("--api-key", type=Path, metavar="FILE",
-                        help="A file with the server's key; else SLIPSTREAM_API_KEY is it.")  # fmt: skip
+    parser = Parser(
+        "slipstream chat",
+        description=f"Talk to a model of a running server. {_HOW} What comes through "
+        "a pipe is answered line by line.",
+    )
+    parser.add_argument(
+        "-m", "--model", help="The model to talk to (default: the first with a name of its own)."
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT", help="A system message for the conversation to begin with."
+    )
+    parser.add_argument(
+        "--api-key",
+        type=Path,
+        metavar="FILE",
+        help="A file with the server's key; else SLIPSTREAM_API_KEY is it.",
+    )
     add_address(parser, "8000")
     given = parser.parse(arguments)
     address = address_of(given, 8000)
@@ -89,16 +111,24 @@ def main(arguments: Sequence[str]) -> int:
 
 def _chosen(models: dict[str, str], wanted: str | None) -> str:
     """The model that is wanted or, of those that are no adapters, the one that somebody has named."""
-    own = sorted((name for name, parent in models.items() if not parent), key=lambda name: name in _CUSTOMARY)
+    own = sorted(
+        (name for name, parent in models.items() if not parent), key=lambda name: name in _CUSTOMARY
+    )
     if wanted is not None and wanted not in models:
-        raise CommandError(f"there is no model '{wanted}' to talk to; there are: {', '.join(models) or 'none'}")
+        raise CommandError(
+            f"there is no model '{wanted}' to talk to; there are: {', '.join(models) or 'none'}"
+        )
     if not own:
-        raise CommandError("the server has no model to talk to: none of its models makes text from text")
+        raise CommandError(
+            "the server has no model to talk to: none of its models makes text from text"
+        )
     return wanted or own[0]
 
 
 def _accept_any_bytes() -> None:
-    """What is typed or piped is not always UTF-8, and not every terminal has all that a model writes."""
+    """What is typed or piped is not always UTF-8, and not every terminal has all that a model
+    writes.
+    """
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -111,7 +141,8 @@ def _answer_lines(conversation: Conversation) -> None:
 
 
 def _talk(conversation: Conversation) -> None:
-    with contextlib.suppress(ImportError):  # some Pythons are built without it, and edit lines less well
+    # some Pythons are built without it, and edit lines less well
+    with contextlib.suppress(ImportError):
         import readline  # noqa: F401
     while True:
         try:
@@ -134,7 +165,9 @@ def _talk(conversation: Conversation) -> None:
 
 @contextlib.contextmanager
 def _ticking() -> Iterator[None]:
-    """A Ctrl-C that comes just before a read begins is seen when that read ends; each tick of a clock ends one."""
+    """A Ctrl-C that comes just before a read begins is seen when that read ends; each tick of a
+    clock ends one.
+    """
     before = signal.signal(signal.SIGALRM, lambda number, frame: None)
     signal.setitimer(signal.ITIMER_REAL, _TICK_SECONDS, _TICK_SECONDS)
     try:

@@ -1,4 +1,5 @@
-"""The commands of the classic workflow: one file each, loaded when it runs, and called with its raw arguments.
+"""The commands of the classic workflow: one file each, loaded when it runs, and called with its raw
+arguments.
 
 Each file has `main(arguments) -> exit code`, which the scripts of a workspace call as well.
 """
@@ -57,7 +58,9 @@ SCRIPTS = {
 
 def run_command(name: str, arguments: list[str]) -> int:
     """Run one command; whatever it refuses is one line on stderr and a code that is not 0."""
-    module = importlib.import_module(f"slipstream.cli.{COMMANDS[name][0] if name in COMMANDS else SCRIPTS[name]}")
+    module = importlib.import_module(
+        f"slipstream.cli.{COMMANDS[name][0] if name in COMMANDS else SCRIPTS[name]}"
+    )
     return guarded(module.main, arguments)
 
 
@@ -69,7 +72,11 @@ def guarded(main: Any, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         log("ERROR", "interrupted; nothing was left behind")
         return 130
-    except (CommandError, ValueError, OSError) as error:  # what weights/ and repository/ refuse is a ValueError
+    except (
+        CommandError,
+        ValueError,
+        OSError,
+    ) as error:  # what weights/ and repository/ refuse is a ValueError
         log("ERROR", str(error))
         return 1
 
@@ -94,7 +101,9 @@ def perf_analyzer() -> None:
 class _Classic(TyperCommand):
     """Takes everything after its name as it is, `--help` included."""
 
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
         raw = list(args)
         context = super().make_context(info_name, [], parent=parent, **extra)
         context.obj = raw

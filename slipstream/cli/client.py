@@ -30,19 +30,31 @@ from slipstream.server.text.tokenizer import Tokenizer
 
 # What GPT-2 continues the default text with, for --check-output without --output-tokens-csv.
 _EXPECTED = [21221, 290, 257, 4255, 379, 262, 1957, 7072, 11, 4689, 347, 2852, 2564, 494, 13, 679]
-_CACHE_OUTPUTS = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks")
+_CACHE_OUTPUTS = (
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+    "kv_cache_alloc_total_blocks",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
     given = client_parser().parse(arguments)
     if given.requested_outputs and "output_ids" not in given.requested_outputs:
         raise ValueError("--requested-outputs must name output_ids")
-    tls = Tls(given.root_certificates, given.private_key, given.certificate_chain) if given.ssl else None
+    tls = (
+        Tls(given.root_certificates, given.private_key, given.certificate_chain)
+        if given.ssl
+        else None
+    )
     connection = connect_grpc(given.url, tls, given.grpc_compression_algorithm)
     try:
         return _ask(given, connection)
     except ServerError as error:
-        hint = "; ask for a stream with --streaming" if "decoupled" in str(error) and not given.streaming else ""
+        hint = (
+            "; ask for a stream with --streaming"
+            if "decoupled" in str(error) and not given.streaming
+            else ""
+        )
         print(f"Encountered error: {error}{hint}")
         return 1
     finally:
@@ -56,12 +68,22 @@ def _ask(given: Namespace, connection: GrpcConnection) -> int:
     # a stop order names the request by its id, so there must be one
     request_id = given.request_id or (str(secrets.randbits(63)) if given.stop_after_ms else "")
     declared = connection.input_types(given.model_name)
-    inputs = as_declared(_token_request(given, prompt, "exclude_input_in_output" in declared).inputs(), declared)
-    request = Request(given.model_name, inputs, tuple(given.requested_outputs), request_id,
-                      {"Streaming": given.streaming})
+    inputs = as_declared(
+        _token_request(given, prompt, "exclude_input_in_output" in declared).inputs(), declared
+    )
+    request = Request(
+        given.model_name,
+        inputs,
+        tuple(given.requested_outputs),
+        request_id,
+        {"Streaming": given.streaming},
+    )
     try:
-        answers = list(_streamed(given, connection, request) if given.streaming
-                       else _single(given, connection, request))
+        answers = list(
+            _streamed(given, connection, request)
+            if given.streaming
+            else _single(given, connection, request)
+        )
     except ServerError as error:
         if error.cancelled and given.stop_via_request_cancel:
             print("Request is cancelled")
@@ -74,7 +96,11 @@ def _ask(given: Namespace, connection: GrpcConnection) -> int:
 def _words(given: Namespace, connection: GrpcConnection) -> Words | None:
     if given.input_tokens_csv is not None:
         return None
-    return LocalWords(Tokenizer.load(Path(given.tokenizer_dir))) if given.tokenizer_dir else ServerWords(connection)
+    return (
+        LocalWords(Tokenizer.load(Path(given.tokenizer_dir)))
+        if given.tokenizer_dir
+        else ServerWords(connection)
+    )
 
 
 def _prompt(given: Namespace, words: Words | None) -> Prompt:
@@ -89,28 +115,48 @@ def _first_row(path: Path) -> list[int]:
 
 
 def _token_request(given: Namespace, prompt: Prompt, may_exclude: bool) -> TokenRequest:
-    optional: dict[str, Any] = {name: getattr(given, name) for name in
-                                ("repetition_penalty", "presence_penalty", "frequency_penalty")}
+    optional: dict[str, Any] = {
+        name: getattr(given, name)
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    }
     optional["num_return_sequences"] = given.num_return_sequences
     for name in (question.replace("-", "_") for question in QUESTIONS):
         optional[name] = getattr(given, name) or None
     # before 0.14 only the repository decided; what came back shows whether the prompt is in it
     optional["exclude_input_in_output"] = (given.exclude_input_in_output and may_exclude) or None
     return TokenRequest(
-        prompt.tokens, given.request_output_len, prompt.end_id, prompt.pad_id, given.beam_width, given.temperature,
-        given.top_k, given.top_p, given.streaming, given.return_log_probs, optional, _arrays(given, prompt.tokens),
+        prompt.tokens,
+        given.request_output_len,
+        prompt.end_id,
+        prompt.pad_id,
+        given.beam_width,
+        given.temperature,
+        given.top_k,
+        given.top_p,
+        given.streaming,
+        given.return_log_probs,
+        optional,
+        _arrays(given, prompt.tokens),
     )
 
 
 def _arrays(given: Namespace, tokens: list[int]) -> dict[str, Array]:
     arrays = lora_arrays(given.lora_path, given.lora_task_id)
     if given.prompt_embedding_table_path is not None:
-        arrays.update(prompt_table_arrays(given.prompt_embedding_table_path, given.prompt_task_id, given.dtype))
+        arrays.update(
+            prompt_table_arrays(
+                given.prompt_embedding_table_path, given.prompt_task_id, given.dtype
+            )
+        )
     if given.prompt_table_extra_id is not None:
-        extra = [given.prompt_table_extra_id if token >= given.vocab_size else 0 for token in tokens]
+        extra = [
+            given.prompt_table_extra_id if token >= given.vocab_size else 0 for token in tokens
+        ]
         arrays["prompt_table_extra_ids"] = numpy.array([extra], dtype=numpy.uint64)
     if given.draft_tokens_csv is not None:
-        arrays["draft_input_ids"] = numpy.array([_first_row(given.draft_tokens_csv)], dtype=numpy.int32)
+        arrays["draft_input_ids"] = numpy.array(
+            [_first_row(given.draft_tokens_csv)], dtype=numpy.int32
+        )
     return arrays
 
 
@@ -121,7 +167,9 @@ def _single(given: Namespace, connection: GrpcConnection, request: Request) -> I
         if given.stop_via_request_cancel:
             pending.cancel()
         else:
-            connection.infer(Request(given.model_name, stop_inputs(), request_id=request.request_id))
+            connection.infer(
+                Request(given.model_name, stop_inputs(), request_id=request.request_id)
+            )
             print("Got cancellation response from server", flush=True)
     yield pending.result()
 
@@ -152,7 +200,9 @@ def _show(given: Namespace, words: Words | None, prompt: Prompt, answers: list[A
     if given.requested_outputs and answers:
         names = set(answers[-1].outputs)
         if names != set(given.requested_outputs):
-            print(f"Encountered error: the answer holds {sorted(names)}, not {sorted(given.requested_outputs)}")
+            print(
+                f"Encountered error: the answer holds {sorted(names)}, not {sorted(given.requested_outputs)}"
+            )
             return 1
     beams = _beams(given, prompt, answers)
     for position, tokens in enumerate(beams):
@@ -167,7 +217,9 @@ def _show(given: Namespace, words: Words | None, prompt: Prompt, answers: list[A
 
 
 def _beams(given: Namespace, prompt: Prompt, answers: list[Answer]) -> list[list[int]]:
-    """The new tokens of each answer. Pieces of a stream are joined; beams come whole, and only at the end."""
+    """The new tokens of each answer. Pieces of a stream are joined; beams come whole, and only at
+    the end.
+    """
     if not given.streaming or given.beam_width > 1:
         return [beam for answer in answers for beam in beams_of(answer.outputs, prompt.tokens)]
     pieces: dict[int, list[int]] = {0: []}
@@ -180,8 +232,10 @@ def _beams(given: Namespace, prompt: Prompt, answers: list[Answer]) -> list[list
 
 def _show_extras(given: Namespace, answers: list[Answer]) -> None:
     wanted = {"cum_log_probs": given.return_log_probs, "output_log_probs": given.return_log_probs}
-    wanted |= {question[len("return-"):].replace("-", "_"): getattr(given, question.replace("-", "_"))
-               for question in QUESTIONS}
+    wanted |= {
+        question[len("return-") :].replace("-", "_"): getattr(given, question.replace("-", "_"))
+        for question in QUESTIONS
+    }
     if given.return_kv_cache_reuse_stats:
         wanted |= dict.fromkeys(_CACHE_OUTPUTS, True)
     for name, asked in wanted.items():

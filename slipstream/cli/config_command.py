@@ -10,7 +10,9 @@ from slipstream.cli.server_address import add_address, add_protocol, asking
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("slipstream config", description="Print a served model's configuration as JSON.")
+    parser = Parser(
+        "slipstream config", description="Print a served model's configuration as JSON."
+    )
     parser.add_argument("-m", "--model", required=True, help="The model.")
     add_protocol(parser)
     add_address(parser, "8001, or 8000 with http")

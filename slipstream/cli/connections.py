@@ -13,9 +13,16 @@ _DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
 
 
 def add_connection(parser: Parser, default: str = "http") -> None:
-    parser.add_argument("-v", "--verbose", action="store_true", help="No effect: everything there is to say is said.")
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="No effect: everything there is to say is said.",
+    )
     parser.add_argument("-u", "--url", help="Default: localhost:8000, or localhost:8001 with grpc.")
-    parser.add_argument("-i", "--protocol", default=default, choices=["http", "grpc"], help="How to ask.")
+    parser.add_argument(
+        "-i", "--protocol", default=default, choices=["http", "grpc"], help="How to ask."
+    )
 
 
 def open_connection(given: Namespace) -> Connection:
@@ -27,5 +34,7 @@ def connect(protocol: str, url: str) -> Connection:
     return HttpConnection(url, read_api_key(None)) if protocol == "http" else connect_grpc(url)
 
 
-def connect_grpc(url: str, tls: Tls | None = None, compression: str | None = None) -> GrpcConnection:
+def connect_grpc(
+    url: str, tls: Tls | None = None, compression: str | None = None
+) -> GrpcConnection:
     return GrpcConnection(messages, url, tls, compression, read_api_key(None))

@@ -19,7 +19,9 @@ _FP8_FLAGS = ("enable_fp8", "use_fp8", "use_fp8_rowwise")
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("slipstream convert", description="Turn a model's weights into a unified checkpoint.")
+    parser = Parser(
+        "slipstream convert", description="Turn a model's weights into a unified checkpoint."
+    )
     add_flags(parser, CONVERT_FLAGS)
     given = parser.parse(arguments)
     started = time.monotonic()
@@ -62,7 +64,9 @@ def weight_only_of(given: Namespace) -> str | None:
         return None
     precision = str(getattr(given, "weight_only_precision", "int8"))
     if precision not in PRECISIONS:
-        raise CommandError(f"--weight_only_precision {precision} is not available; use {', '.join(PRECISIONS)}")
+        raise CommandError(
+            f"--weight_only_precision {precision} is not available; use {', '.join(PRECISIONS)}"
+        )
     return precision
 
 

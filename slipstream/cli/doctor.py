@@ -1,4 +1,6 @@
-"""`slipstream doctor`: what a bug report needs, and what to look at first when something does not work."""
+"""`slipstream doctor`: what a bug report needs, and what to look at first when something does not
+work.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,53 @@ from slipstream.cli.tritonserver import RANK_VARIABLES, rank
 from slipstream.repository.check import check_repository
 from slipstream.weights.home import expanded
 
-_VARIABLES = frozenset({
-    "GLIBC_TUNABLES", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV", "XDG_CACHE_HOME",
-    *RANK_VARIABLES,
-})  # fmt: skip
+_VARIABLES = frozenset(
+    {
+        "GLIBC_TUNABLES",
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "PYTHONPATH",
+        "TMPDIR",
+        "VIRTUAL_ENV",
+        "XDG_CACHE_HOME",
+        *RANK_VARIABLES,
+    }
+)
 _BEGINNINGS = (
-    "CUDA_", "GOMP_", "GRPC_", "HF_", "HUGGING_FACE_", "HUGGINGFACE_", "KMP_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_",
-    "DNNL_", "PYTORCH_", "SLIPSTREAM_", "TOKENIZERS_", "TORCH_", "TRITON_", "TRANSFORMERS_",
-)  # fmt: skip
+    "CUDA_",
+    "GOMP_",
+    "GRPC_",
+    "HF_",
+    "HUGGING_FACE_",
+    "HUGGINGFACE_",
+    "KMP_",
+    "MKL_",
+    "NVIDIA_",
+    "OMP_",
+    "ONEDNN_",
+    "DNNL_",
+    "PYTORCH_",
+    "SLIPSTREAM_",
+    "TOKENIZERS_",
+    "TORCH_",
+    "TRITON_",
+    "TRANSFORMERS_",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("slipstream doctor", description="Describe this machine and say what stands in the way of serving.")
-    parser.add_argument("--model-repository", "--repo", "--model-store", type=Path, dest="repository",
-                        help="The folder that holds the models; default ~/models.")
+    parser = Parser(
+        "slipstream doctor",
+        description="Describe this machine and say what stands in the way of serving.",
+    )
+    parser.add_argument(
+        "--model-repository",
+        "--repo",
+        "--model-store",
+        type=Path,
+        dest="repository",
+        help="The folder that holds the models; default ~/models.",
+    )
     parser.add_argument("--json", action="store_true", help="Print the same as one JSON object.")
     given = parser.parse(arguments)
     report = examine(given.repository)
@@ -47,7 +82,8 @@ def examine(repository: Path | None) -> Report:
 
 def models(repository: Path, asked_for: bool) -> Section:
     """The repository as `slipstream check` sees it."""
-    if not asked_for and not os.path.isdir(repository):  # which raises nothing, whatever is in the way
+    # which raises nothing, whatever is in the way
+    if not asked_for and not os.path.isdir(repository):
         found = "not there: slipstream start brings in a small model"
         return Section("model repository", {"folder": str(repository), "found": found})
     try:
@@ -55,13 +91,17 @@ def models(repository: Path, asked_for: bool) -> Section:
     except OSError as error:
         remedy = f"let this user read all of {repository}"
         facts = {"folder": str(repository), "found": "it cannot be read"}
-        return Section("model repository", facts, [Finding(f"the repository cannot be read: {error}", remedy)])
+        return Section(
+            "model repository", facts, [Finding(f"the repository cannot be read: {error}", remedy)]
+        )
     facts = {
         "folder": str(repository),
         "found": f"{len(problems.errors)} errors, {len(problems.warnings)} warnings (slipstream check {repository})",
     }
     remedy = f"correct it, then: slipstream check {repository}"
-    return Section("model repository", facts, [Finding(str(problem), remedy) for problem in problems.errors])
+    return Section(
+        "model repository", facts, [Finding(str(problem), remedy) for problem in problems.errors]
+    )
 
 
 def variables(environment: Mapping[str, str]) -> Section:
@@ -72,7 +112,9 @@ def variables(environment: Mapping[str, str]) -> Section:
     if rank(environment) != 0:
         name = next(name for name in RANK_VARIABLES if environment.get(name, "").isdigit())
         what = f"{name} is {environment[name]}: tritonserver takes itself for one of several copies and only waits"
-        findings.append(Finding(what, f"unset {name} where nothing like mpirun starts it", blocks=False))
+        findings.append(
+            Finding(what, f"unset {name} where nothing like mpirun starts it", blocks=False)
+        )
     return Section("environment", facts, findings)
 
 

@@ -1,4 +1,6 @@
-"""The machine, as `slipstream doctor` describes it: versions, system, processor, GPUs, room on disks."""
+"""The machine, as `slipstream doctor` describes it: versions, system, processor, GPUs, room on
+disks.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,15 @@ class TorchReport:
 def ask_torch() -> TorchReport:
     command = [sys.executable, "-P", "-m", "slipstream.cli.doctor_torch"]
     try:
-        asked = subprocess.run(command, env=child_environment(), stdin=subprocess.DEVNULL, capture_output=True,
-                               text=True, errors="replace", timeout=_TORCH_SECONDS)  # fmt: skip
+        asked = subprocess.run(
+            command,
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TORCH_SECONDS,
+        )
     except subprocess.TimeoutExpired:
         return TorchReport(failure=f"it does not load within {_TORCH_SECONDS:g} s")
     if asked.returncode != 0:
@@ -56,7 +65,9 @@ def ask_torch() -> TorchReport:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        return TorchReport(failure=f"its process ended without an answer; the last it printed is '{last}'")
+        return TorchReport(
+            failure=f"its process ended without an answer; the last it printed is '{last}'"
+        )
     return TorchReport(found)
 
 
@@ -73,15 +84,21 @@ def versions(torch: TorchReport) -> Section:
         "Python": f"{platform.python_version()} ({sys.executable})",
         "torch": installed("torch"),
         "Triton": installed("triton"),
-        "CUDA runtime": torch.found.get("cuda_runtime", "unknown") or "none: torch is a build for CPUs",
+        "CUDA runtime": torch.found.get("cuda_runtime", "unknown")
+        or "none: torch is a build for CPUs",
         "CUDA driver": _driver_version(),
         "tokenizers": installed("tokenizers"),
         "numpy": installed("numpy"),
     }
-    findings = [Finding(f"{name} is not installed", f"pip install {name}") for name in _NEEDED
-                if facts[name] == _NOT_INSTALLED]  # fmt: skip
+    findings = [
+        Finding(f"{name} is not installed", f"pip install {name}")
+        for name in _NEEDED
+        if facts[name] == _NOT_INSTALLED
+    ]
     if torch.failure and facts["torch"] != _NOT_INSTALLED:
-        findings.append(Finding(f"torch does not load: {torch.failure}", "pip install --force-reinstall torch"))
+        findings.append(
+            Finding(f"torch does not load: {torch.failure}", "pip install --force-reinstall torch")
+        )
     return Section("versions", facts, findings)
 
 
@@ -92,7 +109,9 @@ def _driver_version() -> str:
     text, newest = ctypes.create_string_buffer(80), ctypes.c_int()
     driver.nvmlSystemGetDriverVersion(text, 80)
     driver.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(newest))
-    return f"{text.value.decode()}, for CUDA up to {newest.value // 1000}.{newest.value % 1000 // 10}"
+    return (
+        f"{text.value.decode()}, for CUDA up to {newest.value // 1000}.{newest.value % 1000 // 10}"
+    )
 
 
 def system() -> Section:
@@ -130,7 +149,9 @@ def gpus(torch: TorchReport, driver: Path = Path("/dev/nvidiactl")) -> Section:
         facts[f"GPU {index} compute capability"] = gpu["capability"]
         if gpu["failure"]:
             facts[f"GPU {index} kernels"] = f"do not run: {gpu['failure']}"
-            remedy = "start with --device cpu, or install the driver and the torch that fit each other"
+            remedy = (
+                "start with --device cpu, or install the driver and the torch that fit each other"
+            )
             findings.append(Finding(f"kernels do not run on GPU {index}: {gpu['failure']}", remedy))
             continue
         facts[f"GPU {index} memory"] = f"{_gib(gpu['free'])} free of {_gib(gpu['total'])}"
@@ -147,10 +168,15 @@ def gpus(torch: TorchReport, driver: Path = Path("/dev/nvidiactl")) -> Section:
 def _no_gpu_seen(torch: TorchReport) -> Finding:
     if not torch.found["cuda_runtime"]:
         remedy = "install torch's build for CUDA to use it"
-        return Finding("there is an NVIDIA driver, but torch is a build for CPUs", remedy, blocks=False)
+        return Finding(
+            "there is an NVIDIA driver, but torch is a build for CPUs", remedy, blocks=False
+        )
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
-        return Finding(f"torch sees no GPU: CUDA_VISIBLE_DEVICES is '{shown}'", "unset it, or start with --device cpu")
+        return Finding(
+            f"torch sees no GPU: CUDA_VISIBLE_DEVICES is '{shown}'",
+            "unset it, or start with --device cpu",
+        )
     remedy = f"update the driver to one for CUDA {torch.found['cuda_runtime']}, or start with --device cpu"
     return Finding("there is an NVIDIA driver, but torch sees no GPU", remedy)
 
@@ -164,17 +190,27 @@ def disks(repository: Path) -> Section:
     }
     facts, findings = {}, []
     for name, (path, setting) in places.items():
-        # os.path.exists, which is false for what lies in a folder that this user may not search; Path's raises.
-        existing = next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))
+        # os.path.exists, which is false for what lies in a folder that this user may not search;
+        # Path's raises.
+        existing = next(
+            folder for folder in (path, *path.absolute().parents) if os.path.exists(folder)
+        )
         free = shutil.disk_usage(existing).free
         facts[name] = f"{path}, {_gib(free)} free"
         if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
             what = f"the folder for the {name}, {path}, cannot be written"
-            findings.append(Finding(what, f"change its permissions, or name another with {setting}",
-                                    blocks=name == "temporary files"))  # fmt: skip
+            findings.append(
+                Finding(
+                    what,
+                    f"change its permissions, or name another with {setting}",
+                    blocks=name == "temporary files",
+                )
+            )
         elif free < _LITTLE_DISK:
             what = f"only {_gib(free)} are free for the {name} at {path}"
-            findings.append(Finding(what, f"free some room, or name another place with {setting}", blocks=False))
+            findings.append(
+                Finding(what, f"free some room, or name another place with {setting}", blocks=False)
+            )
     return Section("disk", facts, findings)
 
 

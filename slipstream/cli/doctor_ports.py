@@ -18,13 +18,16 @@ _OPTIONS = {"HTTP": "--http-port", "gRPC": "--grpc-port", "metrics": "--metrics-
 _SECONDS = 2.0  # of silence
 _ANSWER_SECONDS = 5.0  # for all of an answer: some servers let a byte through now and then
 _MOST_BYTES = 1 << 20
-_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and empty settings
+# and empty settings
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 
 def ports() -> Section:
     facts, findings = {}, []
     for service, port in PORTS.items():
-        facts[f"{service} {port}"] = found = "free" if _is_free(port) else f"in use by {_who(service, port)}"
+        facts[f"{service} {port}"] = found = (
+            "free" if _is_free(port) else f"in use by {_who(service, port)}"
+        )
         if found != "free":
             ours = "a Slipstream" in found
             remedy = f"stop it, or start with {_OPTIONS[service]} and another number"
@@ -43,7 +46,9 @@ def _is_free(port: int) -> bool:
 
 
 def _who(service: str, port: int) -> str:
-    answering = {"HTTP": _http_server, "gRPC": _grpc_server, "metrics": _metrics_server}[service](port)
+    answering = {"HTTP": _http_server, "gRPC": _grpc_server, "metrics": _metrics_server}[service](
+        port
+    )
     process = _process(port)
     return f"{answering} ({process})" if process else answering
 
@@ -78,7 +83,9 @@ def _grpc_server(port: int) -> str:
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), _SECONDS) as asked:
         asked.sendall(_HTTP2)
         if asked.recv(9)[3:4] == b"\x04":  # its settings
-            ours = _is_free(PORTS["HTTP"]) is False and _http_server(PORTS["HTTP"]) == "a Slipstream"
+            ours = (
+                _is_free(PORTS["HTTP"]) is False and _http_server(PORTS["HTTP"]) == "a Slipstream"
+            )
             return "a Slipstream" if ours else "a gRPC server"
     return "something that does not answer gRPC"
 
@@ -115,12 +122,18 @@ def _ended_at(deadline: float, asked: socket.socket) -> Iterator[None]:
 
 
 def _process(port: int, processes: Path = Path("/proc")) -> str:
-    """The process that listens there, where this user may know; its name only, a command line may hold secrets."""
+    """The process that listens there, where this user may know; its name only, a command line may
+    hold secrets.
+    """
     sockets = set()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
-            rows = [line.split() for line in (processes / "net" / table).read_text().splitlines()[1:]]
-            listening = (row for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port)
+            rows = [
+                line.split() for line in (processes / "net" / table).read_text().splitlines()[1:]
+            ]
+            listening = (
+                row for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port
+            )
             sockets |= {f"socket:[{row[9]}]" for row in listening}
     for descriptor in processes.glob("[0-9]*/fd/*") if sockets else ():
         with suppress(OSError):

@@ -1,4 +1,6 @@
-"""What `slipstream doctor` found: facts under headings, and what follows from them. Nothing secret is in it."""
+"""What `slipstream doctor` found: facts under headings, and what follows from them. Nothing secret
+is in it.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +64,17 @@ class Report:
         return {
             "ready": self.ready,
             "sections": {
-                section.title: {_printable(name): self._shown(value) for name, value in section.facts.items()}
+                section.title: {
+                    _printable(name): self._shown(value) for name, value in section.facts.items()
+                }
                 for section in self.sections
             },
             "findings": [
-                {"what": self._shown(found.what), "remedy": self._shown(found.remedy), "blocks": found.blocks}
+                {
+                    "what": self._shown(found.what),
+                    "remedy": self._shown(found.remedy),
+                    "blocks": found.blocks,
+                }
                 for found in self.findings
             ],
         }
@@ -82,7 +90,10 @@ class Report:
             lines += [title, *(f"  {name:<{width}}  {value}" for name, value in facts.items()), ""]
         lines.append("findings")
         for found in document["findings"]:
-            lines += [f"  {'error' if found['blocks'] else 'note'}: {found['what']}", f"    -> {found['remedy']}"]
+            lines += [
+                f"  {'error' if found['blocks'] else 'note'}: {found['what']}",
+                f"    -> {found['remedy']}",
+            ]
         verdict = "nothing stands in the way" if self.ready else "the errors above stand in the way"
         return "\n".join([*lines, f"  {verdict}"])
 
@@ -94,13 +105,18 @@ def _printable(text: str) -> str:
 
 def is_secret(variable: str) -> bool:
     """By its name."""
-    return variable not in _FOLDERS and _SECRET_NAME.search(re.sub("[_-]", " ", variable.upper())) is not None
+    return (
+        variable not in _FOLDERS
+        and _SECRET_NAME.search(re.sub("[_-]", " ", variable.upper())) is not None
+    )
 
 
 def hide_in(text: str) -> str:
     """Without what looks like a password, a token or a key."""
     text = _IN_ADDRESS.sub(HIDDEN, text)
-    text = _IN_QUERY.sub(lambda found: f"{found[1]}={HIDDEN}" if is_secret(found[1]) else found[0], text)
+    text = _IN_QUERY.sub(
+        lambda found: f"{found[1]}={HIDDEN}" if is_secret(found[1]) else found[0], text
+    )
     return _LIKE_A_KEY.sub(HIDDEN, text)
 
 
@@ -116,8 +132,12 @@ def hide_in_variable(name: str, value: str) -> str:
 
 def hider(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
     """Hides what looks secret, and what the environment holds as a secret, wherever it turns up."""
-    secrets = {value for name, value in environment.items() if is_secret(name)} | _passwords(environment)
-    known = sorted((value for value in secrets if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
+    secrets = {value for name, value in environment.items() if is_secret(name)} | _passwords(
+        environment
+    )
+    known = sorted(
+        (value for value in secrets if len(value) >= _SHORTEST_SECRET), key=len, reverse=True
+    )
 
     def hide(text: str) -> str:
         for secret in known:
@@ -128,7 +148,9 @@ def hider(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
 
 
 def _passwords(environment: Mapping[str, str]) -> set[str]:
-    addresses = [address for value in environment.values() for address in _IN_ADDRESS.findall(value)]
+    addresses = [
+        address for value in environment.values() for address in _IN_ADDRESS.findall(value)
+    ]
     proxies = [_IN_PROXY.match(value) for name, value in environment.items() if is_proxy(name)]
     addresses += [proxy[2] for proxy in proxies if proxy is not None]
     ends = [address.partition(":")[2] for address in addresses]

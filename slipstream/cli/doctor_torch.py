@@ -1,4 +1,6 @@
-"""What torch finds on this machine, as JSON on stdout. A process of its own: torch takes seconds, and may crash."""
+"""What torch finds on this machine, as JSON on stdout. A process of its own: torch takes seconds,
+and may crash.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def try_kernel(device: torch.device) -> None:
 
     given = torch.linspace(-1, 1, 4 * 64, device=device).reshape(4, 64)
     norm = normalisation.Norm(torch.ones(64, device=device), None, 1e-5)
-    if not torch.allclose(on_gpu.normalise(given, norm), normalisation.normalise(given, norm), atol=1e-3):
+    if not torch.allclose(
+        on_gpu.normalise(given, norm), normalisation.normalise(given, norm), atol=1e-3
+    ):
         raise ValueError("a kernel gives wrong results")
 
 

@@ -1,4 +1,6 @@
-"""`slipstream fill`: the old tools/fill_template.py, which also says what it could not place and what is left."""
+"""`slipstream fill`: the old tools/fill_template.py, which also says what it could not place and
+what is left.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,16 @@ from slipstream.repository.fill import fill_text, parse_substitutions, replace_f
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("slipstream fill", description="Fill the ${variables} of a config.pbtxt template.")
+    parser = Parser(
+        "slipstream fill", description="Fill the ${variables} of a config.pbtxt template."
+    )
     parser.add_argument("file", type=Path, help="The template.")
-    parser.add_argument("substitutions", help="key:value,key:value,… (\\, \\: \\\\ are the characters themselves)")
-    parser.add_argument("-i", "--in_place", action="store_true", help="Write the file instead of standard output.")
+    parser.add_argument(
+        "substitutions", help="key:value,key:value,… (\\, \\: \\\\ are the characters themselves)"
+    )
+    parser.add_argument(
+        "-i", "--in_place", action="store_true", help="Write the file instead of standard output."
+    )
     given = parser.parse(arguments)
     try:
         text = given.file.read_text(encoding="utf-8")

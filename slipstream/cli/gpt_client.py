@@ -18,7 +18,9 @@ from slipstream.server.text.tokenizer import Tokenizer
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("client.py", description="Send a prompt to the engine model of a gpt repository.")
+    parser = Parser(
+        "client.py", description="Send a prompt to the engine model of a gpt repository."
+    )
     add_connection(parser)
     parser.add_argument("-t", "--text", default=DEFAULT_TEXT, help="The prompt.")
     parser.add_argument("-c", "--concurrency", type=int, default=1, help="No effect.")
@@ -31,7 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     prompt = tokenizer.encode(given.text)
     end = tokenizer.eos_id if tokenizer.eos_id is not None else 0
     tokens = numpy.array([prompt], dtype=numpy.int32)
-    inputs = gpt_inputs(tokens, given.output_len, given.beam_width, given.topk, given.topp, pad_id=end, end_id=end)
+    inputs = gpt_inputs(
+        tokens, given.output_len, given.beam_width, given.topk, given.topp, pad_id=end, end_id=end
+    )
     connection = open_connection(given)
     started = time.monotonic()
     try:
@@ -44,26 +48,49 @@ def main(arguments: Sequence[str]) -> int:
     print(f"[INFO] Latency: {(time.monotonic() - started) * 1000:.3f} ms")
     ids = [int(token) for token in answer.outputs["output_ids"].reshape(-1)]
     print(f"Input: {given.text}")
-    print(f"Output: {tokenizer.decode(ids[len(prompt):] if ids[: len(prompt)] == prompt else ids)}")
+    print(
+        f"Output: {tokenizer.decode(ids[len(prompt) :] if ids[: len(prompt)] == prompt else ids)}"
+    )
     return 0
 
 
 def add_sampling(parser: Parser) -> None:
-    parser.add_argument("-beam", "--beam_width", type=int, default=1, help="How many answers a beam search keeps.")
-    parser.add_argument("-topk", "--topk", type=int, default=1, help="Choose among so many tokens; 1 is greedy.")
-    parser.add_argument("-topp", "--topp", type=float, default=0.0, help="Choose among the likeliest of this share.")
+    parser.add_argument(
+        "-beam", "--beam_width", type=int, default=1, help="How many answers a beam search keeps."
+    )
+    parser.add_argument(
+        "-topk", "--topk", type=int, default=1, help="Choose among so many tokens; 1 is greedy."
+    )
+    parser.add_argument(
+        "-topp", "--topp", type=float, default=0.0, help="Choose among the likeliest of this share."
+    )
 
 
 def gpt_inputs(
-    tokens: Array, output_length: int, beam_width: int, top_k: int, top_p: float, pad_id: int, end_id: int
+    tokens: Array,
+    output_length: int,
+    beam_width: int,
+    top_k: int,
+    top_p: float,
+    pad_id: int,
+    end_id: int,
 ) -> dict[str, Array]:
     """tokens: [batch, length] → the tensors that the gpt repository's engine model was always sent."""
     batch = tokens.shape[0]
     scalars = {
-        "input_lengths": tokens.shape[1], "request_output_len": output_length, "pad_id": pad_id, "end_id": end_id,
-        "beam_width": beam_width, "temperature": 1.0, "runtime_top_k": top_k, "runtime_top_p": top_p,
-        "len_penalty": 1.0, "repetition_penalty": 1.0, "min_length": 1, "presence_penalty": 0.0,
-    }  # fmt: skip
+        "input_lengths": tokens.shape[1],
+        "request_output_len": output_length,
+        "pad_id": pad_id,
+        "end_id": end_id,
+        "beam_width": beam_width,
+        "temperature": 1.0,
+        "runtime_top_k": top_k,
+        "runtime_top_p": top_p,
+        "len_penalty": 1.0,
+        "repetition_penalty": 1.0,
+        "min_length": 1,
+        "presence_penalty": 0.0,
+    }
     inputs = {"input_ids": tokens.astype(numpy.int32)}
     inputs |= {name: numpy.repeat(scalar(value), batch, axis=0) for name, value in scalars.items()}
     inputs["random_seed"] = numpy.zeros((batch, 1), dtype=numpy.uint64)

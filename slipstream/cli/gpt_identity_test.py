@@ -1,4 +1,6 @@
-"""The old tools/gpt/identity_test.py (later benchmark_core_model.py): batches of random tokens, timed."""
+"""The old tools/gpt/identity_test.py (later benchmark_core_model.py): batches of random tokens,
+timed.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,18 @@ _TOKEN_LIMIT = 50255  # of GPT-2; what is beyond a smaller vocabulary the server
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("identity_test.py", description="Time batches of random tokens on a gpt repository.")
+    parser = Parser(
+        "identity_test.py", description="Time batches of random tokens on a gpt repository."
+    )
     add_connection(parser)
-    parser.add_argument("-w", "--warm_up", action="store_true", help="Send one request first that does not count.")
+    parser.add_argument(
+        "-w", "--warm_up", action="store_true", help="Send one request first that does not count."
+    )
     parser.add_argument("-c", "--concurrency", type=int, default=1, help="No effect.")
     parser.add_argument("-p", "--request_parallelism", type=int, default=10, help="Requests a run.")
-    parser.add_argument("-m", "--mode", default="sync", choices=["sync", "async"], help="No effect.")
+    parser.add_argument(
+        "-m", "--mode", default="sync", choices=["sync", "async"], help="No effect."
+    )
     parser.add_argument("-b", "--batch_size", type=int, default=8, help="Prompts in a request.")
     add_sampling(parser)
     parser.add_argument("-s", "--start_len", type=int, default=8, help="Tokens of a prompt.")
@@ -30,8 +38,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-n", "--num_runs", type=int, default=1, help="How often to do it all.")
     given = parser.parse(arguments)
     generator = numpy.random.default_rng(0)
-    tokens = generator.integers(0, _TOKEN_LIMIT, (given.batch_size, given.start_len), dtype=numpy.int32)
-    inputs = gpt_inputs(tokens, given.output_len, given.beam_width, given.topk, given.topp, pad_id=0, end_id=2)
+    tokens = generator.integers(
+        0, _TOKEN_LIMIT, (given.batch_size, given.start_len), dtype=numpy.int32
+    )
+    inputs = gpt_inputs(
+        tokens, given.output_len, given.beam_width, given.topk, given.topp, pad_id=0, end_id=2
+    )
     connection = open_connection(given)
     latencies = []
     try:
@@ -46,7 +58,9 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         connection.close()
     latency = sum(latencies) / len(latencies)
-    print(f"[INFO] Batch size: {given.batch_size}, Start len: {given.start_len}, Output len: {given.output_len}")
+    print(
+        f"[INFO] Batch size: {given.batch_size}, Start len: {given.start_len}, Output len: {given.output_len}"
+    )
     print(f"[INFO] Latency: {latency:.3f} ms")
     print(f"[INFO] Throughput: {given.batch_size / latency * 1000:.3f} sentences / sec")
     return 0

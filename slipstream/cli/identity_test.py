@@ -1,4 +1,6 @@
-"""The old tools/inflight_batcher_llm/identity_test.py, from before there was a benchmark_core_model.py."""
+"""The old tools/inflight_batcher_llm/identity_test.py, from before there was a
+benchmark_core_model.py.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,20 @@ from slipstream.cli.connections import add_connection
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("identity_test.py", description="Send the prompts of a dataset to an engine model, and time them.")
+    parser = Parser(
+        "identity_test.py",
+        description="Send the prompts of a dataset to an engine model, and time them.",
+    )
     add_connection(parser)
     add_shared(parser)
     add_dataset(parser)
-    parser.add_argument("--time_bet_reqs", type=float, nargs="+", default=[0.0],
-                        help="Milliseconds between two requests; several make a run each.")
+    parser.add_argument(
+        "--time_bet_reqs",
+        type=float,
+        nargs="+",
+        default=[0.0],
+        help="Milliseconds between two requests; several make a run each.",
+    )
     given = parser.parse(arguments)
     given.workload = "dataset"
     given.tensorrt_llm_model_name = given.tensorrt_llm_model_name or ["tensorrt_llm"]

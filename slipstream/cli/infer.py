@@ -25,12 +25,21 @@ class Protocol(StrEnum):
 def infer(
     model: Annotated[str, typer.Option("-m", "--model", help="The model to ask.")],
     prompt: Annotated[str, typer.Option("--prompt", help="What to ask it.")],
-    protocol: Annotated[Protocol, typer.Option("-i", "--protocol", help="How to ask.")] = Protocol.HTTP,
+    protocol: Annotated[
+        Protocol, typer.Option("-i", "--protocol", help="How to ask.")
+    ] = Protocol.HTTP,
     url: Annotated[str, typer.Option("-u", "--url", help="The server's host.")] = "localhost",
-    port: Annotated[int | None, typer.Option("-p", "--port", help="8000, or 8001 with grpc.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="The longest answer, in tokens.")] = 128,
+    port: Annotated[
+        int | None, typer.Option("-p", "--port", help="8000, or 8001 with grpc.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", help="The longest answer, in tokens.")
+    ] = 128,
     api_key: Annotated[
-        Path | None, typer.Option("--api-key", help="A file with the server's key; else SLIPSTREAM_API_KEY is it.")
+        Path | None,
+        typer.Option(
+            "--api-key", help="A file with the server's key; else SLIPSTREAM_API_KEY is it."
+        ),
     ] = None,
     verbose: VerboseOption = False,
 ) -> None:
@@ -44,7 +53,8 @@ def infer(
             sys.stdout.write(piece)
             sys.stdout.flush()
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None  # leaving closes the connection, and the server stops generating
+        # leaving closes the connection, and the server stops generating
+        raise typer.Exit(130) from None
     except ServerError as error:
         log("ERROR", str(error))
         raise typer.Exit(1) from None
@@ -52,7 +62,9 @@ def infer(
         sys.stdout.write("\n")
 
 
-def stream_http(address: str, model: str, prompt: str, max_tokens: int, key: str = "") -> Iterator[str]:
+def stream_http(
+    address: str, model: str, prompt: str, max_tokens: int, key: str = ""
+) -> Iterator[str]:
     with closing(HttpConnection(address, key)) as connection:
         body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True}
         for event in connection.events(f"/v2/models/{model}/generate_stream", body):
@@ -60,7 +72,9 @@ def stream_http(address: str, model: str, prompt: str, max_tokens: int, key: str
             yield text if isinstance(text, str) else "\n".join(str(one) for one in text)
 
 
-def stream_grpc(address: str, model: str, prompt: str, max_tokens: int, key: str = "") -> Iterator[str]:
+def stream_grpc(
+    address: str, model: str, prompt: str, max_tokens: int, key: str = ""
+) -> Iterator[str]:
     import grpc
 
     from slipstream.server.protocol import messages
@@ -77,7 +91,9 @@ def stream_grpc(address: str, model: str, prompt: str, max_tokens: int, key: str
         _add_input(request, "max_tokens", "INT32", struct.pack("<i", max_tokens))
         _add_input(request, "stream", "BOOL", b"\x01")
         try:
-            for answer in call(iter([request]), metadata=[("authorization", f"Bearer {key}")] if key else []):
+            for answer in call(
+                iter([request]), metadata=[("authorization", f"Bearer {key}")] if key else []
+            ):
                 if answer.error_message:
                     raise ServerError(answer.error_message)
                 yield _text_output(answer.infer_response)

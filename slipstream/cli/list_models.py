@@ -12,12 +12,17 @@ from slipstream.cli.log import VerboseOption, fail, log
 from slipstream.weights.home import expanded
 
 RepositoryOption = Annotated[
-    Path, typer.Option("--repo", "--model-repository", "--model-store", help="The folder that holds the models.")
+    Path,
+    typer.Option(
+        "--repo", "--model-repository", "--model-store", help="The folder that holds the models."
+    ),
 ]
 DEFAULT_REPOSITORY = Path("~/models")
 
 
-def list_models(repo: RepositoryOption = DEFAULT_REPOSITORY, verbose: VerboseOption = False) -> None:
+def list_models(
+    repo: RepositoryOption = DEFAULT_REPOSITORY, verbose: VerboseOption = False
+) -> None:
     """Show the models of a repository."""
     repo = repository_folder(repo)
     if not repo.is_dir():
@@ -43,7 +48,10 @@ def tree_text(folder: Path) -> str:
 
 
 def _tree_lines(folder: Path, indent: str) -> Iterator[str]:
-    entries = sorted((entry for entry in folder.iterdir() if not entry.name.startswith(".")), key=lambda e: e.name)
+    entries = sorted(
+        (entry for entry in folder.iterdir() if not entry.name.startswith(".")),
+        key=lambda e: e.name,
+    )
     for entry in entries:
         last = entry is entries[-1]
         # a linked folder is shown, not followed: it may lead round in a circle

@@ -1,4 +1,6 @@
-"""The lines that commands print about what they do: one form for `slipstream`, Triton CLI's for `triton`."""
+"""The lines that commands print about what they do: one form for `slipstream`, Triton CLI's for
+`triton`.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,26 @@ import typer
 
 from slipstream.server import logging
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what others write must not steer the terminal
+# what others write must not steer the terminal
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PROGRAM: ContextVar[str] = ContextVar("program", default="slipstream")
 
 
 # Triton CLI has it for every command.
-VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="No effect: all there is to say is said.")]
+VerboseOption = Annotated[
+    bool, typer.Option("-v", "--verbose", help="No effect: all there is to say is said.")
+]
 
 
 def log(level: str, message: str) -> None:
-    """One line on stdout, an ERROR on stderr; a record on stderr where a server's log is made of them."""
+    """One line on stdout, an ERROR on stderr; a record on stderr where a server's log is made of
+    them.
+    """
     if logging.settings().format == "json":
-        logging.say("E" if level == "ERROR" else "W" if level == "WARNING" else "I", " ".join(message.split()))
+        logging.say(
+            "E" if level == "ERROR" else "W" if level == "WARNING" else "I",
+            " ".join(message.split()),
+        )
         return
     stream = sys.stderr if level == "ERROR" else sys.stdout
     print(line(level, CONTROL.sub("", " ".join(message.split()))), file=stream, flush=True)

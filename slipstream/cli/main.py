@@ -1,4 +1,6 @@
-"""The `slipstream` command. Each subcommand's file is loaded only when it runs, so that help is immediate."""
+"""The `slipstream` command. Each subcommand's file is loaded only when it runs, so that help is
+immediate.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,19 @@ class Subcommand:
 
 
 SUBCOMMANDS = {
-    "import": Subcommand("slipstream.cli.import_model", "import_model", "Bring a model into the repository."),
-    "list": Subcommand("slipstream.cli.list_models", "list_models", "Show the models of the repository."),
-    "remove": Subcommand("slipstream.cli.remove_model", "remove_model", "Take a model out of the repository."),
+    "import": Subcommand(
+        "slipstream.cli.import_model", "import_model", "Bring a model into the repository."
+    ),
+    "list": Subcommand(
+        "slipstream.cli.list_models", "list_models", "Show the models of the repository."
+    ),
+    "remove": Subcommand(
+        "slipstream.cli.remove_model", "remove_model", "Take a model out of the repository."
+    ),
     "start": Subcommand("slipstream.cli.start", "start", "Serve the repository, or a model."),
-    "serve": Subcommand("slipstream.cli.start", "start", "Serve one model, from wherever it is: serve MODEL."),
+    "serve": Subcommand(
+        "slipstream.cli.start", "start", "Serve one model, from wherever it is: serve MODEL."
+    ),
     "infer": Subcommand("slipstream.cli.infer", "infer", "Send a prompt to a running server."),
 }
 
@@ -37,7 +47,9 @@ SUBCOMMANDS = {
 class _LateCommand(TyperCommand):
     """Stands in for a subcommand in listings; becomes the real one when it is called."""
 
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
         assert self.name is not None
         return _load(self.name).make_context(info_name, args, parent=parent, **extra)
 
@@ -57,7 +69,11 @@ class _Subcommands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in SUBCOMMANDS:
             close = difflib.get_close_matches(args[0], SUBCOMMANDS, n=1)
-            hint = f" Did you mean '{close[0]}'?" if close else f" There are: {', '.join(self.list_commands(ctx))}."
+            hint = (
+                f" Did you mean '{close[0]}'?"
+                if close
+                else f" There are: {', '.join(self.list_commands(ctx))}."
+            )
             ctx.fail(f"No such command '{args[0]}'.{hint}")
         return super().resolve_command(ctx, args)
 
@@ -65,7 +81,8 @@ class _Subcommands(TyperGroup):
 def _load(name: str) -> Any:
     subcommand = SUBCOMMANDS[name]
     function = getattr(importlib.import_module(subcommand.module), subcommand.function)
-    single = typer.Typer(add_completion=False, rich_markup_mode=None)  # boxes would cut long options short
+    # boxes would cut long options short
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
     single.command(name, help=subcommand.help)(function)
     return typer.main.get_command(single)
 
@@ -89,7 +106,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     pass

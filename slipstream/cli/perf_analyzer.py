@@ -1,4 +1,6 @@
-"""The old `perf_analyzer`: load on any model at several levels, and its lines of throughput and latency."""
+"""The old `perf_analyzer`: load on any model at several levels, and its lines of throughput and
+latency.
+"""
 
 from __future__ import annotations
 
@@ -64,44 +66,129 @@ def main(arguments: Sequence[str]) -> int:
     what = f"p{given.percentile}" if given.percentile else "Average"
     print(f"Inferences/Second vs. Client {what} Batch Latency")
     for level in levels:
-        print(f"{name}: {level.value:g}, throughput: {level.inferences_per_second:g} infer/sec, "
-              f"latency {level.latency_us:.0f} usec")
+        print(
+            f"{name}: {level.value:g}, throughput: {level.inferences_per_second:g} infer/sec, "
+            f"latency {level.latency_us:.0f} usec"
+        )
     return 0
 
 
 def _parser() -> Parser:
-    parser = Parser("perf_analyzer", description="Put load on a model and print its throughput and latency.")
+    parser = Parser(
+        "perf_analyzer", description="Put load on a model and print its throughput and latency."
+    )
     add = parser.add_argument
     add("-m", "--model-name", required=True, help="The model to ask.")
-    add("-u", "--url", help="The server's address; default: localhost:8000, or localhost:8001 with grpc.")
-    add("-i", "--protocol", type=str.lower, default="http", choices=["http", "grpc"], help="How to ask.")
-    add("--service-kind", default="triton", choices=["triton"], help="Other servers are not measured.")
+    add(
+        "-u",
+        "--url",
+        help="The server's address; default: localhost:8000, or localhost:8001 with grpc.",
+    )
+    add(
+        "-i",
+        "--protocol",
+        type=str.lower,
+        default="http",
+        choices=["http", "grpc"],
+        help="How to ask.",
+    )
+    add(
+        "--service-kind",
+        default="triton",
+        choices=["triton"],
+        help="Other servers are not measured.",
+    )
     add("-b", "--batch-size", type=int, default=1, help="Rows of data in a request.")
     add("--input-data", default="random", help="zero, random, or a JSON file of tensors.")
-    add("--shape", action="append", default=[], metavar="NAME:DIM,DIM", help="The shape of an input left open.")
+    add(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="NAME:DIM,DIM",
+        help="The shape of an input left open.",
+    )
     add("--string-data", help="The text in each text input, where there is no file.")
     add("--string-length", type=int, default=128, help="Letters of a random text.")
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--concurrency-range", default="1", metavar="FIRST:LAST:STEP", help="Requests in flight.")
+    load.add_argument(
+        "--concurrency-range", default="1", metavar="FIRST:LAST:STEP", help="Requests in flight."
+    )
     load.add_argument("--request-rate-range", metavar="FIRST:LAST:STEP", help="Requests a second.")
-    add("--request-distribution", default="constant", choices=["constant", "poisson"], help="Of a request rate.")
-    add("-a", "--async", dest="is_async", action="store_true", help="No effect: requests never wait for each other.")
+    add(
+        "--request-distribution",
+        default="constant",
+        choices=["constant", "poisson"],
+        help="Of a request rate.",
+    )
+    add(
+        "-a",
+        "--async",
+        dest="is_async",
+        action="store_true",
+        help="No effect: requests never wait for each other.",
+    )
     add("--sync", action="store_true", help="No effect, for the same reason.")
-    add("--streaming", action="store_true", help="Ask over a gRPC stream, as a decoupled model needs it.")
+    add(
+        "--streaming",
+        action="store_true",
+        help="Ask over a gRPC stream, as a decoupled model needs it.",
+    )
     add("-p", "--measurement-interval", type=float, default=5000, help="Milliseconds of a window.")
-    add("--measurement-mode", default="time_windows", choices=["time_windows", "count_windows"],
-        help="Windows of time, or of --measurement-request-count requests.")
-    add("--measurement-request-count", type=int, default=50, help="Requests of a window with count_windows.")
-    add("-s", "--stability-percentage", type=float, default=10, help="How far three windows may differ.")
+    add(
+        "--measurement-mode",
+        default="time_windows",
+        choices=["time_windows", "count_windows"],
+        help="Windows of time, or of --measurement-request-count requests.",
+    )
+    add(
+        "--measurement-request-count",
+        type=int,
+        default=50,
+        help="Requests of a window with count_windows.",
+    )
+    add(
+        "-s",
+        "--stability-percentage",
+        type=float,
+        default=10,
+        help="How far three windows may differ.",
+    )
     add("-r", "--max-trials", type=int, default=10, help="Windows at most.")
-    add("--percentile", type=int, choices=range(1, 100), metavar="1-99", help="Report it instead of the mean.")
-    add("-l", "--latency-threshold", type=float, default=0, help="End the levels at this latency, in milliseconds.")
-    add("--request-count", type=int, default=0, help="Send so many requests a level instead of measuring in windows.")
-    add("--warmup-request-count", type=int, default=0, help="Requests before a level, which do not count.")
+    add(
+        "--percentile",
+        type=int,
+        choices=range(1, 100),
+        metavar="1-99",
+        help="Report it instead of the mean.",
+    )
+    add(
+        "-l",
+        "--latency-threshold",
+        type=float,
+        default=0,
+        help="End the levels at this latency, in milliseconds.",
+    )
+    add(
+        "--request-count",
+        type=int,
+        default=0,
+        help="Send so many requests a level instead of measuring in windows.",
+    )
+    add(
+        "--warmup-request-count",
+        type=int,
+        default=0,
+        help="Requests before a level, which do not count.",
+    )
     add("-f", "--latency-report-file", type=Path, help="Write the levels as CSV.")
     add("--profile-export-file", type=Path, help="Write every request's times, of the last level.")
     add("--max-threads", type=int, help="No effect: there is a thread for each request in flight.")
-    add("-v", "--verbose", action="store_true", help="No effect: everything there is to say is said.")
+    add(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="No effect: everything there is to say is said.",
+    )
     return parser
 
 
@@ -109,17 +196,25 @@ def _requests(given: Namespace, connection: Connection) -> list[Request]:
     config = connection.config(given.model_name)
     largest = int(config.get("max_batch_size", 0))
     if given.batch_size < 1 or given.batch_size > max(1, largest):
-        raise CommandError(f"-b {given.batch_size}: the model takes batches of 1 to {max(1, largest)}")
+        raise CommandError(
+            f"-b {given.batch_size}: the model takes batches of 1 to {max(1, largest)}"
+        )
     try:
         tensors = input_tensors(config, dict(_shape(text) for text in given.shape))
         if given.input_data in ("zero", "random"):
-            rows = [made_up_row(tensors, given.input_data == "random", given.string_data, given.string_length)]
+            rows = [
+                made_up_row(
+                    tensors, given.input_data == "random", given.string_data, given.string_length
+                )
+            ]
         else:
             rows = read_rows(Path(given.input_data), tensors)
         inputs = batches(rows, given.batch_size if largest else 0)
     except DataError as error:
         raise CommandError(str(error)) from error
-    return [Request(given.model_name, one, request_id=str(number)) for number, one in enumerate(inputs)]
+    return [
+        Request(given.model_name, one, request_id=str(number)) for number, one in enumerate(inputs)
+    ]
 
 
 def _shape(text: str) -> tuple[str, tuple[int, ...]]:
@@ -158,8 +253,10 @@ def _print_settings(given: Namespace) -> None:
     else:
         print(f'  Using "{given.measurement_mode}" mode for stabilization')
         print(f"  Measurement window: {given.measurement_interval:g} msec")
-    print(f"  Stabilizing using {f'p{given.percentile} latency' if given.percentile else 'average latency'}\n",
-          flush=True)
+    print(
+        f"  Stabilizing using {f'p{given.percentile} latency' if given.percentile else 'average latency'}\n",
+        flush=True,
+    )
 
 
 def _levels(given: Namespace, connection: Connection, requests: list[Request]) -> Iterator[Level]:
@@ -167,11 +264,15 @@ def _levels(given: Namespace, connection: Connection, requests: list[Request]) -
         level = _measure_level(given, connection, requests, value)
         yield level
         if given.latency_threshold and level.latency_us > given.latency_threshold * 1000:
-            print(f"The latency is over {given.latency_threshold:g} msec: no further level is measured")
+            print(
+                f"The latency is over {given.latency_threshold:g} msec: no further level is measured"
+            )
             return
 
 
-def _measure_level(given: Namespace, connection: Connection, requests: list[Request], value: float) -> Level:
+def _measure_level(
+    given: Namespace, connection: Connection, requests: list[Request], value: float
+) -> Level:
     send = _sender(given, connection)
     for request in itertools.islice(itertools.cycle(requests), given.warmup_request_count):
         _good([send(request)])
@@ -181,8 +282,14 @@ def _measure_level(given: Namespace, connection: Connection, requests: list[Requ
     good = _good(measured.records)
     seconds = (measured.boundaries[-1] - measured.boundaries[0]) / 1e9
     latencies = [record.latency / _US for record in good]
-    latency = float(numpy.percentile(latencies, given.percentile)) if given.percentile else statistics.fmean(latencies)
-    level = Level(value, measured, len(good) * given.batch_size / seconds, latency, latencies, server)
+    latency = (
+        float(numpy.percentile(latencies, given.percentile))
+        if given.percentile
+        else statistics.fmean(latencies)
+    )
+    level = Level(
+        value, measured, len(good) * given.batch_size / seconds, latency, latencies, server
+    )
     _print_level(given, level)
     if given.profile_export_file is not None:
         mode = "request_rate" if given.request_rate_range else "concurrency"
@@ -203,11 +310,17 @@ def _measure(given: Namespace, send: Sender, requests: list[Request], value: flo
         count = given.measurement_request_count
     endless: Iterator[Request] = itertools.cycle(requests)
     rated = given.request_rate_range is not None
-    load = Load(send, itertools.islice(endless, count) if count else endless, max(1, int(value)),
-                _waits(given, value) if rated else None)
+    load = Load(
+        send,
+        itertools.islice(endless, count) if count else endless,
+        max(1, int(value)),
+        _waits(given, value) if rated else None,
+    )
     if count:
         return measure_all(load)
-    rule = WindowRule(given.measurement_interval / 1000, given.stability_percentage / 100, given.max_trials)
+    rule = WindowRule(
+        given.measurement_interval / 1000, given.stability_percentage / 100, given.max_trials
+    )
     try:
         return measure_windows(load, rule)
     finally:
@@ -217,15 +330,23 @@ def _measure(given: Namespace, send: Sender, requests: list[Request], value: flo
 def _waits(given: Namespace, rate: float) -> Iterator[float]:
     generator = numpy.random.default_rng(0)
     while True:
-        yield float(generator.exponential(1 / rate)) if given.request_distribution == "poisson" else 1 / rate
+        yield (
+            float(generator.exponential(1 / rate))
+            if given.request_distribution == "poisson"
+            else 1 / rate
+        )
 
 
 def _good(records: Sequence[Record]) -> list[Record]:
     failed = [record.error for record in records if record.error]
     if failed:
-        raise CommandError(f"{len(failed)} of {len(records)} requests failed; the first: {failed[0]}")
+        raise CommandError(
+            f"{len(failed)} of {len(records)} requests failed; the first: {failed[0]}"
+        )
     if not records:
-        raise CommandError("no request was answered within the window; give a longer --measurement-interval")
+        raise CommandError(
+            "no request was answered within the window; give a longer --measurement-interval"
+        )
     return list(records)
 
 
@@ -239,7 +360,9 @@ def _print_level(given: Namespace, level: Level) -> None:
     print(f"    Request count: {len(latencies)}")
     print(f"    Throughput: {level.inferences_per_second:g} infer/sec")
     deviation = statistics.pstdev(latencies)
-    print(f"    Avg latency: {statistics.fmean(latencies):.0f} usec (standard deviation {deviation:.0f} usec)")
+    print(
+        f"    Avg latency: {statistics.fmean(latencies):.0f} usec (standard deviation {deviation:.0f} usec)"
+    )
     for percent in _PERCENTILES:
         print(f"    p{percent} latency: {float(numpy.percentile(latencies, percent)):.0f} usec")
     print("  Server:")
@@ -249,18 +372,39 @@ def _print_level(given: Namespace, level: Level) -> None:
 
 
 def _write_table(path: Path, given: Namespace, levels: Sequence[Level]) -> None:
-    """A line for each level; what is between a client and its server is one column, for its parts are not timed."""
+    """A line for each level; what is between a client and its server is one column, for its parts
+    are not timed.
+    """
     name = "Request Rate" if given.request_rate_range else "Concurrency"
-    columns = [name, "Inferences/Second", "Client Send", "Network+Server Send/Recv", "Server Queue",
-               "Server Compute Input", "Server Compute Infer", "Server Compute Output", "Client Recv",
-               *(f"p{percent} latency" for percent in _PERCENTILES)]
+    columns = [
+        name,
+        "Inferences/Second",
+        "Client Send",
+        "Network+Server Send/Recv",
+        "Server Queue",
+        "Server Compute Input",
+        "Server Compute Infer",
+        "Server Compute Output",
+        "Client Recv",
+        *(f"p{percent} latency" for percent in _PERCENTILES),
+    ]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     for level in levels:
-        phases = [level.server.average_us(phase)
-                  for phase in ("queue", "compute_input", "compute_infer", "compute_output")]
+        phases = [
+            level.server.average_us(phase)
+            for phase in ("queue", "compute_input", "compute_infer", "compute_output")
+        ]
         between = max(0.0, statistics.fmean(level.latencies_us) - sum(phases))
-        figures = [0, between, *phases, 0, *(numpy.percentile(level.latencies_us, p) for p in _PERCENTILES)]
-        writer.writerow([f"{level.value:g}", f"{level.inferences_per_second:g}", *(f"{f:.0f}" for f in figures)])
+        figures = [
+            0,
+            between,
+            *phases,
+            0,
+            *(numpy.percentile(level.latencies_us, p) for p in _PERCENTILES),
+        ]
+        writer.writerow(
+            [f"{level.value:g}", f"{level.inferences_per_second:g}", *(f"{f:.0f}" for f in figures)]
+        )
     write_whole(path, text.getvalue())

@@ -1,4 +1,6 @@
-"""`slipstream bench`, `profile` and the old `genai-perf`: load on a text model, and what its clients feel of it."""
+"""`slipstream bench`, `profile` and the old `genai-perf`: load on a text model, and what its
+clients feel of it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ import numpy
 
 from slipstream.bench import llm_report, plots
 from slipstream.bench.llm_metrics import llm_metrics
-from slipstream.bench.load import Load, Measured, Record, WindowRule, measure_all, measure_windows, stream_sender
+from slipstream.bench.load import (
+    Load,
+    Measured,
+    Record,
+    WindowRule,
+    measure_all,
+    measure_windows,
+    stream_sender,
+)
 from slipstream.bench.plots import Run
 from slipstream.bench.synthetic import Lengths, synthetic_prompt
 from slipstream.bench.words import OwnWords, Words, WordsOfServer
@@ -27,9 +37,20 @@ from slipstream.weights.home import expanded
 from slipstream.weights.whole_file import write_whole
 
 _DEFAULT_ANSWER = 256  # tokens asked for where --output-tokens-mean is not given
-_NUMPY_TYPES = {"TYPE_INT32": "int32", "TYPE_UINT32": "uint32", "TYPE_INT64": "int64", "TYPE_UINT64": "uint64",
-                "TYPE_FP16": "float16", "TYPE_FP32": "float32"}
-_OLD_NAMES = {"text_input": "INPUT_0", "max_tokens": "INPUT_1", "bad_words": "INPUT_2", "stop_words": "INPUT_3"}
+_NUMPY_TYPES = {
+    "TYPE_INT32": "int32",
+    "TYPE_UINT32": "uint32",
+    "TYPE_INT64": "int64",
+    "TYPE_UINT64": "uint64",
+    "TYPE_FP16": "float16",
+    "TYPE_FP32": "float32",
+}
+_OLD_NAMES = {
+    "text_input": "INPUT_0",
+    "max_tokens": "INPUT_1",
+    "bad_words": "INPUT_2",
+    "stop_words": "INPUT_3",
+}
 _MOST_WINDOWS = 10
 
 
@@ -55,13 +76,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(
-    given: Namespace, connection: GrpcConnection, model: _TextModel, words: Words, rows: list[dict[str, Any]],
+    given: Namespace,
+    connection: GrpcConnection,
+    model: _TextModel,
+    words: Words,
+    rows: list[dict[str, Any]],
     requests: list[Request],
 ) -> Run:
     measured = _measure(given, connection, requests)
     good = _good(measured.records)
-    metrics = llm_metrics(good, lambda text: len(words.encode(text)), given.streaming,
-                          (model.named("text_input"), model.text_output))
+    metrics = llm_metrics(
+        good,
+        lambda text: len(words.encode(text)),
+        given.streaming,
+        (model.named("text_input"), model.text_output),
+    )
     llm_report.print_table(metrics)
     _write_files(given, rows, measured._replace(records=good), metrics)
     return Run(_load_text(given), given.request_rate or given.concurrency, good, metrics)
@@ -83,11 +112,15 @@ class _TextModel:
     def __init__(self, name: str, config: dict[str, Any]) -> None:
         self.name = name
         self.types = {tensor["name"]: tensor["data_type"] for tensor in config.get("input", [])}
-        self.required = [tensor["name"] for tensor in config.get("input", []) if not tensor.get("optional")]
+        self.required = [
+            tensor["name"] for tensor in config.get("input", []) if not tensor.get("optional")
+        ]
         outputs = [tensor["name"] for tensor in config.get("output", [])]
         self.text_output = "text_output" if "text_output" in outputs else "OUTPUT_0"
         if self.named("text_input") not in self.types or self.text_output not in outputs:
-            raise CommandError(f"model '{name}' does not take and give text; name an ensemble or a BLS model with -m")
+            raise CommandError(
+                f"model '{name}' does not take and give text; name an ensemble or a BLS model with -m"
+            )
 
     def named(self, field: str) -> str:
         return field if field in self.types else _OLD_NAMES.get(field, field)
@@ -100,7 +133,9 @@ class _TextModel:
             return numpy.array([[str(value).encode()]], dtype=object)
         if kind == "TYPE_BOOL":
             return numpy.array([[str(value).lower() in ("1", "true")]])
-        return numpy.array([[float(value) if "FP" in kind else int(value)]], dtype=_NUMPY_TYPES[kind])
+        return numpy.array(
+            [[float(value) if "FP" in kind else int(value)]], dtype=_NUMPY_TYPES[kind]
+        )
 
 
 def _words(given: Namespace, connection: GrpcConnection) -> Words:
@@ -108,8 +143,10 @@ def _words(given: Namespace, connection: GrpcConnection) -> Words:
         try:
             return WordsOfServer(connection)
         except ServerError as error:
-            raise CommandError(f"the server has no text models to count tokens with ({error}); "
-                               "give --tokenizer, a folder or a hub id") from error
+            raise CommandError(
+                f"the server has no text models to count tokens with ({error}); "
+                "give --tokenizer, a folder or a hub id"
+            ) from error
     from slipstream.server.text.tokenizer import Tokenizer
 
     folder = expanded(given.tokenizer, "--tokenizer")
@@ -125,7 +162,10 @@ def _rows(given: Namespace, words: Words) -> list[dict[str, Any]]:
     generator = numpy.random.default_rng(given.random_seed)
     rows: list[dict[str, Any]] = []
     for prompt in _prompts(given, words, generator):
-        row: dict[str, Any] = {"model": given.model[len(rows) % len(given.model)], "text_input": prompt}
+        row: dict[str, Any] = {
+            "model": given.model[len(rows) % len(given.model)],
+            "text_input": prompt,
+        }
         length = Lengths(given.output_tokens_mean, given.output_tokens_stddev).draw(generator)
         row["max_tokens"] = length if given.output_tokens_mean > 0 else _DEFAULT_ANSWER
         if given.output_tokens_mean_deterministic:
@@ -153,12 +193,18 @@ def _prompts_of_file(path: Path) -> Iterator[str]:
             document = json.loads(line)
             yield str(document["text_input"] if "text_input" in document else document["text"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CommandError(f"--input-file {path}: not a JSON object with text_input on each line: {error}") from error
+        raise CommandError(
+            f"--input-file {path}: not a JSON object with text_input on each line: {error}"
+        ) from error
 
 
 def _request(models: dict[str, _TextModel], row: dict[str, Any], number: int) -> Request:
     model = models[row["model"]]
-    inputs = {model.named(field): model.tensor(field, value) for field, value in row.items() if field != "model"}
+    inputs = {
+        model.named(field): model.tensor(field, value)
+        for field, value in row.items()
+        if field != "model"
+    }
     for name in model.required:  # the word lists of the first releases
         if name not in inputs and model.types[name] == "TYPE_STRING":
             inputs[name] = numpy.array([[b""]], dtype=object)
@@ -177,7 +223,9 @@ def _measure(given: Namespace, connection: GrpcConnection, requests: list[Reques
     load = Load(send, endless, given.concurrency, waits)
     if given.request_count:
         return measure_all(load)
-    rule = WindowRule(given.measurement_interval / 1000, given.stability_percentage / 100, _MOST_WINDOWS)
+    rule = WindowRule(
+        given.measurement_interval / 1000, given.stability_percentage / 100, _MOST_WINDOWS
+    )
     try:
         return measure_windows(load, rule)
     finally:
@@ -185,7 +233,11 @@ def _measure(given: Namespace, connection: GrpcConnection, requests: list[Reques
 
 
 def _load_text(given: Namespace) -> str:
-    return f"{given.request_rate:g} requests a second" if given.request_rate else f"{given.concurrency} in flight"
+    return (
+        f"{given.request_rate:g} requests a second"
+        if given.request_rate
+        else f"{given.concurrency} in flight"
+    )
 
 
 def _plan(given: Namespace) -> str:
@@ -198,25 +250,46 @@ def _plan(given: Namespace) -> str:
 def _good(records: Sequence[Record]) -> list[Record]:
     failed = [record.error for record in records if record.error]
     if failed:
-        raise CommandError(f"{len(failed)} of {len(records)} requests failed; the first: {failed[0]}")
+        raise CommandError(
+            f"{len(failed)} of {len(records)} requests failed; the first: {failed[0]}"
+        )
     if not records:
-        raise CommandError("nothing was answered; give a longer --measurement-interval or --request-count")
+        raise CommandError(
+            "nothing was answered; give a longer --measurement-interval or --request-count"
+        )
     return list(records)
 
 
 def _folder(given: Namespace) -> Path:
-    load = f"request_rate{given.request_rate:g}" if given.request_rate else f"concurrency{given.concurrency}"
+    load = (
+        f"request_rate{given.request_rate:g}"
+        if given.request_rate
+        else f"concurrency{given.concurrency}"
+    )
     name = "_".join(given.model).replace("/", "_")
     folder: Path = given.artifact_dir / f"{name}-{given.service_kind}-{given.backend}-{load}"
     return folder
 
 
-def _write_files(given: Namespace, rows: list[dict[str, Any]], measured: Measured, metrics: Any) -> None:
+def _write_files(
+    given: Namespace, rows: list[dict[str, Any]], measured: Measured, metrics: Any
+) -> None:
     folder = _folder(given)
-    mode, value = ("request_rate", given.request_rate) if given.request_rate else ("concurrency", given.concurrency)
+    mode, value = (
+        ("request_rate", given.request_rate)
+        if given.request_rate
+        else ("concurrency", given.concurrency)
+    )
     write_whole(folder / "llm_inputs.json", llm_report.inputs_document(rows))
-    write_whole(folder / given.profile_export_file, llm_report.profile_export(measured, mode, value))
-    for kind, text in (("json", llm_report.json_report(metrics, vars(given))), ("csv", llm_report.csv_report(metrics))):
+    write_whole(
+        folder / given.profile_export_file, llm_report.profile_export(measured, mode, value)
+    )
+    for kind, text in (
+        ("json", llm_report.json_report(metrics, vars(given))),
+        ("csv", llm_report.csv_report(metrics)),
+    ):
         path = folder / f"profile_export_genai_perf.{kind}"
         write_whole(path, text)
-        print(f"{time.strftime('%Y-%m-%d %H:%M')} [INFO] genai_perf.export_data.{kind}_exporter - Generating {path}")
+        print(
+            f"{time.strftime('%Y-%m-%d %H:%M')} [INFO] genai_perf.export_data.{kind}_exporter - Generating {path}"
+        )

@@ -1,4 +1,6 @@
-"""How far a long command is: phase, bytes and time left; a bar on a terminal, plain lines elsewhere."""
+"""How far a long command is: phase, bytes and time left; a bar on a terminal, plain lines
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ import sys
 import time
 from collections.abc import Callable
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 _PLAIN_STEPS = 10  # lines a phase takes where there is no terminal
 
@@ -14,7 +23,9 @@ _PLAIN_STEPS = 10  # lines a phase takes where there is no terminal
 class ProgressLines:
     """Pass `update` to the functions of weights/ that take a progress."""
 
-    def __init__(self, say: Callable[[str], None] = lambda text: print(f"[INFO] {text}", flush=True)) -> None:
+    def __init__(
+        self, say: Callable[[str], None] = lambda text: print(f"[INFO] {text}", flush=True)
+    ) -> None:
         self.built = False  # something was really written, not found as it should be
         self._say = say
         self._phase = ""
@@ -22,8 +33,13 @@ class ProgressLines:
         self._shown = 0
         self._bar: Progress | None = None
         if sys.stdout.isatty():
-            self._bar = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(),
-                                 TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+            )
 
     def __enter__(self) -> ProgressLines:
         if self._bar is not None:

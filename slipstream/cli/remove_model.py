@@ -1,4 +1,6 @@
-"""`slipstream remove`: take a model, or all of them, out of the repository. Engines stay where they are."""
+"""`slipstream remove`: take a model, or all of them, out of the repository. Engines stay where they
+are.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.list_models import DEFAULT_REPOSITORY, RepositoryOption, log_repository, repository_folder
+from slipstream.cli.list_models import (
+    DEFAULT_REPOSITORY,
+    RepositoryOption,
+    log_repository,
+    repository_folder,
+)
 from slipstream.cli.log import VerboseOption, fail, log
 
 _HELPERS = {"preprocessing", "postprocessing", "tensorrt_llm", "ensemble"}
@@ -20,7 +27,8 @@ def remove_model(
 ) -> None:
     """Remove a model from a repository."""
     repo = repository_folder(repo)
-    # only what is a model, and stands in the repository under its own name: the rest may be somebody's home
+    # only what is a model, and stands in the repository under its own name: the rest may be
+    # somebody's home
     models = sorted(path.parent for path in repo.glob("*/config.pbtxt"))
     folders = models if model == "all" else [folder for folder in models if folder.name == model]
     if folders and {folder.name for folder in models} - {model} <= _HELPERS:

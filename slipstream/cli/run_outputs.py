@@ -1,4 +1,6 @@
-"""What `slipstream run` prints or writes of its answers: texts, or files of ids, log-probabilities and logits."""
+"""What `slipstream run` prints or writes of its answers: texts, or files of ids, log-probabilities
+and logits.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,23 @@ if TYPE_CHECKING:
     from slipstream.server.text.tokenizer import Tokenizer
 
 
-def give_out(given: Namespace, tokenizer: Tokenizer, prompts: list[list[int]], found: list[Completion]) -> None:
-    """`found`: the best answer to each prompt; its others, of a search or of several draws, come with it."""
+def give_out(
+    given: Namespace, tokenizer: Tokenizer, prompts: list[list[int]], found: list[Completion]
+) -> None:
+    """`found`: the best answer to each prompt; its others, of a search or of several draws, come
+    with it.
+    """
     if given.output_csv is None and given.output_npy is None:
         for index, (prompt, best) in enumerate(zip(prompts, found, strict=True)):
             print(f'Input [Text {index}]: "{tokenizer.decode(prompt, skip_special_tokens=False)}"')
             for beam, answer in enumerate((best, *best.others)):
                 print(f'Output [Text {index} Beam {beam}]: "{answer.text}"', flush=True)
     else:
-        rows = [[*prompt, *answer.tokens] for prompt, best in zip(prompts, found, strict=True)
-                for answer in (best, *best.others)]
+        rows = [
+            [*prompt, *answer.tokens]
+            for prompt, best in zip(prompts, found, strict=True)
+            for answer in (best, *best.others)
+        ]
         _write_ids(given, tokenizer, rows)
     _write_log_probs(given, found)
     if given.output_logits_npy is not None:
@@ -61,10 +70,15 @@ def _write_log_probs(given: Namespace, found: list[Completion]) -> None:
 
 
 def _write_logits(path: Path, found: list[Completion]) -> None:
-    """X_context.npy [tokens of all prompts, vocab] and X_generation.npy [tokens of all answers, vocab]."""
+    """X_context.npy [tokens of all prompts, vocab] and X_generation.npy [tokens of all answers,
+    vocab].
+    """
     import numpy
 
     stem = path.with_suffix("")
     for name in ("context", "generation"):
         arrays = [getattr(best, f"{name}_logits") for best in found]
-        numpy.save(f"{stem}_{name}.npy", numpy.concatenate([array for array in arrays if array is not None]))
+        numpy.save(
+            f"{stem}_{name}.npy",
+            numpy.concatenate([array for array in arrays if array is not None]),
+        )

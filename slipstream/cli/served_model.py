@@ -1,7 +1,8 @@
-"""The model that `slipstream start MODEL` names: an engine and a repository for it alone, in Slipstream's own folder.
+"""The model that `slipstream start MODEL` names: an engine and a repository for it alone, in
+Slipstream's own folder.
 
-Run as a program it makes them, or finds that nothing is to be done. That is a process apart, because building an
-engine needs torch, which the server never loads.
+Run as a program it makes them, or finds that nothing is to be done. That is a process apart,
+because building an engine needs torch, which the server never loads.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class NamedModel:
 
 
 def find_named_model(text: str) -> NamedModel:
-    """Two models of one name, from two places, are two: each has folders of its own, and one more repository for
-    every place of its engine, which the repository points to."""
+    """Two models of one name, from two places, are two: each has folders of its own, and one more
+    repository for every place of its engine, which the repository points to.
+    """
     path = _path_of(text)
     if path.exists():
         path = path.resolve()
@@ -52,19 +54,25 @@ def find_named_model(text: str) -> NamedModel:
     if name in (*FIXED_NAMES, "all"):
         name += "-model"
     engine = path if is_engine(path) else engine_folder_of(_key(name, source)).absolute()
-    return NamedModel(name, source, engine, slipstream_home() / "repositories" / _key(name, str(engine)))
+    return NamedModel(
+        name, source, engine, slipstream_home() / "repositories" / _key(name, str(engine))
+    )
 
 
 def _path_of(text: str) -> Path:
     """What it names if it names something here. ValueError where no path could be meant."""
     given = text.removeprefix("local:")
     if not given:
-        raise ValueError(f"{text!r} names no model; give a known name, a folder, a GGUF file, or org/name at the hub")
+        raise ValueError(
+            f"{text!r} names no model; give a known name, a folder, a GGUF file, or org/name at the hub"
+        )
     return expanded(given)
 
 
 def _key(name: str, place: str) -> str:
-    """No name that `slipstream import` takes has an @ in it: its engines, which other repositories serve, are safe."""
+    """No name that `slipstream import` takes has an @ in it: its engines, which other repositories
+    serve, are safe.
+    """
     return f"{name}@{hashlib.sha256(os.fsencode(place)).hexdigest()[:8]}"
 
 
@@ -76,17 +84,23 @@ def is_engine(path: Path) -> bool:
 
 
 def repository_of(text: str) -> Path:
-    """Where the model is served from, once it is there. Otherwise why not has been said, and this exits."""
+    """Where the model is served from, once it is there. Otherwise why not has been said, and this
+    exits.
+    """
     try:
         given = _path_of(text)
         if any(given.glob(f"*/{CONFIG_NAME}")):
             return given  # a repository that was named as if it were a model
         if (given / CONFIG_NAME).is_file():
             parent = shlex.quote(str(given.resolve().parent))
-            fail(f"{text} is one model of a repository; serve the repository in its place: --repo {parent}")
+            fail(
+                f"{text} is one model of a repository; serve the repository in its place: --repo {parent}"
+            )
     except (ValueError, OSError) as error:
         fail(str(error))
-    code = subprocess.call([sys.executable, "-P", "-m", "slipstream.cli.served_model", text], env=child_environment())
+    code = subprocess.call(
+        [sys.executable, "-P", "-m", "slipstream.cli.served_model", text], env=child_environment()
+    )
     if code != 0:
         raise typer.Exit(code)
     return find_named_model(text).repository
@@ -96,7 +110,8 @@ def make(model: NamedModel) -> None:
     if str(model.engine) != model.source:
         with ProgressLines(lambda text: log("INFO", text)) as display:
             build_engine(model.source, model.engine, dtype="auto", progress=display.update)
-    if not (model.repository / model.name).exists():  # otherwise its files may have been changed, and stay
+    # otherwise its files may have been changed, and stay
+    if not (model.repository / model.name).exists():
         _write_repository(model)
     log("INFO", f"{model.name} is served from {model.repository}")
 
@@ -105,7 +120,9 @@ def _write_repository(model: NamedModel) -> None:
     """All of it at once: half of one would be taken for one that somebody has changed."""
     if model.repository.exists():
         if any(model.repository.iterdir()):
-            raise ValueError(f"{model.repository} has no {model.name} in it; remove the folder, and it is made anew")
+            raise ValueError(
+                f"{model.repository} has no {model.name} in it; remove the folder, and it is made anew"
+            )
         model.repository.rmdir()  # what `slipstream remove` leaves
     limits = read_engine_config(model.engine).build
     try:

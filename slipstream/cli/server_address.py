@@ -14,19 +14,31 @@ _PORTS = {"http": 8000, "grpc": 8001}
 
 
 def add_address(parser: Parser, port: str) -> None:
-    parser.add_argument("-u", "--url", default="localhost", help="The server's host, with or without a port.")
-    parser.add_argument("-v", "--verbose", action="store_true", help="No effect: all there is to say is said.")
+    parser.add_argument(
+        "-u", "--url", default="localhost", help="The server's host, with or without a port."
+    )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="No effect: all there is to say is said."
+    )
     parser.add_argument("-p", "--port", type=int, help=f"Default: {port}.")
 
 
 def add_protocol(parser: Parser) -> None:
-    parser.add_argument("-i", "--protocol", default="grpc", choices=["http", "grpc"], help="How to ask (default grpc).")
+    parser.add_argument(
+        "-i",
+        "--protocol",
+        default="grpc",
+        choices=["http", "grpc"],
+        help="How to ask (default grpc).",
+    )
 
 
 def address_of(given: Namespace, port: int) -> str:
     """HOST:PORT; a port of its own in the address counts where -p is not given."""
     host = given.url.removeprefix("http://").rstrip("/")
-    return host if ":" in host and given.port is None else f"{host.split(':')[0]}:{given.port or port}"
+    return (
+        host if ":" in host and given.port is None else f"{host.split(':')[0]}:{given.port or port}"
+    )
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""The old e2e_grpc_speculative_decoding_client.py: a small model guesses, a large one keeps what it would have said."""
+"""The old e2e_grpc_speculative_decoding_client.py: a small model guesses, a large one keeps what it
+would have said.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("e2e_grpc_speculative_decoding_client.py", description="Let one model guess for another.")
+    parser = Parser(
+        "e2e_grpc_speculative_decoding_client.py", description="Let one model guess for another."
+    )
     parser.add_argument("-p", "--prompt", required=True, help="The prompt.")
     add_models(parser)
     return parser
@@ -45,7 +49,14 @@ def add_models(parser: Parser) -> None:
     add("--postprocessor-model-name", default="postprocessing", help="Ids to text.")
     add("--draft-tensorrt-llm-model-name", default="tensorrt_llm", help="The model that guesses.")
     add("--target-tensorrt-llm-model-name", default="tensorrt_llm", help="The model that decides.")
-    add("-b", "--beam-width", type=int, default=1, choices=[1], help="1: guesses belong to one answer.")
+    add(
+        "-b",
+        "--beam-width",
+        type=int,
+        default=1,
+        choices=[1],
+        help="1: guesses belong to one answer.",
+    )
     for name in ("temperature", "repetition-penalty", "presence-penalty", "frequency-penalty"):
         add(f"--{name}", type=float, help="Sent to both where it is given.")
     add("-o", "--output-len", type=int, default=100, help="The longest answer, in tokens.")
@@ -64,9 +75,23 @@ def speculate(given: Namespace, target: Connection, draft: Connection, prompt: s
     wanted = len(tokens) + given.output_len
     while len(tokens) < wanted:
         room = wanted - len(tokens)
-        guesses = _ask(given, draft, given.draft_tensorrt_llm_model_name, before, tokens,
-                       min(given.num_draft_tokens, room))[: room - 1]
-        news = _ask(given, target, given.target_tensorrt_llm_model_name, before, tokens, len(guesses) + 1, guesses)
+        guesses = _ask(
+            given,
+            draft,
+            given.draft_tensorrt_llm_model_name,
+            before,
+            tokens,
+            min(given.num_draft_tokens, room),
+        )[: room - 1]
+        news = _ask(
+            given,
+            target,
+            given.target_tensorrt_llm_model_name,
+            before,
+            tokens,
+            len(guesses) + 1,
+            guesses,
+        )
         tokens += news
         if len(news) <= len(guesses):
             break  # an end of text or a stop word came
@@ -76,8 +101,12 @@ def speculate(given: Namespace, target: Connection, draft: Connection, prompt: s
 
 
 def _preprocess(given: Namespace, connection: Connection, prompt: str) -> Mapping[str, Array]:
-    inputs = {"QUERY": texts([prompt]), "REQUEST_OUTPUT_LEN": scalar(given.output_len),
-              "BAD_WORDS_DICT": texts(given.bad_words or [""]), "STOP_WORDS_DICT": texts(given.stop_words or [""])}
+    inputs = {
+        "QUERY": texts([prompt]),
+        "REQUEST_OUTPUT_LEN": scalar(given.output_len),
+        "BAD_WORDS_DICT": texts(given.bad_words or [""]),
+        "STOP_WORDS_DICT": texts(given.stop_words or [""]),
+    }
     for name in ("end_id", "pad_id"):
         if getattr(given, name) is not None:
             inputs[name.upper()] = scalar(getattr(given, name))
@@ -85,13 +114,26 @@ def _preprocess(given: Namespace, connection: Connection, prompt: str) -> Mappin
 
 
 def _ask(
-    given: Namespace, connection: Connection, model: str, before: Mapping[str, Array], tokens: list[int], count: int,
+    given: Namespace,
+    connection: Connection,
+    model: str,
+    before: Mapping[str, Array],
+    tokens: list[int],
+    count: int,
     guesses: Sequence[int] = (),
 ) -> list[int]:
     """The tokens that a model continues with."""
-    inputs = {"input_ids": numpy.array([tokens], dtype=numpy.int32), "input_lengths": scalar(len(tokens)),
-              "request_output_len": scalar(count), "end_id": before["OUT_END_ID"], "pad_id": before["OUT_PAD_ID"]}
-    for tensor, source in (("stop_words_list", "STOP_WORDS_IDS"), ("bad_words_list", "BAD_WORDS_IDS")):
+    inputs = {
+        "input_ids": numpy.array([tokens], dtype=numpy.int32),
+        "input_lengths": scalar(len(tokens)),
+        "request_output_len": scalar(count),
+        "end_id": before["OUT_END_ID"],
+        "pad_id": before["OUT_PAD_ID"],
+    }
+    for tensor, source in (
+        ("stop_words_list", "STOP_WORDS_IDS"),
+        ("bad_words_list", "BAD_WORDS_IDS"),
+    ):
         if before[source].size and before[source].max() > 0:
             inputs[tensor] = before[source]
     for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):

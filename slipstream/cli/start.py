@@ -1,4 +1,6 @@
-"""`slipstream start`: serve a model repository, or a model; with neither, bring in the default model first."""
+"""`slipstream start`: serve a model repository, or a model; with neither, bring in the default
+model first.
+"""
 
 from __future__ import annotations
 
@@ -50,37 +52,60 @@ class Mode(StrEnum):
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="A model to serve alone, in place of --repo: a known name, a folder, a GGUF "
-                                           "file, or org/name at the hub."),
+    typer.Argument(
+        metavar="MODEL",
+        help="A model to serve alone, in place of --repo: a known name, a folder, a GGUF "
+        "file, or org/name at the hub.",
+    ),
 ]
 RepositoryOption = Annotated[
     Path | None,
-    typer.Option("--repo", "--model-repository", "--model-store",
-                 help="The folder that holds the models; default ~/models, with a small model if it is empty."),
+    typer.Option(
+        "--repo",
+        "--model-repository",
+        "--model-store",
+        help="The folder that holds the models; default ~/models, with a small model if it is empty.",
+    ),
 ]
 TraceOption = Annotated[
     list[str] | None,
-    typer.Option("--trace-config", metavar="[MODE,]NAME=VALUE",
-                 help="Traces, as tritonserver takes it; repeatable."),
+    typer.Option(
+        "--trace-config",
+        metavar="[MODE,]NAME=VALUE",
+        help="Traces, as tritonserver takes it; repeatable.",
+    ),
 ]
 
 
 def start(
     model: ModelArgument = None,
     repo: RepositoryOption = None,
-    address: Annotated[str, typer.Option("--address", help="Where to listen; 0.0.0.0 is everywhere.")] = "127.0.0.1",
+    address: Annotated[
+        str, typer.Option("--address", help="Where to listen; 0.0.0.0 is everywhere.")
+    ] = "127.0.0.1",
     http_port: Annotated[int, typer.Option("--http-port", help="HTTP; 0: any free port.")] = 8000,
     grpc_port: Annotated[int, typer.Option("--grpc-port", help="gRPC; 0: any free port.")] = 8001,
-    metrics_port: Annotated[int, typer.Option("--metrics-port", help="Metrics; 0: any free port.")] = 8002,
+    metrics_port: Annotated[
+        int, typer.Option("--metrics-port", help="Metrics; 0: any free port.")
+    ] = 8002,
     exit_timeout: Annotated[
-        float, typer.Option("--exit-timeout-secs", min=0, metavar="SECONDS", help="For requests to finish at exit.")
+        float,
+        typer.Option(
+            "--exit-timeout-secs", min=0, metavar="SECONDS", help="For requests to finish at exit."
+        ),
     ] = 30.0,
     server_timeout: Annotated[
-        float, typer.Option("--server-timeout", min=1, metavar="SECONDS", help="For an engine to load.")
+        float,
+        typer.Option("--server-timeout", min=1, metavar="SECONDS", help="For an engine to load."),
     ] = 300.0,
     watchdog: Annotated[
         float,
-        typer.Option("--watchdog-secs", min=1, metavar="SECONDS", help="Of silence, before an engine is replaced."),
+        typer.Option(
+            "--watchdog-secs",
+            min=1,
+            metavar="SECONDS",
+            help="Of silence, before an engine is replaced.",
+        ),
     ] = 60.0,
     api_key: Annotated[
         Path | None, typer.Option("--api-key", help="A file with the keys of clients, a line each.")
@@ -89,15 +114,20 @@ def start(
         Path | None, typer.Option("--admin-key", help="A file with the key of those who control.")
     ] = None,
     allow_python_models: Annotated[
-        bool, typer.Option("--allow-python-models", help="Run the model.py files of the repository.")
+        bool,
+        typer.Option("--allow-python-models", help="Run the model.py files of the repository."),
     ] = False,
-    dtype: Annotated[DataType, typer.Option("--dtype", help="What the engine computes in.")] = DataType.AUTO,
+    dtype: Annotated[
+        DataType, typer.Option("--dtype", help="What the engine computes in.")
+    ] = DataType.AUTO,
     device: Annotated[Device, typer.Option("--device", help="What it computes on.")] = Device.AUTO,
     log_format: Annotated[
         LogFormat, typer.Option("--log-format", help="How log lines are written.")
     ] = LogFormat.DEFAULT,
     trace_config: TraceOption = None,
-    mode: Annotated[Mode, typer.Option("--mode", help="local; there is no container to start.")] = Mode.LOCAL,
+    mode: Annotated[
+        Mode, typer.Option("--mode", help="local; there is no container to start.")
+    ] = Mode.LOCAL,
     verbose: VerboseOption = False,
 ) -> None:
     logging.configure(format=log_format.value)
@@ -152,8 +182,10 @@ def _repository(model: str | None, repo: Path | None) -> Path:
     if model is None:
         return _default_repository()
     if repo is not None:
-        fail(f"give either a model to serve ({model}) or a repository (--repo {repo}), not both; to put a model into "
-             "a repository, use: slipstream import")
+        fail(
+            f"give either a model to serve ({model}) or a repository (--repo {repo}), not both; to put a model into "
+            "a repository, use: slipstream import"
+        )
     from slipstream.cli.served_model import repository_of
 
     return repository_of(model)
@@ -168,7 +200,9 @@ def _default_repository() -> Path:
     """~/models; when there is nothing in it, the default model is brought in."""
     repository = repository_folder(DEFAULT_REPOSITORY)
     if not any(repository.glob("*/config.pbtxt")):
-        typer.echo(f"No model repository at {repository}: importing {DEFAULT_MODEL}, the default model.")
+        typer.echo(
+            f"No model repository at {repository}: importing {DEFAULT_MODEL}, the default model."
+        )
         # In a process of its own: building an engine needs torch, which the server never loads.
         command = [sys.executable, "-P", "-m", "slipstream.cli.main", "import", "-m", DEFAULT_MODEL]
         code = subprocess.call([*command, "--repo", str(repository)], env=child_environment())

@@ -1,4 +1,6 @@
-"""`tritonserver`: the command people's scripts start, with its flags, its log lines and its exit codes."""
+"""`tritonserver`: the command people's scripts start, with its flags, its log lines and its exit
+codes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.cli.tritonserver_flags import FLAGS, FlagError, Given, parse_flags
-from slipstream.cli.tritonserver_settings import metrics_settings, rate_limits, response_cache_bytes, trace_settings
+from slipstream.cli.tritonserver_settings import (
+    metrics_settings,
+    rate_limits,
+    response_cache_bytes,
+    trace_settings,
+)
 from slipstream.server import logging
 from slipstream.server.log_capture import one_log
 from slipstream.version import VERSION
@@ -22,7 +29,11 @@ PROCESS_NAME = b"tritonserver"
 _PR_SET_NAME = 15
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 MODES = ("none", "poll", "explicit")
-_API_FLAGS = {"allow-sagemaker": "SageMaker", "allow-vertex-ai": "Vertex AI", "model-namespacing": "model namespaces"}
+_API_FLAGS = {
+    "allow-sagemaker": "SageMaker",
+    "allow-vertex-ai": "Vertex AI",
+    "model-namespacing": "model namespaces",
+}
 # Those of Triton's command line, and the field of GrpcOptions that each sets.
 _GRPC_SETTINGS = {
     "grpc-infer-response-compression-level": "response_compression",
@@ -92,7 +103,9 @@ def _check(given: Given) -> None:
     if not given["model-repository"]:
         raise FlagError("--model-repository is missing: it names the folder that holds the models")
     if given["model-control-mode"] not in MODES:
-        raise FlagError(f"--model-control-mode must be one of {', '.join(MODES)}, not '{given['model-control-mode']}'")
+        raise FlagError(
+            f"--model-control-mode must be one of {', '.join(MODES)}, not '{given['model-control-mode']}'"
+        )
     if given["load-model"] and given["model-control-mode"] != "explicit":
         raise FlagError("--load-model can only be given with --model-control-mode=explicit")
     for flag, what in _API_FLAGS.items():
@@ -106,11 +119,16 @@ def _serve(given: Given) -> int:
     options = server_options(given)
     try:
         logging.configure(
-            file=given["log-file"], info=given["log-info"], warning=given["log-warning"], error=given["log-error"],
+            file=given["log-file"],
+            info=given["log-info"],
+            warning=given["log-warning"],
+            error=given["log-error"],
             verbose_level=given["log-verbose"],
-        )  # fmt: skip
+        )
     except OSError as error:
-        raise FlagError(f"--log-file: cannot write {given['log-file']}: {error.strerror}") from error
+        raise FlagError(
+            f"--log-file: cannot write {given['log-file']}: {error.strerror}"
+        ) from error
     if given.ignored:
         names = ", ".join(f"--{name}" for name in given.ignored)
         logging.info(f"taken, without an effect in this server: {names}")
@@ -133,7 +151,9 @@ def server_options(given: Given) -> Any:
         http=Port(given["http-port"], given["http-address"], given["allow-http"]),
         grpc=Port(given["grpc-port"], given["grpc-address"], given["allow-grpc"]),
         metrics=Port(
-            given["metrics-port"], given["metrics-address"] or given["http-address"], given["allow-metrics"]
+            given["metrics-port"],
+            given["metrics-address"] or given["http-address"],
+            given["allow-metrics"],
         ),
         control_mode=given["model-control-mode"],
         load_models=tuple(given["load-model"]),
@@ -156,7 +176,7 @@ def server_options(given: Given) -> Any:
         rate_limits=rate_limits(given),
         metrics_settings=metrics_settings(given),
         announce=False,
-    )  # fmt: skip
+    )
 
 
 def _repositories(given: Given) -> tuple[Path, ...]:
@@ -171,7 +191,10 @@ def _access(given: Given) -> Any:
 
     from slipstream.cli.keys import read_access
 
-    restricted = _restrictions(given, "http-restricted-api"), _restrictions(given, "grpc-restricted-protocol")
+    restricted = (
+        _restrictions(given, "http-restricted-api"),
+        _restrictions(given, "grpc-restricted-protocol"),
+    )
     try:
         return read_access(_file(given["api-key"]), _file(given["admin-key"]), *restricted)
     except typer.Exit as refusal:  # it has been said why

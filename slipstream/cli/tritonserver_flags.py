@@ -1,4 +1,6 @@
-"""Every flag of tritonserver, as `--name=value` or `--name value`: its kind of value, and whether it has an effect."""
+"""Every flag of tritonserver, as `--name=value` or `--name value`: its kind of value, and whether
+it has an effect.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ FLAGS: dict[str, Flag] = {
     "allow-vertex-ai": Flag("boolean", False),
     "model-namespacing": Flag("boolean", False),
     "trace-config": Flag("text", [], many=True),
-    **dict.fromkeys(("trace-file", "trace-level", "trace-rate", "trace-count", "trace-log-frequency"), Flag()),
+    **dict.fromkeys(
+        ("trace-file", "trace-level", "trace-rate", "trace-count", "trace-log-frequency"), Flag()
+    ),
     "cache-config": Flag("text", [], many=True),
     "response-cache-byte-size": Flag("integer", 0),
     "rate-limit": Flag("text", "off"),
@@ -92,27 +96,50 @@ FLAGS: dict[str, Flag] = {
     "metrics-config": Flag("text", [], many=True),
     **dict.fromkeys(
         (
-            "backend-directory", "repoagent-directory", "cache-directory", "pinned-memory-pool-byte-size",
-            "min-supported-compute-capability", "buffer-manager-thread-count", "model-load-thread-count",
-            "model-load-retry-count", "model-config-name", "http-thread-count",
-            "grpc-infer-allocation-pool-size", "grpc-infer-thread-count", "grpc-max-response-pool-size",
-            "metrics-interval-ms", "sagemaker-port", "sagemaker-safe-port-range", "sagemaker-thread-count",
-            "vertex-ai-port", "vertex-ai-thread-count", "vertex-ai-default-model",
+            "backend-directory",
+            "repoagent-directory",
+            "cache-directory",
+            "pinned-memory-pool-byte-size",
+            "min-supported-compute-capability",
+            "buffer-manager-thread-count",
+            "model-load-thread-count",
+            "model-load-retry-count",
+            "model-config-name",
+            "http-thread-count",
+            "grpc-infer-allocation-pool-size",
+            "grpc-infer-thread-count",
+            "grpc-max-response-pool-size",
+            "metrics-interval-ms",
+            "sagemaker-port",
+            "sagemaker-safe-port-range",
+            "sagemaker-thread-count",
+            "vertex-ai-port",
+            "vertex-ai-thread-count",
+            "vertex-ai-default-model",
         ),
         _ignored(),
     ),
     **dict.fromkeys(
-        ("reuse-http-port", "reuse-grpc-port", "enable-peer-access", "allow-gpu-metrics", "allow-cpu-metrics"),
+        (
+            "reuse-http-port",
+            "reuse-grpc-port",
+            "enable-peer-access",
+            "allow-gpu-metrics",
+            "allow-cpu-metrics",
+        ),
         _ignored("boolean"),
     ),
     **dict.fromkeys(
         (
-            "backend-config", "cuda-memory-pool-byte-size", "cuda-virtual-address-size", "host-policy",
+            "backend-config",
+            "cuda-memory-pool-byte-size",
+            "cuda-virtual-address-size",
+            "host-policy",
             "model-load-gpu-limit",
         ),
         _ignored(many=True),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -127,7 +154,9 @@ class Given:
 
 
 def parse_flags(arguments: Sequence[str]) -> Given:
-    given = Given({name: list(flag.default) if flag.many else flag.default for name, flag in FLAGS.items()})
+    given = Given(
+        {name: list(flag.default) if flag.many else flag.default for name, flag in FLAGS.items()}
+    )
     waiting = list(arguments)
     while waiting:
         word = waiting.pop(0)

@@ -1,4 +1,6 @@
-"""The flags of tritonserver that hold settings of their own: trace, response cache, rate limiter, metrics."""
+"""The flags of tritonserver that hold settings of their own: trace, response cache, rate limiter,
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,25 @@ if TYPE_CHECKING:
 
 # The flags of older releases, and the setting that each of them is now.
 _OLD_TRACE_FLAGS = {
-    "trace-file": "file", "trace-level": "level", "trace-rate": "rate", "trace-count": "count",
+    "trace-file": "file",
+    "trace-level": "level",
+    "trace-rate": "rate",
+    "trace-count": "count",
     "trace-log-frequency": "log-frequency",
-}  # fmt: skip
+}
 _TRACE_SETTINGS = {
-    "file": "trace_file", "rate": "trace_rate", "count": "trace_count", "log-frequency": "log_frequency",
-}  # fmt: skip
+    "file": "trace_file",
+    "rate": "trace_rate",
+    "count": "trace_count",
+    "log-frequency": "log_frequency",
+}
 _LEVELS = {
-    "OFF": [], "TIMESTAMPS": ["TIMESTAMPS"], "TENSORS": ["TENSORS"], "MIN": ["TIMESTAMPS"], "MAX": ["TIMESTAMPS"],
-}  # fmt: skip
+    "OFF": [],
+    "TIMESTAMPS": ["TIMESTAMPS"],
+    "TENSORS": ["TENSORS"],
+    "MIN": ["TIMESTAMPS"],
+    "MAX": ["TIMESTAMPS"],
+}
 _MODES = ("triton", "opentelemetry")
 _FILE_SETTINGS = ("file", "log-frequency")
 _METRIC_SWITCHES = ("summary_latencies", "counter_latencies", "histogram_latencies")
@@ -38,7 +50,9 @@ def trace_settings(given: Given) -> Tracing:
     """`--trace-config=level=TIMESTAMPS --trace-config=triton,file=…`, and the older flags."""
     general: list[tuple[str, str]] = []
     spans: list[tuple[str, str]] = []
-    files = [(name, given[flag]) for flag, name in _OLD_TRACE_FLAGS.items() if given[flag] is not None]
+    files = [
+        (name, given[flag]) for flag, name in _OLD_TRACE_FLAGS.items() if given[flag] is not None
+    ]
     for text in given["trace-config"]:
         scope, name, value = _setting("trace-config", text)
         if scope not in ("", *_MODES):
@@ -62,10 +76,14 @@ def _trace_values(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
     for name, value in pairs:
         if name == "level":
             if value.upper() not in _LEVELS:
-                raise FlagError(f"--trace-config: level must be one of {', '.join(_LEVELS)}, not '{value}'")
+                raise FlagError(
+                    f"--trace-config: level must be one of {', '.join(_LEVELS)}, not '{value}'"
+                )
             levels += [level for level in _LEVELS[value.upper()] if level not in levels]
         elif name in _TRACE_SETTINGS:
-            settings[_TRACE_SETTINGS[name]] = value if name == "file" else _whole_number("trace-config", name, value)
+            settings[_TRACE_SETTINGS[name]] = (
+                value if name == "file" else _whole_number("trace-config", name, value)
+            )
         else:
             known = ", ".join(("level", "mode", *_TRACE_SETTINGS))
             raise FlagError(f"--trace-config: unknown setting '{name}', there are: {known}")
@@ -104,7 +122,9 @@ def response_cache_bytes(given: Given) -> int:
     for text in given["cache-config"]:
         cache, name, value = _setting("cache-config", text)
         if cache != "local":
-            raise FlagError(f"--cache-config: '{text}' is not supported: the one cache there is is 'local'")
+            raise FlagError(
+                f"--cache-config: '{text}' is not supported: the one cache there is is 'local'"
+            )
         if name != "size":
             raise FlagError(f"--cache-config: the cache 'local' has no setting '{name}', only size")
         size = int(_whole_number("cache-config", name, value))
@@ -135,7 +155,9 @@ def metrics_settings(given: Given) -> dict[str, Any]:
     for text in given["metrics-config"]:
         scope, name, value = _setting("metrics-config", text)
         if scope:
-            raise FlagError(f"--metrics-config: '{text}' is not supported: settings are <setting>=<value>")
+            raise FlagError(
+                f"--metrics-config: '{text}' is not supported: settings are <setting>=<value>"
+            )
         if name in _METRIC_SWITCHES:
             if value.lower() not in ("true", "false"):
                 raise FlagError(f"--metrics-config: {name} must be true or false, not '{value}'")
@@ -155,7 +177,9 @@ def _quantiles(texts: Iterable[str]) -> tuple[float, ...]:
         try:
             quantile = float(text.partition(":")[0])
         except ValueError as error:
-            raise FlagError(f"--metrics-config: '{text}' is no quantile with its error, such as 0.9:0.01") from error
+            raise FlagError(
+                f"--metrics-config: '{text}' is no quantile with its error, such as 0.9:0.01"
+            ) from error
         if not 0 <= quantile <= 1:
             raise FlagError(f"--metrics-config: a quantile is between 0 and 1, not {quantile:g}")
         found.append(quantile)

@@ -23,22 +23,32 @@ _LEAST_AGREEMENT = {0: 0.99, 8: 0.97, 4: 0.85}  # by the bits of a weight-only e
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("slipstream verify", description="Compare an engine with the model it was made from.")
+    parser = Parser(
+        "slipstream verify", description="Compare an engine with the model it was made from."
+    )
     parser.add_argument("engine", type=Path, help="The engine's folder.")
-    parser.add_argument("--against", type=Path, required=True, help="The Hugging Face folder it was made from.")
+    parser.add_argument(
+        "--against", type=Path, required=True, help="The Hugging Face folder it was made from."
+    )
     given = parser.parse(arguments)
     config = read_engine_config(given.engine)
     if not (given.against / "config.json").is_file():
-        raise CommandError(f"--against {given.against}: not a Hugging Face folder: there is no config.json in it")
+        raise CommandError(
+            f"--against {given.against}: not a Hugging Face folder: there is no config.json in it"
+        )
     transformers = _transformers()
     tokenizer = Tokenizer.load(config.path)
     reference = transformers.AutoTokenizer.from_pretrained(str(given.against))
     unequal = [text for text in TEXTS if tokenizer.encode(text) != reference(text).input_ids]
     for text in unequal:
-        print(f"tokenisation differs: {text!r}: {tokenizer.encode(text)} here, {reference(text).input_ids} there")
+        print(
+            f"tokenisation differs: {text!r}: {tokenizer.encode(text)} here, {reference(text).input_ids} there"
+        )
     verdict = "not equal" if unequal else "equal"
     print(f"tokenisation: {verdict} ({len(TEXTS) - len(unequal)} of {len(TEXTS)} texts)")
-    good = _compare_numbers(config, given.against, transformers, [reference(text).input_ids for text in TEXTS])
+    good = _compare_numbers(
+        config, given.against, transformers, [reference(text).input_ids for text in TEXTS]
+    )
     return 0 if good and not unequal else 1
 
 
@@ -47,14 +57,20 @@ def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise CommandError("verify compares with transformers, which is not installed; "
-                           "install it with: pip install transformers") from error
+        raise CommandError(
+            "verify compares with transformers, which is not installed; "
+            "install it with: pip install transformers"
+        ) from error
 
 
-def _compare_numbers(config: EngineConfig, against: Path, transformers: Any, sequences: list[list[int]]) -> bool:
+def _compare_numbers(
+    config: EngineConfig, against: Path, transformers: Any, sequences: list[list[int]]
+) -> bool:
     from slipstream.weights.verify import compare, trace_engine
 
-    found = compare(trace_engine(config.path, sequences), _trace_reference(transformers, against, sequences))
+    found = compare(
+        trace_engine(config.path, sequences), _trace_reference(transformers, against, sequences)
+    )
     print(f"top-1 agreement: {found.agreement:.2%} of {found.tokens} positions")
     print(f"largest logit difference: {found.largest_difference:.6f}")
     if found.first_diverging_layer is None:
@@ -70,11 +86,15 @@ def _trace_reference(transformers: Any, folder: Path, sequences: list[list[int]]
 
     from slipstream.weights.verify import Trace
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32
+    ).eval()
     seen: list[torch.Tensor] = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("input_layernorm", "ln_1"):
-            module.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0].clone()))
+            module.register_forward_hook(
+                lambda _module, _inputs, output: seen.append(output[0].clone())
+            )
     traces = []
     with torch.inference_mode():
         for sequence in sequences:

@@ -10,14 +10,21 @@ from typing import Any, Protocol
 
 from slipstream.client.tensors import Array, datatype_of, from_bytes, from_json, to_bytes, to_json
 
-_OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1),
-            ("grpc.max_send_message_length", -1)]
-_UNREACHED = ("failed to connect to all addresses", "connections to all backends failing")  # grpc's own words
-_HUNG_UP = ("Socket closed", "Connection reset by peer")  # there is somebody, who does not understand
+_OPTIONS = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+]
+# grpc's own words
+_UNREACHED = ("failed to connect to all addresses", "connections to all backends failing")
+# there is somebody, who does not understand
+_HUNG_UP = ("Socket closed", "Connection reset by peer")
 
 
 class ServerError(Exception):
-    """What the server answered in place of a result, or that nobody answered. `cancelled`: by ourselves."""
+    """What the server answered in place of a result, or that nobody answered. `cancelled`: by
+    ourselves.
+    """
 
     def __init__(self, text: str, cancelled: bool = False) -> None:
         super().__init__(text)
@@ -89,20 +96,35 @@ class GrpcConnection:
     """`messages` holds the protocol's message classes and the name of its service."""
 
     def __init__(
-        self, messages: Any, url: str, tls: Tls | None = None, compression: str | None = None, key: str = ""
+        self,
+        messages: Any,
+        url: str,
+        tls: Tls | None = None,
+        compression: str | None = None,
+        key: str = "",
     ) -> None:
         import grpc
 
         self.url, self._messages = url, messages
         self._headers = [("authorization", f"Bearer {key}")] if key else []
-        kinds = {None: None, "none": grpc.Compression.NoCompression, "deflate": grpc.Compression.Deflate,
-                 "gzip": grpc.Compression.Gzip}
+        kinds = {
+            None: None,
+            "none": grpc.Compression.NoCompression,
+            "deflate": grpc.Compression.Deflate,
+            "gzip": grpc.Compression.Gzip,
+        }
         if tls is None:
-            self._channel = grpc.insecure_channel(url, options=_OPTIONS, compression=kinds[compression])
+            self._channel = grpc.insecure_channel(
+                url, options=_OPTIONS, compression=kinds[compression]
+            )
         else:
             files = (tls.root_certificates, tls.private_key, tls.certificate_chain)
-            credentials = grpc.ssl_channel_credentials(*(path.read_bytes() if path else None for path in files))
-            self._channel = grpc.secure_channel(url, credentials, options=_OPTIONS, compression=kinds[compression])
+            credentials = grpc.ssl_channel_credentials(
+                *(path.read_bytes() if path else None for path in files)
+            )
+            self._channel = grpc.secure_channel(
+                url, credentials, options=_OPTIONS, compression=kinds[compression]
+            )
         self._infer = self._channel.unary_unary(
             f"/{messages.SERVICE}/ModelInfer",
             request_serializer=messages.ModelInferRequest.SerializeToString,
@@ -132,26 +154,36 @@ class GrpcConnection:
             raise _server_error(error, self.url) from error
 
     def input_types(self, model: str) -> Mapping[str, str]:
-        return {tensor.name: tensor.datatype for tensor in self._ask("ModelMetadata", name=model).inputs}
+        return {
+            tensor.name: tensor.datatype for tensor in self._ask("ModelMetadata", name=model).inputs
+        }
 
     def config(self, model: str) -> dict[str, Any]:
         from google.protobuf.json_format import MessageToDict
 
-        return MessageToDict(self._ask("ModelConfig", name=model).config, preserving_proto_field_name=True)
+        return MessageToDict(
+            self._ask("ModelConfig", name=model).config, preserving_proto_field_name=True
+        )
 
     def statistics(self, model: str) -> dict[str, Any]:
         from google.protobuf.json_format import MessageToDict
 
-        return MessageToDict(self._ask("ModelStatistics", name=model), preserving_proto_field_name=True)
+        return MessageToDict(
+            self._ask("ModelStatistics", name=model), preserving_proto_field_name=True
+        )
 
     def health(self) -> dict[str, bool]:
         return {"live": self._ask("ServerLive").live, "ready": self._ask("ServerReady").ready}
 
     def infer_later(self, request: Request) -> Pending:
-        return Pending(self._infer.future(_message(self._messages, request), metadata=self._headers), self.url)
+        return Pending(
+            self._infer.future(_message(self._messages, request), metadata=self._headers), self.url
+        )
 
     def stream(self, requests: Iterable[Request], timeout: float | None = None) -> Stream:
-        """Every answer to the requests, as they come; the stream ends when the server has nothing more to say."""
+        """Every answer to the requests, as they come; the stream ends when the server has nothing
+        more to say.
+        """
         wire = (_message(self._messages, request) for request in requests)
         return Stream(self._stream(wire, timeout=timeout, metadata=self._headers), self.url)
 
@@ -185,8 +217,9 @@ class HttpConnection:
         self.url = url if "://" in url else f"http://{url}"
         limits = httpx.Limits(max_connections=None)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(timeout=httpx.Timeout(10.0, read=None), trust_env=False, limits=limits,
-                                    headers=headers)
+        self._client = httpx.Client(
+            timeout=httpx.Timeout(10.0, read=None), trust_env=False, limits=limits, headers=headers
+        )
 
     def input_types(self, model: str) -> Mapping[str, str]:
         document = self._document("GET", f"/v2/models/{model}", None)
@@ -202,7 +235,9 @@ class HttpConnection:
         return {word: self._get(f"/v2/health/{word}").is_success for word in ("live", "ready")}
 
     def infer(self, request: Request) -> Answer:
-        body: dict[str, Any] = {"inputs": [to_json(name, array) for name, array in request.inputs.items()]}
+        body: dict[str, Any] = {
+            "inputs": [to_json(name, array) for name, array in request.inputs.items()]
+        }
         if request.outputs:
             body["outputs"] = [{"name": name} for name in request.outputs]
         if request.request_id:
@@ -246,7 +281,9 @@ class HttpConnection:
             raise ServerError(f"what answers at {self.url} has no list of models") from error
 
     def events(self, path: str, body: Any) -> Generator[Any, None, None]:
-        """What a stream of server-sent events holds, as it comes. Closed early, it tells the server to stop."""
+        """What a stream of server-sent events holds, as it comes. Closed early, it tells the server
+        to stop.
+        """
         import httpx
 
         try:
@@ -269,12 +306,17 @@ class HttpConnection:
 
 
 def _data(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """What stands behind `data:` in each line. A line ends at a line feed only: JSON may hold U+2028 as it is."""
+    """What stands behind `data:` in each line. A line ends at a line feed only: JSON may hold
+    U+2028 as it is.
+    """
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:") and (data := line.removeprefix(b"data:").strip()) != b"[DONE]":
+            if (
+                line.startswith(b"data:")
+                and (data := line.removeprefix(b"data:").strip()) != b"[DONE]"
+            ):
                 yield data
 
 
@@ -287,7 +329,9 @@ def _refusal(response: Any) -> ServerError:
 
 
 def _told(document: Any) -> str:
-    """The error in a document, Triton's (a text) or OpenAI's (an object with one); empty where it has none."""
+    """The error in a document, Triton's (a text) or OpenAI's (an object with one); empty where it
+    has none.
+    """
     error = (document.get("error") if isinstance(document, dict) else None) or ""
     return str(error.get("message", "") if isinstance(error, dict) else error)
 
@@ -300,14 +344,22 @@ def _message(messages: Any, request: Request) -> Any:
     for name in request.outputs:
         message.outputs.add(name=name)
     for name, value in request.parameters.items():
-        kind = "bool_param" if isinstance(value, bool) else "int64_param" if isinstance(value, int) else "string_param"
+        kind = (
+            "bool_param"
+            if isinstance(value, bool)
+            else "int64_param"
+            if isinstance(value, int)
+            else "string_param"
+        )
         setattr(message.parameters[name], kind, value)
     return message
 
 
 def _answer(message: Any) -> Answer:
     pairs = zip(message.outputs, message.raw_output_contents, strict=True)
-    outputs = {tensor.name: from_bytes(tensor.datatype, list(tensor.shape), raw) for tensor, raw in pairs}
+    outputs = {
+        tensor.name: from_bytes(tensor.datatype, list(tensor.shape), raw) for tensor, raw in pairs
+    }
     flag = message.parameters.get("triton_final_response")
     return Answer(outputs, message.id, flag is None or flag.bool_param)
 
@@ -321,7 +373,9 @@ def _server_error(error: Any, url: str) -> ServerError:
 
 
 def grpc_error_text(error: Any, url: str) -> str:
-    """What the server said, where there is one: UNAVAILABLE is its answer, too, when its queue is full."""
+    """What the server said, where there is one: UNAVAILABLE is its answer, too, when its queue is
+    full.
+    """
     details: str = error.details() or ""
     if not details.startswith(_UNREACHED):
         return details

@@ -12,10 +12,19 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 _TYPES = {
-    "BOOL": numpy.bool_, "UINT8": numpy.uint8, "UINT16": numpy.uint16, "UINT32": numpy.uint32, "UINT64": numpy.uint64,
-    "INT8": numpy.int8, "INT16": numpy.int16, "INT32": numpy.int32, "INT64": numpy.int64, "FP16": numpy.float16,
-    "FP32": numpy.float32, "FP64": numpy.float64,
-}  # fmt: skip
+    "BOOL": numpy.bool_,
+    "UINT8": numpy.uint8,
+    "UINT16": numpy.uint16,
+    "UINT32": numpy.uint32,
+    "UINT64": numpy.uint64,
+    "INT8": numpy.int8,
+    "INT16": numpy.int16,
+    "INT32": numpy.int32,
+    "INT64": numpy.int64,
+    "FP16": numpy.float16,
+    "FP32": numpy.float32,
+    "FP64": numpy.float64,
+}
 _NAMES = {numpy.dtype(kind): name for name, kind in _TYPES.items()}
 
 
@@ -31,7 +40,9 @@ def texts(*rows: list[str]) -> Array:
 
 def to_bytes(array: Array) -> bytes:
     if array.dtype == object:
-        return b"".join(struct.pack("<I", len(item)) + item for item in map(_as_bytes, array.reshape(-1)))
+        return b"".join(
+            struct.pack("<I", len(item)) + item for item in map(_as_bytes, array.reshape(-1))
+        )
     return numpy.ascontiguousarray(array).tobytes()
 
 

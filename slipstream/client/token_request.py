@@ -26,7 +26,8 @@ class TokenRequest:
     top_p: float = 0.0
     streaming: bool = False
     return_log_probs: bool = False
-    optional: Mapping[str, Any] = field(default_factory=dict)  # tensor name: a number or a truth value
+    # tensor name: a number or a truth value
+    optional: Mapping[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, Array] = field(default_factory=dict)  # tensors sent as they are
 
     def inputs(self) -> dict[str, Array]:
@@ -49,7 +50,13 @@ class TokenRequest:
 
 def scalar(value: bool | int | float) -> Array:
     """[[value]] in the type that the protocol's scalars of its kind have."""
-    kind = numpy.bool_ if isinstance(value, bool) else numpy.int32 if isinstance(value, int) else numpy.float32
+    kind = (
+        numpy.bool_
+        if isinstance(value, bool)
+        else numpy.int32
+        if isinstance(value, int)
+        else numpy.float32
+    )
     return numpy.array([[value]], dtype=kind)
 
 
@@ -57,7 +64,8 @@ _FLOATS = {"FP16": "float16", "FP32": "float32"}
 
 
 def as_declared(inputs: Mapping[str, Array], declared: Mapping[str, str]) -> dict[str, Array]:
-    """The tensors in the types a model declares: lengths were UINT32 before 0.7, and INT32 from then on.
+    """The tensors in the types a model declares: lengths were UINT32 before 0.7, and INT32 from
+    then on.
 
     A tensor that the model does not know is left out where it asks for nothing.
     """
@@ -75,12 +83,18 @@ def as_declared(inputs: Mapping[str, Array], declared: Mapping[str, str]) -> dic
 
 def stop_inputs() -> dict[str, Array]:
     """The tensors of a stop order; a request needs some tokens to be one."""
-    return {"input_ids": scalar(0), "input_lengths": scalar(0), "request_output_len": scalar(0), "stop": scalar(True)}
+    return {
+        "input_ids": scalar(0),
+        "input_lengths": scalar(0),
+        "request_output_len": scalar(0),
+        "stop": scalar(True),
+    }
 
 
 def lora_arrays(folder: Path | None, task_id: int | None) -> dict[str, Array]:
-    """The tensors of an adapter that `slipstream lora` (or hf_lora_convert.py) wrote; its number alone where the
-    server has it already."""
+    """The tensors of an adapter that `slipstream lora` (or hf_lora_convert.py) wrote; its number
+    alone where the server has it already.
+    """
     arrays: dict[str, Array] = {}
     if task_id:
         arrays["lora_task_id"] = numpy.array([[task_id]], dtype=numpy.uint64)
@@ -92,7 +106,9 @@ def lora_arrays(folder: Path | None, task_id: int | None) -> dict[str, Array]:
         config = folder / "model.lora_keys.npy"  # its name before 0.8
     for path in (weights, config):
         if not path.is_file():
-            raise ValueError(f"{path} is missing; make it with: slipstream lora -i ADAPTER -o {folder}")
+            raise ValueError(
+                f"{path} is missing; make it with: slipstream lora -i ADAPTER -o {folder}"
+            )
     arrays["lora_weights"] = numpy.load(weights, allow_pickle=False)
     arrays["lora_config"] = numpy.load(config, allow_pickle=False)
     return arrays
@@ -112,5 +128,5 @@ def beams_of(outputs: Mapping[str, Array], prompt: list[int]) -> list[list[int]]
     whole = numpy.full(len(rows), rows.shape[-1])  # before 0.6 nothing said how long an answer is
     for row, length in zip(rows, outputs.get("sequence_length", whole).reshape(-1), strict=True):
         tokens = [int(token) for token in row[: int(length)]]
-        beams.append(tokens[len(prompt):] if tokens[: len(prompt)] == prompt else tokens)
+        beams.append(tokens[len(prompt) :] if tokens[: len(prompt)] == prompt else tokens)
     return beams

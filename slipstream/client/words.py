@@ -1,4 +1,6 @@
-"""Text to tokens and back for a client: with a tokenizer of its own, or by asking the server's text models."""
+"""Text to tokens and back for a client: with a tokenizer of its own, or by asking the server's text
+models.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Tokenizer(Protocol):
 
 
 class LocalWords:
-    """A tokenizer of the client's own; begin-of-text tokens are added, as a tokenizer does by default."""
+    """A tokenizer of the client's own; begin-of-text tokens are added, as a tokenizer does by
+    default.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -41,18 +45,31 @@ class LocalWords:
 
 
 class ServerWords:
-    """The models `preprocessing` and `postprocessing` of the server, for a client that was given no tokenizer."""
+    """The models `preprocessing` and `postprocessing` of the server, for a client that was given no
+    tokenizer.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def encode(self, text: str) -> Prompt:
         length = numpy.ones((1, 1), dtype=numpy.int32)
-        answer = self._connection.infer(Request("preprocessing", {
-            "QUERY": texts([text]), "REQUEST_OUTPUT_LEN": length,
-            "BAD_WORDS_DICT": texts([""]), "STOP_WORDS_DICT": texts([""])})).outputs
+        answer = self._connection.infer(
+            Request(
+                "preprocessing",
+                {
+                    "QUERY": texts([text]),
+                    "REQUEST_OUTPUT_LEN": length,
+                    "BAD_WORDS_DICT": texts([""]),
+                    "STOP_WORDS_DICT": texts([""]),
+                },
+            )
+        ).outputs
         count = int(answer["REQUEST_INPUT_LEN"][0][0])
-        ends = [int(answer[name].reshape(-1)[0]) if name in answer else None for name in ("OUT_END_ID", "OUT_PAD_ID")]
+        ends = [
+            int(answer[name].reshape(-1)[0]) if name in answer else None
+            for name in ("OUT_END_ID", "OUT_PAD_ID")
+        ]
         return Prompt([int(token) for token in answer["INPUT_ID"][0][:count]], *ends)
 
     def decode(self, tokens: list[int]) -> str:
@@ -61,12 +78,19 @@ class ServerWords:
         return postprocess(self._connection, ids, lengths)
 
 
-def postprocess(connection: Connection, ids: Array, lengths: Array, model: str = "postprocessing") -> str:
-    """The text of ids [1, 1, n]. Which other tensors the model must be given changed from release to release."""
+def postprocess(
+    connection: Connection, ids: Array, lengths: Array, model: str = "postprocessing"
+) -> str:
+    """The text of ids [1, 1, n]. Which other tensors the model must be given changed from release
+    to release.
+    """
     required = {"TOKENS_BATCH": ids}
     sized = {**required, "SEQUENCE_LENGTH": lengths}
-    passed_through = {**sized, "CUM_LOG_PROBS": numpy.zeros((1, 1), dtype=numpy.float32),
-                      "OUTPUT_LOG_PROBS": numpy.zeros((1, 1, 1), dtype=numpy.float32)}
+    passed_through = {
+        **sized,
+        "CUM_LOG_PROBS": numpy.zeros((1, 1), dtype=numpy.float32),
+        "OUTPUT_LOG_PROBS": numpy.zeros((1, 1, 1), dtype=numpy.float32),
+    }
     refusal: ServerError | None = None
     for inputs in (sized, passed_through, required):
         try:

@@ -1,7 +1,8 @@
 """Who may start, as far as adapters go. No torch here.
 
-A request whose adapter still loads steps aside for those behind it. One whose adapter finds no free pages steps aside
-for requests without an adapter only: those with one wait behind it, or it might wait for ever.
+A request whose adapter still loads steps aside for those behind it. One whose adapter finds no free
+pages steps aside for requests without an adapter only: those with one wait behind it, or it might
+wait for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from slipstream.engine.request import GenerateRequest, Request
 
 class AdapterGate:
     def __init__(self, adapters: Adapters | None) -> None:
-        """adapters: None where nobody computes with adapters, so that all there is to one is its number."""
+        """adapters: None where nobody computes with adapters, so that all there is to one is its
+        number.
+        """
         self._adapters = adapters
         self._pages_wanted = False  # in this step, by one that found too few
         self._aside: list[Request] = []
@@ -72,9 +75,13 @@ class AdapterGate:
         if books is None or not books.loads:
             return stats
         return replace(
-            stats, adapters=books.on_host, adapter_bytes=books.used_bytes, adapter_loads=books.loads,
-            free_adapter_pages=books.free_pages, total_adapter_pages=books.total_pages,
-        )  # fmt: skip
+            stats,
+            adapters=books.on_host,
+            adapter_bytes=books.used_bytes,
+            adapter_loads=books.loads,
+            free_adapter_pages=books.free_pages,
+            total_adapter_pages=books.total_pages,
+        )
 
     def check_integrity(self, live: Iterable[Request], running: Iterable[Request]) -> None:
         if self._adapters is not None:

@@ -4,9 +4,9 @@
                           ▲                     │
                           └──── pages taken ────┘      both by least recent use, never what somebody needs
 
-An adapter that is in pages is on the host, too. A request that lives holds its adapter on the host; a row that runs, or
-a launched plan that has not come back, keeps its pages. What the host keeps besides is bounded by its share of bytes.
-Page 0 is nobody's: a row without an adapter has no pages.
+An adapter that is in pages is on the host, too. A request that lives holds its adapter on the host;
+a row that runs, or a launched plan that has not come back, keeps its pages. What the host keeps
+besides is bounded by its share of bytes. Page 0 is nobody's: a row without an adapter has no pages.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ _REMEMBERED_FAILURES = 1000
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """Where an adapter's matrices come from: a folder to read, or the tensors that a request brought."""
+    """Where an adapter's matrices come from: a folder to read, or the tensors that a request
+    brought.
+    """
 
     folder: str = ""  # with adapter_config.json (PEFT) or model.lora_weights.npy
     weights: bytes = b""  # [modules, longest row]: A [rank, in], then B [out, rank], then zeros
     datatype: Literal["float16", "bfloat16", "float32"] = "float16"
-    modules: list[tuple[int, int, int]] | None = None  # module number, layer, rank of each row of weights
+    # module number, layer, rank of each row of weights
+    modules: list[tuple[int, int, int]] | None = None
 
 
 class ModuleMatrices(NamedTuple):
@@ -58,15 +61,23 @@ class _Adapter:
 
 class Adapters:
     def __init__(self, total_pages: int, page_rank: int, max_rank: int, host_bytes: int) -> None:
-        self.total_pages, self.page_rank, self.max_rank, self.host_bytes = total_pages, page_rank, max_rank, host_bytes
+        self.total_pages, self.page_rank, self.max_rank, self.host_bytes = (
+            total_pages,
+            page_rank,
+            max_rank,
+            host_bytes,
+        )
         self.used_bytes = 0
         self.loads = 0
-        self.placed: list[tuple[int, tuple[int, ...]]] = []  # adapters given pages since the last plan
+        # adapters given pages since the last plan
+        self.placed: list[tuple[int, tuple[int, ...]]] = []
         self._adapters: OrderedDict[int, _Adapter] = OrderedDict()  # least recently used first
         self._failures: OrderedDict[int, str] = OrderedDict()
-        self._free_pages = list(range(1, total_pages + 1))  # a heap: low numbers first, so that pages in use lie close
+        # a heap: low numbers first, so that pages in use lie close
+        self._free_pages = list(range(1, total_pages + 1))
         self._planned = 0  # the step that is being planned, or was last
-        self._flight: deque[int] = deque()  # steps that were launched and have not come back, in order
+        # steps that were launched and have not come back, in order
+        self._flight: deque[int] = deque()
 
     # --- loading ---
 
@@ -86,9 +97,11 @@ class Adapters:
         self.loads += 1
 
     def trim(self) -> list[int]:
-        """Forget the least recently used until the rest fits the host's share; returns who has gone.
+        """Forget the least recently used until the rest fits the host's share; returns who has
+        gone.
 
-        Those that live requests hold stay: where they alone are more than the share, they are so until they finish.
+        Those that live requests hold stay: where they alone are more than the share, they are so
+        until they finish.
         """
         gone: list[int] = []
         excess = self.used_bytes - self.host_bytes
@@ -140,7 +153,11 @@ class Adapters:
         state = self._adapters[adapter]
         if state.pages:
             return True
-        idle = [other for other in self._adapters.values() if other.pages and not other.rows and self._settled(other)]
+        idle = [
+            other
+            for other in self._adapters.values()
+            if other.pages and not other.rows and self._settled(other)
+        ]
         if len(self._free_pages) + sum(len(other.pages) for other in idle) < state.page_count:
             return False
         for other in idle:
@@ -165,11 +182,15 @@ class Adapters:
         return self._adapters[adapter].pages
 
     def take_placed(self) -> list[tuple[int, tuple[int, ...]]]:
-        """What has to be written to pages before the next plan computes. An adapter that lost its pages again before
-        that is left out."""
+        """What has to be written to pages before the next plan computes. An adapter that lost its
+        pages again before that is left out.
+        """
         placed, self.placed = self.placed, []
-        return [(adapter, pages) for adapter, pages in placed
-                if adapter in self._adapters and self._adapters[adapter].pages == pages]
+        return [
+            (adapter, pages)
+            for adapter, pages in placed
+            if adapter in self._adapters and self._adapters[adapter].pages == pages
+        ]
 
     def begin(self, step: int) -> None:
         self._planned = step
@@ -186,7 +207,11 @@ class Adapters:
     @property
     def free_pages(self) -> int:
         """Pages that could be handed out now."""
-        idle = sum(len(state.pages) for state in self._adapters.values() if not state.rows and self._settled(state))
+        idle = sum(
+            len(state.pages)
+            for state in self._adapters.values()
+            if not state.rows and self._settled(state)
+        )
         return len(self._free_pages) + idle
 
     @property
@@ -208,17 +233,23 @@ class Adapters:
         state.pages = ()
 
     def check_integrity(self, held: Iterable[int], running: Iterable[int]) -> None:
-        """Raise if pages or bytes are lost, or counts differ from the adapters of live requests and running rows."""
+        """Raise if pages or bytes are lost, or counts differ from the adapters of live requests and
+        running rows.
+        """
         used = [page for state in self._adapters.values() for page in state.pages]
         if sorted(used + self._free_pages) != list(range(1, self.total_pages + 1)):
-            raise AssertionError(f"adapter pages lost or doubled: used {used}, free {self._free_pages}")
+            raise AssertionError(
+                f"adapter pages lost or doubled: used {used}, free {self._free_pages}"
+            )
         if self.used_bytes != sum(state.bytes for state in self._adapters.values()):
             raise AssertionError("bytes of adapters on the host do not add up")
         holders = Counter(adapter for adapter in held if adapter)
         rows = Counter(adapter for adapter in running if adapter)
         for adapter, state in self._adapters.items():
             if (state.holders, state.rows) != (holders[adapter], rows[adapter]):
-                raise AssertionError(f"adapter {adapter}: counts {state.holders} requests and {state.rows} rows, "
-                                     f"there are {holders[adapter]} and {rows[adapter]}")
+                raise AssertionError(
+                    f"adapter {adapter}: counts {state.holders} requests and {state.rows} rows, "
+                    f"there are {holders[adapter]} and {rows[adapter]}"
+                )
             if state.pages and not state.loaded:
                 raise AssertionError(f"adapter {adapter} has pages but nothing to put into them")

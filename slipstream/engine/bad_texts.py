@@ -14,7 +14,10 @@ class Spelling:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.texts = [b"" if token in vocabulary.special else text for token, text in enumerate(vocabulary.texts)]
+        self.texts = [
+            b"" if token in vocabulary.special else text
+            for token, text in enumerate(vocabulary.texts)
+        ]
         self._order = sorted(range(len(self.texts)), key=self.texts.__getitem__)
         self._sorted = [self.texts[token] for token in self._order]
         self._joined = b"".join(self.texts)
@@ -30,7 +33,8 @@ class Spelling:
 
     def beginning(self, start: bytes) -> Sequence[int]:
         first = bisect_left(self._sorted, start)
-        last = bisect_left(self._sorted, start + b"\xff" * 64)  # no token of a text has that many bytes 255
+        # no token of a text has that many bytes 255
+        last = bisect_left(self._sorted, start + b"\xff" * 64)
         return self._order[first:last]
 
 
@@ -46,7 +50,9 @@ class _Begun:
         self._allowed: int | None = None
 
     def allowed(self, spelling: Spelling) -> int:
-        """A bit for each token that completes none of the words here. Found once: a step must not wait for it again."""
+        """A bit for each token that completes none of the words here. Found once: a step must not
+        wait for it again.
+        """
         if self._allowed is None:
             mask = bytearray(b"\xff" * spelling.vocabulary.mask_bytes)
             for word in self.words:
@@ -56,7 +62,9 @@ class _Begun:
 
 
 class BadTexts:
-    """One request's words. A word ends inside a token, or begins before it and ends in it; both are known ahead."""
+    """One request's words. A word ends inside a token, or begins before it and ends in it; both are
+    known ahead.
+    """
 
     error = ""
 

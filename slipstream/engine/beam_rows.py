@@ -13,9 +13,11 @@ MakeRoom = Callable[[StepPlan, Request, int], bool]
 
 
 def bring_up(plan: StepPlan, group: BeamGroup, holdings: Holdings, make_room: MakeRoom) -> None:
-    """Carry out what the group decided when it last advanced, and wake those that the first beam has blocks for.
+    """Carry out what the group decided when it last advanced, and wake those that the first beam
+    has blocks for.
 
-    `make_room` frees blocks for a request, if need be by taking others'; False when it has had to give way itself.
+    `make_room` frees blocks for a request, if need be by taking others'; False when it has had to
+    give way itself.
     """
     size = holdings.blocks.block_tokens
     full = group.leader.prompt_tokens // size * size
@@ -28,7 +30,8 @@ def bring_up(plan: StepPlan, group: BeamGroup, holdings: Holdings, make_room: Ma
         return
     tokens = len(group.first.tokens) - 1
     if tokens % size:
-        new = sum(not move.target.blocks for move in group.moves)  # the others have a block to give up
+        # the others have a block to give up
+        new = sum(not move.target.blocks for move in group.moves)
         if not make_room(plan, group.first, new):
             return
     for source, target in group.moves:

@@ -1,7 +1,8 @@
 """Beam search: which continuations live on, and which have ended. No torch here.
 
-`BeamSearch` is the search alone, on numbers. `BeamGroup` ties it to the requests that compute: each beam is a
-request with a row of its own. The beams of a group advance together, when the last of them has sampled.
+`BeamSearch` is the search alone, on numbers. `BeamGroup` ties it to the requests that compute: each
+beam is a request with a row of its own. The beams of a group advance together, when the last of
+them has sampled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ class Path:
     logits: tuple[bytes, ...] = ()  # that each token was chosen from; empty ones where nobody asked
 
     def then(self, token: int, log_prob: float, logits: bytes = b"") -> Path:
-        return Path((*self.tokens, token), (*self.log_probs, log_prob), self.total + log_prob, (*self.logits, logits))
+        return Path(
+            (*self.tokens, token),
+            (*self.log_probs, log_prob),
+            self.total + log_prob,
+            (*self.logits, logits),
+        )
 
 
 class Told(NamedTuple):
@@ -60,7 +66,9 @@ class BeamSearch:
     def advance(self, candidates: list[Candidates], logits: Sequence[bytes] = ()) -> list[Survivor]:
         """One token further: what each beam may be followed by → the beams that go on, best first.
 
-        `logits`: those that the candidates of each beam come from, where somebody wants to see them."""
+        `logits`: those that the candidates of each beam come from, where somebody wants to see
+        them.
+        """
         width, length = self.sampling.beam_width, len(self.beams[0].tokens) + 1
         survivors: list[Survivor] = []
         paths: list[Path] = []
@@ -77,20 +85,38 @@ class BeamSearch:
 
     def results(self) -> list[Beam]:
         """The best beams there are, those that were cut short after those that ended."""
-        cut = sorted((Ended(self._score(p), p) for p in self.beams if p.tokens), key=lambda e: -e.score)
+        cut = sorted(
+            (Ended(self._score(p), p) for p in self.beams if p.tokens), key=lambda e: -e.score
+        )
         chosen = [*self.ended, *(() if self.finished else cut)][: self.sampling.beam_width]
         return [self._beam(ended.path) for ended in chosen]
 
-    def _best(self, candidates: list[Candidates], logits: Sequence[bytes]) -> list[tuple[int, int, Path]]:
-        """(beam, token, path) of the most promising continuations of all beams together, best first."""
-        ways = [self._ways(place, beam, follows)
-                for place, (beam, follows) in enumerate(zip(self.beams, candidates, strict=True))]
+    def _best(
+        self, candidates: list[Candidates], logits: Sequence[bytes]
+    ) -> list[tuple[int, int, Path]]:
+        """(beam, token, path) of the most promising continuations of all beams together, best
+        first.
+        """
+        ways = [
+            self._ways(place, beam, follows)
+            for place, (beam, follows) in enumerate(zip(self.beams, candidates, strict=True))
+        ]
         best = islice(heapq.merge(*ways, key=lambda way: -way[0]), self.sampling.candidates)
-        return [(place, token, self.beams[place].then(token, log_prob, logits[place] if logits else b""))
-                for _, place, token, log_prob in best]
+        return [
+            (
+                place,
+                token,
+                self.beams[place].then(token, log_prob, logits[place] if logits else b""),
+            )
+            for _, place, token, log_prob in best
+        ]
 
-    def _ways(self, place: int, beam: Path, follows: Candidates) -> Iterator[tuple[float, int, int, float]]:
-        """(score, beam, token, log-probability) of one beam's continuations, best first as they came."""
+    def _ways(
+        self, place: int, beam: Path, follows: Candidates
+    ) -> Iterator[tuple[float, int, int, float]]:
+        """(score, beam, token, log-probability) of one beam's continuations, best first as they
+        came.
+        """
         bonus = self.sampling.diversity_rate * place
         for token, log_prob in follows:
             if math.isfinite(log_prob):
@@ -126,7 +152,9 @@ class BeamSearch:
         shown = len(path.tokens) - marked  # the end mark itself is not part of the answer
         reason = "stop" if self._stops(path) else "length"
         logits = b"".join(path.logits[:shown])
-        return Beam(list(path.tokens[:shown]), list(path.log_probs[:shown]), path.total, reason, logits)
+        return Beam(
+            list(path.tokens[:shown]), list(path.log_probs[:shown]), path.total, reason, logits
+        )
 
 
 class Move(NamedTuple):
@@ -146,14 +174,22 @@ class BeamGroup:
     told: dict[int, Told] = field(default_factory=dict)  # what members sampled, by their row
     advanced: bool = False  # since the last plan, which has to be told the beams' new tokens
     moves: list[Move] = field(default_factory=list)  # decided, and not yet part of a plan
-    asleep: list[Request] = field(default_factory=list)  # have a row, but no blocks before the first beam has some
+    # have a row, but no blocks before the first beam has some
+    asleep: list[Request] = field(default_factory=list)
 
     @classmethod
     def of(cls, leader: Request) -> BeamGroup:
         members = [leader]
         for _ in range(leader.sampling.beam_width - 1):
             # A constraint goes by the tokens it is shown, so that all beams can ask the same one.
-            members.append(Request(leader.request, leader.arrival, list(leader.tokens), constraint=leader.constraint))
+            members.append(
+                Request(
+                    leader.request,
+                    leader.arrival,
+                    list(leader.tokens),
+                    constraint=leader.constraint,
+                )
+            )
         group = cls(members, BeamSearch(leader.sampling, leader.constraint), [leader])
         for member in members:
             member.group, member.lockstep = group, True
@@ -174,7 +210,9 @@ class BeamGroup:
         if len(self.told) < len(self.order):
             return False
         told = [self.told[member.row] for member in self.order]
-        survivors = self.search.advance([one.candidates for one in told], [one.logits for one in told])
+        survivors = self.search.advance(
+            [one.candidates for one in told], [one.logits for one in told]
+        )
         self.told.clear()
         if not self.search.finished:
             self._place(survivors)

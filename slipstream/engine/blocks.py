@@ -4,9 +4,10 @@
                                               idle        nobody holds it, but its content has a name
                                               held        one or more requests read it
 
-A block's name is the hash of all tokens up to its end (with the adapter and the tenant's salt at the
-root), so equal prefixes meet in the same blocks. Only full blocks whose content is written get a name.
-Block 0 is the null block: padding reads it, nobody is given it. In a table it stands for a block that was let go.
+A block's name is the hash of all tokens up to its end (with the adapter and the tenant's salt at
+the root), so equal prefixes meet in the same blocks. Only full blocks whose content is written get
+a name. Block 0 is the null block: padding reads it, nobody is given it. In a table it stands for a
+block that was let go.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def next_name(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    def __init__(self, total_blocks: int, block_tokens: int, reuse: bool = True, host_slots: int = 0) -> None:
+    def __init__(
+        self, total_blocks: int, block_tokens: int, reuse: bool = True, host_slots: int = 0
+    ) -> None:
         self.total_blocks = total_blocks  # the null block not counted
         self.block_tokens = block_tokens
         self.reuse = reuse
@@ -45,7 +48,8 @@ class BlockPool:
         # A heap: the lowest number is handed out first, so that tables tend to be runs of blocks.
         self._free = list(range(1, total_blocks + 1))
         self._idle = IdleBlocks()
-        self._keeps: dict[int, Keep] = {}  # of named blocks that somebody wants to be dearer or cheaper than others
+        # of named blocks that somebody wants to be dearer or cheaper than others
+        self._keeps: dict[int, Keep] = {}
         self._references = [0] * (total_blocks + 1)
         self._names: list[bytes | None] = [None] * (total_blocks + 1)
         self._blocks: dict[bytes, int] = {}
@@ -91,8 +95,9 @@ class BlockPool:
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` blocks of no content, forgetting names if need be: those that nobody wants kept, and among
-        them the least recently used, first."""
+        """Hand out `count` blocks of no content, forgetting names if need be: those that nobody
+        wants kept, and among them the least recently used, first.
+        """
         if count > self.available:
             raise OutOfBlocks(f"{count} blocks asked for, {self.available} available")
         blocks = []
@@ -108,18 +113,27 @@ class BlockPool:
 
     def name(self, block: int, name: bytes) -> None:
         """The block is full and written: from now on others may find it under this name."""
-        if not self.reuse or block == NULL_BLOCK or self._names[block] is not None or name in self._blocks:
+        if (
+            not self.reuse
+            or block == NULL_BLOCK
+            or self._names[block] is not None
+            or name in self._blocks
+        ):
             return  # another block holds the same content already: this one stays nameless
         self._names[block] = name
         self._blocks[name] = block
 
     def keep(self, block: int, keep: Keep | None) -> None:
-        """From now on, and as long as it has its name, the block is as dear as this says; None: as it was."""
+        """From now on, and as long as it has its name, the block is as dear as this says; None: as
+        it was.
+        """
         if keep is not None and self._names[block] is not None:
             self._keeps[block] = keep
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up one hold on each. A table is released whole: its tail becomes the first to be forgotten."""
+        """Give up one hold on each. A table is released whole: its tail becomes the first to be
+        forgotten.
+        """
         for block in reversed(blocks):
             if block == NULL_BLOCK:
                 continue
@@ -130,7 +144,9 @@ class BlockPool:
                 else:
                     self._idle.add(block, self._keeps.get(block))
 
-    def never_moved(self, saves: Iterable[tuple[int, int]], loads: Iterable[tuple[int, int]]) -> None:
+    def never_moved(
+        self, saves: Iterable[tuple[int, int]], loads: Iterable[tuple[int, int]]
+    ) -> None:
         """What a plan was to bring to the host and back was not carried out: nobody may find it."""
         self.host.lose({slot for _, slot in saves})
         for _, block in loads:
@@ -159,14 +175,22 @@ class BlockPool:
             wrong = [b for b in range(self.total_blocks + 1) if held[b] != self._references[b]]
             raise AssertionError(f"blocks {wrong[:8]}: tables and reference counts differ")
         free, idle = set(self._free), set(self._idle)
-        if len(idle) != len(self._idle) or not all(self._names[block] is not None for block in self._keeps):
+        if len(idle) != len(self._idle) or not all(
+            self._names[block] is not None for block in self._keeps
+        ):
             raise AssertionError("an idle block has two priorities, or one without a name has one")
         holders = {b for b in range(1, self.total_blocks + 1) if self._references[b] > 0}
         if len(free) != len(self._free) or free & idle or free & holders or idle & holders:
             raise AssertionError("a block is in two places")
         if len(free) + len(idle) + len(holders) != self.total_blocks:
-            raise AssertionError(f"{self.total_blocks - len(free) - len(idle) - len(holders)} blocks are lost")
-        if any(self._names[b] is not None for b in free) or any(self._names[b] is None for b in idle):
+            raise AssertionError(
+                f"{self.total_blocks - len(free) - len(idle) - len(holders)} blocks are lost"
+            )
+        if any(self._names[b] is not None for b in free) or any(
+            self._names[b] is None for b in idle
+        ):
             raise AssertionError("a free block has a name, or an idle one has none")
-        if {b: n for b, n in enumerate(self._names) if n is not None} != {b: n for n, b in self._blocks.items()}:
+        if {b: n for b, n in enumerate(self._names) if n is not None} != {
+            b: n for n, b in self._blocks.items()
+        }:
             raise AssertionError("names and blocks disagree")

@@ -17,14 +17,18 @@ class Capacity:
     def problem(self, request: GenerateRequest) -> str:
         """Why the request can never run; empty when it can."""
         prompt, wanted = len(request.prompt), request.sampling.max_tokens
-        known = self.vocab_size + (request.prompt_table.rows if request.prompt_table is not None else 0)
+        known = self.vocab_size + (
+            request.prompt_table.rows if request.prompt_table is not None else 0
+        )
         if prompt == 0:
             return "the prompt has no tokens"
         if wanted < 1:
             return f"max_tokens must be at least 1, not {wanted}"
         if prompt + wanted > self.sequence_tokens:
-            return (f"prompt ({prompt} tokens) and max_tokens ({wanted}) exceed the longest sequence, "
-                    f"{self.sequence_tokens} tokens")
+            return (
+                f"prompt ({prompt} tokens) and max_tokens ({wanted}) exceed the longest sequence, "
+                f"{self.sequence_tokens} tokens"
+            )
         for tokens, size in ((request.prompt, known), (request.draft, self.vocab_size)):
             outside = next((token for token in tokens if not 0 <= token < size), None)
             if outside is not None:

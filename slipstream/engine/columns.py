@@ -1,4 +1,6 @@
-"""What a plan says of one request: a column of its own, and whatever else concerns its row. No torch here."""
+"""What a plan says of one request: a column of its own, and whatever else concerns its row. No
+torch here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def add_column(plan: StepPlan, request: Request, count: int, guesses: Sequence[i
     request.pending += samples + len(guesses)
     request.guesses = guesses
     if guesses:
-        plan.written += [(request.row, len(request.tokens) + i, token) for i, token in enumerate(guesses)]
+        plan.written += [
+            (request.row, len(request.tokens) + i, token) for i, token in enumerate(guesses)
+        ]
     if samples and request.constraint is not None:
         mask = request.constraint.mask(request.tokens[request.prompt_tokens :])
         if mask:
@@ -31,13 +35,24 @@ def add_column(plan: StepPlan, request: Request, count: int, guesses: Sequence[i
 
 
 def strike(plan: StepPlan, request: Request) -> None:
-    """Take a running request out of a plan that is being made; its row and blocks are about to be given back."""
+    """Take a running request out of a plan that is being made; its row and blocks are about to be
+    given back.
+    """
     row = request.row
     for column in (index for index, other in reversed(list(enumerate(plan.rows))) if other == row):
-        for values in (plan.rows, plan.generations, plan.positions, plan.counts, plan.samples, plan.drafts):
+        for values in (
+            plan.rows,
+            plan.generations,
+            plan.positions,
+            plan.counts,
+            plan.samples,
+            plan.drafts,
+        ):
             del values[column]  # type: ignore[attr-defined]
     plan.masks.pop(row, None)
-    kept = [(r, b) for r, b in zip(plan.appended_rows, plan.appended_blocks, strict=True) if r != row]
+    kept = [
+        (r, b) for r, b in zip(plan.appended_rows, plan.appended_blocks, strict=True) if r != row
+    ]
     plan.appended_rows[:], plan.appended_blocks[:] = [r for r, _ in kept], [b for _, b in kept]
     mine = set(request.blocks)
     plan.copies[:] = [copy for copy in plan.copies if copy[1] not in mine]

@@ -1,7 +1,7 @@
 """Constraints on the text of answers, made in a thread beside the step loop. No torch here.
 
-A request that asks for one waits here until it is made, then goes to the scheduler with it. What cannot be made
-is told as the request's error, before anything of it runs.
+A request that asks for one waits here until it is made, then goes to the scheduler with it. What
+cannot be made is told as the request's error, before anything of it runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class Constraints:
     def begin(self, request: GenerateRequest) -> None:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="constraints")
-        self._making[request.request_id] = (request, self._executor.submit(self._make, request.sampling))
+        self._making[request.request_id] = (
+            request,
+            self._executor.submit(self._make, request.sampling),
+        )
 
     def drop(self, request_id: int) -> bool:
         """Forget a request; whether it was here."""
@@ -55,14 +58,19 @@ class Constraints:
 
     def take_late(self, now: float) -> list[int]:
         """Those whose deadline has passed meanwhile, forgotten."""
-        late = [number for number, (request, _) in self._making.items() if (request.deadline or math.inf) <= now]
+        late = [
+            number
+            for number, (request, _) in self._making.items()
+            if (request.deadline or math.inf) <= now
+        ]
         for request_id in late:
             self.drop(request_id)
         return late
 
     def take_made(self) -> list[Made]:
         """Those that need not wait any longer, in the order they came."""
-        done = list(takewhile(lambda pair: pair[1].done(), self._making.values()))  # one thread makes them in turn
+        # one thread makes them in turn
+        done = list(takewhile(lambda pair: pair[1].done(), self._making.values()))
         for request, _ in done:
             del self._making[request.request_id]
         return [_made(request, future) for request, future in done]
@@ -86,7 +94,9 @@ class Constraints:
             self._spelling = self._spelling or Spelling(self._vocabulary)
             parts.append(BadTexts(self._spelling, [text.encode() for text in sampling.bad_texts]))
         if sampling.stop_texts:
-            parts.append(StopTexts(self._vocabulary, [text.encode() for text in sampling.stop_texts]))
+            parts.append(
+                StopTexts(self._vocabulary, [text.encode() for text in sampling.stop_texts])
+            )
         return parts[0] if len(parts) == 1 else All(parts)
 
 
@@ -116,5 +126,3 @@ def _made(request: GenerateRequest, future: Future[Constraint]) -> Made:
     if isinstance(problem, GuideError):
         return Made(request, None, str(problem))
     return Made(request, None, f"the constraint on the answer could not be made: {problem}")
-
-

@@ -33,13 +33,17 @@ class Counters:
         self.steps += 1
         self.context_requests = self.context_tokens = 0
 
-    def stats(self, live: Collection[Request], blocks: BlockPool, queue_times: QueueTimes) -> EngineStats:
+    def stats(
+        self, live: Collection[Request], blocks: BlockPool, queue_times: QueueTimes
+    ) -> EngineStats:
         running = [request for request in live if request.row >= 0]
         return EngineStats(
             running=len(running),
             waiting=len(live) - len(running),
             paused=sum(request.row < 0 <= request.generation for request in live),
-            generation_requests=sum(request.computed >= request.prompt_tokens for request in running),
+            generation_requests=sum(
+                request.computed >= request.prompt_tokens for request in running
+            ),
             free_blocks=blocks.available,
             cached_blocks=blocks.cached,
             total_blocks=blocks.total_blocks,

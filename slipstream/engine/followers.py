@@ -6,11 +6,22 @@ from slipstream.engine.request import Request
 
 
 def follow(request: Request, leader: Request | None) -> bool:
-    """Tie a new request to the live one whose prompt it has; True when it must wait for that prompt first."""
-    if leader is None or leader.group is not None or request.group is not None or request.sampling.scores_prompt:
+    """Tie a new request to the live one whose prompt it has; True when it must wait for that prompt
+    first.
+    """
+    if (
+        leader is None
+        or leader.group is not None
+        or request.group is not None
+        or request.sampling.scores_prompt
+    ):
         return False
     ours, theirs = request.request, leader.request
-    if (ours.prompt, ours.adapter, ours.cache_salt) != (theirs.prompt, theirs.adapter, theirs.cache_salt):
+    if (ours.prompt, ours.adapter, ours.cache_salt) != (
+        theirs.prompt,
+        theirs.adapter,
+        theirs.cache_salt,
+    ):
         return False
     if ours.prompt_table != theirs.prompt_table:
         return False
@@ -38,5 +49,7 @@ def source_of(request: Request) -> Request | None:
 
 
 def _has_prompt(leader: Request) -> bool:
-    """The last token of a prompt is computed by each request itself: it is where its own first token comes from."""
+    """The last token of a prompt is computed by each request itself: it is where its own first
+    token comes from.
+    """
     return leader.settled >= leader.prompt_tokens - 1

@@ -1,9 +1,11 @@
-"""How many blocks running requests come to hold at most, when those that end make room for those that grow.
+"""How many blocks running requests come to hold at most, when those that end make room for those
+that grow.
 
-Every step gives each decoding request one token: decoding requests come first in a step, and a step has room for all of
-them. So the steps to a request's limit say when its blocks come back at the latest, and how far others have grown by
-then. Ending earlier only helps. A request in the midst of its prompt may be held up, so that nothing is known of when
-it ends; neither is it of one that guesses ahead, waits for masks or has beams. No torch here.
+Every step gives each decoding request one token: decoding requests come first in a step, and a step
+has room for all of them. So the steps to a request's limit say when its blocks come back at the
+latest, and how far others have grown by then. Ending earlier only helps. A request in the midst of
+its prompt may be held up, so that nothing is known of when it ends; neither is it of one that
+guesses ahead, waits for masks or has beams. No torch here.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import numpy as np
 
 from slipstream.engine.request import Request
 
-_LATE = 3  # steps from a request's last one until its blocks are known to be free: two may be under way
+# steps from a request's last one until its blocks are known to be free: two may be under way
+_LATE = 3
 
 
 class Forecast:
@@ -35,8 +38,10 @@ class Forecast:
         self._decoding = np.array(decoding, dtype=np.int64).reshape(-1, 2)
 
     def most(self, blocks: int, decoding: tuple[int, int] | None) -> int:
-        """Blocks held at most at once if one more request came, which holds up to `blocks`; decoding: the tokens that
-        it has computed and its limit, where all of its prompt is computed at once."""
+        """Blocks held at most at once if one more request came, which holds up to `blocks`;
+        decoding: the tokens that it has computed and its limit, where all of its prompt is computed
+        at once.
+        """
         if decoding is None:
             return self._kept + blocks + self._peak(self._decoding)
         return self._kept + self._peak(np.vstack((self._decoding, decoding)))
@@ -53,7 +58,8 @@ class Forecast:
         order = np.argsort(-left)
         count = np.arange(1, len(order) + 1)
         grown = np.cumsum(decoding[order, 0]) + count * (left[order] + _LATE)
-        return int((grown // self._block_tokens + count).max(initial=0))  # each may have a block that is not full
+        # each may have a block that is not full
+        return int((grown // self._block_tokens + count).max(initial=0))
 
 
 def at_own_pace(request: Request) -> bool:

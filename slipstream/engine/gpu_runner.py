@@ -32,13 +32,17 @@ from slipstream.model.transformer import Step, Transformer
 class GpuHandle:
     """A launched plan; its tokens travel to the host while the next plan is made."""
 
-    def __init__(self, sampled: sampler.Sampled | None, prompts: Sequence[scores.PromptLogits] = ()) -> None:
+    def __init__(
+        self, sampled: sampler.Sampled | None, prompts: Sequence[scores.PromptLogits] = ()
+    ) -> None:
         self._sampled = sampled
         self._prompts = prompts
         if sampled is not None:
             self._tokens, self._best = _to_host(sampled.tokens), _to_host(sampled.best)
             self._log_probs = None if sampled.log_probs is None else _to_host(sampled.log_probs)
-            self._top = [(index, _to_host(tokens), _to_host(values)) for index, tokens, values in sampled.top]
+            self._top = [
+                (index, _to_host(tokens), _to_host(values)) for index, tokens, values in sampled.top
+            ]
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -47,7 +51,8 @@ class GpuHandle:
             return StepResult(tokens=[], prompt_scores=scores.to_scores(self._prompts))
         self._event.synchronize()
         moved = self._sampled._replace(
-            tokens=self._tokens, best=self._best, log_probs=self._log_probs, top=self._top)
+            tokens=self._tokens, best=self._best, log_probs=self._log_probs, top=self._top
+        )
         result = sampler.to_result(moved)
         result.prompt_scores = scores.to_scores(self._prompts)
         return result
@@ -55,7 +60,12 @@ class GpuHandle:
 
 class GpuRunner:
     def __init__(
-        self, model: Transformer, total_blocks: int, block_tokens: int, max_rows: int, max_tokens: int
+        self,
+        model: Transformer,
+        total_blocks: int,
+        block_tokens: int,
+        max_rows: int,
+        max_tokens: int,
     ) -> None:
         self.model = model
         self.block_tokens = block_tokens
@@ -68,10 +78,13 @@ class GpuRunner:
         self.graphs = DecodeGraphs(model, self.cache, self.rows, block_tokens, self.places)
         self.mixed = MixedGraphs(model, self.cache, self.rows, block_tokens, self.places)
         self.adapters: AdapterPages | None = None  # none before the first adapter comes
-        self._row_pages: Tensor | None = None  # [rows, 1 + pages]: how many pages a row's adapter has, then those
+        # [rows, 1 + pages]: how many pages a row's adapter has, then those
+        self._row_pages: Tensor | None = None
 
     @torch.inference_mode()
-    def capture(self, largest: int, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def capture(
+        self, largest: int, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
         """Record decode steps of up to `largest` rows, and steps with few tokens of prompts."""
         decodes = len(ladder(largest))
         total = decodes + len(SIZES)
@@ -79,7 +92,8 @@ class GpuRunner:
         self.mixed.capture(self.graphs.pool, lambda done: progress(decodes + done, total))
 
     def launch(self, plan: StepPlan) -> GpuHandle:
-        self._move_blocks(plan)  # even where the step then fails: what moves is already known under its new place
+        # even where the step then fails: what moves is already known under its new place
+        self._move_blocks(plan)
         try:
             return self._launch(plan)
         except torch.OutOfMemoryError as error:
@@ -107,7 +121,11 @@ class GpuRunner:
 
     def _replay(self, plan: StepPlan) -> GpuHandle:
         adapters = None
-        if self.adapters is not None and self._row_pages is not None and self._has_adapter(plan.rows):
+        if (
+            self.adapters is not None
+            and self._row_pages is not None
+            and self._has_adapter(plan.rows)
+        ):
             adapters = (self.adapters, self._row_pages)
         logits, best, tokens = self.graphs.replay(plan.rows, plan.positions, adapters)
         lengths = [position + 1 for position in plan.positions]
@@ -118,12 +136,17 @@ class GpuRunner:
         return GpuHandle(sampled)
 
     def _run(self, plan: StepPlan) -> GpuHandle:
-        order = sorted(range(len(plan.rows)), key=lambda index: plan.counts[index] > 1)  # decodes first
-        rows, positions, counts = (np.array([column[i] for i in order]) for column in (
-            plan.rows, plan.positions, plan.counts))
+        # decodes first
+        order = sorted(range(len(plan.rows)), key=lambda index: plan.counts[index] > 1)
+        rows, positions, counts = (
+            np.array([column[i] for i in order])
+            for column in (plan.rows, plan.positions, plan.counts)
+        )
         samples = np.array([plan.samples[i] for i in order])
         drafts = [plan.drafts[i] for i in order]
-        wanted = scores.wanted_logits(rows.tolist(), positions, counts, samples, self.rows, order, drafts)
+        wanted = scores.wanted_logits(
+            rows.tolist(), positions, counts, samples, self.rows, order, drafts
+        )
         far_back = self._looks_far_back(positions[counts > 1], counts[counts > 1])
         size = None if wanted.prompts or far_back else self.mixed.size(counts, wanted.tokens)
         table = self.rows.prompts.of_step(rows, positions, counts)
@@ -143,7 +166,11 @@ class GpuRunner:
         return GpuHandle(_in_plan_order(sampled, order, plan), prompts)
 
     def _step(
-        self, rows: np.ndarray, positions: np.ndarray, counts: np.ndarray, wanted: np.ndarray,
+        self,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        counts: np.ndarray,
+        wanted: np.ndarray,
         table: tuple[Tensor, Tensor] | None,
     ) -> Step:
         ends = np.cumsum(counts)
@@ -151,7 +178,9 @@ class GpuRunner:
         row_of_token = np.repeat(rows, counts)
         position_of_token = np.arange(ends[-1]) + np.repeat(positions - offsets, counts)
         decodes = int((counts == 1).sum())
-        chunks = cut_chunks(rows[:decodes], (positions + counts)[:decodes], self.model.spec.kv_heads, self.places)
+        chunks = cut_chunks(
+            rows[:decodes], (positions + counts)[:decodes], self.model.spec.kv_heads, self.places
+        )
         several = slice(decodes, None)
         longest = int((positions + counts)[several].max(initial=0))
         far = far_tiles(longest, self.model.dtype, self.model.spec.head_size, self.model.device)
@@ -163,19 +192,37 @@ class GpuRunner:
             self.model.device,
         )
         row_tokens, token_positions, sampled, cut = parts[:4]
-        ids, slots = step_inputs(row_tokens, token_positions, self.rows.tokens, self.rows.tables, self.block_tokens)
+        ids, slots = step_inputs(
+            row_tokens, token_positions, self.rows.tokens, self.rows.tables, self.block_tokens
+        )
         prefill = None
         if decodes < len(rows):
             prefill = PrefillPlan(*parts[4:9], far=far)  # type: ignore[misc, arg-type]
         attention = GpuAttention(
-            self.rows.tables, self.block_tokens, self.places, decodes,
-            DecodePlan(cut.view(-1, CHUNK_NUMBERS)) if decodes else None, prefill, prefix,
-        )  # fmt: skip
+            self.rows.tables,
+            self.block_tokens,
+            self.places,
+            decodes,
+            DecodePlan(cut.view(-1, CHUNK_NUMBERS)) if decodes else None,
+            prefill,
+            prefix,
+        )
         adapters = self._step_adapters(rows, counts)
-        return Step(ids, token_positions, slots, attention, sampled, adapters, self._place(len(wanted)), table)
+        return Step(
+            ids,
+            token_positions,
+            slots,
+            attention,
+            sampled,
+            adapters,
+            self._place(len(wanted)),
+            table,
+        )
 
     def _looks_far_back(self, positions: np.ndarray, counts: np.ndarray) -> bool:
-        """Whether unpacking beforehand, which no graph does, is worth more to rows with several new tokens."""
+        """Whether unpacking beforehand, which no graph does, is worth more to rows with several new
+        tokens.
+        """
         return positions.max(initial=0) >= FAR and self._unpacks(positions, counts)
 
     def _unpacks(self, positions: np.ndarray, counts: np.ndarray) -> bool:
@@ -183,13 +230,16 @@ class GpuRunner:
         return packed and pays(positions, counts, self.block_tokens, 4 * self.model.spec.kv_size)
 
     def _prefix(self, rows: np.ndarray, positions: np.ndarray, counts: np.ndarray) -> Prefix | None:
-        """What rows with several new tokens look back at, to be unpacked before they do, where that pays."""
+        """What rows with several new tokens look back at, to be unpacked before they do, where that
+        pays.
+        """
         spec, block_tokens = self.model.spec, self.block_tokens
         if not self._unpacks(positions, counts):
             return None
         where, tables = lay_out(rows, positions, block_tokens, self.rows.tables.shape[1])
         blocks = self.rows.tables.view(-1)[to_device(where, self.model.device)]
-        # By powers of two: each step of a long prompt looks back further than what the last one left has room for.
+        # By powers of two: each step of a long prompt looks back further than what the last one
+        # left has room for.
         shape = (2, spec.kv_heads, power_of_two(len(where)) * block_tokens, spec.head_size)
         try:
             keys, values = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
@@ -198,14 +248,17 @@ class GpuRunner:
         return Prefix(blocks, to_device(tables, self.model.device), keys, values, block_tokens)
 
     def _padded(self, wanted: np.ndarray) -> np.ndarray:
-        """The tokens whose logits are wanted, and others behind them up to a number that was met when the engine
-        started: at each new one the library would load kernels, and the device waits meanwhile."""
+        """The tokens whose logits are wanted, and others behind them up to a number that was met
+        when the engine started: at each new one the library would load kernels, and the device
+        waits meanwhile.
+        """
         rung = self.graphs.rung(len(wanted)) if len(wanted) else None
         return wanted if rung is None else np.pad(wanted, (0, rung - len(wanted)))
 
     def _place(self, logits: int) -> Tensor | None:
-        """Where a step's logits go: memory of their own would have another size at every step, and asking the driver
-        for it takes time."""
+        """Where a step's logits go: memory of their own would have another size at every step, and
+        asking the driver for it takes time.
+        """
         place = self.graphs.logits
         return place[:logits] if place is not None and logits <= len(place) else None
 
@@ -216,7 +269,9 @@ class GpuRunner:
         if self.adapters is None or self._row_pages is None or not self._has_adapter(rows.tolist()):
             return None
         starts, sizes, tile_rows = _pack(list(cut_adapter_tiles(rows, counts)), self.model.device)
-        return GpuStepAdapters(self.adapters, self._row_pages, Tiles(starts, sizes, tile_rows, TILE_TOKENS))
+        return GpuStepAdapters(
+            self.adapters, self._row_pages, Tiles(starts, sizes, tile_rows, TILE_TOKENS)
+        )
 
     def _write_row_pages(self, adapters: AdapterPages, plan: StepPlan) -> None:
         if self._row_pages is None:
@@ -245,12 +300,19 @@ def _pack(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+        tensor, non_blocking=True
+    )
 
 
 def _in_plan_order(sampled: sampler.Sampled, order: list[int], plan: StepPlan) -> sampler.Sampled:
     """Results in the order of the plan's sampling rows, from the order they were computed in."""
-    computed = [(column, draft) for column in order if plan.samples[column] for draft in range(1 + plan.drafts[column])]
+    computed = [
+        (column, draft)
+        for column in order
+        if plan.samples[column]
+        for draft in range(1 + plan.drafts[column])
+    ]
     if computed == sorted(computed):
         return sampled
     place = sorted(range(len(computed)), key=computed.__getitem__)

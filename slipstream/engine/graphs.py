@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: from the rows to the sampled tokens without a word from the host.
 
-A ladder of batch sizes is captured once. A step of fewer rows than its rung is padded with rows that nobody
-owns: they read the null block and write to it. A replay touches static buffers only.
+A ladder of batch sizes is captured once. A step of fewer rows than its rung is padded with rows
+that nobody owns: they read the null block and write to it. A replay touches static buffers only.
 """
 
 from __future__ import annotations
@@ -18,21 +18,38 @@ from slipstream.engine.transfer import to_device
 from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import GpuStepAdapters, decode_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_chunks import CHUNK_NUMBERS, DecodePlan, Places, cut_chunks, most_chunks
+from slipstream.kernels.gpu.decode_chunks import (
+    CHUNK_NUMBERS,
+    DecodePlan,
+    Places,
+    cut_chunks,
+    most_chunks,
+)
 from slipstream.kernels.gpu.linear import suited_library
 from slipstream.kernels.gpu.step import likeliest, step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
 
 
 def ladder(largest: int) -> list[int]:
-    """Batch sizes to capture: dense where steps are short, sparse where a few rows more cost little."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 4097, 64)]
+    """Batch sizes to capture: dense where steps are short, sparse where a few rows more cost
+    little.
+    """
+    sizes = [
+        1,
+        2,
+        4,
+        *range(8, 65, 8),
+        *range(80, 257, 16),
+        *range(288, 513, 32),
+        *range(576, 4097, 64),
+    ]
     return [size for size in sizes if size < largest] + [largest]
 
 
 def aligned(count: int) -> int:
-    """Room for `count` numbers of 4 bytes that ends where 16 bytes do: kernels are compiled anew for arrays that
-    begin elsewhere."""
+    """Room for `count` numbers of 4 bytes that ends where 16 bytes do: kernels are compiled anew
+    for arrays that begin elsewhere.
+    """
     return -(-count // 4) * 4
 
 
@@ -43,7 +60,10 @@ class Numbers:
         self._rooms = rooms
         self._starts = np.cumsum([0] + [aligned(room) for room in rooms])
         self.memory = torch.zeros(int(self._starts[-1]), dtype=torch.int32, device=device)
-        self.arrays = [self.memory[start : start + room] for start, room in zip(self._starts, rooms, strict=False)]
+        self.arrays = [
+            self.memory[start : start + room]
+            for start, room in zip(self._starts, rooms, strict=False)
+        ]
 
     def fill(self, values: list[np.ndarray]) -> None:
         """Behind values that are fewer than there is room for come zeros."""
@@ -57,8 +77,15 @@ class Numbers:
 class DecodeBuffers:
     """The numbers of a decode step of up to `size` rows."""
 
-    def __init__(self, size: int, kv_heads: int, places: Places, padding_row: int, device: torch.device) -> None:
-        self.size, self.kv_heads, self.places, self.padding_row = size, kv_heads, places, padding_row
+    def __init__(
+        self, size: int, kv_heads: int, places: Places, padding_row: int, device: torch.device
+    ) -> None:
+        self.size, self.kv_heads, self.places, self.padding_row = (
+            size,
+            kv_heads,
+            places,
+            padding_row,
+        )
         chunks = most_chunks(size, kv_heads, places)
         self._numbers = Numbers([size, size, size, chunks * CHUNK_NUMBERS], device)
         self.rows, self.positions, self.lengths, cut = self._numbers.arrays
@@ -74,7 +101,9 @@ class DecodeBuffers:
 
 
 class Captured(NamedTuple):
-    """A graph and all it reads and writes that nobody else keeps: a replay does not ask whether memory is still its."""
+    """A graph and all it reads and writes that nobody else keeps: a replay does not ask whether
+    memory is still its.
+    """
 
     graph: torch.cuda.CUDAGraph
     buffers: DecodeBuffers
@@ -85,7 +114,9 @@ class Captured(NamedTuple):
 
 
 def record(run: Callable[[], Any], tokens: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture what `run` launches, a step of `tokens`, into the memory of `pool` → the graph, and what `run` gave."""
+    """Capture what `run` launches, a step of `tokens`, into the memory of `pool` → the graph, and
+    what `run` gave.
+    """
     with suited_library(tokens):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -100,7 +131,9 @@ def record(run: Callable[[], Any], tokens: int, pool: Any) -> tuple[torch.cuda.C
 
 
 class DecodeGraphs:
-    def __init__(self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, places: Places) -> None:
+    def __init__(
+        self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, places: Places
+    ) -> None:
         self.model, self.cache, self.rows = model, cache, rows
         self.block_tokens, self.places = block_tokens, places
         self._graphs: dict[int, Captured] = {}
@@ -112,7 +145,8 @@ class DecodeGraphs:
         sizes = ladder(largest)
         shape = (largest, self.model.spec.vocab_size)
         self.logits = torch.empty(shape, dtype=torch.float32, device=self.rows.device)
-        for done, size in enumerate(reversed(sizes)):  # the largest first: the others fit in its memory
+        # the largest first: the others fit in its memory
+        for done, size in enumerate(reversed(sizes)):
             self._graphs[size] = self._capture(size)
             progress(done + 1)
 
@@ -121,12 +155,16 @@ class DecodeGraphs:
         return min((size for size in self._graphs if size >= rows), default=None)
 
     def replay(
-        self, rows: list[int], positions: list[int], adapters: tuple[AdapterPages, Tensor] | None = None
+        self,
+        rows: list[int],
+        positions: list[int],
+        adapters: tuple[AdapterPages, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run a decode step → logits [rows, vocab], the likeliest tokens and their logits, all of static memory.
+        """Run a decode step → logits [rows, vocab], the likeliest tokens and their logits, all of
+        static memory.
 
-        The likeliest tokens are already written to the rows. adapters: where some row has one, the pages and the
-        table of rows that says which are whose.
+        The likeliest tokens are already written to the rows. adapters: where some row has one, the
+        pages and the table of rows that says which are whose.
         """
         size = self.rung(len(rows))
         assert size is not None
@@ -140,18 +178,28 @@ class DecodeGraphs:
 
     def _capture(self, size: int, adapters: tuple[AdapterPages, Tensor] | None = None) -> Captured:
         kv_heads = self.model.spec.kv_heads
-        buffers = DecodeBuffers(size, kv_heads, self.places, self.rows.padding_row, self.rows.device)
+        buffers = DecodeBuffers(
+            size, kv_heads, self.places, self.rows.padding_row, self.rows.device
+        )
         buffers.fill([], [])
         added = None if adapters is None else GpuStepAdapters(*adapters, decode_tiles(buffers.rows))
         graph, (logits, best, tokens) = record(lambda: self._run(buffers, added), size, self.pool)
         self.pool = self.pool or graph.pool()
         return Captured(graph, buffers, added, logits, best, tokens)
 
-    def _run(self, buffers: DecodeBuffers, adapters: GpuStepAdapters | None) -> tuple[Tensor, Tensor, Tensor]:
-        ids, slots = step_inputs(buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens)
-        attention = GpuAttention(self.rows.tables, self.block_tokens, self.places, buffers.size, buffers.plan, None)
+    def _run(
+        self, buffers: DecodeBuffers, adapters: GpuStepAdapters | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ids, slots = step_inputs(
+            buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens
+        )
+        attention = GpuAttention(
+            self.rows.tables, self.block_tokens, self.places, buffers.size, buffers.plan, None
+        )
         place = None if self.logits is None else self.logits[: buffers.size]
-        logits = self.model(Step(ids, buffers.positions, slots, attention, None, adapters, place), self.cache)
+        logits = self.model(
+            Step(ids, buffers.positions, slots, attention, None, adapters, place), self.cache
+        )
         best, tokens = likeliest(logits)
         write_back(buffers.rows, buffers.lengths, tokens, self.rows.tokens)
         return logits, best, tokens

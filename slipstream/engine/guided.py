@@ -1,7 +1,8 @@
-"""Answers that obey a grammar: JSON, a JSON schema, a regular expression, EBNF, tags or a choice. No torch here.
+"""Answers that obey a grammar: JSON, a JSON schema, a regular expression, EBNF, tags or a choice.
+No torch here.
 
-The grammars are llguidance's, which the extra `guided` installs. A grammar that the library cannot enforce to the
-letter is an error, never an approximation.
+The grammars are llguidance's, which the extra `guided` installs. A grammar that the library cannot
+enforce to the letter is an error, never an approximation.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from slipstream.engine.vocabulary import Vocabulary
 
 KINDS = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag", "choice")
 NOT_INSTALLED = "guided decoding needs the library llguidance: pip install 'slipstream[guided]'"
-FIELD = "guided_decoding_guide: "  # what an error of the engine begins with, where the guide is to blame
+# what an error of the engine begins with, where the guide is to blame
+FIELD = "guided_decoding_guide: "
 LONGEST_GUIDE = 1 << 20  # bytes
 _NOTHING_FITS = "NoExtensionBias"  # the library's word for it
 _REMEMBERED = 64  # grammars that need not be compiled again
@@ -29,7 +31,9 @@ class GuideError(ValueError):
 
 
 def check_guide(guide: Guide) -> None:
-    """Raise GuideError for what could not be enforced. Needs no vocabulary, so the server asks this first."""
+    """Raise GuideError for what could not be enforced. Needs no vocabulary, so the server asks this
+    first.
+    """
     library = _library()
     grammar = _grammar(library, guide)
     wrong, messages = library.LLMatcher.validate_grammar_with_warnings(grammar)
@@ -43,7 +47,8 @@ class Guides:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         library = _library()
-        # The end of an answer is a token of our own behind all others: which tokens really end it, requests decide.
+        # The end of an answer is a token of our own behind all others: which tokens really end it,
+        # requests decide.
         self._tokenizer = library.LLTokenizer(
             library.TokenizerWrapper(_Spelled(vocabulary)), eos_token=len(vocabulary.texts)
         )
@@ -52,7 +57,8 @@ class Guides:
 
     def open(self, guide: Guide, end_ids: Sequence[int]) -> Guided:
         guided = Guided(self._compile(guide), self.vocabulary, end_ids, self._opening)
-        guided.mask([])  # the first one may take long, and show that the grammar is too much: not in the step loop
+        # the first one may take long, and show that the grammar is too much: not in the step loop
+        guided.mask([])
         if guided.error:
             raise GuideError(guided.error)
         return guided
@@ -74,7 +80,9 @@ class Guides:
 class Guided:
     """One answer's way through a grammar."""
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, end_ids: Sequence[int], opening: int) -> None:
+    def __init__(
+        self, matcher: Any, vocabulary: Vocabulary, end_ids: Sequence[int], opening: int
+    ) -> None:
         self.error = ""
         self._matcher = matcher
         self._vocabulary = vocabulary
@@ -126,7 +134,11 @@ class _Spelled:
         self.tokens = [*vocabulary.texts, b"<end of the answer>"]
         self.eos_token_id = len(vocabulary.texts)
         self.special_token_ids = [*sorted(vocabulary.special), self.eos_token_id]
-        self._single = {text: token for token, text in reversed(list(enumerate(vocabulary.texts))) if len(text) == 1}
+        self._single = {
+            text: token
+            for token, text in reversed(list(enumerate(vocabulary.texts)))
+            if len(text) == 1
+        }
 
     def __call__(self, text: bytes) -> list[int]:
         """The library wants to know tokens of texts only to force them, which is not asked of it."""
@@ -160,7 +172,13 @@ def _grammar(library: Any, guide: Guide) -> str:
             return library.grammar_from("choice", json.dumps(_choices(guide.text)))
     except GuideError:
         raise
-    except (ValueError, AssertionError, KeyError, TypeError, RecursionError) as error:  # how bad input is told
+    except (
+        ValueError,
+        AssertionError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ) as error:  # how bad input is told
         raise GuideError(f"cannot be read: {_one_line(str(error))}") from error
     raise GuideError(f"{guide.kind!r} is not one of {', '.join(KINDS)}")
 
@@ -170,12 +188,19 @@ def _json_grammar(library: Any, guide: Guide) -> str:
     if not isinstance(schema, dict | bool):
         raise GuideError("a JSON schema is an object, or true")
     _check_counts(schema)
-    options = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+    options = {
+        "lenient": False,
+        "coerce_one_of": False,
+        "whitespace_flexible": True,
+        "whitespace_pattern": _WHITESPACE,
+    }
     return library.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
 
 
 def _check_counts(schema: Any) -> None:
-    """The library counts a property again when its name comes again, which a reader of JSON does not."""
+    """The library counts a property again when its name comes again, which a reader of JSON does
+    not.
+    """
     waiting = [schema]
     while waiting:
         part = waiting.pop()
@@ -183,8 +208,14 @@ def _check_counts(schema: Any) -> None:
             least, required = part.get("minProperties"), part.get("required")
             named = len(set(map(str, required))) if isinstance(required, list) else 0
             if isinstance(least, int) and least > max(1, named):
-                raise GuideError(f"minProperties {least} cannot be enforced beyond the properties that are required")
-            waiting += [value for key, value in part.items() if key not in ("enum", "const", "default", "examples")]
+                raise GuideError(
+                    f"minProperties {least} cannot be enforced beyond the properties that are required"
+                )
+            waiting += [
+                value
+                for key, value in part.items()
+                if key not in ("enum", "const", "default", "examples")
+            ]
         elif isinstance(part, list):
             waiting += part
 
@@ -196,12 +227,19 @@ def _tag_grammar(library: Any, text: str) -> str:
     tags = []
     for structure in document["structures"]:
         _check_counts(structure["schema"])
-        trigger = next((trigger for trigger in triggers if structure["begin"].startswith(trigger)), None)
+        trigger = next(
+            (trigger for trigger in triggers if structure["begin"].startswith(trigger)), None
+        )
         if trigger is None:
             raise GuideError(f"no trigger begins {structure['begin']!r}")
-        tags.append(library.StructTag(
-            trigger=trigger, begin=structure["begin"], grammar=structure["schema"], end=structure["end"]
-        ))
+        tags.append(
+            library.StructTag(
+                trigger=trigger,
+                begin=structure["begin"],
+                grammar=structure["schema"],
+                end=structure["end"],
+            )
+        )
     return library.StructTag.to_grammar(tags, assume_special=False)
 
 

@@ -1,11 +1,12 @@
 """The rows and blocks of the requests that run. No torch here.
 
-What it owns: a row belongs to one request; every block a request holds is counted in the pool; `promised` is the
-sum of what the running requests may still come to need. Changes that a rank must know of go into the plan.
+What it owns: a row belongs to one request; every block a request holds is counted in the pool;
+`promised` is the sum of what the running requests may still come to need. Changes that a rank must
+know of go into the plan.
 
-Where all layers look through a window, a request lets go of blocks that it has passed, and `promised` is what running
-requests hold at most at once. A block that one of them lets go of may still be another's, so that nothing is taken off
-for blocks that they share.
+Where all layers look through a window, a request lets go of blocks that it has passed, and
+`promised` is what running requests hold at most at once. A block that one of them lets go of may
+still be another's, so that nothing is taken off for blocks that they share.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ from slipstream.engine.window import Window
 
 class Holdings:
     def __init__(
-        self, blocks: BlockPool, max_rows: int, adapters: Adapters | None = None, window: Window | None = None,
+        self,
+        blocks: BlockPool,
+        max_rows: int,
+        adapters: Adapters | None = None,
+        window: Window | None = None,
         step_tokens: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.blocks = blocks
         self.window = window
         self.step_tokens = step_tokens
@@ -34,7 +39,8 @@ class Holdings:
         self.max_rows = max_rows
         self.running: dict[int, Request] = {}  # by row, in order of admission
         self.promised = 0  # blocks that running requests may still come to need
-        self.users: dict[tuple[int, int], Request] = {}  # (row, generation) → request; a use that is over is not here
+        # (row, generation) → request; a use that is over is not here
+        self.users: dict[tuple[int, int], Request] = {}
         self._forecast: Forecast | None = None  # of the plan in the making, where somebody asked
         self._free_rows = list(range(max_rows))  # a heap: the lowest number is handed out first
         self._generation = 0
@@ -66,7 +72,9 @@ class Holdings:
         return bool(self.window.passed(request.limit - 1, self.blocks.block_tokens))
 
     def beside(self, request: Request) -> int:
-        """What each further beam comes to hold: the full blocks of the prompt are shared, unless they are let go."""
+        """What each further beam comes to hold: the full blocks of the prompt are shared, unless
+        they are let go.
+        """
         most = self.most_blocks(request)
         if self.window is not None and self._passes(request):
             return most
@@ -79,8 +87,10 @@ class Holdings:
         if most <= self.blocks.total_blocks:
             return ""
         beams = f" of {sampling.beam_width} beams" if sampling.beams else ""
-        return (f"prompt ({prompt} tokens) and max_tokens ({sampling.max_tokens}){beams} exceed the KV cache, "
-                f"{self.blocks.total_blocks * self.blocks.block_tokens} tokens")
+        return (
+            f"prompt ({prompt} tokens) and max_tokens ({sampling.max_tokens}){beams} exceed the KV cache, "
+            f"{self.blocks.total_blocks * self.blocks.block_tokens} tokens"
+        )
 
     # --- what the cache knows ---
 
@@ -90,13 +100,19 @@ class Holdings:
             return []  # what lies in the cache has no logits
         usable = (request.known - 1) // self.blocks.block_tokens
         names = self._names(request, usable)
-        return self.blocks.find(names) if self.window is None else self._find_in_sight(names, self.window)
+        return (
+            self.blocks.find(names)
+            if self.window is None
+            else self._find_in_sight(names, self.window)
+        )
 
     def _find_in_sight(self, names: list[bytes], window: Window) -> list[int]:
         """As many blocks as can be had when those that are passed by then need not be there."""
         table = [self.blocks.block_of(name) for name in names]
         size, known, best = self.blocks.block_tokens, 0, 0
-        unknown = next((index for index, block in enumerate(table) if block == NULL_BLOCK), len(table))
+        unknown = next(
+            (index for index, block in enumerate(table) if block == NULL_BLOCK), len(table)
+        )
         for count, block in enumerate(table, 1):
             known = known + 1 if block != NULL_BLOCK else 0  # in a run that ends here
             passed = window.passed(count * size, size)
@@ -120,14 +136,20 @@ class Holdings:
             names = self._names(request, full)
             for index in range(request.named, full):
                 self.blocks.name(request.blocks[index], names[index])
-                self.blocks.keep(request.blocks[index], request.keep_of(index, self.blocks.block_tokens))
+                self.blocks.keep(
+                    request.blocks[index], request.keep_of(index, self.blocks.block_tokens)
+                )
             request.named = full
 
     def _names(self, request: Request, count: int) -> list[bytes]:
         """The names of the request's first `count` blocks, computed once each."""
         names, size = request.names, self.blocks.block_tokens
         while len(names) < count:
-            parent = names[-1] if names else root_name(request.request.adapter, request.request.cache_salt)
+            parent = (
+                names[-1]
+                if names
+                else root_name(request.request.adapter, request.request.cache_salt)
+            )
             start = len(names) * size
             names.append(next_name(parent, request.tokens[start : start + size]))
         return names[:count]
@@ -135,27 +157,37 @@ class Holdings:
     # --- rows ---
 
     def fit(self, request: Request, found: list[int], tokens: int, policy: Policy) -> bool:
-        """Whether blocks are there for a request that would start with `found` and compute to `tokens`."""
+        """Whether blocks are there for a request that would start with `found` and compute to
+        `tokens`.
+        """
         available = self.blocks.available - self.blocks.idle_among(found)
-        others, shared = request.sampling.beam_width - 1, request.prompt_tokens // self.blocks.block_tokens
+        others, shared = (
+            request.sampling.beam_width - 1,
+            request.prompt_tokens // self.blocks.block_tokens,
+        )
         if policy == "guaranteed_no_evict":
             # Every running request may still grow to its limit; what that takes is spoken for.
             most = self.most_blocks(request) + others * self.beside(request)
             if self.window is not None:
                 return most <= self.blocks.total_blocks - self.promised
             return most - len(found) <= available - self.promised or self._in_turn(request, tokens)
-        # One spare block a running request, so that admitting does not preempt in the very next step.
+        # One spare block a running request, so that admitting does not preempt in the very next
+        # step.
         beside = others * (self.blocks.blocks_for(request.known) - shared)
         return self.blocks.blocks_for(tokens) - len(found) + beside <= available - len(self.running)
 
     def _in_turn(self, request: Request, tokens: int) -> bool:
-        """Whether the request, computed to `tokens` at first, can run because some end before the others have grown."""
+        """Whether the request, computed to `tokens` at first, can run because some end before the
+        others have grown.
+        """
         if self.step_tokens < self.max_rows or request.group is not None:
             return False
         if self._forecast is None:
             if any(other.group is not None for other in self.running.values()):
                 return False
-            self._forecast = Forecast(self.running.values(), self.blocks.block_tokens, self.most_blocks)
+            self._forecast = Forecast(
+                self.running.values(), self.blocks.block_tokens, self.most_blocks
+            )
         held = self._forecast.most(self.most_blocks(request), self._decoding(request, tokens))
         return held <= self.blocks.total_blocks
 
@@ -165,17 +197,25 @@ class Holdings:
     def begin_plan(self) -> None:
         self._forecast = None
 
-    def start(self, plan: StepPlan, request: Request, found: list[int], stored: Sequence[bytes] = ()) -> None:
+    def start(
+        self, plan: StepPlan, request: Request, found: list[int], stored: Sequence[bytes] = ()
+    ) -> None:
         """A row, and the blocks that were found for the beginning of the request's tokens."""
         tokens = (len(found) + len(stored)) * self.blocks.block_tokens
-        passed = range(0) if self.window is None else self.window.passed(tokens, self.blocks.block_tokens)
+        passed = (
+            range(0)
+            if self.window is None
+            else self.window.passed(tokens, self.blocks.block_tokens)
+        )
         held = [NULL_BLOCK if index in passed else block for index, block in enumerate(found)]
         self.blocks.take(held)
         later = range(len(found), len(found) + len(stored))
         wanted = [name for index, name in zip(later, stored, strict=True) if index not in passed]
         loaded = iter(self._load(plan, wanted))
         request.blocks = held + [NULL_BLOCK if index in passed else next(loaded) for index in later]
-        for index, block in enumerate(request.blocks if request.request.retention is not None else ()):
+        for index, block in enumerate(
+            request.blocks if request.request.retention is not None else ()
+        ):
             self.blocks.keep(block, request.keep_of(index, self.blocks.block_tokens))
         request.named, request.passed = len(request.blocks), passed.stop
         request.computed = request.settled = tokens
@@ -225,7 +265,8 @@ class Holdings:
         """Let go of what nothing that is left to compute looks at."""
         if self.window is None:
             return
-        self.name_blocks(request)  # what right guesses have filled is passed before anybody named it
+        # what right guesses have filled is passed before anybody named it
+        self.name_blocks(request)
         passed = self.window.passed(request.settled, self.blocks.block_tokens)
         gone = range(max(passed.start, request.passed), passed.stop)
         self.blocks.release([request.blocks[index] for index in gone])
@@ -250,8 +291,9 @@ class Holdings:
         return source.passed <= max(passed.start, passed.stop)
 
     def fork(self, plan: StepPlan, source: Request, target: Request, tokens: int) -> None:
-        """`target`, whose own blocks are given up, shares the full blocks of the first `tokens` positions of
-        `source`, and gets a copy of the one that they fill in part."""
+        """`target`, whose own blocks are given up, shares the full blocks of the first `tokens`
+        positions of `source`, and gets a copy of the one that they fill in part.
+        """
         awake = bool(target.blocks)
         self.blocks.release(target.blocks)
         full, rest = divmod(tokens, self.blocks.block_tokens)
@@ -284,8 +326,16 @@ class Holdings:
     def _row_start(self, request: Request) -> RowStart:
         adapter = request.request.adapter
         pages = self.adapters.pages_of(adapter) if self.adapters is not None and adapter else ()
-        return RowStart(request.row, list(request.tokens), request.prompt_tokens, list(request.blocks),
-                        request.sampling, adapter, pages, request.request.prompt_table)
+        return RowStart(
+            request.row,
+            list(request.tokens),
+            request.prompt_tokens,
+            list(request.blocks),
+            request.sampling,
+            adapter,
+            pages,
+            request.request.prompt_table,
+        )
 
     def check_integrity(self, live: Iterable[Request]) -> None:
         """Raise if rows or blocks are lost, or a running request breaks its invariant."""
@@ -299,10 +349,18 @@ class Holdings:
             raise AssertionError("promised blocks and running requests disagree")
         for request in self.running.values():
             if not 0 <= request.settled <= request.computed <= request.known:
-                raise AssertionError(f"request {request.request.request_id}: computed more than it knows")
+                raise AssertionError(
+                    f"request {request.request.request_id}: computed more than it knows"
+                )
             if len(request.blocks) < self.blocks.blocks_for(request.computed):
-                raise AssertionError(f"request {request.request.request_id}: computes outside its blocks")
+                raise AssertionError(
+                    f"request {request.request.request_id}: computes outside its blocks"
+                )
             if request.blocks and request.claim != self._claim_of(request):
-                raise AssertionError(f"request {request.request.request_id}: claims other than what it may need")
+                raise AssertionError(
+                    f"request {request.request.request_id}: claims other than what it may need"
+                )
             if sum(block != NULL_BLOCK for block in request.blocks) > self.most_blocks(request):
-                raise AssertionError(f"request {request.request.request_id}: holds more blocks than it may")
+                raise AssertionError(
+                    f"request {request.request.request_id}: holds more blocks than it may"
+                )

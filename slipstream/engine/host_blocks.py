@@ -1,7 +1,8 @@
-"""Which blocks lie in the host's memory, after the device had no room for them any more. No torch here.
+"""Which blocks lie in the host's memory, after the device had no room for them any more. No torch
+here.
 
-A slot holds the content of one full block under its name. What was used least recently gives way. A slot that the
-plan in the making reads is not given to another block before that plan is complete.
+A slot holds the content of one full block under its name. What was used least recently gives way. A
+slot that the plan in the making reads is not given to another block before that plan is complete.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class HostBlocks:
         if not self.slots or name in self._of:
             return
         if not self._free:
-            oldest = next((known for known, slot in self._of.items() if slot not in self._read), None)
+            oldest = next(
+                (known for known, slot in self._of.items() if slot not in self._read), None
+            )
             if oldest is None:
                 return
             self._free.append(self._of.pop(oldest))

@@ -13,7 +13,8 @@ _PIECE_BYTES = 2**30
 
 
 def blocks_of(cache: Tensor, block_tokens: int) -> Tensor:
-    """cache: [layers, 2, kv_heads, slots, head_size] → [layers, 2, kv_heads, blocks, numbers of a block]
+    """cache: [layers, 2, kv_heads, slots, head_size] → [layers, 2, kv_heads, blocks, numbers of a
+    block]
 
     Eight-bit numbers are taken as bytes: torch copies those everywhere.
     """
@@ -22,17 +23,25 @@ def blocks_of(cache: Tensor, block_tokens: int) -> Tensor:
 
 
 class HostCache:
-    """Slots for blocks. Memory that a device reads is handed out in powers of two: in one piece, the slots could take
-    twice what was asked for; in pieces just below such a power, they take hardly more."""
+    """Slots for blocks. Memory that a device reads is handed out in powers of two: in one piece,
+    the slots could take twice what was asked for; in pieces just below such a power, they take
+    hardly more.
+    """
 
     def __init__(self, cache: Tensor, slots: int, block_tokens: int) -> None:
         """cache: [layers, 2, kv_heads, slots, head_size], the device's"""
         self._blocks = blocks_of(cache, block_tokens)
-        shape = (*self._blocks.shape[:3], self._blocks.shape[4])  # of a slot: what moves together lies together
-        self._each = max(1, _PIECE_BYTES // (math.prod(shape) * self._blocks.dtype.itemsize))  # slots of a piece
+        # of a slot: what moves together lies together
+        shape = (*self._blocks.shape[:3], self._blocks.shape[4])
+        # slots of a piece
+        self._each = max(1, _PIECE_BYTES // (math.prod(shape) * self._blocks.dtype.itemsize))
         pinned = cache.device.type == "cuda"
         self._pieces = [
-            torch.empty((min(self._each, slots - first), *shape), dtype=self._blocks.dtype, pin_memory=pinned)
+            torch.empty(
+                (min(self._each, slots - first), *shape),
+                dtype=self._blocks.dtype,
+                pin_memory=pinned,
+            )
             for first in range(0, slots, self._each)
         ]
 
@@ -41,7 +50,9 @@ class HostCache:
         return sum(piece.nbytes for piece in self._pieces)
 
     def move(self, plan: StepPlan) -> None:
-        """What is saved leaves before anything overwrites it. All in the order of the device's own work."""
+        """What is saved leaves before anything overwrites it. All in the order of the device's own
+        work.
+        """
         for block, slot in plan.saves:
             self._slot(slot).copy_(self._blocks[:, :, :, block], non_blocking=True)
         for slot, block in plan.loads:

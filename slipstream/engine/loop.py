@@ -50,8 +50,16 @@ class EngineLoop:
         depth: int = 1,
         adapters: AdapterLoader | None = None,
     ) -> None:
-        """depth: plans in flight. Two keep a GPU busy while the host plans; a CPU computes in launch() itself."""
-        self.scheduler, self.runner, self.info, self.depth, self.adapters = scheduler, runner, info, depth, adapters
+        """depth: plans in flight. Two keep a GPU busy while the host plans; a CPU computes in
+        launch() itself.
+        """
+        self.scheduler, self.runner, self.info, self.depth, self.adapters = (
+            scheduler,
+            runner,
+            info,
+            depth,
+            adapters,
+        )
         self.constraints = Constraints()  # replaced by whoever knows the tokenizer
         self._flight: deque[tuple[StepPlan, AnyHandle]] = deque()
 
@@ -64,7 +72,8 @@ class EngineLoop:
     def _add(self, request: GenerateRequest, constraint: Constraint | None = None) -> None:
         if self.adapters is not None and request.adapter_source is not None:
             self.adapters.order(request.adapter, request.adapter_source)
-            request = replace(request, adapter_source=None)  # its bytes need not live as long as the request
+            # its bytes need not live as long as the request
+            request = replace(request, adapter_source=None)
         self.scheduler.add(request, constraint)
 
     def cancel(self, request_ids: Iterable[int], reason: FinishReason = "cancelled") -> None:

@@ -1,7 +1,8 @@
 """What crosses the link between the server and the engine: plain data in columns. No torch here.
 
-Server to engine: `GenerateRequest`, `Cancel`, `Shutdown`. Engine to server: one `EngineInfo` when it can
-serve, then one `StepOutputs` a step (columns, not objects) and an `EngineStats` now and then.
+Server to engine: `GenerateRequest`, `Cancel`, `Shutdown`. Engine to server: one `EngineInfo` when
+it can serve, then one `StepOutputs` a step (columns, not objects) and an `EngineStats` now and
+then.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-# The upper bounds, in seconds, of the classes that queue times are counted in; the last class has none.
+# The upper bounds, in seconds, of the classes that queue times are counted in; the last class has
+# none.
 QUEUE_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -49,11 +51,14 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class Scores:
-    """What a step tells of one request beside its tokens. Logits are float32 bytes, [positions, vocab]."""
+    """What a step tells of one request beside its tokens. Logits are float32 bytes, [positions,
+    vocab].
+    """
 
     context_logits: bytes = b""  # of the next positions of the prompt
     generation_logits: bytes = b""  # of the step's tokens
-    prompt_log_probs: list[float] = field(default_factory=list)  # of the next tokens of the prompt, from its second on
+    # of the next tokens of the prompt, from its second on
+    prompt_log_probs: list[float] = field(default_factory=list)
 
     def merge(self, newer: Scores) -> None:
         self.context_logits = _joined(self.context_logits, newer.context_logits)
@@ -62,7 +67,9 @@ class Scores:
 
 
 def _joined(first: bytes, second: bytes) -> bytes:
-    """In place from the second time on: a copy of all before each token's logits would be gigabytes in the end."""
+    """In place from the second time on: a copy of all before each token's logits would be gigabytes
+    in the end.
+    """
     if not first or not second:
         return first or second
     grown = first if isinstance(first, bytearray) else bytearray(first)
@@ -72,7 +79,9 @@ def _joined(first: bytes, second: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One request's way through the engine; times are nanoseconds on time.monotonic_ns()'s clock, 0: never came."""
+    """One request's way through the engine; times are nanoseconds on time.monotonic_ns()'s clock,
+    0: never came.
+    """
 
     arrived_ns: int = 0
     first_scheduled_ns: int = 0
@@ -93,30 +102,50 @@ class Beam:
     log_probs: list[float]  # one a token
     total_log_prob: float  # of the whole, the end mark included
     finish_reason: str  # stop or length
-    generation_logits: bytes = b""  # of each token, where they were asked for: float32 [tokens, vocab]
+    # of each token, where they were asked for: float32 [tokens, vocab]
+    generation_logits: bytes = b""
 
 
 @dataclass(slots=True)
 class StepOutputs:
-    """The news of one step. Row i tells of request_ids[i]: it got the next token_counts[i] of `tokens`."""
+    """The news of one step. Row i tells of request_ids[i]: it got the next token_counts[i] of
+    `tokens`.
+    """
 
     request_ids: list[int] = field(default_factory=list)
     token_counts: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)  # "" while it runs
     cached_tokens: list[int] = field(default_factory=list)  # prompt tokens that came from the cache
     tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)  # one a token; nan where not asked for; [] when nobody asked
-    top_log_probs: dict[int, list[list[tuple[int, float]]]] = field(default_factory=dict)  # request id → per token
-    errors: dict[int, str] = field(default_factory=dict)  # request id → why, for finish reason "error"
-    beams: dict[int, list[Beam]] = field(default_factory=dict)  # request id → best first, once, when it ends
-    scores: dict[int, Scores] = field(default_factory=dict)  # request id → numbers that only some ask for
-    timings: dict[int, Timing] = field(default_factory=dict)  # request id → of those that ended, once each
+    # one a token; nan where not asked for; [] when nobody asked
+    log_probs: list[float] = field(default_factory=list)
+    # request id → per token
+    top_log_probs: dict[int, list[list[tuple[int, float]]]] = field(default_factory=dict)
+    # request id → why, for finish reason "error"
+    errors: dict[int, str] = field(default_factory=dict)
+    # request id → best first, once, when it ends
+    beams: dict[int, list[Beam]] = field(default_factory=dict)
+    # request id → numbers that only some ask for
+    scores: dict[int, Scores] = field(default_factory=dict)
+    # request id → of those that ended, once each
+    timings: dict[int, Timing] = field(default_factory=dict)
 
 
 _TOTALS = (
-    "steps", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "finished", "cancelled", "preemptions", "failed",
-    "reused_blocks", "queue_seconds", "draft_tokens", "accepted_draft_tokens", "adapter_loads",
-)  # fmt: skip
+    "steps",
+    "prompt_tokens",
+    "cached_prompt_tokens",
+    "output_tokens",
+    "finished",
+    "cancelled",
+    "preemptions",
+    "failed",
+    "reused_blocks",
+    "queue_seconds",
+    "draft_tokens",
+    "accepted_draft_tokens",
+    "adapter_loads",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +178,13 @@ class EngineStats:
     adapter_loads: int = 0
     free_adapter_pages: int = 0  # of the device's memory for adapters
     total_adapter_pages: int = 0
-    queue_counts: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_SECONDS_BOUNDS) + 1))  # by upper bound
+    # by upper bound
+    queue_counts: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_SECONDS_BOUNDS) + 1))
 
     def after(self, before: EngineStats) -> EngineStats:
         """With what the engine in whose place this one came had counted; gauges are this one's."""
         totals = {name: getattr(self, name) + getattr(before, name) for name in _TOTALS}
-        queue_counts = [own + past for own, past in zip(self.queue_counts, before.queue_counts, strict=True)]
+        queue_counts = [
+            own + past for own, past in zip(self.queue_counts, before.queue_counts, strict=True)
+        ]
         return replace(self, queue_counts=queue_counts, **totals)

@@ -1,4 +1,6 @@
-"""What there is to tell the clients since they were last told, in the columns that cross the link. No torch here."""
+"""What there is to tell the clients since they were last told, in the columns that cross the link.
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +65,12 @@ class News:
     def scores(self, request: Request) -> Scores:
         return self.outputs.scores.setdefault(request.request.request_id, Scores())
 
-    def tell_prompt_scores(self, request: Request, position: int, scores: Scores, vocab_size: int) -> None:
-        """A step's scores of prompt positions from `position` on, without those told before a preemption or by another
-        beam: the beams of a group each compute the end of their prompt."""
+    def tell_prompt_scores(
+        self, request: Request, position: int, scores: Scores, vocab_size: int
+    ) -> None:
+        """A step's scores of prompt positions from `position` on, without those told before a
+        preemption or by another beam: the beams of a group each compute the end of their prompt.
+        """
         owner = request.group.leader if request.group is not None else request
         if owner.scored >= owner.prompt_tokens:
             return
@@ -74,5 +79,6 @@ class News:
         news.context_logits += scores.context_logits[told * 4 * vocab_size :]
         news.prompt_log_probs += scores.prompt_log_probs[told:]
         owner.scored = max(owner.scored, min(request.settled, owner.prompt_tokens))
-        if owner.scored < owner.prompt_tokens or owner.group is not None:  # otherwise they go with the first token
+        # otherwise they go with the first token
+        if owner.scored < owner.prompt_tokens or owner.group is not None:
             self.tell(owner.request.request_id, cached_tokens=owner.cached_tokens)

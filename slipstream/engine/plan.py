@@ -1,8 +1,8 @@
 """One step's orders and its answer, as plain data. No torch here.
 
-A plan carries differences only: rows that start, blocks that tables gain, tokens each row computes. What
-a rank holds after plan k follows from plans 0..k alone, so a recorded list of plans replays a run, and
-tensor parallelism is sending every rank the same plan.
+A plan carries differences only: rows that start, blocks that tables gain, tokens each row computes.
+What a rank holds after plan k follows from plans 0..k alone, so a recorded list of plans replays a
+run, and tensor parallelism is sending every rank the same plan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class RowStart:
 
 @dataclass(frozen=True, slots=True)
 class RowFork:
-    """A row goes on from another one of its group: that row's first `tokens` tokens, and a table of its own."""
+    """A row goes on from another one of its group: that row's first `tokens` tokens, and a table of
+    its own.
+    """
 
     row: int
     source: int
@@ -39,24 +41,32 @@ class RowFork:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Row rows[i] (in its generations[i]-th use) computes counts[i] tokens from position positions[i] on.
+    """Row rows[i] (in its generations[i]-th use) computes counts[i] tokens from position
+    positions[i] on.
 
-    Where samples[i], the row then has all its known tokens computed and samples the next one. The last drafts[i]
-    of its tokens are guesses: it samples after each of them too, 1 + drafts[i] tokens in all.
+    Where samples[i], the row then has all its known tokens computed and samples the next one. The
+    last drafts[i] of its tokens are guesses: it samples after each of them too, 1 + drafts[i]
+    tokens in all.
 
-    The order in which a rank takes a plan over: saves, loads, copies, starts, forks, appended blocks, passed
-    blocks, written tokens.
+    The order in which a rank takes a plan over: saves, loads, copies, starts, forks, appended
+    blocks, passed blocks, written tokens.
     """
 
     step: int
     starts: list[RowStart] = field(default_factory=list)
     forks: list[RowFork] = field(default_factory=list)
-    saves: list[tuple[int, int]] = field(default_factory=list)  # (block, the host's slot that keeps it)
-    loads: list[tuple[int, int]] = field(default_factory=list)  # (the host's slot, the block that gets it)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (block, the block that becomes its copy)
-    passed: list[tuple[int, int]] = field(default_factory=list)  # (row, place in its table that has no block any more)
-    written: list[tuple[int, int, int]] = field(default_factory=list)  # (row, position, token) the host decided on
-    appended_rows: list[int] = field(default_factory=list)  # table of appended_rows[i] gains appended_blocks[i]
+    # (block, the host's slot that keeps it)
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    # (the host's slot, the block that gets it)
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    # (block, the block that becomes its copy)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    # (row, place in its table that has no block any more)
+    passed: list[tuple[int, int]] = field(default_factory=list)
+    # (row, position, token) the host decided on
+    written: list[tuple[int, int, int]] = field(default_factory=list)
+    # table of appended_rows[i] gains appended_blocks[i]
+    appended_rows: list[int] = field(default_factory=list)
     appended_blocks: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
@@ -64,8 +74,10 @@ class StepPlan:
     counts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
-    placed: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (adapter, pages to write it to first)
-    masks: dict[int, bytes] = field(default_factory=dict)  # row → a bit for each token that it may sample
+    # (adapter, pages to write it to first)
+    placed: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    # row → a bit for each token that it may sample
+    masks: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -73,16 +85,24 @@ class StepPlan:
 
 
 class StepFailed(Exception):
-    """A plan's tokens could not be computed: the text says why. Blocks that it moves or copies were, all the same."""
+    """A plan's tokens could not be computed: the text says why. Blocks that it moves or copies
+    were, all the same.
+    """
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What the sampling rows of a plan drew, in the plan's order of those rows: 1 + drafts tokens of each."""
+    """What the sampling rows of a plan drew, in the plan's order of those rows: 1 + drafts tokens
+    of each.
+    """
 
     tokens: list[int]
     log_probs: list[float] | None = None  # nan for rows that did not ask
-    top_log_probs: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # index into tokens → top n
-    errors: dict[int, str] = field(default_factory=dict)  # index into tokens → why that row has no token
-    generation_logits: dict[int, bytes] = field(default_factory=dict)  # index into tokens → float32 [vocab]
-    prompt_scores: dict[int, Scores] = field(default_factory=dict)  # index into the plan's rows → of what it computed
+    # index into tokens → top n
+    top_log_probs: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    # index into tokens → why that row has no token
+    errors: dict[int, str] = field(default_factory=dict)
+    # index into tokens → float32 [vocab]
+    generation_logits: dict[int, bytes] = field(default_factory=dict)
+    # index into the plan's rows → of what it computed
+    prompt_scores: dict[int, Scores] = field(default_factory=dict)

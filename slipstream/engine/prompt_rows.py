@@ -1,4 +1,6 @@
-"""Prompt tables of live rows: embeddings that stand where a prompt has tokens the model does not know."""
+"""Prompt tables of live rows: embeddings that stand where a prompt has tokens the model does not
+know.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,13 @@ _STAND_IN = 0  # the token that is looked up where the embedding comes from a ta
 class PromptRows:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rows: dict[int, tuple[np.ndarray, Tensor]] = {}  # row → positions [n], embeddings [n, hidden] float32
+        # row → positions [n], embeddings [n, hidden] float32
+        self._rows: dict[int, tuple[np.ndarray, Tensor]] = {}
 
     def start(self, row: int, tokens: list[int], table: PromptTable | None) -> list[int]:
-        """A row begins: remember its table's embeddings; its tokens, all of them known to the model."""
+        """A row begins: remember its table's embeddings; its tokens, all of them known to the
+        model.
+        """
         self._rows.pop(row, None)
         if table is None:
             return tokens
@@ -34,7 +39,9 @@ class PromptRows:
     def of_step(
         self, rows: Iterable[int], positions: Iterable[int], counts: Iterable[int]
     ) -> tuple[Tensor, Tensor] | None:
-        """(tokens of the step [n], their embeddings [n, hidden]), where a row computes such tokens now."""
+        """(tokens of the step [n], their embeddings [n, hidden]), where a row computes such tokens
+        now.
+        """
         if not self._rows:
             return None
         places, values, offset = [], [], 0
@@ -52,5 +59,11 @@ class PromptRows:
 
     def touches(self, rows: Sequence[int], positions: Sequence[int]) -> bool:
         """Whether one of these single tokens is of a table."""
-        return any(row in self._rows and position in self._rows[row][0]
-                   for row, position in zip(rows, positions, strict=True)) if self._rows else False
+        return (
+            any(
+                row in self._rows and position in self._rows[row][0]
+                for row, position in zip(rows, positions, strict=True)
+            )
+            if self._rows
+            else False
+        )

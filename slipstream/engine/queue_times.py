@@ -1,4 +1,6 @@
-"""How long requests wait before their first step, counted in classes; and when one of them was where."""
+"""How long requests wait before their first step, counted in classes; and when one of them was
+where.
+"""
 
 from __future__ import annotations
 

@@ -15,14 +15,20 @@ from slipstream.engine.speculation import accepted
 
 class Results:
     def __init__(
-        self, news: News, counters: Counters, finish: Callable[..., None], drop: Callable[[Request], None]
+        self,
+        news: News,
+        counters: Counters,
+        finish: Callable[..., None],
+        drop: Callable[[Request], None],
     ) -> None:
         """finish: ends a request and tells its client; drop: gives back what an ended one holds"""
         self._news, self._counters, self._finish, self._drop = news, counters, finish, drop
         self.now = 0.0  # when the results being applied came
 
     def take_token(self, request: Request, result: StepResult, index: int) -> None:
-        """What `take` comes to for most requests, without what only some need: thousands a second come here."""
+        """What `take` comes to for most requests, without what only some need: thousands a second
+        come here.
+        """
         token = result.tokens[index]
         request.pending -= 1
         request.tokens.append(token)
@@ -33,7 +39,9 @@ class Results:
             return
         last = len(request.tokens) == request.limit
         log_prob = math.nan if result.log_probs is None else result.log_probs[index]
-        self._news.tell_token(request, token, "length" if last else "", log_prob, result.top_log_probs.get(index))
+        self._news.tell_token(
+            request, token, "length" if last else "", log_prob, result.top_log_probs.get(index)
+        )
         if last:
             request.finish("length")
             self._drop(request)
@@ -44,7 +52,9 @@ class Results:
             self._finish(request, "error", unable or result.errors[index])
             return
         drawn = result.tokens[index : index + 1 + drafted]
-        drawn = drawn[: next((i for i in range(len(drawn)) if index + i in result.errors), len(drawn))]
+        drawn = drawn[
+            : next((i for i in range(len(drawn)) if index + i in result.errors), len(drawn))
+        ]
         count = accepted(drawn, request.guesses)
         request.pending -= 1 + drafted
         request.marks.arrive(self.now)
@@ -58,34 +68,47 @@ class Results:
         for place in span:
             if place in result.generation_logits:
                 self._news.scores(request).generation_logits += result.generation_logits[place]
-        log_probs = None if result.log_probs is None else [result.log_probs[place] for place in span]
+        log_probs = (
+            None if result.log_probs is None else [result.log_probs[place] for place in span]
+        )
         tops = [result.top_log_probs[place] for place in span if place in result.top_log_probs]
-        self._news.tell(request.request.request_id, tokens, reason or "", request.cached_tokens, log_probs, tops)
+        self._news.tell(
+            request.request.request_id, tokens, reason or "", request.cached_tokens, log_probs, tops
+        )
         if reason:
             request.finish(reason)
             self._drop(request)
 
     def take_beam(self, member: Request, group: BeamGroup, result: StepResult, index: int) -> None:
         logits = result.generation_logits.get(index, b"")
-        if not group.tell(member, result.top_log_probs.get(index, []), logits) or not group.search.finished:
+        if (
+            not group.tell(member, result.top_log_probs.get(index, []), logits)
+            or not group.search.finished
+        ):
             return
         found = group.search.results()
         self._counters.output_tokens += sum(len(beam.tokens) for beam in found)
         if not found:
-            self._finish(group.leader, "error", result.errors.get(index, "no beam could be continued"))
+            self._finish(
+                group.leader, "error", result.errors.get(index, "no beam could be continued")
+            )
         else:
             self._finish(group.leader, "stop" if found[0].finish_reason == "stop" else "length")
 
 
 def _take_tokens(request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-    """Append sampled tokens as far as the request goes → those of the answer, and why it ends with them."""
+    """Append sampled tokens as far as the request goes → those of the answer, and why it ends with
+    them.
+    """
     taken: list[int] = []
     for token in tokens:
         request.tokens.append(token)
         if token in request.sampling.end_ids:  # the end mark itself is not part of the answer
             return taken, "stop"
         taken.append(token)
-        if request.constraint is not None and request.constraint.complete(request.tokens[request.prompt_tokens :]):
+        if request.constraint is not None and request.constraint.complete(
+            request.tokens[request.prompt_tokens :]
+        ):
             return taken, "stop"
         if len(request.tokens) == request.limit:
             return taken, "length"

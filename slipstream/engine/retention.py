@@ -1,7 +1,8 @@
-"""Which cached blocks go first: those of the lowest priority, among them the least recently used. No torch here.
+"""Which cached blocks go first: those of the lowest priority, among them the least recently used.
+No torch here.
 
-A request may say how dear the blocks are that it leaves behind, and for how long. What nothing is said of, and what
-was kept for its time, has the priority in the middle.
+A request may say how dear the blocks are that it leaves behind, and for how long. What nothing is
+said of, and what was kept for its time, has the priority in the middle.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class KeptRange:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What a request asks for its blocks: those of the prompt by ranges, those of the answer all alike."""
+    """What a request asks for its blocks: those of the prompt by ranges, those of the answer all
+    alike.
+    """
 
     ranges: tuple[KeptRange, ...] = ()
     answer: Keep | None = None
@@ -56,9 +59,12 @@ class IdleBlocks:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._levels: dict[int, OrderedDict[int, None]] = {USUAL_PRIORITY: OrderedDict()}  # least recently used first
-        self._unusual: dict[int, tuple[int, float | None]] = {}  # block → its priority, and when that ends
-        self._ends: list[tuple[float, int]] = []  # a heap of (when, block), some of them out of date
+        # least recently used first
+        self._levels: dict[int, OrderedDict[int, None]] = {USUAL_PRIORITY: OrderedDict()}
+        # block → its priority, and when that ends
+        self._unusual: dict[int, tuple[int, float | None]] = {}
+        # a heap of (when, block), some of them out of date
+        self._ends: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
         return sum(map(len, self._levels.values()))
@@ -92,6 +98,8 @@ class IdleBlocks:
             if self._unusual.get(block, (0, None))[1] == end:  # otherwise it has been taken since
                 self.remove(block)
                 self.add(block)
-        block = next(iter(self._levels[min(priority for priority, level in self._levels.items() if level)]))
+        block = next(
+            iter(self._levels[min(priority for priority, level in self._levels.items() if level)])
+        )
         self.remove(block)
         return block

@@ -1,4 +1,6 @@
-"""Carries plans out on a CPU: rows from differences, one forward pass, one sampling, results in launch order."""
+"""Carries plans out on a CPU: rows from differences, one forward pass, one sampling, results in
+launch order.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,28 @@ from slipstream.model.transformer import Step, Transformer
 class Handle:
     """A launched plan. `result` waits for it."""
 
-    def __init__(self, sampled: sampler.Sampled | None, prompts: Sequence[scores.PromptLogits] = ()) -> None:
+    def __init__(
+        self, sampled: sampler.Sampled | None, prompts: Sequence[scores.PromptLogits] = ()
+    ) -> None:
         self._sampled = sampled
         self._prompts = prompts
 
     def result(self) -> StepResult:
-        result = StepResult(tokens=[]) if self._sampled is None else sampler.to_result(self._sampled)
+        result = (
+            StepResult(tokens=[]) if self._sampled is None else sampler.to_result(self._sampled)
+        )
         result.prompt_scores = scores.to_scores(self._prompts)
         return result
 
 
 class Runner:
     def __init__(
-        self, model: Transformer, total_blocks: int, block_tokens: int, max_rows: int, max_tokens: int
+        self,
+        model: Transformer,
+        total_blocks: int,
+        block_tokens: int,
+        max_rows: int,
+        max_tokens: int,
     ) -> None:
         self.model = model
         self.block_tokens = block_tokens
@@ -51,9 +62,14 @@ class Runner:
         clear_blocks(self.cache, plan.appended_blocks, self.block_tokens)
         self.rows.apply(plan)
         wanted = scores.wanted_logits(
-            plan.rows, np.array(plan.positions), np.array(plan.counts), np.array(plan.samples), self.rows,
-            range(len(plan.rows)), plan.drafts,
-        )  # fmt: skip
+            plan.rows,
+            np.array(plan.positions),
+            np.array(plan.counts),
+            np.array(plan.samples),
+            self.rows,
+            range(len(plan.rows)),
+            plan.drafts,
+        )
         logits = self.model(self._step(plan, wanted.tokens), self.cache)
         prompts = scores.prompt_logits(logits, wanted, self.rows)
         if wanted.samples is not None:
@@ -79,7 +95,9 @@ class Runner:
             token_ids=self.rows.tokens[torch.from_numpy(row_of_token), token_positions],
             positions=token_positions,
             slots=slots,
-            attention=plan_attention(tables[rows], positions, counts, self.block_tokens, self.cache),
+            attention=plan_attention(
+                tables[rows], positions, counts, self.block_tokens, self.cache
+            ),
             samples=torch.from_numpy(wanted),
             adapters=self._step_adapters(plan),
             embeddings=self.rows.prompts.of_step(plan.rows, plan.positions, plan.counts),
@@ -87,11 +105,17 @@ class Runner:
 
     def _step_adapters(self, plan: StepPlan) -> CpuStepAdapters | None:
         pages = [self.rows.pages[row] for row in plan.rows] if self.adapters is not None else []
-        return CpuStepAdapters(self.adapters, pages, plan.counts) if self.adapters is not None and any(pages) else None
+        return (
+            CpuStepAdapters(self.adapters, pages, plan.counts)
+            if self.adapters is not None and any(pages)
+            else None
+        )
 
 
 def sampling_places(plan: StepPlan, order: Iterable[int]) -> tuple[list[int], list[int]]:
-    """The rows that sample, taken in this order of the plan's columns, and how many tokens each knows by then."""
+    """The rows that sample, taken in this order of the plan's columns, and how many tokens each
+    knows by then.
+    """
     rows: list[int] = []
     lengths: list[int] = []
     for column in order:
@@ -104,7 +128,9 @@ def sampling_places(plan: StepPlan, order: Iterable[int]) -> tuple[list[int], li
 
 
 def clear_blocks(cache: Tensor, blocks: list[int], block_tokens: int) -> None:
-    """Where a row is padded to whole blocks, even masked values must be finite, whoever had the blocks before."""
+    """Where a row is padded to whole blocks, even masked values must be finite, whoever had the
+    blocks before.
+    """
     if blocks:
         blocks_of(cache, block_tokens).index_fill_(3, torch.tensor(blocks), 0.0)
 
@@ -113,5 +139,7 @@ def copy_blocks(cache: Tensor, copies: list[tuple[int, int]], block_tokens: int)
     """cache: [layers, 2, kv_heads, slots, head_size]. No block is both read and written."""
     if copies:
         blocks = blocks_of(cache, block_tokens)
-        sources, targets = (to_device(np.array(column), cache.device) for column in zip(*copies, strict=True))
+        sources, targets = (
+            to_device(np.array(column), cache.device) for column in zip(*copies, strict=True)
+        )
         blocks[:, :, :, targets] = blocks[:, :, :, sources]

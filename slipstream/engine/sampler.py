@@ -1,7 +1,8 @@
 """From logits to tokens, row by row of parameters.
 
-A token is a function of its row's logits, parameters, seed and position alone: the same whatever else is in
-the batch, and again after preemption. Rows that ask for nothing special cost one argmax for all of them.
+A token is a function of its row's logits, parameters, seed and position alone: the same whatever
+else is in the batch, and again after preemption. Rows that ask for nothing special cost one argmax
+for all of them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from slipstream.kernels import sampling
 
 class Sampled(NamedTuple):
     tokens: Tensor  # [samples] int64
-    best: Tensor  # [samples] the largest logit a row could choose from; not finite when there was none
+    # [samples] the largest logit a row could choose from; not finite when there was none
+    best: Tensor
     log_probs: Tensor | None  # [samples]
     top: list[tuple[int, Tensor, Tensor]]  # (index, tokens [n], log-probabilities [n])
-    raw: Sequence[tuple[int, Tensor]] = ()  # (index, the model's own logits [vocab]) where they were asked for
+    # (index, the model's own logits [vocab]) where they were asked for
+    raw: Sequence[tuple[int, Tensor]] = ()
 
 
 def sample(logits: Tensor, rows: list[int], lengths: list[int], state: Rows) -> Sampled:
@@ -36,13 +39,16 @@ def sample(logits: Tensor, rows: list[int], lengths: list[int], state: Rows) -> 
         best, tokens = sampling.likeliest(logits)
         return Sampled(tokens, best, None, [])
     logits = logits.float()
-    asked = [(index, logits[index].clone()) for index, p in enumerate(parameters) if p.generation_logits]
+    asked = [
+        (index, logits[index].clone()) for index, p in enumerate(parameters) if p.generation_logits
+    ]
     raw = None
     searching = [index for index, p in enumerate(parameters) if p.beams]
     for index in searching:  # beams are scored by log-probabilities, which parameters then change
         logits[index] = (logits[index] / (parameters[index].temperature or 1.0)).log_softmax(dim=-1)
     if any(p.log_probs or p.top_log_probs for p in parameters):
-        raw = logits.log_softmax(dim=-1)  # of the model's own logits, before any parameter changes them
+        # of the model's own logits, before any parameter changes them
+        raw = logits.log_softmax(dim=-1)
     for index, (row, p) in enumerate(zip(rows, parameters, strict=True)):
         _adjust(logits[index], p, row, lengths[index], state)
     _penalise(logits, rows, lengths, parameters, state)
@@ -72,7 +78,8 @@ def to_result(sampled: Sampled) -> StepResult:
     for index, value in enumerate(sampled.best.tolist()):
         if not math.isfinite(value):
             result.errors[index] = (
-                "the request's parameters leave no token to choose" if value == -math.inf
+                "the request's parameters leave no token to choose"
+                if value == -math.inf
                 else "the model produced logits that are not finite"
             )
     return result
@@ -92,14 +99,19 @@ def _adjust(logits: Tensor, p: SamplingParams, row: int, length: int, state: Row
 
 
 def _penalise(
-    logits: Tensor, rows: list[int], lengths: list[int], parameters: list[SamplingParams], state: Rows
+    logits: Tensor,
+    rows: list[int],
+    lengths: list[int],
+    parameters: list[SamplingParams],
+    state: Rows,
 ) -> None:
     chosen = [index for index, p in enumerate(parameters) if p.penalised]
     if not chosen:
         return
     longest = max(lengths[i] for i in chosen)
     where = numbers(chosen, logits.device)
-    history = state.tokens[numbers([rows[i] for i in chosen], logits.device), :longest]  # [chosen, longest]
+    # [chosen, longest]
+    history = state.tokens[numbers([rows[i] for i in chosen], logits.device), :longest]
     position = torch.arange(longest, device=logits.device)
     column = _column(logits.device)
     known = position < column([lengths[i] for i in chosen])
@@ -116,12 +128,16 @@ def _penalise(
 
 
 def _ban(logits: Tensor, tokens: Tensor, banned: Tensor) -> None:
-    """Take those of the tokens [n] that are banned [n] out of the choice, without asking the device which."""
+    """Take those of the tokens [n] that are banned [n] out of the choice, without asking the device
+    which.
+    """
     logits.index_add_(0, tokens, torch.where(banned, -math.inf, 0.0))
 
 
 def repeats(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """tokens: [length] → how runs of `size` tokens end [n], and which of them the last tokens begin again [n]."""
+    """tokens: [length] → how runs of `size` tokens end [n], and which of them the last tokens begin
+    again [n].
+    """
     if len(tokens) < size:
         return tokens[:0], tokens[:0].bool()
     runs = tokens.unfold(0, size, 1)  # [n, size]
@@ -135,7 +151,9 @@ def _constrain(logits: Tensor, rows: list[int], state: Rows) -> None:
         return
     words = np.stack([np.frombuffer(state.masks[rows[index]], dtype=np.int32) for index in chosen])
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = (to_device(words, logits.device)[:, :, None] >> bits & 1).view(len(chosen), -1)[:, : logits.shape[-1]]
+    allowed = (to_device(words, logits.device)[:, :, None] >> bits & 1).view(len(chosen), -1)[
+        :, : logits.shape[-1]
+    ]
     where = numbers(chosen, logits.device)
     logits[where] = logits[where].masked_fill(allowed == 0, -math.inf)
 
@@ -143,15 +161,23 @@ def _constrain(logits: Tensor, rows: list[int], state: Rows) -> None:
 def _top_p(
     rows: list[int], lengths: list[int], parameters: list[SamplingParams], state: Rows
 ) -> Tensor | None:
-    """top_p of each row at its position [samples, 1], where one of them shrinks; None: as the parameters say."""
+    """top_p of each row at its position [samples, 1], where one of them shrinks; None: as the
+    parameters say.
+    """
     if all(p.top_p_decay == 1.0 for p in parameters):
         return None
     column, longest = _column(state.device), max(lengths)
     history = state.tokens[numbers(rows, state.device), :longest]  # [samples, longest]
     position = torch.arange(longest, device=state.device)
     begun = column([state.prompt_tokens[row] for row in rows])
-    resets = (history == column([p.top_p_reset_id for p in parameters])) & (position < column(lengths))
-    since = torch.where(resets & (position >= begun), position + 1, begun).max(dim=-1, keepdim=True).values
+    resets = (history == column([p.top_p_reset_id for p in parameters])) & (
+        position < column(lengths)
+    )
+    since = (
+        torch.where(resets & (position >= begun), position + 1, begun)
+        .max(dim=-1, keepdim=True)
+        .values
+    )
     steps = column(lengths) - since  # tokens of the answer since the last reset
     initial = column([p.top_p for p in parameters])
     shrunk = initial * column([p.top_p_decay for p in parameters]) ** steps
@@ -161,9 +187,15 @@ def _top_p(
 
 
 def _draw(
-    logits: Tensor, tokens: Tensor, parameters: list[SamplingParams], lengths: list[int], top_p: Tensor | None
+    logits: Tensor,
+    tokens: Tensor,
+    parameters: list[SamplingParams],
+    lengths: list[int],
+    top_p: Tensor | None,
 ) -> None:
-    """Replace the likeliest tokens of the rows that sample. Who narrows the choice is known on the host."""
+    """Replace the likeliest tokens of the rows that sample. Who narrows the choice is known on the
+    host.
+    """
     drawn = [index for index, p in enumerate(parameters) if not p.greedy]
     narrowed = [index for index in drawn if parameters[index].narrows]
     free = [index for index in drawn if not parameters[index].narrows]
@@ -174,7 +206,9 @@ def _draw(
         some, where = [parameters[i] for i in chosen], numbers(chosen, logits.device)
         values = logits if len(chosen) == len(logits) else logits[where]
         temperature, min_p = column([p.temperature for p in some]), column([p.min_p for p in some])
-        keys = column([sampling.noise_key(p.seed, lengths[i]) for i, p in zip(chosen, some, strict=True)])
+        keys = column(
+            [sampling.noise_key(p.seed, lengths[i]) for i, p in zip(chosen, some, strict=True)]
+        )
         if chosen is free:
             floor = min_p if any(p.min_p > 0 for p in some) else None
             tokens[where] = sampling.draw_from_all(values, temperature, floor, keys)

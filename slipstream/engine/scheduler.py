@@ -1,8 +1,8 @@
 """Which tokens the next step computes. No torch here; the scheduler sees numbers, never tensors.
 
-Every step gives each running request up to its deficit, within the step's budget, then admits waiting
-requests while rows, blocks and budget last. What the scheduler owns: the tokens of a plan never exceed
-the budget; every row of a plan holds blocks for all it will compute.
+Every step gives each running request up to its deficit, within the step's budget, then admits
+waiting requests while rows, blocks and budget last. What the scheduler owns: the tokens of a plan
+never exceed the budget; every row of a plan holds blocks for all it will compute.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Scheduler:
         # Without chunks a whole prompt must fit one step.
         self.step_tokens = step_tokens if chunked else max(step_tokens, max_sequence_tokens)
         self.vocab_size = vocab_size
-        self.capacity = Capacity(max_rows, max_sequence_tokens, vocab_size, min(max_beam_width or max_rows, max_rows))
+        self.capacity = Capacity(
+            max_rows, max_sequence_tokens, vocab_size, min(max_beam_width or max_rows, max_rows)
+        )
         self.policy = policy
         self.chunked = chunked
         self.lookup_tokens = lookup_tokens
@@ -81,11 +83,17 @@ class Scheduler:
             self.refuse(request.request_id, "error", problem)
             return
         self._arrivals += 1
-        queued = Request(request, arrival=self._arrivals, tokens=list(request.prompt), constraint=constraint)
+        queued = Request(
+            request, arrival=self._arrivals, tokens=list(request.prompt), constraint=constraint
+        )
         queued.marks.arrived = self._clock()
         if request.sampling.beams:
             BeamGroup.of(queued)
-        elif (request.draft or self.lookup_tokens) and constraint is None and not request.sampling.scores_prompt:
+        elif (
+            (request.draft or self.lookup_tokens)
+            and constraint is None
+            and not request.sampling.scores_prompt
+        ):
             queued.drafter, queued.lockstep = Drafter(request.draft, self.lookup_tokens), True
         queued.lockstep |= constraint is not None  # it goes by the text, which must be known first
         if problem := self._holdings.too_large(queued):
@@ -105,7 +113,9 @@ class Scheduler:
         self._news.tell(request_id, reason=reason, error=error)
 
     def cancel(self, request_id: int, reason: FinishReason = "cancelled") -> None:
-        """Stop a request now. One that is already gone is left alone: its finish and the cancel crossed."""
+        """Stop a request now. One that is already gone is left alone: its finish and the cancel
+        crossed.
+        """
         request = self._live.get(request_id)
         if request is not None:
             self._finish(request, reason)
@@ -140,14 +150,24 @@ class Scheduler:
         self._gate.returned(plan)
         users, block_tokens = self._holdings.users, self.blocks.block_tokens
         special = bool(result.errors or result.generation_logits)
-        for column, (row, generation, position, count, sampled, drafted) in enumerate(zip(
-            plan.rows, plan.generations, plan.positions, plan.counts, plan.samples, plan.drafts, strict=True
-        )):
+        for column, (row, generation, position, count, sampled, drafted) in enumerate(
+            zip(
+                plan.rows,
+                plan.generations,
+                plan.positions,
+                plan.counts,
+                plan.samples,
+                plan.drafts,
+                strict=True,
+            )
+        ):
             request = users.get((row, generation))
             if request is not None:
                 request.settled = position + count - drafted
                 if column in result.prompt_scores:
-                    self._news.tell_prompt_scores(request, position, result.prompt_scores[column], self.vocab_size)
+                    self._news.tell_prompt_scores(
+                        request, position, result.prompt_scores[column], self.vocab_size
+                    )
                 if request.settled >= (request.named + 1) * block_tokens:
                     self._holdings.name_blocks(request)
                 if request.followers:
@@ -164,10 +184,18 @@ class Scheduler:
                 index += 1 + drafted
 
     def abandon(self, plan: StepPlan, error: str) -> None:
-        """A plan was not carried out: the request that asked most of it fails, the others compute theirs anew."""
+        """A plan was not carried out: the request that asked most of it fails, the others compute
+        theirs anew.
+        """
         self._gate.returned(plan)
-        found = [self._holdings.users.get(key) for key in zip(plan.rows, plan.generations, strict=True)]
-        asked = [(count, request) for count, request in zip(plan.counts, found, strict=True) if request is not None]
+        found = [
+            self._holdings.users.get(key) for key in zip(plan.rows, plan.generations, strict=True)
+        ]
+        asked = [
+            (count, request)
+            for count, request in zip(plan.counts, found, strict=True)
+            if request is not None
+        ]
         if asked:
             self._finish(max(asked, key=lambda pair: pair[0])[1], "error", error)
         for _, request in asked:
@@ -180,17 +208,23 @@ class Scheduler:
         return self._news.take()
 
     def stats(self) -> EngineStats:
-        return self._gate.stats(self._counters.stats(self._live.values(), self.blocks, self._queue_times))
+        return self._gate.stats(
+            self._counters.stats(self._live.values(), self.blocks, self._queue_times)
+        )
 
     def check_integrity(self) -> None:
         """Raise if rows or blocks are lost, or a running request breaks its invariant."""
-        self._holdings.check_integrity(member for request in self._live.values() for member in _members(request))
+        self._holdings.check_integrity(
+            member for request in self._live.values() for member in _members(request)
+        )
         self._gate.check_integrity(self._live.values(), self._holdings.running.values())
 
     # --- planning ---
 
     def _plan_running(self, plan: StepPlan, budget: int) -> int:
-        """Running requests first, those one token short of their next before all; returns the budget left."""
+        """Running requests first, those one token short of their next before all; returns the
+        budget left.
+        """
         longer, guessing, block_tokens = [], [], self.blocks.block_tokens
         for request in list(self._holdings.running.values()):
             if request.group is not None and budget > 0:
@@ -219,7 +253,9 @@ class Scheduler:
                 return
             first = request.group.first if request.group is not None else request
             source = source_of(request)
-            if source is not None and not self._holdings.can_fork(source, request.prompt_tokens - 1):
+            if source is not None and not self._holdings.can_fork(
+                source, request.prompt_tokens - 1
+            ):
                 source = None
             stored: list[bytes] = []
             if source is None:
@@ -229,7 +265,9 @@ class Scheduler:
             else:
                 start = request.prompt_tokens - 1
                 found = source.blocks[: start // self.blocks.block_tokens]
-            count = min(self._share(first.known - start, budget), self._holdings.room(first, start) - start)
+            count = min(
+                self._share(first.known - start, budget), self._holdings.room(first, start) - start
+            )
             if count == 0 or not self._holdings.fit(first, found, start + count, self.policy):
                 return  # the head of the queue waits, so nobody behind it overtakes for ever
             self._waiting.pop()
@@ -253,7 +291,12 @@ class Scheduler:
         return min(deficit, budget)
 
     def _start(
-        self, plan: StepPlan, request: Request, found: list[int], stored: list[bytes], source: Request | None
+        self,
+        plan: StepPlan,
+        request: Request,
+        found: list[int],
+        stored: list[bytes],
+        source: Request | None,
     ) -> None:
         leader = request.group.leader if request.group is not None else request
         returns = leader.generation >= 0
@@ -275,18 +318,26 @@ class Scheduler:
             self._queue_times.start(leader.request.request_id)
 
     def _give(self, plan: StepPlan, request: Request, count: int, budget: int) -> int:
-        """Let a request compute `count` tokens, and guesses beyond them; returns how many it computes."""
+        """Let a request compute `count` tokens, and guesses beyond them; returns how many it
+        computes.
+        """
         room = self._holdings.room(request, request.settled) - request.computed
         count, budget = min(count, room), min(budget, room)
         if count <= 0:
             return 0
-        guesses = guesses_of(request, count, budget - count, self.blocks) if request.drafter is not None else []
+        guesses = (
+            guesses_of(request, count, budget - count, self.blocks)
+            if request.drafter is not None
+            else []
+        )
         if not self._extend(plan, request, request.computed + count + len(guesses)):
             return 0
         return self._schedule(plan, request, count, guesses)
 
     def _extend(self, plan: StepPlan, request: Request, tokens: int) -> bool:
-        """Give the request blocks for its first `tokens` positions; False when it has had to give way."""
+        """Give the request blocks for its first `tokens` positions; False when it has had to give
+        way.
+        """
         if request.row < 0:
             return False  # preempted for the sake of an earlier one
         missing = self._holdings.missing(request, tokens)
@@ -300,22 +351,31 @@ class Scheduler:
 
     def _make_room(self, plan: StepPlan, request: Request, blocks: int) -> bool:
         while blocks > self.blocks.available:
-            self._preempt(plan, max(self._holdings.running.values(), key=lambda r: (-r.request.priority, r.arrival)))
+            self._preempt(
+                plan,
+                max(
+                    self._holdings.running.values(), key=lambda r: (-r.request.priority, r.arrival)
+                ),
+            )
             if request.row < 0:
                 return False
         return True
 
-    def _schedule(self, plan: StepPlan, request: Request, count: int, guesses: Sequence[int] = ()) -> int:
+    def _schedule(
+        self, plan: StepPlan, request: Request, count: int, guesses: Sequence[int] = ()
+    ) -> int:
         if request.computed < request.prompt_tokens:
             self._counters.context_requests += 1
             self._counters.context_tokens += count
         return add_column(plan, request, count, guesses)
 
     def _preempt(self, plan: StepPlan, request: Request) -> None:
-        """Take a running request's row and blocks; it waits again and computes anew what the cache lost.
+        """Take a running request's row and blocks; it waits again and computes anew what the cache
+        lost.
 
-        A token sampled for it that has not come back is dropped with the row; sampling it again gives the
-        same token, since the draw depends on seed and position alone. Beams give way together.
+        A token sampled for it that has not come back is dropped with the row; sampling it again
+        gives the same token, since the draw depends on seed and position alone. Beams give way
+        together.
         """
         self._counters.preemptions += 1
         for member in _members(request):

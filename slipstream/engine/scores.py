@@ -1,4 +1,6 @@
-"""Scores of a prompt: the logits at each of its positions, or only what they say of the token that follows."""
+"""Scores of a prompt: the logits at each of its positions, or only what they say of the token that
+follows.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,13 @@ class Wanted(NamedTuple):
 
 
 def wanted_logits(
-    rows: Sequence[int], positions: np.ndarray, counts: np.ndarray, samples: np.ndarray, state: Rows,
-    columns: Sequence[int], drafts: Sequence[int] = (),
+    rows: Sequence[int],
+    positions: np.ndarray,
+    counts: np.ndarray,
+    samples: np.ndarray,
+    state: Rows,
+    columns: Sequence[int],
+    drafts: Sequence[int] = (),
 ) -> Wanted:
     """`columns`: where each row stands in the plan. A row's tokens follow one another in the step.
 
@@ -48,7 +55,9 @@ def wanted_logits(
         begin, position = int(ends[index] - counts[index]), int(positions[index])
         count = min(int(counts[index]), state.prompt_tokens[row] - position)
         if row in state.scoring and count > 0:
-            prompts.append(PromptPart(columns[index], row, position, len(tokens), len(tokens) + count))
+            prompts.append(
+                PromptPart(columns[index], row, position, len(tokens), len(tokens) + count)
+            )
             tokens += range(begin, begin + count)
         if samples[index]:
             first = int(ends[index]) - 1 - (drafts[index] if drafts else 0)
@@ -73,8 +82,11 @@ def prompt_logits(logits: Tensor, wanted: Wanted, state: Rows) -> list[PromptLog
         log_probs = None
         if sampling.prompt_log_probs:
             stop = min(part.position + len(values) + 1, state.prompt_tokens[part.row])
-            following = state.tokens[part.row, part.position + 1 : stop]  # the prompt's last token has none
-            log_probs = values[: len(following)].log_softmax(dim=-1).gather(-1, following[:, None])[:, 0]
+            # the prompt's last token has none
+            following = state.tokens[part.row, part.position + 1 : stop]
+            log_probs = (
+                values[: len(following)].log_softmax(dim=-1).gather(-1, following[:, None])[:, 0]
+            )
         own = values.clone() if sampling.context_logits else None
         found.append(PromptLogits(part.column, own, log_probs))
     return found

@@ -1,8 +1,9 @@
 """Guesses at what comes next. No torch here.
 
-A row may compute tokens that nobody has sampled yet. It samples after each of them, and since a token follows from
-the tokens before it, the seed and its position alone, a guess that equals the token drawn in its place leads to the
-very same text as without guessing, only sooner. A wrong guess costs what it took to compute.
+A row may compute tokens that nobody has sampled yet. It samples after each of them, and since a
+token follows from the tokens before it, the seed and its position alone, a guess that equals the
+token drawn in its place leads to the very same text as without guessing, only sooner. A wrong guess
+costs what it took to compute.
 """
 
 from __future__ import annotations
@@ -13,20 +14,26 @@ from itertools import takewhile
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.request import Request
 
-_LONGEST_MATCH = 3  # tokens that must agree before the continuation is trusted; shorter ones are tried after
+# tokens that must agree before the continuation is trusted; shorter ones are tried after
+_LONGEST_MATCH = 3
 _READ_AT_ONCE = 4096  # tokens of a long prompt, so that no step waits for all of it to be looked at
 
 
 class Drafter:
-    """Guesses of one request: those it was given, then what followed the last time its end was written."""
+    """Guesses of one request: those it was given, then what followed the last time its end was
+    written.
+    """
 
     def __init__(self, given: Sequence[int] = (), lookup_tokens: int = 0) -> None:
         self._given = list(given)
         self._lookup_tokens = lookup_tokens
-        self._seen: list[dict[tuple[int, ...], int]] = [{} for _ in range(_LONGEST_MATCH)]  # tokens → what follows
+        # tokens → what follows
+        self._seen: list[dict[tuple[int, ...], int]] = [{} for _ in range(_LONGEST_MATCH)]
         self._read = 0  # tokens of the request that `_seen` knows
-        self._reach = lookup_tokens  # guesses offered at once: fewer after wrong ones, more after right ones
-        self._shortest = 1  # tokens that must agree: all of them where guessing has not paid of late
+        # guesses offered at once: fewer after wrong ones, more after right ones
+        self._reach = lookup_tokens
+        # tokens that must agree: all of them where guessing has not paid of late
+        self._shortest = 1
 
     def propose(self, tokens: list[int], prompt_tokens: int, most: int) -> list[int]:
         """At most `most` guesses at what follows these tokens."""
@@ -50,13 +57,19 @@ class Drafter:
             return []
         self._read_on(tokens)
         for length in range(_LONGEST_MATCH, self._shortest - 1, -1):
-            place = self._seen[length - 1].get(tuple(tokens[-length:])) if length <= len(tokens) else None
+            place = (
+                self._seen[length - 1].get(tuple(tokens[-length:]))
+                if length <= len(tokens)
+                else None
+            )
             if place is not None:
                 return tokens[place : place + count]
         return []
 
     def _read_on(self, tokens: list[int]) -> None:
-        """Remember what follows each run of tokens, the latest place first; the end itself has nothing after it."""
+        """Remember what follows each run of tokens, the latest place first; the end itself has
+        nothing after it.
+        """
         last = min(len(tokens), self._read + _READ_AT_ONCE)
         for end in range(max(self._read, 1), last):
             for length, seen in enumerate(self._seen, 1):
@@ -66,13 +79,18 @@ class Drafter:
 
 
 def guesses_of(request: Request, count: int, budget: int, blocks: BlockPool) -> list[int]:
-    """As many as the budget, the request's limit and the blocks allow, where all it knows is being computed."""
+    """As many as the budget, the request's limit and the blocks allow, where all it knows is being
+    computed.
+    """
     assert request.drafter is not None
     if request.computed + count < request.known:
         return []
-    room = (len(request.blocks) + blocks.available) * blocks.block_tokens  # nobody gives way to guesses
+    # nobody gives way to guesses
+    room = (len(request.blocks) + blocks.available) * blocks.block_tokens
     most = min(budget, request.limit - 1 - request.known, room - request.known)
-    guesses = request.drafter.propose(request.tokens, request.prompt_tokens, most) if most > 0 else []
+    guesses = (
+        request.drafter.propose(request.tokens, request.prompt_tokens, most) if most > 0 else []
+    )
     table = request.request.prompt_table
     if table is None:
         return guesses
@@ -81,7 +99,9 @@ def guesses_of(request: Request, count: int, budget: int, blocks: BlockPool) -> 
 
 
 def accepted(drawn: Sequence[int], guesses: Sequence[int]) -> int:
-    """How many of the tokens drawn after the known ones and after each guess are tokens of the answer."""
+    """How many of the tokens drawn after the known ones and after each guess are tokens of the
+    answer.
+    """
     count = 1
     for token, guess in zip(drawn, guesses, strict=False):
         if token != guess:

@@ -35,12 +35,15 @@ _CPU_STEP_TOKENS = 512
 _GPU_STEP_TOKENS = 8192
 # A CPU machine's memory is shared with everything else on it; this much cache serves 16 long chats.
 _CPU_CACHE_BYTES = 512 * 2**20
-# What graphs, libraries' workspaces and the activations of a full step take beside weights and cache.
+# What graphs, libraries' workspaces and the activations of a full step take beside weights and
+# cache.
 _GPU_SPARE_BYTES = 6 * 2**30
-# Of the cache's memory, the share that copies of weights may take: less cache, faster steps of few tokens.
+# Of the cache's memory, the share that copies of weights may take: less cache, faster steps of few
+# tokens.
 _COPY_SHARE = 1 / 6
 _WARM_UP_REQUEST = -1
-_WARM_UP_TOKENS = 1024  # of each prompt in a step that fills the budget; more where the rows are few
+# of each prompt in a step that fills the budget; more where the rows are few
+_WARM_UP_TOKENS = 1024
 
 Progress = Callable[[int, int], None]
 
@@ -55,11 +58,12 @@ def create_engine(
     fp8_cache: bool = False,
     most_step_tokens: int | None = None,
 ) -> EngineLoop:
-    """An engine over these weights. `longest_sequence`: what the engine folder allows, prompt and output.
-    `most_step_tokens`: what it allows a step, where the settings do not say.
+    """An engine over these weights. `longest_sequence`: what the engine folder allows, prompt and
+    output. `most_step_tokens`: what it allows a step, where the settings do not say.
 
-    `read_adapter` reads the folders of adapters; without it, adapters come with requests only. `fp8_cache` keeps
-    keys and values in eight bits; a device that has no instructions for that keeps them as if they were not asked for.
+    `read_adapter` reads the folders of adapters; without it, adapters come with requests only.
+    `fp8_cache` keeps keys and values in eight bits; a device that has no instructions for that
+    keeps them as if they were not asked for.
     """
     began = time.monotonic()
     device = _device(settings)
@@ -73,12 +77,17 @@ def create_engine(
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
     cache_dtype = _cache_dtype(spec, dtype, device, settings.block_tokens, fp8_cache)
     model = Transformer(spec, tensors, dtype, device, longest, cache_dtype)
-    if min(settings.attention_windows, default=longest) < longest:  # otherwise all is in sight anyway
+    # otherwise all is in sight anyway
+    if min(settings.attention_windows, default=longest) < longest:
         model.narrow_attention(settings.attention_windows, settings.sink_tokens)
     tensors.clear()  # what was laid out anew need not be held twice
     copy_bytes, blocks = _share_out_memory(model, settings, longest)
-    runner, step_bytes, graph_bytes = _prepare_runner(model, settings, blocks, longest, step_tokens, progress)
-    pool = BlockPool(blocks, settings.block_tokens, settings.reuse, _add_host_cache(runner, settings, blocks))
+    runner, step_bytes, graph_bytes = _prepare_runner(
+        model, settings, blocks, longest, step_tokens, progress
+    )
+    pool = BlockPool(
+        blocks, settings.block_tokens, settings.reuse, _add_host_cache(runner, settings, blocks)
+    )
     adapters = create_adapters(spec, settings, dtype, device, read_adapter)
     scheduler = _scheduler(model, settings, pool, longest, step_tokens, adapters.adapters)
     info = EngineInfo(
@@ -98,7 +107,9 @@ def create_engine(
         max_beam_width=scheduler.capacity.beam_width,
         windowed=scheduler.window is not None,
     )
-    return EngineLoop(scheduler, runner, info, depth=2 if on_gpu and settings.overlap else 1, adapters=adapters)
+    return EngineLoop(
+        scheduler, runner, info, depth=2 if on_gpu and settings.overlap else 1, adapters=adapters
+    )
 
 
 class _Prepared(NamedTuple):
@@ -108,15 +119,23 @@ class _Prepared(NamedTuple):
 
 
 def _prepare_runner(
-    model: Transformer, settings: EngineSettings, blocks: int, longest: int, step_tokens: int, progress: Progress
+    model: Transformer,
+    settings: EngineSettings,
+    blocks: int,
+    longest: int,
+    step_tokens: int,
+    progress: Progress,
 ) -> _Prepared:
     """What carries plans out on this device, warmed up."""
     sizes = (blocks, settings.block_tokens, settings.max_rows, longest)
     if model.device.type == "cuda":
-        from slipstream.engine.gpu_runner import GpuRunner  # needs Triton, which a CPU installation lacks
+        # needs Triton, which a CPU installation lacks
+        from slipstream.engine.gpu_runner import GpuRunner
 
         gpu_runner = GpuRunner(model, *sizes)
-        taken = _prepare_gpu(gpu_runner, model.spec, settings.max_rows, longest, blocks, step_tokens, progress)
+        taken = _prepare_gpu(
+            gpu_runner, model.spec, settings.max_rows, longest, blocks, step_tokens, progress
+        )
         return _Prepared(gpu_runner, *taken)
     runner = Runner(model, *sizes)
     warm_up(model.spec, runner, blocks, longest)
@@ -124,7 +143,9 @@ def _prepare_runner(
 
 
 def _add_host_cache(runner: AnyRunner, settings: EngineSettings, blocks: int) -> int:
-    """Room in the host's memory for blocks → how many of them, as far as settings give bytes for it."""
+    """Room in the host's memory for blocks → how many of them, as far as settings give bytes for
+    it.
+    """
     slots = settings.host_cache_bytes // (runner.cache.nbytes // (blocks + 1))
     if slots and settings.reuse:
         runner.host = HostCache(runner.cache, slots, settings.block_tokens)
@@ -132,7 +153,12 @@ def _add_host_cache(runner: AnyRunner, settings: EngineSettings, blocks: int) ->
 
 
 def _scheduler(
-    model: Transformer, settings: EngineSettings, pool: BlockPool, longest: int, step_tokens: int, adapters: Adapters
+    model: Transformer,
+    settings: EngineSettings,
+    pool: BlockPool,
+    longest: int,
+    step_tokens: int,
+    adapters: Adapters,
 ) -> Scheduler:
     return Scheduler(
         pool,
@@ -150,25 +176,41 @@ def _scheduler(
 
 
 def warm_up(
-    spec: ModelSpec, runner: AnyRunner, total_blocks: int, longest: int, tokens: int = 16, requests: int = 1,
+    spec: ModelSpec,
+    runner: AnyRunner,
+    total_blocks: int,
+    longest: int,
+    tokens: int = 16,
+    requests: int = 1,
     steps: int = 1,
-) -> None:  # fmt: skip
-    """Run requests through the runner alone, so that the first user does not pay for first calls. steps: that the
-    prompt of a single request takes."""
+) -> None:
+    """Run requests through the runner alone, so that the first user does not pay for first calls.
+    steps: that the prompt of a single request takes.
+    """
     pool = BlockPool(total_blocks, runner.block_tokens, reuse=False)
     tokens = min(tokens, longest - 2, total_blocks * runner.block_tokens // requests - 2)
     budget = requests * longest if steps == 1 else max(1, -(-tokens // steps))
     scheduler = Scheduler(pool, requests, budget, longest, spec.vocab_size)
     for number in range(requests):
-        scheduler.add(GenerateRequest(_WARM_UP_REQUEST - number, [0] * tokens, SamplingParams(max_tokens=2)))
+        scheduler.add(
+            GenerateRequest(_WARM_UP_REQUEST - number, [0] * tokens, SamplingParams(max_tokens=2))
+        )
     while (plan := scheduler.plan()) is not None:
         scheduler.commit(plan, runner.launch(plan).result())
 
 
 def _prepare_gpu(
-    runner: GpuRunner, spec: ModelSpec, max_rows: int, longest: int, blocks: int, budget: int, progress: Progress
+    runner: GpuRunner,
+    spec: ModelSpec,
+    max_rows: int,
+    longest: int,
+    blocks: int,
+    budget: int,
+    progress: Progress,
 ) -> tuple[int, int]:
-    """Compile kernels, run a step of the full budget, capture decode steps → bytes of that step, of the graphs."""
+    """Compile kernels, run a step of the full budget, capture decode steps → bytes of that step, of
+    the graphs.
+    """
     from slipstream.engine.graphs import ladder  # these need Triton
     from slipstream.engine.mixed_graphs import PROMPTS
     from slipstream.kernels.gpu.prefill_attention import FAR
@@ -180,13 +222,15 @@ def _prepare_gpu(
     torch.cuda.reset_peak_memory_stats()
     warm_up(spec, runner, blocks, longest, each, max(1, min(budget // each, max_rows)))
     step_bytes = torch.cuda.max_memory_allocated() - held
-    # Long prompts, and those of several steps, have kernels of their own, not to be compiled while others wait.
+    # Long prompts, and those of several steps, have kernels of their own, not to be compiled while
+    # others wait.
     for tokens in (_WARM_UP_TOKENS, FAR) if longest - 2 >= FAR else (_WARM_UP_TOKENS,):
         warm_up(spec, runner, blocks, longest, tokens)
         warm_up(spec, runner, blocks, longest, tokens, steps=2)
     free, _ = torch.cuda.mem_get_info()
     runner.capture(max_rows, progress)
-    # The library loads its kernels when first used: let that be now. Fewer prompts are a captured step.
+    # The library loads its kernels when first used: let that be now. Fewer prompts are a captured
+    # step.
     for prompts in (size for size in ladder(max_rows) if PROMPTS < size <= blocks):
         warm_up(spec, runner, blocks, longest, 2, prompts)
     return step_bytes, max(0, free - torch.cuda.mem_get_info()[0])
@@ -202,14 +246,18 @@ def _device(settings: EngineSettings) -> torch.device:
     if settings.device == "auto":
         return torch.device("cuda" if nvidia and torch.cuda.is_available() else "cpu")
     if settings.device.startswith("cuda") and not nvidia:
-        raise ValueError("device: this torch is for AMD's GPUs, the kernels are for NVIDIA's; use the device cpu")
+        raise ValueError(
+            "device: this torch is for AMD's GPUs, the kernels are for NVIDIA's; use the device cpu"
+        )
     return torch.device(settings.device)
 
 
 def _cache_dtype(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_tokens: int, fp8_cache: bool
 ) -> torch.dtype:
-    """What keys and values are kept in: fewer bits than those of the run where they are wished for, or cost nothing."""
+    """What keys and values are kept in: fewer bits than those of the run where they are wished for,
+    or cost nothing.
+    """
     if fp8_cache and _knows_eight_bits(device):
         return torch.float8_e4m3fn
     turned = rotary_size(spec) if spec.position == "rope" else 0
@@ -232,7 +280,9 @@ def _dtype_name(dtype: str, on_gpu: bool) -> str:
     return dtype
 
 
-def _share_out_memory(model: Transformer, settings: EngineSettings, longest: int) -> tuple[int, int]:
+def _share_out_memory(
+    model: Transformer, settings: EngineSettings, longest: int
+) -> tuple[int, int]:
     """Of what weights leave free → bytes of copies of weights, now made, and blocks of the cache"""
     block_bytes = model.cached_bytes * settings.block_tokens
     if model.device.type != "cuda":
@@ -247,33 +297,39 @@ def _share_out_memory(model: Transformer, settings: EngineSettings, longest: int
 def _gpu_room(spec: ModelSpec, settings: EngineSettings, longest: int, device: torch.device) -> int:
     """Bytes of a GPU's memory for the cache, and for what is kept to be faster at its expense."""
     free, _ = torch.cuda.mem_get_info(device)
-    # What grows with the rows: logits in float32, those of the graphs and those of a step, and all their tokens.
+    # What grows with the rows: logits in float32, those of the graphs and those of a step, and all
+    # their tokens.
     beside = settings.max_rows * (2 * spec.vocab_size * 4 + longest * 8)
     return int((free - _GPU_SPARE_BYTES - beside) * settings.cache_memory_fraction)
 
 
 def _copy_room(settings: EngineSettings, room: int, block_bytes: int, longest: int) -> int:
-    """Bytes that copies of weights may take of a GPU: one sequence must still fit. None where the size of the cache was
-    given: who reckons with it may have plans for the rest."""
+    """Bytes that copies of weights may take of a GPU: one sequence must still fit. None where the
+    size of the cache was given: who reckons with it may have plans for the rest.
+    """
     if settings.cache_tokens is not None:
         return 0
     return min(int(room * _COPY_SHARE), room - -(-longest // settings.block_tokens) * block_bytes)
 
 
 def _pool_blocks(settings: EngineSettings, room: int | None, block_bytes: int, longest: int) -> int:
-    """How many blocks the pool has: what was asked for, else as many as a GPU has room for, or a CPU's usual cache
-    where that is None; one sequence at least."""
+    """How many blocks the pool has: what was asked for, else as many as a GPU has room for, or a
+    CPU's usual cache where that is None; one sequence at least.
+    """
     size = settings.block_tokens
     if settings.cache_tokens is not None and room is None:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // block_bytes
         if settings.cache_tokens > memory * size:
-            raise ValueError(f"a cache of {settings.cache_tokens} tokens is more than the machine's memory, which "
-                             f"{memory * size} would fill: lower max_tokens_in_paged_kv_cache")
+            raise ValueError(
+                f"a cache of {settings.cache_tokens} tokens is more than the machine's memory, which "
+                f"{memory * size} would fill: lower max_tokens_in_paged_kv_cache"
+            )
         return max(1, settings.cache_tokens // size)
     needed = -(-longest // size)
     if room is None:
         return max(_CPU_CACHE_BYTES // block_bytes, needed)
-    affordable = min(room // block_bytes, settings.max_rows * needed)  # more than all rows could fill is of no use
+    # more than all rows could fill is of no use
+    affordable = min(room // block_bytes, settings.max_rows * needed)
     if settings.cache_tokens is not None and affordable > 0:  # of two limits, the smaller one holds
         return max(1, min(affordable, settings.cache_tokens // size))
     if affordable < needed:

@@ -8,8 +8,10 @@ from slipstream.engine.vocabulary import Vocabulary
 
 
 class StopTexts:
-    """One request's words. Where answers go to a client token by token, the server finds them; the beams of a search
-    are not seen outside before its end, and one that has said such a word is to go no further."""
+    """One request's words. Where answers go to a client token by token, the server finds them; the
+    beams of a search are not seen outside before its end, and one that has said such a word is to
+    go no further.
+    """
 
     error = ""
 
@@ -17,13 +19,17 @@ class StopTexts:
         self._vocabulary = vocabulary
         self._words = words
         self._longest = max(map(len, words))
-        self._marks = frozenset(token for token in vocabulary.special if vocabulary.texts[token] in words)
+        self._marks = frozenset(
+            token for token in vocabulary.special if vocabulary.texts[token] in words
+        )
 
     def mask(self, tokens: list[int]) -> bytes:
         return b""  # anything may come
 
     def complete(self, tokens: list[int]) -> bool:
-        """Whether the last token completes a word; the ones before have not, or it would not have come."""
+        """Whether the last token completes a word; the ones before have not, or it would not have
+        come.
+        """
         if tokens[-1] in self._marks:
             return True
         text, last = b"", len(self._text(tokens[-1]))

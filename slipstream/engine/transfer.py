@@ -17,7 +17,11 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def numbers(values: Sequence[int] | Sequence[float] | Sequence[bool], device: torch.device) -> Tensor:
-    """[n], of the type that torch gives such numbers. Lists as such, also as an index, would make the host wait."""
+def numbers(
+    values: Sequence[int] | Sequence[float] | Sequence[bool], device: torch.device
+) -> Tensor:
+    """[n], of the type that torch gives such numbers. Lists as such, also as an index, would make
+    the host wait.
+    """
     array = np.array(values)
     return to_device(array.astype(np.float32) if array.dtype == np.float64 else array, device)

@@ -1,4 +1,6 @@
-"""The requests that wait for a row: higher priority first, equal ones in order of arrival. No torch here."""
+"""The requests that wait for a row: higher priority first, equal ones in order of arrival. No torch
+here.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """How far back attention looks, and what a request may let go of for that. No torch here.
 
-    block     0     1     2     3     4     5     6
-              sinks |---- passed ----|--- in sight ----|
-                                            ^ position of the next token: it sees itself, the tokens - 1 before it
-                                              and the sinks; what is passed stays unseen for all that follow it
+block     0     1     2     3     4     5     6
+          sinks |---- passed ----|--- in sight ----|
+                                        ^ position of the next token: it sees itself, the tokens - 1 before it
+                                          and the sinks; what is passed stays unseen for all that follow it
 """
 
 from __future__ import annotations
@@ -28,11 +28,19 @@ class Window:
 
     def passed(self, position: int, block_tokens: int) -> range:
         """The blocks that no token from `position` on looks at."""
-        return range(-(-self.sinks // block_tokens), max(0, position - self.tokens + 1) // block_tokens)
+        return range(
+            -(-self.sinks // block_tokens), max(0, position - self.tokens + 1) // block_tokens
+        )
 
     def most_blocks(self, at_once: int, block_tokens: int, limit: int) -> int:
-        """What a request holds while `at_once` tokens are being computed: no more than `limit`, if it can do at all."""
+        """What a request holds while `at_once` tokens are being computed: no more than `limit`, if
+        it can do at all.
+        """
         sinks = -(-self.sinks // block_tokens)
-        # Two tokens: one on its way, and the one after it. One block more, for where the window begins within one.
-        least, wanted = (sinks + -(-(self.tokens + tokens) // block_tokens) + 1 for tokens in (2, max(2, at_once)))
+        # Two tokens: one on its way, and the one after it. One block more, for where the window
+        # begins within one.
+        least, wanted = (
+            sinks + -(-(self.tokens + tokens) // block_tokens) + 1
+            for tokens in (2, max(2, at_once))
+        )
         return max(least, min(wanted, limit))

@@ -1,12 +1,14 @@
 """Low-rank additions to a layer's products, y += B (A x), with another A and B for each token.
 
-Adapters lie in pages. A page has room for `rank` rows of A and `rank` columns of B of every product of every layer;
-an adapter of a higher rank takes several pages, and what it adds is the sum of what its pages add. Page 0 is nobody's.
+Adapters lie in pages. A page has room for `rank` rows of A and `rank` columns of B of every product
+of every layer; an adapter of a higher rank takes several pages, and what it adds is the sum of what
+its pages add. Page 0 is nobody's.
 
     a page:   layer 0 [ qkv A | qkv B | dense A | dense B | first A | first B | proj A | proj B ]  layer 1 [ …
 
-Where a product is several in one (q, k and v; the two halves of a gated mlp), each part has its own A and B:
-A is [parts * rank, in], and B, stored with its columns as rows, is [rank, out] over the parts side by side.
+Where a product is several in one (q, k and v; the two halves of a gated mlp), each part has its own
+A and B: A is [parts * rank, in], and B, stored with its columns as rows, is [rank, out] over the
+parts side by side.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PRODUCTS = QKV, DENSE, FIRST, PROJ = range(4)  # the products of a layer, in the order they are computed
+# the products of a layer, in the order they are computed
+PRODUCTS = QKV, DENSE, FIRST, PROJ = range(4)
 
 _ALIGNED = 64  # elements: where a matrix begins, so that kernels read whole cache lines
-_FEW_TOKENS = 8  # up to this many, the tokens of an adapter go into one batched product with other adapters' tokens
+# up to this many, the tokens of an adapter go into one batched product with other adapters' tokens
+_FEW_TOKENS = 8
 
 
 class ProductShape(NamedTuple):
@@ -83,11 +87,14 @@ class Matrices(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter in the host's memory, in the type it is computed in, and how it is spread over pages."""
+    """An adapter in the host's memory, in the type it is computed in, and how it is spread over
+    pages.
+    """
 
     rank: int  # the highest among its matrices
     values: Tensor  # [n]: all of them, one after the other
-    runs: list[Tensor]  # of each page: int32 [runs, 3], where a run begins in `values` and in the page, and its length
+    # of each page: int32 [runs, 3], where a run begins in `values` and in the page, and its length
+    runs: list[Tensor]
     products: list[int]  # of each page: bit p, where it adds something to product p
 
     @property
@@ -98,7 +105,9 @@ class HostAdapter:
 def pack_adapter(
     layout: PageLayout, matrices: Sequence[Matrices], dtype: torch.dtype, device: torch.device
 ) -> HostAdapter:
-    """device: the one that it will be computed on; a GPU copies from memory that it can read by itself."""
+    """device: the one that it will be computed on; a GPU copies from memory that it can read by
+    itself.
+    """
     rank = max(one.first.shape[0] for one in matrices)
     pages = layout.pages_for(rank)
     runs: list[list[tuple[int, int, int]]] = [[] for _ in range(pages)]
@@ -117,8 +126,10 @@ def pack_adapter(
 
 
 def _runs(layout: PageLayout, one: Matrices, page: int, at: int) -> list[tuple[int, int, int]]:
-    """Where the page's share of one pair of matrices goes, which begins at `at` among the values: A in one run, since
-    its rows lie one after the other in a page, too; B's rows one by one, between those of other parts."""
+    """Where the page's share of one pair of matrices goes, which begins at `at` among the values: A
+    in one run, since its rows lie one after the other in a page, too; B's rows one by one, between
+    those of other parts.
+    """
     outputs, size = layout.shapes[one.product].outputs, layout.rank
     first_at, second_at = layout.starts(one.layer, one.product)
     total, inputs = one.first.shape
@@ -127,19 +138,28 @@ def _runs(layout: PageLayout, one: Matrices, page: int, at: int) -> list[tuple[i
     count = min(size, total - begin)
     found = [(at + begin * inputs, first_at + one.part * size * inputs, count * inputs)]
     second = at + one.first.size
-    return found + [(second + (begin + row) * width, second_at + row * wide + column, width) for row in range(count)]
+    return found + [
+        (second + (begin + row) * width, second_at + row * wide + column, width)
+        for row in range(count)
+    ]
 
 
 class AdapterPages:
     """The pages in the memory of the device that computes."""
 
     def __init__(
-        self, layout: PageLayout, total_pages: int, most_pages: int, dtype: torch.dtype, device: torch.device
+        self,
+        layout: PageLayout,
+        total_pages: int,
+        most_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """most_pages: of one adapter"""
         self.layout, self.most_pages = layout, most_pages
         self.memory = torch.zeros(total_pages + 1, layout.elements, dtype=dtype, device=device)
-        # Bit p: the page adds something to product p. What a page does not add need not be computed.
+        # Bit p: the page adds something to product p. What a page does not add need not be
+        # computed.
         self.products = np.zeros(total_pages + 1, dtype=np.int32)
         self.device_products = torch.zeros(total_pages + 1, dtype=torch.int32, device=device)
 
@@ -148,7 +168,8 @@ class AdapterPages:
         device = self.memory.device
         spread = _spread
         if device.type == "cuda":
-            from slipstream.kernels.gpu.adapters import spread  # needs Triton, which a CPU installation lacks
+            # needs Triton, which a CPU installation lacks
+            from slipstream.kernels.gpu.adapters import spread
         values = adapter.values.to(device, non_blocking=True)
         for page, runs, products in zip(pages, adapter.runs, adapter.products, strict=True):
             self.memory[page].zero_()
@@ -165,10 +186,16 @@ def _spread(values: Tensor, runs: Tensor, page: Tensor) -> None:
 
 
 class CpuStepAdapters:
-    """Tokens grouped by adapter. Each of the larger groups is a product of its own; small ones are batched together."""
+    """Tokens grouped by adapter. Each of the larger groups is a product of its own; small ones are
+    batched together.
+    """
 
-    def __init__(self, pages: AdapterPages, pages_of_row: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
-        """pages_of_row: the pages of each row of the step; counts: its tokens, which lie one row after the other."""
+    def __init__(
+        self, pages: AdapterPages, pages_of_row: Sequence[Sequence[int]], counts: Sequence[int]
+    ) -> None:
+        """pages_of_row: the pages of each row of the step; counts: its tokens, which lie one row
+        after the other.
+        """
         self._pages = pages
         groups: dict[tuple[int, ...], list[np.ndarray]] = {}
         start = 0
@@ -178,12 +205,20 @@ class CpuStepAdapters:
             start += count
         tokens = {key: np.concatenate(ranges) for key, ranges in groups.items()}
         small = {key: found for key, found in tokens.items() if len(found) <= _FEW_TOKENS}
-        self._large = [(key, _places(found)) for key, found in tokens.items() if len(found) > _FEW_TOKENS]
+        self._large = [
+            (key, _places(found)) for key, found in tokens.items() if len(found) > _FEW_TOKENS
+        ]
         self._small = [_Batch.of(self._adding(small, product)) for product in PRODUCTS]
 
-    def _adding(self, groups: dict[tuple[int, ...], np.ndarray], product: int) -> dict[int, np.ndarray]:
+    def _adding(
+        self, groups: dict[tuple[int, ...], np.ndarray], product: int
+    ) -> dict[int, np.ndarray]:
         """page → tokens, of those pages that add something to the product."""
-        return {page: tokens for key, tokens in sorted(groups.items()) for page in self._of_product(key, product)}
+        return {
+            page: tokens
+            for key, tokens in sorted(groups.items())
+            for page in self._of_product(key, product)
+        }
 
     def _of_product(self, pages: Sequence[int], product: int) -> list[int]:
         return [page for page in pages if self._pages.products[page] >> product & 1]
@@ -202,7 +237,12 @@ class CpuStepAdapters:
 
 
 def _add_group(
-    y: Tensor, x: Tensor, tokens: Tensor | slice, first: Tensor, second: Tensor, outputs: tuple[int, ...]
+    y: Tensor,
+    x: Tensor,
+    tokens: Tensor | slice,
+    first: Tensor,
+    second: Tensor,
+    outputs: tuple[int, ...],
 ) -> None:
     """The tokens of one adapter. first: [pages, parts * rank, in], second: [pages, rank, out]"""
     pages, rank = second.shape[:2]
@@ -210,7 +250,9 @@ def _add_group(
     middle = middle.view(-1, pages, len(outputs), rank)
     column, added = 0, []
     for part, width in enumerate(outputs):
-        added.append(middle[:, :, part].flatten(1) @ second[:, :, column : column + width].flatten(0, 1))
+        added.append(
+            middle[:, :, part].flatten(1) @ second[:, :, column : column + width].flatten(0, 1)
+        )
         column += width
     delta = torch.cat(added, dim=1).to(y.dtype)
     if isinstance(tokens, slice):
@@ -220,14 +262,17 @@ def _add_group(
 
 
 class _Batch(NamedTuple):
-    """Pages with few tokens each: one batched product over all of them, padded to the most tokens a page has."""
+    """Pages with few tokens each: one batched product over all of them, padded to the most tokens a
+    page has.
+    """
 
     pages: Tensor | slice  # [n], or the run of pages they lie in
     tokens: Tensor  # [n * most]: whose x goes where; padding takes any token's
     most: int
     start: int  # the tokens concerned lie in start:end
     end: int
-    places: list[Tensor]  # [end - start] each: which results a token adds; the one behind the last is zero
+    # [end - start] each: which results a token adds; the one behind the last is zero
+    places: list[Tensor]
     aligned: bool  # there is one result for each token, in the order of the tokens
 
     @staticmethod
@@ -236,7 +281,8 @@ class _Batch(NamedTuple):
             return None
         pages = sorted(groups)
         span = pages[-1] - pages[0] + 1
-        whole = span <= 2 * len(pages)  # computing a few pages in vain costs less than copying those in use
+        # computing a few pages in vain costs less than copying those in use
+        whole = span <= 2 * len(pages)
         slots = range(pages[0], pages[-1] + 1) if whole else pages
         most = max(map(len, groups.values()))
         start = min(int(tokens[0]) for tokens in groups.values())
@@ -253,17 +299,26 @@ class _Batch(NamedTuple):
         aligned = depth == 1 and np.array_equal(padded[:, 0], np.arange(nothing))
         return _Batch(
             slice(slots[0], slots[-1] + 1) if whole else torch.tensor(pages),
-            torch.from_numpy(taken.reshape(-1)), most, start, end, list(torch.from_numpy(padded).t().contiguous()),
+            torch.from_numpy(taken.reshape(-1)),
+            most,
+            start,
+            end,
+            list(torch.from_numpy(padded).t().contiguous()),
             aligned,
-        )  # fmt: skip
+        )
 
-    def add(self, y: Tensor, x: Tensor, first: Tensor, second: Tensor, outputs: tuple[int, ...]) -> None:
+    def add(
+        self, y: Tensor, x: Tensor, first: Tensor, second: Tensor, outputs: tuple[int, ...]
+    ) -> None:
         first, second = first[self.pages], second[self.pages]
         given = x[self.tokens].to(first.dtype).view(-1, self.most, x.shape[1])
         middle = torch.bmm(given, first.transpose(1, 2))  # [n, most, parts * rank]
         rank, column = second.shape[1], 0
         for part, width in enumerate(outputs):
-            given, matrix = middle[:, :, part * rank : (part + 1) * rank], second[:, :, column : column + width]
+            given, matrix = (
+                middle[:, :, part * rank : (part + 1) * rank],
+                second[:, :, column : column + width],
+            )
             target = y[self.start : self.end, column : column + width]
             if self.aligned:
                 target += torch.bmm(given, matrix).flatten(0, 1)

@@ -1,10 +1,11 @@
 """Attention of a step's new tokens over the paged cache.
 
-A cache layer is [kv_heads, slots, head_size]; slot = block × block_tokens + offset. With heads outermost, the
-blocks of a row gather into one contiguous matrix a head, which is what matrix products are fast on. An
-`AttentionPlan` is made once a step and serves every layer. Rows that compute one token (decode) are taken
-together, gathered and masked to a common length; rows that compute several are taken one by one. A row that looks
-through a window has null blocks where it has let go of what it passed; those that begin its table are not gathered.
+A cache layer is [kv_heads, slots, head_size]; slot = block × block_tokens + offset. With heads
+outermost, the blocks of a row gather into one contiguous matrix a head, which is what matrix
+products are fast on. An `AttentionPlan` is made once a step and serves every layer. Rows that
+compute one token (decode) are taken together, gathered and masked to a common length; rows that
+compute several are taken one by one. A row that looks through a window has null blocks where it has
+let go of what it passed; those that begin its table are not gathered.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from torch.nn import functional
 
 from slipstream.kernels.attention_rule import AttentionRule
 
-# Rows of very different lengths are not gathered together: the short ones would be padded at a cost.
+# Rows of very different lengths are not gathered together: the short ones would be padded at a
+# cost.
 _MOST_PADDING = 2.0
-# From this many gathered tokens on, two batched products beat torch's fused attention for single queries. Not so
-# where one row's slots are a run: its keys are then a view with gaps between heads, which products are slow on.
+# From this many gathered tokens on, two batched products beat torch's fused attention for single
+# queries. Not so where one row's slots are a run: its keys are then a view with gaps between heads,
+# which products are slow on.
 _PRODUCTS_FROM_TOKENS = 512
 _NULL_BLOCK = 0  # nobody's, and all zeros
-# Queries of a prompt taken at once; larger tiles compute more that is masked away, smaller ones call more often.
+# Queries of a prompt taken at once; larger tiles compute more that is masked away, smaller ones
+# call more often.
 _TILE_TOKENS = 64
 
 
@@ -33,7 +37,8 @@ class DecodeGroup:
     """Rows of one new token each."""
 
     tokens: Tensor | slice  # which tokens of the step
-    where: Tensor | slice  # [rows * kv_heads * blocks] blocks to gather, or the one row's slots when they are a run
+    # [rows * kv_heads * blocks] blocks to gather, or the one row's slots when they are a run
+    where: Tensor | slice
     rows: int
     first: int  # position of the first token gathered
     length: int  # what the rows are padded to, from there on
@@ -59,15 +64,21 @@ class AttentionPlan:
     prefills: list[PrefillRow]
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
-        """queries: [tokens, heads, head_size]; keys, values: [kv_heads, slots, head_size], the step's own already in
-        → [tokens, heads, head_size]"""
+        """queries: [tokens, heads, head_size]; keys, values: [kv_heads, slots, head_size], the
+        step's own already in → [tokens, heads, head_size]
+        """
         if len(self.decodes) == 1 and not self.prefills:
             return _attend_decode(queries, keys, values, self.decodes[0], self.block_tokens, rule)
         output = queries.new_empty(queries.shape)
         for group in self.decodes:
-            output[group.tokens] = _attend_decode(queries[group.tokens], keys, values, group, self.block_tokens, rule)
+            output[group.tokens] = _attend_decode(
+                queries[group.tokens], keys, values, group, self.block_tokens, rule
+            )
         for row in self.prefills:
-            k, v = (_gather(t, row.where, 1, self.block_tokens)[0, :, : row.length - row.first] for t in (keys, values))
+            k, v = (
+                _gather(t, row.where, 1, self.block_tokens)[0, :, : row.length - row.first]
+                for t in (keys, values)
+            )
             output[row.tokens] = _attend_prefill(queries[row.tokens], k, v, row, rule)
         return output
 
@@ -92,12 +103,18 @@ def plan_attention(
     for members in _similar(np.flatnonzero(counts == 1), lengths):
         blocks = -(-int(lengths[members].max()) // block_tokens)
         passed = _passed(tables[members, :blocks])
-        # What lies behind a row's end is masked, but must be finite all the same: no other row's blocks, then.
+        # What lies behind a row's end is masked, but must be finite all the same: no other row's
+        # blocks, then.
         used = np.arange(passed, blocks) < -(-lengths[members, None] // block_tokens)
-        own, first = np.where(used, tables[members, passed:blocks], _NULL_BLOCK), passed * block_tokens
+        own, first = (
+            np.where(used, tables[members, passed:blocks], _NULL_BLOCK),
+            passed * block_tokens,
+        )
         where, length = _where(own, lengths[members] - first, block_tokens, heads, cache_blocks)
         ends = torch.from_numpy(lengths[members])
-        plan.decodes.append(DecodeGroup(_tokens(offsets[members]), where, len(members), first, length, ends))
+        plan.decodes.append(
+            DecodeGroup(_tokens(offsets[members]), where, len(members), first, length, ends)
+        )
     for row in np.flatnonzero(counts > 1):
         length = int(lengths[row])
         table = tables[row : row + 1, : -(-length // block_tokens)]
@@ -115,19 +132,28 @@ def _passed(tables: np.ndarray) -> int:
 
 
 def _attend_decode(
-    q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, block_tokens: int, rule: AttentionRule
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: DecodeGroup,
+    block_tokens: int,
+    rule: AttentionRule,
 ) -> Tensor:
     """q: [rows, heads, head_size] → the same shape."""
     rows, heads, size = q.shape
-    k, v = (_gather(t, group.where, rows, block_tokens) for t in (keys, values))  # [rows, kv_heads, length, size]
+    # [rows, kv_heads, length, size]
+    k, v = (_gather(t, group.where, rows, block_tokens) for t in (keys, values))
     if rule not in group.masks:
         group.masks[rule] = _decode_mask(group, rule, q.dtype)
     mask = group.masks[rule]
-    # The queries that share a key head stand as several queries of one head: keys are read once for all.
+    # The queries that share a key head stand as several queries of one head: keys are read once for
+    # all.
     grouped = q.reshape(rows, len(keys), heads // len(keys), size)
     few = rows * group.length < _PRODUCTS_FROM_TOKENS or isinstance(group.where, slice)
     if few and not rule.softcap:
-        out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=rule.scale)
+        out = functional.scaled_dot_product_attention(
+            grouped, k, v, attn_mask=mask, scale=rule.scale
+        )
     else:
         scores = _squeeze(torch.matmul(grouped * rule.scale, k.transpose(2, 3)), rule)
         weights = torch.softmax(scores if mask is None else scores.add_(mask), dim=-1)
@@ -135,10 +161,13 @@ def _attend_decode(
     return out.reshape(rows, heads, size)
 
 
-def _attend_prefill(q: Tensor, k: Tensor, v: Tensor, row: PrefillRow, rule: AttentionRule) -> Tensor:
+def _attend_prefill(
+    q: Tensor, k: Tensor, v: Tensor, row: PrefillRow, rule: AttentionRule
+) -> Tensor:
     """q: [new tokens, heads, head_size]; k, v: [kv_heads, length - first, head_size] → as q.
 
-    Queries are taken in tiles: a tile leaves out the keys after it, and its scores stay in the cache.
+    Queries are taken in tiles: a tile leaves out the keys after it, and its scores stay in the
+    cache.
     """
     count, heads, size = q.shape
     group = heads // len(k)
@@ -147,7 +176,11 @@ def _attend_prefill(q: Tensor, k: Tensor, v: Tensor, row: PrefillRow, rule: Atte
     for begin in range(0, count, _TILE_TOKENS):
         end = min(begin + _TILE_TOKENS, count)
         first, last = row.start + begin, row.start + end  # positions of the tile's queries
-        oldest = row.first if rule.window is None or rule.sinks else max(row.first, first - rule.window + 1)
+        oldest = (
+            row.first
+            if rule.window is None or rule.sinks
+            else max(row.first, first - rule.window + 1)
+        )
         queries = by_key_head[:, begin:end].reshape(len(k), -1, size)
         keys = slice(oldest - row.first, last - row.first)
         scores = _squeeze(torch.bmm(queries, k[:, keys].transpose(1, 2)), rule)
@@ -164,7 +197,9 @@ def _squeeze(scores: Tensor, rule: AttentionRule) -> Tensor:
 
 
 def _gather(cache: Tensor, where: Tensor | slice, rows: int, block_tokens: int) -> Tensor:
-    """cache: [kv_heads, slots, head_size] → [rows, kv_heads, length, head_size]; no copy when slots are a run."""
+    """cache: [kv_heads, slots, head_size] → [rows, kv_heads, length, head_size]; no copy when slots
+    are a run.
+    """
     heads, _, size = cache.shape
     if isinstance(where, slice):
         return cache[None, :, where]
@@ -203,7 +238,9 @@ def _where(
 
 
 def _decode_mask(group: DecodeGroup, rule: AttentionRule, dtype: torch.dtype) -> Tensor | None:
-    """[rows, 1, 1, length]: 0 where a row may look, -inf elsewhere; None when it may look everywhere."""
+    """[rows, 1, 1, length]: 0 where a row may look, -inf elsewhere; None when it may look
+    everywhere.
+    """
     lengths = group.lengths[:, None]
     whole = bool((lengths == group.first + group.length).all())
     if whole and (rule.window is None or rule.window >= group.length):
@@ -216,7 +253,12 @@ def _decode_mask(group: DecodeGroup, rule: AttentionRule, dtype: torch.dtype) ->
 
 
 def _tile_mask(
-    first: int, last: int, oldest: int, rule: AttentionRule, dtype: torch.dtype, device: torch.device
+    first: int,
+    last: int,
+    oldest: int,
+    rule: AttentionRule,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """[last - first, last - oldest]: 0 where a query may look, -inf elsewhere."""
     query = torch.arange(first, last, device=device)[:, None]

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """A query sees itself and the tokens before it: the last `window` of them, and the first `sinks` always."""
+    """A query sees itself and the tokens before it: the last `window` of them, and the first
+    `sinks` always.
+    """
 
     scale: float  # scores are products of query and key times this
     window: int | None = None  # None: all

@@ -1,4 +1,6 @@
-"""A mixture of experts: which experts each token takes, and their answers joined. On a GPU: gpu/experts.py."""
+"""A mixture of experts: which experts each token takes, and their answers joined. On a GPU:
+gpu/experts.py.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,19 @@ from torch import Tensor
 
 
 def route(logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """logits: [tokens, experts] → the chosen experts and their shares, float32: [tokens, per_token] each."""
+    """logits: [tokens, experts] → the chosen experts and their shares, float32: [tokens, per_token]
+    each.
+    """
     shares, chosen = logits.float().softmax(dim=-1).topk(per_token, dim=-1)
     return chosen, shares / shares.sum(dim=-1, keepdim=True) if normalised else shares
 
 
-def mixture(x: Tensor, chosen: Tensor, shares: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
-    """x: [tokens, hidden] → [tokens, hidden]. Tokens are sorted by expert, so that each expert runs once."""
+def mixture(
+    x: Tensor, chosen: Tensor, shares: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
+) -> Tensor:
+    """x: [tokens, hidden] → [tokens, hidden]. Tokens are sorted by expert, so that each expert runs
+    once.
+    """
     expert_of_pair = chosen.flatten()  # a pair is a token and one of its experts
     order = expert_of_pair.argsort(stable=True)
     tokens = order // chosen.shape[1]
@@ -27,7 +35,8 @@ def mixture(x: Tensor, chosen: Tensor, shares: Tensor, experts: Sequence[Callabl
 
 
 def grouped_product(x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """x: [tokens, in] or [pairs, in], weight: [experts, out, in], chosen: [tokens, per_token] → [pairs, out].
+    """x: [tokens, in] or [pairs, in], weight: [experts, out, in], chosen: [tokens, per_token] →
+    [pairs, out].
 
     What the kernel of the same name computes, pair by pair.
     """

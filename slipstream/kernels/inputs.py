@@ -1,4 +1,6 @@
-"""What a product may be given instead of a plain tensor: activations whose rows have yet to be scaled."""
+"""What a product may be given instead of a plain tensor: activations whose rows have yet to be
+scaled.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ class Quantised(NamedTuple):
 
 
 class Unscaled(NamedTuple):
-    """One token, normalised but for its scale, which whoever multiplies the values gives the results: it was not known
-    when several programs made the values."""
+    """One token, normalised but for its scale, which whoever multiplies the values gives the
+    results: it was not known when several programs made the values.
+    """
 
     values: Tensor  # [1, size], times the norm's weight
-    squares: Tensor  # float32 [parts]: the sum of the squares of each part of the row, before that weight
+    # float32 [parts]: the sum of the squares of each part of the row, before that weight
+    squares: Tensor
     epsilon: float  # of the norm
 
     @property
@@ -45,7 +49,9 @@ def plain(x: Input) -> Tensor:
     """The activations themselves, as nearly as x has them."""
     if isinstance(x, Tensor):
         return x
-    return (x.values.float() * x.scales).to(torch.bfloat16 if isinstance(x, Quantised) else x.values.dtype)
+    return (x.values.float() * x.scales).to(
+        torch.bfloat16 if isinstance(x, Quantised) else x.values.dtype
+    )
 
 
 def pick(x: Input, tokens: Tensor) -> Input:

@@ -1,8 +1,10 @@
-"""Matrix products with stored weights: dense, int8, int4 and fp8. x: [tokens, in_features] → [tokens, out_features].
+"""Matrix products with stored weights: dense, int8, int4 and fp8. x: [tokens, in_features] →
+[tokens, out_features].
 
-On CPU a decode step is bound by reading the weights, so bf16 weights are laid out once the way oneDNN reads
-them, and int8 and int4 ones go through torch's weight-only kernels. Those kernels are made for few tokens;
-for many, the weights are expanded for the one product, which costs less than it saves.
+On CPU a decode step is bound by reading the weights, so bf16 weights are laid out once the way
+oneDNN reads them, and int8 and int4 ones go through torch's weight-only kernels. Those kernels are
+made for few tokens; for many, the weights are expanded for the one product, which costs less than
+it saves.
 """
 
 from __future__ import annotations
@@ -21,28 +23,34 @@ from slipstream.kernels.normalisation import Norm
 Product = Callable[[Any], Tensor]  # of an Input; on a CPU, of a plain tensor
 Joint = Callable[[Any, Tensor], Input]  # of activations and the residual stream: see `joint`
 
-# Above this many tokens expanding quantised weights beats the weight-only kernels (benchmarks/kernels.py).
+# Above this many tokens expanding quantised weights beats the weight-only kernels
+# (benchmarks/kernels.py).
 _EXPAND_ABOVE_TOKENS = 48
 _INT4_ROWS = 16  # the four-bit kernel takes weights of a multiple of this many rows
 _EIGHT_BIT_SIZES = 16  # what the rows and the columns of an eight-bit weight must be multiples of
-_EIGHT_BIT_DEVICES = (9, 0)  # Hopper: the first whose library takes a scale a row and a scale a token
+# Hopper: the first whose library takes a scale a row and a scale a token
+_EIGHT_BIT_DEVICES = (9, 0)
 
 
 def dense(weight: Tensor, bias: Tensor | None) -> Product:
     """weight: [out, in], bias: [out] or None."""
     if _packs(weight):
-        # The second argument is only a hint at the number of tokens; the layout serves every number.
+        # The second argument is only a hint at the number of tokens; the layout serves every
+        # number.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     if weight.device.type == "cuda":
-        from slipstream.kernels.gpu.linear import DenseProduct  # needs Triton, which a CPU installation lacks
+        # needs Triton, which a CPU installation lacks
+        from slipstream.kernels.gpu.linear import DenseProduct
 
         return DenseProduct(weight, bias)
     return lambda x: functional.linear(x, weight, bias)
 
 
 def gated(product: Product) -> Product | None:
-    """The product with the silu gate behind it, where one kernel does both for some numbers of tokens; else None."""
+    """The product with the silu gate behind it, where one kernel does both for some numbers of
+    tokens; else None.
+    """
     return getattr(product, "gated", None)
 
 
@@ -53,8 +61,9 @@ def prepare_gate(product: Product) -> None:
 
 
 def joint(product: Product, norm: Norm | None, taker: Product) -> Joint | None:
-    """One kernel that multiplies a single token, adds the result to the residual stream and normalises the sum for the
-    product that takes it; None where there is no such kernel."""
+    """One kernel that multiplies a single token, adds the result to the residual stream and
+    normalises the sum for the product that takes it; None where there is no such kernel.
+    """
     if norm is None or not (hasattr(product, "joined") and hasattr(taker, "takes_unscaled")):
         return None
     # What is not scaled yet may be beyond float16. Eight bits need the scale first.
@@ -64,7 +73,9 @@ def joint(product: Product, norm: Norm | None, taker: Product) -> Joint | None:
 
 
 def wide(weight: Tensor) -> Callable[..., Tensor] | None:
-    """The product whose result is float32 and may go to an `out`; None where there is no such kernel."""
+    """The product whose result is float32 and may go to an `out`; None where there is no such
+    kernel.
+    """
     if weight.device.type != "cuda":
         return None
     from slipstream.kernels.gpu.linear import WideProduct
@@ -73,8 +84,9 @@ def wide(weight: Tensor) -> Callable[..., Tensor] | None:
 
 
 def copy_weights(products: Iterable[Product], most_bytes: int) -> int:
-    """Keep copies of 16-bit weights that few tokens read faster, if all of them take no more than so many bytes
-    → what they take"""
+    """Keep copies of 16-bit weights that few tokens read faster, if all of them take no more than
+    so many bytes → what they take
+    """
     stored = [product.stored for product in products if hasattr(product, "stored")]
     if sum(weight.copy_bytes for weight in stored) > most_bytes:
         return 0
@@ -99,7 +111,8 @@ def int8(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 
 
 def int4(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
-    """weight: uint8 [out, in / 2], element 2j in the low four bits; scales: [out, in / group, (scale, offset)].
+    """weight: uint8 [out, in / 2], element 2j in the low four bits; scales: [out, in / group,
+    (scale, offset)].
 
     An element is worth (value - 8) × the scale of its group + the offset of its group.
     """
@@ -119,9 +132,14 @@ def int4(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 
 
 def fp8(
-    weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, eight_bit_inputs: bool = True
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    eight_bit_inputs: bool = True,
 ) -> Product:
-    """weight: float8_e4m3fn [out, in], scales: float32 [out]; an element is worth weight × its row's scale.
+    """weight: float8_e4m3fn [out, in], scales: float32 [out]; an element is worth weight × its
+    row's scale.
 
     `eight_bit_inputs`: where the device can, activations are rounded to e4m3 as well.
     """
@@ -129,7 +147,10 @@ def fp8(
         from slipstream.kernels.gpu.linear import EightBitProduct
 
         return EightBitProduct(weight, scales, bias)
-    if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) >= _EIGHT_BIT_DEVICES:
+    if (
+        weight.device.type == "cuda"
+        and torch.cuda.get_device_capability(weight.device) >= _EIGHT_BIT_DEVICES
+    ):
         from slipstream.kernels.gpu.linear import WeightOnlyProduct
 
         return WeightOnlyProduct(weight.contiguous(), scales, bias)
@@ -138,7 +159,9 @@ def fp8(
 
 
 def multiplies_eight_bits(weight: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device multiplies a weight [out, in] with activations of eight bits, in a run of this type."""
+    """Whether the device multiplies a weight [out, in] with activations of eight bits, in a run of
+    this type.
+    """
     if weight.dtype != torch.float8_e4m3fn or device.type != "cuda" or dtype != torch.bfloat16:
         return False
     fits = all(size % _EIGHT_BIT_SIZES == 0 for size in weight.shape)
@@ -157,7 +180,11 @@ def expand_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _packs(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+    )
 
 
 def _weight_only_runs(x: Tensor) -> bool:

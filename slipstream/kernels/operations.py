@@ -1,4 +1,6 @@
-"""The hot operations of a layer, each in the form that its device runs: torch on CPU, Triton kernels on CUDA."""
+"""The hot operations of a layer, each in the form that its device runs: torch on CPU, Triton
+kernels on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,13 @@ from slipstream.kernels.inputs import Input, quantise
 
 
 class Attention(Protocol):
-    """A step's attention, planned once and used by every layer. `queries` is what `rotate_write` gave."""
+    """A step's attention, planned once and used by every layer. `queries` is what `rotate_write`
+    gave.
+    """
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor: ...
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,8 @@ class Operations:
     add_norm: Callable[[Tensor, Tensor | None, normalisation.Norm], Input]
     normalise: Callable[[Tensor, normalisation.Norm], Tensor]
     turn_at: Callable[[Tensor, Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
-    rotate_write: Callable[..., Tensor]  # → queries on a CPU; on a GPU queries, keys and values in one
+    # → queries on a CPU; on a GPU queries, keys and values in one
+    rotate_write: Callable[..., Tensor]
     silu_gated: Callable[[Tensor], Tensor]
     silu_gated_quantised: Callable[[Tensor], Input]
 
@@ -38,10 +45,18 @@ def operations_on(device: torch.device) -> Operations:
         from slipstream.kernels.gpu import rotary as gpu_rotary
 
         return Operations(
-            gpu_normalisation.add_norm, gpu_normalisation.normalise, gpu_rotary.turn_at, gpu_rotary.rotate_write,
-            gpu_activation.silu_gated, gpu_activation.silu_gated_quantised,
-        )  # fmt: skip
+            gpu_normalisation.add_norm,
+            gpu_normalisation.normalise,
+            gpu_rotary.turn_at,
+            gpu_rotary.rotate_write,
+            gpu_activation.silu_gated,
+            gpu_activation.silu_gated_quantised,
+        )
     return Operations(
-        normalisation.add_norm, normalisation.normalise, rotary.turn_at, rotary.rotate_write,
-        activation.silu_gated, lambda x: quantise(activation.silu_gated(x)),
-    )  # fmt: skip
+        normalisation.add_norm,
+        normalisation.normalise,
+        rotary.turn_at,
+        rotary.rotate_write,
+        activation.silu_gated,
+        lambda x: quantise(activation.silu_gated(x)),
+    )

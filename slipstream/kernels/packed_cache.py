@@ -1,15 +1,17 @@
-"""bfloat16 keys and values in a little more than three quarters of their bytes: a quarter less to read, almost a third
-more of them in the same memory.
+"""bfloat16 keys and values in a little more than three quarters of their bytes: a quarter less to
+read, almost a third more of them in the same memory.
 
-Of a token's head, as of a row of weights (`kernels/twelve_bits.py`), four bits tell how far a number's exponent lies
-below the largest. So a number has twelve bits and is the same number, but for those more than 2^14 times smaller than
-the largest of their head, which may lose at most 2^-22 of it. From 2^80 on a number is infinite.
+Of a token's head, as of a row of weights (`kernels/twelve_bits.py`), four bits tell how far a
+number's exponent lies below the largest. So a number has twelve bits and is the same number, but
+for those more than 2^14 times smaller than the largest of their head, which may lose at most 2^-22
+of it. From 2^80 on a number is infinite.
 
-The four runs of a head are the even columns of its first half, the odd ones, and those of its second half: halves are
-what a rotation turns into each other, and neighbours lie in one thread's hands. Three runs of words of 16 bits hold
-them, the fourth in the bits that exponents left. Every 32 tokens lie together: the first run of all of them, so that
-what a load asks for is one piece, the second, the third, then their scales: the upper halves of float32 powers of two,
-2^64 times smaller than what a number, taken as bfloat16, has to be multiplied by. What is left empty behind them makes
+The four runs of a head are the even columns of its first half, the odd ones, and those of its
+second half: halves are what a rotation turns into each other, and neighbours lie in one thread's
+hands. Three runs of words of 16 bits hold them, the fourth in the bits that exponents left. Every
+32 tokens lie together: the first run of all of them, so that what a load asks for is one piece, the
+second, the third, then their scales: the upper halves of float32 powers of two, 2^64 times smaller
+than what a number, taken as bfloat16, has to be multiplied by. What is left empty behind them makes
 the next tokens begin at a line of 128 bytes.
 """
 

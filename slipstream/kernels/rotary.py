@@ -37,15 +37,18 @@ def rotate_write(
 def turn_at(
     cosine: Tensor, signed_sine: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What the layers of a step share, from the tables of all positions, float32 [positions, rotary_size] each."""
+    """What the layers of a step share, from the tables of all positions, float32 [positions,
+    rotary_size] each.
+    """
     return cosine[positions][:, None].to(dtype), signed_sine[positions][:, None].to(dtype)
 
 
 def rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
     """x: [tokens, heads, head_size]; cosine, signed_sine: [tokens, 1, rotary_size] → as x.
 
-    The first half of a head's rotary part pairs with the second. `signed_sine` is negative in its first
-    half, so that a roll stands in for the usual (-second, first). What lies beyond rotary_size passes as is.
+    The first half of a head's rotary part pairs with the second. `signed_sine` is negative in its
+    first half, so that a roll stands in for the usual (-second, first). What lies beyond
+    rotary_size passes as is.
     """
     size = cosine.shape[-1]
     if size == x.shape[-1]:

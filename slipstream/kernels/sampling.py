@@ -1,8 +1,9 @@
-"""Drawing tokens from logits: seeded noise, and the narrowing of the choice by top-k, top-p and min-p.
+"""Drawing tokens from logits: seeded noise, and the narrowing of the choice by top-k, top-p and
+min-p.
 
-A draw adds Gumbel noise to the scaled logits and takes the largest. The noise of a token is a hash of
-(seed, position, token), so a draw never depends on the other rows of the batch, and need only be made
-for tokens that are still in the choice.
+A draw adds Gumbel noise to the scaled logits and takes the largest. The noise of a token is a hash
+of (seed, position, token), so a draw never depends on the other rows of the batch, and need only be
+made for tokens that are still in the choice.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch import Tensor
 _LOW_32_BITS = 0xFFFFFFFF
 _LOW_64_BITS = 0xFFFFFFFFFFFFFFFF
 
-# Top-p alone looks at this many tokens first: their mass nearly always exceeds p, and sorting all costs more.
+# Top-p alone looks at this many tokens first: their mass nearly always exceeds p, and sorting all
+# costs more.
 _FIRST_LOOK = 1024
 
 
@@ -31,9 +33,12 @@ def gumbel(tokens: Tensor, keys: Tensor) -> Tensor:
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits: [rows, vocab] → the largest of each row and its token, the first of equals; nan where one is."""
+    """logits: [rows, vocab] → the largest of each row and its token, the first of equals; nan where
+    one is.
+    """
     if logits.device.type == "cuda":
-        from slipstream.kernels.gpu.step import likeliest as on_gpu  # a CPU installation has no Triton
+        # a CPU installation has no Triton
+        from slipstream.kernels.gpu.step import likeliest as on_gpu
 
         return on_gpu(logits)
     best, tokens = logits.max(dim=-1)
@@ -68,7 +73,8 @@ def draw_narrowed(
     scaled, vocab = logits / temperature, logits.shape[-1]
     by_p_alone = top_k == 0
     total = torch.where(by_p_alone, scaled.logsumexp(dim=-1, keepdim=True), float("nan"))
-    # On a GPU looking whether the first look sufficed would stop the stream; sorting all costs less there.
+    # On a GPU looking whether the first look sufficed would stop the stream; sorting all costs less
+    # there.
     width = min(widest or (_FIRST_LOOK if logits.device.type == "cpu" else vocab), vocab)
     values, tokens = scaled.topk(width, dim=-1)  # largest first
     kept, reached = _keep(values, top_k, top_p, min_p, total)
@@ -79,7 +85,9 @@ def draw_narrowed(
     return tokens.gather(-1, scores.argmax(dim=-1, keepdim=True)).flatten()
 
 
-def _keep(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+def _keep(
+    values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor]:
     """Which of the sorted values stay in the choice, and whether top-p was reached within them."""
     rank = torch.arange(values.shape[-1], device=values.device)
     kept = (rank < top_k) | (top_k == 0)
@@ -95,7 +103,9 @@ def _keep(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Te
 
 
 def _mix_32(x: Tensor) -> Tensor:
-    """A bijection on 32 bits in which every input bit moves every output bit; x: int64 holding 32 bits."""
+    """A bijection on 32 bits in which every input bit moves every output bit; x: int64 holding 32
+    bits.
+    """
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW_32_BITS
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW_32_BITS
     return x ^ (x >> 16)

@@ -1,12 +1,14 @@
 """bfloat16 weights in three quarters of their bytes, for products that are bound by reading them.
 
-The exponents of a row of trained weights lie close together: four bits tell how far one is below the row's largest.
-With the sign and the seven bits of mantissa a number has twelve bits, and is the same number. Only what is more than
-2^14 times smaller than the largest of its row may lose bits of its mantissa, never more than 2^-22 of that largest
-number, of which bfloat16 itself keeps no more than 2^-9.
+The exponents of a row of trained weights lie close together: four bits tell how far one is below
+the row's largest. With the sign and the seven bits of mantissa a number has twelve bits, and is the
+same number. Only what is more than 2^14 times smaller than the largest of its row may lose bits of
+its mantissa, never more than 2^-22 of that largest number, of which bfloat16 itself keeps no more
+than 2^-9.
 
-Four runs of 64 numbers become three runs of 64 words of 16 bits: sign, exponent and mantissa of the first three runs'
-numbers stay where bfloat16 has them, and in the four bits that the exponents no longer need lies the last run's number.
+Four runs of 64 numbers become three runs of 64 words of 16 bits: sign, exponent and mantissa of the
+first three runs' numbers stay where bfloat16 has them, and in the four bits that the exponents no
+longer need lies the last run's number.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from torch import Tensor
 RUN = 64  # numbers
 GROUP = 4 * RUN  # numbers that lie in 3 × RUN words
 _OWN = 0x87FF  # of a word: sign, low four bits of the exponent, mantissa
-_SLICE = 2**23  # numbers that are packed at once: what stands beside them takes twenty times their memory
+# numbers that are packed at once: what stands beside them takes twenty times their memory
+_SLICE = 2**23
 _MOST_LOSING = 1 / 32  # of a row's numbers: where more lose bits, it might be felt
 
 
@@ -34,8 +37,9 @@ def packs(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> TwelveBits | None:
-    """The weight in twelve bits; None where that might be felt, because many of a row's numbers lose bits, and where
-    one is infinite or none."""
+    """The weight in twelve bits; None where that might be felt, because many of a row's numbers
+    lose bits, and where one is infinite or none.
+    """
     rows, columns = weight.shape
     words = torch.empty((rows, columns // 4 * 3), dtype=torch.int16, device=weight.device)
     scales = torch.empty(rows, dtype=torch.float32, device=weight.device)
@@ -54,8 +58,13 @@ def unpack(packed: TwelveBits) -> Tensor:
     first, second, third = runs.unbind(2)
     last = first >> 11 & 0x000F | second >> 7 & 0x00F0 | third >> 3 & 0x0700 | third << 1 & 0x8000
     bits = torch.stack((first & _OWN, second & _OWN, third & _OWN, last), 2).flatten(1)
-    # As float32's bits the numbers are tiny, and the smallest have no leading one: 2^112 makes them what they are.
-    return (_sixteen(bits).to(torch.int32) << 16).view(torch.float32) * 2.0**112 * packed.scales[:, None]
+    # As float32's bits the numbers are tiny, and the smallest have no leading one: 2^112 makes them
+    # what they are.
+    return (
+        (_sixteen(bits).to(torch.int32) << 16).view(torch.float32)
+        * 2.0**112
+        * packed.scales[:, None]
+    )
 
 
 def _pack(weight: Tensor) -> tuple[Tensor, Tensor, bool]:
@@ -63,19 +72,24 @@ def _pack(weight: Tensor) -> tuple[Tensor, Tensor, bool]:
     exponent, mantissa = bits >> 7 & 0xFF, bits & 0x7F
     most = exponent.amax(1, keepdim=True)
     least = (most - 15).clamp(min=0)
-    # Below the least exponent a number is a multiple of that exponent's last place, as float's smallest are.
+    # Below the least exponent a number is a multiple of that exponent's last place, as float's
+    # smallest are.
     below = (least + 1 - exponent.clamp(min=1)).clamp_(0, 16)
     whole = torch.where(exponent > 0, mantissa | 0x80, mantissa)
     rounded = whole + (1 << below >> 1) >> below
-    number = torch.where(exponent > least, exponent - least << 7 | mantissa, rounded) | bits & 0x8000
+    number = (
+        torch.where(exponent > least, exponent - least << 7 | mantissa, rounded) | bits & 0x8000
+    )
     first, second, third, last = number.view(weight.shape[0], -1, 4, RUN).unbind(2)
     first = first | (last & 0x000F) << 11
     second = second | (last & 0x00F0) << 7
     third = third | (last & 0x0700) << 3 | (last & 0x8000) >> 1
     words = _sixteen(torch.stack((first, second, third), 2).flatten(1))
     losing = (rounded << below != whole).sum(1, dtype=torch.float32).amax() / weight.shape[1]
-    safe = bool((losing <= _MOST_LOSING) & (most.amax() < 255))  # an exponent of 255: infinity, or no number
-    return words, (least + 15 << 23).view(torch.float32)[:, 0], safe  # the powers of two, by their exponents
+    # an exponent of 255: infinity, or no number
+    safe = bool((losing <= _MOST_LOSING) & (most.amax() < 255))
+    # the powers of two, by their exponents
+    return words, (least + 15 << 23).view(torch.float32)[:, 0], safe
 
 
 def _sixteen(bits: Tensor) -> Tensor:

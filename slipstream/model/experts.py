@@ -1,4 +1,6 @@
-"""A feed-forward part of many experts: a router chooses a few for each token, and their answers are mixed."""
+"""A feed-forward part of many experts: a router chooses a few for each token, and their answers are
+mixed.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,14 @@ class Mixture:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] → [tokens, hidden]"""
-        chosen = self.answer(x, *route(self.router(x), self.experts.per_token, self.experts.normalised))
-        return chosen if self.shared is None else chosen + self.shared_share(x).sigmoid() * self.shared(x)
+        chosen = self.answer(
+            x, *route(self.router(x), self.experts.per_token, self.experts.normalised)
+        )
+        return (
+            chosen
+            if self.shared is None
+            else chosen + self.shared_share(x).sigmoid() * self.shared(x)
+        )
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Rotary frequencies of every scaling kind, as one table over all positions.
 
-A table holds, for each position, cos and sin of position × frequency for every pair of a head. A token's key
-never depends on how its prompt was cut into steps, nor on what else its sequence holds: dynamic scaling, which
-depends on the length of the sequence, is resolved per position (the token at position p is turned as in a sequence
-of p + 1 tokens), and longrope, whose two lists of factors cannot be mixed in one sequence, by the longest sequence
-that is served.
+A table holds, for each position, cos and sin of position × frequency for every pair of a head. A
+token's key never depends on how its prompt was cut into steps, nor on what else its sequence holds:
+dynamic scaling, which depends on the length of the sequence, is resolved per position (the token at
+position p is turned as in a sequence of p + 1 tokens), and longrope, whose two lists of factors
+cannot be mixed in one sequence, by the longest sequence that is served.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def rotary_size(spec: ModelSpec) -> int:
     return int(spec.head_size * spec.rotary_fraction + 1e-6)  # a share such as 3 / 49 is not exact
 
 
-def rotary_table(spec: ModelSpec, positions: int, theta: float | None = None) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    spec: ModelSpec, positions: int, theta: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine, each [positions, rotary_size] in float32 (see kernels.rotary.rotate).
 
     `theta`: the base of layers that have their own and no scaling; None: the model's.
@@ -54,7 +56,9 @@ def _frequencies(spec: ModelSpec, size: int, position: Tensor) -> tuple[Tensor, 
         return _yarn(plain, scaling, spec.rope_theta, size, original), _yarn_scale(scaling)
     if scaling.kind == "longrope":
         factors = scaling.short_factors if len(position) <= original else scaling.long_factors
-        return plain / torch.tensor(factors, dtype=torch.float32), _longrope_scale(scaling, spec, original)
+        return plain / torch.tensor(factors, dtype=torch.float32), _longrope_scale(
+            scaling, spec, original
+        )
     raise ValueError(f"unknown rope scaling {scaling.kind!r}")
 
 
@@ -85,7 +89,9 @@ def _llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tensor:
 
 
 def _yarn(plain: Tensor, scaling: RopeScaling, theta: float, size: int, original: int) -> Tensor:
-    """Dimensions that turn often within the trained context are kept, those that turn rarely are stretched."""
+    """Dimensions that turn often within the trained context are kept, those that turn rarely are
+    stretched.
+    """
 
     def dimension(rotations: float) -> float:
         return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -96,7 +102,9 @@ def _yarn(plain: Tensor, scaling: RopeScaling, theta: float, size: int, original
     low, high = max(low, 0), min(high, size - 1)
     if low == high:
         high += 0.001  # a step, not a division by zero
-    ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)[None, :]
+    ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)[
+        None, :
+    ]
     return plain / scaling.factor * ramp + plain * (1 - ramp)
 
 

@@ -1,8 +1,8 @@
 """What a model is, as plain data: the shape and options of one transformer.
 
-Every supported family is a set of values of `ModelSpec`. The JSON form (`to_config`, `from_config`) uses
-the key names of TensorRT-LLM's unified checkpoint where it has one, so that tools which read those files
-find what they expect.
+Every supported family is a set of values of `ModelSpec`. The JSON form (`to_config`, `from_config`)
+uses the key names of TensorRT-LLM's unified checkpoint where it has one, so that tools which read
+those files find what they expect.
 
 Tensor names, in a checkpoint and in an engine (weights are [out_features, in_features]):
 
@@ -29,7 +29,8 @@ Tensor names, in a checkpoint and in an engine (weights are [out_features, in_fe
     transformer.ln_f.weight                           [hidden]                 (+ .bias with layer norm) if any
     lm_head.weight                                    [vocab, embedding]       absent when tied  (+ .bias)
 
-An engine holds `mlp.gate_up.weight` [2 * ffn, hidden] (rows of fc, then rows of gate) in place of the two.
+An engine holds `mlp.gate_up.weight` [2 * ffn, hidden] (rows of fc, then rows of gate) in place of
+the two.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ _NARROW_BELOW = 2048  # of the hidden size
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context. Unused fields keep their default."""
+    """How rotary frequencies are stretched beyond the trained context. Unused fields keep their
+    default.
+    """
 
     kind: Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
     factor: float = 1.0
@@ -54,7 +57,8 @@ class RopeScaling:
     high_frequency_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn, longrope: scale of cos and sin; None: the formula's own
+    # yarn, longrope: scale of cos and sin; None: the formula's own
+    attention_factor: float | None = None
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
@@ -70,15 +74,19 @@ class Experts:
     per_token: int
     ffn_size: int
     normalised: bool = True  # the chosen ones' shares are made to sum to 1
-    shared_ffn_size: int = 0  # of an expert that every token takes, by a share of its own; 0: there is none
-    layers: tuple[bool, ...] | None = None  # which layers have them, the others a feed-forward part; None: all
+    # of an expert that every token takes, by a share of its own; 0: there is none
+    shared_ffn_size: int = 0
+    # which layers have them, the others a feed-forward part; None: all
+    layers: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self, "count", "per_token", "ffn_size")
         if self.shared_ffn_size:
             _check_sizes(self, "shared_ffn_size")
         if not 0 < self.per_token <= self.count <= _MOST_EXPERTS:
-            raise ValueError(f"{self.per_token} experts a token, of {self.count}; the most are {_MOST_EXPERTS}")
+            raise ValueError(
+                f"{self.per_token} experts a token, of {self.count}; the most are {_MOST_EXPERTS}"
+            )
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,8 @@ class ModelSpec:
     norm_epsilon: float = 1e-6
     norm_offset: float = 0.0  # added to the stored weights of RMS norms
     output_norms: bool = False  # what attention and the feed-forward part add is normalised first
-    parallel_residual: bool = False  # the feed-forward part is given what attention is given, not its result
+    # the feed-forward part is given what attention is given, not its result
+    parallel_residual: bool = False
     shared_norm: bool = False  # with a parallel residual: one norm before both, no post_layernorm
     embedding_scale: float = 1.0
     attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_size)
@@ -116,28 +125,53 @@ class ModelSpec:
     qk_norm: bool = False
     tied_embeddings: bool = False
     sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
-    sliding_layers: tuple[bool, ...] | None = None  # which layers slide; None: all, when there is a window
+    # which layers slide; None: all, when there is a window
+    sliding_layers: tuple[bool, ...] | None = None
     experts: Experts | None = None
-    norms_after: bool = False  # each norm takes the sum that its part adds to, and what it gives is the next sum
+    # each norm takes the sum that its part adds to, and what it gives is the next sum
+    norms_after: bool = False
     final_norm: bool = True
     embedding_size: int = 0  # where it is not the hidden size: products lead from it and back to it
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_size", "ffn_size",
-                     "max_positions")
+        _check_sizes(
+            self,
+            "vocab_size",
+            "hidden_size",
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_size",
+            "ffn_size",
+            "max_positions",
+        )
         if not 0 < self.rotary_fraction <= 1:
-            raise ValueError(f"rotary_fraction is {self.rotary_fraction}, and must be above 0 and at most 1")
+            raise ValueError(
+                f"rotary_fraction is {self.rotary_fraction}, and must be above 0 and at most 1"
+            )
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+            raise ValueError(
+                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            )
         if self.sliding_layers is not None and len(self.sliding_layers) != self.layers:
-            raise ValueError(f"sliding_layers names {len(self.sliding_layers)} layers, the model has {self.layers}")
-        if self.experts is not None and self.experts.layers is not None and len(self.experts.layers) != self.layers:
-            raise ValueError(f"experts are told of {len(self.experts.layers)} layers, the model has {self.layers}")
+            raise ValueError(
+                f"sliding_layers names {len(self.sliding_layers)} layers, the model has {self.layers}"
+            )
+        if (
+            self.experts is not None
+            and self.experts.layers is not None
+            and len(self.experts.layers) != self.layers
+        ):
+            raise ValueError(
+                f"experts are told of {len(self.experts.layers)} layers, the model has {self.layers}"
+            )
         others = self.output_norms or self.parallel_residual or self.final_norm
         if self.norms_after and (others or self.norm != "layer"):
             raise ValueError("norms_after go with layer norm, a plain residual and no final norm")
         if self.output_norms if self.parallel_residual else self.shared_norm:
-            raise ValueError("output_norms go with a sequential residual, shared_norm with a parallel one")
+            raise ValueError(
+                "output_norms go with a sequential residual, shared_norm with a parallel one"
+            )
 
     @property
     def q_size(self) -> int:
@@ -157,7 +191,9 @@ class ModelSpec:
 
     @property
     def narrow(self) -> bool:
-        """Whether three bits of mantissa are felt: then few linears take e4m3, and none takes such activations."""
+        """Whether three bits of mantissa are felt: then few linears take e4m3, and none takes such
+        activations.
+        """
         return self.hidden_size < _NARROW_BELOW
 
     @property
@@ -166,11 +202,17 @@ class ModelSpec:
         experts = self.experts
         if experts is None:
             return (self.ffn_size,)
-        own = (experts.ffn_size, experts.shared_ffn_size) if experts.shared_ffn_size else (experts.ffn_size,)
+        own = (
+            (experts.ffn_size, experts.shared_ffn_size)
+            if experts.shared_ffn_size
+            else (experts.ffn_size,)
+        )
         return own if experts.layers is None else (*own, self.ffn_size)
 
     def experts_of_layer(self, layer: int) -> Experts | None:
-        has_some = self.experts is not None and (self.experts.layers is None or self.experts.layers[layer])
+        has_some = self.experts is not None and (
+            self.experts.layers is None or self.experts.layers[layer]
+        )
         return self.experts if has_some else None
 
     def window_of_layer(self, layer: int) -> int | None:
@@ -187,9 +229,15 @@ class ModelSpec:
         ffn = 0
         for layer in range(self.layers):
             experts = self.experts_of_layer(layer)
-            ffn += self.ffn_size if experts is None else experts.count * experts.ffn_size + experts.shared_ffn_size
+            ffn += (
+                self.ffn_size
+                if experts is None
+                else experts.count * experts.ffn_size + experts.shared_ffn_size
+            )
         mlp = (3 if self.gated_mlp else 2) * self.hidden_size * ffn
-        embedding = self.vocab_size * self.embedding_width + 2 * self.embedding_size * self.hidden_size
+        embedding = (
+            self.vocab_size * self.embedding_width + 2 * self.embedding_size * self.hidden_size
+        )
         head = 0 if self.tied_embeddings else self.vocab_size * self.embedding_width
         return self.layers * attention + mlp + embedding + head
 
@@ -258,9 +306,20 @@ _CONFIG_KEYS = {
     "final_norm": "final_norm",
     "embedding_size": "word_embed_proj_dim",
 }
-_REQUIRED_KEYS = [_CONFIG_KEYS[name] for name in
-                  ("architecture", "vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_size",
-                   "ffn_size", "max_positions")]
+_REQUIRED_KEYS = [
+    _CONFIG_KEYS[name]
+    for name in (
+        "architecture",
+        "vocab_size",
+        "hidden_size",
+        "layers",
+        "heads",
+        "kv_heads",
+        "head_size",
+        "ffn_size",
+        "max_positions",
+    )
+]
 
 
 def _check_sizes(holder: Experts | ModelSpec, *names: str) -> None:

@@ -1,4 +1,6 @@
-"""The one transformer that every family is a set of options of. Only mathematics: no requests, no blocks."""
+"""The one transformer that every family is a set of options of. Only mathematics: no requests, no
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class Step:
     samples: Tensor | None  # [samples]: the tokens whose logits are wanted; None: all
     adapters: StepAdapters | None = None  # None: no token has one
     logits: Tensor | None = None  # [samples, vocab] float32: where the logits may go
-    embeddings: tuple[Tensor, Tensor] | None = None  # (tokens [n], [n, hidden]) that take the place of looked-up ones
+    # (tokens [n], [n, hidden]) that take the place of looked-up ones
+    embeddings: tuple[Tensor, Tensor] | None = None
 
 
 class Transformer:
@@ -52,20 +55,29 @@ class Transformer:
         positions: int,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """`positions`: how long a sequence may become; learned positions cannot go beyond their table."""
+        """`positions`: how long a sequence may become; learned positions cannot go beyond their
+        table.
+        """
         self.spec, self.dtype, self.device = spec, dtype, device
         self.cache_dtype = cache_dtype or dtype
         self.operations = operations_on(device)
         source = Tensors(tensors, dtype, device, eight_bit_inputs=not spec.narrow)
-        self.embedding = source.take("transformer.vocab_embedding.weight", (spec.vocab_size, spec.embedding_width))
+        self.embedding = source.take(
+            "transformer.vocab_embedding.weight", (spec.vocab_size, spec.embedding_width)
+        )
         self.project_in = self.project_out = None
         if spec.embedding_size:
-            self.project_in = source.take("transformer.project_in.weight", (spec.hidden_size, spec.embedding_size))
-            self.project_out = source.take("transformer.project_out.weight", (spec.embedding_size, spec.hidden_size))
+            self.project_in = source.take(
+                "transformer.project_in.weight", (spec.hidden_size, spec.embedding_size)
+            )
+            self.project_out = source.take(
+                "transformer.project_out.weight", (spec.embedding_size, spec.hidden_size)
+            )
         # Rounded as the model was trained with it, in the type of its embedding.
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self.position_embedding: Tensor | None = None
-        self.rotary: dict[float | None, tuple[Tensor, Tensor]] = {}  # by the base that layers ask for
+        # by the base that layers ask for
+        self.rotary: dict[float | None, tuple[Tensor, Tensor]] = {}
         if spec.position == "learned":
             shape = (spec.max_positions, spec.hidden_size)
             self.position_embedding = source.take("transformer.position_embedding.weight", shape)
@@ -82,7 +94,9 @@ class Transformer:
         self.layers[-1].lead_to(self.final_norm, self.head.product)
 
     def copy_weights(self, most_bytes: int) -> int:
-        """Copies of weights that steps of few tokens read faster, if they fit into so many bytes → what they take"""
+        """Copies of weights that steps of few tokens read faster, if they fit into so many bytes →
+        what they take
+        """
         products = [product for layer in self.layers for product in layer.products()]
         return linear.copy_weights([*products, self.head.product], most_bytes)
 
@@ -93,12 +107,15 @@ class Transformer:
                 linear.prepare_gate(layer.first)
 
     def narrow_attention(self, windows: Sequence[int], sinks: int) -> None:
-        """Let layers look back no further than these windows, one after the other and again from the first.
+        """Let layers look back no further than these windows, one after the other and again from
+        the first.
 
         The first `sinks` tokens of a sequence stay in sight, as part of the window.
         """
         for index, layer in enumerate(self.layers if windows else ()):
-            window = min(windows[index % len(windows)], layer.rule.window or windows[index % len(windows)])
+            window = min(
+                windows[index % len(windows)], layer.rule.window or windows[index % len(windows)]
+            )
             layer.rule = replace(layer.rule, window=max(1, window - sinks), sinks=sinks)
 
     def new_cache(self, slots: int) -> Tensor:
@@ -109,7 +126,13 @@ class Transformer:
     @property
     def cached_bytes(self) -> int:
         """What a token takes in the cache."""
-        return 2 * self.spec.layers * self.spec.kv_heads * self._cached_numbers * self.cache_dtype.itemsize
+        return (
+            2
+            * self.spec.layers
+            * self.spec.kv_heads
+            * self._cached_numbers
+            * self.cache_dtype.itemsize
+        )
 
     @property
     def _cached_numbers(self) -> int:
@@ -119,7 +142,8 @@ class Transformer:
 
     def __call__(self, step: Step, cache: Tensor) -> Tensor:
         """cache: what `new_cache` gave → logits [samples, vocab], float32 on CPU."""
-        # The residual stream stays in float32: in bf16 every addition to it would round away what layers add.
+        # The residual stream stays in float32: in bf16 every addition to it would round away what
+        # layers add.
         hidden = functional.embedding(step.token_ids, self.embedding).float()
         if self.project_in is not None:
             hidden = functional.linear(hidden, self.project_in.float())
@@ -130,14 +154,17 @@ class Transformer:
         if self.position_embedding is not None:
             hidden += functional.embedding(step.positions, self.position_embedding)
         turn_at = self.operations.turn_at
-        turns = {theta: turn_at(*table, step.positions, self.dtype) for theta, table in self.rotary.items()}
+        turns = {
+            theta: turn_at(*table, step.positions, self.dtype)
+            for theta, table in self.rotary.items()
+        }
         if self.spec.norms_after:
             x: Input = hidden.to(self.dtype)
         else:
             x = self.operations.add_norm(hidden, None, self.layers[0].input_norm)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            # Of the last layer, other tokens' keys and values are all that anybody will read. Adapters are planned
-            # for all tokens of a step.
+            # Of the last layer, other tokens' keys and values are all that anybody will read.
+            # Adapters are planned for all tokens of a step.
             wanted = step.samples if layer is self.layers[-1] and step.adapters is None else None
             hidden, x = layer(hidden, x, step, turns.get(layer.theta), layer_cache, wanted)
         if step.samples is not None and step.adapters is not None:
@@ -152,8 +179,11 @@ class Head:
 
     def __init__(self, spec: ModelSpec, source: Tensors, embedding: Tensor) -> None:
         self.softcap = spec.final_softcap
-        self.bias = source.take("lm_head.bias", (spec.vocab_size,)).float() if spec.head_bias else None
-        self.rows: Tensor | None = None  # [vocab, hidden], where products come out rounded to 16 bits
+        self.bias = (
+            source.take("lm_head.bias", (spec.vocab_size,)).float() if spec.head_bias else None
+        )
+        # [vocab, hidden], where products come out rounded to 16 bits
+        self.rows: Tensor | None = None
         if spec.tied_embeddings:  # a quantised engine holds a head of its own all the same
             self.rows = embedding
         else:
@@ -179,16 +209,23 @@ class Head:
                 logits = sharpen(logits, x, self.rows)
         # elsewhere they are widened where they are sampled, without a pass over all of them
         if self.bias is not None:
-            # In place where the type allows: a graph's logits are otherwise held once more for each size of step.
+            # In place where the type allows: a graph's logits are otherwise held once more for each
+            # size of step.
             logits = logits.add_(self.bias) if logits.dtype == torch.float32 else logits + self.bias
-        return logits if not self.softcap else logits.float().div_(self.softcap).tanh_().mul_(self.softcap)
+        return (
+            logits
+            if not self.softcap
+            else logits.float().div_(self.softcap).tanh_().mul_(self.softcap)
+        )
 
 
 def sharpen(logits: Tensor, x: Tensor, rows: Tensor) -> Tensor:
-    """Compute the likeliest tokens' logits again in float32: logits [samples, vocab], x [samples, hidden].
+    """Compute the likeliest tokens' logits again in float32: logits [samples, vocab], x [samples,
+    hidden].
 
-    A 16-bit logit near 16 is a multiple of 1/16, so that the best tokens tie or trade places. What matters is
-    decided among few of them, and few rows of the weight cost next to nothing to read again.
+    A 16-bit logit near 16 is a multiple of 1/16, so that the best tokens tie or trade places. What
+    matters is decided among few of them, and few rows of the weight cost next to nothing to read
+    again.
     """
     best = logits.topk(min(_SHARPENED, logits.shape[-1]), dim=-1).indices  # [samples, n]
     exact = torch.bmm(rows[best].float(), x.float()[:, :, None])[:, :, 0]
@@ -196,29 +233,44 @@ def sharpen(logits: Tensor, x: Tensor, rows: Tensor) -> Tensor:
 
 
 class Layer:
-    def __init__(self, spec: ModelSpec, index: int, source: Tensors, operations: Operations) -> None:
+    def __init__(
+        self, spec: ModelSpec, index: int, source: Tensors, operations: Operations
+    ) -> None:
         self.spec, self.operations, self.index, self.dtype = spec, operations, index, source.dtype
         scale = spec.attention_scale or spec.head_size**-0.5
-        self.rule = AttentionRule(scale, spec.window_of_layer(index), softcap=spec.attention_softcap)
+        self.rule = AttentionRule(
+            scale, spec.window_of_layer(index), softcap=spec.attention_softcap
+        )
         self.theta = spec.theta_of_layer(index)
         name = f"transformer.layers.{index}"
         self.input_norm = _norm(spec, source, f"{name}.input_layernorm", f"{name}.attention.qkv")
-        self.qkv = source.product(f"{name}.attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias)
+        self.qkv = source.product(
+            f"{name}.attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias
+        )
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
-            self.q_norm = _norm_weight(spec, source, f"{name}.attention.q_layernorm.weight", spec.head_size)
-            self.k_norm = _norm_weight(spec, source, f"{name}.attention.k_layernorm.weight", spec.head_size)
-        self.dense = source.product(f"{name}.attention.dense", spec.hidden_size, spec.q_size, spec.dense_bias)
+            self.q_norm = _norm_weight(
+                spec, source, f"{name}.attention.q_layernorm.weight", spec.head_size
+            )
+            self.k_norm = _norm_weight(
+                spec, source, f"{name}.attention.k_layernorm.weight", spec.head_size
+            )
+        self.dense = source.product(
+            f"{name}.attention.dense", spec.hidden_size, spec.q_size, spec.dense_bias
+        )
         self.attended_norm = self.mlp_norm = None  # of what attention and the feed-forward part add
         if spec.output_norms:
             self.attended_norm = _norm(spec, source, f"{name}.post_layernorm")
             self.mlp_norm = _norm(spec, source, f"{name}.post_feedforward_layernorm")
         first = f"{name}.mlp.{'gate_up' if spec.gated_mlp else 'fc'}"
         between = "pre_feedforward_layernorm" if spec.output_norms else "post_layernorm"
-        self.post_norm = self.input_norm if spec.shared_norm else _norm(spec, source, f"{name}.{between}", first)
+        self.post_norm = (
+            self.input_norm if spec.shared_norm else _norm(spec, source, f"{name}.{between}", first)
+        )
         self.activate = _activation(spec, operations, source.takes_eight_bits(f"{name}.mlp.proj"))
         self.next_norm: Norm | None = None  # see lead_to
-        self.joint_dense: linear.Joint | None = None  # of a single token, with all up to the next product
+        # of a single token, with all up to the next product
+        self.joint_dense: linear.Joint | None = None
         self.joint_proj: linear.Joint | None = None
         self.mixture: Mixture | None = None
         if spec.experts_of_layer(index) is not None:
@@ -227,7 +279,9 @@ class Layer:
         rows = 2 * spec.ffn_size if spec.gated_mlp else spec.ffn_size
         self.first = source.product(first, rows, spec.hidden_size, spec.mlp_bias)
         self.gated = linear.gated(self.first) if self.activate == operations.silu_gated else None
-        self.proj = source.product(f"{name}.mlp.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
+        self.proj = source.product(
+            f"{name}.mlp.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias
+        )
         if not (spec.norms_after or spec.parallel_residual or spec.output_norms):
             self.joint_dense = linear.joint(self.dense, self.post_norm, self.first)
 
@@ -245,11 +299,18 @@ class Layer:
             self.joint_proj = linear.joint(self.proj, norm, taker)
 
     def __call__(
-        self, hidden: Tensor, x: Input, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor,
+        self,
+        hidden: Tensor,
+        x: Input,
+        step: Step,
+        turn: tuple[Tensor, Tensor] | None,
+        cache: Tensor,
         wanted: Tensor | None,
     ) -> tuple[Tensor, Input]:
-        """hidden: the residual stream; x: the same, normalised for this layer; wanted: the tokens whose results are,
-        None: all → the stream behind this layer, and the same, normalised for what follows, of those"""
+        """hidden: the residual stream; x: the same, normalised for this layer; wanted: the tokens
+        whose results are, None: all → the stream behind this layer, and the same, normalised for
+        what follows, of those
+        """
         spec = self.spec
         attended = self.attention(x, step, turn, cache)
         if wanted is not None:
@@ -266,28 +327,48 @@ class Layer:
                 x = _normed_sum(hidden, delta, self.input_norm)
                 return hidden, _normed_sum(hidden, self.mlp(x, step), self.post_norm)
             if spec.parallel_residual:
-                x = x if spec.shared_norm else self.operations.add_norm(hidden, None, self.post_norm)
+                x = (
+                    x
+                    if spec.shared_norm
+                    else self.operations.add_norm(hidden, None, self.post_norm)
+                )
                 return hidden, self._sum(hidden, delta + self.mlp(x, step), self.next_norm)
             x = self._sum(hidden, delta, self.post_norm, self.attended_norm)
         if joins and self.joint_proj is not None:
             return hidden, self.joint_proj(self.middle(x, step), hidden)
         return hidden, self._sum(hidden, self.mlp(x, step), self.next_norm, self.mlp_norm)
 
-    def _sum(self, hidden: Tensor, delta: Tensor, norm: Norm | None, own_norm: Norm | None = None) -> Input:
-        """Add delta, normalised by `own_norm`, to the residual stream → the sum, normalised by `norm`"""
+    def _sum(
+        self, hidden: Tensor, delta: Tensor, norm: Norm | None, own_norm: Norm | None = None
+    ) -> Input:
+        """Add delta, normalised by `own_norm`, to the residual stream → the sum, normalised by
+        `norm`
+        """
         if own_norm is not None:
             delta = self.operations.normalise(delta, own_norm)
         if norm is None:
             return hidden.add_(delta).to(self.dtype)
         return self.operations.add_norm(hidden, delta, norm)
 
-    def attention(self, x: Input, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor) -> Tensor:
+    def attention(
+        self, x: Input, step: Step, turn: tuple[Tensor, Tensor] | None, cache: Tensor
+    ) -> Tensor:
         """x: [tokens, hidden]; cache: a layer of `new_cache` → [tokens, heads * head_size]"""
         spec = self.spec
         keys, values = cache.unbind()
-        heads = self._adapted(self.qkv(x), x, step, QKV).view(-1, spec.heads + 2 * spec.kv_heads, spec.head_size)
+        heads = self._adapted(self.qkv(x), x, step, QKV).view(
+            -1, spec.heads + 2 * spec.kv_heads, spec.head_size
+        )
         queries = self.operations.rotate_write(
-            heads, step.positions, step.slots, turn, self.q_norm, self.k_norm, spec.norm_epsilon, keys, values
+            heads,
+            step.positions,
+            step.slots,
+            turn,
+            self.q_norm,
+            self.k_norm,
+            spec.norm_epsilon,
+            keys,
+            values,
         )
         return step.attention.attend(queries, keys, values, self.rule).view(-1, spec.q_size)
 
@@ -315,12 +396,20 @@ def _normed_sum(hidden: Tensor, delta: Tensor, norm: Norm) -> Tensor:
     """Make the residual stream its sum with `delta`, normalised → the same in the type of `delta`."""
     assert norm.bias is not None
     hidden += delta
-    hidden.copy_(functional.layer_norm(hidden, norm.weight.shape, norm.weight.float(), norm.bias.float(), norm.epsilon))
+    hidden.copy_(
+        functional.layer_norm(
+            hidden, norm.weight.shape, norm.weight.float(), norm.bias.float(), norm.epsilon
+        )
+    )
     return hidden.to(delta.dtype)
 
 
-def _activation(spec: ModelSpec, operations: Operations, eight_bits: bool) -> Callable[[Tensor], Any]:
-    """What stands between the two products: [tokens, 2 * ffn], or [tokens, ffn] without a gate → [tokens, ffn]"""
+def _activation(
+    spec: ModelSpec, operations: Operations, eight_bits: bool
+) -> Callable[[Tensor], Any]:
+    """What stands between the two products: [tokens, 2 * ffn], or [tokens, ffn] without a gate →
+    [tokens, ffn]
+    """
     activation = ACTIVATIONS[spec.activation]
     if not spec.gated_mlp:
         return activation
@@ -332,10 +421,16 @@ def _activation(spec: ModelSpec, operations: Operations, eight_bits: bool) -> Ca
 def _norm(spec: ModelSpec, source: Tensors, name: str, product: str = "") -> Norm:
     """`product`: the one that alone takes the result, in whatever form suits it."""
     weight = _norm_weight(spec, source, f"{name}.weight", spec.hidden_size)
-    bias = source.take(f"{name}.bias", (spec.hidden_size,), torch.float32) if spec.norm == "layer" else None
+    bias = (
+        source.take(f"{name}.bias", (spec.hidden_size,), torch.float32)
+        if spec.norm == "layer"
+        else None
+    )
     return Norm(weight, bias, spec.norm_epsilon, source.takes_eight_bits(product), source.dtype)
 
 
 def _norm_weight(spec: ModelSpec, source: Tensors, name: str, size: int) -> Tensor:
-    """In float32: 16 bits would round its sum with the offset, and what is normalised before it is scaled."""
+    """In float32: 16 bits would round its sum with the offset, and what is normalised before it is
+    scaled.
+    """
     return source.take(name, (size,), torch.float32) + spec.norm_offset

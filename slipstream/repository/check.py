@@ -1,8 +1,9 @@
 """Everything there is to say about a repository, without loading weights.
 
-Beyond what the server itself needs to know, each model is compared with the template of the generation that the
-repository is nearest to: what that has and the model lacks, what the model has and that does not, and types that
-differ. These are warnings: a repository may well leave things out, but it should do so on purpose.
+Beyond what the server itself needs to know, each model is compared with the template of the
+generation that the repository is nearest to: what that has and the model lacks, what the model has
+and that does not, and types that differ. These are warnings: a repository may well leave things
+out, but it should do so on purpose.
 """
 
 from __future__ import annotations
@@ -25,14 +26,21 @@ from slipstream.repository.schema import FileReading
 from slipstream.repository.templates import template, template_names
 
 _TEMPLATES = {
-    Role.PREPROCESSING: "preprocessing", Role.ENGINE: "tensorrt_llm", Role.POSTPROCESSING: "postprocessing",
-    Role.ENSEMBLE: "ensemble", Role.BLS: "tensorrt_llm_bls",
-}  # fmt: skip
-_IMPORTED = ("imported", "those of slipstream import")  # kind and generation of the repositories written by import
+    Role.PREPROCESSING: "preprocessing",
+    Role.ENGINE: "tensorrt_llm",
+    Role.POSTPROCESSING: "postprocessing",
+    Role.ENSEMBLE: "ensemble",
+    Role.BLS: "tensorrt_llm_bls",
+}
+# kind and generation of the repositories written by import
+_IMPORTED = ("imported", "those of slipstream import")
 _INDEX = re.compile(r"\[(\d+)\]")
 _WIRES = re.compile(r"ensemble_scheduling\.step\.[^.]+(\.(input_map|output_map))?")
-_TYPED = re.compile(r"(input|output)\.[^.]+\.(data_type|dims|optional|allow_ragged_batch|reshape\.shape)")
-_OUR_OWN = re.compile(r"(.*\.)?(messages|MESSAGES)(\..*)?")  # an input of this server's: some have it, some have not
+_TYPED = re.compile(
+    r"(input|output)\.[^.]+\.(data_type|dims|optional|allow_ragged_batch|reshape\.shape)"
+)
+# an input of this server's: some have it, some have not
+_OUR_OWN = re.compile(r"(.*\.)?(messages|MESSAGES)(\..*)?")
 _FIXED_TEXT = re.compile(r"platform|backend|ensemble_scheduling\.step\..*|instance_group\.0\.kind")
 
 
@@ -47,41 +55,58 @@ class _Shape:
 def check_repository(path: str | Path) -> Problems:
     """Every problem of a repository, those that keep it from being served first."""
     repository, problems = inspect_repository(path)
-    known = {name: template for name, model in repository.models.items() if (template := _template_name(model))}
+    known = {
+        name: template
+        for name, model in repository.models.items()
+        if (template := _template_name(model))
+    }
     shapes = {name: _paths(repository.models[name].config) for name in known}
     if known:
         kind, generation = nearest_generation([(known[name], shapes[name]) for name in known])
         for name, template in known.items():
-            _compare(repository.models[name].config, shapes[name], (kind, generation, template), problems)
+            _compare(
+                repository.models[name].config, shapes[name], (kind, generation, template), problems
+            )
     problems.found.sort(key=lambda problem: (not problem.fatal, problem.file, problem.line))
     return problems
 
 
 def _template_name(model: RepositoryModel) -> str | None:
-    """By its role; a model that has none may be a damaged copy of the template that its folder is named after."""
+    """By its role; a model that has none may be a damaged copy of the template that its folder is
+    named after.
+    """
     named = model.name if model.name in _TEMPLATES.values() else None
     return _TEMPLATES.get(model.role, named)
 
 
 def nearest_generation(models: list[tuple[str, _Shape]]) -> tuple[str, str]:
-    """The repository and generation whose tensors and parameters these models (template, shape) share most."""
+    """The repository and generation whose tensors and parameters these models (template, shape)
+    share most.
+    """
 
     def distance(candidate: tuple[str, str]) -> int:
         return sum(_distance(shape, _template(*candidate, name)) for name, shape in models)
 
-    candidates = [(kind, generation) for kind in REPOSITORIES for generation in reversed(GENERATIONS)]
+    candidates = [
+        (kind, generation) for kind in REPOSITORIES for generation in reversed(GENERATIONS)
+    ]
     return min([*candidates, _IMPORTED], key=distance)
 
 
 def _distance(ours: _Shape, theirs: _Shape | None) -> int:
     if theirs is None:
         return len(ours.lines)
-    differing = sum(1 for path in ours.lines.keys() & theirs.lines.keys()
-                    if _TYPED.fullmatch(path) and ours.values.get(path) != theirs.values.get(path))
+    differing = sum(
+        1
+        for path in ours.lines.keys() & theirs.lines.keys()
+        if _TYPED.fullmatch(path) and ours.values.get(path) != theirs.values.get(path)
+    )
     return len(ours.lines.keys() ^ theirs.lines.keys()) + differing
 
 
-def _compare(config: ModelConfig, ours: _Shape, wanted: tuple[str, str, str], problems: Problems) -> None:
+def _compare(
+    config: ModelConfig, ours: _Shape, wanted: tuple[str, str, str], problems: Problems
+) -> None:
     expected, generation, file = _template(*wanted), wanted[1], config.file
     if expected is None:
         return
@@ -91,7 +116,8 @@ def _compare(config: ModelConfig, ours: _Shape, wanted: tuple[str, str, str], pr
         text = f"is not here, though repositories like {generation} have it"
         problems.warn(file, _nearest_line(ours, path), path, text + _renamed(path, extra))
     for path in extra:
-        if _is_named(path) and not path.startswith("parameters."):  # those the reader of parameters has judged
+        # those the reader of parameters has judged
+        if _is_named(path) and not path.startswith("parameters."):
             text = f"repositories like {generation} do not have it{_renamed(path, missing)}"
             problems.warn(file, ours.lines[path], path, text)
     for path in ours.lines.keys() & expected.lines.keys():
@@ -99,7 +125,12 @@ def _compare(config: ModelConfig, ours: _Shape, wanted: tuple[str, str, str], pr
 
 
 def _compare_value(
-    path: str, ours: _Shape, expected: _Shape, config: ModelConfig, generation: str, problems: Problems
+    path: str,
+    ours: _Shape,
+    expected: _Shape,
+    config: ModelConfig,
+    generation: str,
+    problems: Problems,
 ) -> None:
     if not (_TYPED.fullmatch(path) or _FIXED_TEXT.fullmatch(path)) or _WIRES.fullmatch(path):
         return  # a step's wires are compared one by one, not all together
@@ -133,7 +164,9 @@ def _is_named(path: str) -> bool:
 def _renamed(path: str, others: list[str]) -> str:
     """The nearest of the names that stand in the same place."""
     place, _, name = path.rpartition(".")
-    return did_you_mean(name, [other.rpartition(".")[2] for other in others if other.rpartition(".")[0] == place])
+    return did_you_mean(
+        name, [other.rpartition(".")[2] for other in others if other.rpartition(".")[0] == place]
+    )
 
 
 def _nearest_line(shape: _Shape, path: str) -> int:
@@ -142,7 +175,11 @@ def _nearest_line(shape: _Shape, path: str) -> int:
         path = path.rpartition(".")[0]
         if path in shape.lines:
             return shape.lines[path]
-        inside = [line for other, line in shape.lines.items() if other.startswith(f"{path}.")] if path else []
+        inside = (
+            [line for other, line in shape.lines.items() if other.startswith(f"{path}.")]
+            if path
+            else []
+        )
         if inside:
             return min(inside)
     return 1
@@ -158,7 +195,10 @@ def _template(kind: str, generation: str, name: str) -> _Shape | None:
     document = reading.message("ModelConfig", parse_pbtxt(text))
     shape = _shape(document, reading.lines)
     variable = {_follow(document, path)[0] for path in reading.unfilled}
-    return _Shape(shape.lines, {path: "${}" if path in variable else value for path, value in shape.values.items()})
+    return _Shape(
+        shape.lines,
+        {path: "${}" if path in variable else value for path, value in shape.values.items()},
+    )
 
 
 def _paths(config: ModelConfig) -> _Shape:
@@ -177,17 +217,34 @@ def _shape(document: Mapping[str, Any], lines: Mapping[str, int]) -> _Shape:
 
 
 def _told_by_source(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
-    """Wires inside an ensemble by the output they come from: what an ensemble calls them is its own affair."""
-    outside = {tensor["name"] for kind in ("input", "output") for tensor in document.get(kind, []) if "name" in tensor}
-    sources = {name: f"{step.get('model_name')}.{tensor}"
-               for step in document.get("ensemble_scheduling", {}).get("step", [])
-               for tensor, name in step.get("output_map", {}).items() if name not in outside}
-    return {path: sources[value] for path, value in values.items()
-            if path.startswith("ensemble_scheduling.step.") and isinstance(value, str) and value in sources}
+    """Wires inside an ensemble by the output they come from: what an ensemble calls them is its own
+    affair.
+    """
+    outside = {
+        tensor["name"]
+        for kind in ("input", "output")
+        for tensor in document.get(kind, [])
+        if "name" in tensor
+    }
+    sources = {
+        name: f"{step.get('model_name')}.{tensor}"
+        for step in document.get("ensemble_scheduling", {}).get("step", [])
+        for tensor, name in step.get("output_map", {}).items()
+        if name not in outside
+    }
+    return {
+        path: sources[value]
+        for path, value in values.items()
+        if path.startswith("ensemble_scheduling.step.")
+        and isinstance(value, str)
+        and value in sources
+    }
 
 
 def _follow(document: Mapping[str, Any], path: str) -> tuple[str | None, Any]:
-    """A path of the reader's with its indexes replaced by names, and what is there; list items count as their list."""
+    """A path of the reader's with its indexes replaced by names, and what is there; list items
+    count as their list.
+    """
     value: Any = document
     names: list[str] = []
     for part in re.split(r"\.(?![^\[\]]*\])", path):
@@ -198,7 +255,11 @@ def _follow(document: Mapping[str, Any], path: str) -> tuple[str | None, Any]:
         names.append(name)
         for index in indexes:
             position = int(index)
-            if not isinstance(value, list) or position >= len(value) or not isinstance(value[position], Mapping):
+            if (
+                not isinstance(value, list)
+                or position >= len(value)
+                or not isinstance(value[position], Mapping)
+            ):
                 return ".".join(names), value
             value = value[position]
             names.append(str(value.get("name") or value.get("model_name") or position))

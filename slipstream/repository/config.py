@@ -1,4 +1,6 @@
-"""A model's config.pbtxt as frozen data: names, tensors, parameters, batching, ensemble steps, versions."""
+"""A model's config.pbtxt as frozen data: names, tensors, parameters, batching, ensemble steps,
+versions.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,9 @@ class ModelConfig:
         return None if value == "" or _PLACEHOLDER.fullmatch(value) else value
 
     def flag(self, name: str) -> bool | None:
-        """A boolean parameter; None where it is not set or is no boolean (upstream keeps its default then)."""
+        """A boolean parameter; None where it is not set or is no boolean (upstream keeps its
+        default then).
+        """
         value = (self.parameter(name) or "").lower()
         return True if value in _TRUE else False if value in _FALSE else None
 
@@ -199,19 +203,27 @@ def _fill(document: dict[str, Any], reading: FileReading) -> None:
         match = _PLACEHOLDER.fullmatch(parameter["string_value"])
         if match:
             reading.unfilled.add(f"parameters.{key}")
-            _warn_unfilled(reading, f"parameters.{key}", match.group(1), _SURPRISING_DEFAULTS.get(key, ""))
+            _warn_unfilled(
+                reading, f"parameters.{key}", match.group(1), _SURPRISING_DEFAULTS.get(key, "")
+            )
 
 
 def _warn_unfilled(reading: FileReading, key: str, variable: str, default: str) -> None:
     meaning = f"using the default ({default})" if default else "using the default"
-    reading.problems.warn(reading.file, reading.lines.get(key, 0), key, f"${{{variable}}} was not filled: {meaning}")
+    reading.problems.warn(
+        reading.file, reading.lines.get(key, 0), key, f"${{{variable}}} was not filled: {meaning}"
+    )
 
 
 def _check(document: dict[str, Any], reading: FileReading, folder_name: str) -> None:
     if not document["name"]:
         document["name"] = folder_name
     if document["name"] != folder_name:
-        _error(reading, "name", f"'{document['name']}' is not the name of the model's folder, '{folder_name}'")
+        _error(
+            reading,
+            "name",
+            f"'{document['name']}' is not the name of the model's folder, '{folder_name}'",
+        )
     if document["max_batch_size"] < 0:
         _error(reading, "max_batch_size", f"must be 0 or more, not {document['max_batch_size']}")
     for group in ("input", "output"):
@@ -241,7 +253,9 @@ def _check_batching(document: dict[str, Any], reading: FileReading) -> None:
     for name, why in _NO_EFFECT.items():
         if batching.get(name):
             key = f"dynamic_batching.{name}"
-            reading.problems.warn(reading.file, reading.lines.get(key, 0), key, f"has no effect: {why}")
+            reading.problems.warn(
+                reading.file, reading.lines.get(key, 0), key, f"has no effect: {why}"
+            )
 
 
 def _check_tensor(reading: FileReading, key: str, tensor: dict[str, Any], seen: set[str]) -> None:
@@ -257,7 +271,11 @@ def _check_tensor(reading: FileReading, key: str, tensor: dict[str, Any], seen: 
         _error(reading, key, f"dims of '{name}' is missing")
     for dim in tensor["dims"]:
         if dim < 1 and dim != -1:
-            _error(reading, f"{key}.dims", f"a dimension of '{name}' must be -1 or at least 1, not {dim}")
+            _error(
+                reading,
+                f"{key}.dims",
+                f"a dimension of '{name}' must be -1 or at least 1, not {dim}",
+            )
 
 
 def _error(reading: FileReading, key: str, text: str) -> None:
@@ -278,7 +296,9 @@ def _build(file: Path, document: dict[str, Any], reading: FileReading) -> ModelC
         instance_groups=tuple(_instance_group(group) for group in document["instance_group"]),
         dynamic_batching=None if batching is None else _dynamic_batching(batching),
         ensemble_steps=tuple(
-            EnsembleStep(step["model_name"], step["model_version"], step["input_map"], step["output_map"])
+            EnsembleStep(
+                step["model_name"], step["model_version"], step["input_map"], step["output_map"]
+            )
             for step in document.get("ensemble_scheduling", {}).get("step", [])
         ),
         decoupled=document.get("model_transaction_policy", {}).get("decoupled", False),
@@ -293,10 +313,13 @@ def _build(file: Path, document: dict[str, Any], reading: FileReading) -> ModelC
 def _instance_group(group: dict[str, Any]) -> InstanceGroup:
     limiter = group.get("rate_limiter") or {}
     resources = [
-        Resource(resource["name"], resource["count"], resource["global"]) for resource in limiter.get("resources", [])
+        Resource(resource["name"], resource["count"], resource["global"])
+        for resource in limiter.get("resources", [])
     ]
     gpus, priority = tuple(group["gpus"]), limiter.get("priority") or 1
-    return InstanceGroup(group["name"], group["kind"], group["count"], gpus, tuple(resources), priority)
+    return InstanceGroup(
+        group["name"], group["kind"], group["count"], gpus, tuple(resources), priority
+    )
 
 
 def _tensor(tensor: dict[str, Any]) -> TensorConfig:

@@ -39,14 +39,24 @@ def _optimization(given: dict[str, Any]) -> dict[str, Any]:
 
 def _instance_groups(config: ModelConfig, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     empty = {
-        "name": "", "kind": "KIND_CPU", "count": 1, "gpus": [], "secondary_devices": [], "profile": [],
-        "passive": False, "host_policy": "",
-    }  # fmt: skip
+        "name": "",
+        "kind": "KIND_CPU",
+        "count": 1,
+        "gpus": [],
+        "secondary_devices": [],
+        "profile": [],
+        "passive": False,
+        "host_policy": "",
+    }
     if not groups:
         return [{**empty, "name": config.name}]
     named = []
     for position, group in enumerate(groups):
-        kind = "KIND_CPU" if config.backend == "python" and group["kind"] == "KIND_AUTO" else group["kind"]
+        kind = (
+            "KIND_CPU"
+            if config.backend == "python" and group["kind"] == "KIND_AUTO"
+            else group["kind"]
+        )
         name = group["name"] or f"{config.name}_{position}"
         named.append({**group, "name": name, "kind": kind, "count": group["count"] or 1})
     return named

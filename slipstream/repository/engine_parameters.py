@@ -1,4 +1,6 @@
-"""The string parameters of an engine model, read as upstream reads them: what cannot be converted is not set."""
+"""The string parameters of an engine model, read as upstream reads them: what cannot be converted
+is not set.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,59 @@ from slipstream.repository.without_effect import WITHOUT_EFFECT
 BATCHING_STRATEGIES = ("inflight_fused_batching", "inflight_batching", "V1", "v1")
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 
-# What each known parameter holds. "accepted" ones have no meaning on this server and are read by nobody.
+# What each known parameter holds. "accepted" ones have no meaning on this server and are read by
+# nobody.
 ENGINE_PARAMETERS: dict[str, str] = {
-    "gpt_model_type": "text", "gpt_model_path": "text", "engine_dir": "text", "encoder_model_path": "text",
-    "max_beam_width": "int", "max_tokens_in_paged_kv_cache": "int", "batch_scheduler_policy": "text",
-    "kv_cache_free_gpu_mem_fraction": "fraction", "max_num_sequences": "int", "max_attention_window_size": "text",
-    "sink_token_length": "int", "exclude_input_in_output": "bool", "enable_kv_cache_reuse": "bool",
-    "normalize_log_probs": "bool", "enable_chunked_context": "bool", "gpu_device_ids": "text",
-    "decoding_mode": "text", "medusa_choices": "text", "eagle_choices": "text", "participant_ids": "text",
-    "lora_cache_optimal_adapter_size": "int", "lora_cache_max_adapter_size": "int",
-    "lora_cache_gpu_memory_fraction": "fraction", "lora_cache_host_memory_bytes": "int", "lora_prefetch_dir": "text",
-    "kv_cache_host_memory_bytes": "int", "kv_cache_onboard_blocks": "bool", "cross_kv_cache_fraction": "fraction",
-    "cancellation_check_period_ms": "int", "stats_check_period_ms": "int", "iter_stats_max_iterations": "int",
-    "request_stats_max_iterations": "int", "gpu_weights_percent": "fraction", "enable_trt_overlap": "bool",
-    "enable_context_fmha_fp32_acc": "bool", "multi_block_mode": "bool", "cuda_graph_mode": "bool",
-    "cuda_graph_cache_size": "int", "speculative_decoding_fast_logits": "bool", "num_nodes": "int",
-    "lookahead_window_size": "int", "lookahead_ngram_size": "int", "lookahead_verification_set_size": "int",
-    "tokenizer_dir": "text", "guided_decoding_backend": "text", "xgrammar_tokenizer_info_path": "text",
-    "FORCE_CPU_ONLY_INPUT_TENSORS": "accepted", "worker_path": "accepted", "executor_worker_path": "accepted",
-}  # fmt: skip
+    "gpt_model_type": "text",
+    "gpt_model_path": "text",
+    "engine_dir": "text",
+    "encoder_model_path": "text",
+    "max_beam_width": "int",
+    "max_tokens_in_paged_kv_cache": "int",
+    "batch_scheduler_policy": "text",
+    "kv_cache_free_gpu_mem_fraction": "fraction",
+    "max_num_sequences": "int",
+    "max_attention_window_size": "text",
+    "sink_token_length": "int",
+    "exclude_input_in_output": "bool",
+    "enable_kv_cache_reuse": "bool",
+    "normalize_log_probs": "bool",
+    "enable_chunked_context": "bool",
+    "gpu_device_ids": "text",
+    "decoding_mode": "text",
+    "medusa_choices": "text",
+    "eagle_choices": "text",
+    "participant_ids": "text",
+    "lora_cache_optimal_adapter_size": "int",
+    "lora_cache_max_adapter_size": "int",
+    "lora_cache_gpu_memory_fraction": "fraction",
+    "lora_cache_host_memory_bytes": "int",
+    "lora_prefetch_dir": "text",
+    "kv_cache_host_memory_bytes": "int",
+    "kv_cache_onboard_blocks": "bool",
+    "cross_kv_cache_fraction": "fraction",
+    "cancellation_check_period_ms": "int",
+    "stats_check_period_ms": "int",
+    "iter_stats_max_iterations": "int",
+    "request_stats_max_iterations": "int",
+    "gpu_weights_percent": "fraction",
+    "enable_trt_overlap": "bool",
+    "enable_context_fmha_fp32_acc": "bool",
+    "multi_block_mode": "bool",
+    "cuda_graph_mode": "bool",
+    "cuda_graph_cache_size": "int",
+    "speculative_decoding_fast_logits": "bool",
+    "num_nodes": "int",
+    "lookahead_window_size": "int",
+    "lookahead_ngram_size": "int",
+    "lookahead_verification_set_size": "int",
+    "tokenizer_dir": "text",
+    "guided_decoding_backend": "text",
+    "xgrammar_tokenizer_info_path": "text",
+    "FORCE_CPU_ONLY_INPUT_TENSORS": "accepted",
+    "worker_path": "accepted",
+    "executor_worker_path": "accepted",
+}
 
 DECODING_MODES = ("auto", "top_k", "top_p", "top_k_top_p", "beam_search", "lookahead")
 # Guesses a step where the repository asks for lookahead and does not say how far.
@@ -44,18 +80,29 @@ _TOKENIZER = {"tokenizer_dir": "text", "tokenizer_type": "text"}
 PARAMETERS: Mapping[Role, Mapping[str, str]] = {
     Role.ENGINE: ENGINE_PARAMETERS,
     Role.PREPROCESSING: {
-        **_TOKENIZER, "add_special_tokens": "bool", "visual_model_path": "text", "gpt_model_path": "text",
-        "engine_dir": "text", "max_num_images": "int", "multimodal_model_path": "text",
+        **_TOKENIZER,
+        "add_special_tokens": "bool",
+        "visual_model_path": "text",
+        "gpt_model_path": "text",
+        "engine_dir": "text",
+        "max_num_images": "int",
+        "multimodal_model_path": "text",
     },
     Role.POSTPROCESSING: {**_TOKENIZER, "skip_special_tokens": "bool"},
     Role.BLS: {
-        "accumulate_tokens": "bool", "tensorrt_llm_model_name": "text", "tensorrt_llm_draft_model_name": "text",
+        "accumulate_tokens": "bool",
+        "tensorrt_llm_model_name": "text",
+        "tensorrt_llm_draft_model_name": "text",
         "multimodal_encoders_name": "text",
     },
     Role.ENSEMBLE: {},
-}  # fmt: skip
+}
 
-_EXPECTED = {"int": "an integer", "fraction": "a number over 0 and up to 1", "bool": "true or false"}
+_EXPECTED = {
+    "int": "an integer",
+    "fraction": "a number over 0 and up to 1",
+    "bool": "true or false",
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +124,9 @@ def read_parameters(config: ModelConfig, role: Role, problems: Problems) -> Para
         key = f"parameters.{name}"
         if name not in known:
             hint = did_you_mean(name, known)
-            problems.warn(config.file, config.line(key), key, f"no such parameter, it has no effect{hint}")
+            problems.warn(
+                config.file, config.line(key), key, f"no such parameter, it has no effect{hint}"
+            )
             continue
         text = config.parameter(name)
         if text is None or known[name] == "accepted":
@@ -85,12 +134,22 @@ def read_parameters(config: ModelConfig, role: Role, problems: Problems) -> Para
         value = _convert(known[name], text.strip())
         if value is None:
             wanted = _EXPECTED[known[name]]
-            problems.warn(config.file, config.line(key), key, f"expected {wanted}, got '{text}'; using the default")
+            problems.warn(
+                config.file,
+                config.line(key),
+                key,
+                f"expected {wanted}, got '{text}'; using the default",
+            )
         else:
             values[name] = value
             ineffective = WITHOUT_EFFECT.get(name)
             if ineffective is not None and value not in ineffective.harmless:
-                problems.warn(config.file, config.line(key), key, f"'{text}' has no effect: {ineffective.reason}")
+                problems.warn(
+                    config.file,
+                    config.line(key),
+                    key,
+                    f"'{text}' has no effect: {ineffective.reason}",
+                )
     return Parameters(values)
 
 
@@ -108,7 +167,9 @@ def _convert(kind: str, text: str) -> Any:
     return number
 
 
-def engine_settings(config: ModelConfig, parameters: Parameters, problems: Problems) -> EngineSettings:
+def engine_settings(
+    config: ModelConfig, parameters: Parameters, problems: Problems
+) -> EngineSettings:
     """What the repository asks of the engine; what it leaves open stays as the engine has it."""
     wanted: dict[str, Any] = {}
     for name, setting in (
@@ -145,7 +206,9 @@ def engine_settings(config: ModelConfig, parameters: Parameters, problems: Probl
         key = "parameters.batch_scheduler_policy"
         allowed = ", ".join(POLICIES)
         hint = did_you_mean(policy, POLICIES)
-        problems.error(config.file, config.line(key), key, f"'{policy}' is not one of {allowed}{hint}")
+        problems.error(
+            config.file, config.line(key), key, f"'{policy}' is not one of {allowed}{hint}"
+        )
     _check_batching_strategy(config, parameters, problems)
     _check_instances(config, problems)
     return EngineSettings(**wanted)
@@ -156,17 +219,22 @@ _ADAPTER_SETTINGS = {
     "lora_cache_max_adapter_size": ("adapter_max_rank", 1, MOST_RANK),
     "lora_cache_gpu_memory_fraction": ("adapter_memory_fraction", 0.0, 1.0),
     "lora_cache_host_memory_bytes": ("adapter_host_bytes", 1, None),
-}  # fmt: skip
+}
 
 
-def _adapter_settings(config: ModelConfig, parameters: Parameters, problems: Problems) -> dict[str, Any]:
+def _adapter_settings(
+    config: ModelConfig, parameters: Parameters, problems: Problems
+) -> dict[str, Any]:
     wanted: dict[str, Any] = {}
     for name, (setting, low, high) in _ADAPTER_SETTINGS.items():
         value = parameters.get(name)
         if value is None:
             continue
         if value < low or (high is not None and value > high):
-            key, bounds = f"parameters.{name}", f"at least {low}" if high is None else f"{low} to {high}"
+            key, bounds = (
+                f"parameters.{name}",
+                f"at least {low}" if high is None else f"{low} to {high}",
+            )
             problems.error(config.file, config.line(key), key, f"must be {bounds}, got {value}")
         else:
             wanted[setting] = value
@@ -176,16 +244,23 @@ def _adapter_settings(config: ModelConfig, parameters: Parameters, problems: Pro
     return wanted
 
 
-def _attention_settings(config: ModelConfig, parameters: Parameters, problems: Problems) -> dict[str, Any]:
+def _attention_settings(
+    config: ModelConfig, parameters: Parameters, problems: Problems
+) -> dict[str, Any]:
     wanted: dict[str, Any] = {}
-    windows, sinks = parameters.get("max_attention_window_size"), parameters.get("sink_token_length", 0)
+    windows, sinks = (
+        parameters.get("max_attention_window_size"),
+        parameters.get("sink_token_length", 0),
+    )
     if windows is not None:
         numbers = [_convert("int", part.strip()) for part in windows.split(",")]
         if all(number is not None and number > 0 for number in numbers):
             wanted["attention_windows"] = tuple(numbers)
         else:
             key = "parameters.max_attention_window_size"
-            text = f"expected numbers over 0 with commas between, got '{windows}'; using the default"
+            text = (
+                f"expected numbers over 0 with commas between, got '{windows}'; using the default"
+            )
             problems.warn(config.file, config.line(key), key, text)
     if sinks > 0 and sinks < min(wanted.get("attention_windows", (0,))):
         wanted["sink_tokens"] = sinks
@@ -196,7 +271,9 @@ def _attention_settings(config: ModelConfig, parameters: Parameters, problems: P
     return wanted
 
 
-def _lookahead_settings(config: ModelConfig, parameters: Parameters, problems: Problems) -> dict[str, Any]:
+def _lookahead_settings(
+    config: ModelConfig, parameters: Parameters, problems: Problems
+) -> dict[str, Any]:
     mode, size = parameters.get("decoding_mode", "auto"), parameters.get("lookahead_ngram_size")
     if mode not in DECODING_MODES:
         key = "parameters.decoding_mode"
@@ -206,7 +283,12 @@ def _lookahead_settings(config: ModelConfig, parameters: Parameters, problems: P
         return {"lookup_tokens": max(1, size - 1) if size is not None else _LOOKAHEAD_TOKENS}
     if size is not None:
         key = "parameters.lookahead_ngram_size"
-        problems.warn(config.file, config.line(key), key, f"'{size}' has no effect: decoding_mode is not lookahead")
+        problems.warn(
+            config.file,
+            config.line(key),
+            key,
+            f"'{size}' has no effect: decoding_mode is not lookahead",
+        )
     return {}
 
 
@@ -218,7 +300,9 @@ def _check_instances(config: ModelConfig, problems: Problems) -> None:
         problems.warn(config.file, config.line(key), key, text)
 
 
-def _check_batching_strategy(config: ModelConfig, parameters: Parameters, problems: Problems) -> None:
+def _check_batching_strategy(
+    config: ModelConfig, parameters: Parameters, problems: Problems
+) -> None:
     strategy = parameters.get("gpt_model_type")
     if strategy is not None and strategy not in BATCHING_STRATEGIES:
         key = "parameters.gpt_model_type"

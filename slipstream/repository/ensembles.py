@@ -9,7 +9,9 @@ from slipstream.repository.problems import Problems, did_you_mean
 
 
 def check_graph(config: ModelConfig, models: Mapping[str, ModelConfig], problems: Problems) -> None:
-    """Every step names a model and its tensors, every tensor has one source, and nothing waits for itself."""
+    """Every step names a model and its tensors, every tensor has one source, and nothing waits for
+    itself.
+    """
 
     def error(key: str, text: str) -> None:
         problems.error(config.file, config.line(key), key, text)
@@ -36,12 +38,20 @@ def check_graph(config: ModelConfig, models: Mapping[str, ModelConfig], problems
         error("ensemble_scheduling", "the ensemble contains itself")
 
 
-def _check_step(step: EnsembleStep, model: ModelConfig, key: str, error: Callable[[str, str], None]) -> None:
+def _check_step(
+    step: EnsembleStep, model: ModelConfig, key: str, error: Callable[[str, str], None]
+) -> None:
 
     for tensor in step.input_map.keys() - model.input_names:
-        error(f"{key}.input_map", f"'{model.name}' has no input '{tensor}'{did_you_mean(tensor, model.input_names)}")
+        error(
+            f"{key}.input_map",
+            f"'{model.name}' has no input '{tensor}'{did_you_mean(tensor, model.input_names)}",
+        )
     for tensor in step.output_map.keys() - model.output_names:
-        error(f"{key}.output_map", f"'{model.name}' has no output '{tensor}'{did_you_mean(tensor, model.output_names)}")
+        error(
+            f"{key}.output_map",
+            f"'{model.name}' has no output '{tensor}'{did_you_mean(tensor, model.output_names)}",
+        )
     for given in model.inputs:
         if not given.optional and given.name not in step.input_map:
             error(f"{key}.input_map", f"input '{given.name}' of '{model.name}' is not mapped")

@@ -1,6 +1,7 @@
 """Filling a config.pbtxt template in the way of fill_template.py, and saying what that left undone.
 
-    key:value,key:value,…      `\\,` `\\:` and `\\\\` stand for the character itself; a value may be empty
+key:value,key:value,…      `\\,` `\\:` and `\\\\` stand for the character itself; a value may be
+empty
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from slipstream.weights.whole_file import write_whole
 
 # What later releases fill in by themselves; a template without them is not touched.
 ALWAYS_FILLED = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
-_VARIABLE = re.compile(r"\$(?:(?P<escaped>\$)|\{(?P<braced>[^{}\s]*)\}|(?P<bare>[_a-zA-Z][_a-zA-Z0-9]*))")
+_VARIABLE = re.compile(
+    r"\$(?:(?P<escaped>\$)|\{(?P<braced>[^{}\s]*)\}|(?P<bare>[_a-zA-Z][_a-zA-Z0-9]*))"
+)
 
 
 class FillError(ValueError):
@@ -59,11 +62,19 @@ def fill_text(text: str, values: Mapping[str, str]) -> Filled:
 
 def report(file: str, text: str, filled: Filled) -> list[str]:
     """One line for what was given in vain, with the nearest name, and one for what is left."""
-    known = [match["braced"] or match["bare"] for match in _VARIABLE.finditer(text) if not match["escaped"]]
-    lines = [f"{file}: no variable ${{{key}}} in it, '{key}' was not used{did_you_mean(key, set(known))}"
-             for key in filled.unknown]
+    known = [
+        match["braced"] or match["bare"]
+        for match in _VARIABLE.finditer(text)
+        if not match["escaped"]
+    ]
+    lines = [
+        f"{file}: no variable ${{{key}}} in it, '{key}' was not used{did_you_mean(key, set(known))}"
+        for key in filled.unknown
+    ]
     if filled.left:
-        lines.append(f"{file}: left unfilled, so they mean their defaults: {', '.join(filled.left)}")
+        lines.append(
+            f"{file}: left unfilled, so they mean their defaults: {', '.join(filled.left)}"
+        )
     return lines
 
 

@@ -7,23 +7,37 @@ from pathlib import Path
 
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.problems import Problems
-from slipstream.weights.engine_config import EngineConfig, EngineFolderError, find_engine_folder, read_engine_config
+from slipstream.weights.engine_config import (
+    EngineConfig,
+    EngineFolderError,
+    find_engine_folder,
+    read_engine_config,
+)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def candidate_folders(value: str, repository: Path, config: ModelConfig) -> list[Path]:
-    """A relative path counts from the working folder, then from the repository, then from the model's folder."""
-    path = Path(os.path.expanduser(value))  # which leaves the home of an unknown user as it is: nothing is there
+    """A relative path counts from the working folder, then from the repository, then from the
+    model's folder.
+    """
+    # which leaves the home of an unknown user as it is: nothing is there
+    path = Path(os.path.expanduser(value))
     if path.is_absolute():
         return [path]
     return [Path.cwd() / path, repository / path, config.file.parent / path]
 
 
 def find_engine(
-    config: ModelConfig, given: tuple[str, str] | None, version: int, repository: Path, problems: Problems
+    config: ModelConfig,
+    given: tuple[str, str] | None,
+    version: int,
+    repository: Path,
+    problems: Problems,
 ) -> EngineConfig | None:
-    """The engine that `given` (parameter, value) names or, unset, the one in the model's version folder."""
+    """The engine that `given` (parameter, value) names or, unset, the one in the model's version
+    folder.
+    """
     key = f"parameters.{given[0]}" if given else "parameters.gpt_model_path"
     try:
         if given is None:
@@ -56,9 +70,16 @@ def _engine_beside_model(version_folder: Path) -> Path:
     return find_engine_folder(version_folder)
 
 
-def find_tokenizer(config: ModelConfig | None, value: str | None, engine: Path, repository: Path,
-                   problems: Problems) -> Path:
-    """The folder that `tokenizer_dir` names, when it is there; an engine folder carries its tokenizer anyway."""
+def find_tokenizer(
+    config: ModelConfig | None,
+    value: str | None,
+    engine: Path,
+    repository: Path,
+    problems: Problems,
+) -> Path:
+    """The folder that `tokenizer_dir` names, when it is there; an engine folder carries its
+    tokenizer anyway.
+    """
     if config is None or value is None:
         return engine
     for candidate in candidate_folders(value, repository, config):
@@ -67,13 +88,19 @@ def find_tokenizer(config: ModelConfig | None, value: str | None, engine: Path, 
     key = "parameters.tokenizer_dir"
     text = f"no tokenizer files at '{value}'"
     if any((engine / name).is_file() for name in TOKENIZER_FILES):
-        problems.warn(config.file, config.line(key), key, f"{text}; using the engine's own tokenizer")
+        problems.warn(
+            config.file, config.line(key), key, f"{text}; using the engine's own tokenizer"
+        )
     else:
-        problems.error(config.file, config.line(key), key, f"{text}, and the engine folder {engine} has none")
+        problems.error(
+            config.file, config.line(key), key, f"{text}, and the engine folder {engine} has none"
+        )
     return engine
 
 
-def find_adapters(config: ModelConfig, value: str | None, repository: Path, problems: Problems) -> Path | None:
+def find_adapters(
+    config: ModelConfig, value: str | None, repository: Path, problems: Problems
+) -> Path | None:
     """The folder that `lora_prefetch_dir` names."""
     if not value:
         return None

@@ -1,4 +1,6 @@
-"""A model configuration as JSON (what a load request may bring), made into the tree that a config.pbtxt becomes."""
+"""A model configuration as JSON (what a load request may bring), made into the tree that a
+config.pbtxt becomes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def _fields(declared: Mapping[str, str], given: Mapping[str, Any]) -> Iterator[F
             continue
         if shape == "map" and isinstance(value, Mapping):
             for key, entry in value.items():
-                pair = (Field("key", Scalar("string", str(key), 0), 0), Field("value", _value(element, entry), 0))
+                pair = (
+                    Field("key", Scalar("string", str(key), 0), 0),
+                    Field("value", _value(element, entry), 0),
+                )
                 yield Field(name, Message(pair, 0), 0)
         elif shape == "repeated" and isinstance(value, list):
             for item in value:

@@ -1,8 +1,8 @@
 """The models of a repository folder and how they chain: what the server builds itself from.
 
-`read_repository(path)` reads everything, then raises one RepositoryError with every problem, or returns a
-`Repository` whose `warnings` say what was left to defaults. No weights are touched and nothing is executed: a
-`model.py` in the repository is only a file.
+`read_repository(path)` reads everything, then raises one RepositoryError with every problem, or
+returns a `Repository` whose `warnings` say what was left to defaults. No weights are touched and
+nothing is executed: a `model.py` in the repository is only a file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class RepositoryModel:
     role: Role
     versions: tuple[int, ...]  # that the version policy serves, ascending
     parameters: Parameters = field(repr=False, default=Parameters({}))
-    malformed: bool = False  # the configuration itself is wrong, so that nothing can be made of the model
+    # the configuration itself is wrong, so that nothing can be made of the model
+    malformed: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ class EngineModel:
 
 @dataclass(frozen=True)
 class TextChain:
-    """A text-to-text model: preprocessing, an engine, postprocessing, as an ensemble or behind a BLS model."""
+    """A text-to-text model: preprocessing, an engine, postprocessing, as an ensemble or behind a
+    BLS model.
+    """
 
     name: str
     engine: str  # the engine model's name
@@ -88,7 +91,9 @@ class Repository:
     warnings: tuple[Problem, ...] = ()
 
     def needed_by(self, name: str) -> tuple[str, ...]:
-        """The models that one cannot be served without, themselves included, in an order to load them in."""
+        """The models that one cannot be served without, themselves included, in an order to load
+        them in.
+        """
         found: dict[str, None] = {}
 
         def visit(part: str) -> None:
@@ -124,11 +129,14 @@ def read_repository(path: Paths, served_elsewhere: ServedElsewhere = ()) -> Repo
 
 
 def inspect_repository(
-    path: Paths, served_elsewhere: ServedElsewhere = (), overrides: Mapping[str, Mapping[str, Any]] | None = None
+    path: Paths,
+    served_elsewhere: ServedElsewhere = (),
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[Repository, Problems]:
     """The repository as far as it can be read, and everything there is to say about it.
 
-    `overrides` are configurations (as JSON has them) that stand in for the files of the models they name.
+    `overrides` are configurations (as JSON has them) that stand in for the files of the models they
+    name.
     """
     folders, problems = _folders(path), Problems()
     models: dict[str, RepositoryModel] = {}
@@ -136,7 +144,9 @@ def inspect_repository(
         for model in _read_models(folder, overrides or {}, problems):
             if model.name in models:
                 other = models[model.name].folder.parent
-                problems.error(model.folder, 0, "", f"there is a model '{model.name}' in {other} too")
+                problems.error(
+                    model.folder, 0, "", f"there is a model '{model.name}' in {other} too"
+                )
             models.setdefault(model.name, model)
     if not models and not problems.errors:
         places = ", ".join(str(folder) for folder in folders)
@@ -145,11 +155,17 @@ def inspect_repository(
     ours = {name: model for name, model in models.items() if not elsewhere(model)}
     engines = dict(_read_engines(ours, models, problems))
     chains = dict(_read_chains(ours, problems))
-    graphs = frozenset(name for name, model in ours.items() if model.role is Role.ENSEMBLE and name not in chains)
+    graphs = frozenset(
+        name for name, model in ours.items() if model.role is Role.ENSEMBLE and name not in chains
+    )
     for name in sorted(graphs):
-        check_graph(models[name].config, {other: model.config for other, model in models.items()}, problems)
+        check_graph(
+            models[name].config, {other: model.config for other, model in models.items()}, problems
+        )
     _report_unknown(ours, problems)
-    models = {name: _with_batch_size(model, engines, chains, problems) for name, model in models.items()}
+    models = {
+        name: _with_batch_size(model, engines, chains, problems) for name, model in models.items()
+    }
     return Repository(folders, models, engines, chains, graphs, problems.warnings), problems
 
 
@@ -193,7 +209,9 @@ def _read_models(
         if config is None:
             continue
         if not _NAME.fullmatch(folder.name):
-            problems.error(folder, 0, "", "a model's name may hold letters, digits, '.', '_' and '-'")
+            problems.error(
+                folder, 0, "", "a model's name may hold letters, digits, '.', '_' and '-'"
+            )
         malformed = len(problems.errors) > known
         role = role_of(config)
         parameters = read_parameters(config, role, problems)
@@ -203,7 +221,9 @@ def _read_models(
 
 def _versions(folder: Path, config: ModelConfig, role: Role, problems: Problems) -> tuple[int, ...]:
     present = tuple(
-        int(child.name) for child in folder.iterdir() if child.is_dir() and _VERSION.fullmatch(child.name)
+        int(child.name)
+        for child in folder.iterdir()
+        if child.is_dir() and _VERSION.fullmatch(child.name)
     )
     if not present and role is not Role.OTHER:
         if role is not Role.ENSEMBLE:  # an ensemble's folder is empty, and git drops empty folders
@@ -211,7 +231,11 @@ def _versions(folder: Path, config: ModelConfig, role: Role, problems: Problems)
         present = (1,)
     versions = config.version_policy.choose(present)
     if not versions:
-        text = "no version folder" if not present else f"the version policy leaves none of {sorted(present)}"
+        text = (
+            "no version folder"
+            if not present
+            else f"the version policy leaves none of {sorted(present)}"
+        )
         problems.error(config.file, config.line("version_policy"), "version_policy", text)
     return versions
 
@@ -227,15 +251,31 @@ def _read_engines(
 
 
 def _read_engine(
-    repository: Path, model: RepositoryModel, models: Mapping[str, RepositoryModel], problems: Problems
+    repository: Path,
+    model: RepositoryModel,
+    models: Mapping[str, RepositoryModel],
+    problems: Problems,
 ) -> EngineModel | None:
     config, parameters = model.config, model.parameters
     settings = engine_settings(config, parameters, problems)
-    if not {"input_ids", "request_output_len"} <= config.input_names or "output_ids" not in config.output_names:
-        problems.error(config.file, 0, "input", "an engine model needs input_ids, request_output_len and output_ids")
+    if (
+        not {"input_ids", "request_output_len"} <= config.input_names
+        or "output_ids" not in config.output_names
+    ):
+        problems.error(
+            config.file,
+            0,
+            "input",
+            "an engine model needs input_ids, request_output_len and output_ids",
+        )
         return None
-    given = next(((n, parameters.get(n)) for n in ("gpt_model_path", "engine_dir") if parameters.get(n)), None)
-    engine = find_engine(config, given, model.versions[-1] if model.versions else 1, repository, problems)
+    given = next(
+        ((n, parameters.get(n)) for n in ("gpt_model_path", "engine_dir") if parameters.get(n)),
+        None,
+    )
+    engine = find_engine(
+        config, given, model.versions[-1] if model.versions else 1, repository, problems
+    )
     before = _neighbour(model.name, Role.PREPROCESSING, models)
     after = _neighbour(model.name, Role.POSTPROCESSING, models)
     if engine is None:
@@ -249,27 +289,36 @@ def _read_engine(
         tokenizer_folder=find_tokenizer(
             tokenizer.config if tokenizer else None,
             tokenizer.parameters.get("tokenizer_dir") if tokenizer else None,
-            engine.path, repository, problems,
+            engine.path,
+            repository,
+            problems,
         ),
         settings=_with_beams(settings, engine),
         decoupled=config.decoupled,
         exclude_input_in_output=parameters.get("exclude_input_in_output", False),
         normalize_log_probs=parameters.get("normalize_log_probs", True),
-        # Unset meant False in 0.9 and 0.10 and True since 0.11; True gives one BOS, as the model was trained.
+        # Unset meant False in 0.9 and 0.10 and True since 0.11; True gives one BOS, as the model
+        # was trained.
         add_special_tokens=before.parameters.get("add_special_tokens", True) if before else True,
         skip_special_tokens=after.parameters.get("skip_special_tokens", True) if after else True,
         queue_policy=batching.queue_policy if batching else QueuePolicy(),
         priority_levels=batching.priority_levels if batching else 0,
         default_priority=batching.default_priority_level if batching else 0,
-        adapter_folder=find_adapters(config, parameters.get("lora_prefetch_dir"), repository, problems),
-    )  # fmt: skip
+        adapter_folder=find_adapters(
+            config, parameters.get("lora_prefetch_dir"), repository, problems
+        ),
+    )
 
 
 def _tokenizer_named_by(
     models: Sequence[RepositoryModel | None], problems: Problems
 ) -> RepositoryModel | None:
-    """The first of these models that names a tokenizer; one that comes after it is not asked, which is said."""
-    naming = [model for model in models if model is not None and model.parameters.get("tokenizer_dir")]
+    """The first of these models that names a tokenizer; one that comes after it is not asked, which
+    is said.
+    """
+    naming = [
+        model for model in models if model is not None and model.parameters.get("tokenizer_dir")
+    ]
     last = models[-1]
     if last is not None and last in naming[1:]:
         first, given = naming[0], last.parameters.get("tokenizer_dir")
@@ -290,14 +339,19 @@ def _with_beams(settings: EngineSettings, engine: EngineConfig) -> EngineSetting
 def _warn_of_echo(config: ModelConfig, parameters: Parameters, problems: Problems) -> None:
     """Upstream's default surprises so many that it is said once, at the start."""
     key = "parameters.exclude_input_in_output"
-    unset = parameters.get("exclude_input_in_output") is None and key not in config.unfilled  # said already, then
+    # said already, then
+    unset = parameters.get("exclude_input_in_output") is None and key not in config.unfilled
     if unset and "sequence_length" in config.output_names:  # before 0.6 there was no choice
         text = "is not set: answers begin with the prompt, as upstream's do; True leaves it out"
         problems.warn(config.file, config.line(key), key, text)
 
 
-def _neighbour(engine: str, role: Role, models: Mapping[str, RepositoryModel]) -> RepositoryModel | None:
-    """The model of `role` that shares an ensemble with the engine, or the one with the customary name."""
+def _neighbour(
+    engine: str, role: Role, models: Mapping[str, RepositoryModel]
+) -> RepositoryModel | None:
+    """The model of `role` that shares an ensemble with the engine, or the one with the customary
+    name.
+    """
     for model in models.values():
         steps = [step.model_name for step in model.config.ensemble_steps]
         if engine in steps:
@@ -309,7 +363,9 @@ def _neighbour(engine: str, role: Role, models: Mapping[str, RepositoryModel]) -
     return customary[0] if customary else same_role[0] if len(same_role) == 1 else None
 
 
-def _read_chains(models: Mapping[str, RepositoryModel], problems: Problems) -> Iterator[tuple[str, TextChain]]:
+def _read_chains(
+    models: Mapping[str, RepositoryModel], problems: Problems
+) -> Iterator[tuple[str, TextChain]]:
     for model in models.values():
         chain = None
         if model.role is Role.ENSEMBLE:
@@ -320,10 +376,14 @@ def _read_chains(models: Mapping[str, RepositoryModel], problems: Problems) -> I
             yield model.name, chain
 
 
-def _ensemble_chain(model: RepositoryModel, models: Mapping[str, RepositoryModel]) -> TextChain | None:
+def _ensemble_chain(
+    model: RepositoryModel, models: Mapping[str, RepositoryModel]
+) -> TextChain | None:
     """The chain an ensemble is, where it is one of the three known models and nothing else."""
     config, steps = model.config, model.config.ensemble_steps
-    roles = {step.model_name: models[step.model_name].role for step in steps if step.model_name in models}
+    roles = {
+        step.model_name: models[step.model_name].role for step in steps if step.model_name in models
+    }
     engines = [name for name, role in roles.items() if role is Role.ENGINE]
     known = {Role.PREPROCESSING, Role.ENGINE, Role.POSTPROCESSING}
     if len(roles) < len(steps) or len(engines) != 1 or set(roles.values()) != known:
@@ -341,7 +401,9 @@ def _ensemble_chain(model: RepositoryModel, models: Mapping[str, RepositoryModel
     )
 
 
-def _bls_chain(model: RepositoryModel, models: Mapping[str, RepositoryModel], problems: Problems) -> TextChain | None:
+def _bls_chain(
+    model: RepositoryModel, models: Mapping[str, RepositoryModel], problems: Problems
+) -> TextChain | None:
     wanted = model.parameters.get("tensorrt_llm_model_name")
     engines = [name for name, other in models.items() if other.role is Role.ENGINE]
     engine = wanted or "tensorrt_llm"
@@ -349,13 +411,20 @@ def _bls_chain(model: RepositoryModel, models: Mapping[str, RepositoryModel], pr
         engine = engines[0]
     if engine not in engines:
         key = "parameters.tensorrt_llm_model_name"
-        text = f"there is no engine model '{engine}' here" + (f" (there is {', '.join(engines)})" if engines else "")
+        text = f"there is no engine model '{engine}' here" + (
+            f" (there is {', '.join(engines)})" if engines else ""
+        )
         problems.error(model.config.file, model.config.line(key), key, text)
         return None
     draft = model.parameters.get("tensorrt_llm_draft_model_name") or ""
     if draft and draft not in engines:
         key = "parameters.tensorrt_llm_draft_model_name"
-        problems.error(model.config.file, model.config.line(key), key, f"there is no engine model '{draft}' here")
+        problems.error(
+            model.config.file,
+            model.config.line(key),
+            key,
+            f"there is no engine model '{draft}' here",
+        )
     after = _neighbour(engine, Role.POSTPROCESSING, models)
     return TextChain(
         name=model.name,
@@ -374,7 +443,10 @@ def _sends_placeholders(postprocessing: ModelConfig) -> bool:
 
 
 def _with_batch_size(
-    model: RepositoryModel, engines: Mapping[str, EngineModel], chains: Mapping[str, TextChain], problems: Problems
+    model: RepositoryModel,
+    engines: Mapping[str, EngineModel],
+    chains: Mapping[str, TextChain],
+    problems: Problems,
 ) -> RepositoryModel:
     """An unfilled max_batch_size is the engine's."""
     if "max_batch_size" not in model.config.unfilled:

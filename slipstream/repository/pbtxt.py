@@ -1,7 +1,9 @@
-"""Protobuf's text format as config.pbtxt files use it, read into a tree that knows the line of every field.
+"""Protobuf's text format as config.pbtxt files use it, read into a tree that knows the line of
+every field.
 
-Nothing here knows which fields exist: that is schema.py. An unquoted `${name}`, which protobuf refuses, is a
-value of its own kind, because templates that were not filled completely are common and have a meaning here.
+Nothing here knows which fields exist: that is schema.py. An unquoted `${name}`, which protobuf
+refuses, is a value of its own kind, because templates that were not filled completely are common
+and have a meaning here.
 """
 
 from __future__ import annotations
@@ -26,12 +28,23 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{1,2}|[0-7]{1,3}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+_ESCAPE = re.compile(
+    rb"\\(x[0-9a-fA-F]{1,2}|[0-7]{1,3}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL
+)
 _OCTAL = re.compile(rb"[0-7]+")
 _SIMPLE_ESCAPES = {
-    b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v",
-    b"\\": b"\\", b"'": b"'", b'"': b'"', b"?": b"?",
-}  # fmt: skip
+    b"a": b"\a",
+    b"b": b"\b",
+    b"f": b"\f",
+    b"n": b"\n",
+    b"r": b"\r",
+    b"t": b"\t",
+    b"v": b"\v",
+    b"\\": b"\\",
+    b"'": b"'",
+    b'"': b'"',
+    b"?": b"?",
+}
 _CLOSING = {"{": "}", "<": ">"}
 
 
@@ -150,7 +163,9 @@ class _Parser:
         elif self.next.kind == "mark" and self.next.text in _CLOSING:
             yield Field(name.text, self.message(), name.line)
         elif not colon:
-            raise PbtxtError(self.next.line, f"expected ':' or '{{' after '{name.text}', got {self.next.text}")
+            raise PbtxtError(
+                self.next.line, f"expected ':' or '{{' after '{name.text}', got {self.next.text}"
+            )
         else:
             yield Field(name.text, self.scalar(), name.line)
 
@@ -211,6 +226,8 @@ def _unescape(token: _Token) -> bytes:
             return bytes([int(escape, 8)])
         if escape[:1] in b"uU" and len(escape) > 1 and int(escape[1:], 16) < 0x110000:
             return chr(int(escape[1:], 16)).encode("utf-8", "surrogatepass")
-        raise PbtxtError(token.line, f"unknown escape '\\{escape.decode('utf-8', 'replace')}' in a string")
+        raise PbtxtError(
+            token.line, f"unknown escape '\\{escape.decode('utf-8', 'replace')}' in a string"
+        )
 
     return _ESCAPE.sub(replace, body)

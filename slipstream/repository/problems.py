@@ -1,4 +1,6 @@
-"""What is wrong with a repository, said once and all together: file:line: key: what, what is allowed, did you mean."""
+"""What is wrong with a repository, said once and all together: file:line: key: what, what is
+allowed, did you mean.
+"""
 
 from __future__ import annotations
 

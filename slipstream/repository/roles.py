@@ -1,7 +1,9 @@
-"""Which part of a language model each model of a repository plays, told by its tensors, not by its name.
+"""Which part of a language model each model of a repository plays, told by its tensors, not by its
+name.
 
-Tensor names changed over four generations of repositories. `ENGINE_FIELDS` and its neighbours translate each of
-them to one set of field names (those of the generate endpoint), which the rest of the server speaks.
+Tensor names changed over four generations of repositories. `ENGINE_FIELDS` and its neighbours
+translate each of them to one set of field names (those of the generate endpoint), which the rest of
+the server speaks.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ ENGINE_FIELDS = {
     "streaming": "stream",
     "min_tokens": "min_length",
     "seed": "random_seed",
-    "output_log_probs": "return_log_probs",  # a question in the gpt repository, an answer in all others
+    # a question in the gpt repository, an answer in all others
+    "output_log_probs": "return_log_probs",
 }
 
 POSTPROCESSING_FIELDS = {
@@ -68,19 +71,64 @@ LATER_SPELLINGS = {"min_tokens": "min_length", "seed": "random_seed"}
 
 BLS_INPUTS = frozenset(
     {
-        "text_input", "messages", "decoder_text_input", "image_input", "image_bytes_input", "image_url_input",
-        "video_bytes_input", "max_tokens", "bad_words", "stop_words", "exclude_input_in_output", "end_id",
-        "pad_id", "top_k", "top_p", "temperature", "length_penalty", "repetition_penalty", "min_length",
-        "min_tokens", "presence_penalty", "frequency_penalty", "random_seed", "seed", "return_log_probs",
-        "return_context_logits", "return_generation_logits", "num_return_sequences", "beam_width", "stream",
-        "prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id", "embedding_bias_words",
-        "embedding_bias_weights", "num_draft_tokens", "use_draft_logits", "lora_task_id", "lora_weights",
-        "lora_config", "return_kv_cache_reuse_stats", "return_perf_metrics", "guided_decoding_guide_type",
-        "guided_decoding_guide", "return_num_input_tokens", "return_num_output_tokens", "return_num_cached_tokens",
-        "return_finish_reason", "return_prompt_log_probs", "top_log_probs", "no_repeat_ngram_size", "top_p_min",
-        "top_p_decay", "top_p_reset_ids", "early_stopping", "beam_search_diversity_rate",
+        "text_input",
+        "messages",
+        "decoder_text_input",
+        "image_input",
+        "image_bytes_input",
+        "image_url_input",
+        "video_bytes_input",
+        "max_tokens",
+        "bad_words",
+        "stop_words",
+        "exclude_input_in_output",
+        "end_id",
+        "pad_id",
+        "top_k",
+        "top_p",
+        "temperature",
+        "length_penalty",
+        "repetition_penalty",
+        "min_length",
+        "min_tokens",
+        "presence_penalty",
+        "frequency_penalty",
+        "random_seed",
+        "seed",
+        "return_log_probs",
+        "return_context_logits",
+        "return_generation_logits",
+        "num_return_sequences",
+        "beam_width",
+        "stream",
+        "prompt_embedding_table",
+        "prompt_vocab_size",
+        "prompt_table_extra_id",
+        "embedding_bias_words",
+        "embedding_bias_weights",
+        "num_draft_tokens",
+        "use_draft_logits",
+        "lora_task_id",
+        "lora_weights",
+        "lora_config",
+        "return_kv_cache_reuse_stats",
+        "return_perf_metrics",
+        "guided_decoding_guide_type",
+        "guided_decoding_guide",
+        "return_num_input_tokens",
+        "return_num_output_tokens",
+        "return_num_cached_tokens",
+        "return_finish_reason",
+        "return_prompt_log_probs",
+        "top_log_probs",
+        "no_repeat_ngram_size",
+        "top_p_min",
+        "top_p_decay",
+        "top_p_reset_ids",
+        "early_stopping",
+        "beam_search_diversity_rate",
     }
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -121,13 +169,17 @@ def engine_outputs(config: ModelConfig) -> dict[str, str]:
 
 
 def answers_in_blocks(config: ModelConfig) -> bool:
-    """Whether an engine model is that of the gpt repository, which batches requests no further than they come."""
+    """Whether an engine model is that of the gpt repository, which batches requests no further than
+    they come.
+    """
     return "log_probs" in config.output_names
 
 
 def takes_comma_words(preprocessing: ModelConfig) -> bool:
     """Before 0.6, when word lists were no optional inputs, one text held all words of a list."""
-    return any(tensor.name == "STOP_WORDS_DICT" and not tensor.optional for tensor in preprocessing.inputs)
+    return any(
+        tensor.name == "STOP_WORDS_DICT" and not tensor.optional for tensor in preprocessing.inputs
+    )
 
 
 def bls_fields(config: ModelConfig) -> TextFields:
@@ -148,7 +200,9 @@ def ensemble_fields(config: ModelConfig, roles: Mapping[str, Role]) -> TextField
             if name in inputs and role is Role.PREPROCESSING:
                 inputs[name] = PREPROCESSING_FIELDS.get(tensor, tensor)
             elif name in inputs and role is Role.ENGINE:
-                inputs.update({name: ENGINE_FIELDS.get(tensor, tensor)} if inputs[name] == name else {})
+                inputs.update(
+                    {name: ENGINE_FIELDS.get(tensor, tensor)} if inputs[name] == name else {}
+                )
         for tensor, name in step.output_map.items():
             if name in outputs and role is Role.POSTPROCESSING:
                 outputs[name] = POSTPROCESSING_FIELDS.get(tensor, tensor)

@@ -1,8 +1,9 @@
 """The fields of a Triton model configuration, and reading a parsed config.pbtxt against them.
 
-`MESSAGES` lists every message in the order of the protocol (the order in which `/config` prints). A type is a
-scalar, an enum or a message, after `repeated`, `map` (string keys) or `maybe` (a scalar without a default).
-The result is what protobuf's JSON form shows: scalars and lists always present, messages where given.
+`MESSAGES` lists every message in the order of the protocol (the order in which `/config` prints). A
+type is a scalar, an enum or a message, after `repeated`, `map` (string keys) or `maybe` (a scalar
+without a default). The result is what protobuf's JSON form shows: scalars and lists always present,
+messages where given.
 """
 
 from __future__ import annotations
@@ -15,8 +16,21 @@ from slipstream.repository.problems import Problems, did_you_mean
 
 ENUMS: dict[str, tuple[str, ...]] = {
     "DataType": (
-        "TYPE_INVALID", "TYPE_BOOL", "TYPE_UINT8", "TYPE_UINT16", "TYPE_UINT32", "TYPE_UINT64", "TYPE_INT8",
-        "TYPE_INT16", "TYPE_INT32", "TYPE_INT64", "TYPE_FP16", "TYPE_FP32", "TYPE_FP64", "TYPE_STRING", "TYPE_BF16",
+        "TYPE_INVALID",
+        "TYPE_BOOL",
+        "TYPE_UINT8",
+        "TYPE_UINT16",
+        "TYPE_UINT32",
+        "TYPE_UINT64",
+        "TYPE_INT8",
+        "TYPE_INT16",
+        "TYPE_INT32",
+        "TYPE_INT64",
+        "TYPE_FP16",
+        "TYPE_FP32",
+        "TYPE_FP64",
+        "TYPE_STRING",
+        "TYPE_BF16",
     ),
     "Format": ("FORMAT_NONE", "FORMAT_NHWC", "FORMAT_NCHW"),
     "InstanceKind": ("KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL"),
@@ -24,14 +38,21 @@ ENUMS: dict[str, tuple[str, ...]] = {
     "Priority": ("PRIORITY_DEFAULT", "PRIORITY_MAX", "PRIORITY_MIN"),
     "TimeoutAction": ("REJECT", "DELAY"),
     "BatchInputKind": (
-        "BATCH_ELEMENT_COUNT", "BATCH_ACCUMULATED_ELEMENT_COUNT", "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO",
-        "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE", "BATCH_ITEM_SHAPE", "BATCH_ITEM_SHAPE_FLATTEN",
+        "BATCH_ELEMENT_COUNT",
+        "BATCH_ACCUMULATED_ELEMENT_COUNT",
+        "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO",
+        "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE",
+        "BATCH_ITEM_SHAPE",
+        "BATCH_ITEM_SHAPE_FLATTEN",
     ),
     "BatchOutputKind": ("BATCH_SCATTER_WITH_INPUT_SHAPE",),
     "ControlKind": (
-        "CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_READY", "CONTROL_SEQUENCE_END", "CONTROL_SEQUENCE_CORRID",
+        "CONTROL_SEQUENCE_START",
+        "CONTROL_SEQUENCE_READY",
+        "CONTROL_SEQUENCE_END",
+        "CONTROL_SEQUENCE_CORRID",
     ),
-}  # fmt: skip
+}
 
 INTEGER_RANGES = {
     "int32": (-(2**31), 2**31 - 1),
@@ -43,18 +64,31 @@ _SCALARS = {"string": "", "bool": False, "float": 0.0, **dict.fromkeys(INTEGER_R
 
 MESSAGES: dict[str, dict[str, str]] = {
     "ModelConfig": {
-        "name": "string", "platform": "string", "backend": "string", "runtime": "string",
-        "version_policy": "VersionPolicy", "max_batch_size": "int32",
-        "input": "repeated Input", "output": "repeated Output",
-        "batch_input": "repeated BatchInput", "batch_output": "repeated BatchOutput",
+        "name": "string",
+        "platform": "string",
+        "backend": "string",
+        "runtime": "string",
+        "version_policy": "VersionPolicy",
+        "max_batch_size": "int32",
+        "input": "repeated Input",
+        "output": "repeated Output",
+        "batch_input": "repeated BatchInput",
+        "batch_output": "repeated BatchOutput",
         "optimization": "Optimization",
-        "dynamic_batching": "DynamicBatching", "sequence_batching": "SequenceBatching",
+        "dynamic_batching": "DynamicBatching",
+        "sequence_batching": "SequenceBatching",
         "ensemble_scheduling": "Ensembling",
         "instance_group": "repeated InstanceGroup",
-        "default_model_filename": "string", "cc_model_filenames": "map string", "metric_tags": "map string",
-        "parameters": "map Parameter", "model_warmup": "repeated Warmup", "model_operations": "Operations",
-        "model_transaction_policy": "TransactionPolicy", "model_repository_agents": "RepositoryAgents",
-        "response_cache": "Switch", "model_metrics": "Metrics",
+        "default_model_filename": "string",
+        "cc_model_filenames": "map string",
+        "metric_tags": "map string",
+        "parameters": "map Parameter",
+        "model_warmup": "repeated Warmup",
+        "model_operations": "Operations",
+        "model_transaction_policy": "TransactionPolicy",
+        "model_repository_agents": "RepositoryAgents",
+        "response_cache": "Switch",
+        "model_metrics": "Metrics",
     },
     "VersionPolicy": {"latest": "Latest", "all": "Nothing", "specific": "Specific"},
     "Latest": {"num_versions": "uint32"},
@@ -62,96 +96,163 @@ MESSAGES: dict[str, dict[str, str]] = {
     "Specific": {"versions": "repeated int64"},
     "Shape": {"shape": "repeated int64"},
     "Input": {
-        "name": "string", "data_type": "DataType", "format": "Format", "dims": "repeated int64", "reshape": "Shape",
-        "is_shape_tensor": "bool", "allow_ragged_batch": "bool", "optional": "bool", "is_non_linear_format_io": "bool",
+        "name": "string",
+        "data_type": "DataType",
+        "format": "Format",
+        "dims": "repeated int64",
+        "reshape": "Shape",
+        "is_shape_tensor": "bool",
+        "allow_ragged_batch": "bool",
+        "optional": "bool",
+        "is_non_linear_format_io": "bool",
     },
     "Output": {
-        "name": "string", "data_type": "DataType", "dims": "repeated int64", "reshape": "Shape",
-        "label_filename": "string", "is_shape_tensor": "bool", "is_non_linear_format_io": "bool",
+        "name": "string",
+        "data_type": "DataType",
+        "dims": "repeated int64",
+        "reshape": "Shape",
+        "label_filename": "string",
+        "is_shape_tensor": "bool",
+        "is_non_linear_format_io": "bool",
     },
     "BatchInput": {
-        "kind": "BatchInputKind", "target_name": "repeated string", "data_type": "DataType",
+        "kind": "BatchInputKind",
+        "target_name": "repeated string",
+        "data_type": "DataType",
         "source_input": "repeated string",
     },
     "BatchOutput": {
-        "target_name": "repeated string", "kind": "BatchOutputKind", "source_input": "repeated string",
+        "target_name": "repeated string",
+        "kind": "BatchOutputKind",
+        "source_input": "repeated string",
     },
     "Optimization": {
-        "graph": "Graph", "priority": "Priority", "cuda": "Cuda", "execution_accelerators": "Accelerators",
-        "input_pinned_memory": "Switch", "output_pinned_memory": "Switch",
-        "gather_kernel_buffer_threshold": "uint32", "eager_batching": "bool",
+        "graph": "Graph",
+        "priority": "Priority",
+        "cuda": "Cuda",
+        "execution_accelerators": "Accelerators",
+        "input_pinned_memory": "Switch",
+        "output_pinned_memory": "Switch",
+        "gather_kernel_buffer_threshold": "uint32",
+        "eager_batching": "bool",
     },
     "Graph": {"level": "int32"},
     "Cuda": {
-        "graphs": "bool", "busy_wait_events": "bool", "graph_spec": "repeated GraphSpec", "output_copy_stream": "bool",
+        "graphs": "bool",
+        "busy_wait_events": "bool",
+        "graph_spec": "repeated GraphSpec",
+        "output_copy_stream": "bool",
     },
     "GraphSpec": {"batch_size": "int32", "input": "map Dim", "graph_lower_bound": "LowerBound"},
     "LowerBound": {"batch_size": "int32", "input": "map Dim"},
     "Dim": {"dim": "repeated int64"},
     "Accelerators": {
-        "gpu_execution_accelerator": "repeated Accelerator", "cpu_execution_accelerator": "repeated Accelerator",
+        "gpu_execution_accelerator": "repeated Accelerator",
+        "cpu_execution_accelerator": "repeated Accelerator",
     },
     "Accelerator": {"name": "string", "parameters": "map string"},
     "Switch": {"enable": "bool"},
     "DynamicBatching": {
-        "preferred_batch_size": "repeated int32", "max_queue_delay_microseconds": "uint64",
-        "preserve_ordering": "bool", "priority_levels": "uint64", "default_priority_level": "uint64",
-        "default_queue_policy": "QueuePolicy", "priority_queue_policy": "map QueuePolicy",
+        "preferred_batch_size": "repeated int32",
+        "max_queue_delay_microseconds": "uint64",
+        "preserve_ordering": "bool",
+        "priority_levels": "uint64",
+        "default_priority_level": "uint64",
+        "default_queue_policy": "QueuePolicy",
+        "priority_queue_policy": "map QueuePolicy",
     },
     "QueuePolicy": {
-        "timeout_action": "TimeoutAction", "default_timeout_microseconds": "uint64",
-        "allow_timeout_override": "bool", "max_queue_size": "uint32",
+        "timeout_action": "TimeoutAction",
+        "default_timeout_microseconds": "uint64",
+        "allow_timeout_override": "bool",
+        "max_queue_size": "uint32",
     },
     "SequenceBatching": {
-        "direct": "Direct", "oldest": "Oldest", "max_sequence_idle_microseconds": "uint64",
-        "control_input": "repeated ControlInput", "state": "repeated State", "iterative_sequence": "bool",
+        "direct": "Direct",
+        "oldest": "Oldest",
+        "max_sequence_idle_microseconds": "uint64",
+        "control_input": "repeated ControlInput",
+        "state": "repeated State",
+        "iterative_sequence": "bool",
     },
     "Direct": {"max_queue_delay_microseconds": "uint64", "minimum_slot_utilization": "float"},
     "Oldest": {
-        "max_candidate_sequences": "int32", "preferred_batch_size": "repeated int32",
-        "max_queue_delay_microseconds": "uint64", "preserve_ordering": "bool",
+        "max_candidate_sequences": "int32",
+        "preferred_batch_size": "repeated int32",
+        "max_queue_delay_microseconds": "uint64",
+        "preserve_ordering": "bool",
     },
     "ControlInput": {"name": "string", "control": "repeated Control"},
     "Control": {
-        "kind": "ControlKind", "int32_false_true": "repeated int32", "fp32_false_true": "repeated float",
-        "bool_false_true": "repeated bool", "data_type": "DataType",
+        "kind": "ControlKind",
+        "int32_false_true": "repeated int32",
+        "fp32_false_true": "repeated float",
+        "bool_false_true": "repeated bool",
+        "data_type": "DataType",
     },
     "State": {
-        "input_name": "string", "output_name": "string", "data_type": "DataType", "dims": "repeated int64",
-        "initial_state": "repeated InitialState", "use_same_buffer_for_input_output": "bool",
+        "input_name": "string",
+        "output_name": "string",
+        "data_type": "DataType",
+        "dims": "repeated int64",
+        "initial_state": "repeated InitialState",
+        "use_same_buffer_for_input_output": "bool",
         "use_growable_memory": "bool",
     },
     "InitialState": {
-        "data_type": "DataType", "dims": "repeated int64", "zero_data": "maybe bool", "data_file": "maybe string",
+        "data_type": "DataType",
+        "dims": "repeated int64",
+        "zero_data": "maybe bool",
+        "data_file": "maybe string",
         "name": "string",
     },
     "Ensembling": {"step": "repeated Step"},
     "Step": {
-        "model_name": "string", "model_version": "int64", "input_map": "map string", "output_map": "map string",
+        "model_name": "string",
+        "model_version": "int64",
+        "input_map": "map string",
+        "output_map": "map string",
         "model_namespace": "string",
     },
     "InstanceGroup": {
-        "name": "string", "kind": "InstanceKind", "count": "int32", "rate_limiter": "RateLimiter",
-        "gpus": "repeated int32", "secondary_devices": "repeated SecondaryDevice", "profile": "repeated string",
-        "passive": "bool", "host_policy": "string",
+        "name": "string",
+        "kind": "InstanceKind",
+        "count": "int32",
+        "rate_limiter": "RateLimiter",
+        "gpus": "repeated int32",
+        "secondary_devices": "repeated SecondaryDevice",
+        "profile": "repeated string",
+        "passive": "bool",
+        "host_policy": "string",
     },
     "RateLimiter": {"resources": "repeated Resource", "priority": "uint32"},
     "Resource": {"name": "string", "global": "bool", "count": "uint32"},
     "SecondaryDevice": {"kind": "SecondaryKind", "device_id": "int64"},
     "Parameter": {"string_value": "string"},
-    "Warmup": {"name": "string", "batch_size": "uint32", "inputs": "map WarmupInput", "count": "uint32"},
+    "Warmup": {
+        "name": "string",
+        "batch_size": "uint32",
+        "inputs": "map WarmupInput",
+        "count": "uint32",
+    },
     "WarmupInput": {
-        "data_type": "DataType", "dims": "repeated int64", "zero_data": "maybe bool", "random_data": "maybe bool",
+        "data_type": "DataType",
+        "dims": "repeated int64",
+        "zero_data": "maybe bool",
+        "random_data": "maybe bool",
         "input_data_file": "maybe string",
     },
     "Operations": {"op_library_filename": "repeated string"},
     "TransactionPolicy": {"decoupled": "bool"},
     "RepositoryAgents": {"agents": "repeated Accelerator"},
     "Metrics": {"metric_control": "repeated MetricControl"},
-    "MetricControl": {"metric_identifier": "MetricIdentifier", "histogram_options": "HistogramOptions"},
+    "MetricControl": {
+        "metric_identifier": "MetricIdentifier",
+        "histogram_options": "HistogramOptions",
+    },
     "MetricIdentifier": {"family": "string"},
     "HistogramOptions": {"buckets": "repeated float"},
-}  # fmt: skip
+}
 
 # What a template variable means when nobody filled it; others mean the type's own default.
 VARIABLE_DEFAULTS: dict[str, Any] = {
@@ -203,7 +304,13 @@ class FileReading:
         return {name: value for name, value in values.items() if value is not None}
 
     def _store(
-        self, values: dict[str, Any], name: str, kind: str, value: Scalar | Message, where: str, line: int
+        self,
+        values: dict[str, Any],
+        name: str,
+        kind: str,
+        value: Scalar | Message,
+        where: str,
+        line: int,
     ) -> None:
         shape, _, element = kind.rpartition(" ")
         if shape == "map":
@@ -246,10 +353,14 @@ class FileReading:
         if kind in MESSAGES:
             if isinstance(value, Message):
                 return self.message(kind, value, where + ".")
-            self.problems.error(self.file, line, where, f"expected a message in braces, got {value.text}")
+            self.problems.error(
+                self.file, line, where, f"expected a message in braces, got {value.text}"
+            )
             return None
         if isinstance(value, Message):
-            self.problems.error(self.file, line, where, f"expected {_expected(kind)}, got a message in braces")
+            self.problems.error(
+                self.file, line, where, f"expected {_expected(kind)}, got a message in braces"
+            )
             return None
         if value.kind == "placeholder":
             return self._unfilled(kind, value, where)
@@ -262,9 +373,18 @@ class FileReading:
         self.unfilled.add(where)
         default = VARIABLE_DEFAULTS.get(value.text, _empty(kind))
         in_list = where.endswith("]") and value.text not in VARIABLE_DEFAULTS
-        meaning = "left out" if in_list else f"using the default ({default})" if default != "" else "using the default"
-        if where != "max_batch_size":  # its default is the engine's; whoever knows the engine says so
-            self.problems.warn(self.file, value.line, where, f"${{{value.text}}} was not filled: {meaning}")
+        meaning = (
+            "left out"
+            if in_list
+            else f"using the default ({default})"
+            if default != ""
+            else "using the default"
+        )
+        # its default is the engine's; whoever knows the engine says so
+        if where != "max_batch_size":
+            self.problems.warn(
+                self.file, value.line, where, f"${{{value.text}}} was not filled: {meaning}"
+            )
         return None if in_list else default
 
 
@@ -290,7 +410,9 @@ def _empty(kind: str) -> Any:
 def _expected(kind: str) -> str:
     if kind in ENUMS:
         return "one of " + ", ".join(ENUMS[kind])
-    return {"string": "a string in quotes", "bool": "true or false", "float": "a number"}.get(kind, "an integer")
+    return {"string": "a string in quotes", "bool": "true or false", "float": "a number"}.get(
+        kind, "an integer"
+    )
 
 
 def _scalar(kind: str, value: Scalar) -> tuple[str, Any]:
@@ -311,7 +433,9 @@ def _scalar(kind: str, value: Scalar) -> tuple[str, Any]:
     if number is None:
         return wrong, None
     low, high = INTEGER_RANGES.get(kind, (number, number))
-    return ("", number) if low <= number <= high else (f"{shown} is not within {low} to {high}", None)
+    return (
+        ("", number) if low <= number <= high else (f"{shown} is not within {low} to {high}", None)
+    )
 
 
 def _number(kind: str, text: str) -> int | float | None:

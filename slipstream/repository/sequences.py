@@ -1,4 +1,6 @@
-"""What `sequence_batching` of a Python model asks for: requests that belong together, and tensors that say so."""
+"""What `sequence_batching` of a Python model asks for: requests that belong together, and tensors
+that say so.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any
 from slipstream.repository.schema import FileReading
 
 USUAL_IDLE_MICROSECONDS = 1_000_000  # Triton's
-START, END, READY, IDENTITY = (f"CONTROL_SEQUENCE_{kind}" for kind in ("START", "END", "READY", "CORRID"))
+START, END, READY, IDENTITY = (
+    f"CONTROL_SEQUENCE_{kind}" for kind in ("START", "END", "READY", "CORRID")
+)
 _PAIRS = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
 _IDENTITIES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
 _NOT_SUPPORTED = {
@@ -53,9 +57,12 @@ def sequence_batching(document: dict[str, Any]) -> SequenceBatching | None:
         idle_microseconds=given["max_sequence_idle_microseconds"] or USUAL_IDLE_MICROSECONDS,
         sequences=max(0, oldest["max_candidate_sequences"]) or rows if oldest else rows,
         together=rows if oldest else 1,
-        controls=tuple(_control(tensor["name"], control)
-                       for tensor in given["control_input"] for control in tensor["control"]),
-    )  # fmt: skip
+        controls=tuple(
+            _control(tensor["name"], control)
+            for tensor in given["control_input"]
+            for control in tensor["control"]
+        ),
+    )
 
 
 def _control(name: str, control: dict[str, Any]) -> Control:
@@ -84,7 +91,9 @@ def check_sequences(document: dict[str, Any], reading: FileReading) -> None:
     if "direct" in given and "oldest" in given:
         error("sequence_batching.oldest", "cannot be given together with direct")
     if document["backend"] != "python":
-        no_effect("sequence_batching", "only Python models keep something from one request to the next")
+        no_effect(
+            "sequence_batching", "only Python models keep something from one request to the next"
+        )
     for name, why in _NOT_SUPPORTED.items():
         if given[name]:
             error(f"sequence_batching.{name}", f"is not supported: {why}")
@@ -96,7 +105,12 @@ def check_sequences(document: dict[str, Any], reading: FileReading) -> None:
         key = f"sequence_batching.control_input[{place}]"
         for problem in _problems(tensor, kinds):
             error(key, problem)
-        if kinds and document["max_batch_size"] > 1 and "oldest" not in given and _has(tensor, READY):
+        if (
+            kinds
+            and document["max_batch_size"] > 1
+            and "oldest" not in given
+            and _has(tensor, READY)
+        ):
             no_effect(key, f"{_ONE_BY_ONE}, and each of them is ready")
 
 

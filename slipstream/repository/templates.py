@@ -1,6 +1,8 @@
-"""Config.pbtxt templates of our own, with upstream's template variables, and writing a repository from them.
+"""Config.pbtxt templates of our own, with upstream's template variables, and writing a repository
+from them.
 
-Each folder of a repository appears whole or not at all: it is written beside its place and renamed into it.
+Each folder of a repository appears whole or not at all: it is written beside its place and renamed
+into it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ class RepositoryExists(Exception):
 
 
 def template(name: str) -> str:
-    return resources.files("slipstream.repository").joinpath("templates", f"{name}.pbtxt").read_text("utf-8")
+    return (
+        resources.files("slipstream.repository")
+        .joinpath("templates", f"{name}.pbtxt")
+        .read_text("utf-8")
+    )
 
 
 def variables(text: str) -> list[str]:
@@ -42,7 +48,9 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 def write_repository(
     repo: Path, model_name: str, engine_dir: Path, tokenizer_dir: Path, max_batch_size: int
 ) -> list[Path]:
-    """Write the five models that serve one engine; NAME is the text-to-text model the user asks for."""
+    """Write the five models that serve one engine; NAME is the text-to-text model the user asks
+    for.
+    """
     if not _NAME.fullmatch(model_name) or model_name in FIXED_NAMES:
         raise ValueError(f"'{model_name}' cannot be a model's name here")
     folders = {model_name: BLS_TEMPLATE, **{name: name for name in FIXED_NAMES}}
@@ -63,7 +71,9 @@ def write_repository(
 
 def _refuse_existing(repo: Path, model_name: str, folders: Mapping[str, str]) -> None:
     if (repo / model_name).exists():
-        raise RepositoryExists(f"Found existing model at {repo / model_name / VERSION}, skipping repo add.")
+        raise RepositoryExists(
+            f"Found existing model at {repo / model_name / VERSION}, skipping repo add."
+        )
     taken = sorted(name for name in folders if (repo / name).exists())
     if taken:
         # Replacing them would make the model that uses them answer with another one's weights.
@@ -73,7 +83,9 @@ def _refuse_existing(repo: Path, model_name: str, folders: Mapping[str, str]) ->
         )
 
 
-def _values(model_name: str, engine_dir: Path, tokenizer_dir: Path, max_batch_size: int) -> dict[str, str]:
+def _values(
+    model_name: str, engine_dir: Path, tokenizer_dir: Path, max_batch_size: int
+) -> dict[str, str]:
     return {
         "bls_model_name": model_name,
         "engine_dir": _quotable(engine_dir),
@@ -103,7 +115,8 @@ def _fill_all(text: str, values: Mapping[str, str]) -> str:
 def _write_model(folder: Path, config: str) -> None:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        unfinished.chmod(0o755)  # mkdtemp's 0700 would hide the model from a server run by another user
+        # mkdtemp's 0700 would hide the model from a server run by another user
+        unfinished.chmod(0o755)
         (unfinished / VERSION).mkdir()
         (unfinished / CONFIG_NAME).write_text(config, encoding="utf-8")
         unfinished.rename(folder)
@@ -113,5 +126,8 @@ def _write_model(folder: Path, config: str) -> None:
 
 
 def template_names() -> Iterator[str]:
-    for entry in sorted(resources.files("slipstream.repository").joinpath("templates").iterdir(), key=lambda e: e.name):
+    for entry in sorted(
+        resources.files("slipstream.repository").joinpath("templates").iterdir(),
+        key=lambda e: e.name,
+    ):
         yield entry.name.removesuffix(".pbtxt")

@@ -1,6 +1,8 @@
-"""A folder that looks like the checkout the tutorials clone: templates of a generation, and scripts that are doors.
+"""A folder that looks like the checkout the tutorials clone: templates of a generation, and scripts
+that are doors.
 
-Each script calls a command of this package, so `python3 tools/fill_template.py …` and the like work as pasted.
+Each script calls a command of this package, so `python3 tools/fill_template.py …` and the like work
+as pasted.
 """
 
 from __future__ import annotations
@@ -26,11 +28,29 @@ _EXAMPLES = {
     "examples/hf_lora_convert.py": "lora",
     "examples/gpt/hf_gpt_convert.py": "gpt-convert",
     "examples/quantization/quantize.py": "quantize",
-    **{f"examples/{family}/{name}": command
-       for family in ("llama", "gpt", "qwen", "mistral", "mixtral", "falcon", "gemma", "gptj", "gptneox", "opt", "phi")
-       for name, command in (("convert_checkpoint.py", "convert"), ("build.py", "build"), ("run.py", "run"),
-                             ("hf_lora_convert.py", "lora"))},
-}  # fmt: skip
+    **{
+        f"examples/{family}/{name}": command
+        for family in (
+            "llama",
+            "gpt",
+            "qwen",
+            "mistral",
+            "mixtral",
+            "falcon",
+            "gemma",
+            "gptj",
+            "gptneox",
+            "opt",
+            "phi",
+        )
+        for name, command in (
+            ("convert_checkpoint.py", "convert"),
+            ("build.py", "build"),
+            ("run.py", "run"),
+            ("hf_lora_convert.py", "lora"),
+        )
+    },
+}
 
 # path in the workspace: the command behind it
 SCRIPTS = {
@@ -76,7 +96,9 @@ def workspace_files(generation: str) -> Iterator[tuple[str, str]]:
     for repository in REPOSITORIES:
         for model in models_of(repository, generation):
             yield f"all_models/{repository}/{model}/1/.gitkeep", ""
-            yield (f"all_models/{repository}/{model}/config.pbtxt",
-                   render_template(repository, model, generation))
+            yield (
+                f"all_models/{repository}/{model}/config.pbtxt",
+                render_template(repository, model, generation),
+            )
     for name, command in SCRIPTS.items():
         yield name, _DOOR.format(command=command)

@@ -1,11 +1,13 @@
-"""Who may call what: API keys for the whole server, and Triton's restricted APIs. HTTP and gRPC ask the same object.
+"""Who may call what: API keys for the whole server, and Triton's restricted APIs. HTTP and gRPC ask
+the same object.
 
-Without keys everything is open, as with Triton. With a key every call needs one, health probes included; the calls
-that change or reveal the server itself (repository control, logging, trace, shared memory) need the admin key,
-where there is one. The admin key opens everything.
+Without keys everything is open, as with Triton. With a key every call needs one, health probes
+included; the calls that change or reveal the server itself (repository control, logging, trace,
+shared memory) need the admin key, where there is one. The admin key opens everything.
 
-There may be several API keys. Then each is a tenant: the keys and values that one's requests left, no other's find, so
-that nobody learns from an answer's speed what others have asked; and none of them opens what the admin key is for.
+There may be several API keys. Then each is a tenant: the keys and values that one's requests left,
+no other's find, so that nobody learns from an answer's speed what others have asked; and none of
+them opens what the admin key is for.
 """
 
 from __future__ import annotations
@@ -19,9 +21,16 @@ from functools import cached_property
 from typing import Literal, get_args
 
 Api = Literal[
-    "health", "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics", "trace",
+    "health",
+    "metadata",
+    "inference",
+    "shared-memory",
+    "model-config",
+    "model-repository",
+    "statistics",
+    "trace",
     "logging",
-]  # fmt: skip
+]
 APIS: tuple[str, ...] = get_args(Api)
 ADMIN_APIS = frozenset({"model-repository", "shared-memory", "trace", "logging"})
 API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"
@@ -31,7 +40,8 @@ BEARER = "bearer "
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="")  # of the request that is being worked on
 
-Header = Callable[[str], str | None]  # a header's (or metadata entry's) value, by its name in lower case
+# a header's (or metadata entry's) value, by its name in lower case
+Header = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,9 @@ class Restriction:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a call is refused. For gRPC, 503 is UNAVAILABLE, 401 UNAUTHENTICATED and 403 PERMISSION_DENIED."""
+    """Why a call is refused. For gRPC, 503 is UNAVAILABLE, 401 UNAUTHENTICATED and 403
+    PERMISSION_DENIED.
+    """
 
     status: int
     message: str
@@ -66,14 +78,19 @@ class Access:
     def note_tenant(self, header: Header) -> None:
         """For the work that follows, on a request that was let in."""
         if len(self.api_keys) > 1:
-            TENANT.set(hashlib.sha256((_key(header) or "").encode("utf-8", "surrogateescape")).hexdigest())
+            TENANT.set(
+                hashlib.sha256((_key(header) or "").encode("utf-8", "surrogateescape")).hexdigest()
+            )
 
     def _is_api_key(self, given: str | None) -> bool:
-        return sum(_same(given, key) for key in self.api_keys) > 0  # all are compared: time tells nothing
+        # all are compared: time tells nothing
+        return sum(_same(given, key) for key in self.api_keys) > 0
 
     def refuse_http(self, api: str, header: Header) -> Refusal | None:
         restriction = self.http_restrictions.get(api)
-        if restriction is not None and not _same(header(restriction.header.lower()), restriction.value):
+        if restriction is not None and not _same(
+            header(restriction.header.lower()), restriction.value
+        ):
             return Refusal(403, f"This API is restricted, expecting header '{restriction.header}'")
         return self._refuse(api, header)
 
@@ -93,7 +110,8 @@ class Access:
             return None
         if api in ADMIN_APIS:
             if not self.admin_key and len(self.api_keys) == 1 and self._is_api_key(given):
-                return None  # one key for everything; of several tenants none is the server's master
+                # one key for everything; of several tenants none is the server's master
+                return None
             return Refusal(403 if given else 401, "This API needs the admin key")
         if self._is_api_key(given):
             return None
@@ -109,11 +127,15 @@ def _key(header: Header) -> str | None:
 
 def _same(given: str | None, expected: str) -> bool:
     """In constant time, so that a key cannot be guessed letter by letter."""
-    return given is not None and hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected.encode())
+    return given is not None and hmac.compare_digest(
+        given.encode("utf-8", "surrogateescape"), expected.encode()
+    )
 
 
 def parse_restrictions(texts: list[str]) -> dict[str, Restriction]:
-    """`inference,model-config:api-key=secret`, as tritonserver takes it. ValueError says what is wrong."""
+    """`inference,model-config:api-key=secret`, as tritonserver takes it. ValueError says what is
+    wrong.
+    """
     restrictions: dict[str, Restriction] = {}
     for text in texts:
         apis, colon, pair = text.partition(":")

@@ -1,7 +1,9 @@
-"""Which adapter a request asks for: by the tensors it brings, by a task id, or by the name of a folder.
+"""Which adapter a request asks for: by the tensors it brings, by a task id, or by the name of a
+folder.
 
-An adapter's number is made of its content, so that the engine tells two apart whatever they are called, and the same
-one sent twice is the same. A task id stands for what was last sent with it, as long as the engine has that.
+An adapter's number is made of its content, so that the engine tells two apart whatever they are
+called, and the same one sent twice is the same. A task id stands for what was last sent with it, as
+long as the engine has that.
 """
 
 from __future__ import annotations
@@ -63,7 +65,11 @@ class AdapterBook:
         """The adapter in this folder as it is now; one that has changed since is another."""
         if not folder.is_dir():
             raise InferenceError(f"{name}: there is no folder {folder}", Code.NOT_FOUND)
-        stamps = [f"{file}:{(folder / file).stat().st_mtime_ns}" for file in _WEIGHT_FILES if (folder / file).is_file()]
+        stamps = [
+            f"{file}:{(folder / file).stat().st_mtime_ns}"
+            for file in _WEIGHT_FILES
+            if (folder / file).is_file()
+        ]
         number = _number(str(folder.resolve()).encode(), *(stamp.encode() for stamp in stamps))
         return AdapterUse(number, name, AdapterSource(folder=str(folder.resolve())))
 
@@ -78,7 +84,11 @@ class AdapterBook:
     def named(self, name: str) -> AdapterUse:
         folder = self._named_folder(name)
         if folder is None:
-            where = ": no folder of adapters is configured (lora_prefetch_dir)" if self._folder is None else ""
+            where = (
+                ": no folder of adapters is configured (lora_prefetch_dir)"
+                if self._folder is None
+                else ""
+            )
             raise InferenceError(f"adapter '{name[:200]}' not found{where}", Code.NOT_FOUND)
         return self.from_folder(folder, f"adapter '{name}'")
 
@@ -102,15 +112,21 @@ class AdapterBook:
         folder = self._folder / name
         return folder if folder.is_dir() else None
 
-    async def _by_tensors(self, fields: Mapping[str, Given], given: list[str], task: int) -> AdapterUse:
+    async def _by_tensors(
+        self, fields: Mapping[str, Given], given: list[str], task: int
+    ) -> AdapterUse:
         for field in ("lora_weights", "lora_config"):
             if field not in given:
-                raise InferenceError(f"{field} is missing: lora_weights and lora_config come together")
+                raise InferenceError(
+                    f"{field} is missing: lora_weights and lora_config come together"
+                )
         weights, config = fields["lora_weights"].tensor, fields["lora_config"].tensor
         if weights.datatype not in _DATATYPES:
             raise InferenceError(f"lora_weights must be FP16, BF16 or FP32, got {weights.datatype}")
         if len(config.data) % 3:
-            raise InferenceError(f"lora_config must hold three numbers a module, got {len(config.data)}")
+            raise InferenceError(
+                f"lora_config must hold three numbers a module, got {len(config.data)}"
+            )
         numbers = [int(number) for number in config.data]
         modules = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
         raw = pack(weights)
@@ -119,7 +135,9 @@ class AdapterBook:
         source = AdapterSource(weights=raw, datatype=_DATATYPES[weights.datatype], modules=modules)  # type: ignore[arg-type]
         if task:
             self._remember(task, number)
-        return AdapterUse(number, f"LoRA task {task}" if task else "the adapter of the request", source)
+        return AdapterUse(
+            number, f"LoRA task {task}" if task else "the adapter of the request", source
+        )
 
     def _by_task(self, task: int) -> AdapterUse:
         name = f"LoRA task {task}"

@@ -1,4 +1,6 @@
-"""The few things the HTTP routes need of ASGI: bodies within a limit, whole answers, and noticing who has left."""
+"""The few things the HTTP routes need of ASGI: bodies within a limit, whole answers, and noticing
+who has left.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def check_access(access: Access, api: str, scope: Scope) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
-    """The whole body. One that is too big is read to its end, unkept, so that the client gets to see the answer."""
+    """The whole body. One that is too big is read to its end, unkept, so that the client gets to
+    see the answer.
+    """
     announced = int(header(scope, b"content-length") or 0)
     if announced > most and header(scope, b"expect"):
         raise too_big(announced, most)  # it waits to be told to send; it need not
@@ -99,7 +103,9 @@ async def send_whole(
     await send({"type": "http.response.body", "body": body})
 
 
-async def start_chunked(send: Send, status: int, content_type: bytes, headers: Headers = ()) -> None:
+async def start_chunked(
+    send: Send, status: int, content_type: bytes, headers: Headers = ()
+) -> None:
     """An answer in chunks: each `send_chunk` is one of them."""
     fixed = [(b"content-type", content_type), *headers, (b"transfer-encoding", b"chunked")]
     await send({"type": "http.response.start", "status": status, "headers": fixed})
@@ -114,7 +120,9 @@ async def end_chunks(send: Send, last: bytes = b"") -> None:
 
 
 class WhileConnected:
-    """Work done within is cancelled as soon as the client is gone: ClientGone. The body must have been read."""
+    """Work done within is cancelled as soon as the client is gone: ClientGone. The body must have
+    been read.
+    """
 
     __slots__ = ("_departure", "_task")
 
@@ -127,7 +135,10 @@ class WhileConnected:
         self._departure.listen(self._task.cancel)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
     ) -> None:
         self._departure.ignore()
         if kind is asyncio.CancelledError and self._departure.left:

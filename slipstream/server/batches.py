@@ -1,9 +1,10 @@
-"""A request for several prompts at once: taken apart into one request each, and the answers put together again.
+"""A request for several prompts at once: taken apart into one request each, and the answers put
+together again.
 
-The engine batches whatever is in flight, so the parts run side by side. The answers of a decoupled model stay apart,
-and each says which part it is of, where the model declares the output for that (as upstream's do since 0.12); one that
-does not refuses batches, as upstream did before. The queue's limits count here too: one place for every model that
-reaches an engine.
+The engine batches whatever is in flight, so the parts run side by side. The answers of a decoupled
+model stay apart, and each says which part it is of, where the model declares the output for that
+(as upstream's do since 0.12); one that does not refuses batches, as upstream did before. The
+queue's limits count here too: one place for every model that reaches an engine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from typing import Any
 
 from slipstream.repository.models import EngineModel
 from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import InferRequest, InferResponse, ServedModel, WrappedModel, batch_size
+from slipstream.server.inference import (
+    InferRequest,
+    InferResponse,
+    ServedModel,
+    WrappedModel,
+    batch_size,
+)
 from slipstream.server.joining import LONG, numbers, one_after_another
 from slipstream.server.llm_models import Generator
 from slipstream.server.queue_policy import check_queue
@@ -25,8 +32,13 @@ from slipstream.server.tensors import Tensor
 from slipstream.server.text.sequences import merged
 
 INDEX = "batch_index"
-# What fills an output up to the longest of a batch, where it is not the zero of its type; two values: for its two rows.
-FILLERS: Mapping[str, int | tuple[int, int]] = {"output_ids": -1, "BAD_WORDS_IDS": (0, -1), "STOP_WORDS_IDS": (0, -1)}
+# What fills an output up to the longest of a batch, where it is not the zero of its type; two
+# values: for its two rows.
+FILLERS: Mapping[str, int | tuple[int, int]] = {
+    "output_ids": -1,
+    "BAD_WORDS_IDS": (0, -1),
+    "STOP_WORDS_IDS": (0, -1),
+}
 _ZEROS = {"BYTES": b"", "BOOL": False, "FP32": 0.0, "FP64": 0.0, "FP16": 0.0}
 
 
@@ -71,7 +83,9 @@ class BatchedModel(WrappedModel):
         """The answers to all parts as they come. The last one of them all is the last."""
         ended: set[int] = set()
         async with AsyncExitStack() as stack:
-            answers = [await stack.enter_async_context(aclosing(self.inner.infer(part))) for part in parts]
+            answers = [
+                await stack.enter_async_context(aclosing(self.inner.infer(part))) for part in parts
+            ]
             async for index, answer in merged([aiter(source) for source in answers]):
                 if answer.final:
                     ended.add(index)
@@ -85,10 +99,14 @@ class BatchedModel(WrappedModel):
         async with aclosing(self.inner.infer(request)) as responses:
             async for response in responses:
                 first = first or response
-        return first or InferResponse(error=InferenceError("the model ended without an answer", Code.INTERNAL))
+        return first or InferResponse(
+            error=InferenceError("the model ended without an answer", Code.INTERNAL)
+        )
 
 
-async def _all_or_first_failure(parts: Sequence[Coroutine[Any, Any, InferResponse]]) -> list[InferResponse]:
+async def _all_or_first_failure(
+    parts: Sequence[Coroutine[Any, Any, InferResponse]],
+) -> list[InferResponse]:
     """Every answer. What one part raises ends the others, so that nothing runs on for nobody."""
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
@@ -134,6 +152,10 @@ def join(answers: Sequence[InferResponse], fillers: Mapping[str, Any] = FILLERS)
 
 def _joined(tensors: Sequence[Tensor], filler: Any) -> Tensor:
     first = tensors[0]
-    largest = tuple(max(dims) for dims in zip(*(tensor.shape[1:] for tensor in tensors), strict=True))
+    largest = tuple(
+        max(dims) for dims in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)
+    )
     rows = sum(tensor.shape[0] for tensor in tensors)
-    return Tensor(first.name, first.datatype, (rows, *largest), one_after_another(tensors, largest, filler))
+    return Tensor(
+        first.name, first.datatype, (rows, *largest), one_after_another(tensors, largest, filler)
+    )

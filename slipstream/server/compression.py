@@ -9,7 +9,6 @@ from slipstream.server.errors import Code, InferenceError
 _WINDOW = {"gzip": 31, "deflate": 15}
 
 
-
 def decompress(encoding: str, body: bytes, most: int) -> bytes:
     if encoding in ("", "identity"):
         return body
@@ -21,9 +20,13 @@ def decompress(encoding: str, body: bytes, most: int) -> bytes:
     except zlib.error as error:
         raise InferenceError(f"the request's body is not {encoding} data: {error}") from error
     if len(data) > most:
-        raise InferenceError(f"the request's body has more than {most} bytes when it is decompressed")
+        raise InferenceError(
+            f"the request's body has more than {most} bytes when it is decompressed"
+        )
     if not reader.eof or reader.unused_data:
-        raise InferenceError(f"the request's body is not {encoding} data: it is cut short or followed by other data")
+        raise InferenceError(
+            f"the request's body is not {encoding} data: it is cut short or followed by other data"
+        )
     return data
 
 
@@ -33,12 +36,18 @@ def compress(encoding: str, body: bytes) -> bytes:
 
 
 def chosen_encoding(accepted: str) -> str:
-    """What an Accept-Encoding header likes best of gzip and deflate; empty where it prefers the body as it is."""
+    """What an Accept-Encoding header likes best of gzip and deflate; empty where it prefers the
+    body as it is.
+    """
     qualities: dict[str, float] = {}
     for part in accepted.split(","):
         name, _, parameters = part.strip().partition(";")
         qualities.setdefault(name.strip().lower(), _quality(parameters))
-    known = [name for name in ("gzip", "deflate") if qualities.get(name, 0.0) > qualities.get("identity", 0.0)]
+    known = [
+        name
+        for name in ("gzip", "deflate")
+        if qualities.get(name, 0.0) > qualities.get("identity", 0.0)
+    ]
     return max(known, key=lambda name: qualities[name], default="")
 
 

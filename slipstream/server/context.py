@@ -1,4 +1,6 @@
-"""What the protocols of one server share besides its models: one object, given to HTTP and to gRPC alike."""
+"""What the protocols of one server share besides its models: one object, given to HTTP and to gRPC
+alike.
+"""
 
 from __future__ import annotations
 
@@ -20,5 +22,6 @@ class ServerContext:
     access: Access = field(default_factory=Access)
     server_name: str = "triton"
     http_max_input_bytes: int = MAX_BODY_BYTES
-    http_forwarded_headers: re.Pattern[str] | None = None  # those whose names match become parameters of an infer
+    # those whose names match become parameters of an infer
+    http_forwarded_headers: re.Pattern[str] | None = None
     grpc_forwarded_headers: re.Pattern[str] | None = None

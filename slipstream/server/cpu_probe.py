@@ -1,9 +1,10 @@
 """Which number format the CPU computes well, found out where a crash hurts nobody.
 
-Some machines report instructions that fault when they are used (virtual machines that hide half of AMX, for
-one), and a fault there is a SIGILL that no `except` can catch. So a child process tries a few matrix products
-in the format and under the instruction limit in question; its exit code is the answer. The answer is kept per
-CPU, flags and torch version under $SLIPSTREAM_HOME, so only the first start pays for it.
+Some machines report instructions that fault when they are used (virtual machines that hide half of
+AMX, for one), and a fault there is a SIGILL that no `except` can catch. So a child process tries a
+few matrix products in the format and under the instruction limit in question; its exit code is the
+answer. The answer is kept per CPU, flags and torch version under $SLIPSTREAM_HOME, so only the
+first start pays for it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class CpuChoice:
     isa: str = ""  # the most oneDNN may use; "" means whatever it finds
 
 
-# Best first. Below AVX512_CORE_BF16 the bfloat16 products would be emulated, and float32 is faster than that.
+# Best first. Below AVX512_CORE_BF16 the bfloat16 products would be emulated, and float32 is faster
+# than that.
 CANDIDATES = (
     CpuChoice("bfloat16"),
     CpuChoice("bfloat16", "AVX512_CORE_BF16"),
@@ -62,7 +64,9 @@ def trial_command(choice: CpuChoice) -> list[str]:
 
 
 def prepare(settings: EngineSettings) -> EngineSettings:
-    """Settings with the format decided, and the environment set for it. To be called before torch loads."""
+    """Settings with the format decided, and the environment set for it. To be called before torch
+    loads.
+    """
     if not runs_on_cpu(settings):
         return settings
     _limit_spinning()
@@ -75,9 +79,11 @@ def prepare(settings: EngineSettings) -> EngineSettings:
 
 
 def _limit_spinning() -> None:
-    """torch's OpenMP threads wait for each other by spinning, for milliseconds. As soon as anything else wants a
-    core (the server process does, for each token) a thread spins while the one it waits for cannot run, and steps
-    take thirty times as long. A thousand turns bridge the gap between two kernels and no more."""
+    """torch's OpenMP threads wait for each other by spinning, for milliseconds. As soon as anything
+    else wants a core (the server process does, for each token) a thread spins while the one it
+    waits for cannot run, and steps take thirty times as long. A thousand turns bridge the gap
+    between two kernels and no more.
+    """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -85,7 +91,9 @@ def _limit_spinning() -> None:
 def runs_on_cpu(settings: EngineSettings) -> bool:
     if settings.device != "auto":
         return settings.device == "cpu"
-    return importlib.metadata.version("torch").endswith("+cpu") or not Path("/dev/nvidiactl").exists()
+    return (
+        importlib.metadata.version("torch").endswith("+cpu") or not Path("/dev/nvidiactl").exists()
+    )
 
 
 def choose(
@@ -133,7 +141,9 @@ def read_cpu(path: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
     return model, flags
 
 
-def _try_candidates(command: Callable[[CpuChoice], Sequence[str]], flags: frozenset[str]) -> CpuChoice:
+def _try_candidates(
+    command: Callable[[CpuChoice], Sequence[str]], flags: frozenset[str]
+) -> CpuChoice:
     limited_by_user = ISA_VARIABLE in os.environ
     for choice in CANDIDATES:
         if choice.dtype == "bfloat16" and not flags & NATIVE_BF16_FLAGS:
@@ -186,4 +196,6 @@ def _write_cache(path: Path, choices: dict[str, CpuChoice]) -> None:
         temporary.write_text(text)
         temporary.replace(path)
     except OSError as error:
-        logging.warning(f"cannot keep the CPU trial's result in {path} ({error}); the next start tries again")
+        logging.warning(
+            f"cannot keep the CPU trial's result in {path} ({error}); the next start tries again"
+        )

@@ -1,7 +1,8 @@
-"""`/health` and `/health_generate`, where servers of OpenAI's API have their probes: 200 or 503, and why not.
+"""`/health` and `/health_generate`, where servers of OpenAI's API have their probes: 200 or 503,
+and why not.
 
-The second is the deep one: every engine that answers in text is asked for a token, unless it has its hands full, which
-it can only have while its loop turns; its watchdog sees to that.
+The second is the deep one: every engine that answers in text is asked for a token, unless it has
+its hands full, which it can only have while its loop turns; its watchdog sees to that.
 """
 
 from __future__ import annotations
@@ -37,8 +38,13 @@ async def _why_not(model: NamedModel) -> str:
         return ""
     tokenizer = model.tokenizer
     prompt = [tokenizer.bos_id if tokenizer.bos_id is not None else 0]
-    request = TextRequest(prompt, SamplingParams(max_tokens=1), ignore_end=True, priority=_FIRST,
-                          deadline=time.monotonic() + ANSWER_SECONDS)  # fmt: skip
+    request = TextRequest(
+        prompt,
+        SamplingParams(max_tokens=1),
+        ignore_end=True,
+        priority=_FIRST,
+        deadline=time.monotonic() + ANSWER_SECONDS,
+    )
     try:
         async with asyncio.timeout(ANSWER_SECONDS + _REPLY_SECONDS):
             async with aclosing(run(model.text.generator, request)) as answers:

@@ -1,7 +1,8 @@
 """A small model guesses, a large one decides: the text is the large one's, in fewer of its steps.
 
-Turn by turn the draft model writes a few tokens and the target model verifies them all at once. A guess is accepted
-exactly when it is the token that the target draws in its place, so that nothing of the text depends on the drafts.
+Turn by turn the draft model writes a few tokens and the target model verifies them all at once. A
+guess is accepted exactly when it is the token that the target draws in its place, so that nothing
+of the text depends on the drafts.
 """
 
 from __future__ import annotations
@@ -45,13 +46,23 @@ class DraftedGenerator:
         check(request)
         prompt = request.prompt
         if isinstance(prompt, str):
-            prompt = await in_thread_if_long(len(prompt), self._tokenizer.encode, prompt, request.add_special_tokens)
-        if self._target.engine.info is not None:  # one turn does not see how long all of them become
+            prompt = await in_thread_if_long(
+                len(prompt), self._tokenizer.encode, prompt, request.add_special_tokens
+            )
+        # one turn does not see how long all of them become
+        if self._target.engine.info is not None:
             room = max(1, self._target.engine.info.max_sequence_tokens - len(prompt))
-            request = replace(request, sampling=replace(request.sampling, max_tokens=min(
-                request.sampling.max_tokens, room)))
-        stream = TextStream(self._tokenizer, StopWords(request.stop_words, request.show_stop_word),
-                            request.skip_special_tokens)
+            request = replace(
+                request,
+                sampling=replace(
+                    request.sampling, max_tokens=min(request.sampling.max_tokens, room)
+                ),
+            )
+        stream = TextStream(
+            self._tokenizer,
+            StopWords(request.stop_words, request.show_stop_word),
+            request.skip_special_tokens,
+        )
         answer: list[int] = []
         cached = 0
         timing: Timing | None = None
@@ -60,7 +71,11 @@ class DraftedGenerator:
             used = stream.tokens_used
             answer += turn.tokens
             turn.text = stream.push(turn.tokens)
-            over = turn.finish_reason != "length" or len(answer) >= request.sampling.max_tokens or not turn.tokens
+            over = (
+                turn.finish_reason != "length"
+                or len(answer) >= request.sampling.max_tokens
+                or not turn.tokens
+            )
             if over or stream.stopped:
                 turn.text += stream.finish()
             if stream.stopped:
@@ -82,7 +97,8 @@ class DraftedGenerator:
         if left > 1:
             asked = _next(request, prompt, answer, min(self._count, left - 1))
             try:
-                guesses = (await _whole(self._draft, replace(asked, adapter=None))).tokens  # it fits the target only
+                # it fits the target only
+                guesses = (await _whole(self._draft, replace(asked, adapter=None))).tokens
             except PromptError:  # the draft model takes less than the target, which goes on alone
                 guesses = []
         wanted = _next(request, prompt, answer, min(len(guesses) + 1, left))
@@ -90,16 +106,22 @@ class DraftedGenerator:
 
 
 def check(request: TextRequest) -> None:
-    """Each turn is a request of its own, with the answer so far in its prompt: what looks at the answer alone fails."""
+    """Each turn is a request of its own, with the answer so far in its prompt: what looks at the
+    answer alone fails.
+    """
     sampling = request.sampling
     other = {
-        "beam_width": sampling.beams, "num_return_sequences": request.sequences > 1,
+        "beam_width": sampling.beams,
+        "num_return_sequences": request.sequences > 1,
         "bad_words": bool(request.bad_words),
-        "presence_penalty": sampling.presence_penalty != 0.0, "frequency_penalty": sampling.frequency_penalty != 0.0,
-        "top_p_decay": sampling.top_p_decay != 1.0, "a guide": sampling.guide is not None,
-        "logits": sampling.context_logits or sampling.generation_logits, "prompt_log_probs": sampling.prompt_log_probs,
+        "presence_penalty": sampling.presence_penalty != 0.0,
+        "frequency_penalty": sampling.frequency_penalty != 0.0,
+        "top_p_decay": sampling.top_p_decay != 1.0,
+        "a guide": sampling.guide is not None,
+        "logits": sampling.context_logits or sampling.generation_logits,
+        "prompt_log_probs": sampling.prompt_log_probs,
         "top_log_probs": sampling.top_log_probs > 0,
-    }  # fmt: skip
+    }
     named = next((name for name, asked in other.items() if asked), "")
     if named:
         raise InferenceError(f"{named} cannot be combined with num_draft_tokens", Code.UNSUPPORTED)
@@ -107,8 +129,12 @@ def check(request: TextRequest) -> None:
 
 def _next(request: TextRequest, prompt: list[int], answer: list[int], count: int) -> TextRequest:
     given = request.sampling
-    sampling: SamplingParams = replace(given, max_tokens=count, min_tokens=max(0, given.min_tokens - len(answer)))
-    return replace(request, prompt=prompt + answer, sampling=sampling, stop_words=(), skip_special_tokens=False)
+    sampling: SamplingParams = replace(
+        given, max_tokens=count, min_tokens=max(0, given.min_tokens - len(answer))
+    )
+    return replace(
+        request, prompt=prompt + answer, sampling=sampling, stop_words=(), skip_special_tokens=False
+    )
 
 
 def _together(earlier: Timing | None, last: Timing | None) -> Timing | None:
@@ -133,6 +159,10 @@ async def _whole(generator: Generates, request: TextRequest) -> TextDelta:
             if delta.log_probs is not None:
                 whole.log_probs = (whole.log_probs or []) + delta.log_probs
             whole.cached_tokens = max(whole.cached_tokens, delta.cached_tokens)
-            whole.finish_reason, whole.error, whole.lost = delta.finish_reason, delta.error, delta.lost
+            whole.finish_reason, whole.error, whole.lost = (
+                delta.finish_reason,
+                delta.error,
+                delta.lost,
+            )
             whole.timing = delta.timing
     return whole

@@ -23,13 +23,17 @@ from slipstream.server.log_capture import Relay
 # -P: a file in the working directory must not stand in for a library.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "slipstream.server.engine_process")
 _REASON_SECONDS = 1.0  # how long an exit waits for the reason that was sent before it
-_OUTPUT_SECONDS = 0.5  # how long it waits for what was printed, should another process hold the pipe open
+# how long it waits for what was printed, should another process hold the pipe open
+_OUTPUT_SECONDS = 0.5
 
 
 class EngineChild:
-    def __init__(self, command: Sequence[str], engine_folder: str, settings: EngineSettings, name: str = "") -> None:
+    def __init__(
+        self, command: Sequence[str], engine_folder: str, settings: EngineSettings, name: str = ""
+    ) -> None:
         """`name`: of the engine model, for the log."""
-        # A terminal gets a bar that grows, from the process itself; elsewhere what it prints is for us to write.
+        # A terminal gets a bar that grows, from the process itself; elsewhere what it prints is for
+        # us to write.
         log = logging.settings()
         terminal = sys.stderr.isatty() and log.format != "json" and not log.file
         self.link = ServerEnd()
@@ -57,7 +61,9 @@ class EngineChild:
     def process_id(self) -> int:
         return self._process.pid
 
-    def attach(self, on_message: Callable[[FromEngine], None], on_exit: Callable[[str], None]) -> None:
+    def attach(
+        self, on_message: Callable[[FromEngine], None], on_exit: Callable[[str], None]
+    ) -> None:
         """From now on tell the running event loop what the process says, and how it ended."""
         self._event_loop = asyncio.get_running_loop()
 
@@ -124,11 +130,15 @@ def describe_exit(code: int) -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """For Python started with -P: a checkout is found through PYTHONPATH, an installed package by itself."""
-    # Weights in huge pages: decoding streams through all of them each step, and small pages cost it a fifth.
+    """For Python started with -P: a checkout is found through PYTHONPATH, an installed package by
+    itself.
+    """
+    # Weights in huge pages: decoding streams through all of them each step, and small pages cost it
+    # a fifth.
     environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | dict(os.environ)
     for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE):
-        environment.pop(variable, None)  # the server's own; a model's code has no business with them
+        # the server's own; a model's code has no business with them
+        environment.pop(variable, None)
     root = Path(slipstream.__file__).resolve().parents[1]
     if root.name in ("site-packages", "dist-packages"):
         return environment

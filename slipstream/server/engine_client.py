@@ -1,13 +1,14 @@
-"""The server's handle on its engine process: start it, talk to it, notice when it dies, start it again.
+"""The server's handle on its engine process: start it, talk to it, notice when it dies, start it
+again.
 
     engine = EngineClient(folder, settings)
     engine.spawn()                 # the process begins to load; no event loop is needed yet
     await engine.start()           # returns when it serves; EngineStartFailed says why it does not
     async for delta in engine.submit(prompt, sampling): ...
 
-A process that dies fails its requests at once with the reason and is started again, a bounded number of
-times; then `wait_failed` returns and the server leaves. A process that gives no sign of life while it has
-work is asked for its stacks, killed and treated as dead. No torch here.
+A process that dies fails its requests at once with the reason and is started again, a bounded
+number of times; then `wait_failed` returns and the server leaves. A process that gives no sign of
+life while it has work is asked for its stacks, killed and treated as dead. No torch here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from slipstream.server.generation import Delta, EngineUnavailable, Generation, M
 from slipstream.server.link import EngineFailed, FromEngine
 from slipstream.server.submission import Submission, engine_request
 
-__all__ = ["Delta", "EngineClient", "EngineStartFailed", "EngineUnavailable", "Generation", "Supervision"]
+__all__ = [
+    "Delta",
+    "EngineClient",
+    "EngineStartFailed",
+    "EngineUnavailable",
+    "Generation",
+    "Supervision",
+]
 
 
 class EngineStartFailed(Exception):
@@ -92,8 +100,13 @@ class EngineClient:
     def stats(self) -> EngineStats:
         """Its totals never fall, though each process counts from zero."""
         before = self._before
-        if before is not None and before.info is None:  # it has ended: what it counted is known for good
-            self._past_stats, self._before, before = self._past_stats.after(before.stats), None, None
+        # it has ended: what it counted is known for good
+        if before is not None and before.info is None:
+            self._past_stats, self._before, before = (
+                self._past_stats.after(before.stats),
+                None,
+                None,
+            )
         past = self._past_stats if before is None else self._past_stats.after(before.stats)
         return self._process_stats.after(past)
 
@@ -105,16 +118,21 @@ class EngineClient:
     def outstanding(self) -> int:
         return len(self._mailboxes)
 
-    def submit(self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]) -> Generation:
+    def submit(
+        self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]
+    ) -> Generation:
         if self._draining or self._stopping:
             raise EngineUnavailable("the server is shutting down")
         if not self._serving or self._child is None:
-            raise EngineUnavailable(f"the engine is not running: {self.failure or 'it is still loading'}")
+            raise EngineUnavailable(
+                f"the engine is not running: {self.failure or 'it is still loading'}"
+            )
         generation = self._mailboxes.open(sampling, self._cancel)
         try:
             self._child.link.send(engine_request(generation.request_id, prompt, sampling, more))
         except Exception:
-            self._mailboxes.withdraw(generation)  # otherwise it would count as work that the engine never ends
+            # otherwise it would count as work that the engine never ends
+            self._mailboxes.withdraw(generation)
             raise
         return generation
 
@@ -125,7 +143,9 @@ class EngineClient:
     # -- for the one who runs it
 
     def spawn(self) -> None:
-        """Start the process. The kernel kills it when the calling thread ends, so call from the main one."""
+        """Start the process. The kernel kills it when the calling thread ends, so call from the
+        main one.
+        """
         self._child = EngineChild(self._command, self._engine_folder, self._settings, self._name)
         self._loading_seconds, self._lost = 0.0, False
 
@@ -219,7 +239,10 @@ class EngineClient:
         self._lose(how)
         self._child.close()
         self._child = None
-        self._past_stats, self._process_stats = self._process_stats.after(self._past_stats), EngineStats()
+        self._past_stats, self._process_stats = (
+            self._process_stats.after(self._past_stats),
+            EngineStats(),
+        )
         logging.error(f"the engine process is gone: {self.failure}", model=self._name)
         if self.info is None:
             self._give_up(f"{self.failure}")
@@ -252,8 +275,9 @@ class EngineClient:
     # -- the watchdog
 
     async def _watch(self) -> None:
-        """Count seconds of silence. Counted in ticks of our own, so that a server that was itself stopped
-        or starved does not blame the engine for it."""
+        """Count seconds of silence. Counted in ticks of our own, so that a server that was itself
+        stopped or starved does not blame the engine for it.
+        """
         limits = self._supervision
         tick = min(1.0, limits.silence_seconds / 10)
         while True:
@@ -264,7 +288,9 @@ class EngineClient:
             if self._serving:
                 self._silent_seconds = self._silent_seconds + tick if self.outstanding else 0.0
                 if self._silent_seconds >= limits.silence_seconds:
-                    await self._put_down(f"no sign of life for {limits.silence_seconds:g} s while it had work")
+                    await self._put_down(
+                        f"no sign of life for {limits.silence_seconds:g} s while it had work"
+                    )
             else:
                 self._loading_seconds += tick
                 if self._loading_seconds >= limits.start_seconds:
@@ -272,10 +298,13 @@ class EngineClient:
 
     async def _put_down(self, reason: str) -> None:
         assert self._child is not None
-        logging.error(f"the engine process is killed: {reason}; its stacks follow", model=self._name)
+        logging.error(
+            f"the engine process is killed: {reason}; its stacks follow", model=self._name
+        )
         child = self._child
         self._lose(reason)
-        child.signal(signal.SIGUSR1)  # faulthandler writes all stacks to stderr, even amid a hung step
+        # faulthandler writes all stacks to stderr, even amid a hung step
+        child.signal(signal.SIGUSR1)
         await asyncio.sleep(0.5)
         child.kill()
         await child.wait(5.0)

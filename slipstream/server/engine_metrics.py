@@ -18,12 +18,19 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-Engines = Mapping[tuple[str, str], Engine]  # by the name and version of the model that stands for it
+# by the name and version of the model that stands for it
+Engines = Mapping[tuple[str, str], Engine]
 
 
 def engine_families(engines: Engines, whole_batches: Collection[str] = ()) -> Iterator[Family]:
-    """`whole_batches`: the models whose repository asks for batches that run as a whole (upstream's V1)."""
-    loaded = {key: (engine.info, engine.stats) for key, engine in engines.items() if engine.info is not None}
+    """`whole_batches`: the models whose repository asks for batches that run as a whole (upstream's
+    V1).
+    """
+    loaded = {
+        key: (engine.info, engine.stats)
+        for key, engine in engines.items()
+        if engine.info is not None
+    }
     if not loaded:
         return
     for name, text, label, read in _UPSTREAM:
@@ -31,21 +38,33 @@ def engine_families(engines: Engines, whole_batches: Collection[str] = ()) -> It
         for key, (info, stats) in loaded.items():
             if name == (_INFLIGHT if key[0] in whole_batches else _V1):
                 continue  # has the figures of its own kind of batches only
-            samples += [(_labels(key) | {label: category}, value) for category, value in read(info, stats).items()]
+            samples += [
+                (_labels(key) | {label: category}, value)
+                for category, value in read(info, stats).items()
+            ]
         if samples:
             yield Family(name, "gauge", text, samples)
     load = [(_labels(key), info.load_seconds) for key, (info, _) in loaded.items()]
     yield Family("nv_model_load_duration_secs", "gauge", "Model load time in seconds", load)
     for name, kind, text, value in _OWN:
-        yield Family(name, kind, text, [(_labels(key), value(stats)) for key, (_, stats) in loaded.items()])
+        yield Family(
+            name, kind, text, [(_labels(key), value(stats)) for key, (_, stats) in loaded.items()]
+        )
     if any(stats.adapter_loads for _, stats in loaded.values()):
         for name, kind, text, value in _ADAPTERS:
-            yield Family(name, kind, text, [(_labels(key), value(stats)) for key, (_, stats) in loaded.items()])
+            yield Family(
+                name,
+                kind,
+                text,
+                [(_labels(key), value(stats)) for key, (_, stats) in loaded.items()],
+            )
     queue = [(_labels(key), _queue_histogram(stats)) for key, (_, stats) in loaded.items()]
     yield Family(
-        "slipstream_queue_seconds", "histogram", "From a request's arrival in the engine to its first step",
+        "slipstream_queue_seconds",
+        "histogram",
+        "From a request's arrival in the engine to its first step",
         histograms=queue,
-    )  # fmt: skip
+    )
 
 
 def _labels(key: tuple[str, str]) -> dict[str, str]:
@@ -99,12 +118,14 @@ def _v1_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
     return {
         "total_context_tokens": stats.context_tokens,
         "total_generation_tokens": stats.generation_requests,  # one of each
-        "empty_generation_slots": 0,  # a place whose request has ended does not wait for the others: the next has it
+        # a place whose request has ended does not wait for the others: the next has it
+        "empty_generation_slots": 0,
     }
 
 
 def _disaggregated_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
-    return {"kv_cache_transfer_ms": 0, "request_count": 0}  # prompts and answers are computed in one place
+    # prompts and answers are computed in one place
+    return {"kv_cache_transfer_ms": 0, "request_count": 0}
 
 
 def _general_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
@@ -115,8 +136,18 @@ _INFLIGHT, _V1 = "nv_trt_llm_inflight_batcher_metrics", "nv_trt_llm_v1_metrics"
 _ReadGauges = Callable[[EngineInfo, EngineStats], dict[str, float]]
 _UPSTREAM: tuple[tuple[str, str, str, _ReadGauges], ...] = (
     ("nv_trt_llm_request_metrics", "TRT LLM request metrics", "request_type", _request_metrics),
-    ("nv_trt_llm_runtime_memory_metrics", "TRT LLM runtime memory metrics", "memory_type", _memory_metrics),
-    ("nv_trt_llm_kv_cache_block_metrics", "TRT LLM KV cache block metrics", "kv_cache_block_type", _block_metrics),
+    (
+        "nv_trt_llm_runtime_memory_metrics",
+        "TRT LLM runtime memory metrics",
+        "memory_type",
+        _memory_metrics,
+    ),
+    (
+        "nv_trt_llm_kv_cache_block_metrics",
+        "TRT LLM KV cache block metrics",
+        "kv_cache_block_type",
+        _block_metrics,
+    ),
     (
         _INFLIGHT,
         "TRT LLM inflight_batcher-specific metrics",
@@ -139,31 +170,112 @@ def _hit_rate(stats: EngineStats) -> float:
 
 
 _OWN: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
-    ("slipstream_requests_running", "gauge", "Requests that hold a row of the batch", lambda s: s.running),
-    ("slipstream_requests_waiting", "gauge", "Requests that wait for a row or for blocks", lambda s: s.waiting),
-    ("slipstream_requests_preempted", "gauge", "Requests that ran and wait again", lambda s: s.paused),
-    ("slipstream_preemptions_total", "counter", "Times a request gave way to another", lambda s: s.preemptions),
-    ("slipstream_requests_finished_total", "counter", "Requests that ended, in any way", lambda s: s.finished),
-    ("slipstream_requests_cancelled_total", "counter", "Requests whose client left or that it cancelled",
-     lambda s: s.cancelled),
-    ("slipstream_requests_failed_total", "counter", "Requests that ended with an error", lambda s: s.failed),
-    ("slipstream_prompt_tokens_total", "counter", "Prompt tokens of requests that started", lambda s: s.prompt_tokens),
-    ("slipstream_prompt_tokens_cached_total", "counter", "Prompt tokens that the cache already had",
-     lambda s: s.cached_prompt_tokens),
+    (
+        "slipstream_requests_running",
+        "gauge",
+        "Requests that hold a row of the batch",
+        lambda s: s.running,
+    ),
+    (
+        "slipstream_requests_waiting",
+        "gauge",
+        "Requests that wait for a row or for blocks",
+        lambda s: s.waiting,
+    ),
+    (
+        "slipstream_requests_preempted",
+        "gauge",
+        "Requests that ran and wait again",
+        lambda s: s.paused,
+    ),
+    (
+        "slipstream_preemptions_total",
+        "counter",
+        "Times a request gave way to another",
+        lambda s: s.preemptions,
+    ),
+    (
+        "slipstream_requests_finished_total",
+        "counter",
+        "Requests that ended, in any way",
+        lambda s: s.finished,
+    ),
+    (
+        "slipstream_requests_cancelled_total",
+        "counter",
+        "Requests whose client left or that it cancelled",
+        lambda s: s.cancelled,
+    ),
+    (
+        "slipstream_requests_failed_total",
+        "counter",
+        "Requests that ended with an error",
+        lambda s: s.failed,
+    ),
+    (
+        "slipstream_prompt_tokens_total",
+        "counter",
+        "Prompt tokens of requests that started",
+        lambda s: s.prompt_tokens,
+    ),
+    (
+        "slipstream_prompt_tokens_cached_total",
+        "counter",
+        "Prompt tokens that the cache already had",
+        lambda s: s.cached_prompt_tokens,
+    ),
     ("slipstream_output_tokens_total", "counter", "Tokens sampled", lambda s: s.output_tokens),
     ("slipstream_steps_total", "counter", "Steps of the engine", lambda s: s.steps),
-    ("slipstream_kv_blocks_used", "gauge", "Blocks of the KV cache that requests hold",
-     lambda s: s.total_blocks - s.free_blocks),
-    ("slipstream_kv_blocks_free", "gauge", "Blocks that can be handed out", lambda s: s.free_blocks),
-    ("slipstream_kv_blocks_cached", "gauge", "Free blocks whose contents can be reused", lambda s: s.cached_blocks),
-    ("slipstream_kv_blocks_reused_total", "counter", "Blocks found in the cache", lambda s: s.reused_blocks),
-    ("slipstream_kv_cache_hit_rate", "gauge", "Share of prompt tokens that the cache already had, since the start",
-     _hit_rate),
-)  # fmt: skip
-_ADAPTERS: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (  # once there has been one
+    (
+        "slipstream_kv_blocks_used",
+        "gauge",
+        "Blocks of the KV cache that requests hold",
+        lambda s: s.total_blocks - s.free_blocks,
+    ),
+    (
+        "slipstream_kv_blocks_free",
+        "gauge",
+        "Blocks that can be handed out",
+        lambda s: s.free_blocks,
+    ),
+    (
+        "slipstream_kv_blocks_cached",
+        "gauge",
+        "Free blocks whose contents can be reused",
+        lambda s: s.cached_blocks,
+    ),
+    (
+        "slipstream_kv_blocks_reused_total",
+        "counter",
+        "Blocks found in the cache",
+        lambda s: s.reused_blocks,
+    ),
+    (
+        "slipstream_kv_cache_hit_rate",
+        "gauge",
+        "Share of prompt tokens that the cache already had, since the start",
+        _hit_rate,
+    ),
+)
+# once there has been one
+_ADAPTERS: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
     ("slipstream_adapters", "gauge", "Adapters in the host's memory", lambda s: s.adapters),
-    ("slipstream_adapter_bytes", "gauge", "Host memory that adapters take", lambda s: s.adapter_bytes),
-    ("slipstream_adapter_loads_total", "counter", "Adapters that were loaded", lambda s: s.adapter_loads),
-    ("slipstream_adapter_pages_free", "gauge", "Pages of the device's memory for adapters that nobody uses",
-     lambda s: s.free_adapter_pages),
-)  # fmt: skip
+    (
+        "slipstream_adapter_bytes",
+        "gauge",
+        "Host memory that adapters take",
+        lambda s: s.adapter_bytes,
+    ),
+    (
+        "slipstream_adapter_loads_total",
+        "counter",
+        "Adapters that were loaded",
+        lambda s: s.adapter_loads,
+    ),
+    (
+        "slipstream_adapter_pages_free",
+        "gauge",
+        "Pages of the device's memory for adapters that nobody uses",
+        lambda s: s.free_adapter_pages,
+    ),
+)

@@ -1,4 +1,6 @@
-"""The engine processes of a server, by the name of the engine model: they come and go while the server runs."""
+"""The engine processes of a server, by the name of the engine model: they come and go while the
+server runs.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ from slipstream.server.engine_client import EngineClient, Supervision
 
 
 class EnginePool:
-    def __init__(self, settings: Mapping[str, Any], supervision: Supervision, command: Sequence[str]) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], supervision: Supervision, command: Sequence[str]
+    ) -> None:
         self._settings = settings  # win over what the repository says
         self._supervision = supervision
         self._command = command
-        self._clients: dict[str, EngineClient] = {}  # those that serve, load, or failed while serving
+        # those that serve, load, or failed while serving
+        self._clients: dict[str, EngineClient] = {}
         self._starting: dict[EngineClient, asyncio.Future[None]] = {}
         self._leaving: set[EngineClient] = set()
         self._watched: dict[asyncio.Task[str], str] = {}
@@ -36,7 +41,9 @@ class EnginePool:
 
     def create(self, model: EngineModel) -> EngineClient:
         settings = replace(model.settings, **self._settings)
-        return EngineClient(model.engine.path, settings, self._supervision, self._command, model.name)
+        return EngineClient(
+            model.engine.path, settings, self._supervision, self._command, model.name
+        )
 
     def spawn(self, model: EngineModel) -> None:
         """Start the process before there is an event loop; `start` waits for it later."""
@@ -49,9 +56,13 @@ class EnginePool:
             self._starting[client] = asyncio.ensure_future(client.start())
 
     async def start(self, model: EngineModel) -> EngineClient:
-        """An engine that serves; one that was spawned already is only waited for. EngineStartFailed says why not."""
+        """An engine that serves; one that was spawned already is only waited for. EngineStartFailed
+        says why not.
+        """
         spawned = self._clients.get(model.name)
-        client = spawned if spawned is not None and spawned in self._starting else self.create(model)
+        client = (
+            spawned if spawned is not None and spawned in self._starting else self.create(model)
+        )
         try:
             await (self._starting.pop(client, None) or client.start())
         except BaseException:
@@ -64,7 +75,9 @@ class EnginePool:
         return client
 
     def adopt(self, name: str, client: EngineClient) -> EngineClient | None:
-        """From now on this is the engine of that name. The one before it is returned, to be released."""
+        """From now on this is the engine of that name. The one before it is returned, to be
+        released.
+        """
         before = self._clients.get(name)
         if before is not None and before is not client:
             client.count_on_from(before)
@@ -90,7 +103,9 @@ class EnginePool:
         try:
             await asyncio.wait_for(client.wait_drained(), patience_seconds)
         except TimeoutError:
-            logging.warning(f"{client.outstanding} requests of an unloaded model still run and are given up")
+            logging.warning(
+                f"{client.outstanding} requests of an unloaded model still run and are given up"
+            )
         finally:
             await client.stop()
             client.info = None  # nothing is known any more of what is not there

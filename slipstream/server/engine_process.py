@@ -1,8 +1,9 @@
-"""The engine process: `python -m slipstream.server.engine_process ORDER`. The server starts and watches it.
+"""The engine process: `python -m slipstream.server.engine_process ORDER`. The server starts and
+watches it.
 
-ORDER is the JSON form of `link.StartOrder`. This is the only file under `server/` behind which torch is
-loaded, and only after the CPU trial has set the environment torch reads. `serve` is also what the
-in-process engine's thread runs, over a link of its own.
+ORDER is the JSON form of `link.StartOrder`. This is the only file under `server/` behind which
+torch is loaded, and only after the CPU trial has set the environment torch reads. `serve` is also
+what the in-process engine's thread runs, over a link of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from slipstream.engine.request import FinishReason, GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server import cpu_probe, logging
 from slipstream.server.garbage import spare_what_is_there
-from slipstream.server.link import EXIT_WITH_REASON, EngineEnd, EngineFailed, FromEngine, StartOrder, ToEngine
+from slipstream.server.link import (
+    EXIT_WITH_REASON,
+    EngineEnd,
+    EngineFailed,
+    FromEngine,
+    StartOrder,
+    ToEngine,
+)
 from slipstream.server.log_capture import told_by_python
 
 STATS_SECONDS = 0.1
@@ -105,10 +113,14 @@ def start_real_engine(engine_folder: str, settings: EngineSettings) -> Loop:
 
 
 def show_capture(done: int, total: int) -> None:
-    """How far the capture of decode steps has come: a bar on a terminal, a line each quarter elsewhere."""
+    """How far the capture of decode steps has come: a bar on a terminal, a line each quarter
+    elsewhere.
+    """
     if sys.stderr.isatty():
         bar = "#" * (30 * done // total)
-        sys.stderr.write(f"\r  capturing decode steps [{bar:<30}] {done}/{total}" + "\n" * (done == total))
+        sys.stderr.write(
+            f"\r  capturing decode steps [{bar:<30}] {done}/{total}" + "\n" * (done == total)
+        )
         sys.stderr.flush()
     elif 4 * done // total > 4 * (done - 1) // total:
         logging.info(f"captured {done} of {total} decode steps")
@@ -152,7 +164,9 @@ def describe(error: Exception) -> str:
 
 
 def _die_with(parent_process: int) -> bool:
-    """Ask the kernel to kill this process when its parent ends. False when the parent has ended already."""
+    """Ask the kernel to kill this process when its parent ends. False when the parent has ended
+    already.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -160,8 +174,8 @@ def _die_with(parent_process: int) -> bool:
 
 
 def _prepare_signals() -> None:
-    # Ctrl-C and a supervisor's SIGTERM reach the whole group, but admitted work has to finish first:
-    # the server decides when the engine leaves.
+    # Ctrl-C and a supervisor's SIGTERM reach the whole group, but admitted work has to finish
+    # first: the server decides when the engine leaves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()

@@ -1,4 +1,6 @@
-"""An ensemble of any models: tensors flow from step to step, each answer of a step sets off those after it."""
+"""An ensemble of any models: tensors flow from step to step, each answer of a step sets off those
+after it.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,12 @@ class EnsembleModel:
     def decoupled(self) -> bool:
         """Told by the steps, whatever the ensemble's own file says."""
         try:
-            return self.config.decoupled or any(self._model_of(step).model.decoupled for step in self._order)
+            return self.config.decoupled or any(
+                self._model_of(step).model.decoupled for step in self._order
+            )
         except InferenceError:
-            return self.config.decoupled  # a step's model is not loaded, so nothing is answered anyway
+            # a step's model is not loaded, so nothing is answered anyway
+            return self.config.decoupled
 
     @property
     def ready(self) -> bool:
@@ -44,7 +49,9 @@ class EnsembleModel:
             return False  # a step's model is not loaded
 
     def _model_of(self, step: EnsembleStep) -> ModelVersion:
-        return self._find(step.model_name, "" if step.model_version < 1 else str(step.model_version))
+        return self._find(
+            step.model_name, "" if step.model_version < 1 else str(step.model_version)
+        )
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         wanted = request.outputs or tuple(tensor.name for tensor in self.config.outputs)
@@ -55,7 +62,8 @@ class EnsembleModel:
                     outputs = [_renamed(tensors[name], name) for name in wanted if name in tensors]
                     yield InferResponse(outputs, ENSEMBLE_PARAMETERS, final=final)
         except InferenceError as error:
-            # An error ends it: what the steps after the failed one would have worked on does not exist.
+            # An error ends it: what the steps after the failed one would have worked on does not
+            # exist.
             text = f"in ensemble '{self.config.name}', {error.message}"
             yield InferResponse(error=InferenceError(text, error.code), final=True)
 
@@ -83,9 +91,17 @@ class EnsembleModel:
                         yield flow, final and last
 
 
-def _step_request(step: EnsembleStep, entry: ModelVersion, tensors: Tensors, request: InferRequest) -> InferRequest:
-    """What the step is asked: the tensors that are there, and the identity and urgency of the whole request."""
-    inputs = {name: _renamed(tensors[source], name) for name, source in step.input_map.items() if source in tensors}
+def _step_request(
+    step: EnsembleStep, entry: ModelVersion, tensors: Tensors, request: InferRequest
+) -> InferRequest:
+    """What the step is asked: the tensors that are there, and the identity and urgency of the whole
+    request.
+    """
+    inputs = {
+        name: _renamed(tensors[source], name)
+        for name, source in step.input_map.items()
+        if source in tensors
+    }
     return InferRequest(
         model_name=entry.name,
         model_version=entry.version,
@@ -98,15 +114,25 @@ def _step_request(step: EnsembleStep, entry: ModelVersion, tensors: Tensors, req
         sequence_id=request.sequence_id,
         sequence_start=request.sequence_start,
         sequence_end=request.sequence_end,
-        trail=RequestTrail(trace=trace.child() if (trace := request.trail.trace) is not None else None),
+        trail=RequestTrail(
+            trace=trace.child() if (trace := request.trail.trace) is not None else None
+        ),
     )
 
 
 def _mapped(step: EnsembleStep, response: InferResponse) -> Tensors:
-    """What a step made, by the ensemble's names. Outputs it did not make are missing further on, too."""
+    """What a step made, by the ensemble's names. Outputs it did not make are missing further on,
+    too.
+    """
     made = {tensor.name: tensor for tensor in response.outputs}
-    return {name: _renamed(made[output], name) for output, name in step.output_map.items() if output in made}
+    return {
+        name: _renamed(made[output], name)
+        for output, name in step.output_map.items()
+        if output in made
+    }
 
 
 def _renamed(tensor: Tensor, name: str) -> Tensor:
-    return tensor if tensor.name == name else Tensor(name, tensor.datatype, tensor.shape, tensor.data)
+    return (
+        tensor if tensor.name == name else Tensor(name, tensor.datatype, tensor.shape, tensor.data)
+    )

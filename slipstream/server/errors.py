@@ -21,7 +21,9 @@ STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.U
 
 
 class InferenceError(Exception):
-    """A request failed. Raised before a model runs it is the request's own fault; from a model it is an answer."""
+    """A request failed. Raised before a model runs it is the request's own fault; from a model it
+    is an answer.
+    """
 
     def __init__(self, message: str, code: Code = Code.INVALID_ARG) -> None:
         super().__init__(message)
@@ -34,7 +36,9 @@ class InferenceError(Exception):
 
 
 class Unavailable(InferenceError):
-    """Nothing is wrong with the request, but nobody can work on it now. Trying again later may help."""
+    """Nothing is wrong with the request, but nobody can work on it now. Trying again later may
+    help.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Code.UNAVAILABLE)
@@ -44,7 +48,9 @@ def error_type(error: BaseException) -> str:
     """One word for it, of the few that there are."""
     if isinstance(error, InferenceError):
         return error.code.name
-    return Code.CANCELLED.name if isinstance(error, asyncio.CancelledError) else type(error).__name__
+    return (
+        Code.CANCELLED.name if isinstance(error, asyncio.CancelledError) else type(error).__name__
+    )
 
 
 class QueueFull(Unavailable):

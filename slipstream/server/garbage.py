@@ -6,7 +6,8 @@ import gc
 
 
 def spare_what_is_there() -> None:
-    """Leave all that exists now out of further searches. A search through it all would stop every request meanwhile:
-    for 0.1 s where torch is loaded."""
+    """Leave all that exists now out of further searches. A search through it all would stop every
+    request meanwhile: for 0.1 s where torch is loaded.
+    """
     gc.collect()
     gc.freeze()

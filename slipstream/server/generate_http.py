@@ -1,4 +1,6 @@
-"""How the answers of a model become the answer of generate (one) and generate_stream (an event each)."""
+"""How the answers of a model become the answer of generate (one) and generate_stream (an event
+each).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from slipstream.server.text.pipeline import in_thread_if_long
 
 
 async def answer_once(model: ServedModel, request: InferRequest, send: Send) -> None:
-    """The status is the first answer's, a second answer only changes the body: that is Triton's way."""
+    """The status is the first answer's, a second answer only changes the body: that is Triton's
+    way.
+    """
     first: InferResponse | None = None
     more = False
     responses = model.infer(request)

@@ -1,7 +1,8 @@
 """The generate endpoint's JSON, turned into a request of tensors by the model's configuration.
 
-A key that names an input is that tensor, any other key is a request parameter, and the object "parameters" is
-one level of the same. What the real server checks is checked here, in its order and with its words.
+A key that names an input is that tensor, any other key is a request parameter, and the object
+"parameters" is one level of the same. What the real server checks is checked here, in its order and
+with its words.
 """
 
 from __future__ import annotations
@@ -34,12 +35,18 @@ def generate_request(body: bytes, config: ModelConfig, version: str) -> InferReq
 def _request_id(document: dict[str, Any]) -> str:
     value = document.get("id", "")
     if not isinstance(value, str):
-        raise InferenceError("Unable to parse 'id': attempt to access JSON non-string as string", Code.INTERNAL)
+        raise InferenceError(
+            "Unable to parse 'id': attempt to access JSON non-string as string", Code.INTERNAL
+        )
     return value
 
 
 def _convert(
-    request: InferRequest, document: Members, tensors: Mapping[str, TensorConfig], batched: bool, nested: bool = False
+    request: InferRequest,
+    document: Members,
+    tensors: Mapping[str, TensorConfig],
+    batched: bool,
+    nested: bool = False,
 ) -> None:
     for name, value in document:
         if name == NESTED_KEY and not nested:
@@ -50,7 +57,8 @@ def _convert(
         elif name not in tensors:
             _add_parameter(request, name, value)
         else:
-            if name == MESSAGES and tensors[name].datatype == "BYTES":  # others' models may call anything so
+            # others' models may call anything so
+            if name == MESSAGES and tensors[name].datatype == "BYTES":
                 value = _conversation(value)
             tensor = tensor_from_json(tensors[name], batched, value)
             if name in request.inputs:
@@ -60,14 +68,20 @@ def _convert(
 
 def _add_parameter(request: InferRequest, name: str, value: Any) -> None:
     if not isinstance(value, (str, bool, int, float)):
-        text = f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'."
+        text = (
+            f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'."
+        )
         raise InferenceError(f"{text} {UNDECLARED}" if name == MESSAGES else text)
     request.parameters[name] = value
 
 
 def _conversation(value: Any) -> Any:
-    """A conversation may stand in the body as it is: it becomes the JSON that its tensor holds. Texts are that."""
-    if isinstance(value, str) or (type(value) is list and value and all(isinstance(item, str) for item in value)):
+    """A conversation may stand in the body as it is: it becomes the JSON that its tensor holds.
+    Texts are that.
+    """
+    if isinstance(value, str) or (
+        type(value) is list and value and all(isinstance(item, str) for item in value)
+    ):
         return value
     return json.dumps(_plain(value), ensure_ascii=False)
 

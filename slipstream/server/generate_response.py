@@ -26,11 +26,15 @@ def write_response(request: InferRequest, response: InferResponse) -> bytes:
     fixed = _fixed_members(request, response.parameters)
     names = [tensor.name for tensor in response.outputs] + [name for name, _ in fixed]
     values = [write_tensor(tensor) for tensor in response.outputs] + [value for _, value in fixed]
-    return b"{" + b",".join([key + values[position] for position, key in _layout(tuple(names))]) + b"}"
+    return (
+        b"{" + b",".join([key + values[position] for position, key in _layout(tuple(names))]) + b"}"
+    )
 
 
 class EventWriter:
-    """The events of one stream. All but the values of the outputs is the same in each, and is put together once."""
+    """The events of one stream. All but the values of the outputs is the same in each, and is put
+    together once.
+    """
 
     def __init__(self, request: InferRequest) -> None:
         self._request = request
@@ -44,7 +48,9 @@ class EventWriter:
             return b"data: " + write_error(response.error.message) + b"\n\n"
         names = [tensor.name for tensor in response.outputs]
         parameters = response.parameters
-        if names != self._names or (parameters is not self._parameters and parameters != self._parameters):
+        if names != self._names or (
+            parameters is not self._parameters and parameters != self._parameters
+        ):
             self._lay_out(names, parameters)
         pieces = self._pieces
         for piece, output in self._slots:
@@ -68,7 +74,9 @@ class EventWriter:
         self._pieces.append(text)
 
 
-def _fixed_members(request: InferRequest, parameters: Mapping[str, Parameter]) -> list[tuple[str, bytes]]:
+def _fixed_members(
+    request: InferRequest, parameters: Mapping[str, Parameter]
+) -> list[tuple[str, bytes]]:
     """What an answer holds besides its outputs."""
     members: list[tuple[str, Parameter]] = [*parameters.items()]
     members += [("model_name", request.model_name), ("model_version", request.model_version)]
@@ -83,8 +91,12 @@ def _layout(names: tuple[str, ...]) -> tuple[tuple[int, bytes], ...]:
 
     The answers of a stream all have the same names, so this is worked out once for all of them.
     """
-    positions = {name.encode("utf-8", "surrogateescape"): position for position, name in enumerate(names)}
-    return tuple((position, write_string(name) + b":") for name, position in sorted(positions.items()))
+    positions = {
+        name.encode("utf-8", "surrogateescape"): position for position, name in enumerate(names)
+    }
+    return tuple(
+        (position, write_string(name) + b":") for name, position in sorted(positions.items())
+    )
 
 
 def write_tensor(tensor: Tensor) -> bytes:

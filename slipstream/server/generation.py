@@ -1,7 +1,8 @@
 """One request's way back from the engine: a mailbox that merges what arrives between two reads.
 
-A slow reader never makes a queue: the deltas it has not read yet are one delta, which `max_tokens` bounds. Whoever
-runs the engine (a child process or a thread) calls `deliver` on the event loop of the reader.
+A slow reader never makes a queue: the deltas it has not read yet are one delta, which `max_tokens`
+bounds. Whoever runs the engine (a child process or a thread) calls `deliver` on the event loop of
+the reader.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from slipstream.engine.request import SamplingParams
 
 
 class EngineUnavailable(Exception):
-    """The engine takes no new work: it is loading, restarting, draining or gone. The text says which."""
+    """The engine takes no new work: it is loading, restarting, draining or gone. The text says
+    which.
+    """
 
 
 @dataclass(slots=True)
@@ -41,7 +44,12 @@ class Delta:
             self.top_log_probs = (self.top_log_probs or []) + newer.top_log_probs
         self.finish_reason = newer.finish_reason
         self.cached_tokens = max(self.cached_tokens, newer.cached_tokens)
-        self.error, self.lost, self.timing, self.beams = newer.error, newer.lost, newer.timing, newer.beams
+        self.error, self.lost, self.timing, self.beams = (
+            newer.error,
+            newer.lost,
+            newer.timing,
+            newer.beams,
+        )
         if self.scores is None:
             self.scores = newer.scores
         elif newer.scores is not None:
@@ -51,7 +59,9 @@ class Delta:
 class Generation:
     """An async iterator of `Delta`. It ends after the delta that carries a finish reason."""
 
-    def __init__(self, request_id: int, sampling: SamplingParams, cancel: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, request_id: int, sampling: SamplingParams, cancel: Callable[[int, str], None]
+    ) -> None:
         self.request_id = request_id
         self.sampling = sampling
         self.event_loop = asyncio.get_running_loop()
@@ -66,7 +76,9 @@ class Generation:
         return self._finished
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Ask the engine to stop. The last delta still comes, with this reason unless another came first."""
+        """Ask the engine to stop. The last delta still comes, with this reason unless another came
+        first.
+        """
         if not self._finished:
             self._cancel(self.request_id, reason)
 
@@ -122,8 +134,12 @@ class Mailboxes:
         """It could not be sent: nothing will come for it."""
         self._close(generation.request_id)
 
-    def deliver(self, outputs: StepOutputs, event_loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Hand the rows of one step to their requests, only to those of `event_loop` where one is given."""
+    def deliver(
+        self, outputs: StepOutputs, event_loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        """Hand the rows of one step to their requests, only to those of `event_loop` where one is
+        given.
+        """
         position = 0
         for row, request_id in enumerate(outputs.request_ids):
             end = position + outputs.token_counts[row]
@@ -147,7 +163,11 @@ class Mailboxes:
     def drop(self, event_loop: asyncio.AbstractEventLoop) -> list[int]:
         """Forget the requests of an event loop that is closed: nobody can read them any more."""
         generations = list(self._generations.values())
-        lost = [generation.request_id for generation in generations if generation.event_loop is event_loop]
+        lost = [
+            generation.request_id
+            for generation in generations
+            if generation.event_loop is event_loop
+        ]
         for request_id in lost:
             self._close(request_id)
         return lost

@@ -1,8 +1,9 @@
-"""The output tensors of a generation: text or ids, scores, counts and times, and the zeros older repositories send.
+"""The output tensors of a generation: text or ids, scores, counts and times, and the zeros older
+repositories send.
 
-Besides its text or ids a model sends what its configuration declares. An output with a flag of its own
-(`return_…`) is sent when a request sets the flag; where the model declares the output but not the flag, always.
-A flag may also come as a parameter, to a model that declares neither.
+Besides its text or ids a model sends what its configuration declares. An output with a flag of its
+own (`return_…`) is sent when a request sets the flag; where the model declares the output but not
+the flag, always. A flag may also come as a parameter, to a model that declares neither.
 """
 
 from __future__ import annotations
@@ -33,11 +34,17 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "num_output_tokens": ("return_num_output_tokens",),
     "num_cached_tokens": ("return_num_cached_tokens",),
     "prompt_log_probs": ("return_prompt_log_probs",),
-    "kv_cache_alloc_new_blocks": _BLOCKS, "kv_cache_reused_blocks": _BLOCKS, "kv_cache_alloc_total_blocks": _BLOCKS,
-    "arrival_time_ns": _PERFORMANCE, "first_scheduled_time_ns": _PERFORMANCE, "first_token_time_ns": _PERFORMANCE,
-    "last_token_time_ns": _PERFORMANCE, "acceptance_rate": _PERFORMANCE,
-    "total_accepted_draft_tokens": _PERFORMANCE, "total_draft_tokens": _PERFORMANCE,
-}  # fmt: skip
+    "kv_cache_alloc_new_blocks": _BLOCKS,
+    "kv_cache_reused_blocks": _BLOCKS,
+    "kv_cache_alloc_total_blocks": _BLOCKS,
+    "arrival_time_ns": _PERFORMANCE,
+    "first_scheduled_time_ns": _PERFORMANCE,
+    "first_token_time_ns": _PERFORMANCE,
+    "last_token_time_ns": _PERFORMANCE,
+    "acceptance_rate": _PERFORMANCE,
+    "total_accepted_draft_tokens": _PERFORMANCE,
+    "total_draft_tokens": _PERFORMANCE,
+}
 _TIMED = frozenset(name for name, flags in FLAGS.items() if "return_perf_metrics" in flags)
 
 
@@ -70,14 +77,19 @@ class Asked:
 
 
 def asked_of(
-    fields: Mapping[str, Given], sampling: SamplingParams, inputs: Collection[str], outputs: Collection[str],
+    fields: Mapping[str, Given],
+    sampling: SamplingParams,
+    inputs: Collection[str],
+    outputs: Collection[str],
     placeholders: bool,
 ) -> Asked:
     """`inputs`, `outputs`: the fields that the model declares."""
     optional = set()
     for name, flags in FLAGS.items():
         asked = any(flag in fields and fields[flag].value for flag in flags)
-        if asked or (name in outputs and not any(flag in inputs or flag in fields for flag in flags)):
+        if asked or (
+            name in outputs and not any(flag in inputs or flag in fields for flag in flags)
+        ):
             optional.add(name)
     return Asked(sampling, frozenset(optional), placeholders)
 
@@ -98,7 +110,8 @@ class Progress:
     finish_reason: str = ""
     timing: Timing | None = None
     beams: list[TextBeam] = field(default_factory=list)  # at the end of a search
-    total: float | None = None  # of a beam, with its end: what the tokens' log-probabilities do not add up to
+    # of a beam, with its end: what the tokens' log-probabilities do not add up to
+    total: float | None = None
     told: int = 0  # tokens whose scores were sent
     context_told: bool = False  # the prompt's scores were sent, or are another sequence's to send
 
@@ -106,7 +119,9 @@ class Progress:
         """Take a delta in; the answer is the same without the token that ended the text."""
         if delta.finish_reason == "stop" and delta.tokens and delta.tokens[-1] in self.end_ids:
             delta.tokens = delta.tokens[:-1]
-            delta.log_probs = delta.log_probs[: len(delta.tokens)] if delta.log_probs is not None else None
+            delta.log_probs = (
+                delta.log_probs[: len(delta.tokens)] if delta.log_probs is not None else None
+            )
         self.tokens += delta.tokens
         self.log_probs += delta.log_probs or []
         self.top_log_probs += (delta.top_log_probs or [])[: len(delta.tokens)]
@@ -123,11 +138,18 @@ class Progress:
         """One for each sequence that is answered with: the beams of a search, or itself."""
         if not self.beams:
             return [self]
-        ended = self.finish_reason in ("stop", "length")  # otherwise it was ended from outside, all beams alike
+        # otherwise it was ended from outside, all beams alike
+        ended = self.finish_reason in ("stop", "length")
         return [
-            replace(self, tokens=beam.tokens, log_probs=beam.log_probs, text=beam.text, total=beam.total_log_prob,
-                    scores=replace(self.scores, generation_logits=beam.generation_logits),
-                    finish_reason=beam.finish_reason if ended else self.finish_reason)
+            replace(
+                self,
+                tokens=beam.tokens,
+                log_probs=beam.log_probs,
+                text=beam.text,
+                total=beam.total_log_prob,
+                scores=replace(self.scores, generation_logits=beam.generation_logits),
+                finish_reason=beam.finish_reason if ended else self.finish_reason,
+            )
             for beam in self.beams
         ]
 
@@ -137,18 +159,28 @@ class Progress:
         return total / len(self.log_probs) if self.normalise and self.log_probs else total
 
 
-async def made(make: Callable[..., Made], texts: Any, asked: Asked, parts: Sequence[Progress], *more: Any) -> Made:
+async def made(
+    make: Callable[..., Made], texts: Any, asked: Asked, parts: Sequence[Progress], *more: Any
+) -> Made:
     """An answer; in a thread where it has so many logits that others' answers would wait for it."""
-    logits = sum(len(part.scores.context_logits) + len(part.scores.generation_logits) for part in parts)
+    logits = sum(
+        len(part.scores.context_logits) + len(part.scores.generation_logits) for part in parts
+    )
     if logits < 4 * LONG:
         return make(texts, asked, parts, *more)
     return await asyncio.to_thread(make, texts, asked, parts, *more)
 
 
 def side_outputs(asked: Asked, progress: Progress) -> list[Tensor]:
-    """By field name: all that goes with a text, of the tokens since the last call. Streams call it again and again."""
+    """By field name: all that goes with a text, of the tokens since the last call. Streams call it
+    again and again.
+    """
     start, progress.told = progress.told, len(progress.tokens)
-    outputs = [*_log_probs(asked, progress, start), *_logits(asked, progress, start), *_counts(asked, progress)]
+    outputs = [
+        *_log_probs(asked, progress, start),
+        *_logits(asked, progress, start),
+        *_counts(asked, progress),
+    ]
     if progress.timing is not None:
         outputs += _performance(asked, progress.timing)
     return outputs
@@ -166,8 +198,14 @@ def _log_probs(asked: Asked, progress: Progress, start: int) -> list[Tensor]:
     if sampling.top_log_probs:
         tops = progress.top_log_probs[start:]
         shape = (1, 1, len(tops), len(tops[0]) if tops else 0)
-        outputs.append(Tensor("output_top_ids", "INT32", shape, [token for top in tops for token, _ in top]))
-        outputs.append(Tensor("output_top_log_probs", "FP32", shape, [single(v) for top in tops for _, v in top]))
+        outputs.append(
+            Tensor("output_top_ids", "INT32", shape, [token for top in tops for token, _ in top])
+        )
+        outputs.append(
+            Tensor(
+                "output_top_log_probs", "FP32", shape, [single(v) for top in tops for _, v in top]
+            )
+        )
     return outputs
 
 
@@ -176,9 +214,12 @@ def _logits(asked: Asked, progress: Progress, start: int) -> list[Tensor]:
     outputs: list[Tensor] = []
     sampling, scores = asked.sampling, progress.scores
     if sampling.context_logits and not progress.context_told:
-        values: Any = memoryview(scores.context_logits).cast("f")  # a list would take ten times the memory
+        # a list would take ten times the memory
+        values: Any = memoryview(scores.context_logits).cast("f")
         positions = max(1, progress.prompt_tokens)
-        outputs.append(Tensor("context_logits", "FP32", (1, positions, len(values) // positions), values))
+        outputs.append(
+            Tensor("context_logits", "FP32", (1, positions, len(values) // positions), values)
+        )
     elif asked.placeholders:
         outputs.append(Tensor("context_logits", "FP32", (1, 1, 1), [0.0]))
     if sampling.generation_logits:
@@ -202,7 +243,11 @@ def _counts(asked: Asked, progress: Progress) -> list[Tensor]:
         "num_output_tokens": len(progress.tokens),
         "num_cached_tokens": progress.cached_tokens,
     }
-    outputs = [Tensor(name, "INT32", (1, 1), [value]) for name, value in counts.items() if name in asked.optional]
+    outputs = [
+        Tensor(name, "INT32", (1, 1), [value])
+        for name, value in counts.items()
+        if name in asked.optional
+    ]
     if "finish_reason" in asked.optional:
         outputs.append(Tensor("finish_reason", "BYTES", (1, 1), [progress.finish_reason.encode()]))
     return outputs
@@ -218,17 +263,26 @@ def _performance(asked: Asked, timing: Timing) -> list[Tensor]:
         "first_scheduled_time_ns": ("INT64", timing.first_scheduled_ns),
         "first_token_time_ns": ("INT64", timing.first_token_ns),
         "last_token_time_ns": ("INT64", timing.last_token_ns),
-        "acceptance_rate": ("FP32", single(timing.accepted_draft_tokens / max(1, timing.draft_tokens))),
+        "acceptance_rate": (
+            "FP32",
+            single(timing.accepted_draft_tokens / max(1, timing.draft_tokens)),
+        ),
         "total_accepted_draft_tokens": ("INT32", timing.accepted_draft_tokens),
         "total_draft_tokens": ("INT32", timing.draft_tokens),
-    }  # fmt: skip
-    return [Tensor(name, datatype, (1, 1), [value])
-            for name, (datatype, value) in numbers.items() if name in asked.optional]
+    }
+    return [
+        Tensor(name, datatype, (1, 1), [value])
+        for name, (datatype, value) in numbers.items()
+        if name in asked.optional
+    ]
 
 
-def named(outputs: Iterable[Tensor], names: Mapping[str, str], asked: Collection[str] = ()) -> list[Tensor]:
-    """Rename fields to the model's tensors (`names`: field → tensor). What the model does not declare is left out,
-    unless it was asked for by name."""
+def named(
+    outputs: Iterable[Tensor], names: Mapping[str, str], asked: Collection[str] = ()
+) -> list[Tensor]:
+    """Rename fields to the model's tensors (`names`: field → tensor). What the model does not
+    declare is left out, unless it was asked for by name.
+    """
     kept = []
     for tensor in outputs:
         if tensor.name in names or tensor.name in asked:
@@ -238,10 +292,16 @@ def named(outputs: Iterable[Tensor], names: Mapping[str, str], asked: Collection
 
 
 def as_declared(outputs: Iterable[Tensor], config: ModelConfig) -> list[Tensor]:
-    """Numbers in the type that the model declares them in: later repositories may have logits in 16 bits."""
+    """Numbers in the type that the model declares them in: later repositories may have logits in 16
+    bits.
+    """
     declared = {tensor.name: tensor.datatype for tensor in config.outputs}
-    return [_narrowed(tensor, declared[tensor.name]) if tensor.datatype == "FP32"
-            and declared.get(tensor.name) in ("FP16", "BF16") else tensor for tensor in outputs]
+    return [
+        _narrowed(tensor, declared[tensor.name])
+        if tensor.datatype == "FP32" and declared.get(tensor.name) in ("FP16", "BF16")
+        else tensor
+        for tensor in outputs
+    ]
 
 
 def _narrowed(tensor: Tensor, datatype: str) -> Tensor:

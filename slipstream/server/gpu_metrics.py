@@ -35,7 +35,9 @@ class Gpus:
         self._handles: dict[str, ctypes.c_void_p] = {}  # by the GPU's unique name
         if self._driver is not None:
             self._handles = dict(_devices(self._driver))
-        self._energy_before = {uuid: _energy(self._driver, handle) for uuid, handle in self._handles.items()}
+        self._energy_before = {
+            uuid: _energy(self._driver, handle) for uuid, handle in self._handles.items()
+        }
 
     def families(self) -> Iterator[Family]:
         """What each GPU tells. One that does not know a figure is left out of its family."""
@@ -94,7 +96,9 @@ def _memory(field: str) -> Callable[[ctypes.CDLL, ctypes.c_void_p], float | None
     return read
 
 
-def _thousandths(function: str, kind: type[ctypes.c_uint] | type[ctypes.c_ulonglong]) -> Callable[..., float | None]:
+def _thousandths(
+    function: str, kind: type[ctypes.c_uint] | type[ctypes.c_ulonglong]
+) -> Callable[..., float | None]:
     """A figure the driver gives in milliwatts or millijoules."""
 
     def read(driver: ctypes.CDLL, handle: ctypes.c_void_p) -> float | None:

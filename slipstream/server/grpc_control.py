@@ -1,4 +1,6 @@
-"""The calls around inference: what is served and how it does, the repository, logs, traces and shared memory."""
+"""The calls around inference: what is served and how it does, the repository, logs, traces and
+shared memory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from slipstream.server.http import EXTENSIONS, TRITON_VERSION
 from slipstream.server.log_settings import log_settings, update_log_settings
 from slipstream.server.protocol.messages import method_messages
 from slipstream.server.registry import ModelRegistry
-from slipstream.server.repository_control import RepositoryControl, check_repository_name, load_model
+from slipstream.server.repository_control import (
+    RepositoryControl,
+    check_repository_name,
+    load_model,
+)
 from slipstream.server.shared_memory import SharedMemory
 from slipstream.server.statistics import model_statistics
 from slipstream.server.trace_settings import TraceSettings
@@ -42,10 +48,15 @@ class Description:
         return _answer("ModelReady", ready=ready)
 
     async def server_metadata(self, request: Any) -> Any:
-        return _answer("ServerMetadata", name=self._server_name, version=TRITON_VERSION, extensions=EXTENSIONS)
+        return _answer(
+            "ServerMetadata", name=self._server_name, version=TRITON_VERSION, extensions=EXTENSIONS
+        )
 
     async def model_metadata(self, request: Any) -> Any:
-        return _answer("ModelMetadata", **self._registry.metadata(request.name, version_number(request.version)))
+        return _answer(
+            "ModelMetadata",
+            **self._registry.metadata(request.name, version_number(request.version)),
+        )
 
     async def model_config(self, request: Any) -> Any:
         document = self._registry.configuration(request.name, version_number(request.version))
@@ -80,8 +91,15 @@ class RepositoryCalls:
 
 def _chosen(parameters: Any) -> dict[str, Any]:
     """Of each parameter the value it has, whichever type that is; one that has none is left out."""
-    choices = ((name, parameter, parameter.WhichOneof("parameter_choice")) for name, parameter in parameters.items())
-    return {name: getattr(parameter, choice) for name, parameter, choice in choices if choice is not None}
+    choices = (
+        (name, parameter, parameter.WhichOneof("parameter_choice"))
+        for name, parameter in parameters.items()
+    )
+    return {
+        name: getattr(parameter, choice)
+        for name, parameter, choice in choices
+        if choice is not None
+    }
 
 
 class SharedMemoryCalls:
@@ -105,7 +123,9 @@ class SharedMemoryCalls:
         return _answer("CudaSharedMemoryStatus", regions=regions)
 
     async def cuda_register(self, request: Any) -> Any:
-        self._memory.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
+        self._memory.register_cuda(
+            request.name, request.raw_handle, request.device_id, request.byte_size
+        )
         return _answer("CudaSharedMemoryRegister")
 
     async def cuda_unregister(self, request: Any) -> Any:

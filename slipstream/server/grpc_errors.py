@@ -37,8 +37,12 @@ def read_message(kind: Any, data: bytes) -> Any:
         raise Status(grpc.StatusCode.INTERNAL, UNREADABLE) from None
 
 
-def answering(method: Callable[..., Awaitable[Any]], request: Any, access: Access, api: str) -> Callable[..., Any]:
-    """A unary call whose errors become gRPC's, for those who may call it. Inference also sees the call."""
+def answering(
+    method: Callable[..., Awaitable[Any]], request: Any, access: Access, api: str
+) -> Callable[..., Any]:
+    """A unary call whose errors become gRPC's, for those who may call it. Inference also sees the
+    call.
+    """
 
     async def answer(data: bytes, call: Call) -> bytes:
         check_access(call, access, api)

@@ -1,4 +1,6 @@
-"""The standard health service, `grpc.health.v1.Health`. Its two messages are small enough to be written by hand."""
+"""The standard health service, `grpc.health.v1.Health`. Its two messages are small enough to be
+written by hand.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def health_handlers(state: ServerState, access: Access) -> dict[str, Handler]:
     async def watch(call: StreamCall) -> None:
         check_access(call, access, "health")
         told = b""
-        while not (state.draining and told == _NOT_SERVING):  # a watcher must not hold up a server that leaves
+        # a watcher must not hold up a server that leaves
+        while not (state.draining and told == _NOT_SERVING):
             if (now := status()) != told:
                 told = now
                 await call.write(now)

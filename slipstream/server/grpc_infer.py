@@ -14,7 +14,13 @@ from slipstream.server import logging
 from slipstream.server.context import ServerContext
 from slipstream.server.errors import Code, InferenceError, Unavailable
 from slipstream.server.grpc_errors import STATUS
-from slipstream.server.grpc_tensors import FINAL, read_call, set_parameters, wants_empty_final, write_response
+from slipstream.server.grpc_tensors import (
+    FINAL,
+    read_call,
+    set_parameters,
+    wants_empty_final,
+    write_response,
+)
 from slipstream.server.grpc_transport import INTERNAL, Call, ClientGone, Status, StreamCall
 from slipstream.server.health import ServerState
 from slipstream.server.infer_request import InferCall
@@ -69,7 +75,8 @@ class Inference:
 
     async def _only_answer(self, entry: ModelVersion, call: InferCall) -> Any:
         answer = InferResponse()
-        # A client that leaves, or whose deadline passes, cancels this call, which closes the model's generator.
+        # A client that leaves, or whose deadline passes, cancels this call, which closes the
+        # model's generator.
         async with aclosing(entry.model.infer(call.request)) as responses:
             async for answer in responses:
                 if answer.error is not None:
@@ -80,7 +87,8 @@ class Inference:
         """Any number of requests, answered side by side. An error is an answer; the stream goes on."""
         stream, room = _Stream(call, self.forwarded(call)), asyncio.Semaphore(_MOST_UNDER_WAY)
         try:
-            async with asyncio.TaskGroup() as answering:  # the client's leaving cancels this call, and so all of them
+            # the client's leaving cancels this call, and so all of them
+            async with asyncio.TaskGroup() as answering:
                 ordered: asyncio.Task[None] | None = None
                 async for data in call:
                     try:
@@ -88,7 +96,8 @@ class Inference:
                     except DecodeError:
                         break  # what cannot be read ends the stream, as with Triton
                     answers = _Answers(self, message, stream)
-                    await room.acquire()  # meanwhile the library's flow control holds the client back
+                    # meanwhile the library's flow control holds the client back
+                    await room.acquire()
                     task = answering.create_task(answers.run(after=ordered))
                     task.add_done_callback(lambda _: room.release())
                     if answers.keep_order:
@@ -102,7 +111,11 @@ class Inference:
         """The metadata that models are to see as parameters."""
         if self._forwarded is None:
             return {}
-        return {key: value for key, value in call.metadata if isinstance(value, str) and self._forwarded.fullmatch(key)}
+        return {
+            key: value
+            for key, value in call.metadata
+            if isinstance(value, str) and self._forwarded.fullmatch(key)
+        }
 
     def admit(self, message: Any, forwarded: dict[str, Parameter], headers: Headers) -> Admitted:
         entry = self._find(message)
@@ -115,7 +128,9 @@ class Inference:
     def write(self, admitted: Admitted, answer: InferResponse) -> Any:
         entry = admitted.entry
         version = "" if answer.error is not None else entry.version
-        return write_response(admitted.call, entry.name, version, answer, entry.model.config, self._memory)
+        return write_response(
+            admitted.call, entry.name, version, answer, entry.model.config, self._memory
+        )
 
     def _find(self, message: Any) -> ModelVersion:
         if self._state.draining:
@@ -139,7 +154,9 @@ class _Stream:
         self.peer = call.peer
         self.metadata = call.metadata
         self._call = call
-        self._errors_end = any(key == ERRORS_END_STREAM and value == "true" for key, value in call.metadata)
+        self._errors_end = any(
+            key == ERRORS_END_STREAM and value == "true" for key, value in call.metadata
+        )
         self._ended = False
         self._turn = asyncio.Lock()
 
@@ -157,7 +174,9 @@ class _Stream:
             if self._errors_end:
                 self._ended = True
                 raise Status(STATUS[code], message)
-            await self._send(messages.ModelStreamInferResponse(error_message=message, infer_response=response))
+            await self._send(
+                messages.ModelStreamInferResponse(error_message=message, infer_response=response)
+            )
 
 
 class _Answers:

@@ -71,7 +71,9 @@ class GrpcOptions:
 
 
 def add_port(server: GrpcServer, address: str, options: GrpcOptions) -> int:
-    """Listen at an address ("127.0.0.1:8001"), with TLS where it is asked for; the port that it became."""
+    """Listen at an address ("127.0.0.1:8001"), with TLS where it is asked for; the port that it
+    became.
+    """
     credentials = options.credentials()
     if credentials is None:
         return server.add_insecure_port(address)

@@ -1,7 +1,8 @@
 """What gRPC's C library has done, brought to the event loop.
 
-This is the layer that `grpc.server` is built on too. `grpc.aio` spends some 200 µs on an empty call, nearly all of it
-on the futures and callbacks it has around every operation; here an operation is started with what it ends with.
+This is the layer that `grpc.server` is built on too. `grpc.aio` spends some 200 µs on an empty
+call, nearly all of it on the futures and callbacks it has around every operation; here an operation
+is started with what it ends with.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ _EVENTS_A_TURN = 64  # then the event loop's other work goes first
 
 
 class CompletionQueue:
-    """The operations that are complete, each handed to its tag: a callable, or None where nobody needs to know.
+    """The operations that are complete, each handed to its tag: a callable, or None where nobody
+    needs to know.
 
-    While there is work the event loop takes it from the queue itself: a thread that fetched each event would fight the
-    loop for the interpreter. Only where there is none the thread waits, and wakes the loop.
+    While there is work the event loop takes it from the queue itself: a thread that fetched each
+    event would fight the loop for the interpreter. Only where there is none the thread waits, and
+    wakes the loop.
     """
 
     def __init__(self) -> None:

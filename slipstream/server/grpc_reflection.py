@@ -62,7 +62,10 @@ def _protocol() -> tuple[Any, Any]:
     )
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
-    classes = [message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{n}")) for n in _NAMES]
+    classes = [
+        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{n}"))
+        for n in _NAMES
+    ]
     return classes[0], classes[1]
 
 
@@ -77,7 +80,8 @@ def reflection_handlers(access: Access) -> dict[str, Handler]:
             await call.write(answer(read_message(Request, data)).SerializeToString())
 
     return {
-        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo": Streaming(info) for version in VERSIONS
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo": Streaming(info)
+        for version in VERSIONS
     }
 
 

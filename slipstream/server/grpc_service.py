@@ -6,7 +6,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slipstream.server.context import ServerContext
-from slipstream.server.grpc_control import Description, RepositoryCalls, SettingCalls, SharedMemoryCalls
+from slipstream.server.grpc_control import (
+    Description,
+    RepositoryCalls,
+    SettingCalls,
+    SharedMemoryCalls,
+)
 from slipstream.server.grpc_errors import answering, check_access
 from slipstream.server.grpc_health import health_handlers
 from slipstream.server.grpc_infer import Inference
@@ -35,12 +40,16 @@ def create_grpc_server(
     return GrpcServer(handlers, options.channel_arguments())
 
 
-def _inference_handlers(registry: ModelRegistry, state: ServerState, shared: ServerContext) -> dict[str, Handler]:
+def _inference_handlers(
+    registry: ModelRegistry, state: ServerState, shared: ServerContext
+) -> dict[str, Handler]:
     inference = Inference(registry, state, shared)
     handlers: dict[str, Handler] = {}
     for name, (api, method) in _unary_methods(registry, state, shared, inference).items():
         request, _ = messages.method_messages(name)
-        handlers[f"/{messages.SERVICE}/{name}"] = Unary(answering(method, request, shared.access, api))
+        handlers[f"/{messages.SERVICE}/{name}"] = Unary(
+            answering(method, request, shared.access, api)
+        )
 
     async def stream_infer(call: StreamCall) -> None:
         check_access(call, shared.access, "inference")

@@ -1,7 +1,8 @@
 """gRPC messages to requests of tensors, and answers back to messages.
 
-What the real server checks is checked here, in its order and with its words. Data comes raw in the order of the
-inputs, as typed contents, or from shared memory; answers are raw, or go into shared memory.
+What the real server checks is checked here, in its order and with its words. Data comes raw in the
+order of the inputs, as typed contents, or from shared memory; answers are raw, or go into shared
+memory.
 """
 
 from __future__ import annotations
@@ -26,15 +27,35 @@ FINAL = "triton_final_response"
 
 # The field that carries each datatype, and the datatype a filled field stands for in an error text.
 _CONTENTS = {
-    "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
-    "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
-    "UINT64": "uint64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents", "BYTES": "bytes_contents",
-}  # fmt: skip
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
 _FIELD_TYPES = {
-    "bool_contents": "BOOL", "int_contents": "INT32", "int64_contents": "INT64", "uint_contents": "UINT32",
-    "uint64_contents": "UINT64", "fp32_contents": "FP32", "fp64_contents": "FP64", "bytes_contents": "BYTES",
-}  # fmt: skip
-_BITS = {"INT8": (-128, 127), "INT16": (-(2**15), 2**15 - 1), "UINT8": (0, 255), "UINT16": (0, 2**16 - 1)}
+    "bool_contents": "BOOL",
+    "int_contents": "INT32",
+    "int64_contents": "INT64",
+    "uint_contents": "UINT32",
+    "uint64_contents": "UINT64",
+    "fp32_contents": "FP32",
+    "fp64_contents": "FP64",
+    "bytes_contents": "BYTES",
+}
+_BITS = {
+    "INT8": (-128, 127),
+    "INT16": (-(2**15), 2**15 - 1),
+    "UINT8": (0, 255),
+    "UINT16": (0, 2**16 - 1),
+}
 
 
 def read_call(message: Any, config: ModelConfig, version: str, memory: SharedMemory) -> InferCall:
@@ -52,7 +73,9 @@ def read_call(message: Any, config: ModelConfig, version: str, memory: SharedMem
             data = memory.read(place.region, place.offset, place.byte_size)
             tensor = _from_bytes(request, given, data)
         elif given.HasField("contents") and not message.raw_input_contents:
-            tensor = Tensor(given.name, given.datatype, tuple(given.shape), _explicit(given, config))
+            tensor = Tensor(
+                given.name, given.datatype, tuple(given.shape), _explicit(given, config)
+            )
         else:
             tensor = _from_bytes(request, given, _raw_contents(message, in_raw, given.name))
             in_raw += 1
@@ -79,7 +102,9 @@ def _read_parameter(request: InferRequest, name: str, parameter: Any) -> None:
     if expected is None:
         request.parameters[name] = value
     elif choice not in expected.choices:
-        raise InferenceError(f"invalid value type for '{name}' parameter, expected {expected.text}.")
+        raise InferenceError(
+            f"invalid value type for '{name}' parameter, expected {expected.text}."
+        )
     else:
         setattr(request, expected.field, value)
 
@@ -107,14 +132,22 @@ _RESERVED = {
 
 
 def _wanted(output: Any) -> WantedOutput:
-    classes = output.parameters["classification"].int64_param if "classification" in output.parameters else 0
+    classes = (
+        output.parameters["classification"].int64_param
+        if "classification" in output.parameters
+        else 0
+    )
     return WantedOutput(output.name, classes=classes, place=_place(output.parameters))
 
 
 def _place(parameters: Any) -> SharedPlace | None:
     if "shared_memory_region" not in parameters:
         return None
-    offset = parameters["shared_memory_offset"].int64_param if "shared_memory_offset" in parameters else 0
+    offset = (
+        parameters["shared_memory_offset"].int64_param
+        if "shared_memory_offset" in parameters
+        else 0
+    )
     if "shared_memory_byte_size" not in parameters:
         raise InferenceError("'shared_memory_byte_size' must be given with 'shared_memory_region'")
     size = parameters["shared_memory_byte_size"].int64_param
@@ -131,7 +164,8 @@ def _raw_contents(message: Any, position: int, name: str) -> bytes:
 def _from_bytes(request: InferRequest, given: Any, raw: bytes) -> Tensor:
     shape = tuple(given.shape)
     if given.datatype not in SIZES and given.datatype != "BYTES":
-        return Tensor(given.name, given.datatype, shape, [])  # unknown; the check against the model's tells
+        # unknown; the check against the model's tells
+        return Tensor(given.name, given.datatype, shape, [])
     return read_raw(request, given.name, given.datatype, shape, raw)
 
 
@@ -159,10 +193,17 @@ def _check_filled(request: InferRequest, tensor: Tensor) -> None:
 
 
 def write_response(
-    call: InferCall, name: str, version: str, response: InferResponse, config: ModelConfig, memory: SharedMemory
+    call: InferCall,
+    name: str,
+    version: str,
+    response: InferResponse,
+    config: ModelConfig,
+    memory: SharedMemory,
 ) -> Any:
     """The ModelInferResponse to a request, with the outputs it asked for (all when it named none)."""
-    message = messages.ModelInferResponse(model_name=name, model_version=version, id=call.request.id)
+    message = messages.ModelInferResponse(
+        model_name=name, model_version=version, id=call.request.id
+    )
     set_parameters(message, response.parameters.items())
     for tensor in response.outputs:
         wanted = call.wanted(tensor.name)
@@ -181,12 +222,16 @@ def write_response(
 def _write_shared(output: Any, tensor: Tensor, place: SharedPlace, memory: SharedMemory) -> None:
     data = pack(tensor)
     memory.write(place.region, place.offset, place.byte_size, data, tensor.name)
-    set_parameters(output, [("shared_memory_region", place.region), ("shared_memory_byte_size", len(data))])
+    set_parameters(
+        output, [("shared_memory_region", place.region), ("shared_memory_byte_size", len(data))]
+    )
     if place.offset:
         set_parameters(output, [("shared_memory_offset", place.offset)])
 
 
 def set_parameters(message: Any, parameters: Iterable[tuple[str, Parameter]]) -> None:
     for name, value in parameters:
-        field = {bool: "bool_param", int: "int64_param", float: "double_param"}.get(type(value), "string_param")
+        field = {bool: "bool_param", int: "int64_param", float: "double_param"}.get(
+            type(value), "string_param"
+        )
         setattr(message.parameters[name], field, value)

@@ -1,6 +1,7 @@
 """A gRPC server for handlers on the event loop: bytes in, bytes out.
 
-Connections, TLS, flow control, keepalive, compression, deadlines and limits are those of gRPC's C library.
+Connections, TLS, flow control, keepalive, compression, deadlines and limits are those of gRPC's C
+library.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class ClientGone(Exception):
 
 
 class Call:
-    """One call of a client, as its handler sees it. A client that leaves, or lets its deadline pass, cancels that."""
+    """One call of a client, as its handler sees it. A client that leaves, or lets its deadline
+    pass, cancels that.
+    """
 
     def __init__(self, server: GrpcServer, event: Any) -> None:
         self.metadata: Sequence[tuple[str, str | bytes]] = event.invocation_metadata
@@ -93,7 +96,9 @@ class Call:
         if self._gone:
             return
         operations, text = self._answering(message), details.encode("utf-8", "replace")
-        operations.append(cygrpc.SendStatusFromServerOperation(None, code.value[0], text, _NO_FLAGS))
+        operations.append(
+            cygrpc.SendStatusFromServerOperation(None, code.value[0], text, _NO_FLAGS)
+        )
         if not self._watched:  # the library wants to be asked for it once in every call
             self._watched = True
             operations.append(cygrpc.ReceiveCloseOnServerOperation(_NO_FLAGS))
@@ -174,7 +179,9 @@ Handler = Unary | Streaming
 class GrpcServer:
     """Handlers by the path of their call, "/package.Service/Method"; other calls are unimplemented."""
 
-    def __init__(self, handlers: Mapping[str, Handler], arguments: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self, handlers: Mapping[str, Handler], arguments: Sequence[tuple[str, int]]
+    ) -> None:
         self.running: set[Call] = set()
         self._handlers = {path.encode(): handler for path, handler in handlers.items()}
         self._queue = CompletionQueue()
@@ -186,7 +193,9 @@ class GrpcServer:
         return _bound(address, self._core.add_http2_port(address.encode()))
 
     def add_secure_port(self, address: str, credentials: grpc.ServerCredentials) -> int:
-        return _bound(address, self._core.add_http2_port(address.encode(), credentials._credentials))
+        return _bound(
+            address, self._core.add_http2_port(address.encode(), credentials._credentials)
+        )
 
     async def start(self) -> None:
         self._started = True
@@ -211,7 +220,9 @@ class GrpcServer:
             Call(self, event).end(grpc.StatusCode.UNIMPLEMENTED, "")
 
     async def stop(self, grace: float | None) -> None:
-        """Takes no more calls. Those under way may end within `grace` seconds; then they are cancelled."""
+        """Takes no more calls. Those under way may end within `grace` seconds; then they are
+        cancelled.
+        """
         if not self._started:
             return
         self._started = False

@@ -1,6 +1,8 @@
-"""Triton's HTTP routes as the real server answers them: models, infer and generate, statistics, control, settings.
+"""Triton's HTTP routes as the real server answers them: models, infer and generate, statistics,
+control, settings.
 
-How a server is put together (no torch in this process, the engine is another one): `services.py` does it with
+How a server is put together (no torch in this process, the engine is another one): `services.py`
+does it with
 
     registry = ModelRegistry()                           # registry.wrap(…) puts counters around the models
     loader = ModelLoader(paths, registry, engines, …)    # models come and go; also the control that clients have
@@ -9,9 +11,9 @@ How a server is put together (no torch in this process, the engine is another on
 
 and tests with `build_registry(read_repository(path), generators)`, whose models stay.
 
-The routes are plain ASGI in front of a FastAPI application, because status, framing, header set and raw paths are
-part of the contract. FastAPI has what else there is: the pages `/` and `/docs`, `/openapi.json` and whatever is mounted
-on it later.
+The routes are plain ASGI in front of a FastAPI application, because status, framing, header set and
+raw paths are part of the contract. FastAPI has what else there is: the pages `/` and `/docs`,
+`/openapi.json` and whatever is mounted on it later.
 """
 
 from __future__ import annotations
@@ -59,7 +61,13 @@ from slipstream.server.http_admin import (
 )
 from slipstream.server.http_protocol import TritonProtocol
 from slipstream.server.http_trace import StampedSend
-from slipstream.server.infer_http import EarlyError, answer_infer, check_coupled, forwarded_headers, read_call
+from slipstream.server.infer_http import (
+    EarlyError,
+    answer_infer,
+    check_coupled,
+    forwarded_headers,
+    read_call,
+)
 from slipstream.server.json_text import write_error, write_value
 from slipstream.server.openai.routes import OpenAIRoutes
 from slipstream.server.openapi import openapi_document
@@ -70,16 +78,33 @@ from slipstream.server.tracing import Finishing
 
 TRITON_VERSION = "2.51.0"  # the release whose answers these are
 EXTENSIONS = (
-    "classification", "sequence", "model_repository", "model_repository(unload_dependents)", "schedule_policy",
-    "model_configuration", "system_shared_memory", "cuda_shared_memory", "binary_tensor_data", "parameters",
-    "statistics", "trace", "logging",
-)  # fmt: skip
+    "classification",
+    "sequence",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "system_shared_memory",
+    "cuda_shared_memory",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "trace",
+    "logging",
+)
 _MODEL_PATH = re.compile(
     r"/v2/models/([^/]+)(?:/versions/([0-9]+))?(?:/(infer|generate|generate_stream|ready|config|stats))?"
 )
 _APIS = {"ready": "health", "config": "model-config", "stats": "statistics", "": "metadata"}
 _OWN_PATHS = frozenset(
-    {"/v2", "/v2/health/live", "/v2/health/ready", "/v2/logging", "/v2/trace/setting", "/v2/models/stats"}
+    {
+        "/v2",
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/v2/logging",
+        "/v2/trace/setting",
+        "/v2/models/stats",
+    }
 )
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -104,8 +129,12 @@ class State(Protocol):
     def ready(self) -> bool: ...
 
 
-def create_app(registry: ModelRegistry, state: State, context: ServerContext | None = None) -> TritonRoutes:
-    """`context` is what the protocols of a server share; without one, models are fixed and everything is open."""
+def create_app(
+    registry: ModelRegistry, state: State, context: ServerContext | None = None
+) -> TritonRoutes:
+    """`context` is what the protocols of a server share; without one, models are fixed and
+    everything is open.
+    """
     context = context or ServerContext()
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.openapi = lambda: openapi_document(registry)  # type: ignore[method-assign]
@@ -115,13 +144,22 @@ def create_app(registry: ModelRegistry, state: State, context: ServerContext | N
     return TritonRoutes(app, registry, state, context)
 
 
-def uvicorn_config(app: Any, host: str = "127.0.0.1", port: int = 8000, **more: Any) -> uvicorn.Config:
+def uvicorn_config(
+    app: Any, host: str = "127.0.0.1", port: int = 8000, **more: Any
+) -> uvicorn.Config:
     """uvicorn as Triton's clients expect a server to behave: their headers only, connections kept."""
     settings: dict[str, Any] = {
-        "http": TritonProtocol, "ws": "none", "lifespan": "off", "interface": "asgi3", "server_header": False,
-        "date_header": False, "proxy_headers": False, "access_log": False, "log_config": None,
+        "http": TritonProtocol,
+        "ws": "none",
+        "lifespan": "off",
+        "interface": "asgi3",
+        "server_header": False,
+        "date_header": False,
+        "proxy_headers": False,
+        "access_log": False,
+        "log_config": None,
         "timeout_keep_alive": 120,
-    }  # fmt: skip
+    }
     return uvicorn.Config(app, host=host, port=port, **{**settings, **more})
 
 
@@ -133,15 +171,23 @@ async def _triton_error(request: Request, error: Exception) -> Response:
 
 
 class TritonRoutes:
-    """ASGI: everything under /v2, and OpenAI's under /v1; the rest goes on to the application behind."""
+    """ASGI: everything under /v2, and OpenAI's under /v1; the rest goes on to the application
+    behind.
+    """
 
-    def __init__(self, app: Handler, registry: ModelRegistry, state: State, context: ServerContext) -> None:
+    def __init__(
+        self, app: Handler, registry: ModelRegistry, state: State, context: ServerContext
+    ) -> None:
         self._app = app
         self._registry = registry
         self._state = state
         self._context = context
         self._openai = OpenAIRoutes(registry, state, context)
-        self._server = {"name": context.server_name, "version": TRITON_VERSION, "extensions": list(EXTENSIONS)}
+        self._server = {
+            "name": context.server_name,
+            "version": TRITON_VERSION,
+            "extensions": list(EXTENSIONS),
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("raw_path", b"").decode("latin-1")
@@ -159,7 +205,9 @@ class TritonRoutes:
                 self._check_access("metadata", scope)
                 await self._app(scope, receive, send)
         except Refused as refusal:
-            await send_whole(send, refusal.status, write_error(refusal.message), refusal.content_type)
+            await send_whole(
+                send, refusal.status, write_error(refusal.message), refusal.content_type
+            )
         except InferenceError as error:
             headers = (RETRY_AFTER,) if isinstance(error, Unavailable) else ()
             content_type = TEXT if isinstance(error, EarlyError) else JSON
@@ -168,8 +216,11 @@ class TritonRoutes:
             return
         except Exception:
             logging.error(f"{scope['method']} {path}: {traceback.format_exc().rstrip()}")
-            # Where the answer has begun, uvicorn refuses this one and closes: a part must not be taken for the whole.
-            await send_whole(send, 500, write_error("internal error, the server's log has the details"))
+            # Where the answer has begun, uvicorn refuses this one and closes: a part must not be
+            # taken for the whole.
+            await send_whole(
+                send, 500, write_error("internal error, the server's log has the details")
+            )
 
     def _check_access(self, api: str, scope: Scope) -> None:
         check_access(self._context.access, api, scope)
@@ -221,18 +272,32 @@ class TritonRoutes:
         if not why_not and scope["method"] == "GET" and path == deep_health.GENERATE:
             with WhileConnected(scope):
                 why_not = await deep_health.why_not_generating(self._registry)
-        await self._get(scope, send, JSON, lambda: (503, write_error(why_not)) if why_not else (200, b"{}"))
+        await self._get(
+            scope, send, JSON, lambda: (503, write_error(why_not)) if why_not else (200, b"{}")
+        )
 
-    async def _describe_model(self, name: str, version: str, kind: str, scope: Scope, send: Send) -> None:
+    async def _describe_model(
+        self, name: str, version: str, kind: str, scope: Scope, send: Send
+    ) -> None:
         if kind == "ready":
             ready = (200, b"") if self._registry.is_ready(name, version) else (400, _NOT_READY)
             await self._get(scope, send, TEXT, lambda: ready)
         elif kind == "config":
-            await self._get(scope, send, JSON, lambda: (200, write_value(self._registry.configuration(name, version))))
+            await self._get(
+                scope,
+                send,
+                JSON,
+                lambda: (200, write_value(self._registry.configuration(name, version))),
+            )
         elif kind == "stats":
             await self._get(scope, send, JSON, lambda: (200, self._statistics(name, version)))
         else:
-            await self._get(scope, send, JSON, lambda: (200, write_value(self._registry.metadata(name, version))))
+            await self._get(
+                scope,
+                send,
+                JSON,
+                lambda: (200, write_value(self._registry.metadata(name, version))),
+            )
 
     def _statistics(self, name: str, version: str) -> bytes:
         return write_value({"model_stats": model_statistics(self._registry, name, version)})
@@ -263,20 +328,26 @@ class TritonRoutes:
         work = partial(trace_route, scope["method"], model, self._context, self._registry)
         await self._administer(("GET", "POST"), work, scope, receive, send)
 
-    async def _shared_memory(self, match: re.Match[str], scope: Scope, receive: Receive, send: Send) -> None:
+    async def _shared_memory(
+        self, match: re.Match[str], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         self._check_access("shared-memory", scope)
         methods = ("GET",) if match.group(3) == "status" else ("POST",)
         work = partial(shared_memory_route, match, self._context)
         await self._administer(methods, work, scope, receive, send)
 
-    def _asked_model(self, name: str, version: str, scope: Scope, not_allowed_type: bytes = JSON) -> ModelVersion:
+    def _asked_model(
+        self, name: str, version: str, scope: Scope, not_allowed_type: bytes = JSON
+    ) -> ModelVersion:
         if scope["method"] != "POST":
             raise Refused(405, _NOT_ALLOWED, not_allowed_type)
         if self._state.draining:
             raise Unavailable("the server is shutting down and takes no new requests")
         return self._registry.find(name, version)
 
-    async def _infer(self, name: str, version: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _infer(
+        self, name: str, version: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         try:
             entry = self._asked_model(name, version, scope, TEXT)
         except InferenceError as error:

@@ -19,7 +19,9 @@ from slipstream.server.repository_control import check_repository_name, load_mod
 Answer = bytes  # the body of a 200
 REPOSITORY = re.compile(r"/v2/repository(?:/([^/]+))?/(?:index|models/([^/]+)/(load|unload))")
 MODEL_TRACE = re.compile(r"/v2/models/([^/]+)/trace/setting")
-SHARED_MEMORY = re.compile(r"/v2/(system|cuda)sharedmemory(?:/region/([^/]+))?/(status|register|unregister)")
+SHARED_MEMORY = re.compile(
+    r"/v2/(system|cuda)sharedmemory(?:/region/([^/]+))?/(status|register|unregister)"
+)
 _NON_STRING = "attempt to access JSON non-string as string"
 
 
@@ -50,7 +52,11 @@ async def trace_route(
 ) -> Answer:
     if model:
         registry.find(model)
-    found = context.trace.get(model) if method == "GET" else context.trace.update(dict(_members(body)), model)
+    found = (
+        context.trace.get(model)
+        if method == "GET"
+        else context.trace.update(dict(_members(body)), model)
+    )
     return write_object(_trace_members(found))
 
 
@@ -71,7 +77,9 @@ async def shared_memory_route(match: re.Match[str], context: ServerContext, body
     document = _members(body)
     if cuda:
         handle = _raw_handle(document)
-        memory.register_cuda(region, handle, _unsigned(document, "device_id"), _unsigned(document, "byte_size"))
+        memory.register_cuda(
+            region, handle, _unsigned(document, "device_id"), _unsigned(document, "byte_size")
+        )
     else:
         key = _required(document, "key")
         if not isinstance(key, str):

@@ -1,6 +1,7 @@
 """One HTTP request and its answer: uvicorn's, with less to do for each.
 
-A model that does nearly nothing is answered for thousands of times a second, and then a third of the work is here.
+A model that does nearly nothing is answered for thousands of times a second, and then a third of
+the work is here.
 """
 
 from __future__ import annotations
@@ -64,8 +65,13 @@ class Exchange(RequestResponseCycle):
     expected_content_length = 0
 
     def __init__(self, connection: Connection, keep_alive: bool) -> None:
-        # In place of uvicorn's constructor, most of whose fields are the constants above for most requests.
-        self.scope, self.transport, self.flow = connection.scope, connection.transport, connection.flow
+        # In place of uvicorn's constructor, most of whose fields are the constants above for most
+        # requests.
+        self.scope, self.transport, self.flow = (
+            connection.scope,
+            connection.transport,
+            connection.flow,
+        )
         self.logger, self.on_response = connection.logger, connection.on_response_complete
         self._arrived = False
         self._reader: asyncio.Future[None] | None = None
@@ -92,7 +98,8 @@ class Exchange(RequestResponseCycle):
             if not self.response_complete and not self.disconnected:
                 raise RuntimeError("the application returned before the end of its answer")
         except asyncio.CancelledError:
-            self.transport.close()  # the server stops and has waited long enough: nothing went wrong here
+            # the server stops and has waited long enough: nothing went wrong here
+            self.transport.close()
         except Exception as error:
             self.logger.error("Exception in ASGI application", exc_info=error)
             if self.response_started:
@@ -124,7 +131,9 @@ class Exchange(RequestResponseCycle):
             return
         expected = "http.response.body" if self.response_started else "http.response.start"
         if message["type"] != expected or self.response_complete:
-            raise RuntimeError(f"'{message['type']}' where '{expected}' is due, or after the end of the answer")
+            raise RuntimeError(
+                f"'{message['type']}' where '{expected}' is due, or after the end of the answer"
+            )
         if self.response_started:
             self._go_on(message.get("body", b""), message.get("more_body", False))
         else:
@@ -143,7 +152,11 @@ class Exchange(RequestResponseCycle):
             content.append(_written(name, value))
         if not self.keep_alive and not says_close:
             content.append(b"connection: close\r\n")
-        if self.chunked_encoding is None and self.scope["method"] != "HEAD" and status not in (204, 304):
+        if (
+            self.chunked_encoding is None
+            and self.scope["method"] != "HEAD"
+            and status not in (204, 304)
+        ):
             self.chunked_encoding = True
             content.append(b"transfer-encoding: chunked\r\n")
         content.append(b"\r\n")

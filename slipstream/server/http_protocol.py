@@ -1,8 +1,10 @@
-"""uvicorn's HTTP parser with bounds on what comes before and around a body, and silence towards garbage.
+"""uvicorn's HTTP parser with bounds on what comes before and around a body, and silence towards
+garbage.
 
-What is written during one turn of the event loop goes out as one piece, because a system call costs as much as
-writing an event does. Whoever works on a request can ask to be told when its client leaves. And a request that has
-begun to come must go on coming: a connection that is held open by a trickle is closed.
+What is written during one turn of the event loop goes out as one piece, because a system call costs
+as much as writing an event does. Whoever works on a request can ask to be told when its client
+leaves. And a request that has begun to come must go on coming: a connection that is held open by a
+trickle is closed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from slipstream.server.http_exchange import Exchange, read_target
 MAX_URL_BYTES = 8192
 MAX_HEAD_BYTES = 64 << 10
 MAX_CHUNKS = 65536  # of one request; tiny ones cost far more than the bytes they carry
-# For a request to arrive in, head and body. Every KiB of it that comes adds a second, up to as many from then on.
+# For a request to arrive in, head and body. Every KiB of it that comes adds a second, up to as many
+# from then on.
 PATIENCE_SECONDS = 60.0
 PATIENT_BYTES_A_SECOND = 1024
 
@@ -112,7 +115,9 @@ class JoiningTransport(asyncio.Transport):
 
 
 class PipelineFlow(FlowControl):
-    """Nothing more is read while requests that came before their turn are left: each may bring thousands with it."""
+    """Nothing more is read while requests that came before their turn are left: each may bring
+    thousands with it.
+    """
 
     def __init__(self, transport: Any, pipeline: deque[Any]) -> None:
         super().__init__(transport)
@@ -147,7 +152,8 @@ class TritonProtocol(HttpToolsProtocol):
         self._departure.leave()
 
     def data_received(self, data: bytes) -> None:
-        self._head_bytes += len(data)  # of a head or of trailers: counted anew wherever a body goes on
+        # of a head or of trailers: counted anew wherever a body goes on
+        self._head_bytes += len(data)
         waiting = self.timeout_keep_alive_task  # which any data ends
         super().data_received(data)
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -155,13 +161,18 @@ class TritonProtocol(HttpToolsProtocol):
         elif self._unfinished:
             self._expect_rest(len(data))
         elif waiting is not None and self.timeout_keep_alive_task is None and self._answered:
-            # Line ends before a request are none of it: whoever sends nothing else is as silent as before.
-            self.timeout_keep_alive_task = self.loop.call_at(waiting.when(), self.timeout_keep_alive_handler)
+            # Line ends before a request are none of it: whoever sends nothing else is as silent as
+            # before.
+            self.timeout_keep_alive_task = self.loop.call_at(
+                waiting.when(), self.timeout_keep_alive_handler
+            )
 
     def _expect_request(self) -> None:
         """Whoever says nothing at all is not waited for without end."""
         self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
     @property
     def _answered(self) -> bool:
@@ -183,7 +194,8 @@ class TritonProtocol(HttpToolsProtocol):
     def _lose_patience(self) -> None:
         self._patience = None
         answering = self.cycle is not None and not self.cycle.response_complete
-        if self.flow.read_paused or (answering and self._in_head):  # others of its requests come first
+        # others of its requests come first
+        if self.flow.read_paused or (answering and self._in_head):
             self._due = self.loop.time() + PATIENCE_SECONDS
         if self._due > self.loop.time():
             self._patience = self.loop.call_at(self._due, self._lose_patience)
@@ -195,7 +207,8 @@ class TritonProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         self.url += url
         if len(self.url) > MAX_URL_BYTES:
-            raise ValueError("the URL is too long")  # the parser stops, and the connection is closed below
+            # the parser stops, and the connection is closed below
+            raise ValueError("the URL is too long")
 
     def on_message_begin(self) -> None:
         self._unfinished = True
@@ -265,7 +278,9 @@ class TritonProtocol(HttpToolsProtocol):
         if not self.cycle.response_complete:
             self.cycle.more_body = False
             self.cycle.message_event.set()
-        elif not self.transport.is_closing():  # answered before it was here whole: now the next may come
+        elif (
+            not self.transport.is_closing()
+        ):  # answered before it was here whole: now the next may come
             self._expect_request()
 
     def send_400_response(self, msg: str) -> None:

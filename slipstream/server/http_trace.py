@@ -1,4 +1,6 @@
-"""The part of a request's trace that HTTP itself knows: when it came in, and when its answer went out."""
+"""The part of a request's trace that HTTP itself knows: when it came in, and when its answer went
+out.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The engine in a thread of this process, with the surface of `EngineClient`: for `slipstream.LLM` and tests.
+"""The engine in a thread of this process, with the surface of `EngineClient`: for `slipstream.LLM`
+and tests.
 
-The thread runs the very loop the engine process runs, over a link made of a queue. It sleeps on the queue
-while there is nothing to do. Each request's deltas go to the event loop that submitted it.
+The thread runs the very loop the engine process runs, over a link made of a queue. It sleeps on the
+queue while there is nothing to do. Each request's deltas go to the event loop that submitted it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class InProcessEngine:
         self._mailboxes = Mailboxes()
         self._link = _QueueLink(self)
         self._draining = False
-        self._door = threading.Lock()  # closed for good when `failure` is set: nobody slips in behind it
+        # closed for good when `failure` is set: nobody slips in behind it
+        self._door = threading.Lock()
         self._thread = threading.Thread(target=self._run, args=(loop,), name="engine", daemon=True)
         self._thread.start()
 
@@ -40,7 +42,9 @@ class InProcessEngine:
     def outstanding(self) -> int:
         return len(self._mailboxes)
 
-    def submit(self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]) -> Generation:
+    def submit(
+        self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]
+    ) -> Generation:
         if self._draining:
             raise EngineUnavailable("the server is shutting down")
         with self._door:

@@ -22,7 +22,9 @@ HEADER_LENGTH = b"inference-header-content-length"
 
 
 class EarlyError(InferenceError):
-    """Said before the request is looked into, or by the model: Triton labels these texts text/plain."""
+    """Said before the request is looked into, or by the model: Triton labels these texts
+    text/plain.
+    """
 
 
 def check_coupled(entry: ModelVersion) -> None:
@@ -30,7 +32,9 @@ def check_coupled(entry: ModelVersion) -> None:
         raise EarlyError(DECOUPLED, Code.UNSUPPORTED)
 
 
-def read_call(scope: Scope, body: bytes, entry: ModelVersion, memory: SharedMemory, most: int) -> InferCall:
+def read_call(
+    scope: Scope, body: bytes, entry: ModelVersion, memory: SharedMemory, most: int
+) -> InferCall:
     if encoding := header(scope, b"content-encoding"):
         body = decompress(encoding.decode("latin-1").lower(), body, most)
     given = header(scope, HEADER_LENGTH)
@@ -40,7 +44,8 @@ def read_call(scope: Scope, body: bytes, entry: ModelVersion, memory: SharedMemo
 
 def _header_bytes(given: bytes, body_bytes: int) -> int:
     digits = given.removeprefix(b"-")
-    value = int(given) if digits.isdigit() and len(digits) < 20 else 0  # as C reads a number that is none
+    # as C reads a number that is none
+    value = int(given) if digits.isdigit() and len(digits) < 20 else 0
     if value < 0 or value > body_bytes:
         text = f"inference header size should be in range (0, {body_bytes}), got: {value}"
         raise EarlyError(text)
@@ -54,18 +59,28 @@ def forwarded_headers(scope: Scope, names: re.Pattern[str]) -> dict[str, Paramet
     return {name: value for name, value in pairs if names.fullmatch(name)}
 
 
-async def answer_infer(entry: ModelVersion, call: InferCall, memory: SharedMemory, scope: Scope, send: Send) -> None:
+async def answer_infer(
+    entry: ModelVersion, call: InferCall, memory: SharedMemory, scope: Scope, send: Send
+) -> None:
     response = await _only_response(entry, call)
     if response.error is not None:
         await send_whole(send, response.error.status, write_error(response.error.message), TEXT)
         return
     written = await in_thread_if_long(
-        values_as_text(call, response), write_infer_response, call, response, entry.model.config, memory)
+        values_as_text(call, response),
+        write_infer_response,
+        call,
+        response,
+        entry.model.config,
+        memory,
+    )
     await _send(written, header(scope, b"accept-encoding").decode("latin-1"), send)
 
 
 async def _only_response(entry: ModelVersion, call: InferCall) -> InferResponse:
-    """The first answer; the model is heard to its end, because one that is cut off counts as cancelled."""
+    """The first answer; the model is heard to its end, because one that is cut off counts as
+    cancelled.
+    """
     first: InferResponse | None = None
     responses = entry.model.infer(call.request)
     try:

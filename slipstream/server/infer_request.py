@@ -1,4 +1,6 @@
-"""The body of `/infer`: a JSON header, then the raw tensors it announces, in the order of its inputs."""
+"""The body of `/infer`: a JSON header, then the raw tensors it announces, in the order of its
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def read_infer_call(
     else:
         written = parse_json(body[:header_bytes])
         if not isinstance(written, Members):
-            raise InferenceError("attempt to access non-existing object member 'inputs'", Code.INTERNAL)
+            raise InferenceError(
+                "attempt to access non-existing object member 'inputs'", Code.INTERNAL
+            )
         call, document = InferCall(request), written.first()
         if "id" in document:
             request.id = _string(document, "id")
@@ -99,7 +103,9 @@ def _read_bare(request: InferRequest, body: bytes, config: ModelConfig) -> None:
     batch = (1,) if config.max_batch_size > 0 else ()
     if tensor.datatype == "BYTES":
         if open_dims or fixed != 1:
-            text = f"For BYTE datatype raw input '{tensor.name}', the model must have input shape [1]"
+            text = (
+                f"For BYTE datatype raw input '{tensor.name}', the model must have input shape [1]"
+            )
             raise refused(request, text)
         request.inputs[tensor.name] = Tensor(tensor.name, "BYTES", (*batch, *tensor.dims), [body])
         return
@@ -113,7 +119,9 @@ def _read_bare(request: InferRequest, body: bytes, config: ModelConfig) -> None:
 
 def _read_parameters(call: InferCall, parameters: Any) -> None:
     if not isinstance(parameters, Members):
-        raise InferenceError("failed to get request params.: attempt to get members for non-object", Code.INTERNAL)
+        raise InferenceError(
+            "failed to get request params.: attempt to get members for non-object", Code.INTERNAL
+        )
     for name, value in parameters:
         _read_parameter(call, name, value)
 
@@ -140,7 +148,9 @@ def _read_parameter(call: InferCall, name: str, value: Any) -> None:
 
 def _parameter(name: str, value: Any) -> Parameter:
     if not isinstance(value, (str, bool, int, float)):
-        text = f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'."
+        text = (
+            f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'."
+        )
         raise InferenceError(text)
     return value
 
@@ -179,7 +189,9 @@ def _from_json(name: str, datatype: str, shape: tuple[int, ...], value: Any) -> 
 
 
 def _sources(given: Object) -> tuple[int | None, SharedPlace | None]:
-    """Where an input's data is: so many bytes after the header, a place in shared memory, or else the JSON itself."""
+    """Where an input's data is: so many bytes after the header, a place in shared memory, or else
+    the JSON itself.
+    """
     if "data" in given and "parameters" not in given:
         return None, None
     parameters = _parameters(given)
@@ -187,7 +199,9 @@ def _sources(given: Object) -> tuple[int | None, SharedPlace | None]:
     place = _place(parameters)
     count = (size is not None) + (place is not None) + ("data" in given)
     if count != 1:
-        raise InferenceError(_ONE_SOURCE + ("no field is set" if count == 0 else "multiple fields are set"))
+        raise InferenceError(
+            _ONE_SOURCE + ("no field is set" if count == 0 else "multiple fields are set")
+        )
     return None if size is None else _unsigned("binary_data_size", size), place
 
 
@@ -201,13 +215,21 @@ def _place(parameters: Object) -> SharedPlace | None:
     if region is None:
         return None
     if not isinstance(region, str):
-        raise InferenceError(f"Unable to parse 'shared_memory_region': {_NON_STRING}", Code.INTERNAL)
+        raise InferenceError(
+            f"Unable to parse 'shared_memory_region': {_NON_STRING}", Code.INTERNAL
+        )
     size = parameters.get("shared_memory_byte_size")
     if size is None:
-        raise InferenceError(f"Unable to parse 'shared_memory_byte_size': {_missing('shared_memory_byte_size')}",
-                             Code.INTERNAL)  # fmt: skip
+        raise InferenceError(
+            f"Unable to parse 'shared_memory_byte_size': {_missing('shared_memory_byte_size')}",
+            Code.INTERNAL,
+        )
     offset = parameters.get("shared_memory_offset") or 0
-    return SharedPlace(region, _unsigned("shared_memory_offset", offset), _unsigned("shared_memory_byte_size", size))
+    return SharedPlace(
+        region,
+        _unsigned("shared_memory_offset", offset),
+        _unsigned("shared_memory_byte_size", size),
+    )
 
 
 def _read_outputs(call: InferCall, document: Object) -> None:
@@ -215,12 +237,14 @@ def _read_outputs(call: InferCall, document: Object) -> None:
         parameters = _parameters(given)
         binary = parameters.get("binary_data")
         classes = parameters.get("classification")
-        call.outputs.append(WantedOutput(
-            name=_string(given, "name"),
-            binary=call.binary_output if binary is None else _boolean("binary_data", binary),
-            classes=0 if classes is None else _unsigned("classification", classes),
-            place=_place(parameters),
-        ))  # fmt: skip
+        call.outputs.append(
+            WantedOutput(
+                name=_string(given, "name"),
+                binary=call.binary_output if binary is None else _boolean("binary_data", binary),
+                classes=0 if classes is None else _unsigned("classification", classes),
+                place=_place(parameters),
+            )
+        )
     call.request.outputs = tuple(output.name for output in call.outputs)
 
 
@@ -230,7 +254,9 @@ def _missing(name: str) -> str:
 
 def _unlike(given: Object, name: str, text: str) -> InferenceError:
     """A member that is not there, or not what it must be."""
-    return InferenceError(f"Unable to parse '{name}': {text if name in given else _missing(name)}", Code.INTERNAL)
+    return InferenceError(
+        f"Unable to parse '{name}': {text if name in given else _missing(name)}", Code.INTERNAL
+    )
 
 
 def _string(given: Object, name: str) -> str:

@@ -67,7 +67,9 @@ def _description(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
     return write_object([("name", name), ("datatype", datatype), ("shape", shape)])[:-1]
 
 
-def _write_output(tensor: Tensor, wanted: WantedOutput, memory: SharedMemory) -> tuple[bytes, bytes]:
+def _write_output(
+    tensor: Tensor, wanted: WantedOutput, memory: SharedMemory
+) -> tuple[bytes, bytes]:
     description = _description(tensor.name, tensor.datatype, tuple(tensor.shape))
     if wanted.place is not None:
         place = wanted.place
@@ -85,7 +87,9 @@ def _write_output(tensor: Tensor, wanted: WantedOutput, memory: SharedMemory) ->
 def classify(tensor: Tensor, count: int, config: ModelConfig) -> Tensor:
     """The highest values of each batch item as "value:index:label"."""
     if tensor.datatype in ("BYTES", "FP16", "BF16"):
-        raise InferenceError(f"class result not available for output due to unsupported type '{tensor.datatype}'")
+        raise InferenceError(
+            f"class result not available for output due to unsupported type '{tensor.datatype}'"
+        )
     batched = config.max_batch_size > 0
     rows = tensor.shape[0] if batched and tensor.shape else 1
     width = prod(tensor.shape[1:]) if batched else len(tensor.data)

@@ -22,14 +22,16 @@ Parameter = str | int | float | bool
 
 @dataclass(slots=True)
 class RequestTrail:
-    """When a request passed each stage, by `time.monotonic_ns()`. A model marks what it knows; 0 is not marked.
+    """When a request passed each stage, by `time.monotonic_ns()`. A model marks what it knows; 0 is
+    not marked.
 
     Whoever counts requests attends to it; where nobody does, the marks go nowhere.
     """
 
     began_ns: int = 0
     queue_ended_ns: int = 0  # the model took it out of its queue
-    engine_queue_ns: int = 0  # spent in an engine's queue, where its end was told; of several sequences the longest
+    # spent in an engine's queue, where its end was told; of several sequences the longest
+    engine_queue_ns: int = 0
     input_ended_ns: int = 0  # its inputs are ready to compute with
     infer_ended_ns: int = 0  # computed; what is left is to write the answer
     first_answer_ns: int = 0
@@ -40,20 +42,27 @@ class RequestTrail:
     cache_hit_ns: int = 0  # what finding the answer took, where it was there already
     cache_miss_ns: int = 0  # what looking for it and keeping it took, where it was not
     trace: RequestTrace | None = None  # where somebody wants to read later how it went
-    branches: list[RequestTrail] = field(default_factory=list)  # of the requests this one was taken apart into
+    # of the requests this one was taken apart into
+    branches: list[RequestTrail] = field(default_factory=list)
     _executing: Callable[[], None] | None = None
     _latencies: TokenLatencies | None = None
 
-    def attend(self, executing: Callable[[], None], latencies: TokenLatencies, began_ns: int) -> None:
+    def attend(
+        self, executing: Callable[[], None], latencies: TokenLatencies, began_ns: int
+    ) -> None:
         self._executing, self._latencies, self.began_ns = executing, latencies, began_ns
 
     def part(self) -> None:
-        """From whoever attended: the two must not keep each other, and all the request's tensors, in memory."""
+        """From whoever attended: the two must not keep each other, and all the request's tensors,
+        in memory.
+        """
         for trail in (self, *self.branches):
             trail._executing = None
 
     def branch(self) -> RequestTrail:
-        """The trail of one batch item: its tokens are its own, what is counted is counted with the whole."""
+        """The trail of one batch item: its tokens are its own, what is counted is counted with the
+        whole.
+        """
         made = RequestTrail(self.began_ns, _executing=self._executing, _latencies=self._latencies)
         self.branches.append(made)
         return made
@@ -81,7 +90,9 @@ class RequestTrail:
     def add_tokens(self, prompt_tokens: int, count: int, timing: Timing | None = None) -> None:
         self.prompt_tokens = prompt_tokens
         if timing is not None and timing.first_scheduled_ns:
-            self.engine_queue_ns = max(self.engine_queue_ns, timing.first_scheduled_ns - timing.arrived_ns)
+            self.engine_queue_ns = max(
+                self.engine_queue_ns, timing.first_scheduled_ns - timing.arrived_ns
+            )
         self.execute()
         if self._latencies is not None and count:
             self._latencies.arrive(self, count)
@@ -93,7 +104,8 @@ class InferRequest:
     model_version: str
     inputs: dict[str, Tensor]
     id: str = ""
-    parameters: dict[str, Parameter] = field(default_factory=dict)  # without those that have a field below
+    # without those that have a field below
+    parameters: dict[str, Parameter] = field(default_factory=dict)
     trail: RequestTrail = field(default_factory=RequestTrail)
     outputs: tuple[str, ...] = ()  # the ones asked for; none named means all
     priority: int = 0  # 1 is the most urgent, 0 the model's default
@@ -101,16 +113,18 @@ class InferRequest:
     sequence_id: int | str = 0
     sequence_start: bool = False
     sequence_end: bool = False
-    peer: Callable[[], str] | None = None  # tells the connection it came over, where the protocol keeps to one
-    text: TextRequest | None = None  # in place of inputs, from a protocol without tensors to a model of text
+    # tells the connection it came over, where the protocol keeps to one
+    peer: Callable[[], str] | None = None
+    # in place of inputs, from a protocol without tensors to a model of text
+    text: TextRequest | None = None
 
 
 @dataclass(slots=True)
 class InferResponse:
     """One answer: tensors, or an error. An error is not the end, more may follow.
 
-    `final` is set by a model that knows, as it answers, that nothing follows. One that ends without it has
-    an end of its own, which clients see only when they ask for it.
+    `final` is set by a model that knows, as it answers, that nothing follows. One that ends without
+    it has an end of its own, which clients see only when they ask for it.
     """
 
     outputs: Sequence[Tensor] = ()
@@ -123,7 +137,8 @@ class InferResponse:
 class Answers(Protocol):
     """The answers to one request, as they come. Closing them early gives the request up, at once.
 
-    Most models write an asynchronous generator; one that answers thousands of times a second is spared its cost.
+    Most models write an asynchronous generator; one that answers thousands of times a second is
+    spared its cost.
     """
 
     def __aiter__(self) -> AsyncIterator[InferResponse]: ...
@@ -151,7 +166,9 @@ class ServedModel(Protocol):
 
 
 class WrappedModel:
-    """Stands around a model, to do something with its requests or answers; the rest is the model's own."""
+    """Stands around a model, to do something with its requests or answers; the rest is the model's
+    own.
+    """
 
     def __init__(self, model: ServedModel) -> None:
         self.inner = model

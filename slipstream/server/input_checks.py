@@ -1,4 +1,6 @@
-"""What Triton's core checks about the inputs of an infer request, whatever the protocol that brought them."""
+"""What Triton's core checks about the inputs of an infer request, whatever the protocol that
+brought them.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,32 @@ _BATCH_NOTE = (
 
 _LEFT_PACKED = frozenset({"lora_weights"})  # megabytes of numbers that nobody here looks at
 
-_ONCE_UNSIGNED = frozenset({
-    "INPUT_1", "REQUEST_OUTPUT_LEN", "max_tokens", "request_output_len", "input_lengths", "end_id", "pad_id",
-    "beam_width", "runtime_top_k", "top_k", "min_length", "random_seed", "lora_task_id",
-})  # fmt: skip
+_ONCE_UNSIGNED = frozenset(
+    {
+        "INPUT_1",
+        "REQUEST_OUTPUT_LEN",
+        "max_tokens",
+        "request_output_len",
+        "input_lengths",
+        "end_id",
+        "pad_id",
+        "beam_width",
+        "runtime_top_k",
+        "top_k",
+        "min_length",
+        "random_seed",
+        "lora_task_id",
+    }
+)
 
 
 def refused(request: InferRequest, text: str) -> InferenceError:
     return InferenceError(f"[request id: {request.id or '<id_unknown>'}] {text}")
 
 
-def read_raw(request: InferRequest, name: str, datatype: str, shape: tuple[int, ...], raw: bytes) -> Tensor:
+def read_raw(
+    request: InferRequest, name: str, datatype: str, shape: tuple[int, ...], raw: bytes
+) -> Tensor:
     """A tensor from its bytes, which must be as many as its shape needs."""
     place, count = f"'{name}' for model '{request.model_name}'", prod(shape)
     if datatype == "BYTES":
@@ -40,11 +57,17 @@ def read_raw(request: InferRequest, name: str, datatype: str, shape: tuple[int, 
             text = f"incomplete string data for inference input {place}, expecting string of length {error.length}"
             raise refused(request, text) from error
         if len(items) != count:
-            raise refused(request, f"expected {count} string elements for inference input {place}, got {len(items)}")
+            raise refused(
+                request,
+                f"expected {count} string elements for inference input {place}, got {len(items)}",
+            )
         return Tensor(name, datatype, shape, items)
     expected = count * SIZES[datatype]
     if len(raw) != expected:
-        raise refused(request, f"input byte size mismatch for input {place}. Expected {expected}, got {len(raw)}")
+        raise refused(
+            request,
+            f"input byte size mismatch for input {place}. Expected {expected}, got {len(raw)}",
+        )
     if name in _LEFT_PACKED:
         return Tensor(name, datatype, shape, cast(list[Any], left_packed(datatype, raw)))
     return Tensor(name, datatype, shape, unpack(datatype, raw))
@@ -55,7 +78,9 @@ def check_request(request: InferRequest, config: ModelConfig) -> None:
     for tensor in request.inputs.values():
         expected = config.inputs_by_name.get(tensor.name)
         if expected is None:
-            raise InferenceError(f"unexpected inference input '{tensor.name}' for model '{config.name}'")
+            raise InferenceError(
+                f"unexpected inference input '{tensor.name}' for model '{config.name}'"
+            )
         _check_tensor(request, tensor, expected, config)
     if request.outputs:
         check_outputs(request.outputs, config)
@@ -88,10 +113,16 @@ def check_inputs(request: InferRequest, config: ModelConfig) -> None:
 
 
 def _wrong_count(request: InferRequest, config: ModelConfig) -> InferenceError:
-    """Only the number of inputs is checked, so that an optional one can hide a missing one. That is Triton's way."""
+    """Only the number of inputs is checked, so that an optional one can hide a missing one. That is
+    Triton's way.
+    """
     required = config.required_inputs
     given, total = len(request.inputs), len(config.inputs)
-    expected = f"number of inputs between {len(required)} and {total}" if len(required) < total else f"{total} inputs"
+    expected = (
+        f"number of inputs between {len(required)} and {total}"
+        if len(required) < total
+        else f"{total} inputs"
+    )
     got = ",".join(f"'{name}'" for name in reversed(request.inputs))
     names = ",".join(_missing(request, config))
     missing = f"[{names}]" if names else "]"  # the bracket is missing in Triton's text
@@ -104,23 +135,32 @@ def _wrong_count(request: InferRequest, config: ModelConfig) -> InferenceError:
 
 def _missing(request: InferRequest, config: ModelConfig) -> list[str]:
     """The required inputs that are not there. Where a model takes conversations, either is enough."""
-    either = {"text_input": "'text_input' or 'messages'"} if "messages" in config.inputs_by_name else {}
+    either = (
+        {"text_input": "'text_input' or 'messages'"} if "messages" in config.inputs_by_name else {}
+    )
     given = {*request.inputs, *(either if "messages" in request.inputs else ())}
     return [either.get(name, f"'{name}'") for name in config.required_inputs if name not in given]
 
 
 def _check_batch(request: InferRequest, config: ModelConfig) -> None:
     size: int | None = None
-    for tensor in reversed(request.inputs.values()):  # Triton walks a hash map that has the last one first
+    # Triton walks a hash map that has the last one first
+    for tensor in reversed(request.inputs.values()):
         if not tensor.shape:
             text = f"input '{tensor.name}' has no shape but model requires batch dimension for '{config.name}'"
             raise refused(request, text)
         if size is None:
             size = tensor.shape[0]
         elif tensor.shape[0] != size:
-            raise refused(request, f"input '{tensor.name}' batch size does not match other inputs for '{config.name}'")
+            raise refused(
+                request,
+                f"input '{tensor.name}' batch size does not match other inputs for '{config.name}'",
+            )
     if size is not None and size > config.max_batch_size:
-        raise refused(request, f"inference request batch-size must be <= {config.max_batch_size} for '{config.name}'")
+        raise refused(
+            request,
+            f"inference request batch-size must be <= {config.max_batch_size} for '{config.name}'",
+        )
 
 
 def check_outputs(names: Iterable[str], config: ModelConfig) -> None:
@@ -129,7 +169,9 @@ def check_outputs(names: Iterable[str], config: ModelConfig) -> None:
             raise InferenceError(f"unexpected inference output '{name}' for model '{config.name}'")
 
 
-def _check_tensor(request: InferRequest, tensor: Tensor, expected: TensorConfig, config: ModelConfig) -> None:
+def _check_tensor(
+    request: InferRequest, tensor: Tensor, expected: TensorConfig, config: ModelConfig
+) -> None:
     if tensor.datatype != expected.datatype and not _another_generation(tensor, expected):
         given = tensor.datatype if tensor.datatype in DATATYPES else "<invalid>"
         kinds = f"data-type is '{given}', but model '{config.name}' expects '{expected.datatype}'"
@@ -146,7 +188,9 @@ def _differ(wanted: int, given: int) -> bool:
 
 
 def _another_generation(tensor: Tensor, expected: TensorConfig) -> bool:
-    """Lengths, ids and counts were unsigned in the repositories and clients of 2023 and signed in all later ones."""
+    """Lengths, ids and counts were unsigned in the repositories and clients of 2023 and signed in
+    all later ones.
+    """
     pair = {tensor.datatype, expected.datatype}
     return tensor.name in _ONCE_UNSIGNED and pair in ({"INT32", "UINT32"}, {"INT64", "UINT64"})
 

@@ -1,7 +1,7 @@
 """Tensors of several answers made one: the rows of each after the other, shorter ones filled up.
 
-Logits are millions of numbers. They stay a view of bytes all the way, and are copied by a library that lets other
-threads run meanwhile.
+Logits are millions of numbers. They stay a view of bytes all the way, and are copied by a library
+that lets other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ def numbers(tensors: Iterable[Tensor]) -> int:
 
 
 def one_after_another(tensors: Sequence[Tensor], dims: tuple[int, ...], filler: Any) -> Any:
-    """The values of all, each row of the first dimension filled up to `dims`. A filler may be a tuple: for each of
-    the rows below its own."""
+    """The values of all, each row of the first dimension filled up to `dims`. A filler may be a
+    tuple: for each of the rows below its own.
+    """
     if all(isinstance(tensor.data, (array, memoryview)) for tensor in tensors):
         return _copied(tensors, dims, filler)
     joined: list[Any] = []
     for tensor in tensors:
         width = prod(tensor.shape[1:])
         for row in range(tensor.shape[0]):
-            joined += _filled(tensor.data[row * width : (row + 1) * width], tensor.shape[1:], dims, filler)
+            joined += _filled(
+                tensor.data[row * width : (row + 1) * width], tensor.shape[1:], dims, filler
+            )
     return joined
 
 
@@ -48,7 +51,9 @@ def _copied(tensors: Sequence[Tensor], dims: tuple[int, ...], filler: Any) -> me
     return joined.reshape(-1).data
 
 
-def _filled(data: list[Any], shape: tuple[int, ...], dims: tuple[int, ...], filler: Any) -> list[Any]:
+def _filled(
+    data: list[Any], shape: tuple[int, ...], dims: tuple[int, ...], filler: Any
+) -> list[Any]:
     if shape == dims:
         return data
     width, filled = prod(shape[1:]), []

@@ -1,8 +1,9 @@
-"""Request bodies read as Triton's JSON parser (rapidjson) reads them, errors and their offsets included.
+"""Request bodies read as Triton's JSON parser (rapidjson) reads them, errors and their offsets
+included.
 
-Python's own decoder does the work. When it refuses, or when something it is laxer about may be in the body, the
-exact reader below goes over the bytes again: it accepts a byte-order mark, NaN and bytes that are not UTF-8, and
-says what rapidjson says about everything else.
+Python's own decoder does the work. When it refuses, or when something it is laxer about may be in
+the body, the exact reader below goes over the bytes again: it accepts a byte-order mark, NaN and
+bytes that are not UTF-8, and says what rapidjson says about everything else.
 """
 
 from __future__ import annotations
@@ -20,9 +21,15 @@ _PLAIN = re.compile(rb'[^"\\\x00-\x1f]*')
 _HEX = re.compile(rb"[0-9a-fA-F]{4}")
 _DIGITS = re.compile(rb"[0-9]*")
 _ESCAPES = {
-    ord('"'): b'"', ord("\\"): b"\\", ord("/"): b"/", ord("b"): b"\b", ord("f"): b"\f", ord("n"): b"\n",
-    ord("r"): b"\r", ord("t"): b"\t",
-}  # fmt: skip
+    ord('"'): b'"',
+    ord("\\"): b"\\",
+    ord("/"): b"/",
+    ord("b"): b"\b",
+    ord("f"): b"\f",
+    ord("n"): b"\n",
+    ord("r"): b"\r",
+    ord("t"): b"\t",
+}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -65,7 +72,9 @@ _DECODER = json.JSONDecoder(object_pairs_hook=Members, parse_float=_finite)
 def _shallow(value: Any) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for parent in level for child in _children(parent) if isinstance(child, list)]
+        level = [
+            child for parent in level for child in _children(parent) if isinstance(child, list)
+        ]
         if not level:
             return True
     return False
@@ -95,7 +104,9 @@ def _children(value: Any) -> list[Any]:
 
 
 class _Reader:
-    """rapidjson's grammar, order of checks and error offsets. The zero byte at the end is its end of input."""
+    """rapidjson's grammar, order of checks and error offsets. The zero byte at the end is its end
+    of input.
+    """
 
     def __init__(self, body: bytes) -> None:
         self.body = body + b"\0"
@@ -108,7 +119,9 @@ class _Reader:
 
     def fail(self, text: str, position: int | None = None) -> InferenceError:
         where = self.position if position is None else position
-        return InferenceError(f"failed to parse the request JSON buffer: {text} at {where}", Code.INTERNAL)
+        return InferenceError(
+            f"failed to parse the request JSON buffer: {text} at {where}", Code.INTERNAL
+        )
 
     def skip_white(self) -> None:
         match = _WHITE.match(self.body, self.position)

@@ -1,6 +1,8 @@
-"""JSON written as Triton writes it: no spaces, UTF-8 as it is, control characters as \\u00XX, shortest doubles.
+"""JSON written as Triton writes it: no spaces, UTF-8 as it is, control characters as \\u00XX,
+shortest doubles.
 
-Strings are bytes here, because a model's text may hold bytes that are not UTF-8 and Triton passes them on.
+Strings are bytes here, because a model's text may hold bytes that are not UTF-8 and Triton passes
+them on.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ from typing import Any
 
 _AT_ONCE = 65536
 _SPECIAL = re.compile(rb'["\\\x00-\x1f]')
-_SHORT = {b'"': b'\\"', b"\\": b"\\\\", b"\b": b"\\b", b"\f": b"\\f", b"\n": b"\\n", b"\r": b"\\r", b"\t": b"\\t"}
+_SHORT = {
+    b'"': b'\\"',
+    b"\\": b"\\\\",
+    b"\b": b"\\b",
+    b"\f": b"\\f",
+    b"\n": b"\\n",
+    b"\r": b"\\r",
+    b"\t": b"\\t",
+}
 _ESCAPED = {bytes([code]): b"\\u%04X" % code for code in range(0x20)} | _SHORT
 
 
@@ -23,7 +33,9 @@ def write_string(text: bytes) -> bytes:
 
 
 def write_double(number: float) -> bytes:
-    """rapidjson's layout of the shortest digits: 1e21 is the first that is written with an exponent."""
+    """rapidjson's layout of the shortest digits: 1e21 is the first that is written with an
+    exponent.
+    """
     text = repr(number)
     if "e" not in text and "n" not in text:
         return text.encode()
@@ -60,7 +72,9 @@ def write_scalar(value: Any) -> bytes:
 
 
 def write_values(values: Sequence[Any]) -> bytes:
-    """Scalars with commas between them; many are joined piece by piece, so that they are not all objects at once."""
+    """Scalars with commas between them; many are joined piece by piece, so that they are not all
+    objects at once.
+    """
     if len(values) <= _AT_ONCE:
         return b",".join([write_scalar(value) for value in values])
     pieces = (values[start : start + _AT_ONCE] for start in range(0, len(values), _AT_ONCE))
@@ -76,7 +90,11 @@ def write_value(value: Any) -> bytes:
 
 
 def write_object(pairs: Iterable[tuple[str, Any]]) -> bytes:
-    return b"{" + b",".join([write_scalar(name) + b":" + write_value(value) for name, value in pairs]) + b"}"
+    return (
+        b"{"
+        + b",".join([write_scalar(name) + b":" + write_value(value) for name, value in pairs])
+        + b"}"
+    )
 
 
 def write_error(message: str) -> bytes:

@@ -1,4 +1,6 @@
-"""Histograms of what a client feels: the wait for the first token, between tokens, and for the whole answer."""
+"""Histograms of what a client feels: the wait for the first token, between tokens, and for the
+whole answer.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ class TokenLatencies:
             trail.first_token_ns = now
             self.first_token_s.observe((now - trail.began_ns) / 1e9)
         if (later := count if trail.last_token_ns else count - 1) > 0:
-            since = now - (trail.last_token_ns or now)  # tokens that come together came at the same time
+            # tokens that come together came at the same time
+            since = now - (trail.last_token_ns or now)
             self.between_tokens_s.observe(since / 1e9 / later, later)
         trail.last_token_ns = now
         trail.output_tokens += count

@@ -1,4 +1,6 @@
-"""Metrics that a server has only when it is told to: of the response cache, and summaries of latencies."""
+"""Metrics that a server has only when it is told to: of the response cache, and summaries of
+latencies.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,29 @@ class MetricsConfig:
 
 
 _CACHE: tuple[tuple[str, str, Callable[[ModelCounters], int]], ...] = (
-    ("nv_cache_num_hits_per_model", "Number of cache hits per model", lambda counters: counters.cache_hit.count),
+    (
+        "nv_cache_num_hits_per_model",
+        "Number of cache hits per model",
+        lambda counters: counters.cache_hit.count,
+    ),
     (
         "nv_cache_hit_duration_per_model",
         "Total cache hit duration per model, in microseconds",
         lambda counters: counters.cache_hit.ns // 1000,
     ),
-    ("nv_cache_num_misses_per_model", "Number of cache misses per model", lambda counters: counters.cache_miss.count),
+    (
+        "nv_cache_num_misses_per_model",
+        "Number of cache misses per model",
+        lambda counters: counters.cache_miss.count,
+    ),
     (
         "nv_cache_miss_duration_per_model",
         "Total cache miss (insert+lookup) duration per model, in microseconds",
         lambda counters: counters.cache_miss.ns // 1000,
     ),
 )
-# Name, help, whose it is (True: models with a cache, False: those without, None: all) and which summary.
+# Name, help, whose it is (True: models with a cache, False: those without, None: all) and which
+# summary.
 _SUMMARIES: tuple[tuple[str, str, bool | None, Callable[[Summaries], Summary]], ...] = (
     (
         "nv_inference_request_summary_us",

@@ -1,8 +1,9 @@
 """From a repository to a server that answers, and back to nothing: start, drain, leave.
 
-The order matters. The repository is read and the ports are taken first, so that a mistake is told at once. Then
-the engine process starts to load, and only then does this process import its web stack, which takes as long.
-Ports begin to listen when the engines serve, as with Triton: until then a client is refused and tries again.
+The order matters. The repository is read and the ports are taken first, so that a mistake is told
+at once. Then the engine process starts to load, and only then does this process import its web
+stack, which takes as long. Ports begin to listen when the engines serve, as with Triton: until then
+a client is refused and tries again.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-# gRPC's library looks at this as it is imported. Its sockets are then read by whoever takes its events, and not by
-# threads of its own, which would have to wake somebody for every call.
+# gRPC's library looks at this as it is imported. Its sockets are then read by whoever takes its
+# events, and not by threads of its own, which would have to wake somebody for every call.
 GRPC_READING = ("GRPC_EXPERIMENTS", "-event_engine_listener")
 
 
@@ -46,7 +47,9 @@ class ModelsFailed(StartFailed):
 
 
 def run_server(options: ServerOptions) -> int:
-    """Serve until a signal or a failure. Returns the exit code; StartFailed is the way a failure ends it."""
+    """Serve until a signal or a failure. Returns the exit code; StartFailed is the way a failure
+    ends it.
+    """
     early_signals: list[int] = []  # those that come before the event loop can take them
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: early_signals.append(number))
@@ -83,18 +86,26 @@ def _factories(options: ServerOptions) -> list[ModelFactory]:
 def _read(options: ServerOptions, factories: Sequence[ModelFactory]) -> Reading:
     try:
         reading = Reading(
-            *inspect_repository(options.repositories, lambda model: any(f.claims(model) for f in factories))
+            *inspect_repository(
+                options.repositories, lambda model: any(f.claims(model) for f in factories)
+            )
         )
     except OSError as error:
         places = ", ".join(str(path) for path in options.repositories)
         raise StartFailed(f"cannot read the model repository {places}: {error.strerror}") from error
     missing = [path for path in options.repositories if not path.is_dir()]
-    if reading.problems.errors and (missing or (options.exit_on_error and options.control_mode == "none")):
+    if reading.problems.errors and (
+        missing or (options.exit_on_error and options.control_mode == "none")
+    ):
         for problem in reading.problems.errors:
             logging.error(str(problem))
         count = len(reading.problems.errors)
         places = ", ".join(str(path) for path in options.repositories)
-        found = str(reading.problems.errors[0]) if count == 1 else f"{count} problems in {places}, listed above"
+        found = (
+            str(reading.problems.errors[0])
+            if count == 1
+            else f"{count} problems in {places}, listed above"
+        )
         raise ModelsFailed(f"cannot serve the model repository: {found}")
     return reading
 
@@ -105,7 +116,9 @@ def _wanted(options: ServerOptions, reading: Reading) -> list[str]:
     if options.control_mode != "explicit":
         return names
     chosen = names if ALL_MODELS in options.load_models else []
-    return list(dict.fromkeys([*chosen, *(name for name in options.load_models if name != ALL_MODELS)]))
+    return list(
+        dict.fromkeys([*chosen, *(name for name in options.load_models if name != ALL_MODELS)])
+    )
 
 
 def _warn_of_exposure(options: ServerOptions) -> None:
@@ -198,7 +211,10 @@ class _Server:
             _log_models(services.loader.rows(), self._engines)
             self._check_loaded(services, loading.result())
             await services.open(self._sockets.http, self._sockets.metrics)
-        except (OSError, ValueError) as error:  # a port that was taken meanwhile, a certificate that is none
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # a port that was taken meanwhile, a certificate that is none
             places = ", ".join(str(path) for path in self._options.repositories)
             raise StartFailed(f"cannot serve {places}: {error}") from error
         if self._options.announce:
@@ -210,7 +226,9 @@ class _Server:
             return
         engine = next((name for name in failed if name in self._reading.repository.engines), None)
         if engine is not None:
-            raise ModelsFailed(f"the engine did not start: {services.loader.reason(engine).removeprefix('Internal: ')}")
+            raise ModelsFailed(
+                f"the engine did not start: {services.loader.reason(engine).removeprefix('Internal: ')}"
+            )
         name, reason = next(iter(failed.items()))
         raise ModelsFailed(f"model '{name}' did not load: {reason}")
 
@@ -233,7 +251,9 @@ class _Server:
         return 0
 
     async def _first(self, event: asyncio.Future[Any]) -> bool:
-        """True when `event` comes first, False when the order to stop does. Raises what the event raises."""
+        """True when `event` comes first, False when the order to stop does. Raises what the event
+        raises.
+        """
         stop = asyncio.ensure_future(self._told_to_stop.wait())
         await asyncio.wait([stop, event], return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -254,7 +274,9 @@ class _Server:
             await asyncio.wait_for(idle, self._options.exit_timeout_seconds)
         except TimeoutError:
             seconds = self._options.exit_timeout_seconds
-            logging.warning(f"requests still run after {seconds:g} s (--exit-timeout-secs) and are given up")
+            logging.warning(
+                f"requests still run after {seconds:g} s (--exit-timeout-secs) and are given up"
+            )
             await self._engines.stop()
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -281,7 +303,9 @@ class _Server:
             guarded = self._options.access.guarded
             chat = f"slipstream chat -u {host}:{port}"
             # A browser cannot bring a key.
-            chat = f"{chat} --api-key YOUR_KEY_FILE" if guarded else f"http://{host}:{port}/ or {chat}"
+            chat = (
+                f"{chat} --api-key YOUR_KEY_FILE" if guarded else f"http://{host}:{port}/ or {chat}"
+            )
             lines.insert(0, f"OpenAI:   http://{host}:{port}/v1   chat: {chat}")
             body = json.dumps({"text_input": "What is machine learning?", "max_tokens": 64})
             url = f"http://{host}:{port}/v2/models/{_model_to_show(repository)}/generate"
@@ -296,14 +320,24 @@ class _Server:
     def _time_taken(self) -> str:
         """Engines load side by side, so the slowest of them is what a start waits for."""
         whole = round(_process_seconds(), 1)
-        loads = [round(engine.info.load_seconds, 1) for _, engine in self._engines.items() if engine.info is not None]
-        parts = f": {max(loads):.1f} s to load, {whole - max(loads):.1f} s for all else" if loads else ""
+        loads = [
+            round(engine.info.load_seconds, 1)
+            for _, engine in self._engines.items()
+            if engine.info is not None
+        ]
+        parts = (
+            f": {max(loads):.1f} s to load, {whole - max(loads):.1f} s for all else"
+            if loads
+            else ""
+        )
         return f"Ready:    in {whole:.1f} s{parts}"
 
 
 def _process_seconds() -> float:
     """Since this process began."""
-    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf(
+        "SC_CLK_TCK"
+    )
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
@@ -315,10 +349,17 @@ def _model_to_show(repository: Repository) -> str:
 
 def _log_models(rows: list[tuple[str, str, str]], engines: EnginePool) -> None:
     """Triton's table of models, and how each engine uses the machine."""
-    widths = [max(len(row[column]) for row in [("Model", "Version", "Status"), *rows]) for column in range(3)]
+    widths = [
+        max(len(row[column]) for row in [("Model", "Version", "Status"), *rows])
+        for column in range(3)
+    ]
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+        return (
+            "| "
+            + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+            + " |"
+        )
 
     rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
     shown = [tuple(cell.replace("\n", " ") for cell in row) for row in rows]

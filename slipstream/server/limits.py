@@ -1,7 +1,8 @@
-"""The bounds of every generation field, in one table, checked before anything runs; errors name the field.
+"""The bounds of every generation field, in one table, checked before anything runs; errors name the
+field.
 
-Fields go by the names of the generate endpoint (`roles.py` translates each repository generation's tensors into
-them); an error says the name the client used.
+Fields go by the names of the generate endpoint (`roles.py` translates each repository generation's
+tensors into them); an error says the name the client used.
 """
 
 from __future__ import annotations
@@ -107,48 +108,121 @@ LISTS: Mapping[str, Words] = {
 
 _ACCEPTED_DRAFTS = "a draft token is accepted exactly when it is the one that is drawn in its place"
 _DECODER_ONLY = "it runs decoder-only models of text"
-# Upstream takes these, and this server never will: why. What is empty or false asks for nothing, and passes.
+# Upstream takes these, and this server never will: why. What is empty or false asks for nothing,
+# and passes.
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("draft_logits", "draft_acceptance_threshold", "use_draft_logits"), _ACCEPTED_DRAFTS),
-    **dict.fromkeys((
-        "decoder_text_input", "decoder_input_ids", "decoder_input_lengths", "encoder_input_features",
-        "encoder_output_lengths", "cross_attention_mask", "skip_cross_attn_blocks", "image_input", "image_bytes_input",
-        "image_url_input", "video_bytes_input",
-    ), _DECODER_ONLY),
+    **dict.fromkeys(
+        ("draft_logits", "draft_acceptance_threshold", "use_draft_logits"), _ACCEPTED_DRAFTS
+    ),
+    **dict.fromkeys(
+        (
+            "decoder_text_input",
+            "decoder_input_ids",
+            "decoder_input_lengths",
+            "encoder_input_features",
+            "encoder_output_lengths",
+            "cross_attention_mask",
+            "skip_cross_attn_blocks",
+            "image_input",
+            "image_bytes_input",
+            "image_url_input",
+            "video_bytes_input",
+        ),
+        _DECODER_ONLY,
+    ),
     "context_phase_params": "it computes prompt and answer itself",
-}  # fmt: skip
+}
 
-TAKEN_AS_THEY_ARE = frozenset({
-    "text_input", "messages", "stream", "stop", "return_log_probs", "exclude_input_in_output", "input_ids",
-    "stop_words_list", "bad_words_list", "return_context_logits", "return_generation_logits", "return_prompt_log_probs",
-    "return_kv_cache_reuse_stats", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens",
-    "return_num_cached_tokens", "return_finish_reason", "guided_decoding_guide_type", "guided_decoding_guide",
-    "lora_name", "lora_weights", "lora_config", "prompt_embedding_table",
-})  # fmt: skip
+TAKEN_AS_THEY_ARE = frozenset(
+    {
+        "text_input",
+        "messages",
+        "stream",
+        "stop",
+        "return_log_probs",
+        "exclude_input_in_output",
+        "input_ids",
+        "stop_words_list",
+        "bad_words_list",
+        "return_context_logits",
+        "return_generation_logits",
+        "return_prompt_log_probs",
+        "return_kv_cache_reuse_stats",
+        "return_perf_metrics",
+        "return_num_input_tokens",
+        "return_num_output_tokens",
+        "return_num_cached_tokens",
+        "return_finish_reason",
+        "guided_decoding_guide_type",
+        "guided_decoding_guide",
+        "lora_name",
+        "lora_weights",
+        "lora_config",
+        "prompt_embedding_table",
+    }
+)
 
 
 # A request may bring these as parameters to a model that does not declare them as inputs.
 BY_PARAMETER: Mapping[str, str] = {
-    **dict.fromkeys((
-        "return_prompt_log_probs", "return_kv_cache_reuse_stats", "return_perf_metrics", "return_num_input_tokens",
-        "return_num_output_tokens", "return_num_cached_tokens", "return_finish_reason", "exclude_input_in_output",
-        "return_log_probs",
-    ), "BOOL"),
-    **dict.fromkeys((
-        "beam_width", "num_return_sequences", "early_stopping", "top_k", "top_p_reset_ids", "min_length", "min_tokens",
-        "no_repeat_ngram_size", "top_log_probs", "end_id", "pad_id",
-    ), "INT32"),
-    **dict.fromkeys((
-        "temperature", "top_p", "top_p_min", "top_p_decay", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "length_penalty", "beam_search_diversity_rate",
-    ), "FP32"),
-    **dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide", "lora_name", "cache_salt"), "BYTES"),
+    **dict.fromkeys(
+        (
+            "return_prompt_log_probs",
+            "return_kv_cache_reuse_stats",
+            "return_perf_metrics",
+            "return_num_input_tokens",
+            "return_num_output_tokens",
+            "return_num_cached_tokens",
+            "return_finish_reason",
+            "exclude_input_in_output",
+            "return_log_probs",
+        ),
+        "BOOL",
+    ),
+    **dict.fromkeys(
+        (
+            "beam_width",
+            "num_return_sequences",
+            "early_stopping",
+            "top_k",
+            "top_p_reset_ids",
+            "min_length",
+            "min_tokens",
+            "no_repeat_ngram_size",
+            "top_log_probs",
+            "end_id",
+            "pad_id",
+        ),
+        "INT32",
+    ),
+    **dict.fromkeys(
+        (
+            "temperature",
+            "top_p",
+            "top_p_min",
+            "top_p_decay",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "length_penalty",
+            "beam_search_diversity_rate",
+        ),
+        "FP32",
+    ),
+    **dict.fromkeys(
+        ("guided_decoding_guide_type", "guided_decoding_guide", "lora_name", "cache_salt"), "BYTES"
+    ),
     **dict.fromkeys(("random_seed", "seed", "lora_task_id"), "UINT64"),
-}  # fmt: skip
-_WHOLE = "context_and_generation"  # the parameter request_type: the others are for engines that share the work
+}
+# the parameter request_type: the others are for engines that share the work
+_WHOLE = "context_and_generation"
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
-    "BOOL": (bool,), "INT32": (int,), "UINT64": (int,), "FP32": (int, float), "BYTES": (str,),
-}  # fmt: skip
+    "BOOL": (bool,),
+    "INT32": (int,),
+    "UINT64": (int,),
+    "FP32": (int, float),
+    "BYTES": (str,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +239,9 @@ class Given:
 
 def check_batch(request: InferRequest, config: ModelConfig) -> None:
     """A request is one prompt; in-flight batching is what puts requests together."""
-    if config.max_batch_size > 0 and any(tensor.shape[0] != 1 for tensor in request.inputs.values()):
+    if config.max_batch_size > 0 and any(
+        tensor.shape[0] != 1 for tensor in request.inputs.values()
+    ):
         raise InferenceError("Inflight batching backend expects requests with batch size of 1.")
 
 
@@ -180,7 +256,10 @@ def given_fields(request: InferRequest, names: Mapping[str, str]) -> dict[str, G
         _check(field, given)
     if request.parameters.get("request_type", _WHOLE) != _WHOLE:
         asked = f"request_type {request.parameters['request_type']!r}"
-        raise InferenceError(f"{asked} is not taken by this server, which computes prompt and answer", Code.UNSUPPORTED)
+        raise InferenceError(
+            f"{asked} is not taken by this server, which computes prompt and answer",
+            Code.UNSUPPORTED,
+        )
     return fields
 
 
@@ -197,14 +276,21 @@ def _check(field: str, given: Given) -> None:
         _check_words(LISTS[field], given)
     elif field in REFUSED:
         if given.tensor.data and given.value is not False and given.value != b"":
-            raise InferenceError(f"{given.name} is not taken by this server: {REFUSED[field]}", Code.UNSUPPORTED)
+            raise InferenceError(
+                f"{given.name} is not taken by this server: {REFUSED[field]}", Code.UNSUPPORTED
+            )
     elif field not in TAKEN_AS_THEY_ARE:
         raise InferenceError(f"{given.name} is not supported by this server", Code.UNSUPPORTED)
 
 
 def _check_numbers(bound: Range, given: Given) -> None:
     data = given.tensor.data
-    if len(data) > 16 and math.isfinite(sum(data)) and not bound.refuses(min(data)) and not bound.refuses(max(data)):
+    if (
+        len(data) > 16
+        and math.isfinite(sum(data))
+        and not bound.refuses(min(data))
+        and not bound.refuses(max(data))
+    ):
         return  # a number for each token of a vocabulary is looked at as a whole
     for value in data:
         rule = bound.refuses(value)
@@ -215,10 +301,14 @@ def _check_numbers(bound: Range, given: Given) -> None:
 def _check_words(bound: Words, given: Given) -> None:
     words = given.tensor.data
     if len(words) > bound.count:
-        raise InferenceError(f"{given.name} must hold at most {bound.count} words, got {len(words)}")
+        raise InferenceError(
+            f"{given.name} must hold at most {bound.count} words, got {len(words)}"
+        )
     longest = max((len(word) for word in words), default=0)
     if longest > bound.bytes:
-        raise InferenceError(f"a word of {given.name} must have at most {bound.bytes} bytes, got {longest}")
+        raise InferenceError(
+            f"a word of {given.name} must have at most {bound.bytes} bytes, got {longest}"
+        )
 
 
 def require(fields: Mapping[str, Given], field: str, name: str) -> Given:
@@ -231,7 +321,9 @@ def require(fields: Mapping[str, Given], field: str, name: str) -> Given:
 
 def check_tokens(prompt: list[int], longest: int) -> None:
     if len(prompt) > longest:
-        raise InferenceError(f"Prompt length ({len(prompt)}) exceeds maximum input length ({longest}).")
+        raise InferenceError(
+            f"Prompt length ({len(prompt)}) exceeds maximum input length ({longest})."
+        )
 
 
 def check_prompt_length(given: Given, max_input_tokens: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-MOST_BYTES = 1 << 16  # of a line; one that is longer is given out in pieces, for it may have no end at all
+# of a line; one that is longer is given out in pieces, for it may have no end at all
+MOST_BYTES = 1 << 16
 
 
 class LineCutter:
@@ -28,7 +29,11 @@ class LineCutter:
         pieces = []
         while len(self._begun) > MOST_BYTES:
             # A character's further bytes are 10xxxxxx; there are three at most.
-            ends = (size for size in range(MOST_BYTES, MOST_BYTES - 4, -1) if self._begun[size] & 0xC0 != 0x80)
+            ends = (
+                size
+                for size in range(MOST_BYTES, MOST_BYTES - 4, -1)
+                if self._begun[size] & 0xC0 != 0x80
+            )
             size = next(ends, MOST_BYTES)
             pieces.append(self._begun[:size].decode("utf-8", "replace"))
             del self._begun[:size]

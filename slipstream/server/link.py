@@ -1,8 +1,9 @@
 """The link between the server and its engine process: a Unix socket that only this user can open.
 
-A message is one byte that names its kind and the msgpack form of one dataclass of `engine/messages.py` or
-`engine/request.py`. Both ends decode into those types and refuse anything else; nothing here can name
-code to run. The server end lives on an event loop; the engine end blocks.
+A message is one byte that names its kind and the msgpack form of one dataclass of
+`engine/messages.py` or `engine/request.py`. Both ends decode into those types and refuse anything
+else; nothing here can name code to run. The server end lives on an event loop; the engine end
+blocks.
 """
 
 from __future__ import annotations
@@ -47,7 +48,12 @@ ToEngine = GenerateRequest | Cancel | Shutdown
 FromEngine = EngineInfo | StepOutputs | EngineStats | EngineFailed
 
 _TO_ENGINE: dict[bytes, type] = {b"G": GenerateRequest, b"C": Cancel, b"Q": Shutdown}
-_FROM_ENGINE: dict[bytes, type] = {b"I": EngineInfo, b"O": StepOutputs, b"S": EngineStats, b"F": EngineFailed}
+_FROM_ENGINE: dict[bytes, type] = {
+    b"I": EngineInfo,
+    b"O": StepOutputs,
+    b"S": EngineStats,
+    b"F": EngineFailed,
+}
 _KINDS = _TO_ENGINE | _FROM_ENGINE
 _KIND_OF = {message_type: kind for kind, message_type in _KINDS.items()}
 _DECODERS: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
@@ -83,7 +89,9 @@ def _decode(frame: bytes, allowed: dict[bytes, type]) -> Any:
 
 
 class ServerEnd:
-    """The server's end, made before there is an event loop so that the engine can start loading at once."""
+    """The server's end, made before there is an event loop so that the engine can start loading at
+    once.
+    """
 
     def __init__(self) -> None:
         self._folder = _private_folder()
@@ -97,14 +105,18 @@ class ServerEnd:
         self._on_message: Callable[[FromEngine], None] | None = None
 
     def attach(self, on_message: Callable[[FromEngine], None]) -> None:
-        """Call `on_message` on the running event loop for each message, those that already wait included."""
+        """Call `on_message` on the running event loop for each message, those that already wait
+        included.
+        """
         self._event_loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._event_loop.add_reader(self._socket.FD, self.receive_waiting)
         self.receive_waiting()
 
     def send(self, message: ToEngine) -> bool:
-        """False when nobody is at the other end; whoever watches the process will tell its requests."""
+        """False when nobody is at the other end; whoever watches the process will tell its
+        requests.
+        """
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -133,8 +145,9 @@ class ServerEnd:
         self.hide()
 
     def hide(self) -> None:
-        """Remove the socket from the file system. Once both ends have met it is needed no more, and a
-        server that is killed later leaves nothing behind."""
+        """Remove the socket from the file system. Once both ends have met it is needed no more, and
+        a server that is killed later leaves nothing behind.
+        """
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -170,7 +183,9 @@ class EngineEnd:
 
 
 def _private_folder() -> Path:
-    """A new folder that only this user may enter (mkdtemp sees to it), its path short enough for a socket."""
+    """A new folder that only this user may enter (mkdtemp sees to it), its path short enough for a
+    socket.
+    """
     folder = tempfile.mkdtemp(prefix="slipstream-")
     if len(folder) > _LONGEST_PATH - len("/engine"):
         os.rmdir(folder)
@@ -179,8 +194,8 @@ def _private_folder() -> Path:
 
 
 def _configure(socket: zmq.Socket, linger_ms: int) -> None:
-    # No limit on queued messages: with one a full queue would look like a dead peer to a sender that
-    # must not block. What can be queued is bounded by the requests the server admits.
+    # No limit on queued messages: with one a full queue would look like a dead peer to a sender
+    # that must not block. What can be queued is bounded by the requests the server admits.
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.LINGER, linger_ms)

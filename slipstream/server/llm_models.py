@@ -1,7 +1,9 @@
-"""The models that generate: text to text (an ensemble, or a BLS model under any name) and ids to ids (the engine).
+"""The models that generate: text to text (an ensemble, or a BLS model under any name) and ids to
+ids (the engine).
 
-What is wrong with a request is an answer with an error, as from any Triton model; only an engine that takes no
-work raises (`Unavailable`). Closing the generator of `infer` cancels the request in the engine at once.
+What is wrong with a request is an answer with an error, as from any Triton model; only an engine
+that takes no work raises (`Unavailable`). Closing the generator of `infer` cancels the request in
+the engine at once.
 """
 
 from __future__ import annotations
@@ -21,13 +23,35 @@ from slipstream.server.adapters import AdapterBook, AdapterUse
 from slipstream.server.drafting import DraftedGenerator, Generates
 from slipstream.server.errors import Code, InferenceError, Unavailable
 from slipstream.server.generation import EngineUnavailable
-from slipstream.server.generation_outputs import Asked, Progress, as_declared, asked_of, made, named, side_outputs
+from slipstream.server.generation_outputs import (
+    Asked,
+    Progress,
+    as_declared,
+    asked_of,
+    made,
+    named,
+    side_outputs,
+)
 from slipstream.server.inference import InferRequest, InferResponse
-from slipstream.server.limits import Given, check_batch, check_prompt_length, check_tokens, given_fields, require
+from slipstream.server.limits import (
+    Given,
+    check_batch,
+    check_prompt_length,
+    check_tokens,
+    given_fields,
+    require,
+)
 from slipstream.server.prompt_fields import MESSAGES, check_prompt, conversation_tokens
 from slipstream.server.prompt_tables import refuse_table
 from slipstream.server.queue_policy import TIMED_OUT, urgency
-from slipstream.server.sampling import cache_salt_of, never_ends, sampling_params, sequences_of, words_of, words_size
+from slipstream.server.sampling import (
+    cache_salt_of,
+    never_ends,
+    sampling_params,
+    sequences_of,
+    words_of,
+    words_size,
+)
 from slipstream.server.sequence_outputs import sequence_index, stacked
 from slipstream.server.stop_requests import StopRequests, asks_to_stop
 from slipstream.server.tensors import Tensor
@@ -37,7 +61,11 @@ from slipstream.server.text.pipeline import PromptError, TextDelta, TextRequest,
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.server.token_requests import token_request
 
-ENSEMBLE_PARAMETERS: Mapping[str, bool | int] = {"sequence_end": False, "sequence_id": 0, "sequence_start": False}
+ENSEMBLE_PARAMETERS: Mapping[str, bool | int] = {
+    "sequence_end": False,
+    "sequence_id": 0,
+    "sequence_start": False,
+}
 
 
 class Engine(Protocol):
@@ -61,7 +89,11 @@ class Generator(Protocol):
 
     def generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]: ...
     async def chat_prompt(
-        self, messages: Sequence[Message], *, tools: Tools = None, variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]: ...
 
 
@@ -77,8 +109,13 @@ async def run(generator: Generates, request: TextRequest) -> AsyncGenerator[Text
                 if delta.lost:
                     raise Unavailable(delta.error)
                 if delta.finish_reason == "error":
-                    own = delta.error.startswith(GUIDE) or (request.adapter and request.adapter.explains(delta.error))
-                    raise InferenceError(delta.error or "the engine failed", Code.INVALID_ARG if own else Code.INTERNAL)
+                    own = delta.error.startswith(GUIDE) or (
+                        request.adapter and request.adapter.explains(delta.error)
+                    )
+                    raise InferenceError(
+                        delta.error or "the engine failed",
+                        Code.INVALID_ARG if own else Code.INTERNAL,
+                    )
                 if delta.finish_reason == "cancelled":
                     raise InferenceError("the request was cancelled", Code.CANCELLED)
                 yield delta
@@ -89,7 +126,11 @@ async def run(generator: Generates, request: TextRequest) -> AsyncGenerator[Text
 
 
 async def chosen_adapter(generator: Generator, fields: Mapping[str, Given]) -> AdapterUse | None:
-    return await generator.adapters.chosen(fields) if any(field in fields for field in ADAPTER_FIELDS) else None
+    return (
+        await generator.adapters.chosen(fields)
+        if any(field in fields for field in ADAPTER_FIELDS)
+        else None
+    )
 
 
 def is_true(fields: Mapping[str, Given], field: str, otherwise: bool = False) -> bool:
@@ -100,7 +141,11 @@ class TextModel:
     """Text in, text out."""
 
     def __init__(
-        self, model: RepositoryModel, chain: TextChain, engine: EngineModel, generator: Generator,
+        self,
+        model: RepositoryModel,
+        chain: TextChain,
+        engine: EngineModel,
+        generator: Generator,
         draft: Generator | None = None,
     ) -> None:
         self._model = model
@@ -125,11 +170,17 @@ class TextModel:
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """The models of the repository whose work is done here, by the phase of the request that is theirs."""
+        """The models of the repository whose work is done here, by the phase of the request that is
+        theirs.
+        """
         steps = [step.model_name for step in self.config.ensemble_steps]
         if self._chain.engine not in steps[1:-1]:
             return {"compute_infer": self._chain.engine}
-        return {"compute_input": steps[0], "compute_infer": self._chain.engine, "compute_output": steps[-1]}
+        return {
+            "compute_input": steps[0],
+            "compute_infer": self._chain.engine,
+            "compute_output": steps[-1],
+        }
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         try:
@@ -139,12 +190,20 @@ class TextModel:
         except Unavailable:
             raise
         except InferenceError as error:
-            prefix = f"in ensemble '{self._chain.name}', " if self._chain.ensemble and request.text is None else ""
-            yield InferResponse(error=InferenceError(prefix + error.message, error.code), final=self._marks_end)
+            prefix = (
+                f"in ensemble '{self._chain.name}', "
+                if self._chain.ensemble and request.text is None
+                else ""
+            )
+            yield InferResponse(
+                error=InferenceError(prefix + error.message, error.code), final=self._marks_end
+            )
 
     @property
     def _marks_end(self) -> bool:
-        """An ensemble's last answer says so; a BLS model ends apart from its answers, as upstream's do."""
+        """An ensemble's last answer says so; a BLS model ends apart from its answers, as upstream's
+        do.
+        """
         return self._chain.ensemble
 
     def _answers(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
@@ -155,18 +214,28 @@ class TextModel:
         check_prompt(fields, self._names, request.parameters)
         return self._answer(fields, request)
 
-    async def _continue(self, text: TextRequest, given: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        """What is new, as it comes, whether or not the model is decoupled; its end mark is no part of it."""
+    async def _continue(
+        self, text: TextRequest, given: InferRequest
+    ) -> AsyncGenerator[InferResponse, None]:
+        """What is new, as it comes, whether or not the model is decoupled; its end mark is no part
+        of it.
+        """
         urgent = urgency(given, self.engine)
-        request = replace(text, skip_special_tokens=self.engine.skip_special_tokens, priority=urgent.priority,
-                          deadline=urgent.deadline)
+        request = replace(
+            text,
+            skip_special_tokens=self.engine.skip_special_tokens,
+            priority=urgent.priority,
+            deadline=urgent.deadline,
+        )
         sequences = [self._progress(request, index) for index in range(request.sequences)]
         given.trail.end_input()
         async with aclosing(run(self.generator, request)) as deltas:
             async for delta in deltas:
                 given.trail.add_tokens(delta.prompt_tokens, len(delta.tokens), delta.timing)
                 news = sequences[delta.sequence].add(delta)
-                yield InferResponse(news=news, final=all(progress.finish_reason for progress in sequences))
+                yield InferResponse(
+                    news=news, final=all(progress.finish_reason for progress in sequences)
+                )
         given.trail.end_infer()
 
     async def _answer(
@@ -174,7 +243,9 @@ class TextModel:
     ) -> AsyncGenerator[InferResponse, None]:
         trail, urgent = given.trail, urgency(given, self.engine)
         text_request = await in_thread_if_long(words_size(fields), self._text_request, fields)
-        asked = asked_of(fields, text_request.sampling, self._names, self._outputs, self._chain.placeholders)
+        asked = asked_of(
+            fields, text_request.sampling, self._names, self._outputs, self._chain.placeholders
+        )
         text_request = replace(
             text_request,
             sampling=asked.completed(text_request.sampling),
@@ -198,7 +269,11 @@ class TextModel:
                 progress = sequences[delta.sequence]
                 news = progress.add(delta)
                 ended = bool(delta.finish_reason)
-                if streaming and not news.beams and (news.text or news.tokens or (ended and asked.tells_end)):
+                if (
+                    streaming
+                    and not news.beams
+                    and (news.text or news.tokens or (ended and asked.tells_end))
+                ):
                     text = progress.text if self._chain.accumulate_tokens else news.text
                     final = all(other.finish_reason for other in sequences)
                     place = delta.sequence if count > 1 else None
@@ -207,7 +282,10 @@ class TextModel:
         trail.end_infer()
         if not answered:
             parts = [part for progress in sequences for part in progress.parts()]
-            texts = [part.text if streaming else self._whole(fields, text_request.prompt, part) for part in parts]
+            texts = [
+                part.text if streaming else self._whole(fields, text_request.prompt, part)
+                for part in parts
+            ]
             yield await made(self._response, texts, asked, parts, True)
 
     def _guessing(self, fields: Mapping[str, Given]) -> Generates:
@@ -239,7 +317,9 @@ class TextModel:
         )
 
     async def _prompt(self, fields: Mapping[str, Given]) -> str | list[int]:
-        """As tokens where they had to be counted: the engine may be built for less than its context."""
+        """As tokens where they had to be counted: the engine may be built for less than its
+        context.
+        """
         longest, info = self.engine.engine.build.max_input_len, self.generator.engine.info
         prompt: str | list[int]
         if MESSAGES in fields:
@@ -251,26 +331,38 @@ class TextModel:
             return prompt  # the generator counts against the context, which is the tighter bound
         if isinstance(prompt, str):
             encode = self.generator.tokenizer.encode
-            prompt = await in_thread_if_long(len(prompt), encode, prompt, self.engine.add_special_tokens)
+            prompt = await in_thread_if_long(
+                len(prompt), encode, prompt, self.engine.add_special_tokens
+            )
         check_tokens(prompt, longest)
         return prompt
 
     def _text_or_beginning(self, text: str) -> str | list[int]:
-        """An empty text begins with the model's own beginning; a model without one has nothing to say to it."""
+        """An empty text begins with the model's own beginning; a model without one has nothing to
+        say to it.
+        """
         tokenizer = self.generator.tokenizer
         if text or tokenizer.encode("", self.engine.add_special_tokens):
             return text
         return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
     def _progress(self, request: TextRequest, index: int) -> Progress:
-        end_ids = frozenset(() if request.ignore_end else request.sampling.end_ids or self.generator.tokenizer.end_ids)
+        end_ids = frozenset(
+            ()
+            if request.ignore_end
+            else request.sampling.end_ids or self.generator.tokenizer.end_ids
+        )
         return Progress(end_ids, self.engine.normalize_log_probs, context_told=index > 0)
 
     def _name(self, field: str) -> str:
         return self._names.get(field, field)
 
-    def _whole(self, fields: Mapping[str, Given], prompt: str | list[int], progress: Progress) -> str:
-        """With the prompt, unless it is to be left out: as it was sent or, of a conversation, as its tokens read."""
+    def _whole(
+        self, fields: Mapping[str, Given], prompt: str | list[int], progress: Progress
+    ) -> str:
+        """With the prompt, unless it is to be left out: as it was sent or, of a conversation, as
+        its tokens read.
+        """
         if is_true(fields, "exclude_input_in_output", self.engine.exclude_input_in_output):
             return progress.text
         tokenizer = self.generator.tokenizer
@@ -281,12 +373,22 @@ class TextModel:
         return text + joint(tokenizer, text, progress.tokens) + progress.text
 
     def _response(
-        self, texts: list[str], asked: Asked, parts: list[Progress], final: bool, sequence: int | None = None
+        self,
+        texts: list[str],
+        asked: Asked,
+        parts: list[Progress],
+        final: bool,
+        sequence: int | None = None,
     ) -> InferResponse:
-        outputs = stacked([
-            [Tensor("text_output", "BYTES", (1,), [text.encode("utf-8", "replace")]), *side_outputs(asked, part)]
-            for text, part in zip(texts, parts, strict=True)
-        ])
+        outputs = stacked(
+            [
+                [
+                    Tensor("text_output", "BYTES", (1,), [text.encode("utf-8", "replace")]),
+                    *side_outputs(asked, part),
+                ]
+                for text, part in zip(texts, parts, strict=True)
+            ]
+        )
         if sequence is not None:
             outputs.append(sequence_index(sequence))
         parameters = ENSEMBLE_PARAMETERS if self._chain.ensemble else {}
@@ -295,7 +397,9 @@ class TextModel:
 
 
 def joint(tokenizer: Tokenizer, prompt: str, tokens: list[int]) -> str:
-    """What stands between a prompt and its continuation: SentencePiece drops the first space of a text."""
+    """What stands between a prompt and its continuation: SentencePiece drops the first space of a
+    text.
+    """
     before = tokenizer.encode(prompt[-64:], False)[-8:]
     first, second = tokenizer.decode(before), tokenizer.decode(tokens)
     both = tokenizer.decode([*before, *tokens])
@@ -305,12 +409,18 @@ def joint(tokenizer: Tokenizer, prompt: str, tokens: list[int]) -> str:
 
 
 class TokenModel:
-    """Token ids in, token ids out: the engine model itself, with its own names and its own defaults."""
+    """Token ids in, token ids out: the engine model itself, with its own names and its own
+    defaults.
+    """
 
     decoupled: bool
 
     def __init__(
-        self, model: RepositoryModel, engine: EngineModel, generator: Generator, placeholders: bool = True
+        self,
+        model: RepositoryModel,
+        engine: EngineModel,
+        generator: Generator,
+        placeholders: bool = True,
     ) -> None:
         self._model = model
         self._engine = engine
@@ -350,9 +460,11 @@ class TokenModel:
     ) -> AsyncGenerator[InferResponse, None]:
         trail, urgent = given.trail, urgency(given, self._engine)
         request = replace(
-            token_request(fields, self._engine, self._generator.tokenizer), priority=urgent.priority,
-            deadline=urgent.deadline, adapter=await chosen_adapter(self._generator, fields),
-        )  # fmt: skip
+            token_request(fields, self._engine, self._generator.tokenizer),
+            priority=urgent.priority,
+            deadline=urgent.deadline,
+            adapter=await chosen_adapter(self._generator, fields),
+        )
         count = 1 if request.sampling.beams else request.sequences
         end_ids, normalise = frozenset(request.sampling.end_ids), self._engine.normalize_log_probs
         sequences = [Progress(end_ids, normalise, context_told=index > 0) for index in range(count)]
@@ -370,10 +482,16 @@ class TokenModel:
                     progress = sequences[delta.sequence]
                     news = progress.add(delta)
                     ended = bool(delta.finish_reason)
-                    if streaming and not news.beams and (news.tokens or (ended and asked.tells_end)):
+                    if (
+                        streaming
+                        and not news.beams
+                        and (news.tokens or (ended and asked.tells_end))
+                    ):
                         final = all(other.finish_reason for other in sequences)
                         place = delta.sequence if count > 1 else None
-                        yield await made(self._response, [news.tokens], asked, [progress], final, place)
+                        yield await made(
+                            self._response, [news.tokens], asked, [progress], final, place
+                        )
                         answered = True
         trail.end_infer()
         if not answered:
@@ -385,13 +503,25 @@ class TokenModel:
             yield await made(self._response, rows, asked, parts, True)
 
     def _response(
-        self, rows: list[list[int]], asked: Asked, parts: list[Progress], final: bool, sequence: int | None = None
+        self,
+        rows: list[list[int]],
+        asked: Asked,
+        parts: list[Progress],
+        final: bool,
+        sequence: int | None = None,
     ) -> InferResponse:
-        outputs = stacked([
-            [Tensor("output_ids", "INT32", (1, 1, len(ids)), list(ids)),
-             Tensor("sequence_length", "INT32", (1, 1), [len(ids)]), *side_outputs(asked, part)]
-            for ids, part in zip(rows, parts, strict=True)
-        ])
+        outputs = stacked(
+            [
+                [
+                    Tensor("output_ids", "INT32", (1, 1, len(ids)), list(ids)),
+                    Tensor("sequence_length", "INT32", (1, 1), [len(ids)]),
+                    *side_outputs(asked, part),
+                ]
+                for ids, part in zip(rows, parts, strict=True)
+            ]
+        )
         if sequence is not None:
             outputs.append(sequence_index(sequence))
-        return InferResponse(as_declared(named(outputs, self._outputs, asked.by_name), self.config), final=final)
+        return InferResponse(
+            as_declared(named(outputs, self._outputs, asked.by_name), self.config), final=final
+        )

@@ -1,4 +1,6 @@
-"""What else is printed around a server, made lines of its log: by its processes, libraries, and by Python itself."""
+"""What else is printed around a server, made lines of its log: by its processes, libraries, and by
+Python itself.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from slipstream.server import logging
 from slipstream.server.lines import LineCutter
 
 # How the account of a failure begins. The lines that come with it are one record.
-_ALARM = re.compile(r"Traceback |Fatal |terminate called|Thread 0x|Current thread|(\w+ - )?(ERROR|error)\b|E\d{4} ")
+_ALARM = re.compile(
+    r"Traceback |Fatal |terminate called|Thread 0x|Current thread|(\w+ - )?(ERROR|error)\b|E\d{4} "
+)
 _LEVEL_MARK = re.compile(r"\[(INFO|WARNING)\] ")  # of our own commands' lines
 _TOGETHER_SECONDS = 0.05
 _MOST_LINES = 1000  # of one record
@@ -32,9 +36,13 @@ _LEVELS: dict[int, logging.Level] = {standard_logging.INFO: "I", standard_loggin
 
 
 class Relay:
-    """Reads a pipe in a thread, to its end: the records of a process of ours, and whatever else is printed there."""
+    """Reads a pipe in a thread, to its end: the records of a process of ours, and whatever else is
+    printed there.
+    """
 
-    def __init__(self, descriptor: int, process: int, usual: logging.Level, model: str = "") -> None:
+    def __init__(
+        self, descriptor: int, process: int, usual: logging.Level, model: str = ""
+    ) -> None:
         self._descriptor = descriptor
         self._process, self._usual, self._model = process, usual, model
         self._account: list[str] = []
@@ -42,7 +50,9 @@ class Relay:
         self._thread.start()
 
     def finish(self, seconds: float) -> None:
-        """Wait until all is written, but no longer than this: some other process may hold the pipe open."""
+        """Wait until all is written, but no longer than this: some other process may hold the pipe
+        open.
+        """
         self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -85,20 +95,25 @@ class Relay:
 
 @contextmanager
 def one_log() -> Iterator[None]:
-    """Within, all that this process prints is part of the log; in the format json even what is not Python's."""
+    """Within, all that this process prints is part of the log; in the format json even what is not
+    Python's.
+    """
     with ExitStack() as stack:
         if logging.settings().format == "json":
             stack.enter_context(_own_streams())
             sys.excepthook = _uncaught  # for good: what nobody catches passes here on its way there
         stack.enter_context(told_by_python())
         if logging.settings().format == "json":
-            stack.callback(gc.collect)  # what is found to be wrong with things as they go is said before the end
+            # what is found to be wrong with things as they go is said before the end
+            stack.callback(gc.collect)
         yield
 
 
 @contextmanager
 def _own_streams() -> Iterator[None]:
-    """The descriptors 1 and 2 lead to us, for all who write there, and the log to where 2 led before."""
+    """The descriptors 1 and 2 lead to us, for all who write there, and the log to where 2 led
+    before.
+    """
     with ExitStack() as stack:
         kept = open(os.dup(2), "w", encoding="utf-8", errors=logging.UNWRITABLE)  # noqa: SIM115
         stack.callback(_close, kept)
@@ -117,7 +132,9 @@ def _close(stream: TextIO) -> None:
 
 @contextmanager
 def _crashes_told(stream: TextIO) -> Iterator[None]:
-    """The stack of a crash of this process goes there at once: who reads our pipes ends with the process."""
+    """The stack of a crash of this process goes there at once: who reads our pipes ends with the
+    process.
+    """
     before = faulthandler.is_enabled()
     faulthandler.enable(file=stream)
     try:
@@ -136,7 +153,8 @@ def _redirected(descriptor: int, stream: TextIO, usual: logging.Level) -> Iterat
     reading, writing = os.pipe()
     if hasattr(fcntl, "F_SETPIPE_SZ"):
         with suppress(OSError):  # a user has only so much of it
-            # Native code that prints while it holds the interpreter's lock keeps the reader from reading.
+            # Native code that prints while it holds the interpreter's lock keeps the reader from
+            # reading.
             fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     os.dup2(writing, descriptor)
     os.close(writing)
@@ -159,9 +177,13 @@ class _Handler(standard_logging.Handler):
             if record.exc_info and record.exc_info[1] is not None:
                 text += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip()
             place = f"{record.filename}:{record.lineno}"
-            level = _LEVELS.get(record.levelno, "E" if record.levelno > standard_logging.WARNING else "I")
+            level = _LEVELS.get(
+                record.levelno, "E" if record.levelno > standard_logging.WARNING else "I"
+            )
             logging.write(logging.Record(level, text, place))
-        except Exception:  # of any kind: words that do not fit their arguments must not end who says them
+        except (
+            Exception
+        ):  # of any kind: words that do not fit their arguments must not end who says them
             self.handleError(record)
 
 
@@ -195,7 +217,9 @@ def _show_warning(
 def _thread_failed(given: threading.ExceptHookArgs) -> None:
     if given.exc_type is not SystemExit:
         name = given.thread.name if given.thread is not None else "unknown"
-        logging.error(f"exception in thread {name}:\n{_trace(given.exc_type, given.exc_value, given.exc_traceback)}")
+        logging.error(
+            f"exception in thread {name}:\n{_trace(given.exc_type, given.exc_value, given.exc_traceback)}"
+        )
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
@@ -204,8 +228,12 @@ def _uncaught(kind: type[BaseException], error: BaseException, where: TracebackT
 
 def _not_raised(given: Any) -> None:
     said = given.err_msg or "exception ignored in"
-    logging.error(f"{said} {given.object!r}:\n{_trace(given.exc_type, given.exc_value, given.exc_traceback)}")
+    logging.error(
+        f"{said} {given.object!r}:\n{_trace(given.exc_type, given.exc_value, given.exc_traceback)}"
+    )
 
 
-def _trace(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> str:
+def _trace(
+    kind: type[BaseException], error: BaseException | None, where: TracebackType | None
+) -> str:
     return "".join(traceback.format_exception(kind, error, where)).rstrip()

@@ -1,4 +1,6 @@
-"""The log settings a client may read and change while the server runs (`/v2/logging` and its gRPC twin)."""
+"""The log settings a client may read and change while the server runs (`/v2/logging` and its gRPC
+twin).
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,23 @@ def update_log_settings(wanted: Mapping[str, Any]) -> dict[str, str | bool | int
 
 def _checked(name: str, value: Any) -> Any:
     if name == "log_file":
-        raise InferenceError("log file location can not be updated through network protocol", Code.UNSUPPORTED)
+        raise InferenceError(
+            "log file location can not be updated through network protocol", Code.UNSUPPORTED
+        )
     if name in SWITCHES:
         if not isinstance(value, bool):
             raise InferenceError("attempt to access JSON non-boolean as boolean", Code.INTERNAL)
         return value
     if name == "log_verbose_level":
         if type(value) is not int or not 0 <= value < 2**64:
-            raise InferenceError("attempt to access JSON non-unsigned-integer as unsigned-integer", Code.INTERNAL)
+            raise InferenceError(
+                "attempt to access JSON non-unsigned-integer as unsigned-integer", Code.INTERNAL
+            )
         return value
     if not isinstance(value, str):
         raise InferenceError("attempt to access JSON non-string as string", Code.INTERNAL)
     if value not in logging.FORMATS:
-        raise InferenceError(f"Attempt to set 'log_format' to invalid value '{value}'", Code.UNAVAILABLE)
+        raise InferenceError(
+            f"Attempt to set 'log_format' to invalid value '{value}'", Code.UNAVAILABLE
+        )
     return value

@@ -1,4 +1,5 @@
-"""One small logger. Its lines have Triton's form, which people's scripts already read, or are JSON objects.
+"""One small logger. Its lines have Triton's form, which people's scripts already read, or are JSON
+objects.
 
 I1115 22:01:25.210518 1175 http_server.cc:4692] Started HTTPService at 127.0.0.1:8000
 """
@@ -17,9 +18,11 @@ from typing import Any, Literal, TextIO
 
 Level = Literal["I", "W", "E", "V"]  # V, for verbose, looks like I in Triton's lines
 FORMATS = ("default", "ISO8601", "json")
-RELAYED = "relayed"  # how a process whose output the server reads writes its own lines: see `as_relayed`
+# how a process whose output the server reads writes its own lines: see `as_relayed`
+RELAYED = "relayed"
 LEVEL_NAMES: dict[Level, str] = {"I": "info", "W": "warning", "E": "error", "V": "debug"}
-UNWRITABLE = "backslashreplace"  # how text that is not Unicode is written, such as some names of files
+# how text that is not Unicode is written, such as some names of files
+UNWRITABLE = "backslashreplace"
 _TRACEBACK = "Traceback (most recent call last):"
 _RELAY_MARK = "\x1e"
 _CONCERN = "_slipstream_concern"  # what an exception is about, where somebody on its way knew
@@ -37,7 +40,9 @@ class LogSettings:
 
 @dataclass(frozen=True)
 class Record:
-    """One thing that is said. A message may end in a traceback. `model` and `request_id` are empty where unknown."""
+    """One thing that is said. A message may end in a traceback. `model` and `request_id` are empty
+    where unknown.
+    """
 
     level: Level
     message: str
@@ -59,12 +64,18 @@ def settings() -> LogSettings:
 
 
 def configure(**changes: Any) -> None:
-    """Change settings (fields of LogSettings). A new file is opened to append to; OSError when it cannot be."""
+    """Change settings (fields of LogSettings). A new file is opened to append to; OSError when it
+    cannot be.
+    """
     global _settings, _file
     with _writing:
         changed = replace(_settings, **changes)
         if changed.file != _settings.file:
-            opened = open(changed.file, "a", encoding="utf-8", errors=UNWRITABLE) if changed.file else None  # noqa: SIM115
+            opened = (
+                open(changed.file, "a", encoding="utf-8", errors=UNWRITABLE)
+                if changed.file
+                else None
+            )
             if _file is not None:
                 with suppress(OSError):  # its disk may be full, which is why there is a new one
                     _file.close()
@@ -115,7 +126,9 @@ def format_json(record: Record) -> str:
 
 
 def as_relayed(record: Record) -> str:
-    """All of a record, in a line that nobody else writes, for the server to write it in its own form."""
+    """All of a record, in a line that nobody else writes, for the server to write it in its own
+    form.
+    """
     return _RELAY_MARK + json.dumps(asdict(record))
 
 
@@ -142,7 +155,9 @@ def _is_sound(record: Record) -> bool:
 
 
 def concern(error: BaseException, model: str, request_id: str) -> None:
-    """Note what an error is about, for the line that whoever catches it will write. The first to know is right."""
+    """Note what an error is about, for the line that whoever catches it will write. The first to
+    know is right.
+    """
     if not hasattr(error, _CONCERN):
         setattr(error, _CONCERN, (model, request_id))
 
@@ -176,8 +191,15 @@ def _write(level: Level, message: str, place: str | None, model: str, request_id
 
 
 def write(record: Record) -> None:
-    """Whoever said it, in this process or another: where and in the form that the settings say, if at all."""
-    wanted = {"I": _settings.info, "W": _settings.warning, "E": _settings.error, "V": _settings.verbose_level > 0}
+    """Whoever said it, in this process or another: where and in the form that the settings say, if
+    at all.
+    """
+    wanted = {
+        "I": _settings.info,
+        "W": _settings.warning,
+        "E": _settings.error,
+        "V": _settings.verbose_level > 0,
+    }
     if wanted[record.level]:
         write_text(_formatted(record))
 
@@ -189,15 +211,17 @@ def write_text(text: str) -> None:
 
 
 def say(level: Level, text: str) -> None:
-    """What a command has to say to whoever started it: on the standard error stream, even beside a log file."""
+    """What a command has to say to whoever started it: on the standard error stream, even beside a
+    log file.
+    """
     with _writing:
         text = format_json(Record(level, text)) if _settings.format == "json" else text
         _print(text, _stream or sys.stderr)
 
 
 def _print(text: str, stream: TextIO) -> None:
-    # A full disk, a reader that has gone, a stream that is closed: there is nobody left to tell, and a server that
-    # answers without a log is worth more than one that ends for want of it.
+    # A full disk, a reader that has gone, a stream that is closed: there is nobody left to tell,
+    # and a server that answers without a log is worth more than one that ends for want of it.
     with suppress(OSError, ValueError):
         print(text, file=stream, flush=True)
 
@@ -208,4 +232,6 @@ def _formatted(record: Record) -> str:
     if _settings.format == RELAYED:
         return as_relayed(record)
     place, message = record.place, record.message
-    return format_line(record.level, place, message, record.time_ns, record.process, _settings.format)
+    return format_line(
+        record.level, place, message, record.time_ns, record.process, _settings.format
+    )

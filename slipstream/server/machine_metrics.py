@@ -21,12 +21,20 @@ class Machine:
         # There is no pool of pinned memory; a dashboard made for Triton still finds the name.
         for kind in ("total", "used"):
             name = f"nv_pinned_memory_pool_{kind}_bytes"
-            yield Family(name, "gauge", f"Pinned memory pool {kind} memory size, in bytes", [({}, 0)])
-        yield Family("nv_cpu_utilization", "gauge", "CPU utilization rate [0.0 - 1.0]", [({}, self._cpu())])
+            yield Family(
+                name, "gauge", f"Pinned memory pool {kind} memory size, in bytes", [({}, 0)]
+            )
+        yield Family(
+            "nv_cpu_utilization", "gauge", "CPU utilization rate [0.0 - 1.0]", [({}, self._cpu())]
+        )
         found = memory()
         total, used = found["MemTotal"], found["MemTotal"] - found["MemAvailable"]
-        yield Family("nv_cpu_memory_total_bytes", "gauge", "CPU total memory (RAM), in bytes", [({}, total)])
-        yield Family("nv_cpu_memory_used_bytes", "gauge", "CPU used memory (RAM), in bytes", [({}, used)])
+        yield Family(
+            "nv_cpu_memory_total_bytes", "gauge", "CPU total memory (RAM), in bytes", [({}, total)]
+        )
+        yield Family(
+            "nv_cpu_memory_used_bytes", "gauge", "CPU used memory (RAM), in bytes", [({}, used)]
+        )
         yield from self._gpus.families()
 
     def _cpu(self) -> float:

@@ -41,7 +41,9 @@ def _histogram_lines(name: str, labels: Labels, histogram: Histogram) -> Iterato
         yield _line(f"{name}_bucket", {**labels, "le": le}, below)
 
 
-def _summary_lines(name: str, labels: Labels, summary: Summary, quantiles: tuple[float, ...]) -> Iterator[str]:
+def _summary_lines(
+    name: str, labels: Labels, summary: Summary, quantiles: tuple[float, ...]
+) -> Iterator[str]:
     yield _line(f"{name}_count", labels, summary.count)
     yield _line(f"{name}_sum", labels, summary.sum)
     for quantile, value in zip(quantiles, summary.quantiles(quantiles), strict=True):

@@ -1,7 +1,7 @@
 """The metrics port: Triton's names and labels, our own histograms, and only values that are true.
 
-What happened to requests is read from the models' counters (`statistics.py`), the engine's figures from its
-last `EngineStats`, the machine's from the system, all when somebody scrapes.
+What happened to requests is read from the models' counters (`statistics.py`), the engine's figures
+from its last `EngineStats`, the machine's from the system, all when somebody scrapes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ from typing import Any, Protocol
 
 from slipstream.server.engine_metrics import Engine, engine_families
 from slipstream.server.latencies import Histogram
-from slipstream.server.latency_metrics import MetricsConfig, cache_families, labels, summary_families
+from slipstream.server.latency_metrics import (
+    MetricsConfig,
+    cache_families,
+    labels,
+    summary_families,
+)
 from slipstream.server.machine_metrics import Machine
 from slipstream.server.metric_families import Family
 from slipstream.server.response_cache import CachedModel
@@ -110,7 +115,9 @@ class Entry(Protocol):
 
 
 class ServerMetrics:
-    def __init__(self, machine: Machine | None = None, config: MetricsConfig = MetricsConfig()) -> None:
+    def __init__(
+        self, machine: Machine | None = None, config: MetricsConfig = MetricsConfig()
+    ) -> None:
         self._config = config
         self._models: dict[tuple[str, str], ModelCounters] = {}
         self._engines: dict[tuple[str, str], Engine] = {}
@@ -148,7 +155,9 @@ class ServerMetrics:
         self._engines[name, version] = engine
 
     def forget(self, name: str) -> None:
-        """A model is gone, and its figures with it, as with Triton; one that comes back begins at zero."""
+        """A model is gone, and its figures with it, as with Triton; one that comes back begins at
+        zero.
+        """
         self._models = {key: found for key, found in self._models.items() if key[0] != name}
         self._engines = {key: found for key, found in self._engines.items() if key[0] != name}
         self._whole_batches.discard(name)
@@ -164,11 +173,23 @@ class ServerMetrics:
         return "".join(family.render() for family in families)
 
     def _model_families(self) -> Iterator[Family]:
-        def family(name: str, kind: str, text: str, value: Callable[[ModelCounters], int]) -> Family:
-            return Family(name, kind, text, [(labels(key), value(found)) for key, found in self._models.items()])
+        def family(
+            name: str, kind: str, text: str, value: Callable[[ModelCounters], int]
+        ) -> Family:
+            return Family(
+                name,
+                kind,
+                text,
+                [(labels(key), value(found)) for key, found in self._models.items()],
+            )
 
         success = "Number of successful inference requests, all batch sizes"
-        yield family("nv_inference_request_success", "counter", success, lambda counters: counters.success.count)
+        yield family(
+            "nv_inference_request_success",
+            "counter",
+            success,
+            lambda counters: counters.success.count,
+        )
         yield Family(
             "nv_inference_request_failure",
             "counter",
@@ -184,7 +205,12 @@ class ServerMetrics:
                 continue
             yield family(name, "counter", text, value)
         pending = "Instantaneous number of pending requests awaiting execution per-model."
-        yield family("nv_inference_pending_request_count", "gauge", pending, lambda counters: counters.pending)
+        yield family(
+            "nv_inference_pending_request_count",
+            "gauge",
+            pending,
+            lambda counters: counters.pending,
+        )
         yield from cache_families(self._models)
         yield from summary_families(self._models, self._config)
         yield from self._histogram_families()
@@ -194,7 +220,9 @@ class ServerMetrics:
         for name, text, label, read in _HISTOGRAMS:
             if name.startswith("nv_inference_") and not self._config.histogram_latencies:
                 continue
-            found = [(labels(key) | label, read(counters)) for key, counters in self._models.items()]
+            found = [
+                (labels(key) | label, read(counters)) for key, counters in self._models.items()
+            ]
             filled = [(labels, histogram) for labels, histogram in found if histogram.count]
             if filled:
                 yield Family(name, "histogram", text, histograms=filled)

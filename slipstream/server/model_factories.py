@@ -1,11 +1,12 @@
-"""The seam for models that others bring: a factory says which models of a repository it serves, and makes them.
+"""The seam for models that others bring: a factory says which models of a repository it serves, and
+makes them.
 
     class PythonModels:
         def claims(self, model): return model.config.backend == "python" and …
         async def load(self, model, version, registry): …  # a ServedModel; `registry` for models that call models
 
-What `load` raises as an InferenceError is why the model is UNAVAILABLE. A served model with an `async def close()`
-is closed when it is unloaded, after its requests have ended.
+What `load` raises as an InferenceError is why the model is UNAVAILABLE. A served model with an
+`async def close()` is closed when it is unloaded, after its requests have ended.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class ModelFactory(Protocol):
         """Whether this factory serves the model, whatever role its tensors would give it."""
         ...
 
-    async def load(self, model: RepositoryModel, version: int, registry: ModelRegistry) -> ServedModel: ...
+    async def load(
+        self, model: RepositoryModel, version: int, registry: ModelRegistry
+    ) -> ServedModel: ...
 
 
 class NamedModels:
@@ -37,7 +40,9 @@ class NamedModels:
     def claims(self, model: RepositoryModel) -> bool:
         return model.name in self._makers
 
-    async def load(self, model: RepositoryModel, version: int, registry: ModelRegistry) -> ServedModel:
+    async def load(
+        self, model: RepositoryModel, version: int, registry: ModelRegistry
+    ) -> ServedModel:
         return self._makers[model.name](model, version)
 
 

@@ -1,7 +1,8 @@
-"""The models of a repository as they come and go: loaded at the start, on request or when a folder changes.
+"""The models of a repository as they come and go: loaded at the start, on request or when a folder
+changes.
 
-A model is built completely before it takes the place of the one of its name, so a load that fails leaves what
-served serving. One load or unload runs at a time.
+A model is built completely before it takes the place of the one of its name, so a load that fails
+leaves what served serving. One load or unload runs at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from slipstream.repository.config import CONFIG_NAME
-from slipstream.repository.models import EngineModel, Repository, RepositoryModel, inspect_repository
+from slipstream.repository.models import (
+    EngineModel,
+    Repository,
+    RepositoryModel,
+    inspect_repository,
+)
 from slipstream.repository.reading import Reading
 from slipstream.server import logging
 from slipstream.server.adapters import AdapterBook
@@ -32,7 +38,11 @@ from slipstream.server.warmup import warm_up
 
 READY, UNAVAILABLE, LOADING = "READY", "UNAVAILABLE", "LOADING"
 _IDLE_SECONDS = 0.01  # between looks whether models still work, while the server stops
-_CODE_NAMES = {Code.INTERNAL: "Internal", Code.INVALID_ARG: "Invalid argument", Code.UNSUPPORTED: "Unsupported"}
+_CODE_NAMES = {
+    Code.INTERNAL: "Internal",
+    Code.INVALID_ARG: "Invalid argument",
+    Code.UNSUPPORTED: "Unsupported",
+}
 
 
 class Status(NamedTuple):
@@ -145,7 +155,8 @@ class ModelLoader:
                 try:
                     if name not in reading.repository.models:
                         raise LoadFailed("failed to poll from model repository")
-                    if not self._is_current(reading.repository.models[name]):  # it may have come as part of another
+                    # it may have come as part of another
+                    if not self._is_current(reading.repository.models[name]):
                         await self._load_with_parts(name, reading)
                     self._explicit.add(name)
                 except LoadFailed as error:
@@ -153,7 +164,9 @@ class ModelLoader:
             return failed
 
     async def poll(self, seconds: float) -> None:
-        """Look for changes for ever: new folders are loaded, gone ones unloaded, changed ones loaded again."""
+        """Look for changes for ever: new folders are loaded, gone ones unloaded, changed ones
+        loaded again.
+        """
         while True:
             await asyncio.sleep(seconds)
             reading = self.read()
@@ -168,7 +181,9 @@ class ModelLoader:
 
     def reason(self, name: str) -> str:
         """Why a model does not serve; empty where it does."""
-        return next((status.reason for status in self._status.get(name, {}).values() if status.reason), "")
+        return next(
+            (status.reason for status in self._status.get(name, {}).values() if status.reason), ""
+        )
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Triton's table: model, version, status."""
@@ -215,7 +230,11 @@ class ModelLoader:
 
     def _users(self, name: str) -> list[str]:
         """The loaded models that need this one."""
-        return [other for other in self._loaded if other != name and name in self._repository.needed_by(other)]
+        return [
+            other
+            for other in self._loaded
+            if other != name and name in self._repository.needed_by(other)
+        ]
 
     async def _load_with_parts(self, name: str, reading: Reading) -> None:
         for part in reading.repository.needed_by(name):
@@ -225,7 +244,9 @@ class ModelLoader:
                 except LoadFailed as error:
                     if part == name:
                         raise
-                    raise self._failed(reading.repository.models[name], _depends(name, part, str(error))) from error
+                    raise self._failed(
+                        reading.repository.models[name], _depends(name, part, str(error))
+                    ) from error
 
     async def _load_one(self, model: RepositoryModel, reading: Reading) -> None:
         if not model.versions:
@@ -240,11 +261,15 @@ class ModelLoader:
             raise self._failed(model, f"{code}: {'; '.join(errors)}")
         if model.name not in self._loaded:
             self._status[model.name] = dict.fromkeys(model.versions, Status(LOADING))
-        logging.info(f"loading: {model.name}:{model.versions[-1]}", "model_lifecycle.cc:473", model.name)
+        logging.info(
+            f"loading: {model.name}:{model.versions[-1]}", "model_lifecycle.cc:473", model.name
+        )
         try:
             built = await self._build(model, reading.repository)
         except InferenceError as error:
-            raise self._failed(model, f"{_CODE_NAMES.get(error.code, 'Internal')}: {error.message}") from error
+            raise self._failed(
+                model, f"{_CODE_NAMES.get(error.code, 'Internal')}: {error.message}"
+            ) from error
         except (OSError, ValueError, EngineStartFailed) as error:
             raise self._failed(model, f"Internal: {error}") from error
         self._put_in_place(model, built, reading.repository)
@@ -252,7 +277,9 @@ class ModelLoader:
     def _failed(self, model: RepositoryModel, reason: str) -> LoadFailed:
         """Note why. What served before goes on serving."""
         if model.name not in self._loaded:
-            self._status[model.name] = {version: Status(UNAVAILABLE, reason) for version in model.versions}
+            self._status[model.name] = {
+                version: Status(UNAVAILABLE, reason) for version in model.versions
+            }
             self._registry.retire(model.name)
         text = f"failed to load '{model.name}' version {model.versions[-1]}: {reason}"
         logging.error(text, "model_lifecycle.cc:654", model.name)
@@ -267,7 +294,9 @@ class ModelLoader:
                     built.models[version] = await factory.load(model, version, self._registry)
             else:
                 await self._build_known(model, repository, built)
-            for version, served in {id(one): (key, one) for key, one in built.models.items()}.values():
+            for version, served in {
+                id(one): (key, one) for key, one in built.models.items()
+            }.values():
                 await warm_up(served, model.config, version)
         except BaseException:
             await _close(list(built.models.values()))
@@ -277,18 +306,24 @@ class ModelLoader:
             raise
         return built
 
-    async def _build_known(self, model: RepositoryModel, repository: Repository, built: _Built) -> None:
+    async def _build_known(
+        self, model: RepositoryModel, repository: Repository, built: _Built
+    ) -> None:
         if model.name in repository.engines:
             engine = repository.engines[model.name]
             built.engine = await self._engines.start(engine)
             built.generator = text_generator(engine, built.engine)
 
         def generator_of(name: str) -> Generator:
-            """The new engine's; or that of the one that serves; or, for the text around it, one that never starts."""
+            """The new engine's; or that of the one that serves; or, for the text around it, one
+            that never starts.
+            """
             if name == model.name and built.generator is not None:
                 return built.generator
             engine = repository.engines[name]
-            return self._generators.get(name) or text_generator(engine, self._engines.create(engine))
+            return self._generators.get(name) or text_generator(
+                engine, self._engines.create(engine)
+            )
 
         served = served_model(repository, model, generator_of, self._registry)
         built.models.update(dict.fromkeys(model.versions, served))
@@ -316,7 +351,9 @@ class ModelLoader:
         for user in self._users(engine):
             if user in repository.chains:
                 model = self._loaded[user]
-                served = served_model(repository, model, self._generators.__getitem__, self._registry)
+                served = served_model(
+                    repository, model, self._generators.__getitem__, self._registry
+                )
                 self._registry.replace(user, dict.fromkeys(model.versions, served))
 
     def _unload(self, name: str) -> None:
@@ -333,7 +370,11 @@ class ModelLoader:
         client = self._engines.forget(name)
         if client is not None:
             self._release(client)
-        logging.info(f"successfully unloaded '{name}' version {model.versions[-1]}", "model_lifecycle.cc:636", name)
+        logging.info(
+            f"successfully unloaded '{name}' version {model.versions[-1]}",
+            "model_lifecycle.cc:636",
+            name,
+        )
         for user in self._users(name):
             self._unload_user(user, name)
 
@@ -341,7 +382,9 @@ class ModelLoader:
         """A model whose part is gone cannot serve; the index says why."""
         model = self._loaded[user]
         self._unload(user)
-        reason = f"Invalid argument: ensemble '{user}' depends on '{part}' which has no loaded version"
+        reason = (
+            f"Invalid argument: ensemble '{user}' depends on '{part}' which has no loaded version"
+        )
         self._status[user] = dict.fromkeys(model.versions, Status(UNAVAILABLE, reason))
 
     def _release(self, client: EngineClient) -> None:
@@ -365,7 +408,9 @@ def _depends(name: str, part: str, reason: str) -> str:
 
 
 def _stamp(model: RepositoryModel) -> tuple[tuple[int, ...], int]:
-    """What changes when somebody changes a model's files: its versions, and when the newest file was written."""
+    """What changes when somebody changes a model's files: its versions, and when the newest file
+    was written.
+    """
     files = [path for path in model.folder.glob("*/*") if path.is_file()] + [model.config.file]
     return model.versions, max(file.stat().st_mtime_ns for file in files)
 

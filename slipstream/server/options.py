@@ -1,4 +1,6 @@
-"""Everything a server is told when it starts. Commands fill it in; nothing here loads the web stack."""
+"""Everything a server is told when it starts. Commands fill it in; nothing here loads the web
+stack.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,11 @@ class ServerOptions:
     trace_settings: Mapping[str, Any] = field(default_factory=dict)
     trace_export: ExportSettings | None = None  # None: traces are files
     response_cache_bytes: int = 0  # 0: no cache
-    rate_limits: Mapping[tuple[str, int | str], int] | None = None  # None: instances execute when they can
+    # None: instances execute when they can
+    rate_limits: Mapping[tuple[str, int | str], int] | None = None
     metrics_settings: Mapping[str, Any] = field(default_factory=dict)  # fields of MetricsConfig
-    engine_settings: Mapping[str, Any] = field(default_factory=dict)  # win over what the repository says
+    # win over what the repository says
+    engine_settings: Mapping[str, Any] = field(default_factory=dict)
     supervision: Supervision = field(default_factory=Supervision)
     engine_command: Sequence[str] = ENGINE_COMMAND
     announce: bool = True  # tell a person what to do next

@@ -1,7 +1,8 @@
 """Spans on their way to a collector: OTLP over HTTP, as JSON, from a thread of its own.
 
-A request hands its spans over and goes on; what the collector does, or does not do, is never its concern. What does
-not fit in the queue is dropped and counted. What a collector cannot take now is kept, and tried again.
+A request hands its spans over and goes on; what the collector does, or does not do, is never its
+concern. What does not fit in the queue is dropped and counted. What a collector cannot take now is
+kept, and tried again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class SpanExporter:
         self._settings = settings
         self._pause_seconds = settings.delay_ms / 1000
         self._waiting: deque[Span] = deque()
-        self._changed = threading.Condition()  # held for moments only, never while a collector is spoken to
+        # held for moments only, never while a collector is spoken to
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closing = False
         self._complained = False
@@ -63,7 +65,9 @@ class SpanExporter:
         thread = threading.Thread(target=self._run, name="span-export", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # there are no more: the request goes on, the next one tries again
+        except (
+            RuntimeError
+        ) as error:  # there are no more: the request goes on, the next one tries again
             self._complain(f"gets no spans: {error}")
             return None
         return thread
@@ -80,18 +84,27 @@ class SpanExporter:
             self._waiting.clear()
         if self.dropped:
             where = self._settings.address
-            logging.warning(f"{self.dropped} trace spans were dropped, {self.exported} went to {where}")
+            logging.warning(
+                f"{self.dropped} trace spans were dropped, {self.exported} went to {where}"
+            )
 
     def families(self) -> Iterable[Family]:
-        taken, lost = "Number of trace spans that the collector took", "Number of trace spans that were given up"
-        yield Family("slipstream_trace_spans_exported_total", "counter", taken, [({}, self.exported)])
+        taken, lost = (
+            "Number of trace spans that the collector took",
+            "Number of trace spans that were given up",
+        )
+        yield Family(
+            "slipstream_trace_spans_exported_total", "counter", taken, [({}, self.exported)]
+        )
         yield Family("slipstream_trace_spans_dropped_total", "counter", lost, [({}, self.dropped)])
 
     def _run(self) -> None:
         while batch := self._next_batch():
             try:
                 done = self._deliver(batch)
-            except Exception as error:  # spans are not worth a thread: those that come after these still go out
+            except (
+                Exception
+            ) as error:  # spans are not worth a thread: those that come after these still go out
                 logging.error(f"trace spans cannot be sent: {error!r}")
                 done = self._drop(batch)
             self._under_way = 0
@@ -109,7 +122,9 @@ class SpanExporter:
         size = self._settings.batch_spans
         with self._changed:
             while True:
-                self._changed.wait_for(lambda: self._closing or len(self._waiting) >= size, self._pause_seconds)
+                self._changed.wait_for(
+                    lambda: self._closing or len(self._waiting) >= size, self._pause_seconds
+                )
                 if self._waiting or self._closing:
                     self._under_way = min(size, len(self._waiting))
                     return [self._waiting.popleft() for _ in range(self._under_way)]
@@ -143,10 +158,17 @@ class SpanExporter:
 
     def _post(self, body: bytes) -> bytes:
         """→ the beginning of the answer"""
-        headers = {"Content-Type": "application/json", "User-Agent": f"slipstream/{VERSION}", **self._settings.headers}
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": f"slipstream/{VERSION}",
+            **self._settings.headers,
+        }
         seconds = self._settings.timeout_seconds
         request = urllib.request.Request(self._settings.url, body, headers, method="POST")
-        with self._handler.at_most(seconds), self._opener.open(request, timeout=seconds) as response:
+        with (
+            self._handler.at_most(seconds),
+            self._opener.open(request, timeout=seconds) as response,
+        ):
             try:
                 return response.read1(_MOST_ANSWER)
             except (OSError, http.client.HTTPException):  # that it took them was said already
@@ -155,13 +177,17 @@ class SpanExporter:
     def _complain(self, what: str) -> None:
         """Once, until it is well again. What it answers with may be anything, and a log has lines."""
         if not self._complained:
-            told = "".join(letter if letter.isprintable() else "?" for letter in what[:_MOST_COMPLAINT])
+            told = "".join(
+                letter if letter.isprintable() else "?" for letter in what[:_MOST_COMPLAINT]
+            )
             logging.warning(f"the trace collector at {self._settings.address} {told}")
             self._complained = True
 
 
 class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """One at a time. A socket's own timeout is for each piece of an answer, and there may be pieces for ever."""
+    """One at a time. A socket's own timeout is for each piece of an answer, and there may be pieces
+    for ever.
+    """
 
     _current: http.client.HTTPConnection | None = None
 
@@ -209,15 +235,25 @@ class _Answer(msgspec.Struct, rename="camel"):
 def _rejected(answer: bytes, sent: int) -> tuple[int, str]:
     """How many of the spans that were sent the collector did not want after all, and why."""
     try:
-        partial = msgspec.json.decode(answer or b"{}", type=_Answer, strict=False).partial_success or _Partial()
+        partial = (
+            msgspec.json.decode(answer or b"{}", type=_Answer, strict=False).partial_success
+            or _Partial()
+        )
     except ValueError:  # it has taken them; what else it says is its own affair
         return 0, ""
     return max(0, min(partial.rejected_spans, sent)), partial.error_message
 
 
 def encode(spans: Iterable[Span], resource: Mapping[str, str]) -> bytes:
-    about = {"telemetry.sdk.name": "slipstream", "telemetry.sdk.language": "python", "telemetry.sdk.version": VERSION}
-    scope = {"scope": {"name": SCOPE, "version": VERSION}, "spans": [_document(span) for span in spans]}
+    about = {
+        "telemetry.sdk.name": "slipstream",
+        "telemetry.sdk.language": "python",
+        "telemetry.sdk.version": VERSION,
+    }
+    scope = {
+        "scope": {"name": SCOPE, "version": VERSION},
+        "spans": [_document(span) for span in spans],
+    }
     whole = {"resource": {"attributes": _attributes({**about, **resource})}, "scopeSpans": [scope]}
     return msgspec.json.encode({"resourceSpans": [whole]})
 
@@ -231,7 +267,9 @@ def _document(span: Span) -> dict[str, Any]:
         "startTimeUnixNano": str(span.wall_ns + span.began_ns),  # 64 bits are strings in this JSON
         "endTimeUnixNano": str(span.wall_ns + span.ended_ns),
         "attributes": _attributes(span.attributes),
-        "events": [{"name": name, "timeUnixNano": str(span.wall_ns + ns)} for name, ns in span.events],
+        "events": [
+            {"name": name, "timeUnixNano": str(span.wall_ns + ns)} for name, ns in span.events
+        ],
     }
     given = {
         "parentSpanId": span.parent_id,
@@ -243,7 +281,8 @@ def _document(span: Span) -> dict[str, Any]:
 
 
 def _attributes(pairs: Mapping[str, Attribute]) -> list[dict[str, Any]]:
-    # All at once: what ends after its call, such as a Python model's own request, is told of while it is sent.
+    # All at once: what ends after its call, such as a Python model's own request, is told of while
+    # it is sent.
     return [{"key": _text(name), "value": _value(value)} for name, value in tuple(pairs.items())]
 
 

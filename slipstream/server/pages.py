@@ -1,5 +1,5 @@
-"""The pages that the server has for a browser: a chat at `/`, its routes at `/docs`. Each is one file, and fetches only
-from the server it came from: its headers let a browser hold it to that.
+"""The pages that the server has for a browser: a chat at `/`, its routes at `/docs`. Each is one
+file, and fetches only from the server it came from: its headers let a browser hold it to that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def page(file: str) -> Callable[[], HTMLResponse]:
 
 
 def _policy(text: str) -> str:
-    """Its own scripts and styles run, by their hashes; nothing else does, and nobody may put it in a frame."""
+    """Its own scripts and styles run, by their hashes; nothing else does, and nobody may put it in
+    a frame.
+    """
     return (
         f"default-src 'none'; script-src {_hashes(text, 'script')}; style-src {_hashes(text, 'style')}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -1,4 +1,6 @@
-"""How long the queue before an engine may get, how long a request may wait in it, and what goes first."""
+"""How long the queue before an engine may get, how long a request may wait in it, and what goes
+first.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from slipstream.server.inference import InferRequest
 
 QUEUE_FULL = "Exceeds maximum queue size"
 TIMED_OUT = "Request timeout expired"
-USUAL = 2  # level of requests that bring none, where the configuration says nothing: 1 goes before them, 3 after
+# level of requests that bring none, where the configuration says nothing: 1 goes before them, 3
+# after
+USUAL = 2
 LEAST_URGENT = 2**32 - 1  # priority levels beyond it are alike
 
 
@@ -31,7 +35,8 @@ class Urgency:
 def check_queue(request: InferRequest, count: int, model: EngineModel, engine: Engine) -> None:
     """Refuse what would make the queue longer than the model's configuration allows."""
     most = model.queue_policy.max_queue_size
-    outstanding = getattr(engine, "outstanding", None)  # an engine in the same process has no queue before it
+    # an engine in the same process has no queue before it
+    outstanding = getattr(engine, "outstanding", None)
     if not most or engine.info is None or outstanding is None:
         return
     waiting = max(0, outstanding - engine.info.max_rows)
@@ -40,7 +45,9 @@ def check_queue(request: InferRequest, count: int, model: EngineModel, engine: E
 
 
 def urgency(request: InferRequest, model: EngineModel) -> Urgency:
-    """A client's timeout bounds its whole request; the policy's default bounds those that bring none."""
+    """A client's timeout bounds its whole request; the policy's default bounds those that bring
+    none.
+    """
     given = _whole_number(request, "timeout", request.timeout_microseconds)
     policy, default = model.queue_policy, model.queue_policy.default_timeout_microseconds
     microseconds = _timeout(policy, given, default)

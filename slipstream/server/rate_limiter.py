@@ -1,9 +1,11 @@
-"""Which model instance may execute next, where they share resources (`--rate-limit=execution_count`).
+"""Which model instance may execute next, where they share resources
+(`--rate-limit=execution_count`).
 
-An instance group names resources and how many it takes to execute once; who cannot have all of them waits. Among
-those that wait, the one goes first that has executed least, weighted by its priority (2 gets half the turns of 1).
-Without a flag, there is as much of a resource as the most demanding instance needs. Instances of the built-in models
-need nothing: an engine takes requests in at any time and limits itself.
+An instance group names resources and how many it takes to execute once; who cannot have all of them
+waits. Among those that wait, the one goes first that has executed least, weighted by its priority
+(2 gets half the turns of 1). Without a flag, there is as much of a resource as the most demanding
+instance needs. Instances of the built-in models need nothing: an engine takes requests in at any
+time and limits itself.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Contender:
 
 class RateLimiter:
     def __init__(self, given: Amounts | None = None) -> None:
-        self._given = dict(given or {})  # by --rate-limit-resource; device GLOBAL stands for any that is not named
+        # by --rate-limit-resource; device GLOBAL stands for any that is not named
+        self._given = dict(given or {})
         self._used: dict[tuple[str, Device], int] = {}
         self._contenders: list[Contender] = []
 
@@ -55,7 +58,9 @@ class RateLimiter:
             self._admit()
 
     def acquire(self, contender: Contender, wake: Callable[[], None]) -> bool:
-        """True: it may execute now, and gives back with `release`. Otherwise `wake` is called when it is its turn."""
+        """True: it may execute now, and gives back with `release`. Otherwise `wake` is called when
+        it is its turn.
+        """
         if contender.granted:
             return True
         contender.wake = wake
@@ -83,7 +88,9 @@ class RateLimiter:
                 wake()
 
     def _fits(self, needs: Amounts) -> bool:
-        return all(self._used.get(one, 0) + count <= self._limit(one) for one, count in needs.items())
+        return all(
+            self._used.get(one, 0) + count <= self._limit(one) for one, count in needs.items()
+        )
 
     def _limit(self, resource: tuple[str, Device]) -> int:
         flag = self._flag(*resource)
@@ -95,7 +102,9 @@ class RateLimiter:
 
 
 def parse_resources(texts: Iterable[str]) -> dict[tuple[str, Device], int]:
-    """`R1:10` and `R2:5:0` (for device 0), as tritonserver takes them. ValueError says what is wrong."""
+    """`R1:10` and `R2:5:0` (for device 0), as tritonserver takes them. ValueError says what is
+    wrong.
+    """
     found: dict[tuple[str, Device], int] = {}
     for text in texts:
         name, *rest = text.split(":")

@@ -38,11 +38,15 @@ class ModelRegistry:
 
     def replace(self, name: str, versions: Mapping[int, ServedModel]) -> None:
         """All versions of a model at once; whoever asks sees the old ones or the new ones."""
-        wrapped = {version: self._wrapped(name, version, model) for version, model in versions.items()}
+        wrapped = {
+            version: self._wrapped(name, version, model) for version, model in versions.items()
+        }
         self._models[name] = wrapped
 
     def retire(self, name: str) -> None:
-        """Take a model away, or say that one could not come. It is remembered as having no versions."""
+        """Take a model away, or say that one could not come. It is remembered as having no
+        versions.
+        """
         self._models.pop(name, None)
         self._retired.add(name)
 
@@ -55,7 +59,9 @@ class ModelRegistry:
         return name in self._models
 
     def wrap(self, wrapper: Wrapper) -> None:
-        """Put something around every model, for example a counter; also around those that come later."""
+        """Put something around every model, for example a counter; also around those that come
+        later.
+        """
         self._wrappers.append(wrapper)
         for entry in list(self):
             self._models[entry.name][int(entry.version)] = wrapper(entry)
@@ -76,7 +82,10 @@ class ModelRegistry:
             return ModelVersion(name, str(latest), versions[latest])
         model = versions.get(int(version)) if len(version) < 20 else None
         if model is None:
-            raise InferenceError(f"Request for unknown model: '{name}' version {version} is not found", Code.NOT_FOUND)
+            raise InferenceError(
+                f"Request for unknown model: '{name}' version {version} is not found",
+                Code.NOT_FOUND,
+            )
         return ModelVersion(name, str(int(version)), model)
 
     def is_ready(self, name: str, version: str = "") -> bool:
@@ -121,7 +130,11 @@ def build_registry(
             if others is not None and model.name in others:
                 registry.add(model.name, version, others[model.name](model, version))
             else:
-                registry.add(model.name, version, served_model(repository, model, generators.__getitem__, registry))
+                registry.add(
+                    model.name,
+                    version,
+                    served_model(repository, model, generators.__getitem__, registry),
+                )
     return registry
 
 
@@ -131,7 +144,9 @@ def served_model(
     generator_of: Callable[[str], Generator],
     registry: ModelRegistry,
 ) -> ServedModel:
-    """A model of a known role. An ensemble of others looks its steps up in the registry, request by request."""
+    """A model of a known role. An ensemble of others looks its steps up in the registry, request by
+    request.
+    """
     if model.name in repository.graphs:
         return EnsembleModel(model.config, registry.find)
     if model.name in repository.chains:
@@ -149,7 +164,9 @@ def served_model(
     in_blocks = answers_in_blocks(model.config)
     tokens = TokenModel(model, engine, generator, placeholders=all(chains) and not in_blocks)
     if in_blocks:
-        return BatchedModel(FixedBatchModel(tokens, generator.tokenizer.eos_id or 0), engine, generator)
+        return BatchedModel(
+            FixedBatchModel(tokens, generator.tokenizer.eos_id or 0), engine, generator
+        )
     return BatchedModel(tokens, engine, generator)
 
 

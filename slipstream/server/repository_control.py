@@ -21,7 +21,9 @@ class RepositoryControl(Protocol):
         ...
 
     async def load(self, name: str, override: Mapping[str, Any] | None = None) -> None:
-        """Returns when the model serves. `override` is a configuration that stands in for the model's file."""
+        """Returns when the model serves. `override` is a configuration that stands in for the
+        model's file.
+        """
         ...
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None: ...
@@ -43,7 +45,10 @@ class NoControl:
         self._registry = registry
 
     def index(self, ready_only: bool = False) -> list[dict[str, str]]:
-        return [{"name": entry.name, "version": entry.version, "state": "READY"} for entry in self._registry]
+        return [
+            {"name": entry.name, "version": entry.version, "state": "READY"}
+            for entry in self._registry
+        ]
 
     async def load(self, name: str, override: Mapping[str, Any] | None = None) -> None:
         raise Unavailable(NOT_EXPLICIT)
@@ -58,10 +63,13 @@ def check_repository_name(name: str) -> None:
 
 
 async def load_model(control: RepositoryControl, name: str, parameters: Mapping[str, Any]) -> None:
-    """Load with the parameters a client sent: `config` is a JSON configuration, `file:…` a file to put in place."""
+    """Load with the parameters a client sent: `config` is a JSON configuration, `file:…` a file to
+    put in place.
+    """
     override: Mapping[str, Any] | None = None
     if any(key.startswith("file:") for key in parameters):
-        raise cannot_poll(name)  # a model whose files come over the network would be code of a stranger's choice
+        # a model whose files come over the network would be code of a stranger's choice
+        raise cannot_poll(name)
     config = parameters.get("config")
     if config is not None:
         override = _configuration(name, config)
@@ -79,4 +87,6 @@ def _configuration(name: str, text: Any) -> Mapping[str, Any]:
 
 
 def cannot_poll(name: str) -> InferenceError:
-    return InferenceError(f"failed to load '{name}', failed to poll from model repository", Code.INTERNAL)
+    return InferenceError(
+        f"failed to load '{name}', failed to poll from model repository", Code.INTERNAL
+    )

@@ -1,8 +1,9 @@
-"""Answers kept for the next request with the same inputs (`--cache-config`, `response_cache { enable: true }`).
+"""Answers kept for the next request with the same inputs (`--cache-config`, `response_cache {
+enable: true }`).
 
-As with Triton, a model must ask for it, and only models that answer exactly once are served from it. Models that
-generate never are: what they say to the same prompt depends on chance and on what is sampled. The least recently
-used answers make room for new ones.
+As with Triton, a model must ask for it, and only models that answer exactly once are served from
+it. Models that generate never are: what they say to the same prompt depends on chance and on what
+is sampled. The least recently used answers make room for new ones.
 """
 
 from __future__ import annotations
@@ -66,7 +67,13 @@ class ResponseCache:
             return model
         stateful = model.config.sequence_batching is not None
         if model.decoupled or stateful or isinstance(model, (BatchedModel, PostprocessingModel)):
-            why = "decoupled" if model.decoupled else "one of sequences" if stateful else "one that generates"
+            why = (
+                "decoupled"
+                if model.decoupled
+                else "one of sequences"
+                if stateful
+                else "one that generates"
+            )
             text = f"model '{entry.name}' asks for the response cache, which serves no model that is {why}"
             logging.warning(text, model=entry.name)
             return model
@@ -102,13 +109,19 @@ class CachedModel(WrappedModel):
 
 
 def request_key(request: InferRequest) -> bytes:
-    """Two requests with the same key get the same answer: model, inputs, wanted outputs and parameters are equal."""
+    """Two requests with the same key get the same answer: model, inputs, wanted outputs and
+    parameters are equal.
+    """
     parameters = sorted(request.parameters.items(), key=repr)
     sequence = (request.sequence_id, request.sequence_start, request.sequence_end)
     whole = (request.model_name, request.model_version, request.outputs, parameters, sequence)
     digest = hashlib.sha256(repr(whole).encode("utf-8", "surrogateescape"))
     for name, tensor in sorted(request.inputs.items()):
         data = pack(tensor)
-        digest.update(repr((name, tensor.datatype, tensor.shape, len(data))).encode("utf-8", "surrogateescape"))
+        digest.update(
+            repr((name, tensor.datatype, tensor.shape, len(data))).encode(
+                "utf-8", "surrogateescape"
+            )
+        )
         digest.update(data)
     return digest.digest()

@@ -1,7 +1,7 @@
 """Sampling parameters from the fields of a request, as upstream means them where it is sane.
 
-Nothing given is greedy. A temperature alone samples; so do top_k over 1 and top_p over 0, at temperature 1.
-top_k 1 and temperature 0 are greedy. Without a seed every request draws its own.
+Nothing given is greedy. A temperature alone samples; so do top_k over 1 and top_p over 0, at
+temperature 1. top_k 1 and temperature 0 are greedy. Without a seed every request draws its own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from slipstream.server.tensors import Tensor
 NEVER = -1  # as end_id: no token ends the text
 
 
-def sampling_params(fields: Mapping[str, Given], encode_word: Callable[[str], list[int]]) -> SamplingParams:
+def sampling_params(
+    fields: Mapping[str, Given], encode_word: Callable[[str], list[int]]
+) -> SamplingParams:
     def value(field: str, default: float) -> float:
-        return fields[field].value if field in fields and fields[field].value is not None else default
+        return (
+            fields[field].value if field in fields and fields[field].value is not None else default
+        )
 
     temperature, top_k, top_p = _how_to_choose(fields)
     end_id = int(value("end_id", NEVER))
@@ -67,9 +71,13 @@ def _guide(fields: Mapping[str, Given]) -> Guide | None:
     if not kind and not guide:
         return None
     if kind not in KINDS:
-        raise InferenceError(f"guided_decoding_guide_type must be one of {', '.join(KINDS)}, got '{kind}'")
+        raise InferenceError(
+            f"guided_decoding_guide_type must be one of {', '.join(KINDS)}, got '{kind}'"
+        )
     if not guide and kind != "json":
-        raise InferenceError(f"guided_decoding_guide is required where guided_decoding_guide_type is {kind}")
+        raise InferenceError(
+            f"guided_decoding_guide is required where guided_decoding_guide_type is {kind}"
+        )
     return Guide(kind, guide)
 
 
@@ -133,7 +141,9 @@ def words_of(fields: Mapping[str, Given], field: str, comma_separated: bool) -> 
 
 
 def word_ids(tensor: Tensor) -> list[tuple[int, ...]]:
-    """Words in the engine's layout [2, L]: all ids one after the other, then where each word ends, then -1s."""
+    """Words in the engine's layout [2, L]: all ids one after the other, then where each word ends,
+    then -1s.
+    """
     length = len(tensor.data) // 2
     ids, ends = tensor.data[:length], tensor.data[length:]
     words, start = [], 0
@@ -141,7 +151,9 @@ def word_ids(tensor: Tensor) -> list[tuple[int, ...]]:
         if end < 0:
             break
         if not start <= end <= length:
-            raise InferenceError(f"{tensor.name} holds offsets that do not rise, or lie outside its ids")
+            raise InferenceError(
+                f"{tensor.name} holds offsets that do not rise, or lie outside its ids"
+            )
         words.append(tuple(ids[start:end]))
         start = end
     return [word for word in words if word]

@@ -7,11 +7,20 @@ from collections.abc import Sequence
 from slipstream.server.joining import one_after_another
 from slipstream.server.tensors import Tensor
 
-# Tensors of which each sequence has its own, with what fills a shorter row; all others are the request's.
+# Tensors of which each sequence has its own, with what fills a shorter row; all others are the
+# request's.
 _ROWS = {
-    "output_ids": -1, "sequence_length": 0, "cum_log_probs": 0.0, "output_log_probs": 0.0, "generation_logits": 0.0,
-    "output_top_ids": 0, "output_top_log_probs": 0.0, "num_output_tokens": 0, "finish_reason": b"", "text_output": b"",
-}  # fmt: skip
+    "output_ids": -1,
+    "sequence_length": 0,
+    "cum_log_probs": 0.0,
+    "output_log_probs": 0.0,
+    "generation_logits": 0.0,
+    "output_top_ids": 0,
+    "output_top_log_probs": 0.0,
+    "num_output_tokens": 0,
+    "finish_reason": b"",
+    "text_output": b"",
+}
 
 
 def sequence_index(index: int) -> Tensor:
@@ -34,7 +43,11 @@ def _stack(column: Sequence[Tensor]) -> Tensor:
     """[1, 1, length, …] of each → [1, sequences, longest, …]; texts stay a list: [sequences]."""
     first = column[0]
     if first.name == "text_output":
-        return Tensor(first.name, first.datatype, (len(column),), [tensor.data[0] for tensor in column])
-    longest = tuple(max(sizes) for sizes in zip(*(tensor.shape[2:] for tensor in column), strict=True))
+        return Tensor(
+            first.name, first.datatype, (len(column),), [tensor.data[0] for tensor in column]
+        )
+    longest = tuple(
+        max(sizes) for sizes in zip(*(tensor.shape[2:] for tensor in column), strict=True)
+    )
     data = one_after_another(column, (1, *longest), _ROWS[first.name])
     return Tensor(first.name, first.datatype, (1, len(column), *longest), data)

@@ -34,7 +34,11 @@ CLOSE_SECONDS = 5.0
 
 class Services:
     def __init__(
-        self, options: ServerOptions, engines: EnginePool, state: ServerState, factories: Sequence[ModelFactory]
+        self,
+        options: ServerOptions,
+        engines: EnginePool,
+        state: ServerState,
+        factories: Sequence[ModelFactory],
     ) -> None:
         self._options = options
         self._engines = engines
@@ -47,9 +51,14 @@ class Services:
         if trace.exporter is not None:
             self.metrics.add_source(trace.exporter.families)
         self.loader = ModelLoader(
-            options.repositories, self.registry, engines, factories, options.control_mode,
-            options.exit_timeout_seconds, lambda name: self._forget(name, trace),
-        )  # fmt: skip
+            options.repositories,
+            self.registry,
+            engines,
+            factories,
+            options.control_mode,
+            options.exit_timeout_seconds,
+            lambda name: self._forget(name, trace),
+        )
         if options.strict_readiness:
             state.models_ready = lambda: self.loader.models_ready
         engines.on_change = self._watch_engines
@@ -101,13 +110,17 @@ class Services:
         try:
             port = add_port(self._grpc, f"{host}:{port}", self._grpc_options)
         except RuntimeError as error:
-            raise OSError(f"gRPC cannot listen at {host}:{port}; choose another port with --grpc-port") from error
+            raise OSError(
+                f"gRPC cannot listen at {host}:{port}; choose another port with --grpc-port"
+            ) from error
         await self._grpc.start()
         return f"{host}:{port}"
 
     async def close(self) -> None:
         """Stop listening; answers that are on their way arrive."""
-        await asyncio.gather(self._grpc.stop(CLOSE_SECONDS), self._http.close(), self._metrics.close())
+        await asyncio.gather(
+            self._grpc.stop(CLOSE_SECONDS), self._http.close(), self._metrics.close()
+        )
         await self.loader.close()
         self._memory.close()
         await asyncio.to_thread(self._trace.close)
@@ -132,7 +145,9 @@ def _place(listening: socket.socket) -> str:
 
 
 class _WebServer(uvicorn.Server):
-    """One listening port. Signals belong to the lifecycle, so uvicorn's own handling of them is off."""
+    """One listening port. Signals belong to the lifecycle, so uvicorn's own handling of them is
+    off.
+    """
 
     def __init__(self, app: Any) -> None:
         super().__init__(uvicorn_config(app, timeout_graceful_shutdown=int(CLOSE_SECONDS)))

@@ -1,7 +1,9 @@
-"""Memory that clients on the same machine share with the server: registered by name, read and written in place.
+"""Memory that clients on the same machine share with the server: registered by name, read and
+written in place.
 
-System regions are POSIX shared memory, files under /dev/shm. Registering is off unless the server was told to
-allow it: a region is a path into this machine, and whoever registers one can read it through a model.
+System regions are POSIX shared memory, files under /dev/shm. Registering is off unless the server
+was told to allow it: a region is a path into this machine, and whoever registers one can read it
+through a model.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ class Region:
     memory: mmap.mmap = field(repr=False)
 
     def document(self) -> dict[str, Any]:
-        return {"name": self.name, "key": self.key, "offset": self.offset, "byte_size": self.byte_size}
+        return {
+            "name": self.name,
+            "key": self.key,
+            "offset": self.offset,
+            "byte_size": self.byte_size,
+        }
 
 
 class SharedMemory:
@@ -40,19 +47,29 @@ class SharedMemory:
 
     def status(self, name: str = "") -> list[dict[str, Any]]:
         if name and name not in self._regions:
-            raise InferenceError(f"Unable to find system shared memory region: '{name}'", Code.NOT_FOUND)
-        return [region.document() for key, region in sorted(self._regions.items()) if name in ("", key)]
+            raise InferenceError(
+                f"Unable to find system shared memory region: '{name}'", Code.NOT_FOUND
+            )
+        return [
+            region.document() for key, region in sorted(self._regions.items()) if name in ("", key)
+        ]
 
     def cuda_status(self, name: str = "") -> list[dict[str, Any]]:
         if name:
-            raise InferenceError(f"Unable to find cuda shared memory region: '{name}'", Code.NOT_FOUND)
+            raise InferenceError(
+                f"Unable to find cuda shared memory region: '{name}'", Code.NOT_FOUND
+            )
         return []
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         self._check_allowed()
         if name in self._regions:
-            raise InferenceError(f"shared memory region '{name}' already in manager", Code.ALREADY_EXISTS)
-        self._regions[name] = Region(name, key, offset, byte_size, _open(key, offset, byte_size, name))
+            raise InferenceError(
+                f"shared memory region '{name}' already in manager", Code.ALREADY_EXISTS
+            )
+        self._regions[name] = Region(
+            name, key, offset, byte_size, _open(key, offset, byte_size, name)
+        )
 
     def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
         if len(handle) != _CUDA_HANDLE_BYTES:
@@ -79,7 +96,9 @@ class SharedMemory:
         region = self._find(name, offset, byte_size)
         if len(data) > byte_size:
             text = f"shared memory size specified with the request for output '{tensor}' ({byte_size} bytes)"
-            raise InferenceError(f"{text} should be at least {len(data)} bytes to hold the results", Code.INTERNAL)
+            raise InferenceError(
+                f"{text} should be at least {len(data)} bytes to hold the results", Code.INTERNAL
+            )
         start = region.offset + offset
         region.memory[start : start + len(data)] = data
 
@@ -102,8 +121,13 @@ class SharedMemory:
 def _open(key: str, offset: int, byte_size: int, name: str) -> mmap.mmap:
     cannot = InferenceError(f"Unable to open shared memory region: '{key}'", Code.INTERNAL)
     file_name = key.lstrip("/")
-    # Names of ours and of the Python backend are not for clients, and a name is one file, never a path.
-    if not file_name or "/" in file_name or file_name.startswith((".", "triton_python_backend_shm")):
+    # Names of ours and of the Python backend are not for clients, and a name is one file, never a
+    # path.
+    if (
+        not file_name
+        or "/" in file_name
+        or file_name.startswith((".", "triton_python_backend_shm"))
+    ):
         raise cannot
     try:
         descriptor = os.open(PLACE / file_name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

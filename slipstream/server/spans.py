@@ -1,8 +1,9 @@
-"""A request as OpenTelemetry's spans, named as Triton names them: `InferRequest` is the call, below it is a span for
-each model that worked on it, and below that `compute`. Events carry the names of Triton's timestamps.
+"""A request as OpenTelemetry's spans, named as Triton names them: `InferRequest` is the call, below
+it is a span for each model that worked on it, and below that `compute`. Events carry the names of
+Triton's timestamps.
 
-What a language model generated is told in the words of OpenTelemetry's conventions for generative AI. A span holds
-times, counts and names; never what was asked or answered.
+What a language model generated is told in the words of OpenTelemetry's conventions for generative
+AI. A span holds times, counts and names; never what was asked or answered.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class Span:
 class SpanTraces:
     """Those that go to a collector. A request that a caller has put into a trace is always traced."""
 
-    def __init__(self, export: Callable[[Sequence[Span]], None], turn: Turn, ids: itertools.count[int]) -> None:
+    def __init__(
+        self, export: Callable[[Sequence[Span]], None], turn: Turn, ids: itertools.count[int]
+    ) -> None:
         self.export = export
         self.ids = ids
         self._turn = turn
@@ -79,7 +82,9 @@ class SpanTraces:
         if not turn and context is None:
             return None
         given = context or TraceContext(os.urandom(16).hex(), "")
-        root = Span(ROOT, given.trace_id, given.span_id, given.state, time.time_ns() - time.monotonic_ns())
+        root = Span(
+            ROOT, given.trace_id, given.span_id, given.state, time.time_ns() - time.monotonic_ns()
+        )
         return SpanTrace(next(self.ids), _Whole(root, self, operation), root)
 
     def flush(self) -> None:
@@ -123,7 +128,9 @@ class SpanTrace:
         return json.dumps({"traceparent": f"00-{span.trace_id}-{span.id}-01", **state})
 
     def child(self) -> SpanTrace:
-        return SpanTrace(next(self.whole.traces.ids), self.whole, self._model or self.parent, self.id)
+        return SpanTrace(
+            next(self.whole.traces.ids), self.whole, self._model or self.parent, self.id
+        )
 
     def beside(self) -> SpanTrace:
         return SpanTrace(next(self.whole.traces.ids), self.whole, self.parent, self.parent_id)
@@ -131,9 +138,11 @@ class SpanTrace:
     def model(self, name: str, version: str, request_id: str) -> None:
         self._model = span = self.whole.begin(self.parent, name)
         span.attributes |= {
-            "triton.model_name": name, "triton.model_version": int(version), "triton.trace_id": self.id,
+            "triton.model_name": name,
+            "triton.model_version": int(version),
+            "triton.trace_id": self.id,
             "triton.trace_parent_id": self.parent_id,
-        }  # fmt: skip
+        }
         if request_id:
             span.attributes["triton.request_id"] = request_id[:MOST_TEXT]
 
@@ -154,12 +163,16 @@ class SpanTrace:
         if (span := self._model) is None:
             return
         span.attributes |= {
-            "gen_ai.operation.name": self.whole.operation, "gen_ai.provider.name": PROVIDER,
-            "gen_ai.request.model": span.name, "gen_ai.usage.input_tokens": prompt_tokens,
+            "gen_ai.operation.name": self.whole.operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": span.name,
+            "gen_ai.usage.input_tokens": prompt_tokens,
             "gen_ai.usage.output_tokens": output_tokens,
-        }  # fmt: skip
+        }
         if first_token_ns:
-            span.attributes["gen_ai.response.time_to_first_chunk"] = (first_token_ns - span.began_ns) / 1e9
+            span.attributes["gen_ai.response.time_to_first_chunk"] = (
+                first_token_ns - span.began_ns
+            ) / 1e9
 
     def fail(self, kind: str) -> None:
         for span in (self._model, None if self.parent_id else self.whole.root):

@@ -1,8 +1,9 @@
-"""What happened to the requests of each model: the one set of counters behind the statistics and the metrics.
+"""What happened to the requests of each model: the one set of counters behind the statistics and
+the metrics.
 
-`CountedModel` stands around a model and fills them. The counting is Triton's: a success counts requests,
-`inferences` counts the batch items of successes, `executions` every run of the model, also one that failed
-(an ensemble runs nothing itself, so its failures are no executions).
+`CountedModel` stands around a model and fills them. The counting is Triton's: a success counts
+requests, `inferences` counts the batch items of successes, `executions` every run of the model,
+also one that failed (an ensemble runs nothing itself, so its failures are no executions).
 """
 
 from __future__ import annotations
@@ -59,14 +60,18 @@ class _Spent(NamedTuple):
 
     @staticmethod
     def between(began: int, ended: int, trail: RequestTrail) -> _Spent:
-        """A phase that the model said nothing of took no time; what is left over is computing. A model waits in its
-        own queue, before it begins, or in its engine's, after its inputs are ready."""
+        """A phase that the model said nothing of took no time; what is left over is computing. A
+        model waits in its own queue, before it begins, or in its engine's, after its inputs are
+        ready.
+        """
         queue_end = trail.queue_ended_ns or began
         input_end = max(trail.input_ended_ns, queue_end)
         infer_end = trail.infer_ended_ns or ended
         inferring = max(infer_end - input_end, 0)
         waited = min(max(part.engine_queue_ns for part in (trail, *trail.branches)), inferring)
-        return _Spent(queue_end - began + waited, input_end - queue_end, inferring - waited, ended - infer_end)
+        return _Spent(
+            queue_end - began + waited, input_end - queue_end, inferring - waited, ended - infer_end
+        )
 
 
 @dataclass(slots=True)
@@ -111,7 +116,11 @@ class ModelCounters:
     tokens: TokenLatencies = field(default_factory=TokenLatencies)
 
     def record(
-        self, request: InferRequest, responses: Answers, batch_size: int = 1, parts: Parts | None = None
+        self,
+        request: InferRequest,
+        responses: Answers,
+        batch_size: int = 1,
+        parts: Parts | None = None,
     ) -> Answers:
         """Pass on the answers to one request and count how it went."""
         return _Counted(self, request, responses, batch_size, parts or {})
@@ -171,7 +180,8 @@ class ModelCounters:
             "inference_stats": {**asked, **self.phases.documents(), **cached},
             "response_stats": {},
             "batch_stats": [
-                {"batch_size": size, **phases.documents()} for size, phases in sorted(self.batches.items())
+                {"batch_size": size, **phases.documents()}
+                for size, phases in sorted(self.batches.items())
             ],
             "memory_usage": [],
         }
@@ -196,7 +206,12 @@ class _Counted:
     """The answers to one request, counted as they pass."""
 
     def __init__(
-        self, counters: ModelCounters, request: InferRequest, responses: Answers, batch_size: int, parts: Parts
+        self,
+        counters: ModelCounters,
+        request: InferRequest,
+        responses: Answers,
+        batch_size: int,
+        parts: Parts,
     ) -> None:
         self._counters = counters
         self._responses = responses
@@ -332,7 +347,9 @@ class _Counted:
 
     def _end_parts(self, spent: _Spent, succeeded: bool) -> None:
         for phase, find in self._parts.items():
-            share = _Spent(spent.queue if phase == "compute_infer" else 0, 0, getattr(spent, phase), 0)
+            share = _Spent(
+                spent.queue if phase == "compute_infer" else 0, 0, getattr(spent, phase), 0
+            )
             if succeeded:
                 find().counters.succeed(share, self._batch_size)
             elif phase == "compute_infer" and self._trail.input_ended_ns:
@@ -349,22 +366,31 @@ def failure_reason(error: BaseException) -> str:
 
 
 class CountedModel(WrappedModel):
-    """A model whose requests are counted. `parts`: the models whose work this one does in their place."""
+    """A model whose requests are counted. `parts`: the models whose work this one does in their
+    place.
+    """
 
-    def __init__(self, model: ServedModel, counters: ModelCounters, parts: Parts | None = None) -> None:
+    def __init__(
+        self, model: ServedModel, counters: ModelCounters, parts: Parts | None = None
+    ) -> None:
         super().__init__(model)
         self.counters = counters
         self._parts = parts
         counters.ensemble = bool(model.config.ensemble_steps)
 
     def infer(self, request: InferRequest) -> Answers:
-        self.counters.decoupled = self.inner.decoupled  # of an ensemble, its steps tell, which may come and go
+        # of an ensemble, its steps tell, which may come and go
+        self.counters.decoupled = self.inner.decoupled
         items = batch_size(request, self.config)
         return _Counted(self.counters, request, self.inner.infer(request), items, self._parts or {})
 
 
-def model_statistics(registry: ModelRegistry, name: str = "", version: str = "") -> list[dict[str, Any]]:
-    """The `model_stats` of one model, or of all when none is named. Raises InferenceError for an unknown one."""
+def model_statistics(
+    registry: ModelRegistry, name: str = "", version: str = ""
+) -> list[dict[str, Any]]:
+    """The `model_stats` of one model, or of all when none is named. Raises InferenceError for an
+    unknown one.
+    """
     found = [entry for entry in registry if not name or entry.name == name]
     if name and not found:
         raise InferenceError(f"requested model '{name}' is not available")

@@ -1,4 +1,6 @@
-"""The models around the engine, when a client calls them by themselves: text to ids, and ids to text."""
+"""The models around the engine, when a client calls them by themselves: text to ids, and ids to
+text.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ class PreprocessingModel:
         self._engine = engine
         self._generator = generator
         self._names = {name: name for name in model.config.output_names}
-        self._fields = {field: name for name, field in PREPROCESSING_FIELDS.items() if name in model.config.input_names}
+        self._fields = {
+            field: name
+            for name, field in PREPROCESSING_FIELDS.items()
+            if name in model.config.input_names
+        }
         self._comma_words = takes_comma_words(model.config)
 
     @property
@@ -43,13 +49,16 @@ class PreprocessingModel:
     def fillers(self, request: InferRequest) -> Mapping[str, int]:
         """The prompts of a batch are filled up with the padding token."""
         tokenizer, given = self._generator.tokenizer, request.inputs.get("PAD_ID")
-        return {"INPUT_ID": _pad(tokenizer.pad_id if given is None else given.first, tokenizer.eos_id)}
+        return {
+            "INPUT_ID": _pad(tokenizer.pad_id if given is None else given.first, tokenizer.eos_id)
+        }
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         try:
             check_batch(request, self.config)
             fields = given_fields(request, PREPROCESSING_FIELDS)
-            check_prompt(fields, self._fields, {})  # an ensemble's parameters may be meant for another of its steps
+            # an ensemble's parameters may be meant for another of its steps
+            check_prompt(fields, self._fields, {})
             ids = await self._prompt(fields)
             yield InferResponse(named(self._outputs(fields, ids), self._names))
         except (InferenceError, TokenizerError) as error:
@@ -60,7 +69,9 @@ class PreprocessingModel:
         if MESSAGES in fields:
             return await conversation_tokens(fields[MESSAGES], self._generator, longest)
         check_prompt_length(fields["text_input"], longest)
-        return self._generator.tokenizer.encode(fields["text_input"].tensor.text(), self._engine.add_special_tokens)
+        return self._generator.tokenizer.encode(
+            fields["text_input"].tensor.text(), self._engine.add_special_tokens
+        )
 
     def _outputs(self, fields: Mapping[str, Given], ids: list[int]) -> list[Tensor]:
         tokenizer = self._generator.tokenizer
@@ -81,7 +92,10 @@ class PreprocessingModel:
     def _word_ids(self, fields: Mapping[str, Given], field: str, name: str) -> Tensor:
         if field not in fields:
             return Tensor(name, "INT32", (1, 2, 0), [])
-        words = [self._generator.tokenizer.encode(word, False) for word in words_of(fields, field, self._comma_words)]
+        words = [
+            self._generator.tokenizer.encode(word, False)
+            for word in words_of(fields, field, self._comma_words)
+        ]
         length, data = pack_words(words)
         return Tensor(name, "INT32", (1, 2, length), data)
 
@@ -121,7 +135,10 @@ class PostprocessingModel:
 
     def _outputs(self, request: InferRequest) -> list[Tensor]:
         rows = self._rows(request)
-        texts = [self._generator.tokenizer.decode(row, self._engine.skip_special_tokens).encode() for row in rows]
+        texts = [
+            self._generator.tokenizer.decode(row, self._engine.skip_special_tokens).encode()
+            for row in rows
+        ]
         outputs = [Tensor("OUTPUT", "BYTES", (len(texts),), list(texts))]
         for name, shape in PASSED_THROUGH.items():
             given = request.inputs.get(name)
@@ -141,5 +158,7 @@ class PostprocessingModel:
         if lengths is None:
             return rows
         if len(lengths.data) != count or any(not 0 <= length <= width for length in lengths.data):
-            raise InferenceError(f"SEQUENCE_LENGTH must hold {count} numbers from 0 to {width}, got {lengths.data[:8]}")
+            raise InferenceError(
+                f"SEQUENCE_LENGTH must hold {count} numbers from 0 to {width}, got {lengths.data[:8]}"
+            )
         return [row[:length] for row, length in zip(rows, lengths.data, strict=True)]

@@ -1,8 +1,8 @@
 """Upstream's own way to end a request early: another request of the same id, with `stop` set.
 
-What runs ends with the tokens it has; the request that stops it has an empty answer. Upstream's client sends no id
-unless it is told to: over a connection, a stop order without one means whatever runs there without one. Where nothing
-does, it is refused, as upstream refuses all of them.
+What runs ends with the tokens it has; the request that stops it has an empty answer. Upstream's
+client sends no id unless it is told to: over a connection, a stop order without one means whatever
+runs there without one. Where nothing does, it is refused, as upstream refuses all of them.
 """
 
 from __future__ import annotations

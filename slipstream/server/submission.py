@@ -1,4 +1,6 @@
-"""What a request brings to an engine besides its prompt and how it samples, whichever way the engine is reached."""
+"""What a request brings to an engine besides its prompt and how it samples, whichever way the
+engine is reached.
+"""
 
 from __future__ import annotations
 

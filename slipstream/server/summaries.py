@@ -1,4 +1,6 @@
-"""Quantiles of how long requests took over the last minute (`--metrics-config summary_latencies=true`)."""
+"""Quantiles of how long requests took over the last minute (`--metrics-config
+summary_latencies=true`).
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,11 @@ class Summaries:
 
     def __init__(self) -> None:
         self.requests, self.queue = Summary(), Summary()
-        self.compute_input, self.compute_infer, self.compute_output = Summary(), Summary(), Summary()
+        self.compute_input, self.compute_infer, self.compute_output = (
+            Summary(),
+            Summary(),
+            Summary(),
+        )
         self.cache_hit, self.cache_miss = Summary(), Summary()
 
     def request(self, total_ns: int | None, queue_ns: int) -> None:

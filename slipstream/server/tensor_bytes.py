@@ -10,9 +10,20 @@ from slipstream.server.tensors import Tensor
 
 # BF16 has no Python type: its values stay the bit patterns they are on the wire.
 STRUCT_CODES = {
-    "BOOL": "?", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q", "UINT8": "B", "UINT16": "H",
-    "UINT32": "I", "UINT64": "Q", "FP16": "e", "FP32": "f", "FP64": "d", "BF16": "H",
-}  # fmt: skip
+    "BOOL": "?",
+    "INT8": "b",
+    "INT16": "h",
+    "INT32": "i",
+    "INT64": "q",
+    "UINT8": "B",
+    "UINT16": "H",
+    "UINT32": "I",
+    "UINT64": "Q",
+    "FP16": "e",
+    "FP32": "f",
+    "FP64": "d",
+    "BF16": "H",
+}
 SIZES = {datatype: struct.calcsize(code) for datatype, code in STRUCT_CODES.items()}
 DATATYPES = frozenset({*SIZES, "BYTES"})
 _LENGTH = struct.Struct("<I")

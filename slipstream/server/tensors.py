@@ -1,7 +1,7 @@
 """Tensors as requests and answers carry them, and reading one from the JSON of a generate request.
 
-Types are strict and the texts are Triton's: an integer input takes integers only (wrapped to its width), FP32
-takes any number, BYTES takes strings. Values are flat, in row-major order.
+Types are strict and the texts are Triton's: an integer input takes integers only (wrapped to its
+width), FP32 takes any number, BYTES takes strings. Values are flat, in row-major order.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ class Tensor:
     name: str
     datatype: str  # as on the wire: INT32, BYTES, …
     shape: tuple[int, ...]
-    data: list[Any]  # int, float, bool or, for BYTES, bytes; logits are a `memoryview`, which reads like a list
+    # int, float, bool or, for BYTES, bytes; logits are a `memoryview`, which reads like a list
+    data: list[Any]
 
     @property
     def first(self) -> Any:
-        """The one value of a scalar input; arrays count by their first element, as upstream takes them."""
+        """The one value of a scalar input; arrays count by their first element, as upstream takes
+        them.
+        """
         return self.data[0] if self.data else None
 
     def text(self) -> str:
@@ -106,7 +109,9 @@ def read_values(name: str, datatype: str, value: Any) -> list[Any]:
     if datatype == "BOOL":
         return [_boolean(item) for item in _flat(value)]
     if datatype in FLOATS:
-        return [single(_double(item)) if datatype == "FP32" else _double(item) for item in _flat(value)]
+        return [
+            single(_double(item)) if datatype == "FP32" else _double(item) for item in _flat(value)
+        ]
     if datatype in SIGNED_BITS:
         return [_signed(item, SIGNED_BITS[datatype]) for item in _flat(value)]
     if datatype in UNSIGNED_BITS:

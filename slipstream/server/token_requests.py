@@ -16,7 +16,9 @@ from slipstream.server.text.pipeline import TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
 
 
-def token_request(fields: Mapping[str, Given], engine: EngineModel, tokenizer: Tokenizer) -> TextRequest:
+def token_request(
+    fields: Mapping[str, Given], engine: EngineModel, tokenizer: Tokenizer
+) -> TextRequest:
     spec = engine.engine.spec
     refuse_texts(fields, engine.name)
     table = prompt_table(fields, spec, sequences_of(fields))
@@ -30,7 +32,8 @@ def token_request(fields: Mapping[str, Given], engine: EngineModel, tokenizer: T
         prompt=prompt,
         sampling=replace(sampling, bad_words=tuple(bad_words)),
         stop_words=[tokenizer.decode(word, False) for word in stop_words],
-        skip_special_tokens=False,  # the ids are what counts here, so a stop word may be a special token
+        # the ids are what counts here, so a stop word may be a special token
+        skip_special_tokens=False,
         ignore_end=not sampling.end_ids,  # the engine itself knows no end but the one it is told
         sequences=sequences_of(fields),
         prompt_table=table,
@@ -43,10 +46,14 @@ def token_request(fields: Mapping[str, Given], engine: EngineModel, tokenizer: T
 def refuse_texts(fields: Mapping[str, Given], model: str) -> None:
     for field in ("text_input", "messages"):
         if field in fields:
-            raise InferenceError(f"{fields[field].name} is for models that take text, and {model} takes input_ids")
+            raise InferenceError(
+                f"{fields[field].name} is for models that take text, and {model} takes input_ids"
+            )
 
 
-def prompt_ids(fields: Mapping[str, Given], engine: EngineModel, table: PromptTable | None) -> list[int]:
+def prompt_ids(
+    fields: Mapping[str, Given], engine: EngineModel, table: PromptTable | None
+) -> list[int]:
     given = require(fields, "input_ids", "input_ids")
     ids = given.tensor.data
     if "input_lengths" in fields:
@@ -56,10 +63,13 @@ def prompt_ids(fields: Mapping[str, Given], engine: EngineModel, table: PromptTa
     check_tokens(ids, engine.engine.build.max_input_len)
     vocabulary = engine.engine.spec.vocab_size
     if table is None:
-        return [token % vocabulary for token in ids]  # load generators send ids of other vocabularies
+        # load generators send ids of other vocabularies
+        return [token % vocabulary for token in ids]
     if max(ids) >= vocabulary + table.rows:
         last = vocabulary + table.rows - 1
-        raise InferenceError(f"{given.name} holds the id {max(ids)}, the last of prompt_embedding_table is {last}")
+        raise InferenceError(
+            f"{given.name} holds the id {max(ids)}, the last of prompt_embedding_table is {last}"
+        )
     return list(ids)
 
 
@@ -67,11 +77,17 @@ def draft_ids(fields: Mapping[str, Given], engine: EngineModel) -> list[int]:
     given = fields.get("draft_input_ids")
     if given is None or not given.tensor.data:
         return []
-    ids, vocabulary, longest = given.tensor.data, engine.engine.spec.vocab_size, engine.engine.build.max_seq_len
+    ids, vocabulary, longest = (
+        given.tensor.data,
+        engine.engine.spec.vocab_size,
+        engine.engine.build.max_seq_len,
+    )
     if len(ids) > longest:
         raise InferenceError(f"{given.name} must hold at most {longest} tokens, got {len(ids)}")
     if max(ids) >= vocabulary:
-        raise InferenceError(f"{given.name} holds the id {max(ids)}, which is not in the vocabulary of {vocabulary}")
+        raise InferenceError(
+            f"{given.name} holds the id {max(ids)}, which is not in the vocabulary of {vocabulary}"
+        )
     return ids
 
 
@@ -79,10 +95,14 @@ def check_bias(fields: Mapping[str, Given], vocabulary: int) -> None:
     given = fields.get("embedding_bias")
     if given is not None and len(given.tensor.data) not in (0, vocabulary):
         count = len(given.tensor.data)
-        raise InferenceError(f"{given.name} must have a number for each of {vocabulary} tokens, got {count}")
+        raise InferenceError(
+            f"{given.name} must have a number for each of {vocabulary} tokens, got {count}"
+        )
 
 
-def word_lists(fields: Mapping[str, Given], field: str, bound: Words, vocabulary: int) -> list[tuple[int, ...]]:
+def word_lists(
+    fields: Mapping[str, Given], field: str, bound: Words, vocabulary: int
+) -> list[tuple[int, ...]]:
     if field not in fields:
         return []
     words = word_ids(fields[field].tensor)
@@ -90,7 +110,11 @@ def word_lists(fields: Mapping[str, Given], field: str, bound: Words, vocabulary
         raise InferenceError(f"{field} must hold at most {bound.count} words, got {len(words)}")
     longest = max(map(len, words), default=0)
     if longest > bound.bytes:  # a token is a byte at least
-        raise InferenceError(f"a word of {field} must have at most {bound.bytes} ids, got {longest}")
+        raise InferenceError(
+            f"a word of {field} must have at most {bound.bytes} ids, got {longest}"
+        )
     if any(not 0 <= token < vocabulary for word in words for token in word):
-        raise InferenceError(f"{field} holds ids that are not in the vocabulary (0 to {vocabulary - 1})")
+        raise InferenceError(
+            f"{field} holds ids that are not in the vocabulary (0 to {vocabulary - 1})"
+        )
     return words

@@ -1,4 +1,6 @@
-"""Trace settings, global and for single models: kept, checked and shown as Triton does, and who is traced by them."""
+"""Trace settings, global and for single models: kept, checked and shown as Triton does, and who is
+traced by them.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,13 @@ FILE_SETTINGS = ("log_frequency", "trace_file")
 
 
 class TraceSettings:
-    """`start`: what the command line says. `export`: traces go to a collector, not to files. `begin` is asked at every
-    request.
+    """`start`: what the command line says. `export`: traces go to a collector, not to files.
+    `begin` is asked at every request.
     """
 
-    def __init__(self, start: Mapping[str, Value] | None = None, export: ExportSettings | None = None) -> None:
+    def __init__(
+        self, start: Mapping[str, Value] | None = None, export: ExportSettings | None = None
+    ) -> None:
         self._start: dict[str, Value] = {**DEFAULTS, **(start or {})}
         self._shown_export: dict[str, Value] = {}
         self.exporter: SpanExporter | None = None
@@ -52,14 +56,18 @@ class TraceSettings:
         self._models: dict[str, dict[str, Value]] = {}
         self._file = TraceFile(Path(str(self._start["trace_file"])))
         self._ids = itertools.count(1)
-        self._traces: dict[str, Traces | None] = {}  # by model; "" is for those without settings of their own
+        # by model; "" is for those without settings of their own
+        self._traces: dict[str, Traces | None] = {}
         self._check_usable(self._start, starting=True)
         self._active = _is_on(self._start)  # somebody may be traced
 
-    def begin(self, model: str, headers: Headers = (), operation: str = TEXT_COMPLETION) -> RequestTrace | None:
+    def begin(
+        self, model: str, headers: Headers = (), operation: str = TEXT_COMPLETION
+    ) -> RequestTrace | None:
         """The trace of a request that has just come; its `finish` must be called.
 
-        `operation`: what a model of language is asked for, in the words of OpenTelemetry's conventions.
+        `operation`: what a model of language is asked for, in the words of OpenTelemetry's
+        conventions.
         """
         if not self._active:
             return None
@@ -75,7 +83,9 @@ class TraceSettings:
         if model in self._models:
             shown |= self._models[model] | self._left(model)
         if self.exporter is not None:
-            shown = {name: value for name, value in shown.items() if name not in FILE_SETTINGS} | self._shown_export
+            shown = {
+                name: value for name, value in shown.items() if name not in FILE_SETTINGS
+            } | self._shown_export
         return shown
 
     def _left(self, scope: str) -> dict[str, Value]:
@@ -85,7 +95,9 @@ class TraceSettings:
 
     def update(self, wanted: Mapping[str, Any], model: str = "") -> dict[str, Value]:
         """Change some; None takes a change back; names nobody knows are ignored, as with Triton."""
-        changes = {name: _checked(name, value) for name, value in wanted.items() if name in DEFAULTS}
+        changes = {
+            name: _checked(name, value) for name, value in wanted.items() if name in DEFAULTS
+        }
         if self.exporter is not None and changes.get("log_frequency") is not None:
             raise _invalid("the mode opentelemetry has no log_frequency")
         target = dict(self._models.get(model, {}) if model else self._changed)
@@ -125,10 +137,18 @@ class TraceSettings:
         turn = Turn(int(str(settings["trace_rate"])), int(str(settings["trace_count"])))
         if self.exporter is not None:
             return SpanTraces(self.exporter.add, turn, self._ids)
-        return FileTraces(self._file, settings["trace_level"], turn, int(str(settings["log_frequency"])), self._ids)
+        return FileTraces(
+            self._file,
+            settings["trace_level"],
+            turn,
+            int(str(settings["log_frequency"])),
+            self._ids,
+        )
 
     def _check_usable(self, settings: Mapping[str, Value], starting: bool = False) -> None:
-        """A server that starts with a rate of 0 traces the requests that callers have put into a trace, only those."""
+        """A server that starts with a rate of 0 traces the requests that callers have put into a
+        trace, only those.
+        """
         if not _is_on(settings):
             return
         reason, rate = None, int(str(settings["trace_rate"]))
@@ -158,9 +178,13 @@ def _checked(name: str, value: Any) -> Value | None:
     if value is None:
         return None
     if name == "trace_file":
-        raise InferenceError("trace file location can not be updated through network protocol", Code.UNSUPPORTED)
+        raise InferenceError(
+            "trace file location can not be updated through network protocol", Code.UNSUPPORTED
+        )
     if name == "trace_mode":
-        raise InferenceError("trace mode can not be updated through network protocol", Code.UNSUPPORTED)
+        raise InferenceError(
+            "trace mode can not be updated through network protocol", Code.UNSUPPORTED
+        )
     if name == "trace_level":
         return _levels(value if isinstance(value, list) else [value])
     text = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -171,7 +195,9 @@ def _checked(name: str, value: Any) -> Value | None:
     except ValueError as error:
         raise InferenceError(f"Unable to parse '{name}', got: {text}") from error
     if not -(2**31) <= number < 2**31:
-        raise InferenceError(f"Unable to parse '{name}', value is out of range [ 0, {2**31 - 1} ], got: {text}")
+        raise InferenceError(
+            f"Unable to parse '{name}', value is out of range [ 0, {2**31 - 1} ], got: {text}"
+        )
     return str(number)
 
 

@@ -1,8 +1,9 @@
-"""Traces of single requests: who is traced, what is told of him, and the files that Triton writes of it.
+"""Traces of single requests: who is traced, what is told of him, and the files that Triton writes
+of it.
 
-A `Turn` picks the requests by rate and count. The files are JSON arrays of small objects, each with the trace's id.
-With a log frequency every so many traces become a file of their own (`FILE.0`, `FILE.1`, …); without one they are
-collected in FILE, which is whole after every trace.
+A `Turn` picks the requests by rate and count. The files are JSON arrays of small objects, each with
+the trace's id. With a log frequency every so many traces become a file of their own (`FILE.0`,
+`FILE.1`, …); without one they are collected in FILE, which is whole after every trace.
 """
 
 from __future__ import annotations
@@ -142,7 +143,12 @@ class FileTraces:
     """Those that go to a file."""
 
     def __init__(
-        self, file: TraceFile, levels: Iterable[str], turn: Turn, log_frequency: int, ids: itertools.count[int]
+        self,
+        file: TraceFile,
+        levels: Iterable[str],
+        turn: Turn,
+        log_frequency: int,
+        ids: itertools.count[int],
     ) -> None:
         self.levels = frozenset(levels)
         self.ids = ids
@@ -173,10 +179,14 @@ class FileTraces:
             self.flush(indexed=True)
 
     def flush(self, indexed: bool = False) -> None:
-        """Write what is collected. Without a frequency, a count that was never reached ends in the file itself."""
+        """Write what is collected. Without a frequency, a count that was never reached ends in the
+        file itself.
+        """
         if self._collected:
             collected, self._collected = b",".join(self._collected), []
-            (self._file.add_indexed if indexed or self._log_frequency else self._file.add)(collected)
+            (self._file.add_indexed if indexed or self._log_frequency else self._file.add)(
+                collected
+            )
 
 
 @dataclass(slots=True)
@@ -201,7 +211,11 @@ class FileTrace:
             self.activities.append(text % (self.id, name.encode(), ns or time.monotonic_ns()))
 
     def model(self, name: str, version: str, request_id: str) -> None:
-        text = b'{"id":%d,"model_name":%s,"model_version":%d' % (self.id, write_scalar(name), int(version))
+        text = b'{"id":%d,"model_name":%s,"model_version":%d' % (
+            self.id,
+            write_scalar(name),
+            int(version),
+        )
         if request_id:
             text += b',"request_id":' + write_scalar(request_id)
         if self.parent_id:
@@ -227,8 +241,13 @@ def _tensor_activity(trace_id: int, activity: bytes, tensor: Tensor) -> bytes:
     data = b",".join([_element(value) for value in tensor.data])
     shape = ",".join(str(dim) for dim in tensor.shape)
     return b'{"id":%d,"activity":"%s","tensor":{"name":%s,"data":%s,"shape":"%s","dtype":"%s"}}' % (
-        trace_id, activity, write_scalar(tensor.name), write_string(data), shape.encode(), tensor.datatype.encode(),
-    )  # fmt: skip
+        trace_id,
+        activity,
+        write_scalar(tensor.name),
+        write_string(data),
+        shape.encode(),
+        tensor.datatype.encode(),
+    )
 
 
 def _element(value: object) -> bytes:

@@ -25,7 +25,9 @@ async def warm_up(model: ServedModel, config: ModelConfig, version: int) -> None
             await _run(model, config, version, sample)
 
 
-async def _run(model: ServedModel, config: ModelConfig, version: int, sample: dict[str, Any]) -> None:
+async def _run(
+    model: ServedModel, config: ModelConfig, version: int, sample: dict[str, Any]
+) -> None:
     batch = (max(1, sample["batch_size"]),) if config.max_batch_size > 0 else ()
     inputs = {name: _tensor(config, name, given, batch) for name, given in sample["inputs"].items()}
     request = InferRequest(config.name, str(version), inputs)
@@ -38,23 +40,32 @@ async def _run(model: ServedModel, config: ModelConfig, version: int, sample: di
                 raise InferenceError(text, Code.INTERNAL)
 
 
-def _tensor(config: ModelConfig, name: str, given: dict[str, Any], batch: tuple[int, ...]) -> Tensor:
+def _tensor(
+    config: ModelConfig, name: str, given: dict[str, Any], batch: tuple[int, ...]
+) -> Tensor:
     shape = (*batch, *given["dims"])
     datatype = given["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
     count = prod(shape)
     if not 0 <= count <= MOST_VALUES or (datatype != "BYTES" and datatype not in SIZES):
         raise InferenceError(f"warmup input '{name}' has an impossible shape or datatype")
     if given.get("input_data_file"):
-        data = _from_file(config.file.parent / WARMUP_FOLDER, given["input_data_file"], datatype, name)
+        data = _from_file(
+            config.file.parent / WARMUP_FOLDER, given["input_data_file"], datatype, name
+        )
         if len(data) != count:
-            raise InferenceError(f"warmup input '{name}' needs {count} values, its file has {len(data)}")
+            raise InferenceError(
+                f"warmup input '{name}' needs {count} values, its file has {len(data)}"
+            )
         return Tensor(name, datatype, shape, data)
     return Tensor(name, datatype, shape, _values(datatype, count, bool(given.get("random_data"))))
 
 
 def _values(datatype: str, count: int, at_random: bool) -> list[Any]:
     if datatype == "BYTES":
-        return [b"".join(random.choice((b"a", b"b")) for _ in range(8)) if at_random else b"" for _ in range(count)]
+        return [
+            b"".join(random.choice((b"a", b"b")) for _ in range(8)) if at_random else b""
+            for _ in range(count)
+        ]
     if datatype == "BOOL":
         return [at_random and random.random() < 0.5 for _ in range(count)]
     if datatype in ("FP16", "FP32", "FP64"):
@@ -65,11 +76,15 @@ def _values(datatype: str, count: int, at_random: bool) -> list[Any]:
 def _from_file(folder: Path, file_name: str, datatype: str, name: str) -> list[Any]:
     file = folder / file_name
     if not file.resolve().is_relative_to(folder.resolve()):
-        raise InferenceError(f"the file of warmup input '{name}' lies outside the model's {WARMUP_FOLDER} folder")
+        raise InferenceError(
+            f"the file of warmup input '{name}' lies outside the model's {WARMUP_FOLDER} folder"
+        )
     try:
         raw = file.read_bytes()
         return unpack(datatype, raw[: len(raw) - len(raw) % SIZES.get(datatype, 1)])
     except OSError as error:
-        raise InferenceError(f"the file of warmup input '{name}' cannot be read: {error.strerror}") from error
+        raise InferenceError(
+            f"the file of warmup input '{name}' cannot be read: {error.strerror}"
+        ) from error
     except IncompleteString as error:
         raise InferenceError(f"the file of warmup input '{name}' is damaged: {error}") from error

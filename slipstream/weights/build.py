@@ -1,6 +1,8 @@
-"""Source or checkpoint → engine folder, in one stream: a few rows of one tensor are in memory at a time.
+"""Source or checkpoint → engine folder, in one stream: a few rows of one tensor are in memory at a
+time.
 
-Deciding that there is nothing to do, or that a model cannot be built, reads headers only and imports no torch.
+Deciding that there is nothing to do, or that a model cannot be built, reads headers only and
+imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ from slipstream.weights.parameters import (
 )
 from slipstream.weights.source import Source, check_source, stored_dtype
 from slipstream.weights.sources import open_source
-from slipstream.weights.stream import ByteMeter, Progress, check_disk, no_progress, parameter_rows, tensor_bytes
+from slipstream.weights.stream import (
+    ByteMeter,
+    Progress,
+    check_disk,
+    no_progress,
+    parameter_rows,
+    tensor_bytes,
+)
 from slipstream.weights.tensor_file import TensorFileError, file_size, read_header, write_tensors
 from slipstream.weights.whole_folder import whole_folder
 
@@ -53,9 +62,10 @@ def build_engine(
 ) -> Path:
     """Build an engine folder at `output` and return it; the same build again does nothing.
 
-    `dtype` "auto" keeps a 16-bit type that the weights have already, else it means bfloat16. `weight_only` is
-    None, "int8", "int4" or "fp8"; `fp8_kv_cache` keeps keys and values in eight bits on a GPU. SourceError,
-    UnsupportedModel and ValueError say in one line why it cannot be done.
+    `dtype` "auto" keeps a 16-bit type that the weights have already, else it means bfloat16.
+    `weight_only` is None, "int8", "int4" or "fp8"; `fp8_kv_cache` keeps keys and values in eight
+    bits on a GPU. SourceError, UnsupportedModel and ValueError say in one line why it cannot be
+    done.
     """
     output = Path(output)
     progress = progress or no_progress
@@ -78,14 +88,20 @@ class _Plan:
 
 
 def _plan(
-    source: Source, dtype: str, weight_only: str | None, fp8_kv_cache: bool, limits: BuildLimits | None
+    source: Source,
+    dtype: str,
+    weight_only: str | None,
+    fp8_kv_cache: bool,
+    limits: BuildLimits | None,
 ) -> _Plan:
     dtype = stored_dtype(source, dtype)
     check_source(source)
     limits = limits or BuildLimits.for_model(source.spec)
     quantisation = choose_quantisation(source.spec, weight_only, fp8_kv_cache)
     wanted = [VERSION, FORMAT, source.fingerprint(), dtype, asdict(quantisation), asdict(limits)]
-    return _Plan(dtype, quantisation, limits, hashlib.sha256(json.dumps(wanted).encode()).hexdigest())
+    return _Plan(
+        dtype, quantisation, limits, hashlib.sha256(json.dumps(wanted).encode()).hexdigest()
+    )
 
 
 def _is_built(output: Path, plan: _Plan) -> bool:
@@ -124,13 +140,19 @@ def _write_folder(source: Source, plan: _Plan, staging: Path, progress: Progress
         "request": plan.request,
     }
     document = config_document(
-        VERSION, source.spec, plan.dtype, plan.quantisation, plan.limits, source.generation, own)
+        VERSION, source.spec, plan.dtype, plan.quantisation, plan.limits, source.generation, own
+    )
     (staging / CONFIG_NAME).write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _content_hash(source: Source, plan: _Plan, files: dict[str, str]) -> str:
     """Equal for folders that behave the same, whatever they were made from."""
-    what = [source.spec.to_config(), asdict(plan.limits), asdict(source.generation), sorted(files.items())]
+    what = [
+        source.spec.to_config(),
+        asdict(plan.limits),
+        asdict(source.generation),
+        sorted(files.items()),
+    ]
     if plan.quantisation.kv_cache:
         what.append(plan.quantisation.kv_cache)
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()

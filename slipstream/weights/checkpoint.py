@@ -1,7 +1,8 @@
 """The unified checkpoint: config.json and a file a rank, under the names of `model/spec.py`.
 
-The step between converting and building in the classic flow. `build_engine` takes any source, and this is one.
-The weights keep their type here; a weight-only precision is only noted, and the build applies it.
+The step between converting and building in the classic flow. `build_engine` takes any source, and
+this is one. The weights keep their type here; a weight-only precision is only noted, and the build
+applies it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from slipstream.weights.parameters import (
     checkpoint_shapes,
     choose_quantisation,
 )
-from slipstream.weights.rank_split import Part, RankedTensors, RankMapping, cut, part_of, rank_file, rank_parameters
+from slipstream.weights.rank_split import (
+    Part,
+    RankedTensors,
+    RankMapping,
+    cut,
+    part_of,
+    rank_file,
+    rank_parameters,
+)
 from slipstream.weights.source import (
     Source,
     SourceError,
@@ -35,7 +44,14 @@ from slipstream.weights.source import (
     read_tokenizer_files,
     stored_dtype,
 )
-from slipstream.weights.stream import ByteMeter, Progress, check_disk, no_progress, parameter_rows, tensor_bytes
+from slipstream.weights.stream import (
+    ByteMeter,
+    Progress,
+    check_disk,
+    no_progress,
+    parameter_rows,
+    tensor_bytes,
+)
 from slipstream.weights.tensor_file import TensorFileError, file_size, read_header, write_tensors
 from slipstream.weights.whole_folder import whole_folder
 
@@ -60,16 +76,22 @@ class CheckpointSource:
         self._config = read_json(path)
         own = self._config.get("slipstream")
         if not isinstance(own, dict) or own.get("format") != _FORMAT:
-            raise SourceError(f"{path}: not a checkpoint that this release of Slipstream wrote; "
-                              "convert the model again")
+            raise SourceError(
+                f"{path}: not a checkpoint that this release of Slipstream wrote; "
+                "convert the model again"
+            )
         try:
             self.spec = ModelSpec.from_config(self._config)
             generation = self._config["generation"]
             self.generation = GenerationDefaults(
-                tuple(generation["end_ids"]), generation["bos_id"], generation["pad_id"])
-            mapping = RankMapping(self._config["mapping"]["tp_size"], self._config["mapping"]["pp_size"])
+                tuple(generation["end_ids"]), generation["bos_id"], generation["pad_id"]
+            )
+            mapping = RankMapping(
+                self._config["mapping"]["tp_size"], self._config["mapping"]["pp_size"]
+            )
             mapping.check(self.spec)
-            self.stored_dtype: str = self._config["dtype"]  # float32 as well, which `dtype` does not name
+            # float32 as well, which `dtype` does not name
+            self.stored_dtype: str = self._config["dtype"]
             quantisation = self._config["quantization"]
             self.weight_only = _PRECISIONS.get(quantisation["quant_algo"])
             self.fp8_kv_cache = quantisation.get("kv_cache_quant_algo") == "FP8"
@@ -95,7 +117,9 @@ class CheckpointSource:
         return read_tokenizer_files(self.folder)
 
     def fingerprint(self) -> str:
-        return fingerprint_of(json.dumps(self._config), self.tokenizer_files(), self._tensors.fingerprint())
+        return fingerprint_of(
+            json.dumps(self._config), self.tokenizer_files(), self._tensors.fingerprint()
+        )
 
 
 @dataclass(frozen=True)
@@ -109,20 +133,36 @@ class CheckpointPlan:
 
     @classmethod
     def make(
-        cls, source: Source, dtype: str, weight_only: str | None, mapping: RankMapping, fp8_kv_cache: bool = False
+        cls,
+        source: Source,
+        dtype: str,
+        weight_only: str | None,
+        mapping: RankMapping,
+        fp8_kv_cache: bool = False,
     ) -> CheckpointPlan:
         dtype = stored_dtype(source, dtype)
         check_source(source)
         mapping.check(source.spec)
         quantisation = choose_quantisation(source.spec, weight_only, fp8_kv_cache)
-        wanted = [VERSION, _FORMAT, source.fingerprint(), dtype, asdict(quantisation), asdict(mapping)]
-        return cls(dtype, quantisation, mapping, hashlib.sha256(json.dumps(wanted).encode()).hexdigest())
+        wanted = [
+            VERSION,
+            _FORMAT,
+            source.fingerprint(),
+            dtype,
+            asdict(quantisation),
+            asdict(mapping),
+        ]
+        return cls(
+            dtype, quantisation, mapping, hashlib.sha256(json.dumps(wanted).encode()).hexdigest()
+        )
 
     def layout(self, spec: ModelSpec, rank: int) -> dict[str, TensorSlot]:
         whole = checkpoint_shapes(spec)
         code = DTYPE_CODES[self.dtype]
-        return {stored: TensorSlot(code, self.part(spec, name, whole[name], rank).shape(whole[name]))
-                for stored, name in rank_parameters(spec, self.mapping, rank).items()}
+        return {
+            stored: TensorSlot(code, self.part(spec, name, whole[name], rank).shape(whole[name]))
+            for stored, name in rank_parameters(spec, self.mapping, rank).items()
+        }
 
     def part(self, spec: ModelSpec, name: str, whole: Shape, rank: int) -> Part:
         return part_of(spec, name, whole, rank % self.mapping.tp_size, self.mapping.tp_size)
@@ -138,7 +178,8 @@ def write_checkpoint(
     fp8_kv_cache: bool = False,
     progress: Progress = no_progress,
 ) -> Path:
-    """Write a source as a unified checkpoint, tokenizer files beside it; the same again does nothing.
+    """Write a source as a unified checkpoint, tokenizer files beside it; the same again does
+    nothing.
 
     The folder appears whole or not at all.
     """
@@ -150,9 +191,15 @@ def write_checkpoint(
     with whole_folder(output, CONFIG_NAME, _old_ranks(output)) as staging:
         for name, content in source.tokenizer_files().items():
             (staging / name).write_bytes(content)
-        meter = ByteMeter("checkpoint", sum(slot.nbytes for layout in layouts for slot in layout.values()), progress)
+        meter = ByteMeter(
+            "checkpoint",
+            sum(slot.nbytes for layout in layouts for slot in layout.values()),
+            progress,
+        )
         for rank, layout in enumerate(layouts):
-            write_tensors(staging / rank_file(rank), layout, _rank_pieces(source, plan, rank), meter.add)
+            write_tensors(
+                staging / rank_file(rank), layout, _rank_pieces(source, plan, rank), meter.add
+            )
         write_checkpoint_config(source, plan, staging)
     return output
 
@@ -161,7 +208,9 @@ def write_checkpoint_config(source: Source, plan: CheckpointPlan, folder: Path) 
     (folder / CONFIG_NAME).write_text(json.dumps(_document(source, plan), indent=2) + "\n")
 
 
-def _rank_pieces(source: Source, plan: CheckpointPlan, rank: int) -> Iterator[tuple[str, memoryview]]:
+def _rank_pieces(
+    source: Source, plan: CheckpointPlan, rank: int
+) -> Iterator[tuple[str, memoryview]]:
     whole = checkpoint_shapes(source.spec)
     for stored, name in rank_parameters(source.spec, plan.mapping, rank).items():
         part = plan.part(source.spec, name, whole[name], rank)
@@ -192,8 +241,15 @@ def _document(source: Source, plan: CheckpointPlan) -> dict[str, Any]:
         "dtype": plan.dtype,
         "logits_dtype": "float32",
         "mapping": {"world_size": plan.mapping.world_size, **asdict(plan.mapping)},
-        "quantization": {"quant_algo": plan.quantisation.algorithm,
-                         "kv_cache_quant_algo": plan.quantisation.kv_cache},
+        "quantization": {
+            "quant_algo": plan.quantisation.algorithm,
+            "kv_cache_quant_algo": plan.quantisation.kv_cache,
+        },
         "generation": {**asdict(source.generation), "end_ids": list(source.generation.end_ids)},
-        "slipstream": {"format": _FORMAT, "version": VERSION, "source": source.label, "request": plan.request},
+        "slipstream": {
+            "format": _FORMAT,
+            "version": VERSION,
+            "source": source.label,
+            "request": plan.request,
+        },
     }

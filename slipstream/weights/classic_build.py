@@ -1,4 +1,6 @@
-"""`trtllm-build` and the old `build.py` as functions: from what their flags say to an engine folder."""
+"""`trtllm-build` and the old `build.py` as functions: from what their flags say to an engine
+folder.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from slipstream.weights.sources import open_source
 from slipstream.weights.stream import Progress, no_progress
 
 DEFAULT_OUTPUT = "engine_outputs"
-LIMIT_NAMES = ("max_batch_size", "max_input_len", "max_output_len", "max_seq_len", "max_num_tokens", "max_beam_width")
+LIMIT_NAMES = (
+    "max_batch_size",
+    "max_input_len",
+    "max_output_len",
+    "max_seq_len",
+    "max_num_tokens",
+    "max_beam_width",
+)
 
 
 @dataclass(frozen=True)
@@ -41,14 +50,20 @@ class Built(NamedTuple):
 def build(wanted: Build, progress: Progress = no_progress) -> Built:
     """SourceError, UnsupportedModel and ValueError say in one line why it cannot be done."""
     source = open_source(wanted.model, progress)
-    dtype, weight_only, fp8_kv_cache = wanted.dtype or "auto", wanted.weight_only, wanted.fp8_kv_cache
+    dtype, weight_only, fp8_kv_cache = (
+        wanted.dtype or "auto",
+        wanted.weight_only,
+        wanted.fp8_kv_cache,
+    )
     notes: list[str] = []
     if isinstance(source, CheckpointSource):
         dtype = wanted.dtype or source.stored_dtype
         weight_only = weight_only or source.weight_only
         fp8_kv_cache = fp8_kv_cache or source.fp8_kv_cache
         if source.ranks > 1:
-            notes.append(f"the checkpoint's {source.ranks} ranks are joined: one engine, which runs on one device")
+            notes.append(
+                f"the checkpoint's {source.ranks} ranks are joined: one engine, which runs on one device"
+            )
     limits = choose_limits(source.spec, wanted.limits, notes)
     wrote = False
 
@@ -57,15 +72,26 @@ def build(wanted: Build, progress: Progress = no_progress) -> Built:
         wrote = True
         progress(phase, done, total)
 
-    folder = build_engine(source, wanted.output, dtype=dtype, weight_only=weight_only, fp8_kv_cache=fp8_kv_cache,
-                          limits=limits, progress=watch)
+    folder = build_engine(
+        source,
+        wanted.output,
+        dtype=dtype,
+        weight_only=weight_only,
+        fp8_kv_cache=fp8_kv_cache,
+        limits=limits,
+        progress=watch,
+    )
     return Built(folder, wrote, tuple(notes))
 
 
 def choose_limits(spec: ModelSpec, given: Mapping[str, int], notes: list[str]) -> BuildLimits:
-    """What was not given is the model's own; what is more than the model can do is lowered, and noted."""
+    """What was not given is the model's own; what is more than the model can do is lowered, and
+    noted.
+    """
     longest = spec.max_positions
-    prompt, answer, whole = (given.get(name) for name in ("max_input_len", "max_output_len", "max_seq_len"))
+    prompt, answer, whole = (
+        given.get(name) for name in ("max_input_len", "max_output_len", "max_seq_len")
+    )
     if whole is None and prompt is not None and answer is not None:
         whole = prompt + answer
     if prompt is None or (whole is not None and prompt > whole):
@@ -73,9 +99,15 @@ def choose_limits(spec: ModelSpec, given: Mapping[str, int], notes: list[str]) -
     sizes = {"max_input_len": prompt or longest, "max_seq_len": whole or longest}
     for name, size in sizes.items():
         if size > longest:
-            notes.append(f"{name} is lowered from {size} to {longest}: the model knows no more positions")
+            notes.append(
+                f"{name} is lowered from {size} to {longest}: the model knows no more positions"
+            )
             sizes[name] = longest
-    others = {name: given[name] for name in ("max_batch_size", "max_num_tokens", "max_beam_width") if name in given}
+    others = {
+        name: given[name]
+        for name in ("max_batch_size", "max_num_tokens", "max_beam_width")
+        if name in given
+    }
     return BuildLimits(**sizes, **others)
 
 

@@ -40,7 +40,9 @@ def convert(wanted: Conversion, progress: Progress = no_progress) -> Converted:
     """SourceError, UnsupportedModel and ValueError say in one line why it cannot be done."""
     source = open_source(wanted.model, progress)
     if wanted.config_only:
-        plan = CheckpointPlan.make(source, wanted.dtype, wanted.weight_only, wanted.mapping, wanted.fp8_kv_cache)
+        plan = CheckpointPlan.make(
+            source, wanted.dtype, wanted.weight_only, wanted.mapping, wanted.fp8_kv_cache
+        )
         with whole_folder(wanted.output, CONFIG_NAME) as staging:
             write_checkpoint_config(source, plan, staging)
         return Converted(wanted.output, source, True)
@@ -51,6 +53,13 @@ def convert(wanted: Conversion, progress: Progress = no_progress) -> Converted:
         wrote = True
         progress(phase, done, total)
 
-    write_checkpoint(source, wanted.output, dtype=wanted.dtype, weight_only=wanted.weight_only,
-                     mapping=wanted.mapping, fp8_kv_cache=wanted.fp8_kv_cache, progress=watch)
+    write_checkpoint(
+        source,
+        wanted.output,
+        dtype=wanted.dtype,
+        weight_only=wanted.weight_only,
+        mapping=wanted.mapping,
+        fp8_kv_cache=wanted.fp8_kv_cache,
+        progress=watch,
+    )
     return Converted(wanted.output, source, wrote)

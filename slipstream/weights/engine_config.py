@@ -1,4 +1,6 @@
-"""An engine folder's config.json, read and checked without torch: what the server process needs to know."""
+"""An engine folder's config.json, read and checked without torch: what the server process needs to
+know.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _REBUILD = "import the model again, or build the engine again from its checkpoin
 
 
 class EngineFolderError(ValueError):
-    """The folder cannot be used as an engine. The text is one line: the file, what is wrong, what to do."""
+    """The folder cannot be used as an engine. The text is one line: the file, what is wrong, what
+    to do.
+    """
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,17 @@ class EngineConfig:
 
 
 def read_engine_config(path: str | Path) -> EngineConfig:
-    """Read and check the config of an engine folder; EngineFolderError says what is wrong in one line."""
+    """Read and check the config of an engine folder; EngineFolderError says what is wrong in one
+    line.
+    """
     folder = find_engine_folder(Path(path))
     config_path = folder / CONFIG_NAME
     config = _load_json(config_path)
     own = config.get("slipstream")
     if not isinstance(own, dict) or "pretrained_config" not in config:
-        raise EngineFolderError(f"{config_path}: not an engine of Slipstream ({_foreign_kind(config)}); {_REBUILD}")
+        raise EngineFolderError(
+            f"{config_path}: not an engine of Slipstream ({_foreign_kind(config)}); {_REBUILD}"
+        )
     if own.get("format") != FORMAT:
         raise EngineFolderError(
             f"{config_path}: engine format {own.get('format')!r}, this release reads {FORMAT}; "
@@ -75,7 +83,9 @@ def read_engine_config(path: str | Path) -> EngineConfig:
 
 
 def find_engine_folder(path: Path) -> Path:
-    """The folder itself, its only `*-gpu` child (trtllm-build's habit), or the parent of a missing `N-gpu`."""
+    """The folder itself, its only `*-gpu` child (trtllm-build's habit), or the parent of a missing
+    `N-gpu`.
+    """
     if (path / CONFIG_NAME).is_file():
         return path
     children = [child for child in path.glob("*-gpu") if (child / CONFIG_NAME).is_file()]
@@ -88,8 +98,13 @@ def find_engine_folder(path: Path) -> Path:
 
 
 def config_document(
-    version: str, spec: ModelSpec, dtype: str, quantisation: Quantisation, limits: BuildLimits,
-    generation: GenerationDefaults, own: dict[str, Any],
+    version: str,
+    spec: ModelSpec,
+    dtype: str,
+    quantisation: Quantisation,
+    limits: BuildLimits,
+    generation: GenerationDefaults,
+    own: dict[str, Any],
 ) -> dict[str, Any]:
     """The whole of config.json, as `read_engine_config` reads it."""
     return {
@@ -118,17 +133,26 @@ def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineC
     if pretrained["dtype"] not in DTYPE_CODES:
         raise ValueError(f"dtype {pretrained['dtype']!r} is not one of {', '.join(DTYPE_CODES)}")
     if quantisation["quant_algo"] not in (None, "W8A16", "W4A16", "FP8"):
-        raise ValueError(f"quantisation {quantisation['quant_algo']!r} is not known to this release")
+        raise ValueError(
+            f"quantisation {quantisation['quant_algo']!r} is not known to this release"
+        )
     known = BuildLimits.__dataclass_fields__
     return EngineConfig(
         path=folder,
         spec=ModelSpec.from_config(pretrained),
         dtype=pretrained["dtype"],
         quantisation=Quantisation(
-            quantisation["quant_algo"], quantisation["group_size"], quantisation.get("kv_cache_quant_algo"),
-            tuple(quantisation.get("exclude_modules") or ())),
-        build=BuildLimits(**{key: int(value) for key, value in config["build_config"].items() if key in known}),
-        generation=GenerationDefaults(tuple(generation["end_ids"]), generation["bos_id"], generation["pad_id"]),
+            quantisation["quant_algo"],
+            quantisation["group_size"],
+            quantisation.get("kv_cache_quant_algo"),
+            tuple(quantisation.get("exclude_modules") or ()),
+        ),
+        build=BuildLimits(
+            **{key: int(value) for key, value in config["build_config"].items() if key in known}
+        ),
+        generation=GenerationDefaults(
+            tuple(generation["end_ids"]), generation["bos_id"], generation["pad_id"]
+        ),
         content_hash=own["content_hash"],
         files=dict(own["files"]),
         request=own.get("request", ""),

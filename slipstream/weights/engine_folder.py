@@ -1,5 +1,5 @@
-"""Reading an engine folder: its config, and its tensors mapped from the file. Needs torch and safetensors only,
-so that it runs on a bare GPU machine.
+"""Reading an engine folder: its config, and its tensors mapped from the file. Needs torch and
+safetensors only, so that it runs on a bare GPU machine.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ _REBUILD = "copy the file again, or import the model again"
 @dataclass(frozen=True)
 class EngineFolder(EngineConfig):
     def tensors(self, rank: int = 0) -> dict[str, torch.Tensor]:
-        """The tensors of one rank, mapped from its file: reading them costs no memory of the process's own."""
+        """The tensors of one rank, mapped from its file: reading them costs no memory of the
+        process's own.
+        """
         path = rank_file(self.path, rank)
         self.check_tensors(rank)
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
 
     def check_tensors(self, rank: int = 0) -> None:
-        """Refuse a rank file that is cut short, damaged or not of this model, before anything maps it."""
+        """Refuse a rank file that is cut short, damaged or not of this model, before anything maps
+        it.
+        """
         path = rank_file(self.path, rank)
         if not path.is_file():
             raise EngineFolderError(f"{path}: missing; {_REBUILD}")
@@ -36,10 +40,13 @@ class EngineFolder(EngineConfig):
         except TensorFileError as error:
             raise EngineFolderError(f"{error}; {_REBUILD}") from error
         problem = f"{self.spec.layers} layers, {len(found)} tensors"
-        if self.spec.layers <= len(found):  # or a damaged count would have us list parameters for ever
+        # or a damaged count would have us list parameters for ever
+        if self.spec.layers <= len(found):
             problem = _difference(engine_layout(self.spec, self.dtype, self.quantisation), found)
         if problem:
-            raise EngineFolderError(f"{path}: does not fit {self.path / 'config.json'}: {problem}; {_REBUILD}")
+            raise EngineFolderError(
+                f"{path}: does not fit {self.path / 'config.json'}: {problem}; {_REBUILD}"
+            )
 
 
 def read_engine_folder(path: str | Path) -> EngineFolder:
@@ -57,7 +64,13 @@ def _difference(expected: dict[str, TensorSlot], found: dict[str, TensorSlot]) -
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected]
     wrong = [name for name, slot in expected.items() if name in found and found[name] != slot]
-    parts = [f"{label} {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
-             for label, names in (("lacks", missing), ("has unknown", extra), ("has another shape or type for", wrong))
-             if names]
+    parts = [
+        f"{label} {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
+        for label, names in (
+            ("lacks", missing),
+            ("has unknown", extra),
+            ("has another shape or type for", wrong),
+        )
+        if names
+    ]
     return "; ".join(parts)

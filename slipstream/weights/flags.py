@@ -1,7 +1,7 @@
 """Every flag of the classic tools, v0.5 to v0.18, and what it does here: one row each.
 
-The commands build their parsers from these tables, so a flag that is not here does not exist. `eras` says which
-releases of the old tools had it. `effect`:
+The commands build their parsers from these tables, so a flag that is not here does not exist.
+`eras` says which releases of the old tools had it. `effect`:
 
     used       it decides something, and the code that reads it is in convert.py or classic_build.py
     explained  it is accepted, changes nothing, and `text` says why in one line
@@ -40,15 +40,33 @@ _ONE_SHARD = "embeddings are stored whole and divided when the engine loads"
 _NO_PREPARATION = "an engine needs no preparation for it"
 _QUANTISED = "this quantisation is not available; use --use_fp8, or --use_weight_only with --weight_only_precision"
 _FP8 = "store the linears in FP8 (e4m3, a scale a row), and multiply in it where the device can"
-_OTHER_SOURCE = "only Hugging Face folders of safetensors and GGUF files are read; give one as --model_dir"
+_OTHER_SOURCE = (
+    "only Hugging Face folders of safetensors and GGUF files are read; give one as --model_dir"
+)
 
 LIMITS = (
-    *_rows("used", "value", "0.5-0.18", "the largest batch of a request, where config.pbtxt leaves it open",
-           "max_batch_size"),
+    *_rows(
+        "used",
+        "value",
+        "0.5-0.18",
+        "the largest batch of a request, where config.pbtxt leaves it open",
+        "max_batch_size",
+    ),
     *_rows("used", "value", "0.5-0.18", "the longest prompt, in tokens", "max_input_len"),
-    *_rows("used", "value", "0.5-0.10", "the longest answer; with max_input_len it gives max_seq_len",
-           "max_output_len"),
-    *_rows("used", "value", "0.11-0.18", "prompt and answer together, in tokens", "max_seq_len max_decoder_seq_len"),
+    *_rows(
+        "used",
+        "value",
+        "0.5-0.10",
+        "the longest answer; with max_input_len it gives max_seq_len",
+        "max_output_len",
+    ),
+    *_rows(
+        "used",
+        "value",
+        "0.11-0.18",
+        "prompt and answer together, in tokens",
+        "max_seq_len max_decoder_seq_len",
+    ),
     *_rows("used", "value", "0.7-0.18", "the most tokens in a step", "max_num_tokens"),
     *_rows("used", "value", "0.5-0.18", "the widest beam a request may ask for", "max_beam_width"),
 )
@@ -56,40 +74,98 @@ LIMITS = (
 _SHARED = (
     *_rows("used", "value", "0.5-0.18", "where the result goes", "output_dir"),
     *_rows("explained", "value", "0.5-0.18", "one line an event is all there is", "log_level"),
-    *_rows("explained", "nothing", "0.5-0.18", _ONE_SHARD, "use_parallel_embedding use_embedding_sharing"),
+    *_rows(
+        "explained",
+        "nothing",
+        "0.5-0.18",
+        _ONE_SHARD,
+        "use_parallel_embedding use_embedding_sharing",
+    ),
     *_rows("explained", "value", "0.5-0.18", _ONE_SHARD, "embedding_sharding_dim"),
-    *_rows("explained", "nothing", "0.5-0.18", "the cache keeps the weights' type, which is exact", "int8_kv_cache"),
+    *_rows(
+        "explained",
+        "nothing",
+        "0.5-0.18",
+        "the cache keeps the weights' type, which is exact",
+        "int8_kv_cache",
+    ),
     *_rows("explained", "nothing", "0.5-0.18", _AUTOMATIC, "disable_weight_only_quant_plugin"),
     *_rows("explained", "nothing", "0.5-0.18", _WHOLE, "load_by_shard load_model_on_cpu"),
-    *_rows("explained", "value", "0.5-0.18", _FROM_CONFIG,
-           "vocab_size n_positions n_layer n_head n_kv_head n_embd inter_size rms_norm_eps layer_norm_eps hidden_act "
-           "rotary_base rotary_pct rotary_dim multiple_of ffn_dim_multiplier moe_num_experts moe_top_k moe_tp_mode "
-           "moe_renorm_mode moe_tp_size moe_ep_size gpt_variant"),
+    *_rows(
+        "explained",
+        "value",
+        "0.5-0.18",
+        _FROM_CONFIG,
+        "vocab_size n_positions n_layer n_head n_kv_head n_embd inter_size rms_norm_eps layer_norm_eps hidden_act "
+        "rotary_base rotary_pct rotary_dim multiple_of ffn_dim_multiplier moe_num_experts moe_top_k moe_tp_mode "
+        "moe_renorm_mode moe_tp_size moe_ep_size gpt_variant",
+    ),
     *_rows("explained", "values", "0.5-0.18", _FROM_CONFIG, "rotary_scaling"),
     *_rows("explained", "nothing", "0.5-0.18", _FROM_CONFIG, "no_bias multi_query_mode"),
-    *_rows("refused", "nothing", "0.5-0.18", _QUANTISED,
-           "use_smooth_quant use_int4_awq per_group"),
+    *_rows("refused", "nothing", "0.5-0.18", _QUANTISED, "use_smooth_quant use_int4_awq per_group"),
     *_rows("used", "nothing", "0.5-0.18", _FP8, "enable_fp8 use_fp8 use_fp8_rowwise"),
-    *_rows("used", "nothing", "0.5-0.18", "keep keys and values in FP8, where the device can", "fp8_kv_cache"),
-    *_rows("refused", "value", "0.5-0.18", _QUANTISED,
-           "smoothquant quant_ckpt_path ammo_quant_ckpt_path modelopt_quant_ckpt_path quantized_fp8_model_path"),
-    *_rows("explained", "nothing", "0.5-0.18", "belongs to SmoothQuant, which is not used", "per_channel per_token"),
+    *_rows(
+        "used",
+        "nothing",
+        "0.5-0.18",
+        "keep keys and values in FP8, where the device can",
+        "fp8_kv_cache",
+    ),
+    *_rows(
+        "refused",
+        "value",
+        "0.5-0.18",
+        _QUANTISED,
+        "smoothquant quant_ckpt_path ammo_quant_ckpt_path modelopt_quant_ckpt_path quantized_fp8_model_path",
+    ),
+    *_rows(
+        "explained",
+        "nothing",
+        "0.5-0.18",
+        "belongs to SmoothQuant, which is not used",
+        "per_channel per_token",
+    ),
     *_rows("explained", "value", "0.5-0.18", "int4 groups hold 32 weights here", "group_size"),
-    *_rows("explained", "value", "0.5-0.18", "nothing is calibrated, so no dataset is needed",
-           "dataset_cache_dir calib_dataset calib_size calib_max_seq_length"),
-    *_rows("refused", "value", "0.5-0.18", _OTHER_SOURCE, "meta_ckpt_dir nemo_ckpt_path ft_model_dir bin_model_dir"),
+    *_rows(
+        "explained",
+        "value",
+        "0.5-0.18",
+        "nothing is calibrated, so no dataset is needed",
+        "dataset_cache_dir calib_dataset calib_size calib_max_seq_length",
+    ),
+    *_rows(
+        "refused",
+        "value",
+        "0.5-0.18",
+        _OTHER_SOURCE,
+        "meta_ckpt_dir nemo_ckpt_path ft_model_dir bin_model_dir",
+    ),
     *_rows("used", "nothing", "0.5-0.18", "store the linears in few bits", "use_weight_only"),
     *_rows("used", "value", "0.5-0.18", "int8 (default), int4 or fp8", "weight_only_precision"),
     *_rows("used", "value", "0.5-0.18", "ranks that share each layer", "tp_size"),
     *_rows("used", "value", "0.5-0.18", "ranks that each hold some of the layers", "pp_size"),
     *_rows("explained", "value", "0.16-0.18", "prompts are not divided over ranks", "cp_size"),
-    *_rows("explained", "value", "0.8-0.18", "files are written as fast as the disk takes them", "workers"),
+    *_rows(
+        "explained",
+        "value",
+        "0.8-0.18",
+        "files are written as fast as the disk takes them",
+        "workers",
+    ),
 )
 
 CONVERT_FLAGS = (
     *_SHARED,
-    *_rows("used", "value", "0.8-0.18", "a Hugging Face folder, a GGUF file or a hub id", "model_dir"),
-    *_rows("used", "value", "0.5-0.18", "float16 (default), bfloat16, float32, auto, or fp8 for the linears", "dtype"),
+    *_rows(
+        "used", "value", "0.8-0.18", "a Hugging Face folder, a GGUF file or a hub id", "model_dir"
+    ),
+    *_rows(
+        "used",
+        "value",
+        "0.5-0.18",
+        "float16 (default), bfloat16, float32, auto, or fp8 for the linears",
+        "dtype",
+    ),
     *_rows("used", "nothing", "0.9-0.18", "write config.json and no weights", "save_config_only"),
     *_rows("explained", "value", "0.13-0.18", "logits are float32", "logits_dtype"),
     *_rows("explained", "nothing", "0.8-0.18", _WHOLE, "load_nemo_on_gpu"),
@@ -98,55 +174,138 @@ CONVERT_FLAGS = (
 _BUILD_SHARED = (
     *_SHARED,
     *LIMITS,
-    *_rows("explained", "value", "0.5-0.18", "each step takes the size it has", "opt_num_tokens opt_batch_size"),
-    *_rows("explained", "value", "0.5-0.18", _NO_PREPARATION,
-           "max_prompt_embedding_table_size max_multimodal_len max_draft_len speculative_decoding_mode "
-           "max_encoder_input_len"),
-    *_rows("explained", "nothing", "0.5-0.18", _NO_PREPARATION,
-           "gather_all_token_logits gather_context_logits gather_generation_logits"),
+    *_rows(
+        "explained",
+        "value",
+        "0.5-0.18",
+        "each step takes the size it has",
+        "opt_num_tokens opt_batch_size",
+    ),
+    *_rows(
+        "explained",
+        "value",
+        "0.5-0.18",
+        _NO_PREPARATION,
+        "max_prompt_embedding_table_size max_multimodal_len max_draft_len speculative_decoding_mode "
+        "max_encoder_input_len",
+    ),
+    *_rows(
+        "explained",
+        "nothing",
+        "0.5-0.18",
+        _NO_PREPARATION,
+        "gather_all_token_logits gather_context_logits gather_generation_logits",
+    ),
     *_rows("explained", "values", "0.8-0.18", _NO_PREPARATION, "lora_target_modules"),
     *_rows("explained", "value", "0.8-0.18", _NO_PREPARATION, "max_lora_rank lora_ckpt_source"),
-    *_rows("refused", "values", "0.8-0.18", "adapters are not built into an engine; convert them with slipstream lora "
-           "and send them with requests", "lora_dir hf_lora_dir"),
-    *_rows("explained", "value", "0.5-0.18", "pages hold the number of tokens that suits the device",
-           "tokens_per_block"),
-    *_rows("explained", "maybe", "0.5-0.18", _PLUGIN,
-           "gpt_attention_plugin bert_attention_plugin gemm_plugin gemm_swiglu_plugin fp8_rowwise_gemm_plugin "
-           "qserve_gemm_plugin lookup_plugin lora_plugin dora_plugin moe_plugin mamba_conv1d_plugin nccl_plugin "
-           "identity_plugin gemm_allreduce_plugin low_latency_gemm_plugin low_latency_gemm_swiglu_plugin "
-           "smooth_quant_gemm_plugin smooth_quant_plugins layernorm_quantization_plugin rmsnorm_quantization_plugin "
-           "weight_only_groupwise_quant_matmul_plugin weight_only_quant_matmul_plugin quantize_per_token_plugin "
-           "quantize_tensor_plugin use_gpt_attention_plugin use_gemm_plugin use_rmsnorm_plugin use_layernorm_plugin "
-           "use_lookup_plugin use_lora_plugin"),
-    *_rows("explained", "maybe", "0.5-0.18", _ALWAYS,
-           "remove_input_padding paged_kv_cache context_fmha enable_context_fmha use_paged_context_fmha "
-           "use_inflight_batching enable_chunked_context paged_state"),
+    *_rows(
+        "refused",
+        "values",
+        "0.8-0.18",
+        "adapters are not built into an engine; convert them with slipstream lora "
+        "and send them with requests",
+        "lora_dir hf_lora_dir",
+    ),
+    *_rows(
+        "explained",
+        "value",
+        "0.5-0.18",
+        "pages hold the number of tokens that suits the device",
+        "tokens_per_block",
+    ),
+    *_rows(
+        "explained",
+        "maybe",
+        "0.5-0.18",
+        _PLUGIN,
+        "gpt_attention_plugin bert_attention_plugin gemm_plugin gemm_swiglu_plugin fp8_rowwise_gemm_plugin "
+        "qserve_gemm_plugin lookup_plugin lora_plugin dora_plugin moe_plugin mamba_conv1d_plugin nccl_plugin "
+        "identity_plugin gemm_allreduce_plugin low_latency_gemm_plugin low_latency_gemm_swiglu_plugin "
+        "smooth_quant_gemm_plugin smooth_quant_plugins layernorm_quantization_plugin rmsnorm_quantization_plugin "
+        "weight_only_groupwise_quant_matmul_plugin weight_only_quant_matmul_plugin quantize_per_token_plugin "
+        "quantize_tensor_plugin use_gpt_attention_plugin use_gemm_plugin use_rmsnorm_plugin use_layernorm_plugin "
+        "use_lookup_plugin use_lora_plugin",
+    ),
+    *_rows(
+        "explained",
+        "maybe",
+        "0.5-0.18",
+        _ALWAYS,
+        "remove_input_padding paged_kv_cache context_fmha enable_context_fmha use_paged_context_fmha "
+        "use_inflight_batching enable_chunked_context paged_state",
+    ),
     *_rows("explained", "value", "0.12-0.18", "the cache is always paged", "kv_cache_type"),
-    *_rows("explained", "maybe", "0.5-0.18", _AUTOMATIC,
-           "context_fmha_fp32_acc enable_context_fmha_fp32_acc bert_context_fmha_fp32_acc multi_block_mode enable_xqa "
-           "disable_xqa attention_qk_half_accumulation use_fp8_context_fmha use_context_fmha_for_generation "
-           "dense_context_fmha multiple_profiles use_fused_mlp use_custom_all_reduce reduce_fusion user_buffer "
-           "norm_quant_fusion pp_reduce_scatter weight_streaming fast_build fuse_fp4_quant"),
-    *_rows("explained", "maybe", "0.9-0.18", "attention sinks are not kept; use max_attention_window_size",
-           "streamingllm enable_pos_shift"),
-    *_rows("explained", "maybe", "0.5-0.18", _TENSORRT,
-           "strongly_typed weight_sparsity enable_debug_output visualize visualize_network use_refit refit "
-           "strip_plan use_strip_plan manage_weights dry_run monitor_memory parallel_build"),
-    *_rows("explained", "value", "0.5-0.18", _TENSORRT,
-           "timing_cache input_timing_cache output_timing_cache profiling_verbosity builder_opt cluster_key "
-           "auto_parallel gpus_per_node random_seed"),
-    *_rows("refused", "value", "0.9-0.18", "code from a model folder is never run", "model_cls_file model_cls_name"),
+    *_rows(
+        "explained",
+        "maybe",
+        "0.5-0.18",
+        _AUTOMATIC,
+        "context_fmha_fp32_acc enable_context_fmha_fp32_acc bert_context_fmha_fp32_acc multi_block_mode enable_xqa "
+        "disable_xqa attention_qk_half_accumulation use_fp8_context_fmha use_context_fmha_for_generation "
+        "dense_context_fmha multiple_profiles use_fused_mlp use_custom_all_reduce reduce_fusion user_buffer "
+        "norm_quant_fusion pp_reduce_scatter weight_streaming fast_build fuse_fp4_quant",
+    ),
+    *_rows(
+        "explained",
+        "maybe",
+        "0.9-0.18",
+        "attention sinks are not kept; use max_attention_window_size",
+        "streamingllm enable_pos_shift",
+    ),
+    *_rows(
+        "explained",
+        "maybe",
+        "0.5-0.18",
+        _TENSORRT,
+        "strongly_typed weight_sparsity enable_debug_output visualize visualize_network use_refit refit "
+        "strip_plan use_strip_plan manage_weights dry_run monitor_memory parallel_build",
+    ),
+    *_rows(
+        "explained",
+        "value",
+        "0.5-0.18",
+        _TENSORRT,
+        "timing_cache input_timing_cache output_timing_cache profiling_verbosity builder_opt cluster_key "
+        "auto_parallel gpus_per_node random_seed",
+    ),
+    *_rows(
+        "refused",
+        "value",
+        "0.9-0.18",
+        "code from a model folder is never run",
+        "model_cls_file model_cls_name",
+    ),
     *_rows("explained", "value", "0.5-0.18", "logits are float32", "logits_dtype"),
 )
 
 BUILD_FLAGS = (
     *_BUILD_SHARED,
-    *_rows("used", "value", "0.8-0.18", "what slipstream convert wrote, or any model it takes", "checkpoint_dir"),
+    *_rows(
+        "used",
+        "value",
+        "0.8-0.18",
+        "what slipstream convert wrote, or any model it takes",
+        "checkpoint_dir",
+    ),
     *_rows("used", "value", "0.9-0.18", "a JSON file of limits", "build_config"),
-    *_rows("refused", "value", "0.8-0.18", "an engine is built from weights; give --checkpoint_dir", "model_config"),
+    *_rows(
+        "refused",
+        "value",
+        "0.8-0.18",
+        "an engine is built from weights; give --checkpoint_dir",
+        "model_config",
+    ),
     # the old build.py of each model was one command for both steps
-    *_rows("used", "value", "0.5-0.7", "a Hugging Face folder, a GGUF file or a hub id", "model_dir"),
-    *_rows("used", "value", "0.5-0.7", "float16, bfloat16, float32, auto, or fp8 for the linears", "dtype"),
+    *_rows(
+        "used", "value", "0.5-0.7", "a Hugging Face folder, a GGUF file or a hub id", "model_dir"
+    ),
+    *_rows(
+        "used",
+        "value",
+        "0.5-0.7",
+        "float16, bfloat16, float32, auto, or fp8 for the linears",
+        "dtype",
+    ),
     *_rows("used", "value", "0.5-0.7", "ranks in all", "world_size"),
 )
 

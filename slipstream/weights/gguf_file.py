@@ -1,7 +1,7 @@
 """A GGUF file's metadata and tensor table, checked against the file's size before anything is used.
 
-The gguf package's own reader makes an object of every token and merge, which takes seconds for a large
-vocabulary; a refusal must not wait for that. Dequantisation is the package's.
+The gguf package's own reader makes an object of every token and merge, which takes seconds for a
+large vocabulary; a refusal must not wait for that. Dequantisation is the package's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,19 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from slipstream.weights.parameters import Shape
 from slipstream.weights.source import SourceError
 
-_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
-            12: "<f8"}
+_SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 
@@ -56,7 +67,9 @@ class GgufFile:
         return flat.reshape(stop - start, tensor.row_bytes)
 
     def with_single_experts(self) -> GgufFile:
-        """The file with the weights of a layer's experts, which it holds as one tensor, as a tensor each."""
+        """The file with the weights of a layer's experts, which it holds as one tensor, as a tensor
+        each.
+        """
         tensors: dict[str, GgufTensor] = {}
         for name, tensor in self.tensors.items():
             if not name.endswith("_exps.weight") or len(tensor.shape) != 3:
@@ -66,7 +79,8 @@ class GgufFile:
             for expert in range(count):
                 offset = tensor.offset + expert * (tensor.nbytes // count)
                 tensors[f"{name.removesuffix('.weight')}.{expert}.weight"] = replace(
-                    tensor, shape=tuple(shape), offset=offset)
+                    tensor, shape=tuple(shape), offset=offset
+                )
         return replace(self, tensors=tensors)
 
     def floats(self, name: str) -> np.ndarray:
@@ -74,7 +88,9 @@ class GgufFile:
         tensor = self.tensors[name]
         if tensor.kind != GGMLQuantizationType.F32:
             raise SourceError(f"{self.path}: tensor {name} is not of type F32")
-        return np.frombuffer(self.data, "<f4", prod(tensor.shape), tensor.offset).reshape(tensor.shape)
+        return np.frombuffer(self.data, "<f4", prod(tensor.shape), tensor.offset).reshape(
+            tensor.shape
+        )
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -91,13 +107,17 @@ def read_gguf(path: Path) -> GgufFile:
     except (struct.error, IndexError, ValueError) as error:
         if isinstance(error, SourceError):
             raise
-        raise SourceError(f"{path}: cut short or damaged in its header; download the file again") from error
+        raise SourceError(
+            f"{path}: cut short or damaged in its header; download the file again"
+        ) from error
 
 
 def _parse(path: Path, data: mmap.mmap, cursor: _Cursor) -> GgufFile:
     version = cursor.number("<I")
     if version not in (2, 3):
-        raise SourceError(f"{path}: GGUF version {version} is not supported (2 and 3 are; big-endian files are not)")
+        raise SourceError(
+            f"{path}: GGUF version {version} is not supported (2 and 3 are; big-endian files are not)"
+        )
     tensor_count, entry_count = cursor.number("<Q"), cursor.number("<Q")
     metadata = {}
     for _ in range(entry_count):
@@ -106,11 +126,15 @@ def _parse(path: Path, data: mmap.mmap, cursor: _Cursor) -> GgufFile:
     described = [_describe(path, cursor) for _ in range(tensor_count)]
     alignment = int(metadata.get("general.alignment", 32))
     start = -(-cursor.position // alignment) * alignment
-    tensors = {name: GgufTensor(kind, shape, start + offset) for name, kind, shape, offset in described}
+    tensors = {
+        name: GgufTensor(kind, shape, start + offset) for name, kind, shape, offset in described
+    }
     for name, tensor in tensors.items():
         if tensor.offset + tensor.nbytes > len(data):
-            raise SourceError(f"{path}: cut short: tensor {name} ends at byte {tensor.offset + tensor.nbytes}, "
-                              f"the file has {len(data)}; download the file again")
+            raise SourceError(
+                f"{path}: cut short: tensor {name} ends at byte {tensor.offset + tensor.nbytes}, "
+                f"the file has {len(data)}; download the file again"
+            )
     return GgufFile(path, metadata, tensors, data)
 
 
@@ -147,7 +171,7 @@ class _Cursor:
         end = self.position + length
         if end > len(self._data):
             raise IndexError("string beyond the end")
-        text = self._data[self.position:end].decode("utf-8", "replace")
+        text = self._data[self.position : end].decode("utf-8", "replace")
         self.position = end
         return text
 

@@ -1,4 +1,6 @@
-"""A model in a GGUF file: its metadata read as a config, its tensors dequantised as they are asked for."""
+"""A model in a GGUF file: its metadata read as a config, its tensors dequantised as they are asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -45,28 +47,74 @@ _WEIGHTS = WeightMap(
     },
     ignored=(r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight"),  # read into the spec
 )
-# the converter already turned GPT-2's matrices round, and put the rows of NeoX's and Falcon's q, k and v in this order
-_GPT2_WEIGHTS = replace(_WEIGHTS, layers={**_WEIGHTS.layers, "attention.qkv": ("attn_qkv",), "mlp.fc": ("ffn_up",)})
+# the converter already turned GPT-2's matrices round, and put the rows of NeoX's and Falcon's q, k
+# and v in this order
+_GPT2_WEIGHTS = replace(
+    _WEIGHTS, layers={**_WEIGHTS.layers, "attention.qkv": ("attn_qkv",), "mlp.fc": ("ffn_up",)}
+)
 _PHI3_WEIGHTS = replace(
-    _WEIGHTS, rows=phi3.WEIGHTS.rows,
-    layers={**_WEIGHTS.layers, "attention.qkv": ("attn_qkv",), "mlp.fc": ("ffn_up",), "mlp.gate": ("ffn_up",)})
-_GPTJ_WEIGHTS = replace(_WEIGHTS, rows=gptj.WEIGHTS.rows, layers={**_WEIGHTS.layers, "mlp.fc": ("ffn_up",)})
-_FALCON_WEIGHTS = replace(_GPT2_WEIGHTS, layers={  # of those with two norms, the one of attention comes second
-    **_GPT2_WEIGHTS.layers, "input_layernorm": ("attn_norm_2",), "post_layernorm": ("attn_norm",)})
-_GEMMA2_WEIGHTS = replace(_WEIGHTS, layers={
-    **_WEIGHTS.layers, "post_layernorm": ("post_attention_norm",), "pre_feedforward_layernorm": ("ffn_norm",),
-    "post_feedforward_layernorm": ("post_ffw_norm",)})
-_EXPERT_WEIGHTS = replace(_WEIGHTS, layers={
-    **{module: sources for module, sources in _WEIGHTS.layers.items() if not module.startswith("mlp.")},
-    "mlp.router": ("ffn_gate_inp",), "mlp.experts.gate_up": ("ffn_gate_exps.{expert}", "ffn_up_exps.{expert}"),
-    "mlp.experts.proj": ("ffn_down_exps.{expert}",)})
-_ARCHITECTURES = {"llama": _WEIGHTS, "qwen2": _WEIGHTS, "qwen3": _WEIGHTS, "gpt2": _GPT2_WEIGHTS, "gemma": _WEIGHTS,
-                  "gemma2": _GEMMA2_WEIGHTS, "gemma3": _GEMMA2_WEIGHTS, "phi3": _PHI3_WEIGHTS,
-                  "qwen3moe": _EXPERT_WEIGHTS, "falcon": _GPT2_WEIGHTS, "gptneox": _GPT2_WEIGHTS, "gptj": _GPTJ_WEIGHTS}
+    _WEIGHTS,
+    rows=phi3.WEIGHTS.rows,
+    layers={
+        **_WEIGHTS.layers,
+        "attention.qkv": ("attn_qkv",),
+        "mlp.fc": ("ffn_up",),
+        "mlp.gate": ("ffn_up",),
+    },
+)
+_GPTJ_WEIGHTS = replace(
+    _WEIGHTS, rows=gptj.WEIGHTS.rows, layers={**_WEIGHTS.layers, "mlp.fc": ("ffn_up",)}
+)
+# of those with two norms, the one of attention comes second
+_FALCON_WEIGHTS = replace(
+    _GPT2_WEIGHTS,
+    layers={
+        **_GPT2_WEIGHTS.layers,
+        "input_layernorm": ("attn_norm_2",),
+        "post_layernorm": ("attn_norm",),
+    },
+)
+_GEMMA2_WEIGHTS = replace(
+    _WEIGHTS,
+    layers={
+        **_WEIGHTS.layers,
+        "post_layernorm": ("post_attention_norm",),
+        "pre_feedforward_layernorm": ("ffn_norm",),
+        "post_feedforward_layernorm": ("post_ffw_norm",),
+    },
+)
+_EXPERT_WEIGHTS = replace(
+    _WEIGHTS,
+    layers={
+        **{
+            module: sources
+            for module, sources in _WEIGHTS.layers.items()
+            if not module.startswith("mlp.")
+        },
+        "mlp.router": ("ffn_gate_inp",),
+        "mlp.experts.gate_up": ("ffn_gate_exps.{expert}", "ffn_up_exps.{expert}"),
+        "mlp.experts.proj": ("ffn_down_exps.{expert}",),
+    },
+)
+_ARCHITECTURES = {
+    "llama": _WEIGHTS,
+    "qwen2": _WEIGHTS,
+    "qwen3": _WEIGHTS,
+    "gpt2": _GPT2_WEIGHTS,
+    "gemma": _WEIGHTS,
+    "gemma2": _GEMMA2_WEIGHTS,
+    "gemma3": _GEMMA2_WEIGHTS,
+    "phi3": _PHI3_WEIGHTS,
+    "qwen3moe": _EXPERT_WEIGHTS,
+    "falcon": _GPT2_WEIGHTS,
+    "gptneox": _GPT2_WEIGHTS,
+    "gptj": _GPTJ_WEIGHTS,
+}
 _FAMILY_NAMES = {"gptneox": "gpt_neox"}  # where it is another
 _SECOND_NORM = "blk.0.attn_norm_2.weight"
 _WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of files that have any
-_LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # whose scores are scaled by hidden / heads; files do not say it
+# whose scores are scaled by hidden / heads; files do not say it
+_LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
 _PLAIN = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}
 
 
@@ -83,18 +131,27 @@ class GgufSource:
         except (SourceError, UnsupportedModel):
             raise
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise SourceError(f"{path}: damaged: its metadata contradicts itself: {error}") from error
+            raise SourceError(
+                f"{path}: damaged: its metadata contradicts itself: {error}"
+            ) from error
         self.generation = _generation(self.file.metadata)
 
     @property
     def dtype(self) -> str | None:
         kinds = {tensor.kind for tensor in self.file.tensors.values()}
-        if kinds <= {GGMLQuantizationType.F32, GGMLQuantizationType.F16} and GGMLQuantizationType.F16 in kinds:
+        if (
+            kinds <= {GGMLQuantizationType.F32, GGMLQuantizationType.F16}
+            and GGMLQuantizationType.F16 in kinds
+        ):
             return "float16"
         return "bfloat16" if GGMLQuantizationType.BF16 in kinds else None
 
     def shapes(self) -> Mapping[str, Shape]:
-        return {name: tensor.shape for name, tensor in self.file.tensors.items() if not self._map.ignores(name)}
+        return {
+            name: tensor.shape
+            for name, tensor in self.file.tensors.items()
+            if not self._map.ignores(name)
+        }
 
     def recipe(self, parameter: str) -> Recipe:
         return self._map.recipe(parameter, self.spec)
@@ -117,7 +174,9 @@ class GgufSource:
         return tokenizer_files(self.file.metadata, self.generation, self.spec.max_positions)
 
     def fingerprint(self) -> str:
-        """Of the header its bytes (they hold the config and the tokenizer); of the rest size and time of change."""
+        """Of the header its bytes (they hold the config and the tokenizer); of the rest size and
+        time of change.
+        """
         first = min((tensor.offset for tensor in self.file.tensors.values()), default=0)
         digest = hashlib.sha256(self.file.data[:first])
         stat = self.file.path.stat()
@@ -128,14 +187,19 @@ class GgufSource:
         raw = self.file.raw_rows(name, start, stop)
         kind = self.file.tensors[name].kind
         if kind in _PLAIN:
-            return raw.view(_PLAIN[kind]).copy()  # the map is read-only, torch wants memory it may write
+            # the map is read-only, torch wants memory it may write
+            return raw.view(_PLAIN[kind]).copy()
         try:
             return quants.dequantize(raw, kind)
         except NotImplementedError as error:
-            raise SourceError(f"{self.label}: tensor {name} has type {kind.name}, which is not supported") from error
+            raise SourceError(
+                f"{self.label}: tensor {name} has type {kind.name}, which is not supported"
+            ) from error
 
     def _unpermuted(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Llama files interleave the two halves of each rotary head of q and k; put them one after the other."""
+        """Llama files interleave the two halves of each rotary head of q and k; put them one after
+        the other.
+        """
         if self.architecture != "llama" or not (".attn_q." in name or ".attn_k." in name):
             return rows
         half = self.spec.head_size // 2
@@ -144,8 +208,14 @@ class GgufSource:
 
 
 def read_spec(file: GgufFile, architecture: str) -> ModelSpec:
-    """The metadata said as a Hugging Face config, read by the family, completed by which tensors there are."""
-    name = _WITH_EXPERTS[architecture] if _experts(file) else _FAMILY_NAMES.get(architecture, architecture)
+    """The metadata said as a Hugging Face config, read by the family, completed by which tensors
+    there are.
+    """
+    name = (
+        _WITH_EXPERTS[architecture]
+        if _experts(file)
+        else _FAMILY_NAMES.get(architecture, architecture)
+    )
     family = next(family for family in FAMILIES if family.name == name)
     spec = family.spec(_CONFIGS.get(architecture, _decoder_config)(file, architecture))
     names = file.tensors
@@ -159,10 +229,17 @@ def read_spec(file: GgufFile, architecture: str) -> ModelSpec:
         norm_offset=0.0,  # the converter has added Gemma's
     )
     if "rope_freqs.weight" in names:
-        # Llama 3.1's scaling as a list of divisors; longrope with one list for all lengths says the same
+        # Llama 3.1's scaling as a list of divisors; longrope with one list for all lengths says the
+        # same
         divisors = tuple(file.floats("rope_freqs.weight").tolist())
-        scaling = RopeScaling("longrope", 1.0, spec.max_positions, attention_factor=1.0,
-                              short_factors=divisors, long_factors=divisors)
+        scaling = RopeScaling(
+            "longrope",
+            1.0,
+            spec.max_positions,
+            attention_factor=1.0,
+            short_factors=divisors,
+            long_factors=divisors,
+        )
         spec = replace(spec, rope_scaling=scaling)
     return spec
 
@@ -170,15 +247,24 @@ def read_spec(file: GgufFile, architecture: str) -> ModelSpec:
 def _architecture(file: GgufFile) -> str:
     architecture = str(file.metadata.get("general.architecture", "(none named)"))
     if int(file.metadata.get("split.count", 1)) > 1:
-        raise SourceError(f"{file.path}: one of several parts; join them with llama-gguf-split --merge first")
+        raise SourceError(
+            f"{file.path}: one of several parts; join them with llama-gguf-split --merge first"
+        )
     if architecture not in _ARCHITECTURES:
-        unknown = {collapse_layer(name) for name in file.tensors
-                   if not any(weights.knows(name) for weights in _ARCHITECTURES.values())}
+        unknown = {
+            collapse_layer(name)
+            for name in file.tensors
+            if not any(weights.knows(name) for weights in _ARCHITECTURES.values())
+        }
         names = f"; tensors that match no known name: {name_list(unknown)}" if unknown else ""
-        raise UnsupportedModel(f"GGUF architecture {architecture} is not supported; "
-                               f"supported: {', '.join(_ARCHITECTURES)}{names}")
+        raise UnsupportedModel(
+            f"GGUF architecture {architecture} is not supported; "
+            f"supported: {', '.join(_ARCHITECTURES)}{names}"
+        )
     if _experts(file) and architecture not in _WITH_EXPERTS:
-        raise UnsupportedModel(f"GGUF architecture {architecture} with a mixture of experts is not supported")
+        raise UnsupportedModel(
+            f"GGUF architecture {architecture} with a mixture of experts is not supported"
+        )
     if "token_embd.weight" not in file.tensors:
         raise SourceError(f"{file.path}: has no tensor token_embd.weight: it is not a whole model")
     return architecture
@@ -210,8 +296,12 @@ def _decoder_config(file: GgufFile, architecture: str) -> dict[str, Any]:
     }
 
 
-def _own_options(value: _Values, architecture: str, head_share: int, head_size: int) -> dict[str, Any]:
-    """What only some architectures have; left out where the file does not say it, so that the class's default holds."""
+def _own_options(
+    value: _Values, architecture: str, head_share: int, head_size: int
+) -> dict[str, Any]:
+    """What only some architectures have; left out where the file does not say it, so that the
+    class's default holds.
+    """
     largest = value.get("block_count") == _LARGEST_GEMMA_LAYERS.get(architecture)
     options = {
         "sliding_window": value.get("attention.sliding_window"),
@@ -222,15 +312,21 @@ def _own_options(value: _Values, architecture: str, head_share: int, head_size: 
         "original_max_position_embeddings": value.get("rope.scaling.original_context_length"),
     }
     if architecture in _WITH_EXPERTS:
-        return {"num_local_experts": value.get("expert_count"), "num_experts_per_tok": value.get("expert_used_count"),
-                "moe_intermediate_size": value.get("expert_feed_forward_length"), "norm_topk_prob": True}
+        return {
+            "num_local_experts": value.get("expert_count"),
+            "num_experts_per_tok": value.get("expert_used_count"),
+            "moe_intermediate_size": value.get("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+        }
     if architecture not in ("gemma", "gemma2", "gemma3", "phi3"):
         return {}
     return {key: given for key, given in options.items() if given}  # a window of 0 is none
 
 
 def _gpt2_config(file: GgufFile, architecture: str) -> dict[str, Any]:
-    """GPT-2's and GPT-J's: the one has no rotary positions, and pays no heed to what is said of them."""
+    """GPT-2's and GPT-J's: the one has no rotary positions, and pays no heed to what is said of
+    them.
+    """
     value = _Values(file, architecture)
     return {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
@@ -251,7 +347,9 @@ def _layer_norm_config(file: GgufFile, architecture: str) -> dict[str, Any]:
     heads, hidden = value.required("attention.head_count"), value.required("embedding_length")
     joined = file.tensors.get("blk.0.attn_qkv.weight")
     if joined is None:
-        raise SourceError(f"{file.path}: has no tensor blk.0.attn_qkv.weight: it is not a whole model")
+        raise SourceError(
+            f"{file.path}: has no tensor blk.0.attn_qkv.weight: it is not a whole model"
+        )
     return {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
@@ -261,7 +359,8 @@ def _layer_norm_config(file: GgufFile, architecture: str) -> dict[str, Any]:
         "max_position_embeddings": value.required("context_length"),
         "layer_norm_eps": value.required("attention.layer_norm_epsilon"),
         "rope_theta": value.get("rope.freq_base"),
-        "partial_rotary_factor": (value.get("rope.dimension_count") or hidden // heads) / (hidden // heads),
+        "partial_rotary_factor": (value.get("rope.dimension_count") or hidden // heads)
+        / (hidden // heads),
         "use_parallel_residual": value.get("use_parallel_residual") is not False,
         # of Falcon; older files tell the number of key heads wrongly, the tensor does not
         "layer_norm_epsilon": value.required("attention.layer_norm_epsilon"),
@@ -272,7 +371,12 @@ def _layer_norm_config(file: GgufFile, architecture: str) -> dict[str, Any]:
     }
 
 
-_CONFIGS = {"gpt2": _gpt2_config, "gptj": _gpt2_config, "falcon": _layer_norm_config, "gptneox": _layer_norm_config}
+_CONFIGS = {
+    "gpt2": _gpt2_config,
+    "gptj": _gpt2_config,
+    "falcon": _layer_norm_config,
+    "gptneox": _layer_norm_config,
+}
 
 
 def _rope_scaling(file: GgufFile, value: _Values) -> dict[str, Any] | None:
@@ -317,7 +421,9 @@ class _Values:
         if not isinstance(value, np.ndarray):
             return value
         if len(set(value.tolist())) != 1:
-            raise UnsupportedModel(f"GGUF with a {self._prefix + key} that differs between layers is not supported")
+            raise UnsupportedModel(
+                f"GGUF with a {self._prefix + key} that differs between layers is not supported"
+            )
         return value[0].item()
 
 
@@ -327,5 +433,8 @@ def _generation(metadata: dict[str, Any]) -> GenerationDefaults:
         tokens = metadata.get("tokenizer.ggml.tokens", [])
         ids += [tokens.index(name) for name in ("<|eot_id|>", "<|im_end|>") if name in tokens]
     end_ids = tuple(dict.fromkeys(int(number) for number in ids if number is not None))
-    bos, pad = metadata.get("tokenizer.ggml.bos_token_id"), metadata.get("tokenizer.ggml.padding_token_id")
+    bos, pad = (
+        metadata.get("tokenizer.ggml.bos_token_id"),
+        metadata.get("tokenizer.ggml.padding_token_id"),
+    )
     return GenerationDefaults(end_ids, bos, pad)

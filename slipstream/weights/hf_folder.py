@@ -32,8 +32,10 @@ class HuggingFaceFolder:
             family = _find_family(folder, self._config)
             method = (self._config.get("quantization_config") or {}).get("quant_method")
             if method:
-                raise SourceError(f"{label}: the weights are quantised ({method}); import the unquantised model, "
-                                  "and ask for --use_weight_only")
+                raise SourceError(
+                    f"{label}: the weights are quantised ({method}); import the unquantised model, "
+                    "and ask for --use_weight_only"
+                )
             self.spec = family.spec(self._config)
         except (SourceError, UnsupportedModel):
             raise
@@ -41,7 +43,9 @@ class HuggingFaceFolder:
             raise SourceError(f"{folder / 'config.json'}: damaged: {error}") from error
         self._map = family.weights
         self.generation = _generation(folder, self._config)
-        self._tensors = MappedTensors(_shard_paths(folder), lambda name: _offered_name(self._map, name))
+        self._tensors = MappedTensors(
+            _shard_paths(folder), lambda name: _offered_name(self._map, name)
+        )
 
     @property
     def dtype(self) -> str | None:
@@ -60,7 +64,9 @@ class HuggingFaceFolder:
         return read_tokenizer_files(self.folder)
 
     def fingerprint(self) -> str:
-        return fingerprint_of(json.dumps(self._config), self.tokenizer_files(), self._tensors.fingerprint())
+        return fingerprint_of(
+            json.dumps(self._config), self.tokenizer_files(), self._tensors.fingerprint()
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -92,7 +98,9 @@ def _find_family(folder: Path, config: dict[str, Any]) -> Family:
 
 
 def _generation(folder: Path, config: dict[str, Any]) -> GenerationDefaults:
-    """What generation_config.json says, and config.json where it says nothing. End ids are one or a list."""
+    """What generation_config.json says, and config.json where it says nothing. End ids are one or a
+    list.
+    """
     path = folder / "generation_config.json"
     preferred = read_json(path) if path.is_file() else {}
 
@@ -101,8 +109,11 @@ def _generation(folder: Path, config: dict[str, Any]) -> GenerationDefaults:
 
     ends = value("eos_token_id")
     end_ids = [_token_id(end) for end in (ends if isinstance(ends, list) else [ends])]
-    return GenerationDefaults(tuple(dict.fromkeys(end for end in end_ids if end is not None)),
-                              _token_id(value("bos_token_id")), _token_id(value("pad_token_id")))
+    return GenerationDefaults(
+        tuple(dict.fromkeys(end for end in end_ids if end is not None)),
+        _token_id(value("bos_token_id")),
+        _token_id(value("pad_token_id")),
+    )
 
 
 def _token_id(value: Any) -> int | None:
@@ -110,15 +121,21 @@ def _token_id(value: Any) -> int | None:
 
 
 def _shard_paths(folder: Path) -> list[Path]:
-    """The shards the index names, or the one whole file; any other file is a copy in another layout."""
+    """The shards the index names, or the one whole file; any other file is a copy in another
+    layout.
+    """
     if (folder / _INDEX).is_file():
         return _indexed_shards(folder)
     if (folder / _WHOLE).is_file():
         return [folder / _WHOLE]
-    pickled = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern))
+    pickled = sorted(
+        path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern)
+    )
     if pickled:
-        raise SourceError(f"{folder}: holds only pickled weights ({pickled[0]}), which can run code when loaded; "
-                          "convert them to safetensors (transformers' save_pretrained does) and import that")
+        raise SourceError(
+            f"{folder}: holds only pickled weights ({pickled[0]}), which can run code when loaded; "
+            "convert them to safetensors (transformers' save_pretrained does) and import that"
+        )
     raise SourceError(f"{folder}: has no {_WHOLE} and no {_INDEX}")
 
 
@@ -132,6 +149,8 @@ def _indexed_shards(folder: Path) -> list[Path]:
         raise SourceError(f"{folder / _INDEX}: names a file outside the folder: {outside[0]}")
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
-        raise SourceError(f"{folder}: {len(absent)} of {len(names)} shards are missing ({', '.join(absent[:4])}); "
-                          "download them again")
+        raise SourceError(
+            f"{folder}: {len(absent)} of {len(names)} shards are missing ({', '.join(absent[:4])}); "
+            "download them again"
+        )
     return [folder / name for name in names]

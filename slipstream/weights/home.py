@@ -1,4 +1,5 @@
-"""Home folders: those that paths begin with, and where Slipstream and the Hugging Face libraries keep their files.
+"""Home folders: those that paths begin with, and where Slipstream and the Hugging Face libraries
+keep their files.
 
 The environment is read at each call.
 """
@@ -10,12 +11,16 @@ from pathlib import Path
 
 
 def expanded(path: str | Path, setting: str = "") -> Path:
-    """The path, with the home folder that a `~` at its beginning stands for. ValueError names it, and the setting that
-    it came from, where there is no such user: a folder that is called `~name` was not meant."""
+    """The path, with the home folder that a `~` at its beginning stands for. ValueError names it,
+    and the setting that it came from, where there is no such user: a folder that is called `~name`
+    was not meant.
+    """
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"{setting} {path}: the home folder that it begins with is not known here".lstrip()) from error
+        raise ValueError(
+            f"{setting} {path}: the home folder that it begins with is not known here".lstrip()
+        ) from error
 
 
 def slipstream_home() -> Path:

@@ -1,4 +1,6 @@
-"""A model on the Hugging Face hub: its config first, so that a refusal costs no download, then the rest."""
+"""A model on the Hugging Face hub: its config first, so that a refusal costs no download, then the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,24 @@ from slipstream.weights.home import hugging_face_cache, hugging_face_home
 from slipstream.weights.source import SourceError
 from slipstream.weights.stream import Progress, no_progress
 
-_WANTED = ["*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt", "model.safetensors",
-           "model-*.safetensors"]
+_WANTED = [
+    "*.json",
+    "*.jinja",
+    "tokenizer.model",
+    "vocab.txt",
+    "merges.txt",
+    "model.safetensors",
+    "model-*.safetensors",
+]
 _SUBFOLDERS = ["*/*"]  # copies in other formats, such as original/ and onnx/
 
 
-def open_hub_model(repository: str, label: str, progress: Progress = no_progress) -> HuggingFaceFolder:
-    """Download what is new of `org/name` into the shared cache and open it there. Without a network a copy that
-    was downloaded before is used."""
+def open_hub_model(
+    repository: str, label: str, progress: Progress = no_progress
+) -> HuggingFaceFolder:
+    """Download what is new of `org/name` into the shared cache and open it there. Without a network
+    a copy that was downloaded before is used.
+    """
     from huggingface_hub import hf_hub_download, snapshot_download
 
     options = _options()
@@ -30,7 +42,9 @@ def open_hub_model(repository: str, label: str, progress: Progress = no_progress
         config = Path(hf_hub_download(repository, "config.json", **options))
         find_family(read_json(config))
         progress(f"fetching {repository} from the hub", 0, 0)
-        folder = snapshot_download(repository, allow_patterns=_WANTED, ignore_patterns=_SUBFOLDERS, **options)
+        folder = snapshot_download(
+            repository, allow_patterns=_WANTED, ignore_patterns=_SUBFOLDERS, **options
+        )
     except Exception as error:
         text = _explanation(error)
         if text is None:
@@ -54,7 +68,11 @@ def fetch_tokenizer(repository: str) -> Path:
 
     wanted = [pattern for pattern in _WANTED if not pattern.endswith(".safetensors")]
     try:
-        return Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=_SUBFOLDERS, **_options()))
+        return Path(
+            snapshot_download(
+                repository, allow_patterns=wanted, ignore_patterns=_SUBFOLDERS, **_options()
+            )
+        )
     except Exception as error:
         text = _explanation(error)
         if text is None:
@@ -63,7 +81,8 @@ def fetch_tokenizer(repository: str) -> Path:
 
 
 def find_local_copy(repository: str, model_type: str) -> Path | None:
-    """A usable copy on this machine: in the hub's cache, or as a plain model folder mounted at the cache's place.
+    """A usable copy on this machine: in the hub's cache, or as a plain model folder mounted at the
+    cache's place.
 
     The plain folder does not say which model it is; it must at least be of the same kind.
     """
@@ -71,20 +90,32 @@ def find_local_copy(repository: str, model_type: str) -> Path | None:
 
     for cache in (hugging_face_cache(), hugging_face_home()):
         try:
-            folder = Path(snapshot_download(repository, cache_dir=cache, local_files_only=True,
-                                            allow_patterns=_WANTED, ignore_patterns=_SUBFOLDERS))
+            folder = Path(
+                snapshot_download(
+                    repository,
+                    cache_dir=cache,
+                    local_files_only=True,
+                    allow_patterns=_WANTED,
+                    ignore_patterns=_SUBFOLDERS,
+                )
+            )
         except (FileNotFoundError, ValueError):
             continue  # not in this cache
         if _has_weights(folder):
             return folder
     for folder in (hugging_face_home(), hugging_face_home() / repository.rpartition("/")[2]):
-        if _has_weights(folder) and read_json(folder / "config.json").get("model_type") == model_type:
+        if (
+            _has_weights(folder)
+            and read_json(folder / "config.json").get("model_type") == model_type
+        ):
             return folder
     return None
 
 
 def _name_resolves() -> bool:
-    """Whether the hub's address can be looked up: without a network the library would try for half a minute."""
+    """Whether the hub's address can be looked up: without a network the library would try for half
+    a minute.
+    """
     address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     if getproxies():
         return True  # the proxy looks it up
@@ -104,18 +135,30 @@ def _explanation(error: Exception) -> str | None:
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        return ("access to this model must be asked for: accept its licence on its page at the hub, then set HF_TOKEN "
-                "to a token of that account (or run `hf auth login`)")
+        return (
+            "access to this model must be asked for: accept its licence on its page at the hub, then set HF_TOKEN "
+            "to a token of that account (or run `hf auth login`)"
+        )
     if isinstance(error, errors.RepositoryNotFoundError):
-        return ("no such model at the hub, or it is private: check the name; for a private one set HF_TOKEN "
-                "(or run `hf auth login`)")
+        return (
+            "no such model at the hub, or it is private: check the name; for a private one set HF_TOKEN "
+            "(or run `hf auth login`)"
+        )
     if isinstance(error, errors.RemoteEntryNotFoundError):
         return "the repository has no config.json: it is not a model in Hugging Face's format"
     if isinstance(error, errors.HfHubHTTPError):
         status = getattr(error.response, "status_code", "?")
-        reason = "the token in HF_TOKEN was refused" if status == 401 else "the hub did not answer as it should"
+        reason = (
+            "the token in HF_TOKEN was refused"
+            if status == 401
+            else "the hub did not answer as it should"
+        )
         return f"{reason} (HTTP status {status})"
-    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | ConnectionError):
-        return ("the hub cannot be reached and no copy is on this machine: check the network and HF_ENDPOINT, "
-                "or use a folder or a GGUF file that is here")
+    if isinstance(
+        error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | ConnectionError
+    ):
+        return (
+            "the hub cannot be reached and no copy is on this machine: check the network and HF_ENDPOINT, "
+            "or use a folder or a GGUF file that is here"
+        )
     return None

@@ -1,4 +1,6 @@
-"""Whether an engine's weights are those that were built. A bit that flipped on a disk would only show as worse text."""
+"""Whether an engine's weights are those that were built. A bit that flipped on a disk would only
+show as worse text.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _PIECE_BYTES = 8 << 20
 
 @contextmanager
 def weights_checked(config: EngineConfig) -> Iterator[None]:
-    """Hash the weights beside what is done meanwhile, which reads the same file; raise at the end where they differ.
+    """Hash the weights beside what is done meanwhile, which reads the same file; raise at the end
+    where they differ.
 
     Tokenizer files are not asked about: people edit those.
     """

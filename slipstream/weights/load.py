@@ -19,6 +19,12 @@ def start_engine(
     folder = read_engine_folder(path)
     with weights_checked(folder):
         return create_engine(
-            folder.spec, folder.tensors(), settings, folder.build.max_seq_len, progress, read_folder,
-            fp8_cache=folder.quantisation.kv_cache == "FP8", most_step_tokens=folder.build.max_num_tokens,
+            folder.spec,
+            folder.tensors(),
+            settings,
+            folder.build.max_seq_len,
+            progress,
+            read_folder,
+            fp8_cache=folder.quantisation.kv_cache == "FP8",
+            most_step_tokens=folder.build.max_num_tokens,
         )

@@ -3,7 +3,8 @@
     model.lora_weights.npy  [1, modules, longest row]  A [rank, in] flat, then B [out, rank] flat, zeros behind
     model.lora_config.npy   [1, modules, 3]            module number, layer, rank
 
-B is multiplied by alpha / rank (alpha / sqrt(rank) with rsLoRA), because a server adds what it is sent as it is.
+B is multiplied by alpha / rank (alpha / sqrt(rank) with rsLoRA), because a server adds what it is
+sent as it is.
 """
 
 from __future__ import annotations
@@ -27,23 +28,56 @@ if TYPE_CHECKING:
 
 WEIGHTS_NAME, CONFIG_FILE = "model.lora_weights.npy", "model.lora_config.npy"
 _OLD_CONFIG_FILE = "model.lora_keys.npy"  # its name before 0.8
-MODULE_NUMBERS = {"attn_qkv": 0, "attn_q": 1, "attn_k": 2, "attn_v": 3, "attn_dense": 4, "mlp_h_to_4h": 5,
-                  "mlp_4h_to_h": 6, "mlp_gate": 7, "mlp_gate_up": 18}
-_MODULES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_dense",
-            "out_proj": "attn_dense", "attn.c_proj": "attn_dense", "qkv_proj": "attn_qkv", "c_attn": "attn_qkv",
-            "gate_proj": "mlp_h_to_4h", "down_proj": "mlp_4h_to_h", "up_proj": "mlp_gate",
-            "gate_up_proj": "mlp_gate_up", "c_fc": "mlp_h_to_4h", "mlp.c_proj": "mlp_4h_to_h",
-            "query_key_value": "attn_qkv", "attention.dense": "attn_dense", "self_attention.dense": "attn_dense",
-            "fc1": "mlp_h_to_4h", "fc2": "mlp_4h_to_h", "fc_in": "mlp_h_to_4h", "fc_out": "mlp_4h_to_h",
-            "dense_h_to_4h": "mlp_h_to_4h", "dense_4h_to_h": "mlp_4h_to_h"}
+MODULE_NUMBERS = {
+    "attn_qkv": 0,
+    "attn_q": 1,
+    "attn_k": 2,
+    "attn_v": 3,
+    "attn_dense": 4,
+    "mlp_h_to_4h": 5,
+    "mlp_4h_to_h": 6,
+    "mlp_gate": 7,
+    "mlp_gate_up": 18,
+}
+_MODULES = {
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_dense",
+    "out_proj": "attn_dense",
+    "attn.c_proj": "attn_dense",
+    "qkv_proj": "attn_qkv",
+    "c_attn": "attn_qkv",
+    "gate_proj": "mlp_h_to_4h",
+    "down_proj": "mlp_4h_to_h",
+    "up_proj": "mlp_gate",
+    "gate_up_proj": "mlp_gate_up",
+    "c_fc": "mlp_h_to_4h",
+    "mlp.c_proj": "mlp_4h_to_h",
+    "query_key_value": "attn_qkv",
+    "attention.dense": "attn_dense",
+    "self_attention.dense": "attn_dense",
+    "fc1": "mlp_h_to_4h",
+    "fc2": "mlp_4h_to_h",
+    "fc_in": "mlp_h_to_4h",
+    "fc_out": "mlp_4h_to_h",
+    "dense_h_to_4h": "mlp_h_to_4h",
+    "dense_4h_to_h": "mlp_4h_to_h",
+}
 _KEY = re.compile(r".*\.(?:layers|h)\.(\d+)\.((?:\w+\.)*\w+)\.lora_(A|B)(?:\.default)?\.weight")
 _STORAGE_TYPES = ("float16", "float32")
 # Settings that change what an adapter computes, with the values that ask for nothing.
 _PLAIN_SETTINGS: dict[str, tuple[Any, ...]] = {
-    "peft_type": (None, "LORA"), "use_dora": (None, False), "lora_bias": (None, False), "bias": (None, "none"),
-    "modules_to_save": (None, []), "alpha_pattern": (None, {}), "layer_replication": (None, []),
-    "trainable_token_indices": (None, [], {}), "target_parameters": (None, []),
-}  # fmt: skip
+    "peft_type": (None, "LORA"),
+    "use_dora": (None, False),
+    "lora_bias": (None, False),
+    "bias": (None, "none"),
+    "modules_to_save": (None, []),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+}
 
 
 class Adapter(NamedTuple):
@@ -53,12 +87,16 @@ class Adapter(NamedTuple):
 
 
 def convert_adapter(folder: Path, output: Path, storage_type: str = "float16") -> Adapter:
-    """Write the two files into `output`, which appears whole or not at all; SourceError says what is wrong."""
+    """Write the two files into `output`, which appears whole or not at all; SourceError says what
+    is wrong.
+    """
     import numpy
 
     if storage_type not in _STORAGE_TYPES:
-        raise SourceError(f"storage type {storage_type} cannot be stored in a .npy file; "
-                          f"use {' or '.join(_STORAGE_TYPES)}")
+        raise SourceError(
+            f"storage type {storage_type} cannot be stored in a .npy file; "
+            f"use {' or '.join(_STORAGE_TYPES)}"
+        )
     adapter = read_adapter(folder, storage_type)
     with whole_folder(output, CONFIG_FILE) as staging:
         numpy.save(staging / WEIGHTS_NAME, adapter.weights, allow_pickle=False)
@@ -79,7 +117,9 @@ def read_adapter(folder: Path, storage_type: str) -> Adapter:
 
 
 def read_folder(folder: str) -> list[ModuleMatrices] | AdapterSource:
-    """An adapter to serve, of either form. Its errors go to clients, who need not know where the folder lies."""
+    """An adapter to serve, of either form. Its errors go to clients, who need not know where the
+    folder lies.
+    """
     path = Path(folder)
     try:
         return _read_whole(path)
@@ -94,12 +134,16 @@ def _read_whole(path: Path) -> list[ModuleMatrices] | AdapterSource:
     settings = _read_settings(path)
     for name, plain in _PLAIN_SETTINGS.items():
         if settings.get(name) not in plain:
-            raise SourceError(f"{path.name}: {name} {json.dumps(settings[name])} of its adapter_{CONFIG_NAME} "
-                              "is not supported")
+            raise SourceError(
+                f"{path.name}: {name} {json.dumps(settings[name])} of its adapter_{CONFIG_NAME} "
+                "is not supported"
+            )
     modules, skipped = _read_modules(path, settings)
     if skipped:
-        raise SourceError(f"{path.name}: {skipped[0]} cannot be adapted here" +
-                          (f", nor {len(skipped) - 1} more of its tensors" if len(skipped) > 1 else ""))
+        raise SourceError(
+            f"{path.name}: {skipped[0]} cannot be adapted here"
+            + (f", nor {len(skipped) - 1} more of its tensors" if len(skipped) > 1 else "")
+        )
     return modules
 
 
@@ -115,9 +159,13 @@ def _read_converted(folder: Path) -> AdapterSource:
     except (OSError, ValueError, EOFError) as error:
         raise SourceError(f"{folder.name}: {error}") from error
     if weights.dtype.name not in _STORAGE_TYPES or config.ndim < 2 or config.shape[-1] != 3:
-        raise SourceError(f"{folder.name}: {weights.dtype.name} weights with a config of shape {list(config.shape)} "
-                          "are no adapter; slipstream lora makes one")
-    modules = [(int(module), int(layer), int(rank)) for module, layer, rank in config.reshape(-1, 3)]
+        raise SourceError(
+            f"{folder.name}: {weights.dtype.name} weights with a config of shape {list(config.shape)} "
+            "are no adapter; slipstream lora makes one"
+        )
+    modules = [
+        (int(module), int(layer), int(rank)) for module, layer, rank in config.reshape(-1, 3)
+    ]
     return AdapterSource(weights=weights.tobytes(), datatype=weights.dtype.name, modules=modules)
 
 
@@ -125,15 +173,23 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return read_json(folder / f"adapter_{CONFIG_NAME}")
 
 
-def _read_modules(folder: Path, settings: Mapping[str, Any]) -> tuple[list[ModuleMatrices], tuple[str, ...]]:
+def _read_modules(
+    folder: Path, settings: Mapping[str, Any]
+) -> tuple[list[ModuleMatrices], tuple[str, ...]]:
     """The adapted modules with B scaled, and the names of tensors that are none."""
     pairs, skipped = _pairs(_read_tensors(folder))
     if not pairs:
-        raise SourceError(f"{folder}: no adapted module was found in it; known modules: {', '.join(_MODULES)}")
+        raise SourceError(
+            f"{folder}: no adapted module was found in it; known modules: {', '.join(_MODULES)}"
+        )
     modules = []
-    for (layer, module), matrices in sorted(pairs.items(), key=lambda item: (item[0][0], MODULE_NUMBERS[item[0][1]])):
+    for (layer, module), matrices in sorted(
+        pairs.items(), key=lambda item: (item[0][0], MODULE_NUMBERS[item[0][1]])
+    ):
         if set(matrices) != {"A", "B"}:
-            raise SourceError(f"{folder}: layer {layer}, {module}: lora_A and lora_B must come together")
+            raise SourceError(
+                f"{folder}: layer {layer}, {module}: lora_A and lora_B must come together"
+            )
         rank = _rank(settings, matrices)
         first, second = matrices["A"].float(), matrices["B"].float() * _scale(settings, rank)
         first = first if first.shape[0] == rank else first.t()  # to [rank, in]
@@ -149,12 +205,16 @@ def _read_tensors(folder: Path) -> Mapping[str, torch.Tensor]:
     if path.is_file():
         return load_file(path)
     if (folder / "adapter_model.bin").is_file():
-        raise SourceError(f"{folder}: adapter_model.bin is a pickle, which may run code and is not read; save it as "
-                          "adapter_model.safetensors (peft: model.save_pretrained(..., safe_serialization=True))")
+        raise SourceError(
+            f"{folder}: adapter_model.bin is a pickle, which may run code and is not read; save it as "
+            "adapter_model.safetensors (peft: model.save_pretrained(..., safe_serialization=True))"
+        )
     raise SourceError(f"{folder}: no adapter_model.safetensors in it")
 
 
-def _pairs(tensors: Mapping[str, Any]) -> tuple[dict[tuple[int, str], dict[str, Any]], tuple[str, ...]]:
+def _pairs(
+    tensors: Mapping[str, Any],
+) -> tuple[dict[tuple[int, str], dict[str, Any]], tuple[str, ...]]:
     pairs: dict[tuple[int, str], dict[str, Any]] = {}
     skipped = []
     for name, tensor in tensors.items():
@@ -168,7 +228,9 @@ def _pairs(tensors: Mapping[str, Any]) -> tuple[dict[tuple[int, str], dict[str, 
 
 
 def _module(path: str) -> str | None:
-    """The protocol's name of a module at this path within a layer; None for what the protocol has no name for."""
+    """The protocol's name of a module at this path within a layer; None for what the protocol has
+    no name for.
+    """
     if "expert" in path:
         return None
     ends = path.split(".")
@@ -183,8 +245,10 @@ def _rank(settings: Mapping[str, Any], matrices: Mapping[str, Any]) -> int:
         return rank
     if len(shared) == 1:
         return int(shared.pop())
-    raise SourceError(f"the adapter's rank {rank!r} does not fit its matrices "
-                      f"{list(matrices['A'].shape)} and {list(matrices['B'].shape)}")
+    raise SourceError(
+        f"the adapter's rank {rank!r} does not fit its matrices "
+        f"{list(matrices['A'].shape)} and {list(matrices['B'].shape)}"
+    )
 
 
 def _scale(settings: Mapping[str, Any], rank: int) -> float:

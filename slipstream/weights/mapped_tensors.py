@@ -30,7 +30,9 @@ class MappedTensors:
             for stored, slot in header.slots.items():
                 name = rename(stored)
                 if name in self._places:
-                    raise SourceError(f"{path}: tensor {stored} is in {self._places[name].path.name}, too")
+                    raise SourceError(
+                        f"{path}: tensor {stored} is in {self._places[name].path.name}, too"
+                    )
                 if name is not None:
                     self._places[name] = _Place(path, stored, slot)
 
@@ -48,7 +50,9 @@ class MappedTensors:
         most = max(counts, key=counts.__getitem__)
         return most if counts[most] else None
 
-    def read_rows(self, name: str, first: int = 0, last: int | None = None) -> Iterator[torch.Tensor]:
+    def read_rows(
+        self, name: str, first: int = 0, last: int | None = None
+    ) -> Iterator[torch.Tensor]:
         """The rows from `first` on, to the end or up to `last`."""
         from safetensors import safe_open
 
@@ -60,9 +64,13 @@ class MappedTensors:
                 yield part[first + start : first + stop]
 
     def fingerprint(self) -> str:
-        """Of each file its header, size and time of change: enough to notice another file, without reading it."""
-        return "\n".join(f"{path.name}:{header.digest}:{header.file_bytes}:{path.stat().st_mtime_ns}"
-                         for path, header in self._headers.items())
+        """Of each file its header, size and time of change: enough to notice another file, without
+        reading it.
+        """
+        return "\n".join(
+            f"{path.name}:{header.digest}:{header.file_bytes}:{path.stat().st_mtime_ns}"
+            for path, header in self._headers.items()
+        )
 
 
 def _read_header(path: Path) -> TensorHeader:

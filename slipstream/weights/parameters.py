@@ -1,7 +1,7 @@
 """Which parameters a model has, in a checkpoint and in an engine, with their shapes. No torch here.
 
-A checkpoint holds the names of `model/spec.py`. An engine holds the same with `mlp.fc` and `mlp.gate` fused
-into `mlp.gate_up`, and with the linears quantised on request.
+A checkpoint holds the names of `model/spec.py`. An engine holds the same with `mlp.fc` and
+`mlp.gate` fused into `mlp.gate_up`, and with the linears quantised on request.
 """
 
 from __future__ import annotations
@@ -14,20 +14,42 @@ from fnmatch import fnmatchcase
 from slipstream.model.spec import Experts, ModelSpec
 
 Shape = tuple[int, ...]
-ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-              "F8_E4M3": 1, "F8_E5M2": 1}
+ITEM_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
 DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_LINEARS = (".attention.qkv.weight", ".attention.dense.weight", ".mlp.gate_up.weight", ".mlp.fc.weight",
-            ".mlp.proj.weight", ".mlp.experts.gate_up.weight", ".mlp.experts.proj.weight", ".mlp.shared.gate_up.weight",
-            ".mlp.shared.proj.weight")
+_LINEARS = (
+    ".attention.qkv.weight",
+    ".attention.dense.weight",
+    ".mlp.gate_up.weight",
+    ".mlp.fc.weight",
+    ".mlp.proj.weight",
+    ".mlp.experts.gate_up.weight",
+    ".mlp.experts.proj.weight",
+    ".mlp.shared.gate_up.weight",
+    ".mlp.shared.proj.weight",
+)
 _GROUP_SIZE = 32  # of int4: what keeps a small model itself; larger groups lose more than they save
 _EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """`algorithm`: None, "W8A16" (a scale a row), "W4A16" (scale and offset a group of `group_size` inputs) or
-    "FP8" (e4m3 with a scale a row; products then take e4m3 activations with a scale a token)."""
+    """`algorithm`: None, "W8A16" (a scale a row), "W4A16" (scale and offset a group of `group_size`
+    inputs) or "FP8" (e4m3 with a scale a row; products then take e4m3 activations with a scale a
+    token).
+    """
 
     algorithm: str | None = None
     group_size: int = 0
@@ -61,8 +83,12 @@ class EngineParameter:
     bits: int  # of a weight-only quantised linear; 0: stored as it is
 
 
-def choose_quantisation(spec: ModelSpec, weight_only: str | None, fp8_kv_cache: bool = False) -> Quantisation:
-    """`weight_only`: None, "int8", "int4" or "fp8". The group of int4 must divide the inputs of every linear."""
+def choose_quantisation(
+    spec: ModelSpec, weight_only: str | None, fp8_kv_cache: bool = False
+) -> Quantisation:
+    """`weight_only`: None, "int8", "int4" or "fp8". The group of int4 must divide the inputs of
+    every linear.
+    """
     kv_cache = "FP8" if fp8_kv_cache else None
     if weight_only is None:
         return Quantisation(kv_cache=kv_cache)
@@ -75,16 +101,21 @@ def choose_quantisation(spec: ModelSpec, weight_only: str | None, fp8_kv_cache: 
     inputs = (spec.hidden_size, spec.q_size, spec.embedding_width, *spec.ffn_sizes)
     if all(count % _GROUP_SIZE == 0 for count in inputs):
         return Quantisation("W4A16", _GROUP_SIZE, kv_cache)
-    raise ValueError(f"int4 needs sizes that are multiples of {_GROUP_SIZE}; this model's linears take "
-                     f"{', '.join(map(str, sorted(set(inputs))))} inputs: use int8")
+    raise ValueError(
+        f"int4 needs sizes that are multiples of {_GROUP_SIZE}; this model's linears take "
+        f"{', '.join(map(str, sorted(set(inputs))))} inputs: use int8"
+    )
 
 
 def _not_in_fp8(spec: ModelSpec) -> tuple[str, ...]:
     """In a narrow model, the linears whose rounding costs most for their size.
 
-    The last layer takes back large parts of the residual stream: its error is large beside what is left.
+    The last layer takes back large parts of the residual stream: its error is large beside what is
+    left.
     """
-    return ("*.attention.qkv", "*.mlp.*proj", f"*.layers.{spec.layers - 1}.*") if spec.narrow else ()
+    return (
+        ("*.attention.qkv", "*.mlp.*proj", f"*.layers.{spec.layers - 1}.*") if spec.narrow else ()
+    )
 
 
 def checkpoint_shapes(spec: ModelSpec) -> dict[str, Shape]:
@@ -169,11 +200,14 @@ def engine_parameters(spec: ModelSpec, quantisation: Quantisation) -> list[Engin
             name = name.replace(".mlp.fc.", ".mlp.gate_up.")
             shape = (2 * shape[0], *shape[1:])
         bits = head_bits if name == _HEAD else quantisation.bits if name.endswith(_LINEARS) else 0
-        if any(fnmatchcase(name.removesuffix(".weight"), pattern) for pattern in quantisation.excluded):
+        if any(
+            fnmatchcase(name.removesuffix(".weight"), pattern) for pattern in quantisation.excluded
+        ):
             bits = 0
         parameters.append(EngineParameter(name, parts, shape, bits))
     if head_bits and spec.tied_embeddings:
-        # the head is read whole every step, the embedding a row a token: only the head gains from few bits
+        # the head is read whole every step, the embedding a row a token: only the head gains from
+        # few bits
         parameters.append(EngineParameter(_HEAD, (_EMBEDDING,), shapes[_EMBEDDING], head_bits))
     return parameters
 
@@ -193,11 +227,19 @@ def scales_name(weight: str) -> str:
     return weight.removesuffix(".weight") + ".scales"
 
 
-def _quantised_slots(parameter: EngineParameter, quantisation: Quantisation) -> dict[str, TensorSlot]:
+def _quantised_slots(
+    parameter: EngineParameter, quantisation: Quantisation
+) -> dict[str, TensorSlot]:
     rows, columns = parameter.shape
     scales = scales_name(parameter.name)
     if parameter.bits == 8:
         code = "F8_E4M3" if quantisation.algorithm == "FP8" else "I8"
-        return {parameter.name: TensorSlot(code, (rows, columns)), scales: TensorSlot("F32", (rows,))}
+        return {
+            parameter.name: TensorSlot(code, (rows, columns)),
+            scales: TensorSlot("F32", (rows,)),
+        }
     groups = columns // quantisation.group_size
-    return {parameter.name: TensorSlot("U8", (rows, columns // 2)), scales: TensorSlot("F32", (rows, groups, 2))}
+    return {
+        parameter.name: TensorSlot("U8", (rows, columns // 2)),
+        scales: TensorSlot("F32", (rows, groups, 2)),
+    }

@@ -1,7 +1,8 @@
 """Quantisation of weights, rows at a time, in the portable layout of an engine file.
 
-Scales and offsets are chosen among the values bfloat16 has, because that is what the kernels read: the weights are
-then rounded to levels that really occur, and nothing is lost a second time when the engine loads.
+Scales and offsets are chosen among the values bfloat16 has, because that is what the kernels read:
+the weights are then rounded to levels that really occur, and nothing is lost a second time when the
+engine loads.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ _LARGEST_E4M3 = 448.0
 
 
 def quantise_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [n, k] → e4m3 weights [n, k] and float32 scales [n]: a row's largest element becomes e4m3's largest."""
+    """rows [n, k] → e4m3 weights [n, k] and float32 scales [n]: a row's largest element becomes
+    e4m3's largest.
+    """
     wide = rows.float()
     scales = _readable(wide.abs().amax(dim=1) / _LARGEST_E4M3)
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
@@ -20,8 +23,12 @@ def quantise_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return bounded.to(torch.float8_e4m3fn), scales
 
 
-def quantise_rows(rows: torch.Tensor, bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [n, k] → stored weights and float32 scales: [n] for 8 bits, [n, groups, (scale, offset)] for 4."""
+def quantise_rows(
+    rows: torch.Tensor, bits: int, group_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [n, k] → stored weights and float32 scales: [n] for 8 bits, [n, groups, (scale, offset)]
+    for 4.
+    """
     return _int8(rows.float()) if bits == 8 else _int4(rows.float(), group_size)
 
 
@@ -43,7 +50,9 @@ def _int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _int4(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sixteen levels from a group's smallest value to its largest; the offset is the level numbered 8."""
+    """Sixteen levels from a group's smallest value to its largest; the offset is the level numbered
+    8.
+    """
     grouped = rows.unflatten(1, (-1, group))  # [n, groups, group]
     smallest, largest = grouped.amin(dim=2, keepdim=True), grouped.amax(dim=2, keepdim=True)
     scale = _readable((largest - smallest) / 15.0)

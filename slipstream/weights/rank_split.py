@@ -1,10 +1,11 @@
-"""How a checkpoint is divided over ranks: which rows or columns of each parameter a rank's file holds.
+"""How a checkpoint is divided over ranks: which rows or columns of each parameter a rank's file
+holds.
 
     rank = pipeline stage * tensor_parallel + tensor rank; layer numbers start at 0 in every stage
 
-Queries, keys and values are divided by heads (a key head is repeated where there are fewer than ranks), the first
-linear of a block by rows, the second by columns (of every expert alike), the output head by rows after padding. All
-else is whole on each.
+Queries, keys and values are divided by heads (a key head is repeated where there are fewer than
+ranks), the first linear of a block by rows, the second by columns (of every expert alike), the
+output head by rows after padding. All else is whole on each.
 """
 
 from __future__ import annotations
@@ -44,10 +45,14 @@ class RankMapping:
         few, many = sorted((spec.kv_heads, self.tp_size))
         ffn_size = math.gcd(*spec.ffn_sizes)
         if spec.heads % self.tp_size or many % few or ffn_size % self.tp_size:
-            raise ValueError(f"tp_size {self.tp_size} does not divide this model: it has {spec.heads} heads, "
-                             f"{spec.kv_heads} key heads and {ffn_size} feed-forward columns")
+            raise ValueError(
+                f"tp_size {self.tp_size} does not divide this model: it has {spec.heads} heads, "
+                f"{spec.kv_heads} key heads and {ffn_size} feed-forward columns"
+            )
         if spec.layers % self.pp_size:
-            raise ValueError(f"pp_size {self.pp_size} does not divide this model's {spec.layers} layers")
+            raise ValueError(
+                f"pp_size {self.pp_size} does not divide this model's {spec.layers} layers"
+            )
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,9 @@ def rank_parameters(spec: ModelSpec, mapping: RankMapping, rank: int) -> dict[st
             if stage == wanted:
                 held[parameter] = parameter
         elif int(match.group(1)) // per_stage == stage:
-            held[f"transformer.layers.{int(match.group(1)) % per_stage}.{match.group(2)}"] = parameter
+            held[f"transformer.layers.{int(match.group(1)) % per_stage}.{match.group(2)}"] = (
+                parameter
+            )
     return held
 
 
@@ -146,7 +153,9 @@ class RankedTensors:
 
     def __init__(self, folder: Path, spec: ModelSpec, mapping: RankMapping) -> None:
         self._spec, self._mapping = spec, mapping
-        self._ranks = [_open_rank(folder, spec, mapping, rank) for rank in range(mapping.world_size)]
+        self._ranks = [
+            _open_rank(folder, spec, mapping, rank) for rank in range(mapping.world_size)
+        ]
         self._shapes = checkpoint_shapes(spec)
 
     @property
@@ -154,7 +163,9 @@ class RankedTensors:
         return self._ranks[0].dtype
 
     def shapes(self) -> Mapping[str, Shape]:
-        """As stored with one rank; what several ranks hold together has the shape that the spec says."""
+        """As stored with one rank; what several ranks hold together has the shape that the spec
+        says.
+        """
         shapes: dict[str, Shape] = {}
         for rank, tensors in enumerate(self._ranks):
             for name, slot in tensors.slots.items():
@@ -168,8 +179,11 @@ class RankedTensors:
 
     def read_rows(self, name: str) -> Iterator[torch.Tensor]:
         whole = self._shapes[name]
-        held = [(tensors, self._part(name, whole, rank)) for rank, tensors in enumerate(self._ranks)
-                if name in tensors.slots]
+        held = [
+            (tensors, self._part(name, whole, rank))
+            for rank, tensors in enumerate(self._ranks)
+            if name in tensors.slots
+        ]
         if held[0][1].columns:
             yield from _beside(tensors.read_rows(name) for tensors, _ in held)
             return

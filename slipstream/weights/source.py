@@ -18,8 +18,16 @@ if TYPE_CHECKING:
     import torch
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json",
-    "merges.txt", "added_tokens.json", "chat_template.json", "chat_template.jinja", "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "generation_config.json",
 )
 BLOCK_BYTES = 64 << 20  # how much of a tensor is in memory at once while it is converted
 
@@ -29,7 +37,9 @@ class SourceError(ValueError):
 
 
 class Source(Protocol):
-    """A model that can be read tensor by tensor. Opening one reads headers only and does not import torch."""
+    """A model that can be read tensor by tensor. Opening one reads headers only and does not import
+    torch.
+    """
 
     @property
     def label(self) -> str:
@@ -71,9 +81,12 @@ def stored_dtype(source: Source, wanted: str) -> str:
 def check_source(source: Source) -> None:
     """Every parameter of the model has its tensors, of the right shape, and no tensor is left over."""
     shapes = source.shapes()
-    if source.spec.layers > len(shapes):  # or a damaged count would have us list parameters for ever
-        raise SourceError(f"{source.label}: the config says {source.spec.layers} layers, "
-                          f"the weights are only {len(shapes)} tensors")
+    # or a damaged count would have us list parameters for ever
+    if source.spec.layers > len(shapes):
+        raise SourceError(
+            f"{source.label}: the config says {source.spec.layers} layers, "
+            f"the weights are only {len(shapes)} tensors"
+        )
     used: set[str] = set()
     missing: list[str] = []
     for parameter, expected in checkpoint_shapes(source.spec).items():
@@ -84,13 +97,19 @@ def check_source(source: Source) -> None:
         if not absent:
             _check_shape(source.label, expected, recipe, [shapes[name] for name in recipe.sources])
     if source.spec.tied_embeddings:
-        used.update(source.recipe("lm_head.weight").sources)  # a copy of the embedding that some files carry
+        # a copy of the embedding that some files carry
+        used.update(source.recipe("lm_head.weight").sources)
     extra = [name for name in shapes if name not in used]
-    problems = [f"{label} {name_list(map(collapse_layer, names))}"
-                for label, names in (("missing", missing), ("unexpected", extra)) if names]
+    problems = [
+        f"{label} {name_list(map(collapse_layer, names))}"
+        for label, names in (("missing", missing), ("unexpected", extra))
+        if names
+    ]
     if problems:
-        raise SourceError(f"{source.label}: the weights do not fit {source.spec.architecture}: "
-                          f"tensors {'; '.join(problems)}")
+        raise SourceError(
+            f"{source.label}: the weights do not fit {source.spec.architecture}: "
+            f"tensors {'; '.join(problems)}"
+        )
 
 
 def _check_shape(label: str, expected: Shape, recipe: Recipe, shapes: list[Shape]) -> None:
@@ -103,8 +122,10 @@ def _check_shape(label: str, expected: Shape, recipe: Recipe, shapes: list[Shape
     joined = all(shape[1:] == expected[1:] for shape in shapes) and rows == expected[0]
     if not joined or any(not prod(shape) for shape in shapes):
         found = " + ".join(str(list(shape)) for shape in shapes)
-        raise SourceError(f"{label}: tensor {' + '.join(recipe.sources)} has shape {found}, "
-                          f"the model's config says {list(expected)}")
+        raise SourceError(
+            f"{label}: tensor {' + '.join(recipe.sources)} has shape {found}, "
+            f"the model's config says {list(expected)}"
+        )
 
 
 def row_blocks(rows: int, row_bytes: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
@@ -115,7 +136,9 @@ def row_blocks(rows: int, row_bytes: int, multiple: int = 1) -> Iterator[tuple[i
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    return {
+        name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()
+    }
 
 
 def fingerprint_of(config: str, files: Mapping[str, bytes], tensors: str) -> str:

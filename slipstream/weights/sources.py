@@ -17,24 +17,31 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def open_source(text: str, progress: Progress = no_progress) -> Source:
-    """Open what `text` names: `hf:org/name`, `local:path`, a path, a known name, or `org/name` at the hub.
+    """Open what `text` names: `hf:org/name`, `local:path`, a path, a known name, or `org/name` at
+    the hub.
 
-    Only headers are read of local files; a model at the hub is downloaded, after its config was found servable.
-    SourceError and UnsupportedModel say in one line what is wrong.
+    Only headers are read of local files; a model at the hub is downloaded, after its config was
+    found servable. SourceError and UnsupportedModel say in one line what is wrong.
     """
     if text.startswith("hf:"):
         return open_hub_model(text.removeprefix("hf:"), text, progress)
     if text.startswith("ngc:"):
-        raise SourceError(f"{text}: sources of NGC are not supported; use hf:org/name, a folder or a GGUF file")
+        raise SourceError(
+            f"{text}: sources of NGC are not supported; use hf:org/name, a folder or a GGUF file"
+        )
     path = expanded(text.removeprefix("local:"))
     if path.is_file():
         return GgufSource(path, text)
     if path.is_dir():
-        return CheckpointSource(path, text) if is_checkpoint(path) else HuggingFaceFolder(path, text)
+        return (
+            CheckpointSource(path, text) if is_checkpoint(path) else HuggingFaceFolder(path, text)
+        )
     if text.startswith("local:"):
         raise SourceError(f"{path}: no such folder or file")
     if text in KNOWN_MODELS:
         return open_known_model(text, progress)
     if _HUB_ID.fullmatch(text):
         return open_hub_model(text, f"hf:{text}", progress)
-    raise SourceError(f"{text}: no such folder or file, and not a known model; known: {', '.join(KNOWN_MODELS)}")
+    raise SourceError(
+        f"{text}: no such folder or file, and not a known model; known: {', '.join(KNOWN_MODELS)}"
+    )

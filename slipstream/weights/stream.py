@@ -1,4 +1,6 @@
-"""From a source's rows to the bytes of a file, a block at a time; what building and converting share."""
+"""From a source's rows to the bytes of a file, a block at a time; what building and converting
+share.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ def check_disk(output: Path, needed: int) -> None:
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < needed + _SPARE_DISK_BYTES:
-        raise SourceError(f"{output}: needs {(needed + _SPARE_DISK_BYTES) / 1e9:.1f} GB of disk, "
-                          f"{free / 1e9:.1f} GB are free; make room or choose another place")
+        raise SourceError(
+            f"{output}: needs {(needed + _SPARE_DISK_BYTES) / 1e9:.1f} GB of disk, "
+            f"{free / 1e9:.1f} GB are free; make room or choose another place"
+        )
 
 
 def parameter_rows(source: Source, parts: tuple[str, ...]) -> Iterator[torch.Tensor]:
@@ -52,7 +56,9 @@ def parameter_rows(source: Source, parts: tuple[str, ...]) -> Iterator[torch.Ten
     for part in parts:
         recipe = source.recipe(part)
         if recipe.rows is not None:
-            joined = torch.cat([block for name in recipe.sources for block in source.read_rows(name)])
+            joined = torch.cat(
+                [block for name in recipe.sources for block in source.read_rows(name)]
+            )
             yield joined[torch.tensor(recipe.rows())]
             continue
         for name in recipe.sources:

@@ -1,7 +1,7 @@
 """The safetensors container, torch-free: a checked header reader and a writer that streams.
 
-The library's own `save_file` wants every tensor in memory at once. Here the header is written first, from the
-shapes alone, and the bytes follow one tensor after another, hashed on the way.
+The library's own `save_file` wants every tensor in memory at once. Here the header is written
+first, from the shapes alone, and the bytes follow one tensor after another, hashed on the way.
 
     | 8 bytes: header length n | n bytes: JSON, padded with spaces | tensor bytes, in order, no gaps |
 """
@@ -19,8 +19,10 @@ from typing import Any
 from slipstream.weights.parameters import ITEM_BYTES, TensorSlot
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_POINTER_START = b"version "  # what git leaves in a large file's place when git-lfs did not fetch it
-_DATA_ALIGNMENT = 64  # the first tensor starts at a cache line, and so do those after it for usual sizes
+# what git leaves in a large file's place when git-lfs did not fetch it
+_POINTER_START = b"version "
+# the first tensor starts at a cache line, and so do those after it for usual sizes
+_DATA_ALIGNMENT = 64
 
 
 class TensorFileError(ValueError):
@@ -35,13 +37,17 @@ class TensorHeader:
 
 
 def read_header(path: Path) -> TensorHeader:
-    """Names, types and shapes of a file, after checking that the file holds all the bytes it promises."""
+    """Names, types and shapes of a file, after checking that the file holds all the bytes it
+    promises.
+    """
     try:
         file_bytes = path.stat().st_size
         with path.open("rb") as file:
             first = file.read(8)
             if first == _POINTER_START:
-                raise TensorFileError(f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` there")
+                raise TensorFileError(
+                    f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` there"
+                )
             length = int.from_bytes(first, "little")
             if file_bytes < 8 or length > min(_MAX_HEADER_BYTES, file_bytes - 8):
                 raise TensorFileError(f"{path}: not a safetensors file, or cut short in its header")
@@ -64,10 +70,14 @@ def _checked_slots(path: Path, entries: dict[str, Any], data_bytes: int) -> dict
     end_of_last = 0
     for name, begin, end, entry in sorted(_offsets(path, entries), key=lambda item: item[1:3]):
         if entry["dtype"] not in ITEM_BYTES:
-            raise TensorFileError(f"{path}: tensor {name} has type {entry['dtype']}, which is not supported")
+            raise TensorFileError(
+                f"{path}: tensor {name} has type {entry['dtype']}, which is not supported"
+            )
         slot = TensorSlot(entry["dtype"], tuple(entry["shape"]))
         if begin != end_of_last or end - begin != slot.nbytes:
-            raise TensorFileError(f"{path}: damaged: tensor {name} does not occupy the bytes its shape needs")
+            raise TensorFileError(
+                f"{path}: damaged: tensor {name} does not occupy the bytes its shape needs"
+            )
         end_of_last = end
         slots[name] = slot
     if end_of_last != data_bytes:
@@ -84,7 +94,8 @@ def _offsets(path: Path, entries: dict[str, Any]) -> list[tuple[str, int, int, d
         try:
             begin, end = entry["data_offsets"]
             valid = isinstance(entry["dtype"], str) and all(
-                isinstance(number, int) and number >= 0 for number in (begin, end, *entry["shape"]))
+                isinstance(number, int) and number >= 0 for number in (begin, end, *entry["shape"])
+            )
         except (TypeError, KeyError, ValueError):
             valid = False
         if not valid:
@@ -98,7 +109,11 @@ def header_bytes(layout: Mapping[str, TensorSlot]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, slot in layout.items():
-        entries[name] = {"dtype": slot.dtype, "shape": list(slot.shape), "data_offsets": [offset, offset + slot.nbytes]}
+        entries[name] = {
+            "dtype": slot.dtype,
+            "shape": list(slot.shape),
+            "data_offsets": [offset, offset + slot.nbytes],
+        }
         offset += slot.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _DATA_ALIGNMENT)
@@ -115,8 +130,10 @@ def write_tensors(
     pieces: Iterable[tuple[str, Any]],
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> str:
-    """Write the file and return its sha256. `pieces` are (tensor name, buffer) in layout order; one tensor may
-    come in several. Each tensor must be filled exactly: too few, too many or out of order is an error."""
+    """Write the file and return its sha256. `pieces` are (tensor name, buffer) in layout order; one
+    tensor may come in several. Each tensor must be filled exactly: too few, too many or out of
+    order is an error.
+    """
     remaining = {name: slot.nbytes for name, slot in layout.items() if slot.nbytes}
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -128,7 +145,9 @@ def write_tensors(
             if not len(view):
                 continue
             if name != next(iter(remaining), None) or len(view) > remaining[name]:
-                raise ValueError(f"{path.name}: tensor {name} was written twice, out of order or too long")
+                raise ValueError(
+                    f"{path.name}: tensor {name} was written twice, out of order or too long"
+                )
             file.write(view)
             digest.update(view)
             on_bytes(len(view))

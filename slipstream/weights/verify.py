@@ -1,4 +1,6 @@
-"""What an engine computes, layer by layer, and how far that is from another model of the same shape."""
+"""What an engine computes, layer by layer, and how far that is from another model of the same
+shape.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from slipstream.model.transformer import Layer, Step, Transformer
 from slipstream.weights.engine_folder import read_engine_folder
 
 _BLOCK = 16
-DIVERGED = 0.05  # of the reference's length; rounding to 16 bits stays well below, a wrong layer well above
+# of the reference's length; rounding to 16 bits stays well below, a wrong layer well above
+DIVERGED = 0.05
 
 
 class Trace(NamedTuple):
@@ -41,7 +44,9 @@ def trace_engine(path: Path, sequences: Sequence[Sequence[int]]) -> list[Trace]:
     """Run sequences through an engine's weights, in float32 and on the CPU."""
     folder = read_engine_folder(path)
     longest = max(map(len, sequences))
-    model = Transformer(folder.spec, folder.tensors(), torch.float32, torch.device("cpu"), positions=longest)
+    model = Transformer(
+        folder.spec, folder.tensors(), torch.float32, torch.device("cpu"), positions=longest
+    )
     seen: list[torch.Tensor] = []
     for layer in model.layers:
         _watch(layer, seen)
@@ -70,7 +75,9 @@ def _run(model: Transformer, sequence: Sequence[int]) -> torch.Tensor:
     tables = numpy.arange(1, blocks + 1, dtype=numpy.int32)[None]
     attention = plan_attention(tables, numpy.array([0]), numpy.array([count]), _BLOCK, cache)
     slots = torch.arange(_BLOCK, _BLOCK + count)
-    return model(Step(torch.tensor(sequence), torch.arange(count), slots, attention, samples=None), cache)
+    return model(
+        Step(torch.tensor(sequence), torch.arange(count), slots, attention, samples=None), cache
+    )
 
 
 def compare(ours: Sequence[Trace], theirs: Sequence[Trace]) -> Comparison:

@@ -18,9 +18,10 @@ _LOCK_NAME = ".lock"
 def whole_folder(output: Path, marker: str, obsolete: Iterable[str] = ()) -> Iterator[Path]:
     """Gives a staging folder to write into; at the end its files become `output`.
 
-    A new folder arrives by one rename. In a folder that exists already (it may be a mount, or hold other things)
-    the files are replaced one by one: `marker`, the file that readers look for first, leaves before and arrives last.
-    `obsolete` are the names of files an earlier writer left there, which go with what they belonged to.
+    A new folder arrives by one rename. In a folder that exists already (it may be a mount, or hold
+    other things) the files are replaced one by one: `marker`, the file that readers look for first,
+    leaves before and arrives last. `obsolete` are the names of files an earlier writer left there,
+    which go with what they belonged to.
     """
     if output.exists() and not output.is_dir():
         raise NotADirectoryError(f"{output} exists and is not a folder")

@@ -1,4 +1,6 @@
-"""Load and what is told of it: figures worked out by hand, data made into requests, and windows that settle."""
+"""Load and what is told of it: figures worked out by hand, data made into requests, and windows
+that settle.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ MS = 1_000_000
 
 def record(sent: int, *answers: tuple[int, str], prompt: str = "one two") -> Record:
     request = Request("m", {"text_input": texts([prompt])})
-    return Record(request, sent * MS, tuple(time * MS for time, _ in answers),
-                  tuple({"text_output": texts([text])} for _, text in answers))
+    return Record(
+        request,
+        sent * MS,
+        tuple(time * MS for time, _ in answers),
+        tuple({"text_output": texts([text])} for _, text in answers),
+    )
 
 
 def words(text: str) -> int:
@@ -36,8 +42,10 @@ def words(text: str) -> int:
 
 
 def test_metrics_are_as_defined() -> None:
-    first = record(0, (10, "a "), (20, "b "), (30, "c"))  # 3 tokens: 10 ms to the first, 10 ms between
-    second = record(10, (30, "a b c d e "), (110, ""))  # 5 tokens; the empty end counts for the latency
+    # 3 tokens: 10 ms to the first, 10 ms between
+    first = record(0, (10, "a "), (20, "b "), (30, "c"))
+    # 5 tokens; the empty end counts for the latency
+    second = record(10, (30, "a b c d e "), (110, ""))
     found = llm_metrics([first, second], words, True, ("text_input", "text_output"))
     values = {row.name: row.values for row in found.rows}
     assert values["time_to_first_token"] == (10.0, 20.0)
@@ -48,8 +56,20 @@ def test_metrics_are_as_defined() -> None:
     assert found.output_tokens_per_second == pytest.approx(8 / 0.110)
     assert found.requests_per_second == pytest.approx(2 / 0.110)
     statistics = found.by_name()["request_latency"].statistics
-    assert statistics == pytest.approx({"avg": 65, "p25": 47.5, "p50": 65, "p75": 82.5, "p90": 93, "p95": 96.5,
-                                        "p99": 99.3, "min": 30, "max": 100, "std": 35})
+    assert statistics == pytest.approx(
+        {
+            "avg": 65,
+            "p25": 47.5,
+            "p50": 65,
+            "p75": 82.5,
+            "p90": 93,
+            "p95": 96.5,
+            "p99": 99.3,
+            "min": 30,
+            "max": 100,
+            "std": 35,
+        }
+    )
 
 
 def test_without_streams_there_is_no_first_token() -> None:
@@ -57,7 +77,10 @@ def test_without_streams_there_is_no_first_token() -> None:
     assert [row.name for row in found.rows][:2] == ["request_latency", "output_sequence_length"]
     lines = csv_report(found).splitlines()
     assert lines[1].startswith('Request Latency (ms),"1,234.00","1,234.00"')
-    assert lines[-2:] == ["Output Token Throughput (per sec),1.62", "Request Throughput (per sec),0.81"]
+    assert lines[-2:] == [
+        "Output Token Throughput (per sec),1.62",
+        "Request Throughput (per sec),0.81",
+    ]
     assert json.loads(json_report(found, {"model": ["m"]}))["input_config"] == {"model": ["m"]}
 
 
@@ -107,27 +130,41 @@ def test_windows_end_when_three_agree_or_after_the_last() -> None:
     load.close()
     assert settled.stable
     assert len(settled.boundaries) == 4
-    assert all(settled.boundaries[0] < one.last <= settled.boundaries[-1] for one in settled.records)
+    assert all(
+        settled.boundaries[0] < one.last <= settled.boundaries[-1] for one in settled.records
+    )
     load = Load(answer, requests(), 2)
     unsettled = measure_windows(load, WindowRule(0.02, 0.0, 4))
     load.close()
     assert not unsettled.stable
 
 
-CONFIG = {"input": [{"name": "ids", "data_type": "TYPE_INT32", "dims": ["-1"]},
-                    {"name": "text", "data_type": "TYPE_STRING", "dims": ["1"], "optional": True}]}
+CONFIG = {
+    "input": [
+        {"name": "ids", "data_type": "TYPE_INT32", "dims": ["-1"]},
+        {"name": "text", "data_type": "TYPE_STRING", "dims": ["1"], "optional": True},
+    ]
+}
 
 
 def test_rows_of_a_file_become_batches(tmp_path: Path) -> None:
-    rows = [{"ids": {"content": [1, 2], "shape": [2]}}, {"ids": [3, 4], "model": "m"}, {"ids": [5, 6]}]
+    rows = [
+        {"ids": {"content": [1, 2], "shape": [2]}},
+        {"ids": [3, 4], "model": "m"},
+        {"ids": [5, 6]},
+    ]
     (tmp_path / "data.json").write_text(json.dumps({"data": rows}))
     found = batches(read_rows(tmp_path / "data.json", input_tensors(CONFIG, {})), 2)
     assert [batch["ids"].tolist() for batch in found] == [[[1, 2], [3, 4]], [[5, 6], [1, 2]]]
 
 
-@pytest.mark.parametrize(("row", "text"), [({"idz": [1]}, "the model has no input idz"),
-                                           ({"text": "x"}, "the input ids is missing")])
-def test_rows_that_do_not_fit_the_model_are_refused(tmp_path: Path, row: dict[str, object], text: str) -> None:
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [({"idz": [1]}, "the model has no input idz"), ({"text": "x"}, "the input ids is missing")],
+)
+def test_rows_that_do_not_fit_the_model_are_refused(
+    tmp_path: Path, row: dict[str, object], text: str
+) -> None:
     (tmp_path / "data.json").write_text(json.dumps({"data": [row]}))
     with pytest.raises(DataError, match=text):
         read_rows(tmp_path / "data.json", input_tensors(CONFIG, {}))
@@ -149,7 +186,9 @@ def test_prompts_have_the_tokens_asked_for_and_follow_the_seed() -> None:
     def decode(tokens: list[int]) -> str:
         return "".join(map(chr, tokens))
 
-    made = [synthetic_prompt(50, encode, decode, numpy.random.default_rng(seed)) for seed in (1, 1, 2)]
+    made = [
+        synthetic_prompt(50, encode, decode, numpy.random.default_rng(seed)) for seed in (1, 1, 2)
+    ]
     assert [len(prompt) for prompt in made] == [50] * 3
     assert made[0] == made[1] != made[2]
     assert {Lengths(7, 0).draw(numpy.random.default_rng(0)) for _ in range(3)} == {7}
@@ -167,9 +206,13 @@ def test_figures_are_compared_with_both_tolerances(tmp_path: Path) -> None:
     rows = [("x", "104.00"), ("y", "10.40")]
     assert differing(tmp_path / "r.json", "a", rows, 0.0, 0.05) == []
     assert differing(tmp_path / "r.json", "a", rows, 0.0, 0.03) == [
-        "x is 104.0, which is not near 100.0", "y is 10.4, which is not near 10.0"]
+        "x is 104.0, which is not near 100.0",
+        "y is 10.4, which is not near 10.0",
+    ]
     assert differing(tmp_path / "r.json", "a", rows, 5.0, 0.0) == []
-    assert differing(tmp_path / "r.json", "a", rows[:1], 5.0, 0.0) == ["there is no figure 'y'; there are x"]
+    assert differing(tmp_path / "r.json", "a", rows[:1], 5.0, 0.0) == [
+        "there is no figure 'y'; there are x"
+    ]
     assert "no figures for 'b'" in differing(tmp_path / "r.json", "b", rows, 5.0, 0.0)[0]
     assert "no figures for 'empty'" in differing(tmp_path / "r.json", "empty", rows, 5.0, 0.0)[0]
 
@@ -177,4 +220,7 @@ def test_figures_are_compared_with_both_tolerances(tmp_path: Path) -> None:
 def test_a_trace_begins_at_the_first_request(tmp_path: Path) -> None:
     write_trace(tmp_path / "t.json", [Sample(5.0, 5.5, 3, 4), Sample(5.25, 6.0, 1, 2)])
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert [(event["ts"], event["dur"]) for event in events] == [(0.0, 500000.0), (250000.0, 750000.0)]
+    assert [(event["ts"], event["dur"]) for event in events] == [
+        (0.0, 500000.0),
+        (250000.0, 750000.0),
+    ]

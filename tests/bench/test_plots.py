@@ -21,24 +21,36 @@ def run_of(load: int, streaming: bool = True) -> Run:
     text = {"text_input": numpy.array([[b"a b"]], dtype=object)}
     records = []
     for number in range(6):
-        sent, tokens = number * 10**9, 1 if number == 0 else 4  # the first has no time between its tokens
+        # the first has no time between its tokens
+        sent, tokens = number * 10**9, 1 if number == 0 else 4
         times = tuple(sent + (step + 1) * load * 10**7 for step in range(tokens))
         outputs = tuple({"text_output": numpy.array([[b"x "]], dtype=object)} for _ in times)
         records.append(Record(Request("m", text), sent, times, outputs))
-    metrics = llm_metrics(records, lambda words: len(words.split()), streaming, ("text_input", "text_output"))
+    metrics = llm_metrics(
+        records, lambda words: len(words.split()), streaming, ("text_input", "text_output")
+    )
     return Run(f"{load} in flight", load, records, metrics)
 
 
 def points(svg: str) -> list[list[tuple[float, float]]]:
     """The lines of a chart, by their places."""
-    paths = [path.attrib["d"] for path in ElementTree.fromstring(svg) if path.get("class") == "line"]
+    paths = [
+        path.attrib["d"] for path in ElementTree.fromstring(svg) if path.get("class") == "line"
+    ]
     return [[tuple(map(float, place.split())) for place in path[1:].split("L")] for path in paths]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("most", "high", "step"), [
-    (1.0, 1.0, 0.2), (97.0, 100.0, 20.0), (101.0, 125.0, 25.0), (0.03, 0.03, 0.01), (0.0, 1.0, 0.2),
-    (5000.0, 5000.0, 1000.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("most", "high", "step"),
+    [
+        (1.0, 1.0, 0.2),
+        (97.0, 100.0, 20.0),
+        (101.0, 125.0, 25.0),
+        (0.03, 0.03, 0.01),
+        (0.0, 1.0, 0.2),
+        (5000.0, 5000.0, 1000.0),
+    ],
+)
 def test_an_axis_has_round_numbers_and_room_for_all(most, high, step):
     axis = Axis.over([0.0, most, float("nan")], 100.0, 300.0)
     assert (axis.high, axis.step) == (pytest.approx(high), pytest.approx(step))
@@ -49,17 +61,24 @@ def test_an_axis_has_round_numbers_and_room_for_all(most, high, step):
 def test_a_chart_shows_its_points_where_they_are():
     svg = SVG.findall(chart("s", "ms", [Series("a", [(0.0, 0.0), (5.0, 50.0), (10.0, 100.0)])]))[0]
     (line,) = points(svg)
-    assert line[1] == pytest.approx(((line[0][0] + line[2][0]) / 2, (line[0][1] + line[2][1]) / 2), abs=0.1)
+    assert line[1] == pytest.approx(
+        ((line[0][0] + line[2][0]) / 2, (line[0][1] + line[2][1]) / 2), abs=0.1
+    )
     assert line[0][1] > line[2][1], "up is more"
 
 
 def test_many_points_are_thinned_and_the_last_one_stays():
-    svg = SVG.findall(chart("s", "ms", [Series("a", [(float(n), 1.0 + n % 2) for n in range(10_001)])]))[0]
+    svg = SVG.findall(
+        chart("s", "ms", [Series("a", [(float(n), 1.0 + n % 2) for n in range(10_001)])])
+    )[0]
     (line,) = points(svg)
     assert 500 < len(line) <= 1001
     assert line[-1][0] == pytest.approx(640 - 16, abs=20)
     few, many = ([(float(n), 1.0) for n in numbers] for numbers in ((0, 1001), range(1002)))
-    ends = [points(SVG.findall(chart("s", "ms", [Series("a", given)]))[0])[0][-1] for given in (few, many)]
+    ends = [
+        points(SVG.findall(chart("s", "ms", [Series("a", given)]))[0])[0][-1]
+        for given in (few, many)
+    ]
     assert ends[0] == ends[1]
 
 

@@ -1,4 +1,6 @@
-"""`slipstream chat` as a user runs it: through a pipe, and in a terminal of its own where Ctrl-C is Ctrl-C."""
+"""`slipstream chat` as a user runs it: through a pipe, and in a terminal of its own where Ctrl-C is
+Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ from slipstream.server.health import ServerState
 from slipstream.server.http import create_app
 
 # The echo of such a prompt is the conversation, and then its end.
-TEMPLATE = ("{% for message in messages %}[{{ message.role }}] {{ message.content }} {% endfor %}"
-            "[assistant]{{ eos_token }}")
-# In a terminal of its own, whose Ctrl-C is the kernel's doing. Tests that run in the background ignore it, and so would
-# their children; what a person starts does not.
-IN_TERMINAL = ("import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); os.login_tty(0); "
-               "from slipstream.cli.main import main; main()")
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }} {% endfor %}"
+    "[assistant]{{ eos_token }}"
+)
+# In a terminal of its own, whose Ctrl-C is the kernel's doing. Tests that run in the background
+# ignore it, and so would their children; what a person starts does not.
+IN_TERMINAL = (
+    "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); os.login_tty(0); "
+    "from slipstream.cli.main import main; main()"
+)
 
 
 class Place:
@@ -54,8 +60,16 @@ class Place:
 
 def run_chat(lines: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slipstream.cli.main", "chat", *flags]
-    return subprocess.run(command, input=lines, env=environment(**variables), capture_output=True, text=True,
-                          encoding="utf-8", timeout=60, check=False)  # fmt: skip
+    return subprocess.run(
+        command,
+        input=lines,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=60,
+        check=False,
+    )
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -83,11 +97,14 @@ def serving(models: Path, key: str = "") -> Iterator[Place]:
     engine = EchoEngine()
     engine.heeds_end_ids = True
     registry = text_registry(read_repository(models), engine)
-    with RunningServer(create_app(registry, ServerState([engine]), ServerContext(access=Access(key)))) as server:
+    with RunningServer(
+        create_app(registry, ServerState([engine]), ServerContext(access=Access(key)))
+    ) as server:
         yield Place(server.port, engine)
 
 
-# When the file is there, a Ctrl-C that no system call of the main thread is ended by, as one that comes just before it.
+# When the file is there, a Ctrl-C that no system call of the main thread is ended by, as one that
+# comes just before it.
 LATE = """
 import os, signal, sys, threading, time
 def interrupt(path):
@@ -103,7 +120,9 @@ class Terminal:
         """first: what its Python does before the command"""
         self._master, slave = os.openpty()
         command = [sys.executable, "-c", first + IN_TERMINAL, "chat", *flags]
-        self.process = subprocess.Popen(command, env=environment(), stdin=slave, stdout=slave, stderr=slave)
+        self.process = subprocess.Popen(
+            command, env=environment(), stdin=slave, stdout=slave, stderr=slave
+        )
         os.close(slave)
         self._unread = ""
         self.all = ""
@@ -156,7 +175,10 @@ def test_each_line_of_a_pipe_is_answered_with_what_was_said_before(place: Place)
 
 def test_a_system_message_stays_and_the_rest_is_forgotten(place: Place) -> None:
     done = place.pipe("One?\n/clear\nTwo?\n/exit\nThree?\n", "--system", "Be kind.")
-    assert done.stdout == "[system] Be kind. [user] One? [assistant]\n[system] Be kind. [user] Two? [assistant]\n"
+    assert (
+        done.stdout
+        == "[system] Be kind. [user] One? [assistant]\n[system] Be kind. [user] Two? [assistant]\n"
+    )
     assert done.returncode == 0
 
 
@@ -175,7 +197,10 @@ def test_the_model_must_be_one_that_chats(place: Place, model: str, code: int) -
     done = place.pipe("One?\n", "-m", model)
     assert done.returncode == code
     if code:
-        assert done.stderr == f"error: there is no model '{model}' to talk to; there are: ensemble, mine\n"
+        assert (
+            done.stderr
+            == f"error: there is no model '{model}' to talk to; there are: ensemble, mine\n"
+        )
 
 
 def test_without_a_server_one_line_says_what_to_run() -> None:
@@ -183,7 +208,9 @@ def test_without_a_server_one_line_says_what_to_run() -> None:
         port = taken.getsockname()[1]
     done = run_chat("One?\n", "-u", "127.0.0.1", "-p", str(port))
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"error: no server answers at 127.0.0.1:{port}; start one with slipstream start ")
+    assert done.stderr.startswith(
+        f"error: no server answers at 127.0.0.1:{port}; start one with slipstream start "
+    )
     assert done.stderr.count("\n") == 1
 
 
@@ -219,14 +246,17 @@ LISTED = {"data": [{"id": "mine"}]}
 PIECE = {"delta": {"content": "caf\u00e9"}, "finish_reason": None}
 
 
-@pytest.mark.parametrize(("models", "event", "told"), [
-    ({"hello": 1}, None, "what answers at http://{address} has no list of models"),
-    ([1], None, "what answers at http://{address} has no list of models"),
-    (LISTED, 5, "what answers there is not OpenAI's API"),
-    (LISTED, {"choices": [{"delta": None}]}, "what answers there is not OpenAI's API"),
-    (LISTED, {"error": {"message": "no\x1b[31m!"}}, "no[31m!"),
-    (LISTED, {"choices": [PIECE], "error": None}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("models", "event", "told"),
+    [
+        ({"hello": 1}, None, "what answers at http://{address} has no list of models"),
+        ([1], None, "what answers at http://{address} has no list of models"),
+        (LISTED, 5, "what answers there is not OpenAI's API"),
+        (LISTED, {"choices": [{"delta": None}]}, "what answers there is not OpenAI's API"),
+        (LISTED, {"error": {"message": "no\x1b[31m!"}}, "no[31m!"),
+        (LISTED, {"choices": [PIECE], "error": None}, ""),
+    ],
+)
 def test_a_server_of_another_kind_is_told_in_one_line(models: Any, event: Any, told: str) -> None:
     with another_server(models, event) as address:
         done = run_chat("One?\n", "-u", address, PYTHONIOENCODING="ascii")
@@ -257,10 +287,14 @@ def test_the_key_comes_from_a_file_or_the_environment(models: Path, tmp_path: Pa
         assert place.pipe("One?\n", SLIPSTREAM_API_KEY="open sesame").stdout == f"{FIRST}\n"
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(place: Place, terminal: Callable[..., Terminal]) -> None:
+def test_ctrl_c_stops_the_answer_and_not_the_program(
+    place: Place, terminal: Callable[..., Terminal]
+) -> None:
     place.engine.hold_end = True
     shell = terminal("-u", place.address)
-    assert shell.until(">>> ").startswith(f"This is mine at {place.address}. Ctrl-C stops an answer, ")
+    assert shell.until(">>> ").startswith(
+        f"This is mine at {place.address}. Ctrl-C stops an answer, "
+    )
     shell.type("One?\n")
     shell.until(FIRST)  # all but the end, which does not come
     assert place.engine.cancels == []
@@ -272,7 +306,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(place: Place, terminal: Cal
     said = shell.until("\n\n>>> ").split("\n", 1)[1]
     assert said == f"[user] One? [assistant] {FIRST} [user] Two? [assistant]"
     shell.type("half a line")
-    shell.until("half a line")  # it has been read: of what has not, Ctrl-C leaves nothing to be read
+    # it has been read: of what has not, Ctrl-C leaves nothing to be read
+    shell.until("half a line")
     shell.type("\x03")
     shell.until("\n>>> ")
     shell.type("/exit\n")
@@ -337,7 +372,9 @@ def test_an_answer_that_fills_the_context_is_told(place: Place) -> None:
     done = place.pipe("One?\n")
     assert done.stdout.startswith(f"{FIRST}[user] One?")
     assert (done.returncode, done.stderr) == (
-        0, "error: the answer ends here because the context is full; /clear makes room\n")  # fmt: skip
+        0,
+        "error: the answer ends here because the context is full; /clear makes room\n",
+    )
 
 
 def test_a_server_that_goes_away_ends_an_answer_and_not_the_program(
@@ -360,7 +397,9 @@ def test_a_real_engine_frees_the_row_of_an_answer_that_was_stopped(
     model = save_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16384}))
-    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (model / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
     engine = build_engine(model, tmp_path / "engine")
     write_repository(tmp_path / "models", "tiny", engine, engine, 8)
     limit_cache(tmp_path / "models", 2 * 16384)

@@ -1,4 +1,6 @@
-"""convert, build, run, lora, launch: every flag of the table, limits, ranks, and what is refused in one line."""
+"""convert, build, run, lora, launch: every flag of the table, limits, ranks, and what is refused in
+one line.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,22 @@ def given(flag: Flag, dashes: bool) -> list[str]:
 def test_every_flag_that_changes_nothing_is_accepted_and_explained(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], dashes: bool
 ) -> None:
-    for name, source, flags in (("convert", "--model_dir", CONVERT_FLAGS), ("build", "--checkpoint_dir", BUILD_FLAGS)):
+    for name, source, flags in (
+        ("convert", "--model_dir", CONVERT_FLAGS),
+        ("build", "--checkpoint_dir", BUILD_FLAGS),
+    ):
         explained = [flag for flag in flags if flag.effect == "explained"]
         words = [word for flag in explained for word in given(flag, dashes)]
         assert run(name, source, model, "--output_dir", tmp_path / name, *words) == 0
         printed = capsys.readouterr().out
-        assert [flag.name for flag in explained if f"--{flag.name} changes nothing: " not in printed] == []
+        assert [
+            flag.name for flag in explained if f"--{flag.name} changes nothing: " not in printed
+        ] == []
 
 
-@pytest.mark.parametrize("flag", [flag for flag in BUILD_FLAGS if flag.effect == "refused"], ids=lambda flag: flag.name)
+@pytest.mark.parametrize(
+    "flag", [flag for flag in BUILD_FLAGS if flag.effect == "refused"], ids=lambda flag: flag.name
+)
 def test_a_flag_that_would_give_another_model_is_refused_in_one_line(
     flag: Flag, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,7 +64,9 @@ def test_a_flag_that_would_give_another_model_is_refused_in_one_line(
     assert capsys.readouterr().err == f"error: --{flag.name}: {flag.text}\n"
 
 
-def test_an_unknown_flag_is_refused_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_flag_is_refused_with_the_nearest_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as ended:
         run("build", "--max_batch_sise", "4")
     assert ended.value.code == 2
@@ -66,29 +77,78 @@ def test_an_unknown_flag_is_refused_with_the_nearest_one(capsys: pytest.CaptureF
     assert result.stderr == f"triton - ERROR - {text}\n"
 
 
-def test_limits_are_those_given_and_never_more_than_the_model_has(model: Path, tmp_path: Path) -> None:
-    limits = ["--max_batch_size", 4, "--max_input_len", 100, "--max_output_len", 50, "--max_num_tokens", 300]
+def test_limits_are_those_given_and_never_more_than_the_model_has(
+    model: Path, tmp_path: Path
+) -> None:
+    limits = [
+        "--max_batch_size",
+        4,
+        "--max_input_len",
+        100,
+        "--max_output_len",
+        50,
+        "--max_num_tokens",
+        300,
+    ]
     assert run("build", "--checkpoint_dir", model, "--output_dir", tmp_path / "a", *limits) == 0
     assert read_engine_config(tmp_path / "a").build == BuildLimits(100, 150, 4, 300, 1)
-    assert run("build", "--checkpoint_dir", model, "--output_dir", tmp_path / "b", "--max_input_len", 2048) == 0
+    assert (
+        run(
+            "build",
+            "--checkpoint_dir",
+            model,
+            "--output_dir",
+            tmp_path / "b",
+            "--max_input_len",
+            2048,
+        )
+        == 0
+    )
     assert read_engine_config(tmp_path / "b").build.max_input_len == 512
 
 
 def test_the_precision_of_a_conversion_reaches_the_engine(model: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
-    assert run("convert", "--model_dir", model, "--output_dir", checkpoint, "--use_weight_only", "--dtype",
-               "bfloat16") == 0
-    assert json.loads((checkpoint / "config.json").read_text())["quantization"]["quant_algo"] == "W8A16"
+    assert (
+        run(
+            "convert",
+            "--model_dir",
+            model,
+            "--output_dir",
+            checkpoint,
+            "--use_weight_only",
+            "--dtype",
+            "bfloat16",
+        )
+        == 0
+    )
+    assert (
+        json.loads((checkpoint / "config.json").read_text())["quantization"]["quant_algo"]
+        == "W8A16"
+    )
     assert run("build", "--checkpoint_dir", checkpoint, "--output_dir", tmp_path / "engine") == 0
     config = read_engine_config(tmp_path / "engine")
     assert (config.quantisation.algorithm, config.dtype) == ("W8A16", "bfloat16")
 
 
-@pytest.mark.parametrize("flags", [["--use_fp8"], ["--use_fp8_rowwise"], ["--enable_fp8"], ["--dtype", "fp8"],
-                                   ["--use_weight_only", "--weight_only_precision", "fp8"]])
-def test_every_spelling_of_fp8_reaches_the_engine(model: Path, tmp_path: Path, flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--use_fp8"],
+        ["--use_fp8_rowwise"],
+        ["--enable_fp8"],
+        ["--dtype", "fp8"],
+        ["--use_weight_only", "--weight_only_precision", "fp8"],
+    ],
+)
+def test_every_spelling_of_fp8_reaches_the_engine(
+    model: Path, tmp_path: Path, flags: list[str]
+) -> None:
     checkpoint = tmp_path / "checkpoint"
-    assert run("convert", "--model_dir", model, "--output_dir", checkpoint, *flags, "--fp8-kv-cache") == 0
+    assert (
+        run("convert", "--model_dir", model, "--output_dir", checkpoint, *flags, "--fp8-kv-cache")
+        == 0
+    )
     assert run("build", "--checkpoint_dir", checkpoint, "--output_dir", tmp_path / "one") == 0
     assert run("build", "--model_dir", model, "--output_dir", tmp_path / "two", *flags) == 0
     one, two = (read_engine_config(tmp_path / name).quantisation for name in ("one", "two"))
@@ -96,13 +156,19 @@ def test_every_spelling_of_fp8_reaches_the_engine(model: Path, tmp_path: Path, f
     assert (two.algorithm, two.kv_cache) == ("FP8", None)
 
 
-@pytest.mark.parametrize(("form", "algorithm"), [("fp8", "FP8"), ("int8_wo", "W8A16"), ("int4_wo", "W4A16"),
-                                                 ("full_prec", None)])
-def test_the_formats_of_quantize(model: Path, tmp_path: Path, form: str, algorithm: str | None) -> None:
+@pytest.mark.parametrize(
+    ("form", "algorithm"),
+    [("fp8", "FP8"), ("int8_wo", "W8A16"), ("int4_wo", "W4A16"), ("full_prec", None)],
+)
+def test_the_formats_of_quantize(
+    model: Path, tmp_path: Path, form: str, algorithm: str | None
+) -> None:
     words = ["--model_dir", model, "--output_dir", tmp_path, "--qformat", form, "--calib_size", 32]
     assert run("quantize", *words, "--kv_cache_dtype", "fp8") == 0
     assert json.loads((tmp_path / "config.json").read_text())["quantization"] == {
-        "quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}
+        "quant_algo": algorithm,
+        "kv_cache_quant_algo": "FP8",
+    }
 
 
 def test_formats_that_need_calibration_and_two_at_once_are_refused(
@@ -122,7 +188,20 @@ def test_ranks_hold_their_parts_and_join_to_the_same_engine(
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run("convert", "--model_dir", model, "--output_dir", whole) == 0
-    assert run("convert", "--model_dir", model, "--output_dir", parts, "--tp_size", tensors, "--pp_size", stages) == 0
+    assert (
+        run(
+            "convert",
+            "--model_dir",
+            model,
+            "--output_dir",
+            parts,
+            "--tp_size",
+            tensors,
+            "--pp_size",
+            stages,
+        )
+        == 0
+    )
     ranks = [load_file(parts / f"rank{rank}.safetensors") for rank in range(tensors * stages)]
     one = load_file(whole / "rank0.safetensors")
     name = "transformer.layers.0.mlp.proj.weight"  # by columns
@@ -133,8 +212,19 @@ def test_ranks_hold_their_parts_and_join_to_the_same_engine(
     layer = 1 if stages == 2 else 0
     assert torch.equal(qkv[-16:], one[f"transformer.layers.{layer}.attention.qkv.weight"][-16:])
     for folder in (whole, parts):
-        assert run("build", "--checkpoint_dir", folder, "--output_dir", tmp_path / f"engine-{folder.name}") == 0
-    hashes = {read_engine_config(tmp_path / f"engine-{name}").content_hash for name in ("whole", "parts")}
+        assert (
+            run(
+                "build",
+                "--checkpoint_dir",
+                folder,
+                "--output_dir",
+                tmp_path / f"engine-{folder.name}",
+            )
+            == 0
+        )
+    hashes = {
+        read_engine_config(tmp_path / f"engine-{name}").content_hash for name in ("whole", "parts")
+    }
     assert len(hashes) == 1
 
 
@@ -169,15 +259,19 @@ def test_a_command_that_is_interrupted_leaves_nothing_behind(
 def test_a_second_run_of_the_other_long_commands_changes_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words in (("build", "--checkpoint_dir", model, "--output_dir", tmp_path / "e"),
-                  ("workspace", tmp_path / "w"),
-                  ("quantize", "--model_dir", model, "--output_dir", tmp_path / "q", "--qformat", "fp8")):
+    for words in (
+        ("build", "--checkpoint_dir", model, "--output_dir", tmp_path / "e"),
+        ("workspace", tmp_path / "w"),
+        ("quantize", "--model_dir", model, "--output_dir", tmp_path / "q", "--qformat", "fp8"),
+    ):
         assert run(*words) == 0
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
         capsys.readouterr()
         assert run(*words) == 0
         assert "nothing to do" in capsys.readouterr().out
-        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
+        assert {
+            path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()
+        } == before
 
 
 def test_a_size_that_does_not_divide_the_model_is_refused(
@@ -195,7 +289,9 @@ def test_an_adapter_becomes_the_two_files_of_a_request(tmp_path: Path) -> None:
     tensors = {f"{stem}A.weight": first, f"{stem}B.weight": second, "other": torch.zeros(1)}
     save_file(tensors, tmp_path / "in" / "adapter_model.safetensors")
     (tmp_path / "in" / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
-    assert run("lora", "-i", tmp_path / "in", "-o", tmp_path / "out", "--storage-type", "float32") == 0
+    assert (
+        run("lora", "-i", tmp_path / "in", "-o", tmp_path / "out", "--storage-type", "float32") == 0
+    )
     weights = numpy.load(tmp_path / "out" / "model.lora_weights.npy")
     assert numpy.load(tmp_path / "out" / "model.lora_config.npy").tolist() == [[[2, 1, 4]]]
     assert weights.shape == (1, 1, 4 * 64 + 32 * 4)
@@ -203,7 +299,9 @@ def test_an_adapter_becomes_the_two_files_of_a_request(tmp_path: Path) -> None:
     numpy.testing.assert_allclose(weights[0, 0, 256:], 2.0 * second.numpy().ravel())
 
 
-def test_a_pickled_adapter_is_refused_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pickled_adapter_is_refused_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "adapter_config.json").write_text('{"r": 4}')
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     assert run("lora", "-i", tmp_path, "-o", tmp_path / "out") == 1
@@ -212,16 +310,33 @@ def test_a_pickled_adapter_is_refused_with_what_to_do(tmp_path: Path, capsys: py
 
 
 def test_the_launcher_passes_the_old_command_line_on(tmp_path: Path) -> None:
-    words = ["--world_size=4", f"--model_repo={tmp_path}", "--http_port=1", "--log", "--tritonserver", "/bin/true"]
+    words = [
+        "--world_size=4",
+        f"--model_repo={tmp_path}",
+        "--http_port=1",
+        "--log",
+        "--tritonserver",
+        "/bin/true",
+    ]
     assert launch.server_command(launch._parser().parse(words)) == [
-        "/bin/true", f"--model-repository={tmp_path}", "--log-verbose=3", "--log-file=triton_log.txt",
-        "--grpc-port=8001", "--http-port=1", "--metrics-port=8002", "--disable-auto-complete-config",
+        "/bin/true",
+        f"--model-repository={tmp_path}",
+        "--log-verbose=3",
+        "--log-file=triton_log.txt",
+        "--grpc-port=8001",
+        "--http-port=1",
+        "--metrics-port=8002",
+        "--disable-auto-complete-config",
         "--backend-config=python,shm-region-prefix-name=prefix0_",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_busy_server_is_found_and_a_waiting_one_passes(tmp_path: Path) -> None:
-    for process, name, state in ((7, "tritonserver", "R"), (8, "tritonserver", "S"), (9, "python", "R")):
+    for process, name, state in (
+        (7, "tritonserver", "R"),
+        (8, "tritonserver", "S"),
+        (9, "python", "R"),
+    ):
         (tmp_path / str(process)).mkdir()
         (tmp_path / str(process) / "stat").write_text(f"{process} ({name}) {state} 1 2 3")
     assert launch.busy_servers(tmp_path) == [7]
@@ -246,8 +361,15 @@ def test_commands_are_listed_and_a_misspelt_one_gets_a_hint() -> None:
     assert "Did you mean 'workspace'?" in runner.invoke(command.app, ["worksapce"]).output
 
 
-def test_verify_says_how_near_an_engine_is(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("build", "--checkpoint_dir", model, "--output_dir", tmp_path / "e", "--dtype", "float32") == 0
+def test_verify_says_how_near_an_engine_is(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(
+            "build", "--checkpoint_dir", model, "--output_dir", tmp_path / "e", "--dtype", "float32"
+        )
+        == 0
+    )
     assert run("verify", tmp_path / "e", "--against", model) == 0
     printed = capsys.readouterr().out
     assert "tokenisation: equal (5 of 5 texts)\ntop-1 agreement: 100.00%" in printed
@@ -262,14 +384,22 @@ def test_verify_wants_the_folder_that_the_engine_was_made_from(
     (tmp_path / "m.gguf").touch()
     assert run("verify", tmp_path / "e", "--against", tmp_path / "m.gguf") == 1
     assert capsys.readouterr().err == (
-        f"error: --against {tmp_path}/m.gguf: not a Hugging Face folder: there is no config.json in it\n")
+        f"error: --against {tmp_path}/m.gguf: not a Hugging Face folder: there is no config.json in it\n"
+    )
 
 
-def test_verify_names_the_layer_that_differs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_the_layer_that_differs(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = save_model(tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.weight"] *= -5.0
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
-    assert run("build", "--checkpoint_dir", other, "--output_dir", tmp_path / "e", "--dtype", "float32") == 0
+    assert (
+        run(
+            "build", "--checkpoint_dir", other, "--output_dir", tmp_path / "e", "--dtype", "float32"
+        )
+        == 0
+    )
     run("verify", tmp_path / "e", "--against", model)
     assert "first layer that diverges: 0\n" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""`slipstream infer` against servers that answer badly; tests/server/test_lifecycle.py has the good one."""
+"""`slipstream infer` against servers that answer badly; tests/server/test_lifecycle.py has the good
+one.
+"""
 
 import http.server
 import socket
@@ -22,7 +24,19 @@ def free_port():
 @pytest.mark.parametrize(("protocol", "named"), [("http", ""), ("grpc", "gRPC ")])
 def test_when_nobody_answers_it_says_what_to_run(protocol, named):
     port = free_port()
-    arguments = ["infer", "-m", "x", "--prompt", "y", "-u", "127.0.0.1", "-p", str(port), "-i", protocol]
+    arguments = [
+        "infer",
+        "-m",
+        "x",
+        "--prompt",
+        "y",
+        "-u",
+        "127.0.0.1",
+        "-p",
+        str(port),
+        "-i",
+        protocol,
+    ]
     result = runner.invoke(command.app, arguments)
     assert result.exit_code == 1
     assert f"no server answers {named}at 127.0.0.1:{port}; start one with" in result.output
@@ -42,7 +56,19 @@ def infer_from(handler):
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        arguments = ["infer", "-m", "x", "--prompt", "y", "-u", "127.0.0.1", "-p", str(port), "-i", "grpc"]
+        arguments = [
+            "infer",
+            "-m",
+            "x",
+            "--prompt",
+            "y",
+            "-u",
+            "127.0.0.1",
+            "-p",
+            str(port),
+            "-i",
+            "grpc",
+        ]
         return runner.invoke(command.app, arguments)
     finally:
         server.stop(None).wait()
@@ -117,7 +143,17 @@ def answer():
         server = http.server.HTTPServer(("127.0.0.1", 0), handler)
         servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        arguments = ["infer", "-m", "x", "--prompt", "y", "-u", "127.0.0.1", "-p", str(server.server_port)]
+        arguments = [
+            "infer",
+            "-m",
+            "x",
+            "--prompt",
+            "y",
+            "-u",
+            "127.0.0.1",
+            "-p",
+            str(server.server_port),
+        ]
         return runner.invoke(command.app, arguments)
 
     yield ask
@@ -127,7 +163,9 @@ def answer():
 
 
 def test_text_is_printed_piece_by_piece(answer):
-    result = answer(200, b'data: {"text_output":"one"}\n\ndata: {"text_output":" two \xc3\xa9"}\n\n')
+    result = answer(
+        200, b'data: {"text_output":"one"}\n\ndata: {"text_output":" two \xc3\xa9"}\n\n'
+    )
     assert (result.exit_code, result.output) == (0, "one two é\n")
 
 

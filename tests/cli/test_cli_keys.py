@@ -16,7 +16,9 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_keys_of_the_environment_may_have_blanks_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_the_environment_may_have_blanks_around_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SLIPSTREAM_API_KEY", "\n first \nsecond\n")
     monkeypatch.setenv("SLIPSTREAM_ADMIN_KEY", "\nadmin\n")
     assert read_api_key(None) == "first"
@@ -36,7 +38,10 @@ def test_two_admin_keys_are_refused_by_name(
     monkeypatch.setenv("SLIPSTREAM_ADMIN_KEY", text)
     with pytest.raises(typer.Exit):
         read_access(None, None)
-    assert capsys.readouterr().err == "error: SLIPSTREAM_ADMIN_KEY has several lines; there is one admin key\n"
+    assert (
+        capsys.readouterr().err
+        == "error: SLIPSTREAM_ADMIN_KEY has several lines; there is one admin key\n"
+    )
 
 
 @pytest.mark.parametrize("variable", ["SLIPSTREAM_API_KEY", "SLIPSTREAM_ADMIN_KEY"])

@@ -21,7 +21,9 @@ def test_help_lists_every_command_and_loads_none_of_them():
         "heavy = {'torch', 'numpy', 'fastapi', 'uvicorn', 'grpc', 'httpx', 'zmq', 'slipstream.cli.start'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert found.splitlines()[-1] == "[]"
     for name in ("import", "list", "remove", "start", "infer"):
         assert f" {name} " in found
@@ -34,8 +36,14 @@ def test_every_command_has_help_of_its_own(name):
     assert f"{name} [OPTIONS]" in result.output
 
 
-@pytest.mark.parametrize(("typed", "hint"), [("strat", "Did you mean 'start'?"), ("xyz", "There are: import, list"),
-                                              ("xyz", "metrics, config, status.")])
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("strat", "Did you mean 'start'?"),
+        ("xyz", "There are: import, list"),
+        ("xyz", "metrics, config, status."),
+    ],
+)
 def test_an_unknown_command_gets_a_suggestion(typed, hint):
     result = runner.invoke(command.app, [typed])
     assert result.exit_code == 2

@@ -1,4 +1,6 @@
-"""`slipstream start`: what it decides before it serves. tests/server/test_lifecycle.py has the serving."""
+"""`slipstream start`: what it decides before it serves. tests/server/test_lifecycle.py has the
+serving.
+"""
 
 from pathlib import Path
 
@@ -49,9 +51,14 @@ def test_the_defaults_are_tritons_ports_on_the_loopback_address(home, served):
     assert result.exit_code == 0
     (options,) = served
     assert options.repositories == (Path("/some/models"),)
-    assert [(port.address, port.number, port.open) for port in (options.http, options.grpc, options.metrics)] == [
-        ("127.0.0.1", 8000, True), ("127.0.0.1", 8001, True), ("127.0.0.1", 8002, True),
-    ]  # fmt: skip
+    assert [
+        (port.address, port.number, port.open)
+        for port in (options.http, options.grpc, options.metrics)
+    ] == [
+        ("127.0.0.1", 8000, True),
+        ("127.0.0.1", 8001, True),
+        ("127.0.0.1", 8002, True),
+    ]
     assert options.exit_timeout_seconds == 30
     assert options.engine_settings == {}
 
@@ -67,15 +74,30 @@ def test_every_spelling_of_the_repository(home, served, spelling, joined):
 def test_a_repository_in_a_home_that_is_not_known_is_refused(home, served):
     result = runner.invoke(command.app, ["start", "--repo", "~no.such.user/x"])
     assert (result.exit_code, served) == (1, [])
-    assert result.output == "error: --repo ~no.such.user/x: the home folder that it begins with is not known here\n"
+    assert (
+        result.output
+        == "error: --repo ~no.such.user/x: the home folder that it begins with is not known here\n"
+    )
 
 
 def test_help_says_that_it_takes_a_model_too():
-    assert "Serve the repository, or a model." in runner.invoke(command.app, ["start", "--help"]).output
+    assert (
+        "Serve the repository, or a model."
+        in runner.invoke(command.app, ["start", "--help"]).output
+    )
 
 
 def test_overrides_reach_the_engine_and_its_supervisor(home, served):
-    given = ["--dtype", "float32", "--device", "cpu", "--watchdog-secs", "5", "--server-timeout", "7"]
+    given = [
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--watchdog-secs",
+        "5",
+        "--server-timeout",
+        "7",
+    ]
     runner.invoke(command.app, ["start", "--repo", "/x", *given])
     assert served[0].engine_settings == {"dtype": "float32", "device": "cpu"}
     assert (served[0].supervision.silence_seconds, served[0].supervision.start_seconds) == (5, 7)
@@ -85,7 +107,16 @@ def test_without_a_repository_the_default_model_is_imported_first(home, served, 
     result = runner.invoke(command.app, ["start"])
     assert result.exit_code == 0
     assert imports["commands"] == [
-        ["-P", "-m", "slipstream.cli.main", "import", "-m", "smollm2-135m", "--repo", str(home / "models")]
+        [
+            "-P",
+            "-m",
+            "slipstream.cli.main",
+            "import",
+            "-m",
+            "smollm2-135m",
+            "--repo",
+            str(home / "models"),
+        ]
     ]
     assert served[0].repositories == (home / "models",)
     assert "smollm2-135m" in result.output
@@ -128,9 +159,15 @@ def test_traces_are_asked_for_as_of_tritonserver(home, served, tmp_path):
     options = [word for text in given for word in ("--trace-config", text)]
     assert runner.invoke(command.app, ["start", "--repo", "/x", *options]).exit_code == 0
     assert served[0].trace_settings == {
-        "trace_file": f"{tmp_path}/trace.json", "trace_level": ["TIMESTAMPS"], "trace_rate": "7"}
+        "trace_file": f"{tmp_path}/trace.json",
+        "trace_level": ["TIMESTAMPS"],
+        "trace_rate": "7",
+    }
     assert served[0].trace_export is None
-    options = ["--trace-config=mode=opentelemetry", "--trace-config=opentelemetry,url=http://collector:1/v1/traces"]
+    options = [
+        "--trace-config=mode=opentelemetry",
+        "--trace-config=opentelemetry,url=http://collector:1/v1/traces",
+    ]
     assert runner.invoke(command.app, ["start", "--repo", "/x", *options]).exit_code == 0
     assert served[1].trace_export.url == "http://collector:1/v1/traces"
     result = runner.invoke(command.app, ["start", "--repo", "/x", "--trace-config", "rate=often"])

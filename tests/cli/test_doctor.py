@@ -43,7 +43,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "ask_torch", lambda: CPU_TORCH)
     monkeypatch.setattr(cpu_probe, "choose", lambda cpu: CpuChoice("float32"))
-    monkeypatch.setattr(doctor_ports, "PORTS", {name: free_port() for name in ("HTTP", "gRPC", "metrics")})
+    monkeypatch.setattr(
+        doctor_ports, "PORTS", {name: free_port() for name in ("HTTP", "gRPC", "metrics")}
+    )
     return tmp_path
 
 
@@ -85,7 +87,9 @@ def test_a_machine_with_nothing_in_the_way(run: Run, machine: Path) -> None:
 
 
 def test_json_and_text_tell_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_machine, "memory", lambda: {"MemTotal": 2 << 30, "MemAvailable": 1 << 29})
+    monkeypatch.setattr(
+        doctor_machine, "memory", lambda: {"MemTotal": 2 << 30, "MemAvailable": 1 << 29}
+    )
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.example")
     (_, text), (code, document) = run(), run("--json")
     found = json.loads(document)
@@ -106,8 +110,12 @@ def test_a_broken_repository_is_in_the_way(run: Run, tmp_path: Path) -> None:
     code, document = run("--model-repository", repository, "--json")
     found = json.loads(document)
     assert (code, found["ready"]) == (1, False)
-    assert any("max_batch_sise" in finding["what"] and finding["blocks"] for finding in found["findings"])
-    assert all(f"slipstream check {repository}" in finding["remedy"] for finding in found["findings"])
+    assert any(
+        "max_batch_sise" in finding["what"] and finding["blocks"] for finding in found["findings"]
+    )
+    assert all(
+        f"slipstream check {repository}" in finding["remedy"] for finding in found["findings"]
+    )
     code, text = run("--repo", tmp_path / "none")
     assert code == 1
     assert f"  error: {tmp_path / 'none'}" in text
@@ -153,15 +161,30 @@ TRITON = json.dumps({"name": "triton", "version": "2.51.0", "extensions": []}).e
     ("service", "pages", "who", "code"),
     [
         ("HTTP", {"/v2": TRITON}, "a Triton (triton 2.51.0)", 1),
-        ("HTTP", {"/v2": TRITON, "/openapi.json": b'{"info":{"title":"Slipstream"}}'}, "a Slipstream", 0),
+        (
+            "HTTP",
+            {"/v2": TRITON, "/openapi.json": b'{"info":{"title":"Slipstream"}}'},
+            "a Slipstream",
+            0,
+        ),
         ("HTTP", {"/": b"hello"}, "another HTTP server", 1),
         ("metrics", {"/metrics": b"# HELP\nnv_inference_count 1\n"}, "a Triton", 1),
-        ("metrics", {"/metrics": b"# HELP\nnv_inference_count 1\nslipstream_x 1\n"}, "a Slipstream", 0),
+        (
+            "metrics",
+            {"/metrics": b"# HELP\nnv_inference_count 1\nslipstream_x 1\n"},
+            "a Slipstream",
+            0,
+        ),
         ("gRPC", {"/": b""}, "something that does not answer gRPC", 1),
     ],
 )
 def test_a_port_in_use_is_told_with_who_answers_there(
-    run: Run, serve: Callable[[dict[str, bytes]], int], service: str, pages: dict[str, bytes], who: str, code: int
+    run: Run,
+    serve: Callable[[dict[str, bytes]], int],
+    service: str,
+    pages: dict[str, bytes],
+    who: str,
+    code: int,
 ) -> None:
     port = doctor_ports.PORTS[service] = serve(pages)
     ended, document = run("--json")
@@ -199,7 +222,9 @@ NEVER = ("hf_abc", "sesame", "Swordfish", "Pa55w0rd", "someone", "h1dden", "quer
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_secrets_never_appear(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: list[str]) -> None:
+def test_secrets_never_appear(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: list[str]
+) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     failed = TorchReport(failure="cannot fetch with hf_abcdefghijklmnopqrstuvwx")
@@ -212,19 +237,38 @@ def test_secrets_never_appear(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "torch does not load: cannot fetch with (hidden)" in output
 
 
-@pytest.mark.parametrize("harmless", [
-    "TOKENIZERS_PARALLELISM is false", "/home/me/.cache/0123456789abcdef0123456789abcdef/x",
-    "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "http://proxy.example:3128/?page=2", "expandable_segments:True",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        "TOKENIZERS_PARALLELISM is false",
+        "/home/me/.cache/0123456789abcdef0123456789abcdef/x",
+        "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",
+        "http://proxy.example:3128/?page=2",
+        "expandable_segments:True",
+    ],
+)
 def test_what_is_no_secret_is_shown(harmless: str) -> None:
     assert hide_in(harmless) == harmless
 
 
 def test_names_of_secrets_are_told_by_their_words() -> None:
-    facts = doctor.variables({"HF_TOKEN": "x", "HF_MYTOKENS": "y", "HF_PASS": "z", "TOKENIZERS_PARALLELISM": "false",
-                              "HOME": "/h"}).facts  # fmt: skip
-    assert facts == {"HF_TOKEN": HIDDEN, "HF_MYTOKENS": HIDDEN, "HF_PASS": HIDDEN, "TOKENIZERS_PARALLELISM": "false"}
-    assert hider({"MY_PASSWORD": "abc"})("abc or (abc)") == "abc or (abc)"  # three letters are in every other word
+    facts = doctor.variables(
+        {
+            "HF_TOKEN": "x",
+            "HF_MYTOKENS": "y",
+            "HF_PASS": "z",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HOME": "/h",
+        }
+    ).facts
+    assert facts == {
+        "HF_TOKEN": HIDDEN,
+        "HF_MYTOKENS": HIDDEN,
+        "HF_PASS": HIDDEN,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    # three letters are in every other word
+    assert hider({"MY_PASSWORD": "abc"})("abc or (abc)") == "abc or (abc)"
 
 
 # -- what the machine may be like
@@ -234,16 +278,23 @@ def test_gpus_and_whether_kernels_run_on_them(tmp_path: Path) -> None:
     broken = {"name": "NVIDIA Y", "capability": "3.5", "failure": "RuntimeError: no kernel image"}
     found = gpus(TorchReport({"cuda_runtime": "12.8", "gpus": [GPU, broken]}), tmp_path)
     assert dict(found.facts) | {"engines run on": ""} == {
-        "GPU 0": "NVIDIA X", "GPU 0 compute capability": "9.0", "GPU 0 memory": "3.0 GiB free of 4.0 GiB",
-        "GPU 0 kernels": "run", "GPU 1": "NVIDIA Y", "GPU 1 compute capability": "3.5",
-        "GPU 1 kernels": "do not run: RuntimeError: no kernel image", "engines run on": "",
-    }  # fmt: skip
+        "GPU 0": "NVIDIA X",
+        "GPU 0 compute capability": "9.0",
+        "GPU 0 memory": "3.0 GiB free of 4.0 GiB",
+        "GPU 0 kernels": "run",
+        "GPU 1": "NVIDIA Y",
+        "GPU 1 compute capability": "3.5",
+        "GPU 1 kernels": "do not run: RuntimeError: no kernel image",
+        "engines run on": "",
+    }
     (finding,) = found.findings
     assert finding.blocks
     assert "--device cpu" in finding.remedy
 
 
-@pytest.mark.parametrize(("runtime", "blocks", "words"), [("", False, "build for CPUs"), ("12.8", True, "no GPU")])
+@pytest.mark.parametrize(
+    ("runtime", "blocks", "words"), [("", False, "build for CPUs"), ("12.8", True, "no GPU")]
+)
 def test_a_driver_whose_gpu_is_not_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, blocks: bool, words: str
 ) -> None:
@@ -255,12 +306,15 @@ def test_a_driver_whose_gpu_is_not_seen(
 
 
 def test_a_torch_that_is_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [found.what for found in versions(TorchReport(failure="killed")).findings] == ["torch does not load: killed"]
+    assert [found.what for found in versions(TorchReport(failure="killed")).findings] == [
+        "torch does not load: killed"
+    ]
     assert "computes in" not in processor(TorchReport(failure="killed")).facts
     monkeypatch.setattr(doctor_machine, "installed", lambda name: "not installed")
     missing = versions(TorchReport(failure="No module named 'torch'"))
-    assert [found.remedy for found in missing.findings] == [f"pip install {name}" for name in
-                                                            ("torch", "tokenizers", "numpy")]  # fmt: skip
+    assert [found.remedy for found in missing.findings] == [
+        f"pip install {name}" for name in ("torch", "tokenizers", "numpy")
+    ]
     assert missing.facts["CUDA runtime"] == "unknown"
 
 
@@ -279,7 +333,9 @@ def test_why_the_cpu_computes_as_it_does(
     monkeypatch.delenv(cpu_probe.ISA_VARIABLE, raising=False)
     assert words in cpu_probe.explain(choice, frozenset(flags))
     monkeypatch.setenv(cpu_probe.ISA_VARIABLE, "AVX2")
-    assert cpu_probe.explain(choice, frozenset(flags)) == "what works within ONEDNN_MAX_CPU_ISA=AVX2"
+    assert (
+        cpu_probe.explain(choice, frozenset(flags)) == "what works within ONEDNN_MAX_CPU_ISA=AVX2"
+    )
 
 
 def test_a_rank_that_would_only_wait_is_noted() -> None:
@@ -289,7 +345,10 @@ def test_a_rank_that_would_only_wait_is_noted() -> None:
 
 
 def test_what_stands_in_the_way_comes_first() -> None:
-    sections = [Section("a", {}, [Finding("later", "x", blocks=False)]), Section("b", {}, [Finding("first", "y")])]
+    sections = [
+        Section("a", {}, [Finding("later", "x", blocks=False)]),
+        Section("b", {}, [Finding("first", "y")]),
+    ]
     assert [found.what for found in Report(sections).findings] == ["first", "later"]
 
 
@@ -311,7 +370,14 @@ def test_the_kernel_that_is_tried_works() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment).returncode == 0
 
 
-def test_a_torch_that_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+def test_a_torch_that_does_not_load_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text(
+        "raise OSError('libcudart.so.12: cannot open shared object file')"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert doctor_machine.ask_torch().failure == "OSError: libcudart.so.12: cannot open shared object file"
+    assert (
+        doctor_machine.ask_torch().failure
+        == "OSError: libcudart.so.12: cannot open shared object file"
+    )

@@ -1,4 +1,6 @@
-"""`slipstream doctor` on machines that are worse off: closed folders, slow servers, odd variables, hidden secrets."""
+"""`slipstream doctor` on machines that are worse off: closed folders, slow servers, odd variables,
+hidden secrets.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +30,35 @@ from slipstream.cli.doctor_report import HIDDEN, Report, hide_in, hider, is_secr
         ("HF_ENDPOINT", "https://u:p@w/12345@hub/?x=1", f"https://{HIDDEN}@hub/?x=1"),
         ("HF_ENDPOINT", "https://hub/?a=1#sig=zzz&b=2", f"https://hub/?a=1#sig={HIDDEN}&b=2"),
         ("CUDA_HEADER", "Bearer abc.def", HIDDEN),
-        *((f"SLIPSTREAM_{word}", "a-value", HIDDEN) for word in
-          ("PWD", "DBPWD", "PSK", "SAS", "SIG", "SIGNATURE", "BEARER")),
+        *(
+            (f"SLIPSTREAM_{word}", "a-value", HIDDEN)
+            for word in ("PWD", "DBPWD", "PSK", "SAS", "SIG", "SIGNATURE", "BEARER")
+        ),
         ("SLIPSTREAM_DESIGN", "a-value", "a-value"),
     ],
-)  # fmt: skip
+)
 def test_what_a_variable_hides(name: str, value: str, shown: str) -> None:
     report = Report([doctor.variables({name: value})], hider({name: value}))
     assert report.document()["sections"]["environment"] == {name: shown}
 
 
 def test_a_proxys_password_is_hidden_wherever_it_turns_up() -> None:
-    hide = hider({"HTTP_PROXY": "alice:hunter2pass@proxy", "HF_ENDPOINT": "https://u:pw12345@hub/?mail=a@b"})
-    assert hide("cannot log in with hunter2pass or pw12345") == f"cannot log in with {HIDDEN} or {HIDDEN}"
+    hide = hider(
+        {"HTTP_PROXY": "alice:hunter2pass@proxy", "HF_ENDPOINT": "https://u:pw12345@hub/?mail=a@b"}
+    )
+    assert (
+        hide("cannot log in with hunter2pass or pw12345")
+        == f"cannot log in with {HIDDEN} or {HIDDEN}"
+    )
 
 
 def test_the_current_folder_is_no_secret() -> None:
-    assert [is_secret(name) for name in ("PWD", "OLDPWD", "pwd", "DB_PWD")] == [False, False, True, True]
+    assert [is_secret(name) for name in ("PWD", "OLDPWD", "pwd", "DB_PWD")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert hider({"PWD": "/home/me"})("/home/me/models") == "/home/me/models"
     assert hide_in("https://hub/?pwd=abc") == f"https://hub/?pwd={HIDDEN}"
 
@@ -85,7 +99,10 @@ def test_an_answer_must_come_in_time_as_a_whole(
     """Nobody is silent for long, so no other limit is met; all of it would be a Triton's answer."""
     monkeypatch.setattr(doctor_ports, "_ANSWER_SECONDS", 0.2)
     port = slow_server(b"HTTP/1.0 200 OK\r\n" + head + b"\r\n")
-    assert doctor_ports._http_server(port) in ("another HTTP server", "something that does not answer HTTP")
+    assert doctor_ports._http_server(port) in (
+        "another HTTP server",
+        "something that does not answer HTTP",
+    )
 
 
 # -- folders that this user may not search
@@ -127,11 +144,15 @@ def test_variables_that_are_not_utf8_are_shown_replaced() -> None:
     assert text.encode()
 
 
-@pytest.mark.parametrize(("printed", "shown"), [(rb"\xff no JSON", "\ufffd no JSON"), (b"[]", "[]"), (b"", "")])
+@pytest.mark.parametrize(
+    ("printed", "shown"), [(rb"\xff no JSON", "\ufffd no JSON"), (b"[]", "[]"), (b"", "")]
+)
 def test_a_torch_that_answers_with_something_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, printed: bytes, shown: str
 ) -> None:
-    (tmp_path / "torch.py").write_text(f"import os; os.write(1, b'{printed.decode()}'); os._exit(0)")
+    (tmp_path / "torch.py").write_text(
+        f"import os; os.write(1, b'{printed.decode()}'); os._exit(0)"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     failure = doctor_machine.ask_torch().failure
     assert failure == f"its process ended without an answer; the last it printed is '{shown}'"

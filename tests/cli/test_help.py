@@ -49,11 +49,15 @@ def test_every_option_has_a_line_of_help(name: str, monkeypatch: pytest.MonkeyPa
 def test_every_option_of_the_native_commands_has_one_too(name: str) -> None:
     loaded = command._load(name)
     assert isinstance(loaded, typer.core.TyperCommand)
-    assert [parameter.name for parameter in loaded.params if not getattr(parameter, "help", None)] == []
+    assert [
+        parameter.name for parameter in loaded.params if not getattr(parameter, "help", None)
+    ] == []
 
 
 @pytest.mark.parametrize("name", sorted(command.SUBCOMMANDS))
-def test_help_is_a_page_and_cuts_no_option_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_is_a_page_and_cuts_no_option_short(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = CliRunner().invoke(command.app, [name, "--help"]).output
     assert len(text.splitlines()) <= 40, text

@@ -31,8 +31,17 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(capsys: pytest.CaptureFixture[str], engine: Path, *words: object) -> list[str]:
     """The answers that were printed, in order."""
-    flags = ["--engine_dir", engine, "--max_output_len", 8, "--max_tokens_in_paged_kv_cache", CACHE_TOKENS,
-             "--input_text", *TEXTS, *words]
+    flags = [
+        "--engine_dir",
+        engine,
+        "--max_output_len",
+        8,
+        "--max_tokens_in_paged_kv_cache",
+        CACHE_TOKENS,
+        "--input_text",
+        *TEXTS,
+        *words,
+    ]
     assert run_command("run", [str(flag) for flag in flags]) == 0, capsys.readouterr()
     answer = re.compile(r'^Output \[Text \d Beam \d\]: "(.*?)"\n(?=Output|Input|\Z)', re.M | re.S)
     return answer.findall(capsys.readouterr().out)
@@ -43,9 +52,20 @@ def test_files_of_ids_scores_and_logits(
 ) -> None:
     import transformers
 
-    run(capsys, engine, "--output_csv", tmp_path / "ids.csv", "--output_npy", tmp_path / "ids.npy",
-        "--output_logits_npy", tmp_path / "scores.npy", "--output_log_probs_npy", tmp_path / "log.npy",
-        "--output_cum_log_probs_npy", tmp_path / "sums.npy")
+    run(
+        capsys,
+        engine,
+        "--output_csv",
+        tmp_path / "ids.csv",
+        "--output_npy",
+        tmp_path / "ids.npy",
+        "--output_logits_npy",
+        tmp_path / "scores.npy",
+        "--output_log_probs_npy",
+        tmp_path / "log.npy",
+        "--output_cum_log_probs_npy",
+        tmp_path / "sums.npy",
+    )
     with (tmp_path / "ids.csv").open() as file:
         rows = [[int(cell) for cell in row] for row in csv.reader(file)]
     assert rows == numpy.load(tmp_path / "ids.npy").tolist()
@@ -53,16 +73,22 @@ def test_files_of_ids_scores_and_logits(
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     lengths = [len(tokenizer(text).input_ids) for text in TEXTS]
     with torch.inference_mode():
-        logits = [reference(torch.tensor([row[: length + 8]])).logits[0].numpy()
-                  for row, length in zip(rows, lengths, strict=True)]
+        logits = [
+            reference(torch.tensor([row[: length + 8]])).logits[0].numpy()
+            for row, length in zip(rows, lengths, strict=True)
+        ]
     context = numpy.concatenate([one[:length] for one, length in zip(logits, lengths, strict=True)])
     answers = [one[length - 1 : -1] for one, length in zip(logits, lengths, strict=True)]
     # the engine may compute in 16 bits
     numpy.testing.assert_allclose(numpy.load(tmp_path / "scores_context.npy"), context, atol=0.3)
-    numpy.testing.assert_allclose(numpy.load(tmp_path / "scores_generation.npy"), numpy.concatenate(answers), atol=0.3)
+    numpy.testing.assert_allclose(
+        numpy.load(tmp_path / "scores_generation.npy"), numpy.concatenate(answers), atol=0.3
+    )
     log_probs = [torch.tensor(one).log_softmax(-1).max(-1).values.numpy() for one in answers]
     numpy.testing.assert_allclose(numpy.load(tmp_path / "log.npy")[:, 0], log_probs, atol=0.3)
-    numpy.testing.assert_allclose(numpy.load(tmp_path / "sums.npy")[:, 0], [sum(one) for one in log_probs], atol=1.0)
+    numpy.testing.assert_allclose(
+        numpy.load(tmp_path / "sums.npy")[:, 0], [sum(one) for one in log_probs], atol=1.0
+    )
 
 
 def test_beams_and_draws(model: Path, engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,19 +99,43 @@ def test_beams_and_draws(model: Path, engine: Path, capsys: pytest.CaptureFixtur
     draws = run(capsys, engine, "--num_return_sequences", 4, "--top_k", 40, "--temperature", 30)
     assert len(draws) == 8
     assert len(set(draws)) > 2
-    assert run_command("run", ["--engine_dir", str(engine), "--max_output_len", "2", "--num_beams", "2",
-                               "--streaming"]) == 1
+    assert (
+        run_command(
+            "run",
+            [
+                "--engine_dir",
+                str(engine),
+                "--max_output_len",
+                "2",
+                "--num_beams",
+                "2",
+                "--streaming",
+            ],
+        )
+        == 1
+    )
     assert "--streaming and --num_beams exclude each other" in capsys.readouterr().err
 
 
-def test_what_is_asked_of_the_engine(model: Path, engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_asked_of_the_engine(
+    model: Path, engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = run(capsys, engine)
     short = run(capsys, engine, "--max_attention_window_size", 2)
     assert short != plain
-    assert run(capsys, engine, "--lookahead_config", "[4,4,4]", "--max_tokens_in_paged_kv_cache", 1024) == plain
+    assert (
+        run(capsys, engine, "--lookahead_config", "[4,4,4]", "--max_tokens_in_paged_kv_cache", 1024)
+        == plain
+    )
     with pytest.raises(SystemExit):
         run(capsys, engine, "--lookahead_config", "7")
-    assert run_command("run", ["--engine_dir", str(engine), "--max_output_len", "2", "--sink_token_length", "4"]) == 1
+    assert (
+        run_command(
+            "run",
+            ["--engine_dir", str(engine), "--max_output_len", "2", "--sink_token_length", "4"],
+        )
+        == 1
+    )
     assert "4 sink tokens need a larger attention window" in capsys.readouterr().err
 
 
@@ -94,16 +144,27 @@ def test_adapters_by_number(
 ) -> None:
     stem = "base_model.model.model.layers.0.self_attn.v_proj.lora_"
     generator = torch.Generator().manual_seed(3)
-    tensors = {f"{stem}A.weight": torch.randn(4, 64, generator=generator),
-               f"{stem}B.weight": torch.randn(32, 4, generator=generator)}
+    tensors = {
+        f"{stem}A.weight": torch.randn(4, 64, generator=generator),
+        f"{stem}B.weight": torch.randn(32, 4, generator=generator),
+    }
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps(
-        {"r": 4, "lora_alpha": 4, "target_modules": ["v_proj"], "peft_type": "LORA"}))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"r": 4, "lora_alpha": 4, "target_modules": ["v_proj"], "peft_type": "LORA"})
+    )
     plain = run(capsys, engine)
     assert run(capsys, engine, "--lora_dir", tmp_path, "--lora_task_uids", -1) == plain
     both = run(capsys, engine, "--lora_dir", tmp_path)
     assert both[0] != plain[0]
     assert both[1] != plain[1]
-    assert run(capsys, engine, "--lora_dir", tmp_path, "--lora_task_uids", -1, 0) == [plain[0], both[1]]
-    assert run_command("run", ["--engine_dir", str(engine), "--max_output_len", "2", "--lora_task_uids", "3"]) == 1
+    assert run(capsys, engine, "--lora_dir", tmp_path, "--lora_task_uids", -1, 0) == [
+        plain[0],
+        both[1],
+    ]
+    assert (
+        run_command(
+            "run", ["--engine_dir", str(engine), "--max_output_len", "2", "--lora_task_uids", "3"]
+        )
+        == 1
+    )
     assert "counts through the 0 of --lora_dir" in capsys.readouterr().err

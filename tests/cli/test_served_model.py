@@ -1,4 +1,6 @@
-"""`slipstream start MODEL`: what is named becomes an engine and a repository of its own, once, and stays up to date."""
+"""`slipstream start MODEL`: what is named becomes an engine and a repository of its own, once, and
+stays up to date.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +51,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict:
     return seen
 
 
-@pytest.mark.parametrize(("text", "name"), [
-    ("gpt2", "gpt2"),
-    ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
-    ("hf:org/my.model", "my.model"),
-    ("models/tiny llama", "tiny-llama"),
-    ("local:models/tiny llama", "tiny-llama"),
-    ("models/weights.Q8.gguf", "weights.Q8"),
-    ("models/ensemble", "ensemble-model"),
-    ("models/.hidden", "hidden"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("gpt2", "gpt2"),
+        ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("hf:org/my.model", "my.model"),
+        ("models/tiny llama", "tiny-llama"),
+        ("local:models/tiny llama", "tiny-llama"),
+        ("models/weights.Q8.gguf", "weights.Q8"),
+        ("models/ensemble", "ensemble-model"),
+        ("models/.hidden", "hidden"),
+    ],
+)
 def test_a_model_is_served_under_the_name_of_what_it_comes_from(home, monkeypatch, text, name):
     monkeypatch.chdir(home)
     for folder in ("tiny llama", "ensemble", ".hidden"):
@@ -90,7 +95,9 @@ def test_it_is_built_once_and_again_when_its_weights_have_changed(home, capsys):
     config.write_text(config.read_text() + "# mine\n")
     capsys.readouterr()
     make(model)
-    assert capsys.readouterr().out == f"[INFO] mine is served from {model.repository}\n", "nothing was built"
+    assert capsys.readouterr().out == f"[INFO] mine is served from {model.repository}\n", (
+        "nothing was built"
+    )
     shutil.rmtree(home / "mine")
     save_model(home / "mine", num_hidden_layers=1)
     make(model)
@@ -151,12 +158,19 @@ def test_a_repository_that_lost_its_models_is_written_anew_or_says_what_to_do(ho
     save_model(home / "mine")
     model = find_named_model(str(home / "mine"))
     make(model)
-    assert runner.invoke(command.app, ["remove", "-m", "all", "--repo", str(model.repository)]).exit_code == 0
+    assert (
+        runner.invoke(
+            command.app, ["remove", "-m", "all", "--repo", str(model.repository)]
+        ).exit_code
+        == 0
+    )
     assert list(model.repository.iterdir()) == []
     make(model)
     assert "mine" in read_repository(model.repository).models
     shutil.rmtree(model.repository / "mine")
-    with pytest.raises(ValueError, match=f"{model.repository} has no mine in it; remove the folder"):
+    with pytest.raises(
+        ValueError, match=f"{model.repository} has no mine in it; remove the folder"
+    ):
         make(model)
 
 
@@ -201,16 +215,30 @@ def test_a_model_that_cannot_be_had_is_not_served(served, calls):
 def test_why_it_cannot_be_had_is_one_line(capsys):
     with pytest.raises(served_model.typer.Exit):
         served_model.main("./nowhere")
-    assert capsys.readouterr().err.startswith("error: ./nowhere: no such folder or file, and not a known model; known:")
+    assert capsys.readouterr().err.startswith(
+        "error: ./nowhere: no such folder or file, and not a known model; known:"
+    )
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("", "'' names no model; give a known name, a folder, a GGUF file, or org/name at the hub"),
-    ("local:", "'local:' names no model; give a known name, a folder, a GGUF file, or org/name at the hub"),
-    ("~no.such.user/x", "~no.such.user/x: the home folder that it begins with is not known here"),
-    ("models/tensorrt_llm", "models/tensorrt_llm is one model of a repository; serve the repository in its place: "
-                            "--repo {home}/models"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "'' names no model; give a known name, a folder, a GGUF file, or org/name at the hub"),
+        (
+            "local:",
+            "'local:' names no model; give a known name, a folder, a GGUF file, or org/name at the hub",
+        ),
+        (
+            "~no.such.user/x",
+            "~no.such.user/x: the home folder that it begins with is not known here",
+        ),
+        (
+            "models/tensorrt_llm",
+            "models/tensorrt_llm is one model of a repository; serve the repository in its place: "
+            "--repo {home}/models",
+        ),
+    ],
+)
 def test_what_names_no_model_is_refused_in_one_line(home, monkeypatch, served, calls, text, said):
     monkeypatch.chdir(home)
     (home / "models" / "tensorrt_llm" / "1").mkdir(parents=True)
@@ -233,7 +261,9 @@ def test_without_a_network_no_option_is_named_that_serve_does_not_have(home, mon
 def test_a_key_that_cannot_be_read_is_said_before_anything_is_built(home, served, calls):
     result = runner.invoke(command.app, ["serve", "gpt2", "--api-key", str(home / "missing")])
     assert result.exit_code == 1
-    assert result.output.startswith(f"error: --api-key: the key file {home / 'missing'} cannot be read:")
+    assert result.output.startswith(
+        f"error: --api-key: the key file {home / 'missing'} cannot be read:"
+    )
     assert (served, calls["commands"]) == ([], [])
 
 

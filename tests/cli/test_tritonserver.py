@@ -19,7 +19,16 @@ from tritonclient.utils import InferenceServerException
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
-from tiny_server import HERE, MODEL, ROOT, children_of, command_of, is_running, make_repository, wait_for
+from tiny_server import (
+    HERE,
+    MODEL,
+    ROOT,
+    children_of,
+    command_of,
+    is_running,
+    make_repository,
+    wait_for,
+)
 
 from slipstream.cli import tritonserver
 from slipstream.cli.classic import run_command
@@ -35,18 +44,32 @@ engine_child.ENGINE_COMMAND = (sys.executable, {here!r} + "/scripted_engine.py")
 from slipstream.cli.tritonserver import main
 main()
 """
-OPENTELEMETRY = ["--model-repository=/a", "--trace-config=mode=opentelemetry", "--trace-config=level=TIMESTAMPS"]
+OPENTELEMETRY = [
+    "--model-repository=/a",
+    "--trace-config=mode=opentelemetry",
+    "--trace-config=level=TIMESTAMPS",
+]
 LAUNCHER = [
-    "--model-control-mode=explicit", "--load-model=tensorrt_llm", "--grpc-port=8001", "--http-port=8000",
-    "--metrics-port=8002", "--disable-auto-complete-config", "--backend-config=python,shm-region-prefix-name=prefix0_",
-]  # fmt: skip
+    "--model-control-mode=explicit",
+    "--load-model=tensorrt_llm",
+    "--grpc-port=8001",
+    "--http-port=8000",
+    "--metrics-port=8002",
+    "--disable-auto-complete-config",
+    "--backend-config=python,shm-region-prefix-name=prefix0_",
+]
 
 
 EXPECTED_ARGUMENTS = {
-    "grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 200, "grpc.keepalive_permit_without_calls": 1,
-    "grpc.http2.max_pings_without_data": 5, "grpc.http2.min_ping_interval_without_data_ms": 40,
-    "grpc.http2.max_ping_strikes": 6, "grpc.max_connection_age_ms": 70, "grpc.max_connection_age_grace_ms": 80,
-}  # fmt: skip
+    "grpc.keepalive_time_ms": 1000,
+    "grpc.keepalive_timeout_ms": 200,
+    "grpc.keepalive_permit_without_calls": 1,
+    "grpc.http2.max_pings_without_data": 5,
+    "grpc.http2.min_ping_interval_without_data_ms": 40,
+    "grpc.http2.max_ping_strikes": 6,
+    "grpc.max_connection_age_ms": 70,
+    "grpc.max_connection_age_grace_ms": 80,
+}
 
 
 class Tritonserver:
@@ -55,20 +78,35 @@ class Tritonserver:
         (folder / "tmp").mkdir()
         repository = make_repository(folder, engine)
         script = SCRIPT.format(here=str(HERE))
-        settings = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")} | environment
-        ports = ["--http-port", "0", "--grpc-port=0", "--metrics-port", "0", "--http-address=127.0.0.1"]
+        settings = (
+            os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")} | environment
+        )
+        ports = [
+            "--http-port",
+            "0",
+            "--grpc-port=0",
+            "--metrics-port",
+            "0",
+            "--http-address=127.0.0.1",
+        ]
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", script, f"--model-repository={repository}", *ports, *flags],
-                env=settings, stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                env=settings,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     @property
     def lines(self) -> list[str]:
         return self.log.read_text().splitlines()
 
     def wait_started(self) -> Tritonserver:
-        wait_for(lambda: "Started Metrics Service" in self.log.read_text() or self.process.poll() is not None)
+        wait_for(
+            lambda: (
+                "Started Metrics Service" in self.log.read_text() or self.process.poll() is not None
+            )
+        )
         assert self.process.poll() is None, self.log.read_text()
         return self
 
@@ -81,7 +119,11 @@ class Tritonserver:
         return f"http://{self.place('HTTPService')}"
 
     def engines(self) -> list[int]:
-        return [child for child in children_of(self.process.pid) if "scripted_engine" in command_of(child)]
+        return [
+            child
+            for child in children_of(self.process.pid)
+            if "scripted_engine" in command_of(child)
+        ]
 
 
 @pytest.fixture
@@ -109,11 +151,27 @@ def test_it_serves_under_its_name_and_leaves_on_sigterm(serve: Callable[..., Tri
     assert Path(f"/proc/{server.process.pid}/comm").read_text() == "tritonserver\n"
     assert generate(server).json()["text_output"] == "6 7 8"
     assert httpx.get(f"{server.url}/v2").json()["name"] == "mine"
-    started = [line.partition("] ")[2].partition(" at ")[0] for line in server.lines if "] Started " in line]
-    assert started == ["Started GRPCInferenceService", "Started HTTPService", "Started Metrics Service"]
-    assert any(line.split() == ["|", "Model", "|", "Version", "|", "Status", "|"] for line in server.lines)
+    started = [
+        line.partition("] ")[2].partition(" at ")[0]
+        for line in server.lines
+        if "] Started " in line
+    ]
+    assert started == [
+        "Started GRPCInferenceService",
+        "Started HTTPService",
+        "Started Metrics Service",
+    ]
+    assert any(
+        line.split() == ["|", "Model", "|", "Version", "|", "Status", "|"] for line in server.lines
+    )
     assert any(line.split() == ["|", MODEL, "|", "1", "|", "READY", "|"] for line in server.lines)
-    assert sum("without an effect in this server: --grpc-infer-thread-count" in line for line in server.lines) == 1
+    assert (
+        sum(
+            "without an effect in this server: --grpc-infer-thread-count" in line
+            for line in server.lines
+        )
+        == 1
+    )
     assert sum("without an API key" in line for line in server.lines) == 1  # gRPC is at 0.0.0.0
     (engine,) = server.engines()
     server.process.send_signal(signal.SIGTERM)
@@ -121,11 +179,16 @@ def test_it_serves_under_its_name_and_leaves_on_sigterm(serve: Callable[..., Tri
     assert not is_running(engine)
 
 
-def test_a_model_that_does_not_load_ends_it_with_tritons_words(serve: Callable[..., Tritonserver]) -> None:
+def test_a_model_that_does_not_load_ends_it_with_tritons_words(
+    serve: Callable[..., Tritonserver],
+) -> None:
     server = serve(engine="bad")
     assert server.process.wait(60) == 1
     assert server.lines[-1] == "error: creating server: Internal - failed to load all models"
-    assert any("UNAVAILABLE: Internal: ValueError: this engine folder is bad by order" in line for line in server.lines)
+    assert any(
+        "UNAVAILABLE: Internal: ValueError: this engine folder is bad by order" in line
+        for line in server.lines
+    )
 
 
 def test_a_model_that_does_not_load_may_be_tolerated(serve: Callable[..., Tritonserver]) -> None:
@@ -134,8 +197,9 @@ def test_a_model_that_does_not_load_may_be_tolerated(serve: Callable[..., Triton
     assert httpx.get(f"{server.url}/v2/health/ready").status_code == 400
     answer = generate(server)
     assert (answer.status_code, answer.json()) == (
-        404, {"error": f"Request for unknown model: '{MODEL}' has no available versions"},
-    )  # fmt: skip
+        404,
+        {"error": f"Request for unknown model: '{MODEL}' has no available versions"},
+    )
 
 
 def test_engines_come_and_go_by_request(serve: Callable[..., Tritonserver]) -> None:
@@ -167,9 +231,17 @@ def test_engines_come_and_go_by_request(serve: Callable[..., Tritonserver]) -> N
     assert generate(server).json()["text_output"] == "6 7 8"
 
 
-def test_the_log_goes_to_the_file_it_is_told(serve: Callable[..., Tritonserver], tmp_path: Path) -> None:
+def test_the_log_goes_to_the_file_it_is_told(
+    serve: Callable[..., Tritonserver], tmp_path: Path
+) -> None:
     file = tmp_path / "server.log"
-    server = serve(f"--log-file={file}", "--log-format=ISO8601", "--allow-grpc=false", "--allow-metrics", "false")
+    server = serve(
+        f"--log-file={file}",
+        "--log-format=ISO8601",
+        "--allow-grpc=false",
+        "--allow-metrics",
+        "false",
+    )
     wait_for(lambda: file.exists() and "Started HTTPService" in file.read_text())
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(30) == 0
@@ -192,7 +264,9 @@ def test_another_rank_waits_and_serves_nothing(serve: Callable[..., Tritonserver
 
 
 def test_both_spellings_mean_the_same() -> None:
-    joined = parse_flags([*LAUNCHER, "--model-repository=/a", "--model-store=/b", "--strict-readiness=false"])
+    joined = parse_flags(
+        [*LAUNCHER, "--model-repository=/a", "--model-store=/b", "--strict-readiness=false"]
+    )
     more = ["--model-repository", "/a", "--model-store", "/b", "--strict-readiness", "false"]
     apart = parse_flags([*(word for flag in LAUNCHER for word in flag.split("=", 1)), *more])
     assert joined.values == apart.values
@@ -201,11 +275,18 @@ def test_both_spellings_mean_the_same() -> None:
     assert joined.ignored == ["backend-config"]
 
 
-@pytest.mark.parametrize(("flags", "completes"), [
-    ([], True), (["--disable-auto-complete-config"], False), (["--strict-model-config=true"], False),
-    (["--strict-model-config=false"], True),
-])  # fmt: skip
-def test_models_complete_their_configuration_unless_it_is_forbidden(flags: list[str], completes: bool) -> None:
+@pytest.mark.parametrize(
+    ("flags", "completes"),
+    [
+        ([], True),
+        (["--disable-auto-complete-config"], False),
+        (["--strict-model-config=true"], False),
+        (["--strict-model-config=false"], True),
+    ],
+)
+def test_models_complete_their_configuration_unless_it_is_forbidden(
+    flags: list[str], completes: bool
+) -> None:
     options = tritonserver.server_options(parse_flags(["--model-repository=/a", *flags]))
     assert options.complete_config is completes
 
@@ -213,7 +294,10 @@ def test_models_complete_their_configuration_unless_it_is_forbidden(flags: list[
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--modle-repository=/a"], "unknown flag --modle-repository; did you mean --model-repository?"),
+        (
+            ["--modle-repository=/a"],
+            "unknown flag --modle-repository; did you mean --model-repository?",
+        ),
         (["--zzz"], "unknown flag --zzz (tritonserver --help lists all flags)"),
         (["--http-port=x"], "--http-port must be a number, not 'x'"),
         (["--http-port"], "--http-port needs a value"),
@@ -231,41 +315,104 @@ def test_what_is_wrong_is_said_in_one_line(flags: list[str], text: str) -> None:
     ("flags", "text"),
     [
         ([], "--model-repository is missing"),
-        (["--model-repository=/a", "--model-control-mode=never"], "must be one of none, poll, explicit"),
-        (["--model-repository=/a", "--load-model=x"], "only be given with --model-control-mode=explicit"),
+        (
+            ["--model-repository=/a", "--model-control-mode=never"],
+            "must be one of none, poll, explicit",
+        ),
+        (
+            ["--model-repository=/a", "--load-model=x"],
+            "only be given with --model-control-mode=explicit",
+        ),
         (["--model-repository=/a", "--allow-sagemaker=true"], "is not supported"),
         (["--model-repository=/a", "--http-restricted-api=x:y=z"], "unknown API 'x'"),
         (["--model-repository=/a", "--http-header-forward-pattern=("], "is no regular expression"),
         (["--model-repository=/a", "--grpc-use-ssl=true"], "needs --grpc-server-cert"),
-        (["--model-repository=/a", "--trace-config=mode=zipkin"], "mode must be triton or opentelemetry, not 'zipkin'"),
-        (["--model-repository=/a", "--trace-config=zipkin,url=x"], "the modes are triton and opentelemetry"),
-        (["--model-repository=/a", "--trace-config=opentelemetry,url=x"], "'url' means nothing in the mode triton"),
-        ([*OPENTELEMETRY, "--trace-config=triton,file=/x"], "'file' means nothing in the mode opentelemetry"),
-        ([*OPENTELEMETRY, "--trace-config=opentelemetry,url=ftp://x"], "url must be http://<host>:<port>/v1/traces"),
-        ([*OPENTELEMETRY, "--trace-config=opentelemetry,url=http://a:b@c/v1"], "must not hold a name or a password"),
-        ([*OPENTELEMETRY, "--trace-config=opentelemetry,url=ftp://a:b@c:x"], "must not hold a name or a password"),
-        ([*OPENTELEMETRY, "--trace-config=opentelemetry,url=ftp://x?key=y"], "or the like, not 'ftp://x'\n"),
-        ([*OPENTELEMETRY, "--trace-config=opentelemetry,url=http://x/\x01"], "url must be http://<host>:<port>/v1/tr"),
-        ([*OPENTELEMETRY, "--trace-config=opentelemetry,resource=x"], "resource must be <name>=<value>, not 'x'"),
+        (
+            ["--model-repository=/a", "--trace-config=mode=zipkin"],
+            "mode must be triton or opentelemetry, not 'zipkin'",
+        ),
+        (
+            ["--model-repository=/a", "--trace-config=zipkin,url=x"],
+            "the modes are triton and opentelemetry",
+        ),
+        (
+            ["--model-repository=/a", "--trace-config=opentelemetry,url=x"],
+            "'url' means nothing in the mode triton",
+        ),
+        (
+            [*OPENTELEMETRY, "--trace-config=triton,file=/x"],
+            "'file' means nothing in the mode opentelemetry",
+        ),
+        (
+            [*OPENTELEMETRY, "--trace-config=opentelemetry,url=ftp://x"],
+            "url must be http://<host>:<port>/v1/traces",
+        ),
+        (
+            [*OPENTELEMETRY, "--trace-config=opentelemetry,url=http://a:b@c/v1"],
+            "must not hold a name or a password",
+        ),
+        (
+            [*OPENTELEMETRY, "--trace-config=opentelemetry,url=ftp://a:b@c:x"],
+            "must not hold a name or a password",
+        ),
+        (
+            [*OPENTELEMETRY, "--trace-config=opentelemetry,url=ftp://x?key=y"],
+            "or the like, not 'ftp://x'\n",
+        ),
+        (
+            [*OPENTELEMETRY, "--trace-config=opentelemetry,url=http://x/\x01"],
+            "url must be http://<host>:<port>/v1/tr",
+        ),
+        (
+            [*OPENTELEMETRY, "--trace-config=opentelemetry,resource=x"],
+            "resource must be <name>=<value>, not 'x'",
+        ),
         ([*OPENTELEMETRY, "--trace-config=opentelemetry,colour=red"], "unknown setting 'colour'"),
-        ([*OPENTELEMETRY, "--trace-config=opentelemetry,bsp_schedule_delay=0"], "must be a whole number above 0"),
-        ([*OPENTELEMETRY, "--trace-config=opentelemetry,bsp_max_export_batch_size=4096"], "more than the bsp_max"),
-        ([*OPENTELEMETRY, "--trace-config=level=TENSORS"], "the mode opentelemetry has no level TENSORS"),
-        (["--model-repository=/a", "--trace-config=level=TIMESTAMPS"], "trace file name is not given"),
+        (
+            [*OPENTELEMETRY, "--trace-config=opentelemetry,bsp_schedule_delay=0"],
+            "must be a whole number above 0",
+        ),
+        (
+            [*OPENTELEMETRY, "--trace-config=opentelemetry,bsp_max_export_batch_size=4096"],
+            "more than the bsp_max",
+        ),
+        (
+            [*OPENTELEMETRY, "--trace-config=level=TENSORS"],
+            "the mode opentelemetry has no level TENSORS",
+        ),
+        (
+            ["--model-repository=/a", "--trace-config=level=TIMESTAMPS"],
+            "trace file name is not given",
+        ),
         (["--model-repository=/a", "--trace-config=level=LOUD"], "level must be one of"),
         (["--model-repository=/a", "--trace-config=triton,colour=red"], "unknown setting 'colour'"),
-        (["--model-repository=/a", "--trace-config=triton,rate=fast"], "rate must be a whole number"),
-        (["--model-repository=/a", "--cache-config=redis,host=x"], "the one cache there is is 'local'"),
+        (
+            ["--model-repository=/a", "--trace-config=triton,rate=fast"],
+            "rate must be a whole number",
+        ),
+        (
+            ["--model-repository=/a", "--cache-config=redis,host=x"],
+            "the one cache there is is 'local'",
+        ),
         (["--model-repository=/a", "--cache-config=local,host=x"], "has no setting 'host'"),
         (["--model-repository=/a", "--rate-limit=always"], "must be off or execution_count"),
-        (["--model-repository=/a", "--rate-limit-resource=R1:3"], "needs --rate-limit=execution_count"),
+        (
+            ["--model-repository=/a", "--rate-limit-resource=R1:3"],
+            "needs --rate-limit=execution_count",
+        ),
         (
             ["--model-repository=/a", "--rate-limit=execution_count", "--rate-limit-resource=R1"],
             "must be <name>:<count>[:<device>]",
         ),
-        (["--model-repository=/a", "--metrics-config=summary_latencies=maybe"], "must be true or false"),
+        (
+            ["--model-repository=/a", "--metrics-config=summary_latencies=maybe"],
+            "must be true or false",
+        ),
         (["--model-repository=/a", "--metrics-config=colour=red"], "unknown setting 'colour'"),
-        (["--model-repository=/a", "--metrics-config=summary_quantiles=2:0.1"], "a quantile is between 0 and 1"),
+        (
+            ["--model-repository=/a", "--metrics-config=summary_quantiles=2:0.1"],
+            "a quantile is between 0 and 1",
+        ),
     ],
 )
 def test_what_cannot_be_done_ends_it_with_code_1(
@@ -281,57 +428,98 @@ def test_what_cannot_be_done_ends_it_with_code_1(
 
 
 def test_the_defaults_are_tritons() -> None:
-    options = tritonserver.server_options(parse_flags(["--model-repository=/a", "--http-address=10.0.0.1"]))
-    assert [(port.address, port.number, port.open) for port in (options.http, options.grpc, options.metrics)] == [
-        ("10.0.0.1", 8000, True), ("0.0.0.0", 8001, True), ("10.0.0.1", 8002, True),
-    ]  # fmt: skip
-    assert (options.control_mode, options.exit_timeout_seconds, options.strict_readiness) == ("none", 30.0, True)
+    options = tritonserver.server_options(
+        parse_flags(["--model-repository=/a", "--http-address=10.0.0.1"])
+    )
+    assert [
+        (port.address, port.number, port.open)
+        for port in (options.http, options.grpc, options.metrics)
+    ] == [
+        ("10.0.0.1", 8000, True),
+        ("0.0.0.0", 8001, True),
+        ("10.0.0.1", 8002, True),
+    ]
+    assert (options.control_mode, options.exit_timeout_seconds, options.strict_readiness) == (
+        "none",
+        30.0,
+        True,
+    )
     assert (options.allow_python_models, options.allow_client_shared_memory) == (False, False)
 
 
 def test_trace_cache_limiter_and_metrics_flags_become_options(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     flags = [
-        "--model-repository=/a", f"--trace-config=triton,file={file}", "--trace-config=level=TIMESTAMPS",
-        "--trace-config=level=TENSORS", "--trace-config", "rate=7", "--trace-config=triton,log-frequency=3",
-        "--cache-config=local,size=1048576", "--rate-limit=execution_count", "--rate-limit-resource=R1:4",
-        "--metrics-config=summary_latencies=true", "--metrics-config=summary_quantiles=0.5:0.05,0.9:0.01",
-    ]  # fmt: skip
+        "--model-repository=/a",
+        f"--trace-config=triton,file={file}",
+        "--trace-config=level=TIMESTAMPS",
+        "--trace-config=level=TENSORS",
+        "--trace-config",
+        "rate=7",
+        "--trace-config=triton,log-frequency=3",
+        "--cache-config=local,size=1048576",
+        "--rate-limit=execution_count",
+        "--rate-limit-resource=R1:4",
+        "--metrics-config=summary_latencies=true",
+        "--metrics-config=summary_quantiles=0.5:0.05,0.9:0.01",
+    ]
     given = parse_flags(flags)
     options = tritonserver.server_options(given)
     assert options.trace_settings == {
-        "trace_file": str(file), "trace_level": ["TIMESTAMPS", "TENSORS"], "trace_rate": "7", "log_frequency": "3",
-    }  # fmt: skip
+        "trace_file": str(file),
+        "trace_level": ["TIMESTAMPS", "TENSORS"],
+        "trace_rate": "7",
+        "log_frequency": "3",
+    }
     assert (options.response_cache_bytes, options.rate_limits) == (1048576, {("R1", "global"): 4})
     assert options.metrics_settings == {"summary_latencies": True, "summary_quantiles": (0.5, 0.9)}
     assert given.ignored == []
     older = ["--trace-file", str(file), "--trace-level=MAX", "--trace-rate=1", "--trace-count=5"]
-    settings = tritonserver.server_options(parse_flags(["--model-repository=/a", *older])).trace_settings
+    settings = tritonserver.server_options(
+        parse_flags(["--model-repository=/a", *older])
+    ).trace_settings
     assert settings == {
-        "trace_file": str(file), "trace_level": ["TIMESTAMPS"], "trace_rate": "1", "trace_count": "5",
-    }  # fmt: skip
+        "trace_file": str(file),
+        "trace_level": ["TIMESTAMPS"],
+        "trace_rate": "1",
+        "trace_count": "5",
+    }
 
 
-def test_where_spans_go_is_said_by_flags_and_by_opentelemetrys_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_spans_go_is_said_by_flags_and_by_opentelemetrys_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
     bare = tritonserver.server_options(parse_flags([*OPENTELEMETRY, "--trace-config=rate=0"]))
     assert bare.trace_settings == {"trace_level": ["TIMESTAMPS"], "trace_rate": "0"}
     assert bare.trace_export == ExportSettings()
     variables = {
-        "OTEL_SERVICE_NAME": "chat", "OTEL_RESOURCE_ATTRIBUTES": "team=a%20b,nonsense,region=here",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": "https://collector:9/base/", "OTEL_EXPORTER_OTLP_TIMEOUT": "2500",
-        "OTEL_EXPORTER_OTLP_HEADERS": "Authorization=Basic%20eA==,x-scope=1", "OTEL_BSP_MAX_QUEUE_SIZE": "100",
+        "OTEL_SERVICE_NAME": "chat",
+        "OTEL_RESOURCE_ATTRIBUTES": "team=a%20b,nonsense,region=here",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "https://collector:9/base/",
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "2500",
+        "OTEL_EXPORTER_OTLP_HEADERS": "Authorization=Basic%20eA==,x-scope=1",
+        "OTEL_BSP_MAX_QUEUE_SIZE": "100",
         "OTEL_BSP_SCHEDULE_DELAY": "70",
-    }  # fmt: skip
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert tritonserver.server_options(parse_flags(OPENTELEMETRY)).trace_export == ExportSettings(
-        url="https://collector:9/base/v1/traces", timeout_seconds=2.5, queue_spans=100, batch_spans=100, delay_ms=70,
+        url="https://collector:9/base/v1/traces",
+        timeout_seconds=2.5,
+        queue_spans=100,
+        batch_spans=100,
+        delay_ms=70,
         resource={"service.name": "chat", "team": "a b", "region": "here"},
         headers={"authorization": "Basic eA==", "x-scope": "1"},
-    )  # fmt: skip
-    given = ["url=http://own:1/v1/traces", "resource=service.name=x=y", "resource=k=v", "bsp_schedule_delay=5"]
+    )
+    given = [
+        "url=http://own:1/v1/traces",
+        "resource=service.name=x=y",
+        "resource=k=v",
+        "bsp_schedule_delay=5",
+    ]
     flags = [*OPENTELEMETRY, *[f"--trace-config=opentelemetry,{one}" for one in given]]
     export = tritonserver.server_options(parse_flags(flags)).trace_export
     assert (export.url, export.delay_ms) == ("http://own:1/v1/traces", 5)
@@ -347,9 +535,11 @@ def test_requests_are_traced_and_summed_up_as_the_flags_ask(
 ) -> None:
     file = tmp_path / "trace.json"
     server = serve(
-        f"--trace-config=triton,file={file}", "--trace-config=level=TIMESTAMPS", "--trace-config=rate=1",
+        f"--trace-config=triton,file={file}",
+        "--trace-config=level=TIMESTAMPS",
+        "--trace-config=rate=1",
         "--metrics-config=summary_latencies=true",
-    ).wait_started()  # fmt: skip
+    ).wait_started()
     assert generate(server).json()["text_output"] == "6 7 8"
     wait_for(file.exists)
     models = [one["model_name"] for one in json.loads(file.read_text()) if "model_name" in one]
@@ -362,12 +552,17 @@ def test_requests_are_traced_and_summed_up_as_the_flags_ask(
 def test_spans_of_a_server_that_stops_arrive(serve: Callable[..., Tritonserver]) -> None:
     with Collector() as collector:
         server = serve(
-            "--trace-config=mode=opentelemetry", f"--trace-config=opentelemetry,url={collector.url}",
-            "--trace-config=opentelemetry,resource=service.name=chat", "--trace-config=rate=1",
-            "--trace-config=level=TIMESTAMPS", "--trace-config=opentelemetry,bsp_schedule_delay=600000",
-        ).wait_started()  # fmt: skip
+            "--trace-config=mode=opentelemetry",
+            f"--trace-config=opentelemetry,url={collector.url}",
+            "--trace-config=opentelemetry,resource=service.name=chat",
+            "--trace-config=rate=1",
+            "--trace-config=level=TIMESTAMPS",
+            "--trace-config=opentelemetry,bsp_schedule_delay=600000",
+        ).wait_started()
         assert generate(server).json()["text_output"] == "6 7 8"
-        scraped = httpx.get(f"http://{server.place('Metrics Service')}/metrics", trust_env=False).text
+        scraped = httpx.get(
+            f"http://{server.place('Metrics Service')}/metrics", trust_env=False
+        ).text
         assert "slipstream_trace_spans_dropped_total 0\n" in scraped
         assert collector.received == []
         server.process.send_signal(signal.SIGTERM)
@@ -376,7 +571,9 @@ def test_spans_of_a_server_that_stops_arrive(serve: Callable[..., Tritonserver])
     about = attributes_of(collector.received[0].message.resource_spans[0].resource.attributes)
     assert about["service.name"] == "chat"
     assert spans[MODEL].parent_id == spans["InferRequest"].id
-    told = {name: spans[MODEL].attributes[f"gen_ai.usage.{name}_tokens"] for name in ("input", "output")}
+    told = {
+        name: spans[MODEL].attributes[f"gen_ai.usage.{name}_tokens"] for name in ("input", "output")
+    }
     assert told == {"input": 1, "output": 3}
 
 
@@ -401,12 +598,17 @@ def test_a_python_model_is_served_from_the_cache_and_limited(
     (tmp_path / "more" / "upper" / "1" / "model.py").write_text(UPPER)
     (tmp_path / "more" / "upper" / "config.pbtxt").write_text(UPPER_CONFIG)
     server = serve(
-        f"--model-repository={tmp_path / 'more'}", "--allow-python-models=true", "--cache-config=local,size=1048576",
-        "--rate-limit=execution_count", "--rate-limit-resource=R:2",
-    ).wait_started()  # fmt: skip
+        f"--model-repository={tmp_path / 'more'}",
+        "--allow-python-models=true",
+        "--cache-config=local,size=1048576",
+        "--rate-limit=execution_count",
+        "--rate-limit-resource=R:2",
+    ).wait_started()
     tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hello"]}
     for _ in range(3):
-        answer = httpx.post(f"{server.url}/v2/models/upper/infer", json={"inputs": [tensor]}, timeout=30)
+        answer = httpx.post(
+            f"{server.url}/v2/models/upper/infer", json={"inputs": [tensor]}, timeout=30
+        )
         assert answer.json()["outputs"][0]["data"] == ["hello"]
     found = httpx.get(f"{server.url}/v2/models/upper/stats").json()["model_stats"][0]
     assert found["inference_count"] == 1
@@ -421,36 +623,86 @@ def test_grpc_speaks_tls_when_the_flags_say_so(
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key,
-         "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+            "-keyout",
+            key,
+            "-out",
+            certificate,
+        ],
+        check=True,
+        capture_output=True,
+    )
     server = serve(
-        "--grpc-address=127.0.0.1", "--grpc-use-ssl=true", f"--grpc-server-cert={certificate}",
+        "--grpc-address=127.0.0.1",
+        "--grpc-use-ssl=true",
+        f"--grpc-server-cert={certificate}",
         f"--grpc-server-key={key}",
-    ).wait_started()  # fmt: skip
+    ).wait_started()
     place = server.place("GRPCInferenceService")
-    with tritonclient.grpc.InferenceServerClient(place, ssl=True, root_certificates=str(certificate)) as client:
+    with tritonclient.grpc.InferenceServerClient(
+        place, ssl=True, root_certificates=str(certificate)
+    ) as client:
         assert client.is_model_ready(MODEL)
-    with tritonclient.grpc.InferenceServerClient(place) as plain, pytest.raises(InferenceServerException):
+    with (
+        tritonclient.grpc.InferenceServerClient(place) as plain,
+        pytest.raises(InferenceServerException),
+    ):
         plain.is_server_live(client_timeout=5)
-    words = ["-u", place, "--ssl", "-r", str(certificate), "-S", "--text", "5", "--request-output-len", "4"]
+    words = [
+        "-u",
+        place,
+        "--ssl",
+        "-r",
+        str(certificate),
+        "-S",
+        "--text",
+        "5",
+        "--request-output-len",
+        "4",
+    ]
     assert run_command("client", words) == 0
     assert "Output sequence:  [5, 6, 7, 8, 9]\n" in capsys.readouterr().out
 
 
 def test_keepalive_and_tls_flags_reach_grpc() -> None:
     flags = [
-        "--grpc-keepalive-time=1000", "--grpc-keepalive-timeout=200", "--grpc-keepalive-permit-without-calls=true",
-        "--grpc-http2-max-pings-without-data=5", "--grpc-http2-min-recv-ping-interval-without-data=40",
-        "--grpc-http2-max-ping-strikes=6", "--grpc-max-connection-age=70", "--grpc-max-connection-age-grace=80",
-        "--grpc-use-ssl-mutual=true", "--grpc-server-cert=c", "--grpc-server-key=k", "--grpc-root-cert=r",
-    ]  # fmt: skip
+        "--grpc-keepalive-time=1000",
+        "--grpc-keepalive-timeout=200",
+        "--grpc-keepalive-permit-without-calls=true",
+        "--grpc-http2-max-pings-without-data=5",
+        "--grpc-http2-min-recv-ping-interval-without-data=40",
+        "--grpc-http2-max-ping-strikes=6",
+        "--grpc-max-connection-age=70",
+        "--grpc-max-connection-age-grace=80",
+        "--grpc-use-ssl-mutual=true",
+        "--grpc-server-cert=c",
+        "--grpc-server-key=k",
+        "--grpc-root-cert=r",
+    ]
     options = tritonserver.server_options(parse_flags(["--model-repository=/a", *flags]))
     grpc_options = GrpcOptions(**options.grpc_settings)
-    assert dict(grpc_options.channel_arguments()) | EXPECTED_ARGUMENTS == dict(grpc_options.channel_arguments())
-    files = (grpc_options.server_certificate, grpc_options.server_key, grpc_options.root_certificate)
+    assert dict(grpc_options.channel_arguments()) | EXPECTED_ARGUMENTS == dict(
+        grpc_options.channel_arguments()
+    )
+    files = (
+        grpc_options.server_certificate,
+        grpc_options.server_key,
+        grpc_options.root_certificate,
+    )
     assert files == (Path("c"), Path("k"), Path("r"))
 
 

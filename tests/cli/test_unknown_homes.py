@@ -1,4 +1,6 @@
-"""A path that begins with the home of nobody, `~name/…`: one line that says so, and nothing written under that name."""
+"""A path that begins with the home of nobody, `~name/…`: one line that says so, and nothing written
+under that name.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,19 @@ PATH = "~no.such.user/x"
 UNKNOWN = "the home folder that it begins with is not known here"
 
 
-@pytest.mark.parametrize(("arguments", "named"), [
-    (["list", "--repo", PATH], f"--repo {PATH}"),
-    (["remove", "-m", "all", "--model-store", PATH], f"--repo {PATH}"),
-    (["import", "-m", "mine", "--source", "nowhere", "--repo", PATH], f"--repo {PATH}"),
-    (["import", "-m", "mine", "--source", f"local:{PATH}", "--repo", "models"], PATH),
-    (["doctor", "--repo", PATH], f"--model-repository {PATH}"),
-    (["build", "--checkpoint_dir", "nowhere", "--output_dir", PATH], f"--output_dir {PATH}"),
-    (["convert", "--model_dir", PATH], PATH),
-    (["convert", "--model_dir", "nowhere", "--output_dir", PATH], f"--output_dir {PATH}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["list", "--repo", PATH], f"--repo {PATH}"),
+        (["remove", "-m", "all", "--model-store", PATH], f"--repo {PATH}"),
+        (["import", "-m", "mine", "--source", "nowhere", "--repo", PATH], f"--repo {PATH}"),
+        (["import", "-m", "mine", "--source", f"local:{PATH}", "--repo", "models"], PATH),
+        (["doctor", "--repo", PATH], f"--model-repository {PATH}"),
+        (["build", "--checkpoint_dir", "nowhere", "--output_dir", PATH], f"--output_dir {PATH}"),
+        (["convert", "--model_dir", PATH], PATH),
+        (["convert", "--model_dir", "nowhere", "--output_dir", PATH], f"--output_dir {PATH}"),
+    ],
+)
 def test_a_command_names_the_path(tmp_path, monkeypatch, arguments, named):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
@@ -33,7 +38,9 @@ def test_a_command_names_the_path(tmp_path, monkeypatch, arguments, named):
 @pytest.mark.parametrize("variable", ["SLIPSTREAM_HOME", "ENGINE_DEST_PATH"])
 def test_so_is_a_variable_named(tmp_path, monkeypatch, variable):
     monkeypatch.setenv(variable, PATH)
-    result = CliRunner().invoke(command.app, ["import", "-m", "mine", "--source", "x", "--repo", str(tmp_path / "r")])
+    result = CliRunner().invoke(
+        command.app, ["import", "-m", "mine", "--source", "x", "--repo", str(tmp_path / "r")]
+    )
     assert (result.exit_code, result.stderr) == (1, f"error: {variable} {PATH}: {UNKNOWN}\n")
 
 

@@ -10,14 +10,20 @@ from slipstream.client.tensors import datatype_of, from_bytes, from_json, texts,
 from slipstream.client.token_request import TokenRequest, as_declared, beams_of
 
 ARRAYS = [
-    numpy.array([[1, -2], [3, 4]], dtype=numpy.int32), numpy.array([[True, False]]), texts(["a", "", "ü"]),
-    numpy.array([[0.5]], dtype=numpy.float32), numpy.array([[7]], dtype=numpy.uint64),
-]  # fmt: skip
+    numpy.array([[1, -2], [3, 4]], dtype=numpy.int32),
+    numpy.array([[True, False]]),
+    texts(["a", "", "ü"]),
+    numpy.array([[0.5]], dtype=numpy.float32),
+    numpy.array([[7]], dtype=numpy.uint64),
+]
 
 
 @pytest.mark.parametrize("array", ARRAYS, ids=datatype_of)
 def test_bytes_and_json_give_back_what_went_in(array: numpy.ndarray) -> None:
-    for back in (from_bytes(datatype_of(array), list(array.shape), to_bytes(array)), from_json(to_json("x", array))):
+    for back in (
+        from_bytes(datatype_of(array), list(array.shape), to_bytes(array)),
+        from_json(to_json("x", array)),
+    ):
         assert back.shape == array.shape
         assert back.tolist() == array.tolist()
 
@@ -28,11 +34,15 @@ def test_lengths_take_the_type_a_model_declares_and_what_asks_for_nothing_is_lef
     sent = as_declared(inputs, declared)
     assert {name: datatype_of(sent[name]) for name in declared} == declared
     assert "return_log_probs" not in sent  # false, and the model does not know it
-    assert sent["runtime_top_k"].tolist() == [[4]]  # asked for: the server may say that it does not know it
+    # asked for: the server may say that it does not know it
+    assert sent["runtime_top_k"].tolist() == [[4]]
 
 
 def test_the_prompt_is_taken_off_only_where_it_came_back() -> None:
-    echoed = {"output_ids": numpy.array([[[1, 2, 8, 9, -1]]]), "sequence_length": numpy.array([[4]])}
+    echoed = {
+        "output_ids": numpy.array([[[1, 2, 8, 9, -1]]]),
+        "sequence_length": numpy.array([[4]]),
+    }
     alone = {"output_ids": numpy.array([[[8, 9, -1]]]), "sequence_length": numpy.array([[2]])}
     assert beams_of(echoed, [1, 2]) == beams_of(alone, [1, 2]) == [[8, 9]]
 

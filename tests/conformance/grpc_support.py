@@ -1,4 +1,6 @@
-"""A real gRPC server on a loopback port, and a client that sends recorded messages and shows what comes back."""
+"""A real gRPC server on a loopback port, and a client that sends recorded messages and shows what
+comes back.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ from slipstream.server.tensors import Tensor
 
 REPOSITORIES = Path(__file__).parent / "repos"
 CASES = [
-    json.loads(line) for line in (REPOSITORIES.parent / "golden" / "grpc.jsonl").read_text("utf-8").splitlines()
+    json.loads(line)
+    for line in (REPOSITORIES.parent / "golden" / "grpc.jsonl").read_text("utf-8").splitlines()
 ]
 COMPRESSION = {"Gzip": grpc.Compression.Gzip, "Deflate": grpc.Compression.Deflate, None: None}
 
@@ -43,10 +46,12 @@ class AddSubtract(RecordedModel):
     async def answers(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         first, second = request.inputs["INPUT0"], request.inputs["INPUT1"]
         pairs = list(zip(first.data, second.data, strict=True))
-        yield InferResponse([
-            Tensor("OUTPUT0", "INT32", first.shape, [a + b for a, b in pairs]),
-            Tensor("OUTPUT1", "INT32", first.shape, [a - b for a, b in pairs]),
-        ])  # fmt: skip
+        yield InferResponse(
+            [
+                Tensor("OUTPUT0", "INT32", first.shape, [a + b for a, b in pairs]),
+                Tensor("OUTPUT1", "INT32", first.shape, [a - b for a, b in pairs]),
+            ]
+        )
 
 
 class Same(RecordedModel):
@@ -54,10 +59,18 @@ class Same(RecordedModel):
 
     async def answers(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         given = next(iter(request.inputs.values()))
-        yield InferResponse([Tensor(self.config.outputs[0].name, given.datatype, given.shape, given.data)])
+        yield InferResponse(
+            [Tensor(self.config.outputs[0].name, given.datatype, given.shape, given.data)]
+        )
 
 
-MAKERS: dict[str, Any] = {**RECORDED, "addsub": AddSubtract, "classify": Same, "seq": Same, "raw1": Same}
+MAKERS: dict[str, Any] = {
+    **RECORDED,
+    "addsub": AddSubtract,
+    "classify": Same,
+    "seq": Same,
+    "raw1": Same,
+}
 del MAKERS["ens"]  # an ensemble like any other
 
 
@@ -73,7 +86,9 @@ def loaded_server(mode: Any, names: list[str]) -> Iterator[RunningGrpc]:
     pool = EnginePool({}, Supervision(), ())
     loader = ModelLoader(folders, registry, pool, [NamedModels(MAKERS)], mode)
     with RunningGrpc(registry, ServerState([]), ServerContext(control=loader)) as server:
-        loading = asyncio.run_coroutine_threadsafe(loader.load_all(names, loader.read()), server.loop)
+        loading = asyncio.run_coroutine_threadsafe(
+            loader.load_all(names, loader.read()), server.loop
+        )
         assert loading.result(20) == {}
         yield server
 
@@ -92,14 +107,22 @@ def recorded_registry() -> tuple[ModelRegistry, ServerMetrics]:
 
 
 class RunningGrpc:
-    """`with RunningGrpc(registry, state) as server:` it is served on `server.port` by a thread of its own."""
+    """`with RunningGrpc(registry, state) as server:` it is served on `server.port` by a thread of
+    its own.
+    """
 
-    def __init__(self, registry: ModelRegistry, state: ServerState, shared: ServerContext | None = None) -> None:
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(registry, state, shared)), daemon=True)
+    def __init__(
+        self, registry: ModelRegistry, state: ServerState, shared: ServerContext | None = None
+    ) -> None:
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(registry, state, shared)), daemon=True
+        )
         self._started = threading.Event()
         self.port = 0
 
-    async def _serve(self, registry: ModelRegistry, state: ServerState, shared: ServerContext | None) -> None:
+    async def _serve(
+        self, registry: ModelRegistry, state: ServerState, shared: ServerContext | None
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
         server = create_grpc_server(registry, state, shared)
@@ -142,7 +165,9 @@ class Client:
 
     def unary(self, name: str, request: Any, **options: Any) -> Any:
         call = self.channel.unary_unary(
-            f"/{SERVICE}/{name}", lambda m: m.SerializeToString(), method_messages(name)[1].FromString
+            f"/{SERVICE}/{name}",
+            lambda m: m.SerializeToString(),
+            method_messages(name)[1].FromString,
         )
         return call(request, **options)
 
@@ -176,9 +201,14 @@ def send(client: Client, case: dict[str, Any]) -> Any:
     if request["rpc"] is None:
         data = client.raw(request["raw_method"], base64.b64decode(request["message"]["raw_b64"]))
         return {"raw_b64": base64.b64encode(data).decode()}
-    options = {"timeout": request.get("timeout_s", 20), "compression": COMPRESSION[request.get("compression")]}
+    options = {
+        "timeout": request.get("timeout_s", 20),
+        "compression": COMPRESSION[request.get("compression")],
+    }
     options["metadata"] = [tuple(pair) for pair in request.get("metadata", [])]
-    return document(client.unary(request["rpc"], message(request["rpc"], request["message"]), **options))
+    return document(
+        client.unary(request["rpc"], message(request["rpc"], request["message"]), **options)
+    )
 
 
 def answers(client: Client, case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -193,7 +223,10 @@ def fails(client: Client, name: str) -> None:
     expected = case_named(name)["response"]
     with pytest.raises(grpc.RpcError) as raised:
         send(client, case_named(name))
-    assert (raised.value.code().name, raised.value.details()) == (expected["code"], expected["details"])
+    assert (raised.value.code().name, raised.value.details()) == (
+        expected["code"],
+        expected["details"],
+    )
 
 
 def comparable(name: str, found: dict[str, Any]) -> dict[str, Any]:

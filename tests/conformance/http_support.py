@@ -1,4 +1,6 @@
-"""A real server on a loopback port, and a client that shows the bytes: status line, headers, chunk by chunk."""
+"""A real server on a loopback port, and a client that shows the bytes: status line, headers, chunk
+by chunk.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from slipstream.server.http import uvicorn_config
 
 
 class PromptServer(uvicorn.Server):
-    """Ends when it is told to: uvicorn looks every tenth of a second whether it is, and then sleeps for another."""
+    """Ends when it is told to: uvicorn looks every tenth of a second whether it is, and then sleeps
+    for another.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -33,7 +37,9 @@ class PromptServer(uvicorn.Server):
 
 
 class RunningServer:
-    """`with RunningServer(app) as server:` the app is served on `server.port` by uvicorn in a thread."""
+    """`with RunningServer(app) as server:` the app is served on `server.port` by uvicorn in a
+    thread.
+    """
 
     def __init__(self, app: Any, **settings: Any) -> None:
         self._server = PromptServer(uvicorn_config(app, port=0, **settings))
@@ -133,7 +139,9 @@ class Connection:
         headers = [(name.lower(), value) for name, value in (line.split(": ", 1) for line in lines)]
         names = dict(headers)
         chunked = names.get("transfer-encoding") == "chunked"
-        framing = "chunked" if chunked else "content-length" if "content-length" in names else "close"
+        framing = (
+            "chunked" if chunked else "content-length" if "content-length" in names else "close"
+        )
         return Answer(int(status), reason, headers, framing, b"")
 
     def chunk(self) -> bytes:
@@ -166,7 +174,12 @@ class Connection:
 
 
 def request_bytes(
-    method: str, path: str, headers: list[list[str]], body: bytes | None, version: str = "HTTP/1.1", host: bool = True
+    method: str,
+    path: str,
+    headers: list[list[str]],
+    body: bytes | None,
+    version: str = "HTTP/1.1",
+    host: bool = True,
 ) -> bytes:
     lines = [f"{method} {path} {version}"]
     if host:

@@ -1,4 +1,6 @@
-"""The small models behind the recordings, written against this server: they do what `golden/repos` did."""
+"""The small models behind the recordings, written against this server: they do what `golden/repos`
+did.
+"""
 
 from __future__ import annotations
 
@@ -66,15 +68,21 @@ class EchoWords(RecordedModel):
             return
         pieces = [" ".join(words)]
         if streams:
-            pieces = [(" " if position else "") + word for position, word in enumerate(words)] or [""]
+            pieces = [(" " if position else "") + word for position, word in enumerate(words)] or [
+                ""
+            ]
         last = pieces[-1]
         for piece in pieces:
             await asyncio.sleep(int(self.config.parameters.get("delay_ms", "0")) / 1000)
             zeros = [
-                Tensor(tensor.name, "FP32", (1,) * (1 + len(tensor.dims)), [0.0]) for tensor in self.config.outputs[1:]
+                Tensor(tensor.name, "FP32", (1,) * (1 + len(tensor.dims)), [0.0])
+                for tensor in self.config.outputs[1:]
             ]
             # `llm_bls` ends apart from its answers, as upstream's BLS models do.
-            yield InferResponse([*text(piece).outputs, *zeros], final=self.config.name != "llm_bls" and piece is last)
+            yield InferResponse(
+                [*text(piece).outputs, *zeros],
+                final=self.config.name != "llm_bls" and piece is last,
+            )
 
 
 class Echo(RecordedModel):
@@ -150,13 +158,25 @@ class EchoThenErrors(ErrorsOnDemand):
     async def answers(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         for response in self.script(first(request)):
             if response.error is not None:
-                yield failed(f"in ensemble '{self.config.name}', {response.error.message}", response.error.code)
+                yield failed(
+                    f"in ensemble '{self.config.name}', {response.error.message}",
+                    response.error.code,
+                )
                 return
             yield InferResponse(response.outputs, ENSEMBLE_PARAMETERS, final=response.final)
 
 
 RECORDED: dict[str, Callable[[RepositoryModel, int], ServedModel]] = {
-    "llm": EchoWords, "llm_nd": EchoWords, "llm_bls": EchoWords, "llm_slow": EchoWords, "echo": Echo,
-    "oops": ErrorsOnDemand, "oops_nd": RequestInfo, "ens": EchoThenErrors, "multiver": Version, "types": Identity,
-    "slow": Slow, "slow_nd": SlowOnce,
-}  # fmt: skip
+    "llm": EchoWords,
+    "llm_nd": EchoWords,
+    "llm_bls": EchoWords,
+    "llm_slow": EchoWords,
+    "echo": Echo,
+    "oops": ErrorsOnDemand,
+    "oops_nd": RequestInfo,
+    "ens": EchoThenErrors,
+    "multiver": Version,
+    "types": Identity,
+    "slow": Slow,
+    "slow_nd": SlowOnce,
+}

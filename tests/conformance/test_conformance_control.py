@@ -1,4 +1,6 @@
-"""Statistics and the repository over gRPC, as recorded: shapes, counting rules, index, load and unload."""
+"""Statistics and the repository over gRPC, as recorded: shapes, counting rules, index, load and
+unload.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def test_statistics_have_the_recorded_shape() -> None:
         before = case_named("grpc-stats-before")
         assert send(client, before) == before["response"]["response"]
         send(client, case_named("grpc-infer-contents"))
-        found = {entry["name"]: entry for entry in send(client, case_named("grpc-stats-all"))["model_stats"]}
+        found = {
+            entry["name"]: entry
+            for entry in send(client, case_named("grpc-stats-all"))["model_stats"]
+        }
         expected = case_named("grpc-stats-all")["response"]["response"]["model_stats"]
         assert found.keys() >= {entry["name"] for entry in expected} - {"raw1"}
         theirs = next(entry for entry in expected if entry["name"] == "addsub")
@@ -53,7 +58,9 @@ def keys(found: Any) -> Any:
     return [keys(item) for item in found] if isinstance(found, list) else type(found).__name__
 
 
-@pytest.mark.parametrize(("name", "model"), [("stats-model-after", "addsub"), ("stats-ensemble", "ens")])
+@pytest.mark.parametrize(
+    ("name", "model"), [("stats-model-after", "addsub"), ("stats-ensemble", "ens")]
+)
 def test_statistics_document(name: str, model: str) -> None:
     registry, _ = recorded_registry()
     expected = json.loads(case_named(name)["response"]["body"])["model_stats"]
@@ -73,16 +80,29 @@ def test_statistics_of_what_is_not_there(name: str, model: str, version: str) ->
     expected = case_named(name)["response"]
     with pytest.raises(InferenceError) as raised:
         model_statistics(recorded_registry()[0], model, version)
-    assert (raised.value.message, raised.value.status) == (json.loads(expected["body"])["error"], expected["status"])
+    assert (raised.value.message, raised.value.status) == (
+        json.loads(expected["body"])["error"],
+        expected["status"],
+    )
 
 
 def test_counts_follow_the_recorded_rules() -> None:
-    """A batch of two is two inferences of one execution; each step of an ensemble counts for itself."""
+    """A batch of two is two inferences of one execution; each step of an ensemble counts for
+    itself.
+    """
     registry, metrics = recorded_registry()
-    batch = {"model_name": "addsub", "inputs": [
-        {"name": name, "datatype": "INT32", "shape": ["2", "16"], "contents": {"int_contents": [1] * 32}}
-        for name in ("INPUT0", "INPUT1")
-    ]}  # fmt: skip
+    batch = {
+        "model_name": "addsub",
+        "inputs": [
+            {
+                "name": name,
+                "datatype": "INT32",
+                "shape": ["2", "16"],
+                "contents": {"int_contents": [1] * 32},
+            }
+            for name in ("INPUT0", "INPUT1")
+        ],
+    }
     with RunningGrpc(registry, ServerState([])) as server, Client(server.port) as client:
         send(client, case_named("grpc-infer-contents"))
         client.unary("ModelInfer", message("ModelInfer", batch), timeout=20)
@@ -92,23 +112,35 @@ def test_counts_follow_the_recorded_rules() -> None:
         wait_until(lambda: metrics.model("ens").success.count == 1)
     found = {entry["name"]: entry for entry in model_statistics(registry)}
     assert (found["addsub"]["inference_count"], found["addsub"]["execution_count"]) == (3, 2)
-    assert [(entry["batch_size"], entry["compute_infer"]["count"]) for entry in found["addsub"]["batch_stats"]] == [
-        (1, 1), (2, 1),
-    ]  # fmt: skip
+    assert [
+        (entry["batch_size"], entry["compute_infer"]["count"])
+        for entry in found["addsub"]["batch_stats"]
+    ] == [
+        (1, 1),
+        (2, 1),
+    ]
     assert found["oops_nd"]["inference_stats"]["fail"]["count"] == 1
     assert (found["oops_nd"]["inference_count"], found["oops_nd"]["execution_count"]) == (0, 1)
-    assert [found[name]["inference_stats"]["success"]["count"] for name in ("ens", "echo", "oops")] == [1, 1, 1]
+    assert [
+        found[name]["inference_stats"]["success"]["count"] for name in ("ens", "echo", "oops")
+    ] == [1, 1, 1]
 
 
 def index_of(client: Client, ready: bool = False) -> dict[str, dict[str, str]]:
     found = document(client.unary("RepositoryIndex", message("RepositoryIndex", {"ready": ready})))
-    return {f"{entry['name']}:{entry.get('version', '')}": entry for entry in found.get("models", [])}
+    return {
+        f"{entry['name']}:{entry.get('version', '')}": entry for entry in found.get("models", [])
+    }
 
 
 def recorded_index(name: str) -> dict[str, dict[str, str]]:
     """What was recorded, of the models that are here too."""
     entries = case_named(name)["response"]["response"]["models"]
-    return {f"{entry['name']}:{entry.get('version', '')}": entry for entry in entries if entry["name"] in model_names()}
+    return {
+        f"{entry['name']}:{entry.get('version', '')}": entry
+        for entry in entries
+        if entry["name"] in model_names()
+    }
 
 
 def test_index_of_a_repository_that_stays_as_it_is() -> None:
@@ -117,14 +149,21 @@ def test_index_of_a_repository_that_stays_as_it_is() -> None:
         with pytest.raises(grpc.RpcError) as raised:
             send(client, case_named("grpc-control-load"))
         assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert raised.value.details() == "explicit model load / unload is not allowed if polling is enabled"
+        assert (
+            raised.value.details()
+            == "explicit model load / unload is not allowed if polling is enabled"
+        )
 
 
 def test_models_come_and_go() -> None:
     with loaded_server("explicit", ["llm"]) as server, Client(server.port) as client:
         assert index_of(client) == recorded_index("grpc-control-index")
         assert list(index_of(client, ready=True)) == ["llm:1"]
-        for name in ("grpc-control-index-repo", "grpc-control-infer-notloaded", "grpc-control-load-unknown"):
+        for name in (
+            "grpc-control-index-repo",
+            "grpc-control-infer-notloaded",
+            "grpc-control-load-unknown",
+        ):
             fails(client, name)
         assert send(client, case_named("grpc-control-load")) == {}
         assert send(client, case_named("grpc-control-infer-notloaded"))["model_name"] == "echo"
@@ -132,7 +171,10 @@ def test_models_come_and_go() -> None:
         assert send(client, case_named("grpc-control-unload")) == {}
         assert send(client, case_named("grpc-control-unload-unknown")) == {}
         assert index_of(client)["echo:1"] == {
-            "name": "echo", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded",
-        }  # fmt: skip
+            "name": "echo",
+            "version": "1",
+            "state": "UNAVAILABLE",
+            "reason": "unloaded",
+        }
         with pytest.raises(grpc.RpcError, match="'echo' has no available versions"):
             send(client, case_named("grpc-control-infer-notloaded"))

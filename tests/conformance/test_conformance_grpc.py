@@ -1,4 +1,6 @@
-"""What the real Triton answered over gRPC, replayed: code, text, messages, the order and the flags of a stream."""
+"""What the real Triton answered over gRPC, replayed: code, text, messages, the order and the flags
+of a stream.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +45,25 @@ DIFFERENT = {
     "trtllm-bls-grpc-maxtokens0": "the recorded text is a Python traceback; here it is one line that says the same",
 }
 OWN_TESTS = (
-    "grpc-control", "grpc-repo-index", "grpc-shm", "grpc-restrict", "grpc-stats", "grpc-trace-model", "grpc-infer-big",
-)  # fmt: skip
+    "grpc-control",
+    "grpc-repo-index",
+    "grpc-shm",
+    "grpc-restrict",
+    "grpc-stats",
+    "grpc-trace-model",
+    "grpc-infer-big",
+)
 
 
 def cases(proto: str, server: str) -> list[dict[str, Any]]:
     return [
-        case for case in CASES
-        if case["proto"] == proto and case["server"] == server and case["case"] not in DIFFERENT
+        case
+        for case in CASES
+        if case["proto"] == proto
+        and case["server"] == server
+        and case["case"] not in DIFFERENT
         and not case["case"].startswith(OWN_TESTS)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +97,15 @@ def language_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client
 def test_recorded_call(client: Client, case: dict[str, Any]) -> None:
     expected = case["response"]
     if expected["code"] == "OK":
-        assert comparable(case["case"], send(client, case)) == comparable(case["case"], expected["response"] or {})
+        assert comparable(case["case"], send(client, case)) == comparable(
+            case["case"], expected["response"] or {}
+        )
         return
     with pytest.raises(grpc.RpcError) as raised:
         send(client, case)
     assert raised.value.code().name == expected["code"]
-    if not case["case"].startswith("grpc-unknown"):  # an unknown method: the library has a text, Triton's has none
+    # an unknown method: the library has a text, Triton's has none
+    if not case["case"].startswith("grpc-unknown"):
         assert raised.value.details() == expected["details"]
     assert list(raised.value.trailing_metadata()) == []
 
@@ -110,7 +124,8 @@ def recorded_answers(case: dict[str, Any]) -> list[dict[str, Any]]:
 )
 def test_recorded_stream(client: Client, case: dict[str, Any]) -> None:
     found, expected = answers(client, case), recorded_answers(case)
-    if case["case"] == "grpcstream-two-requests":  # side by side here; each one's answers keep their order
+    # side by side here; each one's answers keep their order
+    if case["case"] == "grpcstream-two-requests":
         found.sort(key=lambda answer: answer["infer_response"]["id"])
     assert found == expected
 
@@ -124,7 +139,10 @@ def test_language_model_stream(language_client: Client, case: dict[str, Any]) ->
 def _shape(answer: dict[str, Any]) -> dict[str, Any]:
     """Everything but the text, which is the stand-in's own, and the order of the outputs."""
     response = answer["infer_response"]
-    outputs = {output["name"]: (output["datatype"], output["shape"]) for output in response.get("outputs", [])}
+    outputs = {
+        output["name"]: (output["datatype"], output["shape"])
+        for output in response.get("outputs", [])
+    }
     return {**answer, "infer_response": {**response, "outputs": outputs, "raw_output_contents": []}}
 
 
@@ -187,7 +205,10 @@ def test_a_message_of_five_megabytes(client: Client) -> None:
 def test_restricted_protocol(registry: ModelRegistry, name: str) -> None:
     access = Access(grpc_restrictions=parse_restrictions(["inference:api-key=secret"]))
     case = case_named(name)
-    with RunningGrpc(registry, ServerState([]), ServerContext(access=access)) as server, Client(server.port) as client:
+    with (
+        RunningGrpc(registry, ServerState([]), ServerContext(access=access)) as server,
+        Client(server.port) as client,
+    ):
         if case["response"]["code"] == "OK":
             assert send(client, case) == case["response"]["response"]
         else:
@@ -216,7 +237,9 @@ def test_shared_memory(client: Client) -> None:
     try:
         for name, block in zip(("out", "in"), blocks, strict=True):
             request = {"name": name, "key": f"/{block.name}", "byte_size": 128}
-            client.unary("SystemSharedMemoryRegister", message("SystemSharedMemoryRegister", request))
+            client.unary(
+                "SystemSharedMemoryRegister", message("SystemSharedMemoryRegister", request)
+            )
         expected = case_named("grpc-shm-status")["response"]["response"]["regions"]
         found = send(client, case_named("grpc-shm-status"))["regions"]
         assert {name: {**region, "key": ""} for name, region in found.items()} == {
@@ -233,17 +256,26 @@ def test_shared_memory(client: Client) -> None:
     with pytest.raises(grpc.RpcError) as raised:
         send(client, case_named("grpc-shm-register-missing"))
     assert (raised.value.code().name, raised.value.details()) == (
-        "INTERNAL", case_named("grpc-shm-register-missing")["response"]["details"],
-    )  # fmt: skip
+        "INTERNAL",
+        case_named("grpc-shm-register-missing")["response"]["details"],
+    )
 
 
 def _through_shared_memory(client: Client, given: Block, answer: Block) -> bytes:
     given.buf[:9] = b"\x05\x00\x00\x00hello"
-    place = {"shared_memory_region": {"string_param": "in"}, "shared_memory_byte_size": {"int64_param": "9"}}
-    output = {"shared_memory_region": {"string_param": "out"}, "shared_memory_byte_size": {"int64_param": "64"}}
+    place = {
+        "shared_memory_region": {"string_param": "in"},
+        "shared_memory_byte_size": {"int64_param": "9"},
+    }
+    output = {
+        "shared_memory_region": {"string_param": "out"},
+        "shared_memory_byte_size": {"int64_param": "64"},
+    }
     request = {
         "model_name": "echo",
-        "inputs": [{"name": "text_input", "datatype": "BYTES", "shape": ["1"], "parameters": place}],
+        "inputs": [
+            {"name": "text_input", "datatype": "BYTES", "shape": ["1"], "parameters": place}
+        ],
         "outputs": [{"name": "text_output", "parameters": output}],
     }
     found = document(client.unary("ModelInfer", message("ModelInfer", request)))
@@ -253,11 +285,27 @@ def _through_shared_memory(client: Client, given: Block, answer: Block) -> bytes
 
 
 VALUES = {
-    "BOOL": [True, False], "UINT8": [0, 255], "UINT16": [1, 65535], "UINT32": [2, 2**32 - 1],
-    "UINT64": [3, 2**64 - 1], "INT8": [-128, 127], "INT16": [-(2**15), 5], "INT32": [-(2**31), 6],
-    "INT64": [-(2**63), 7], "FP16": [0.5, -2.0], "FP32": [0.25, 1e10], "FP64": [0.1, -1e300],
-}  # fmt: skip
-TYPED = {"FP16": None, "BOOL": "bool", "UINT64": "uint64", "INT64": "int64", "FP32": "fp32", "FP64": "fp64"}
+    "BOOL": [True, False],
+    "UINT8": [0, 255],
+    "UINT16": [1, 65535],
+    "UINT32": [2, 2**32 - 1],
+    "UINT64": [3, 2**64 - 1],
+    "INT8": [-128, 127],
+    "INT16": [-(2**15), 5],
+    "INT32": [-(2**31), 6],
+    "INT64": [-(2**63), 7],
+    "FP16": [0.5, -2.0],
+    "FP32": [0.25, 1e10],
+    "FP64": [0.1, -1e300],
+}
+TYPED = {
+    "FP16": None,
+    "BOOL": "bool",
+    "UINT64": "uint64",
+    "INT64": "int64",
+    "FP32": "fp32",
+    "FP64": "fp64",
+}
 
 
 @pytest.mark.parametrize("datatype", [*VALUES, "BYTES"])
@@ -271,7 +319,9 @@ def test_every_datatype_raw_and_typed(client: Client, datatype: str) -> None:
     answer = client.unary("ModelInfer", request, timeout=20)
     assert (answer.outputs[0].name, answer.outputs[0].datatype) == (f"o_{name}", datatype)
     assert list(answer.raw_output_contents) == [raw]
-    field = TYPED.get(datatype, "bytes" if datatype == "BYTES" else "uint" if datatype[0] == "U" else "int")
+    field = TYPED.get(
+        datatype, "bytes" if datatype == "BYTES" else "uint" if datatype[0] == "U" else "int"
+    )
     if field is not None:  # FP16 has no typed contents
         typed = message("ModelInfer", {"model_name": "types", "inputs": [given]})
         getattr(typed.inputs[0].contents, f"{field}_contents").extend(values)
@@ -279,8 +329,17 @@ def test_every_datatype_raw_and_typed(client: Client, datatype: str) -> None:
 
 
 def test_typed_contents_that_do_not_fit_their_datatype(client: Client) -> None:
-    given = {"name": "i_int8", "datatype": "INT8", "shape": ["1"], "contents": {"int_contents": [128]}}
+    given = {
+        "name": "i_int8",
+        "datatype": "INT8",
+        "shape": ["1"],
+        "contents": {"int_contents": [128]},
+    }
     with pytest.raises(grpc.RpcError) as raised:
-        client.unary("ModelInfer", message("ModelInfer", {"model_name": "types", "inputs": [given]}), timeout=20)
+        client.unary(
+            "ModelInfer",
+            message("ModelInfer", {"model_name": "types", "inputs": [given]}),
+            timeout=20,
+        )
     assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "i_int8" in raised.value.details()

@@ -1,7 +1,9 @@
-"""What the real Triton answered, replayed: status, content type, framing, chunks and body must be the same.
+"""What the real Triton answered, replayed: status, content type, framing, chunks and body must be
+the same.
 
-Two recordings. `mimic`: small models of known behaviour, compared byte by byte. `trtllm`: the v0.10 language model
-repository around a stand-in engine, where the text is the stand-in's own and the shape is what counts.
+Two recordings. `mimic`: small models of known behaviour, compared byte by byte. `trtllm`: the v0.10
+language model repository around a stand-in engine, where the text is the stand-in's own and the
+shape is what counts.
 """
 
 from __future__ import annotations
@@ -27,10 +29,14 @@ HERE = Path(__file__).parent
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (HERE / "golden" / f"{name}.jsonl").read_text("utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (HERE / "golden" / f"{name}.jsonl").read_text("utf-8").splitlines()
+    ]
 
 
-# Where this server means to differ. The value says why; the test still sends the request and looks at what it says.
+# Where this server means to differ. The value says why; the test still sends the request and looks
+# at what it says.
 DIFFERENT = {
     "generate-oops-raise": "the recorded text is a Python traceback; no Python of a repository runs here",
     "cancel-http-generate": "Triton does not notice that the client left; here the request is cancelled at once",
@@ -86,11 +92,15 @@ def request_of(case: dict[str, Any]) -> bytes:
         body = b""
     version = request.get("ver", "HTTP/1.0" if "http10" in case["case"] else "HTTP/1.1")
     host = request.get("auto", True)
-    return request_bytes(request["method"], request["path"], request["headers"], body, version, host)
+    return request_bytes(
+        request["method"], request["path"], request["headers"], body, version, host
+    )
 
 
 def recorded_bytes(part: dict[str, Any]) -> bytes:
-    return base64.b64decode(part["body_b64"]) if "body_b64" in part else part.get("body", "").encode()
+    return (
+        base64.b64decode(part["body_b64"]) if "body_b64" in part else part.get("body", "").encode()
+    )
 
 
 def send(port: int, case: dict[str, Any]) -> Answer | None:
@@ -103,9 +113,15 @@ def send(port: int, case: dict[str, Any]) -> Answer | None:
         return answer
 
 
-PLAIN = [case for case in recorded("mimic") if case["response"] and case["case"] not in DIFFERENT
-         and not case["response"].get("closed_without_response") and not case["response"].get("timeout")
-         and case["case"] != "cancel-http-stream"]  # fmt: skip
+PLAIN = [
+    case
+    for case in recorded("mimic")
+    if case["response"]
+    and case["case"] not in DIFFERENT
+    and not case["response"].get("closed_without_response")
+    and not case["response"].get("timeout")
+    and case["case"] != "cancel-http-stream"
+]
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=lambda case: case["case"])
@@ -117,10 +133,15 @@ def test_recorded_answer(mimic: int, case: dict[str, Any]) -> None:
     assert answer.reason == PHRASES.get(answer.status, expected["reason"])
     assert answer.framing == expected["framing"]
     assert answer.header("content-type") == dict(expected["headers"])["Content-Type"]
-    assert sorted(name for name, _ in answer.headers) == sorted(name.lower() for name, _ in expected["headers"])
+    assert sorted(name for name, _ in answer.headers) == sorted(
+        name.lower() for name, _ in expected["headers"]
+    )
     assert answer.interim == expected.get("interim", "").encode()
     if "n_chunks" in expected or "body_len" in expected:  # recorded in part
-        assert (len(answer.body), len(answer.chunks)) == (expected["body_len"], expected["n_chunks"])
+        assert (len(answer.body), len(answer.chunks)) == (
+            expected["body_len"],
+            expected["n_chunks"],
+        )
         assert answer.body.startswith(expected["body"][:100].encode())
         return
     assert answer.body == recorded_bytes(expected)
@@ -128,7 +149,11 @@ def test_recorded_answer(mimic: int, case: dict[str, Any]) -> None:
         assert answer.chunks == [recorded_bytes(chunk) for chunk in expected["chunks"]]
 
 
-CLOSED = [case for case in recorded("mimic") if case["response"] and case["response"].get("closed_without_response")]
+CLOSED = [
+    case
+    for case in recorded("mimic")
+    if case["response"] and case["response"].get("closed_without_response")
+]
 
 
 @pytest.mark.parametrize("case", CLOSED, ids=lambda case: case["case"])
@@ -151,7 +176,9 @@ DIFFERING = [case for case in recorded("mimic") if case["case"] in DIFFERENT and
 
 @pytest.mark.parametrize("case", DIFFERING, ids=lambda case: case["case"])
 def test_deliberate_difference(mimic: int, case: dict[str, Any]) -> None:
-    """Each difference is only the one that is listed: the status is as recorded wherever there is one."""
+    """Each difference is only the one that is listed: the status is as recorded wherever there is
+    one.
+    """
     name, expected = case["case"], case["response"]
     answer = send(mimic, case)
     if name == "route-bogus-method":
@@ -162,7 +189,10 @@ def test_deliberate_difference(mimic: int, case: dict[str, Any]) -> None:
         assert answer.status == 200  # the command means nothing to this model, which answers it
         return
     if name == "route-404-openai":
-        assert (answer.status, json.loads(answer.body)["error"]["type"]) == (405, "invalid_request_error")
+        assert (answer.status, json.loads(answer.body)["error"]["type"]) == (
+            405,
+            "invalid_request_error",
+        )
         return
     assert answer.status == expected["status"]
     assert answer.header("content-type") == dict(expected["headers"])["Content-Type"]
@@ -185,10 +215,16 @@ def test_client_that_leaves_cancels_a_stream(mimic: int, mimic_registry: ModelRe
     wait_until(lambda: slow.cancelled == ["cancel-http"])
 
 
-def test_client_that_leaves_cancels_a_single_answer(mimic: int, mimic_registry: ModelRegistry) -> None:
+def test_client_that_leaves_cancels_a_single_answer(
+    mimic: int, mimic_registry: ModelRegistry
+) -> None:
     slow: Any = mimic_registry.find("slow_nd").model
     with Connection(mimic) as connection:
-        connection.send(request_bytes("POST", "/v2/models/slow_nd/generate", [], b'{"text_input":"60000","id":"gone"}'))
+        connection.send(
+            request_bytes(
+                "POST", "/v2/models/slow_nd/generate", [], b'{"text_input":"60000","id":"gone"}'
+            )
+        )
         assert not connection.is_closed(0.1)
     wait_until(lambda: slow.cancelled == ["gone"])
 
@@ -217,7 +253,13 @@ def test_language_model_answer(trtllm: int, case: dict[str, Any]) -> None:
         assert list(mine) == list(recorded_one)  # the same keys, in the same order
         if "error" in mine:
             assert mine["error"] == expected_error(case["case"], recorded_one["error"])
-        for key in set(mine) - {"text_output", "error", "INPUT_ID", "output_ids", "sequence_length"}:
+        for key in set(mine) - {
+            "text_output",
+            "error",
+            "INPUT_ID",
+            "output_ids",
+            "sequence_length",
+        }:
             if key in ("REQUEST_INPUT_LEN", "OUT_END_ID", "OUT_PAD_ID"):
                 assert type(mine[key]) is int  # another tokenizer's
             else:

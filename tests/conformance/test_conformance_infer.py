@@ -1,4 +1,6 @@
-"""What the real Triton answered to infer, compression, statistics, settings and shared memory, replayed over HTTP."""
+"""What the real Triton answered to infer, compression, statistics, settings and shared memory,
+replayed over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +27,60 @@ CASES = {
     for case in map(json.loads, (HERE / "golden" / "http.jsonl").read_text("utf-8").splitlines())
 }
 
-# Where this server means to differ, and why. Each is still sent, and what must hold is checked below.
+# Where this server means to differ, and why. Each is still sent, and what must hold is checked
+# below.
 DIFFERENT = {
     "infer-err-model-raise": "the recorded text is a Python traceback; no Python of a repository runs here",
     "compress-infer-req-bad": "what cannot be decompressed is refused; Triton takes it for a raw tensor",
 }
 # A sequence of requests that change something: in the order in which they were recorded.
-LOGGING = ["get", "post", "get-after", "post-badtype", "post-badjson", "post-restore", "post-unknown", "put"]
-TRACE = ["get", "post", "post-unknown", "post-badlevel", "post-bad", "get-model", "post-model", "post-model-clear",
-         "post-restore", "get"]  # fmt: skip
+LOGGING = [
+    "get",
+    "post",
+    "get-after",
+    "post-badtype",
+    "post-badjson",
+    "post-restore",
+    "post-unknown",
+    "put",
+]
+TRACE = [
+    "get",
+    "post",
+    "post-unknown",
+    "post-badlevel",
+    "post-bad",
+    "get-model",
+    "post-model",
+    "post-model-clear",
+    "post-restore",
+    "get",
+]
 SHARED_MEMORY = [
-    "sys-status", "sys-status-unknown", "register", "register-dup", "register-out", "register-missing",
-    "register-nokey", "register-triton", "register-get", "sys-status-2", "sys-status-in", "infer", "infer-wrong-size",
-    "infer-unknown-region", "infer-out-of-range", "unregister", "unregister-unknown", "unregister-all", "cuda-status",
-    "cuda-register", "cuda-unregister-all",
-]  # fmt: skip
-# Triton answers some bodies compressed by another zlib build: what counts is what they decompress to.
+    "sys-status",
+    "sys-status-unknown",
+    "register",
+    "register-dup",
+    "register-out",
+    "register-missing",
+    "register-nokey",
+    "register-triton",
+    "register-get",
+    "sys-status-2",
+    "sys-status-in",
+    "infer",
+    "infer-wrong-size",
+    "infer-unknown-region",
+    "infer-out-of-range",
+    "unregister",
+    "unregister-unknown",
+    "unregister-all",
+    "cuda-status",
+    "cuda-register",
+    "cuda-unregister-all",
+]
+# Triton answers some bodies compressed by another zlib build: what counts is what they decompress
+# to.
 COMPRESSED = {"gzip": 31, "deflate": 15}
 
 
@@ -71,16 +111,21 @@ def check(port: int, case: dict[str, Any]) -> None:
     if "content-encoding" in headers:
         assert answer.header("content-encoding") == headers["content-encoding"]
         window = COMPRESSED[headers["content-encoding"]]
-        assert zlib.decompress(answer.body, window) == zlib.decompress(recorded_bytes(expected), window)
+        assert zlib.decompress(answer.body, window) == zlib.decompress(
+            recorded_bytes(expected), window
+        )
         return
     assert answer.body == recorded_bytes(expected)
-    assert answer.header("inference-header-content-length") == headers.get("inference-header-content-length")
+    assert answer.header("inference-header-content-length") == headers.get(
+        "inference-header-content-length"
+    )
 
 
 PLAIN = [
-    case for name, case in CASES.items()
+    case
+    for name, case in CASES.items()
     if case["group"] in ("infer", "compress", "route", "repo", "meta") and name not in DIFFERENT
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=lambda case: case["case"])
@@ -107,7 +152,9 @@ def test_statistics_that_are_refused(port: int, name: str) -> None:
     check(port, CASES[name])
 
 
-@pytest.mark.parametrize("name", ["stats-all-before", "stats-model-before", "stats-model-after", "stats-ensemble"])
+@pytest.mark.parametrize(
+    "name", ["stats-all-before", "stats-model-before", "stats-model-after", "stats-ensemble"]
+)
 def test_statistics_have_tritons_shape(port: int, name: str) -> None:
     """The counts depend on what ran before; the keys and their order do not."""
     answer = send(port, CASES[name])
@@ -153,8 +200,19 @@ def test_system_shared_memory(port: int) -> None:
 
 def test_every_recorded_case_is_looked_at() -> None:
     looked_at = {case["case"] for case in PLAIN} | set(DIFFERENT) | set(STATISTICS)
-    looked_at |= {f"logging-{name}" for name in LOGGING} | {f"trace-{name}" for name in TRACE} | {"trace-version"}
+    looked_at |= (
+        {f"logging-{name}" for name in LOGGING}
+        | {f"trace-{name}" for name in TRACE}
+        | {"trace-version"}
+    )
     looked_at |= {f"shm-{name}" for name in SHARED_MEMORY}
-    looked_at |= {"stats-all-before", "stats-all-after", "stats-model-before", "stats-model-after", "stats-ensemble"}
-    elsewhere = {name for name, case in CASES.items() if case["server"] != "mimic"}  # test_conformance_control.py
+    looked_at |= {
+        "stats-all-before",
+        "stats-all-after",
+        "stats-model-before",
+        "stats-model-after",
+        "stats-ensemble",
+    }
+    # test_conformance_control.py
+    elsewhere = {name for name, case in CASES.items() if case["server"] != "mimic"}
     assert looked_at | elsewhere == set(CASES)

@@ -18,7 +18,12 @@ from slipstream.server.access import Access
 from slipstream.server.context import ServerContext
 from slipstream.server.health import ServerState
 from slipstream.server.http import create_app
-from slipstream.server.http_protocol import MAX_JOINED_BYTES, Departure, JoiningTransport, PipelineFlow
+from slipstream.server.http_protocol import (
+    MAX_JOINED_BYTES,
+    Departure,
+    JoiningTransport,
+    PipelineFlow,
+)
 
 
 class Noting(asyncio.Transport):
@@ -92,7 +97,8 @@ def test_who_listens_is_told_once_and_also_when_it_is_too_late() -> None:
     assert (told, reading) == (["late"], [1])
 
 
-@pytest.mark.parametrize("padding", [0, 1 << 20], ids=["small", "large"])  # of a large one, reading had been paused
+# of a large one, reading had been paused
+@pytest.mark.parametrize("padding", [0, 1 << 20], ids=["small", "large"])
 def test_a_client_that_leaves_is_noticed_however_large_its_request(padding: int) -> None:
     registry = recorded_registry()[0]
     model: Any = registry.find("slow_nd").model
@@ -106,18 +112,24 @@ def test_a_client_that_leaves_is_noticed_however_large_its_request(padding: int)
     assert model.counters.failures["CANCELED"] == 1
 
 
-CHUNKED = (b"POST /v2/models/echo/generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-           b"14\r\n{\"text_input\": \"hi\"}\r\n0\r\n")
+CHUNKED = (
+    b"POST /v2/models/echo/generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    b'14\r\n{"text_input": "hi"}\r\n0\r\n'
+)
 
 
 def test_trailers_are_not_headers_and_do_not_go_on_for_ever() -> None:
     with RunningServer(create_app(recorded_registry()[0], ServerState([]))) as server:
         with Connection(server.port) as connection:
             connection.send(CHUNKED + b"content-encoding: gzip\r\n\r\n")
-            assert connection.answer().status == 200, "as a header it would have made the body unreadable"
+            assert connection.answer().status == 200, (
+                "as a header it would have made the body unreadable"
+            )
         with Connection(server.port) as connection:
             connection.send(CHUNKED)
-            trailers = b"".join(b"trailer-%d: %s\r\n" % (number, b"x" * 100) for number in range(100_000))
+            trailers = b"".join(
+                b"trailer-%d: %s\r\n" % (number, b"x" * 100) for number in range(100_000)
+            )
             with pytest.raises(ConnectionError):
                 connection.send(trailers)
 
@@ -161,18 +173,27 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.mark.parametrize("begun", [HEAD, HEAD + b"\r\n" + BODY[:5], CHUNKED[:-3]], ids=["head", "body", "chunks"])
-def test_a_request_that_does_not_go_on_coming_is_given_up(impatient: RunningServer, begun: bytes) -> None:
+@pytest.mark.parametrize(
+    "begun", [HEAD, HEAD + b"\r\n" + BODY[:5], CHUNKED[:-3]], ids=["head", "body", "chunks"]
+)
+def test_a_request_that_does_not_go_on_coming_is_given_up(
+    impatient: RunningServer, begun: bytes
+) -> None:
     with Connection(impatient.port) as client:
         client.send(request_bytes("GET", "/v2/health/live", [], b""))
         assert client.answer().status == 200
         client.send(begun)
         answer = client.answer()
-        assert (answer.status, answer.body) == (408, b'{"error":"the request did not arrive in time"}')
+        assert (answer.status, answer.body) == (
+            408,
+            b'{"error":"the request did not arrive in time"}',
+        )
         assert client.head() is None, "the connection is closed"
 
 
-def test_a_request_that_comes_slowly_is_waited_for(impatient: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_comes_slowly_is_waited_for(
+    impatient: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_protocol, "PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(http_protocol, "PATIENT_BYTES_A_SECOND", 5)
     with Connection(impatient.port) as client:
@@ -183,7 +204,9 @@ def test_a_request_that_comes_slowly_is_waited_for(impatient: RunningServer, mon
         assert client.answer().status == 200
 
 
-def test_what_came_at_once_buys_no_more_patience(impatient: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_at_once_buys_no_more_patience(
+    impatient: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_protocol, "PATIENT_BYTES_A_SECOND", 0.01)
     with Connection(impatient.port) as client:
         client.send(HEAD + b"\r\n" + BODY[:15])
@@ -202,7 +225,8 @@ def test_patience_ends_with_the_request(impatient: RunningServer) -> None:
 
 
 def test_an_answer_is_not_cut_off_for_the_request_behind_it(impatient: RunningServer) -> None:
-    tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["700"]}  # milliseconds
+    # milliseconds
+    tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["700"]}
     body = json.dumps({"inputs": [tensor]}).encode()
     with Connection(impatient.port) as client:
         client.send(request_bytes("POST", "/v2/models/slow_nd/infer", [], body) + HEAD)
@@ -230,7 +254,9 @@ def test_line_ends_are_as_good_as_silence() -> None:
 
 
 def test_a_body_that_comes_after_its_answer_is_followed_by_silence() -> None:
-    app = create_app(recorded_registry()[0], ServerState([]), ServerContext(access=Access(api_key="k")))
+    app = create_app(
+        recorded_registry()[0], ServerState([]), ServerContext(access=Access(api_key="k"))
+    )
     with RunningServer(app, timeout_keep_alive=0.3) as server, Connection(server.port) as client:
         client.send(HEAD + b"\r\n")
         assert client.answer().status == 401

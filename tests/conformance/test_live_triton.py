@@ -1,6 +1,8 @@
-"""Both servers at once: the real Triton and this one serve the same Python models and get the same requests.
+"""Both servers at once: the real Triton and this one serve the same Python models and get the same
+requests.
 
-Run it where there is a Triton: `pip install nvidia-pytriton`, or TRITONSERVER=/path/to/tritonserver, and `-m slow`.
+Run it where there is a Triton: `pip install nvidia-pytriton`, or
+TRITONSERVER=/path/to/tritonserver, and `-m slow`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ MODELS = Path(__file__).parents[1] / "python_models" / "repos" / "mimic"
 TRITONSERVER = find_tritonserver()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(TRITONSERVER is None, reason=f"no nvidia-pytriton is installed and ${VARIABLE} is not set"),
+    pytest.mark.skipif(
+        TRITONSERVER is None, reason=f"no nvidia-pytriton is installed and ${VARIABLE} is not set"
+    ),
 ]
 
 # Where this server means to differ, and why. The requests are sent all the same.
@@ -41,7 +45,13 @@ DIFFERENT: dict[str, str] = {
     "route-http10": "the answer carries its Content-Length: 0, which Triton leaves out for HTTP/1.0",
     "compress-infer-req-bad": "a body that is not the gzip it claims to be is refused, and not read as a tensor",
     **dict.fromkeys(
-        ("shm-register", "shm-register-dup", "shm-register-missing", "shm-register-out", "shm-register-triton"),
+        (
+            "shm-register",
+            "shm-register-dup",
+            "shm-register-missing",
+            "shm-register-out",
+            "shm-register-triton",
+        ),
         "shared memory of the machine is off unless a flag allows it",
     ),
     "route-http10-keepalive": "HTTP/1.0 connections are closed after the answer, even with keep-alive",
@@ -50,12 +60,15 @@ DIFFERENT: dict[str, str] = {
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A copy, because Triton wants a version folder even where an ensemble has nothing to put into it."""
+    """A copy, because Triton wants a version folder even where an ensemble has nothing to put into
+    it.
+    """
     folder = tmp_path_factory.mktemp("live") / "models"
     shutil.copytree(MODELS, folder)
     (folder / "ens" / "1").mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLOW_MODEL_LOG", str(folder.parent / "slow-model.log"))  # which two of the models keep
+        # which two of the models keep
+        patch.setenv("SLOW_MODEL_LOG", str(folder.parent / "slow-model.log"))
         yield folder
 
 

@@ -1,4 +1,5 @@
-"""Both servers at once, over gRPC: every recorded call and stream goes to the real Triton and to this one.
+"""Both servers at once, over gRPC: every recorded call and stream goes to the real Triton and to
+this one.
 
 Run it where there is a Triton, as `test_live_triton.py` is run.
 """
@@ -14,7 +15,16 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_support import CASES, COMPRESSION, Client, RunningGrpc, comparable, document, outgoing, send
+from grpc_support import (
+    CASES,
+    COMPRESSION,
+    Client,
+    RunningGrpc,
+    comparable,
+    document,
+    outgoing,
+    send,
+)
 from live.real_triton import VARIABLE, RealTriton, find_tritonserver
 
 from slipstream.server.context import ServerContext
@@ -31,7 +41,9 @@ MODELS = Path(__file__).parents[1] / "python_models" / "repos" / "mimic"
 TRITONSERVER = find_tritonserver()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(TRITONSERVER is None, reason=f"no nvidia-pytriton is installed and ${VARIABLE} is not set"),
+    pytest.mark.skipif(
+        TRITONSERVER is None, reason=f"no nvidia-pytriton is installed and ${VARIABLE} is not set"
+    ),
 ]
 _PLACE = re.compile(r"(?<=At:\n  )[^()]*/(?=\w+/\d+/model\.py)")  # the machine's part of a path
 _CHANGING = ("ns", "count", "last_inference", "inference_count", "execution_count")
@@ -41,7 +53,9 @@ DIFFERENT: dict[str, str] = {
     "grpc-reflection": "reflection is there, which Triton's build has not",
     "grpc-shm-register-missing": "shared memory of the machine is off unless a flag allows it",
 }
-RECORDED = [case for case in CASES if case["server"] == "mimic" and case["proto"] in ("grpc", "grpc-stream")]
+RECORDED = [
+    case for case in CASES if case["server"] == "mimic" and case["proto"] in ("grpc", "grpc-stream")
+]
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +97,22 @@ def ours(repository: Path) -> Iterator[Client]:
 
 
 def outcome(client: Client, case: dict[str, Any]) -> Any:
-    """What came back: messages, or the code and the text of an error, without what changes from run to run."""
+    """What came back: messages, or the code and the text of an error, without what changes from run
+    to run.
+    """
     try:
         if case["proto"] == "grpc":
             return "OK", comparable(case["case"], masked(send(client, case)))
         compression = COMPRESSION[case["request"].get("compression")]
-        call = client.stream(outgoing(case["request"]["messages"]), timeout=20, compression=compression)
+        call = client.stream(
+            outgoing(case["request"]["messages"]), timeout=20, compression=compression
+        )
         answers = [masked(document(answer)) for answer in call]
-        # Requests of one stream are answered side by side, so only the order within each of them is the same.
-        return "OK", sorted(answers, key=lambda answer: answer.get("infer_response", {}).get("id", ""))
+        # Requests of one stream are answered side by side, so only the order within each of them is
+        # the same.
+        return "OK", sorted(
+            answers, key=lambda answer: answer.get("infer_response", {}).get("id", "")
+        )
     except grpc.RpcError as error:
         return error.code().name, _PLACE.sub("", error.details() or "")
 

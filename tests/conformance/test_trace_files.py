@@ -1,4 +1,6 @@
-"""Trace files: who is traced, into which file, and what stands in it. The names are those the real server wrote."""
+"""Trace files: who is traced, into which file, and what stands in it. The names are those the real
+server wrote.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,18 @@ HTTP = {"HTTP_RECV_START", "HTTP_RECV_END", "HTTP_SEND_START", "HTTP_SEND_END"}
 GRPC = {"GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRPC_SEND_END"}
 
 
-def settings(file: Path, *levels: str, rate: int = 1, count: int = -1, frequency: int = 0) -> TraceSettings:
-    return TraceSettings({
-        "trace_file": str(file), "trace_level": list(levels), "trace_rate": str(rate), "trace_count": str(count),
-        "log_frequency": str(frequency),
-    })  # fmt: skip
+def settings(
+    file: Path, *levels: str, rate: int = 1, count: int = -1, frequency: int = 0
+) -> TraceSettings:
+    return TraceSettings(
+        {
+            "trace_file": str(file),
+            "trace_level": list(levels),
+            "trace_rate": str(rate),
+            "trace_count": str(count),
+            "log_frequency": str(frequency),
+        }
+    )
 
 
 @contextmanager
@@ -88,9 +97,16 @@ def test_a_request_over_http_leaves_the_events_the_real_server_wrote(tmp_path: P
     times = stamps(found, 1)
     assert set(times) == HTTP | REQUEST | COMPUTE
     order = [
-        "HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "COMPUTE_START", "COMPUTE_INPUT_END",
-        "COMPUTE_OUTPUT_START", "COMPUTE_END", "HTTP_SEND_START", "HTTP_SEND_END",
-    ]  # fmt: skip
+        "HTTP_RECV_START",
+        "HTTP_RECV_END",
+        "REQUEST_START",
+        "COMPUTE_START",
+        "COMPUTE_INPUT_END",
+        "COMPUTE_OUTPUT_START",
+        "COMPUTE_END",
+        "HTTP_SEND_START",
+        "HTTP_SEND_END",
+    ]
     assert [times[name] for name in order] == sorted(times[name] for name in order)
 
 
@@ -101,7 +117,10 @@ def test_levels_choose_what_is_written(tmp_path: Path) -> None:
     with serving(settings(tmp_path / "tensors", "TENSORS", frequency=1)) as port:
         infer(port, "a")
         found = activities(tmp_path / "tensors.0")
-    assert [one["activity"] for one in found if "activity" in one] == ["TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"]
+    assert [one["activity"] for one in found if "activity" in one] == [
+        "TENSOR_QUEUE_INPUT",
+        "TENSOR_BACKEND_OUTPUT",
+    ]
     assert not [one for one in found if "timestamps" in one]
 
 
@@ -118,7 +137,9 @@ def test_rate_and_log_frequency(tmp_path: Path) -> None:
 
 
 def at_once(path: Path) -> str:
-    """What the file holds at one moment: `read_text` asks twice, and what came between joins on to what was there."""
+    """What the file holds at one moment: `read_text` asks twice, and what came between joins on to
+    what was there.
+    """
     with path.open("rb", buffering=0) as file:
         return (file.read(1 << 20) or b"").decode()
 
@@ -151,7 +172,10 @@ def test_settings_of_one_model_and_turning_it_off(tmp_path: Path) -> None:
     with serving(settings(tmp_path / "trace.json", "OFF", frequency=1)) as port:
         infer(port, "off")
         shown = change(port, {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"}, "echo")
-        assert (shown["trace_level"], shown["trace_file"]) == (["TIMESTAMPS"], str(tmp_path / "trace.json"))
+        assert (shown["trace_level"], shown["trace_file"]) == (
+            ["TIMESTAMPS"],
+            str(tmp_path / "trace.json"),
+        )
         infer(port, "other", "hello", model="oops_nd")
         infer(port, "on")
         assert ids(activities(tmp_path / "trace.json.0")) == ["on"]
@@ -171,9 +195,15 @@ def test_errors_and_streams_are_traced_too(tmp_path: Path) -> None:
         post(port, "/v2/models/llm/generate_stream", json.dumps(body).encode())
         streamed = activities(tmp_path / "trace.json.1")
     assert set(stamps(failed, 1)) == HTTP | REQUEST | COMPUTE
-    said = [one["tensor"]["data"] for one in streamed if one.get("activity") == "TENSOR_BACKEND_OUTPUT"]
+    said = [
+        one["tensor"]["data"] for one in streamed if one.get("activity") == "TENSOR_BACKEND_OUTPUT"
+    ]
     assert [text for text in said if text.startswith('"')] == ['"a"', '" b"']
-    answers = [one for one in streamed if one.get("timestamps", [{}])[0].get("name") == "INFER_RESPONSE_COMPLETE"]
+    answers = [
+        one
+        for one in streamed
+        if one.get("timestamps", [{}])[0].get("name") == "INFER_RESPONSE_COMPLETE"
+    ]
     assert len(answers) == 2
 
 
@@ -181,7 +211,9 @@ def test_the_steps_of_an_ensemble_are_its_children(tmp_path: Path) -> None:
     with serving(settings(tmp_path / "trace.json", "TIMESTAMPS", frequency=1)) as port:
         post(port, "/v2/models/ens/generate", b'{"text_input": "a b"}')
         found = activities(tmp_path / "trace.json.0")
-    models = {one["model_name"]: (one["id"], one.get("parent_id")) for one in found if "model_name" in one}
+    models = {
+        one["model_name"]: (one["id"], one.get("parent_id")) for one in found if "model_name" in one
+    }
     assert models == {"ens": (1, None), "echo": (2, 1), "oops": (3, 1)}
     assert set(stamps(found, 1)) >= HTTP | REQUEST
     assert not set(stamps(found, 1)) & COMPUTE
@@ -196,7 +228,10 @@ def test_grpc_calls_and_streams(tmp_path: Path) -> None:
         "raw_input_contents": ["BAAAAGdycGM="],
     }
     shared = ServerContext(trace=settings(tmp_path / "trace.json", "TIMESTAMPS", frequency=1))
-    with RunningGrpc(recorded_registry()[0], ServerState([]), shared) as server, Client(server.port) as client:
+    with (
+        RunningGrpc(recorded_registry()[0], ServerState([]), shared) as server,
+        Client(server.port) as client,
+    ):
         client.unary("ModelInfer", message("ModelInfer", document))
         assert set(stamps(activities(tmp_path / "trace.json.0"), 1)) == GRPC | REQUEST | COMPUTE
         assert len(list(client.stream(iter([message("ModelInfer", document)])))) == 1
@@ -205,7 +240,9 @@ def test_grpc_calls_and_streams(tmp_path: Path) -> None:
     assert set(stamps(found, 2)) == GRPC | REQUEST | COMPUTE
 
 
-def test_a_file_that_cannot_be_written_hurts_no_request(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_written_hurts_no_request(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with serving(settings(tmp_path / "missing" / "trace.json", "TIMESTAMPS", frequency=1)) as port:
         assert infer(port, "a") == 200
         assert infer(port, "b") == 200

@@ -1,4 +1,6 @@
-"""Spans of OpenTelemetry: the calls that the real server exported spans of leave the same ones here."""
+"""Spans of OpenTelemetry: the calls that the real server exported spans of leave the same ones
+here.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from slipstream.server.trace_settings import TraceSettings
 
 RECORDED = {
     case["case"]: case["spans"]
-    for case in map(json.loads, (Path(__file__).parent / "golden" / "spans.jsonl").read_text().splitlines())
+    for case in map(
+        json.loads, (Path(__file__).parent / "golden" / "spans.jsonl").read_text().splitlines()
+    )
 }
 PARENT = ("traceparent", "00-0af7651916cd43dd8448eb211c12666c-b7ad6b7169242424-01")
 SERVER = 2  # the kind of a span
@@ -32,7 +36,9 @@ SERVER = 2  # the kind of a span
 
 def tracing(collector: Collector, rate: int = 1, count: int = -1, **export: Any) -> TraceSettings:
     settings = {"trace_level": ["TIMESTAMPS"], "trace_rate": str(rate), "trace_count": str(count)}
-    return TraceSettings(settings, ExportSettings(**{"url": collector.url, "delay_ms": 20, **export}))
+    return TraceSettings(
+        settings, ExportSettings(**{"url": collector.url, "delay_ms": 20, **export})
+    )
 
 
 @contextmanager
@@ -45,7 +51,9 @@ def serving(trace: TraceSettings) -> Iterator[int]:
         trace.close()
 
 
-def infer(port: int, text: str = "z", model: str = "echo", headers: Any = (), request_id: str = "") -> int:
+def infer(
+    port: int, text: str = "z", model: str = "echo", headers: Any = (), request_id: str = ""
+) -> int:
     tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [text]}
     body = {"inputs": [tensor]} | ({"id": request_id} if request_id else {})
     return post(port, f"/v2/models/{model}/infer", json.dumps(body).encode(), list(headers)).status
@@ -54,25 +62,46 @@ def infer(port: int, text: str = "z", model: str = "echo", headers: Any = (), re
 def shape(spans: list[dict[str, Any]]) -> list[Any]:
     """Names, parents, events and attributes, with ids that do not depend on what was traced before."""
     names = {span["spanId"]: span["name"] for span in spans}
-    first = min(int(span["attributes"]["triton.trace_id"]) for span in spans if "triton.trace_id" in span["attributes"])
+    first = min(
+        int(span["attributes"]["triton.trace_id"])
+        for span in spans
+        if "triton.trace_id" in span["attributes"]
+    )
     shaped = []
     for span in spans:
-        about = {name: str(value) for name, value in span["attributes"].items() if name != "error.type"}
+        about = {
+            name: str(value) for name, value in span["attributes"].items() if name != "error.type"
+        }
         for name in ("triton.trace_id", "triton.trace_parent_id"):
             if int(about.get(name, 0)):
                 about[name] = str(int(about[name]) - first + 1)
         parent = span.get("parentSpanId", "")
-        shaped.append([span["name"], names.get(parent, parent), span["kind"], span.get("traceState", ""),
-                       span["events"], sorted(about.items())])
+        shaped.append(
+            [
+                span["name"],
+                names.get(parent, parent),
+                span["kind"],
+                span.get("traceState", ""),
+                span["events"],
+                sorted(about.items()),
+            ]
+        )
     return sorted(shaped, key=str)
 
 
 def as_recorded(spans: list[CollectedSpan]) -> list[dict[str, Any]]:
     return [
-        {"name": span.name, "spanId": span.id, "parentSpanId": span.parent_id, "traceState": span.state,
-         "kind": span.kind, "events": span.event_names, "attributes": span.attributes}
+        {
+            "name": span.name,
+            "spanId": span.id,
+            "parentSpanId": span.parent_id,
+            "traceState": span.state,
+            "kind": span.kind,
+            "events": span.event_names,
+            "attributes": span.attributes,
+        }
         for span in spans
-    ]  # fmt: skip
+    ]
 
 
 def only(spans: list[CollectedSpan], name: str) -> CollectedSpan:
@@ -86,8 +115,12 @@ def test_http_calls_leave_the_spans_of_the_real_server(case: str) -> None:
     calls = {
         "http": lambda port: infer(port, request_id="my-id"),
         "http-context": lambda port: infer(port, headers=[PARENT, ("tracestate", "a=b")]),
-        "ensemble": lambda port: post(port, "/v2/models/ens/generate", b'{"text_input": "a b"}').status,
-        "ensemble-error": lambda port: post(port, "/v2/models/ens/generate", b'{"text_input": "error_first"}').status,
+        "ensemble": lambda port: (
+            post(port, "/v2/models/ens/generate", b'{"text_input": "a b"}').status
+        ),
+        "ensemble-error": lambda port: (
+            post(port, "/v2/models/ens/generate", b'{"text_input": "error_first"}').status
+        ),
         "error": lambda port: infer(port, "error", "oops_nd"),
     }
     with Collector() as collector, serving(tracing(collector)) as port:
@@ -95,22 +128,33 @@ def test_http_calls_leave_the_spans_of_the_real_server(case: str) -> None:
         found = collector.wait()
     assert shape(as_recorded(found)) == shape(RECORDED[case])
     assert len({span.trace_id for span in found}) == 1
-    failed = {"ensemble-error": {"oops", "ens", "InferRequest"}, "error": {"oops_nd", "InferRequest"}}
+    failed = {
+        "ensemble-error": {"oops", "ens", "InferRequest"},
+        "error": {"oops_nd", "InferRequest"},
+    }
     assert {span.name for span in found if span.failed} == failed.get(case, set())
-    assert {span.attributes.get("error.type") for span in found if span.failed} <= {"INTERNAL", "INVALID_ARG"}
+    assert {span.attributes.get("error.type") for span in found if span.failed} <= {
+        "INTERNAL",
+        "INVALID_ARG",
+    }
 
 
 def grpc_request(model: str, text: bytes) -> Any:
     tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
     raw = base64.b64encode(len(text).to_bytes(4, "little") + text).decode()
-    return message("ModelInfer", {"model_name": model, "id": "g", "inputs": [tensor], "raw_input_contents": [raw]})
+    return message(
+        "ModelInfer",
+        {"model_name": model, "id": "g", "inputs": [tensor], "raw_input_contents": [raw]},
+    )
 
 
 @pytest.mark.parametrize("case", ["grpc", "grpc-stream", "grpc-error"])
 def test_grpc_calls_leave_the_spans_of_the_real_server(case: str) -> None:
     with Collector() as collector:
         trace = tracing(collector)
-        with RunningGrpc(recorded_registry()[0], ServerState([]), ServerContext(trace=trace)) as server:
+        with RunningGrpc(
+            recorded_registry()[0], ServerState([]), ServerContext(trace=trace)
+        ) as server:
             with Client(server.port) as client:
                 if case == "grpc-stream":
                     assert len(list(client.stream(iter([grpc_request("echo", b"grpc")])))) == 1
@@ -131,13 +175,17 @@ def test_grpc_calls_leave_the_spans_of_the_real_server(case: str) -> None:
 def test_the_state_and_the_parent_of_a_grpc_stream_hold_for_its_requests() -> None:
     with Collector() as collector:
         trace = tracing(collector, rate=0)
-        with RunningGrpc(recorded_registry()[0], ServerState([]), ServerContext(trace=trace)) as server:
+        with RunningGrpc(
+            recorded_registry()[0], ServerState([]), ServerContext(trace=trace)
+        ) as server:
             with Client(server.port) as client:
                 asked = [grpc_request("oops_nd", b"error")] * 2
                 list(client.stream(iter(asked), metadata=[PARENT, ("tracestate", "k=v")]))
             roots = [span for span in collector.wait(2) if span.name == "InferRequest"]
         trace.close()
-    assert [(span.parent_id, span.state, span.failed) for span in roots] == [("b7ad6b7169242424", "k=v", True)] * 2
+    assert [(span.parent_id, span.state, span.failed) for span in roots] == [
+        ("b7ad6b7169242424", "k=v", True)
+    ] * 2
 
 
 def test_times_are_in_order_and_of_this_day() -> None:
@@ -147,7 +195,16 @@ def test_times_are_in_order_and_of_this_day() -> None:
         found = collector.wait()
     after = time.time_ns()
     root, model, compute = (only(found, name) for name in ("InferRequest", "echo", "compute"))
-    ordered = [before, root.began, model.began, compute.began, compute.ended, model.ended, root.ended, after]
+    ordered = [
+        before,
+        root.began,
+        model.began,
+        compute.began,
+        compute.ended,
+        model.ended,
+        root.ended,
+        after,
+    ]
     assert ordered == sorted(ordered)
     for span in found:
         assert span.kind == SERVER
@@ -156,7 +213,10 @@ def test_times_are_in_order_and_of_this_day() -> None:
 
 
 def test_what_is_said_of_the_server_and_how_it_is_sent() -> None:
-    export = {"resource": {"service.name": "x", "test.key": "test.value"}, "headers": {"x-key": "secret"}}
+    export = {
+        "resource": {"service.name": "x", "test.key": "test.value"},
+        "headers": {"x-key": "secret"},
+    }
     with Collector() as collector, serving(tracing(collector, **export)) as port:
         infer(port)
         collector.wait()
@@ -169,18 +229,28 @@ def test_what_is_said_of_the_server_and_how_it_is_sent() -> None:
 
 
 def test_with_a_rate_of_0_only_those_of_a_callers_trace_are_traced() -> None:
-    bad = ["00-00000000000000000000000000000000-b7ad6b7169242424-01", "nonsense", "",
-           "00-0af7651916cd43dd8448eb211c12666c-0000000000000000-01",
-           "ff-0af7651916cd43dd8448eb211c12666c-b7ad6b7169242424-01",
-           "00-0af7651916cd43dd8448eb211c12666c-b7ad6b7169242424-01-more",
-           "00-0AF7651916CD43DD8448EB211C12666C-b7ad6b7169242424-01"]  # fmt: skip
+    bad = [
+        "00-00000000000000000000000000000000-b7ad6b7169242424-01",
+        "nonsense",
+        "",
+        "00-0af7651916cd43dd8448eb211c12666c-0000000000000000-01",
+        "ff-0af7651916cd43dd8448eb211c12666c-b7ad6b7169242424-01",
+        "00-0af7651916cd43dd8448eb211c12666c-b7ad6b7169242424-01-more",
+        "00-0AF7651916CD43DD8448EB211C12666C-b7ad6b7169242424-01",
+    ]
     with Collector() as collector, serving(tracing(collector, rate=0)) as port:
         for value in bad:
             assert infer(port, headers=[("traceparent", value)]) == 200
         assert infer(port, headers=[PARENT, PARENT]) == 200  # which of the two?
         assert infer(port) == 200
         unsampled, newer = PARENT[1][:-1] + "0", "01" + PARENT[1][2:] + "-more"
-        assert infer(port, headers=[("traceparent", unsampled), ("tracestate", "a=1"), ("tracestate", "b=2")]) == 200
+        assert (
+            infer(
+                port,
+                headers=[("traceparent", unsampled), ("tracestate", "a=1"), ("tracestate", "b=2")],
+            )
+            == 200
+        )
         assert infer(port, headers=[("traceparent", newer), ("tracestate", "x" * 600)]) == 200
         roots = [span for span in collector.wait(2) if span.name == "InferRequest"]
     assert [span.state for span in roots] == ["a=1,b=2", ""]
@@ -201,7 +271,11 @@ def test_a_request_that_reaches_no_model_leaves_its_root() -> None:
     with Collector() as collector, serving(tracing(collector)) as port:
         assert post(port, "/v2/models/echo/infer", b'{"inputs": 3}').status == 500
         (root,) = collector.wait()
-    assert (root.name, root.failed, root.attributes) == ("InferRequest", True, {"error.type": "INTERNAL"})
+    assert (root.name, root.failed, root.attributes) == (
+        "InferRequest",
+        True,
+        {"error.type": "INTERNAL"},
+    )
     assert root.event_names == ["HTTP_RECV_START", "HTTP_RECV_END"]
 
 
@@ -221,8 +295,10 @@ def test_requests_are_answered_whatever_the_collector_does() -> None:
         collector.gate.clear()
         trace = tracing(collector, queue_spans=6, batch_spans=3)
         with serving(trace) as port:
-            assert [infer(port) for _ in range(20)] == [200] * 20  # while nobody has been answered there
-            # One call's spans are on their way and two calls' in the queue. The last call ends after its answer.
+            # while nobody has been answered there
+            assert [infer(port) for _ in range(20)] == [200] * 20
+            # One call's spans are on their way and two calls' in the queue. The last call ends
+            # after its answer.
             wait_until(lambda: trace.exporter.dropped >= 3 * (20 - 3))
             assert collector.received == []
             collector.gate.set()
@@ -235,7 +311,10 @@ def test_requests_are_answered_whatever_the_collector_does() -> None:
 
 def test_settings_are_shown_and_changed_as_the_real_server_does() -> None:
     resource = {"service.name": "x", "test.key": "test.value"}
-    with Collector() as collector, serving(tracing(collector, delay_ms=300, resource=resource)) as port:
+    with (
+        Collector() as collector,
+        serving(tracing(collector, delay_ms=300, resource=resource)) as port,
+    ):
         shown = get(port, "/v2/trace/setting").body.decode()
         assert shown == (
             '{"trace_level":["TIMESTAMPS"],"trace_rate":"1","trace_count":"-1","trace_mode":"opentelemetry",'
@@ -250,10 +329,14 @@ def test_settings_are_shown_and_changed_as_the_real_server_does() -> None:
         assert change(trace_rate="2")["trace_rate"] == "2"
         assert change(trace_rate="0") == {"error": invalid + "sample rate must be non-zero"}
         assert change(trace_count="0") == {"error": invalid}
-        assert change(log_frequency="5") == {"error": invalid + "the mode opentelemetry has no log_frequency"}
+        assert change(log_frequency="5") == {
+            "error": invalid + "the mode opentelemetry has no log_frequency"
+        }
         assert "error" not in change(log_frequency=None)
         tensors = change(trace_level=["TIMESTAMPS", "TENSORS"])
-        assert tensors == {"error": invalid + "the mode opentelemetry has no level TENSORS, only TIMESTAMPS"}
+        assert tensors == {
+            "error": invalid + "the mode opentelemetry has no level TENSORS, only TIMESTAMPS"
+        }
         assert change(trace_level=["OFF"])["trace_level"] == ["OFF"]
         assert infer(port, headers=[PARENT]) == 200  # traced by nobody now
     assert collector.spans == []

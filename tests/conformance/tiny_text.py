@@ -1,4 +1,6 @@
-"""A repository around a tiny byte-level tokenizer and an engine that repeats its prompt: real text, no weights."""
+"""A repository around a tiny byte-level tokenizer and an engine that repeats its prompt: real text,
+no weights.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,16 @@ def write_engine_folder(folder: Path, max_batch_size: int = 64) -> Path:
     """An engine folder with a tokenizer and no weights: enough for everything but an engine."""
     folder.mkdir(parents=True)
     spec = ModelSpec(
-        architecture="LlamaForCausalLM", layers=1, hidden_size=8, heads=2, kv_heads=2, head_size=4,
-        ffn_size=8, vocab_size=VOCABULARY, max_positions=MAX_TOKENS,
-    )  # fmt: skip
+        architecture="LlamaForCausalLM",
+        layers=1,
+        hidden_size=8,
+        heads=2,
+        kv_heads=2,
+        head_size=4,
+        ffn_size=8,
+        vocab_size=VOCABULARY,
+        max_positions=MAX_TOKENS,
+    )
     limits = BuildLimits(MAX_TOKENS - 1, MAX_TOKENS, max_batch_size)
     generation = GenerationDefaults((END,), BEGIN, END)
     own = {"content_hash": "0" * 64, "files": {}}
@@ -46,7 +55,9 @@ def write_engine_folder(folder: Path, max_batch_size: int = 64) -> Path:
 
 def write_tokenizer(folder: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = TokenizerFile(models.BPE({letter: position for position, letter in enumerate(alphabet)}, []))
+    tokenizer = TokenizerFile(
+        models.BPE({letter: position for position, letter in enumerate(alphabet)}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
@@ -56,7 +67,9 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_recorded_repository(folder: Path, engine: Path) -> Path:
-    """The models whose answers are recorded: those that an import writes, but for the input that upstream has not."""
+    """The models whose answers are recorded: those that an import writes, but for the input that
+    upstream has not.
+    """
     for model in write_repository(folder, "tensorrt_llm_bls", engine, engine, 64):
         config = model / "config.pbtxt"
         lines = config.read_text().splitlines(keepends=True)
@@ -65,7 +78,9 @@ def write_recorded_repository(folder: Path, engine: Path) -> Path:
 
 
 class EchoGeneration:
-    def __init__(self, engine: EchoEngine, request_id: int, tokens: list[int], sampling: SamplingParams) -> None:
+    def __init__(
+        self, engine: EchoEngine, request_id: int, tokens: list[int], sampling: SamplingParams
+    ) -> None:
         self.request_id = request_id
         self._engine = engine
         self._sampling = sampling
@@ -94,7 +109,9 @@ class EchoGeneration:
         if self._engine.delay:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._engine.delay)
-        while self._engine.hold_end and self._given == len(self._tokens) - 1 and not self._cancelled:
+        while (
+            self._engine.hold_end and self._given == len(self._tokens) - 1 and not self._cancelled
+        ):
             await asyncio.sleep(0.001)
         if self._cancelled or self._engine.failure:
             self._finished = True
@@ -108,13 +125,23 @@ class EchoGeneration:
 
 
 class EchoEngine:
-    """Repeats the prompt (without <s>) for max_tokens tokens, one a step. Records what it was asked."""
+    """Repeats the prompt (without <s>) for max_tokens tokens, one a step. Records what it was
+    asked.
+    """
 
     def __init__(self, delay: float = 0.0) -> None:
         self.info: EngineInfo | None = EngineInfo(
-            vocab_size=VOCABULARY, max_sequence_tokens=MAX_TOKENS, max_rows=8, total_blocks=8, block_tokens=32,
-            device="cpu", dtype="float32", weight_bytes=0, cache_bytes=0, load_seconds=0.0,
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            max_sequence_tokens=MAX_TOKENS,
+            max_rows=8,
+            total_blocks=8,
+            block_tokens=32,
+            device="cpu",
+            dtype="float32",
+            weight_bytes=0,
+            cache_bytes=0,
+            load_seconds=0.0,
+        )
         self.ready = True
         self.delay = delay
         self.heeds_end_ids = False
@@ -125,7 +152,12 @@ class EchoEngine:
         self.cancels: list[tuple[int, str]] = []
 
     def submit(
-        self, prompt: list[int], sampling: SamplingParams, *, priority: int = 0, deadline: float | None = None,
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
         **more: object,
     ) -> EchoGeneration:
         if self.unavailable:

@@ -1,4 +1,6 @@
-"""Adapters of families whose modules lie otherwise than Llama's: the answers are those of merged weights."""
+"""Adapters of families whose modules lie otherwise than Llama's: the answers are those of merged
+weights.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from slipstream.weights.build import build_engine
 MODULES = {
     "gemma3": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-    "gptj": ["q_proj", "k_proj", "v_proj", "out_proj"],  # whose q and k the engine keeps in another order
+    # whose q and k the engine keeps in another order
+    "gptj": ["q_proj", "k_proj", "v_proj", "out_proj"],
     "opt": ["q_proj", "v_proj", "out_proj", "fc1", "fc2"],
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
 }
@@ -36,11 +39,24 @@ def test_an_adapter_beside_the_base_equals_merged_weights(tmp_path, family):
     folder = build_engine(tmp_path / "hf", tmp_path / "engine", dtype="float32")
     merged = save_adapter(model, tmp_path / "adapter", modules=MODULES[family])
     generator = torch.Generator().manual_seed(5)
-    asked = [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in (3, 20, 45, 45)]
+    asked = [
+        torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in (3, 20, 45, 45)
+    ]
     source = AdapterSource(folder=str(tmp_path / "adapter"))
-    answers = run_all(engine(folder), [
-        GenerateRequest(number, prompt, SamplingParams(max_tokens=32), adapter=number % 2, adapter_name="one",
-                        adapter_source=source if number % 2 else None) for number, prompt in enumerate(asked)])
+    answers = run_all(
+        engine(folder),
+        [
+            GenerateRequest(
+                number,
+                prompt,
+                SamplingParams(max_tokens=32),
+                adapter=number % 2,
+                adapter_name="one",
+                adapter_source=source if number % 2 else None,
+            )
+            for number, prompt in enumerate(asked)
+        ],
+    )
     for number, prompt in enumerate(asked):
         choices = greedy_choices(merged if number % 2 else model, [prompt + answers[number]])[0]
         assert answers[number] == choices[len(prompt) - 1 : -1]

@@ -1,4 +1,6 @@
-"""Adapters: answers are those of merged weights whatever runs beside them, and no page or byte is ever lost."""
+"""Adapters: answers are those of merged weights whatever runs beside them, and no page or byte is
+ever lost.
+"""
 
 import itertools
 import random
@@ -45,10 +47,18 @@ def number_of(name: str) -> int:
     return 1 + list(KINDS).index(name) if name else 0
 
 
-def request(place, number: int, name: str, prompt: list[int], tokens: int = 24, **sampling) -> GenerateRequest:
+def request(
+    place, number: int, name: str, prompt: list[int], tokens: int = 24, **sampling
+) -> GenerateRequest:
     source = AdapterSource(folder=str(place / name)) if name else None
-    return GenerateRequest(number, prompt, SamplingParams(max_tokens=tokens, **sampling), adapter=number_of(name),
-                           adapter_name=f"adapter {name!r}", adapter_source=source)
+    return GenerateRequest(
+        number,
+        prompt,
+        SamplingParams(max_tokens=tokens, **sampling),
+        adapter=number_of(name),
+        adapter_name=f"adapter {name!r}",
+        adapter_source=source,
+    )
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -56,21 +66,36 @@ def prompts(count: int) -> list[list[int]]:
     return [[draw.randrange(VOCABULARY) for _ in range(1 + 7 * i % 60)] for i in range(count)]
 
 
-def assert_merged(models, names: list[str], asked: list[list[int]], answers: dict[int, list[int]]) -> None:
+def assert_merged(
+    models, names: list[str], asked: list[list[int]], answers: dict[int, list[int]]
+) -> None:
     _, merged = models
     for number, (name, prompt) in enumerate(zip(names, asked, strict=True)):
         choices = greedy_choices(merged[name], [prompt + answers[number]])[0]
-        assert answers[number] == choices[len(prompt) - 1 : -1], f"request {number}, adapter {name!r}"
+        assert answers[number] == choices[len(prompt) - 1 : -1], (
+            f"request {number}, adapter {name!r}"
+        )
 
 
-@pytest.mark.parametrize("way", [{}, {"step_tokens": 16}, {"max_rows": 2}, {"adapter_page_rank": 64},
-                                 {"policy": "max_utilization", "cache_tokens": 320, "block_tokens": 16}], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        {"step_tokens": 16},
+        {"max_rows": 2},
+        {"adapter_page_rank": 64},
+        {"policy": "max_utilization", "cache_tokens": 320, "block_tokens": 16},
+    ],
+    ids=str,
+)
 def test_a_mixed_batch_equals_each_adapter_merged(models, way):
     place, _ = models
     names = list(itertools.islice(itertools.cycle(["", *KINDS]), 10))
     asked = prompts(len(names))
     loop = engine(place / "engine", **way)
-    answers = run_all(loop, [request(place, *row) for row in zip(range(10), names, asked, strict=True)])
+    answers = run_all(
+        loop, [request(place, *row) for row in zip(range(10), names, asked, strict=True)]
+    )
     assert set(answers.reasons.values()) == {"length"}
     assert_merged(models, names, asked, answers)
     alone = run_all(engine(place / "engine"), [request(place, 1, names[1], asked[1])])
@@ -100,8 +125,13 @@ def test_tensors_of_a_request_and_a_converted_folder_are_the_same_adapter(models
     place, _ = models
     convert_adapter(place / "everything", tmp_path / "converted", "float32")
     prompt = prompts(5)[4]
-    for source in (converted(place, "everything"), AdapterSource(folder=str(tmp_path / "converted"))):
-        asked = GenerateRequest(0, prompt, SamplingParams(max_tokens=24), adapter=77, adapter_source=source)
+    for source in (
+        converted(place, "everything"),
+        AdapterSource(folder=str(tmp_path / "converted")),
+    ):
+        asked = GenerateRequest(
+            0, prompt, SamplingParams(max_tokens=24), adapter=77, adapter_source=source
+        )
         assert_merged(models, ["everything"], [prompt], run_all(engine(place / "engine"), [asked]))
 
 
@@ -113,19 +143,39 @@ def test_a_fused_module_is_its_parts(models):
     parts = numpy.split(second, [64, 96])
 
     def bits(*arrays):
-        return (numpy.concatenate([a.ravel() for a in arrays]).astype(numpy.float32).view(numpy.uint32) >> 16).astype(
-            numpy.uint16)
+        return (
+            numpy.concatenate([a.ravel() for a in arrays]).astype(numpy.float32).view(numpy.uint32)
+            >> 16
+        ).astype(numpy.uint16)
 
-    fused = AdapterSource(weights=bits(first, second).tobytes(), datatype="bfloat16", modules=[(0, 1, 4)])
+    fused = AdapterSource(
+        weights=bits(first, second).tobytes(), datatype="bfloat16", modules=[(0, 1, 4)]
+    )
     rows = [bits(first, part, numpy.zeros((64 - len(part)) * 4)) for part in parts]
-    separate = AdapterSource(weights=numpy.stack(rows).tobytes(), datatype="bfloat16",
-                             modules=[(1, 1, 4), (2, 1, 4), (3, 1, 4)])
+    separate = AdapterSource(
+        weights=numpy.stack(rows).tobytes(),
+        datatype="bfloat16",
+        modules=[(1, 1, 4), (2, 1, 4), (3, 1, 4)],
+    )
     prompt = prompts(9)[8]
-    answers = run_all(engine(place / "engine"), [
-        GenerateRequest(n, prompt, SamplingParams(max_tokens=24, log_probs=True), adapter=n, adapter_source=source)
-        for n, source in ((1, fused), (2, separate))] + [GenerateRequest(3, prompt, SamplingParams(max_tokens=24))])
+    answers = run_all(
+        engine(place / "engine"),
+        [
+            GenerateRequest(
+                n,
+                prompt,
+                SamplingParams(max_tokens=24, log_probs=True),
+                adapter=n,
+                adapter_source=source,
+            )
+            for n, source in ((1, fused), (2, separate))
+        ]
+        + [GenerateRequest(3, prompt, SamplingParams(max_tokens=24))],
+    )
     assert answers[1] == answers[2]
-    torch.testing.assert_close(torch.tensor(answers.log_probs[1]), torch.tensor(answers.log_probs[2]))
+    torch.testing.assert_close(
+        torch.tensor(answers.log_probs[1]), torch.tensor(answers.log_probs[2])
+    )
     assert answers[3] != answers[1]
 
 
@@ -148,8 +198,13 @@ def test_every_linear_of_every_family(tmp_path, family):
     prompt = prompts(6)[5]
     source = AdapterSource(folder=str(tmp_path / "adapter"))
     sampling = SamplingParams(max_tokens=16)
-    answers = run_all(engine(tmp_path / "engine"), [
-        GenerateRequest(0, prompt, sampling, adapter=1, adapter_source=source), GenerateRequest(1, prompt, sampling)])
+    answers = run_all(
+        engine(tmp_path / "engine"),
+        [
+            GenerateRequest(0, prompt, sampling, adapter=1, adapter_source=source),
+            GenerateRequest(1, prompt, sampling),
+        ],
+    )
     assert answers.errors == {}
     assert answers[0] == greedy_choices(merged, [prompt + answers[0]])[0][len(prompt) - 1 : -1]
     assert answers[1] != answers[0]
@@ -162,10 +217,12 @@ def test_experts_are_refused(tmp_path):
     source = AdapterSource(weights=bytes(4 * 160), datatype="float32", modules=[(5, 0, 1)])
     asked = GenerateRequest(0, [5], SamplingParams(max_tokens=4), adapter=1, adapter_source=source)
     assert run_all(engine(tmp_path / "engine"), [asked]).errors == {
-        0: "the adapter: mlp_h_to_4h cannot be adapted: the model has no such product"}
+        0: "the adapter: mlp_h_to_4h cannot be adapted: the model has no such product"
+    }
 
 
 # --- caches ---
+
 
 def test_a_cache_of_one_serves_all_in_turn(models):
     place, _ = models
@@ -190,12 +247,15 @@ def test_an_adapter_that_left_the_cache_must_be_sent_again(models):
     place, _ = models
     loop = engine(place / "engine")
     prompt = prompts(3)[2]
-    by_number = GenerateRequest(5, prompt, SamplingParams(max_tokens=4), adapter=1, adapter_name="LoRA task 1")
+    by_number = GenerateRequest(
+        5, prompt, SamplingParams(max_tokens=4), adapter=1, adapter_name="LoRA task 1"
+    )
     missing = "LoRA task 1 not found in cache. Please send LoRA weights with request"
     assert run_all(loop, [by_number]).errors == {5: missing}
     expected = run_all(loop, [request(place, 0, "attention", prompt, 4)])[0]
     assert run_all(loop, [by_number])[5] == expected
-    loop.adapters.adapters.host_bytes = loop.stats().adapter_bytes  # room for this one, or for others
+    # room for this one, or for others
+    loop.adapters.adapters.host_bytes = loop.stats().adapter_bytes
     run_all(loop, [request(place, 0, "mlp", prompt, 4)])
     assert run_all(loop, [by_number]).errors == {5: missing}
     assert run_all(loop, [request(place, 0, "attention", prompt, 4)])[0] == expected
@@ -244,34 +304,69 @@ def test_host_bytes_are_taken_from_the_least_recently_used_and_never_from_those_
     assert (books.trim(), books.used_bytes) == ([], 40)  # all of them are in use
     books.drop(4)
     assert (books.trim(), books.used_bytes) == ([4], 30)
-    assert books.problem(3, "the third") == "the third not found in cache. Please send LoRA weights with request"
+    assert (
+        books.problem(3, "the third")
+        == "the third not found in cache. Please send LoRA weights with request"
+    )
     books.check_integrity([1, 2, 5], [])
 
 
 # --- what is wrong with an adapter ---
 
+
 def a_source(rows, modules, datatype="float32"):
-    return AdapterSource(weights=numpy.asarray(rows, dtype=numpy.float32).tobytes(), datatype=datatype, modules=modules)
+    return AdapterSource(
+        weights=numpy.asarray(rows, dtype=numpy.float32).tobytes(),
+        datatype=datatype,
+        modules=modules,
+    )
 
 
 WRONG = {
-    "rank over the largest": (a_source(numpy.zeros((1, 65 * 128)), [(1, 0, 65)]),
-                              "layer 0, attn_q: rank 65 is not 1 to 64 (lora_cache_max_adapter_size)"),
-    "no rank": (a_source(numpy.zeros((1, 128)), [(1, 0, 0)]), "layer 0, attn_q: rank 0 is not 1 to 64"),
-    "layer": (a_source(numpy.zeros((1, 128)), [(1, 2, 1)]), "layer 2, attn_q: the model has layers 0 to 1"),
-    "too short": (a_source(numpy.zeros((1, 100)), [(1, 0, 1)]),
-                  "too few values for attn_q of layer 0: rank 1 takes 128, there are 100"),
-    "too long": (a_source(numpy.ones((1, 128)), [(2, 0, 1)]),
-                 "layer 0, attn_k: 96 values were expected at rank 1, and more than zeros follow"),
-    "experts": (a_source(numpy.zeros((1, 128)), [(13, 0, 1)]), "module 13 (moe_h_to_4h) cannot be adapted here"),
-    "unknown": (a_source(numpy.zeros((1, 128)), [(99, 0, 1)]),
-                "module 99 cannot be adapted here; these can: 0 attn_qkv, 1 attn_q"),
-    "twice": (a_source(numpy.zeros((2, 128)), [(1, 0, 1), (1, 0, 1)]), "layer 0: attn_q comes twice"),
-    "not finite": (a_source(numpy.full((1, 128), numpy.nan), [(1, 0, 1)]),
-                   "layer 0, attn_q: holds values that are not finite"),
-    "uneven": (a_source(numpy.zeros(129), [(1, 0, 1), (2, 0, 1)]),
-               "lora_weights has 129 values, which are no rows of 2 modules"),
-    "nothing": (AdapterSource(modules=[]), "lora_weights has 0 values, which are no rows of 0 modules"),
+    "rank over the largest": (
+        a_source(numpy.zeros((1, 65 * 128)), [(1, 0, 65)]),
+        "layer 0, attn_q: rank 65 is not 1 to 64 (lora_cache_max_adapter_size)",
+    ),
+    "no rank": (
+        a_source(numpy.zeros((1, 128)), [(1, 0, 0)]),
+        "layer 0, attn_q: rank 0 is not 1 to 64",
+    ),
+    "layer": (
+        a_source(numpy.zeros((1, 128)), [(1, 2, 1)]),
+        "layer 2, attn_q: the model has layers 0 to 1",
+    ),
+    "too short": (
+        a_source(numpy.zeros((1, 100)), [(1, 0, 1)]),
+        "too few values for attn_q of layer 0: rank 1 takes 128, there are 100",
+    ),
+    "too long": (
+        a_source(numpy.ones((1, 128)), [(2, 0, 1)]),
+        "layer 0, attn_k: 96 values were expected at rank 1, and more than zeros follow",
+    ),
+    "experts": (
+        a_source(numpy.zeros((1, 128)), [(13, 0, 1)]),
+        "module 13 (moe_h_to_4h) cannot be adapted here",
+    ),
+    "unknown": (
+        a_source(numpy.zeros((1, 128)), [(99, 0, 1)]),
+        "module 99 cannot be adapted here; these can: 0 attn_qkv, 1 attn_q",
+    ),
+    "twice": (
+        a_source(numpy.zeros((2, 128)), [(1, 0, 1), (1, 0, 1)]),
+        "layer 0: attn_q comes twice",
+    ),
+    "not finite": (
+        a_source(numpy.full((1, 128), numpy.nan), [(1, 0, 1)]),
+        "layer 0, attn_q: holds values that are not finite",
+    ),
+    "uneven": (
+        a_source(numpy.zeros(129), [(1, 0, 1), (2, 0, 1)]),
+        "lora_weights has 129 values, which are no rows of 2 modules",
+    ),
+    "nothing": (
+        AdapterSource(modules=[]),
+        "lora_weights has 0 values, which are no rows of 0 modules",
+    ),
 }
 
 
@@ -281,9 +376,17 @@ def test_what_does_not_fit_the_model_is_named(models, wrong):
     source, text = WRONG[wrong]
     prompt = prompts(3)[2]
     loop = engine(place / "engine")
-    bad = GenerateRequest(1, prompt, SamplingParams(max_tokens=4), adapter=9, adapter_name="LoRA task 9",
-                          adapter_source=source)
-    answers = run_all(loop, [bad, request(place, 2, "", prompt, 4), request(place, 3, "mlp", prompt, 4)])
+    bad = GenerateRequest(
+        1,
+        prompt,
+        SamplingParams(max_tokens=4),
+        adapter=9,
+        adapter_name="LoRA task 9",
+        adapter_source=source,
+    )
+    answers = run_all(
+        loop, [bad, request(place, 2, "", prompt, 4), request(place, 3, "mlp", prompt, 4)]
+    )
     assert answers.reasons == {1: "error", 2: "length", 3: "length"}
     assert answers.errors[1].startswith(f"LoRA task 9: {text}")
     assert_merged(models, ["", "mlp"], [prompt, prompt], {0: answers[2], 1: answers[3]})
@@ -310,21 +413,37 @@ def damage(folder, kind: str) -> None:
         config.write_text(json.dumps(settings | {"use_dora": True} if kind == "dora" else settings))
 
 
-@pytest.mark.parametrize(("kind", "text"), [
-    ("cut short", "incomplete metadata, file not fully covered"), ("no header", ""),
-    ("no config", "adapter_config.json"),
-    ("no weights", "no adapter_model.safetensors in it"), ("dora", "use_dora true of its adapter_config.json is not"),
-    ("another model's",
-     "layer 0, attn_q: A [8, 32] and B [32, 8] do not fit the model, which takes [8, 64] and [64, 8]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("cut short", "incomplete metadata, file not fully covered"),
+        ("no header", ""),
+        ("no config", "adapter_config.json"),
+        ("no weights", "no adapter_model.safetensors in it"),
+        ("dora", "use_dora true of its adapter_config.json is not"),
+        (
+            "another model's",
+            "layer 0, attn_q: A [8, 32] and B [32, 8] do not fit the model, which takes [8, 64] and [64, 8]",
+        ),
+    ],
+)
 def test_a_damaged_folder_fails_its_requests_alone(models, tmp_path, kind, text):
     place, _ = models
     shutil.copytree(place / "attention", tmp_path / "bad")
     damage(tmp_path / "bad", kind)
     prompt = prompts(3)[2]
     loop = engine(place / "engine")
-    bad = [GenerateRequest(n, prompt, SamplingParams(max_tokens=4), adapter=9, adapter_name="adapter 'bad'",
-                           adapter_source=AdapterSource(folder=str(tmp_path / "bad"))) for n in (1, 2)]
+    bad = [
+        GenerateRequest(
+            n,
+            prompt,
+            SamplingParams(max_tokens=4),
+            adapter=9,
+            adapter_name="adapter 'bad'",
+            adapter_source=AdapterSource(folder=str(tmp_path / "bad")),
+        )
+        for n in (1, 2)
+    ]
     answers = run_all(loop, [*bad, request(place, 3, "mlp", prompt, 4)])
     assert answers.reasons == {1: "error", 2: "error", 3: "length"}
     assert text in answers.errors[1]
@@ -346,21 +465,29 @@ def test_an_adapted_tensor_that_has_no_place_is_an_error_not_left_out(models, tm
     save_file(tensors, tmp_path / "more" / "adapter_model.safetensors")
     source = AdapterSource(folder=str(tmp_path / "more"))
     asked = GenerateRequest(1, [5], SamplingParams(max_tokens=4), adapter=9, adapter_source=source)
-    assert f"{tensor}.lora_A.weight cannot be adapted here" in run_all(engine(place / "engine"), [asked]).errors[1]
+    assert (
+        f"{tensor}.lora_A.weight cannot be adapted here"
+        in run_all(engine(place / "engine"), [asked]).errors[1]
+    )
 
 
 def test_one_larger_than_the_host_cache_says_so(models):
     place, _ = models
     loop = engine(place / "engine", adapter_host_bytes=1000)
-    answers = run_all(loop, [request(place, 1, "attention", [5, 6], 4), request(place, 2, "", [5, 6], 4)])
-    assert answers.errors == {1: "adapter 'attention': it takes 20480 bytes, the adapter cache of the host has 1000 "
-                                 "(lora_cache_host_memory_bytes)"}
+    answers = run_all(
+        loop, [request(place, 1, "attention", [5, 6], 4), request(place, 2, "", [5, 6], 4)]
+    )
+    assert answers.errors == {
+        1: "adapter 'attention': it takes 20480 bytes, the adapter cache of the host has 1000 "
+        "(lora_cache_host_memory_bytes)"
+    }
     assert answers.reasons[2] == "length"
 
 
 def test_a_step_that_was_not_carried_out_keeps_no_pages(models, monkeypatch):
     place, _ = models
-    loop = engine(place / "engine", adapter_page_rank=64, adapter_host_bytes=150_000)  # pages for one adapter
+    # pages for one adapter
+    loop = engine(place / "engine", adapter_page_rank=64, adapter_host_bytes=150_000)
     launch, prompt = loop.runner.launch, prompts(3)[2]
 
     def fail_once(plan):
@@ -390,17 +517,25 @@ def test_without_memory_for_pages_only_requests_with_adapters_fail(models, monke
     assert not answers.errors
     assert_merged(models, [""], [prompt], {0: answers[1]})
     loop.check_integrity()
-    assert_merged(models, ["mlp"], [prompt], run_all(loop, [request(place, 0, "mlp", prompt)]))  # now there is room
+    # now there is room
+    assert_merged(models, ["mlp"], [prompt], run_all(loop, [request(place, 0, "mlp", prompt)]))
 
 
 # --- soak ---
+
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_cancels_at_random_moments_give_everything_back(models, count):
     place, _ = models
     chance = random.Random(8)
-    loop = engine(place / "engine", cache_tokens=2048, policy="max_utilization", block_tokens=8, adapter_page_rank=16,
-                  adapter_host_bytes=150_000)
+    loop = engine(
+        place / "engine",
+        cache_tokens=2048,
+        policy="max_utilization",
+        block_tokens=8,
+        adapter_page_rank=16,
+        adapter_host_bytes=150_000,
+    )
     books = loop.adapters.adapters
     live: list[int] = []
     for number in range(count):
@@ -424,7 +559,11 @@ def test_cancels_at_random_moments_give_everything_back(models, count):
     stats = loop.stats()
     assert (stats.free_blocks, stats.finished) == (stats.total_blocks, count)
     assert stats.free_adapter_pages == stats.total_adapter_pages
-    assert stats.adapter_bytes == sum(adapter.bytes for adapter in loop.adapters._host.values()) <= books.host_bytes
+    assert (
+        stats.adapter_bytes
+        == sum(adapter.bytes for adapter in loop.adapters._host.values())
+        <= books.host_bytes
+    )
     assert stats.adapter_loads > len(KINDS), "the host cache was never too small"
     books.host_bytes = 0  # nobody holds any of them
     loop.adapters.collect()

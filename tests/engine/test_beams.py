@@ -1,4 +1,6 @@
-"""Beam search finds what transformers' finds, on tiny models of float32, in whatever company it runs."""
+"""Beam search finds what transformers' finds, on tiny models of float32, in whatever company it
+runs.
+"""
 
 import functools
 from dataclasses import replace
@@ -27,14 +29,24 @@ def model(tmp_path_factory):
 
 
 def prompt_of(length: int) -> list[int]:
-    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    return torch.randint(
+        0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)
+    ).tolist()
 
 
 @functools.cache
 def common_tokens(model, length: int) -> list[int]:
-    """Tokens that beams often choose after a prompt, so that as end marks they end beams at different times."""
-    found = model.generate(torch.tensor([prompt_of(length)]), num_beams=4, num_return_sequences=4, max_new_tokens=12,
-                           pad_token_id=0, eos_token_id=None)
+    """Tokens that beams often choose after a prompt, so that as end marks they end beams at
+    different times.
+    """
+    found = model.generate(
+        torch.tensor([prompt_of(length)]),
+        num_beams=4,
+        num_return_sequences=4,
+        max_new_tokens=12,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
     return found[:, length:].flatten().tolist()
 
 
@@ -45,14 +57,25 @@ def theirs(
     end_ids = list(sampling.end_ids) or None
     with torch.inference_mode():
         found = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), num_beams=sampling.beam_width,
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            num_beams=sampling.beam_width,
             num_return_sequences=sampling.beam_width,
-            max_new_tokens=sampling.max_tokens, length_penalty=sampling.length_penalty, early_stopping=early_stopping,
-            eos_token_id=end_ids, pad_token_id=VOCABULARY - 1, do_sample=False, output_scores=True,
-            return_dict_in_generate=True, repetition_penalty=sampling.repetition_penalty, **more,
-        )  # fmt: skip
+            max_new_tokens=sampling.max_tokens,
+            length_penalty=sampling.length_penalty,
+            early_stopping=early_stopping,
+            eos_token_id=end_ids,
+            pad_token_id=VOCABULARY - 1,
+            do_sample=False,
+            output_scores=True,
+            return_dict_in_generate=True,
+            repetition_penalty=sampling.repetition_penalty,
+            **more,
+        )
     beams = []
-    for row, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True):
+    for row, score in zip(
+        found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True
+    ):
         end = next((i + 1 for i, token in enumerate(row) if token in sampling.end_ids), len(row))
         beams.append((row[:end], score))
     return beams
@@ -64,7 +87,9 @@ def assert_same(beams, expected, sampling: SamplingParams) -> None:
         ends = tokens[-1] in sampling.end_ids
         assert beam.tokens == tokens[: len(tokens) - ends]
         assert beam.finish_reason == ("stop" if ends else "length")
-        assert beam.total_log_prob / len(tokens) ** sampling.length_penalty == pytest.approx(score, abs=2e-4)
+        assert beam.total_log_prob / len(tokens) ** sampling.length_penalty == pytest.approx(
+            score, abs=2e-4
+        )
         if not ends:
             assert sum(beam.log_probs) == pytest.approx(beam.total_log_prob, abs=1e-6)
 
@@ -81,9 +106,12 @@ def test_beams_are_those_of_transformers(model, early_stopping, length_penalty):
         for count in (0, 2):
             end_ids = tuple(sorted(set(common))[:count])
             sampling = SamplingParams(
-                max_tokens=14, beam_width=width, length_penalty=length_penalty, end_ids=end_ids,
+                max_tokens=14,
+                beam_width=width,
+                length_penalty=length_penalty,
+                end_ids=end_ids,
                 early_stopping=EARLY_STOPPING[early_stopping],
-            )  # fmt: skip
+            )
             requests.append(GenerateRequest(len(requests), prompt, sampling))
             expected[requests[-1].request_id] = theirs(reference, prompt, sampling, early_stopping)
     answers = run_all(loop, requests)
@@ -119,9 +147,18 @@ PENALISED = [
         (PENALISED, -1.0, 2, [2, 0]),  # and a beam gains nothing by becoming as long as it may
     ],
 )
-def test_a_search_ends_by_the_rule_that_was_asked_for(steps, length_penalty, early_stopping, lengths):
-    search = BeamSearch(SamplingParams(
-        max_tokens=50, beam_width=2, end_ids=(END,), length_penalty=length_penalty, early_stopping=early_stopping))
+def test_a_search_ends_by_the_rule_that_was_asked_for(
+    steps, length_penalty, early_stopping, lengths
+):
+    search = BeamSearch(
+        SamplingParams(
+            max_tokens=50,
+            beam_width=2,
+            end_ids=(END,),
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        )
+    )
     for candidates in steps:
         if not search.finished:
             search.advance(candidates)
@@ -136,11 +173,19 @@ class HasWord:
 
     def end(self, tokens: list[int]) -> int | None:
         """How many tokens it takes."""
-        return next((count for count in range(1, len(tokens) + 1)
-                     if any(word in text_of(tokens[:count]) for word in self.words)), None)
+        return next(
+            (
+                count
+                for count in range(1, len(tokens) + 1)
+                if any(word in text_of(tokens[:count]) for word in self.words)
+            ),
+            None,
+        )
 
     def __call__(self, sequences: torch.Tensor, scores, **more) -> torch.Tensor:
-        return torch.tensor([self.end(row) is not None for row in sequences[:, len(self.prompt) :].tolist()])
+        return torch.tensor(
+            [self.end(row) is not None for row in sequences[:, len(self.prompt) :].tolist()]
+        )
 
 
 def text_of(tokens: list[int]) -> str:
@@ -150,17 +195,27 @@ def text_of(tokens: list[int]) -> str:
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
 @pytest.mark.parametrize("words", [("ca",), ("ddd", "bca"), ("aac", "d"), ("never",)])
 def test_a_beam_that_has_said_a_stop_word_has_ended(model, early_stopping, words):
-    """As transformers, asked after every token, has it: such a beam is one of the answers, the others go on."""
+    """As transformers, asked after every token, has it: such a beam is one of the answers, the
+    others go on.
+    """
     reference, folder = model
     loop = engine(folder)
-    loop.constraints = Constraints(lambda: Vocabulary([text_of([t]).encode() for t in range(VOCABULARY)], frozenset()))
+    loop.constraints = Constraints(
+        lambda: Vocabulary([text_of([t]).encode() for t in range(VOCABULARY)], frozenset())
+    )
     reasons = set()
     for width in (2, 3, 5):
         prompt = prompt_of(7 + 5 * width)
-        sampling = SamplingParams(max_tokens=14, beam_width=width, early_stopping=EARLY_STOPPING[early_stopping])
+        sampling = SamplingParams(
+            max_tokens=14, beam_width=width, early_stopping=EARLY_STOPPING[early_stopping]
+        )
         criterion = HasWord(prompt, words)
-        expected = theirs(reference, prompt, sampling, early_stopping, stopping_criteria=[criterion])
-        found = run_all(loop, [GenerateRequest(1, prompt, replace(sampling, stop_texts=words))]).beams[1]
+        expected = theirs(
+            reference, prompt, sampling, early_stopping, stopping_criteria=[criterion]
+        )
+        found = run_all(
+            loop, [GenerateRequest(1, prompt, replace(sampling, stop_texts=words))]
+        ).beams[1]
         for beam, (tokens, score) in zip(found, expected, strict=True):
             end = criterion.end(tokens)
             assert beam.tokens == tokens[:end]
@@ -174,18 +229,26 @@ def test_a_bad_text_comes_in_no_beam(model):
     """As transformers, told before every token which ones may come, has it."""
     reference, folder = model
     loop = engine(folder)
-    loop.constraints = Constraints(lambda: Vocabulary([text_of([t]).encode() for t in range(VOCABULARY)], frozenset()))
+    loop.constraints = Constraints(
+        lambda: Vocabulary([text_of([t]).encode() for t in range(VOCABULARY)], frozenset())
+    )
     words = ("ab", "cc", "ddb")
     for width in (2, 4):
         prompt = prompt_of(9 + 5 * width)
 
         def allowed(_, sequence, prompt=prompt):
             text = text_of(sequence.tolist()[len(prompt) :])
-            return [t for t in range(VOCABULARY) if not any(word in text + text_of([t]) for word in words)]
+            return [
+                t
+                for t in range(VOCABULARY)
+                if not any(word in text + text_of([t]) for word in words)
+            ]
 
         sampling = SamplingParams(max_tokens=12, beam_width=width)
         expected = theirs(reference, prompt, sampling, True, prefix_allowed_tokens_fn=allowed)
-        found = run_all(loop, [GenerateRequest(1, prompt, replace(sampling, bad_texts=words))]).beams[1]
+        found = run_all(
+            loop, [GenerateRequest(1, prompt, replace(sampling, bad_texts=words))]
+        ).beams[1]
         assert [beam.tokens for beam in found] == [tokens for tokens, _ in expected]
         plain = run_all(loop, [GenerateRequest(1, prompt, sampling)]).beams[1]
         assert any(word in text_of(beam.tokens) for beam in plain for word in words)
@@ -193,7 +256,9 @@ def test_a_bad_text_comes_in_no_beam(model):
 
 def test_a_penalty_changes_log_probabilities_as_in_transformers(model):
     reference, folder = model
-    sampling = SamplingParams(max_tokens=12, beam_width=3, repetition_penalty=1.3, length_penalty=1.0)
+    sampling = SamplingParams(
+        max_tokens=12, beam_width=3, repetition_penalty=1.3, length_penalty=1.0
+    )
     prompt = prompt_of(20)
     answers = run_all(engine(folder), [GenerateRequest(1, prompt, sampling)])
     assert_same(answers.beams[1], theirs(reference, prompt, sampling, True), sampling)
@@ -205,25 +270,43 @@ def test_beams_do_not_change_the_company_nor_the_company_them(model):
     sampled = SamplingParams(max_tokens=20, temperature=1.0, seed=3)
     alone = run_all(engine(folder), [GenerateRequest(1, prompt_of(40), searching)])
     beside = run_all(engine(folder), [GenerateRequest(2, prompt_of(41), sampled)])
-    for settings in ({}, {"step_tokens": 5, "block_tokens": 4}, {"reuse": False, "block_tokens": 8},
-                     {"policy": "max_utilization", "cache_tokens": 200, "block_tokens": 4}):
+    for settings in (
+        {},
+        {"step_tokens": 5, "block_tokens": 4},
+        {"reuse": False, "block_tokens": 8},
+        {"policy": "max_utilization", "cache_tokens": 200, "block_tokens": 4},
+    ):
         loop = engine(folder, max_rows=9, **settings)
-        together = run_all(loop, [
-            GenerateRequest(1, prompt_of(40), searching), GenerateRequest(2, prompt_of(41), sampled),
-            GenerateRequest(3, prompt_of(40), searching),
-        ])
+        together = run_all(
+            loop,
+            [
+                GenerateRequest(1, prompt_of(40), searching),
+                GenerateRequest(2, prompt_of(41), sampled),
+                GenerateRequest(3, prompt_of(40), searching),
+            ],
+        )
         for request_id in (1, 3):
-            assert [beam.tokens for beam in together.beams[request_id]] == [beam.tokens for beam in alone.beams[1]]
+            assert [beam.tokens for beam in together.beams[request_id]] == [
+                beam.tokens for beam in alone.beams[1]
+            ]
         assert together[2] == beside[2]
 
 
 def test_diversity_favours_the_later_beams(model):
     _, folder = model
     plain, spread = (
-        run_all(engine(folder), [GenerateRequest(1, prompt_of(30), SamplingParams(
-            max_tokens=8, beam_width=4, diversity_rate=rate))])
+        run_all(
+            engine(folder),
+            [
+                GenerateRequest(
+                    1,
+                    prompt_of(30),
+                    SamplingParams(max_tokens=8, beam_width=4, diversity_rate=rate),
+                )
+            ],
+        )
         for rate in (0.0, 50.0)
-    )  # fmt: skip
+    )
     first = {beam.tokens[0] for beam in spread.beams[1]}
     assert [beam.tokens for beam in plain.beams[1]] != [beam.tokens for beam in spread.beams[1]]
     assert len(first) == 1, "with such a rate only the last beam's continuations are chosen"
@@ -233,7 +316,9 @@ def test_a_minimum_length_and_bad_words_hold_in_every_beam(model):
     reference, folder = model
     prompt = prompt_of(25)
     end, bad = sorted(set(common_tokens(reference, len(prompt))))[:2]
-    sampling = SamplingParams(max_tokens=10, beam_width=4, end_ids=(end,), min_tokens=6, bad_words=((bad,),))
+    sampling = SamplingParams(
+        max_tokens=10, beam_width=4, end_ids=(end,), min_tokens=6, bad_words=((bad,),)
+    )
     for beam in run_all(engine(folder), [GenerateRequest(1, prompt, sampling)]).beams[1]:
         assert len(beam.tokens) >= 6
         assert bad not in beam.tokens

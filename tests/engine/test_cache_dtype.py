@@ -14,14 +14,25 @@ SPEC = ModelSpec("LlamaForCausalLM", 1000, 256, 2, 4, 2, 64, 96, 4096)
 HALF, PACKED, EIGHT = torch.bfloat16, packed_cache.DTYPE, torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize(("device", "dtype", "block", "fp8", "changed", "kept"), [
-    ("cuda", HALF, 32, False, {}, PACKED), ("cpu", HALF, 32, False, {}, HALF),
-    ("cuda", torch.float16, 32, False, {}, torch.float16), ("cuda", HALF, 16, False, {}, HALF),
-    ("cuda", HALF, 32, False, {"position": "learned"}, HALF), ("cuda", HALF, 32, False, {"rotary_fraction": 0.5}, HALF),
-    ("cuda", HALF, 32, True, {}, EIGHT), ("cpu", HALF, 32, True, {}, HALF)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "dtype", "block", "fp8", "changed", "kept"),
+    [
+        ("cuda", HALF, 32, False, {}, PACKED),
+        ("cpu", HALF, 32, False, {}, HALF),
+        ("cuda", torch.float16, 32, False, {}, torch.float16),
+        ("cuda", HALF, 16, False, {}, HALF),
+        ("cuda", HALF, 32, False, {"position": "learned"}, HALF),
+        ("cuda", HALF, 32, False, {"rotary_fraction": 0.5}, HALF),
+        ("cuda", HALF, 32, True, {}, EIGHT),
+        ("cpu", HALF, 32, True, {}, HALF),
+    ],
+)
 def test_what_keys_and_values_are_kept_in(monkeypatch, device, dtype, block, fp8, changed, kept):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert start._cache_dtype(replace(SPEC, **changed), dtype, torch.device(device), block, fp8) == kept
+    assert (
+        start._cache_dtype(replace(SPEC, **changed), dtype, torch.device(device), block, fp8)
+        == kept
+    )
 
 
 def test_before_ada_eight_bits_become_twelve(monkeypatch):

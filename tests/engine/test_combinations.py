@@ -1,4 +1,6 @@
-"""Where two things that a request may ask for meet: each is what it is alone, and nobody else notices."""
+"""Where two things that a request may ask for meet: each is what it is alone, and nobody else
+notices.
+"""
 
 import math
 import time
@@ -28,17 +30,23 @@ def folder(tmp_path_factory):
 
 
 def prompt_of(length: int, seed: int = 3) -> list[int]:
-    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
 def table_of(value: float, rows: int = 4) -> PromptTable:
     return PromptTable(VOCABULARY, rows, np.full((rows, HIDDEN), value, np.float32).tobytes())
 
 
-@pytest.mark.parametrize("settings", [{}, {"step_tokens": 7, "block_tokens": 4}], ids=["one step", "in steps"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"step_tokens": 7, "block_tokens": 4}], ids=["one step", "in steps"]
+)
 def test_scores_of_a_prompt_are_told_once_with_beams_and_company(folder, settings):
     loop, prompt = engine(folder, **settings), prompt_of(22)
-    searched = SamplingParams(max_tokens=6, beam_width=3, prompt_log_probs=True, context_logits=True)
+    searched = SamplingParams(
+        max_tokens=6, beam_width=3, prompt_log_probs=True, context_logits=True
+    )
     loop.submit(GenerateRequest(1, prompt_of(9, seed=8), SamplingParams(max_tokens=40)))
     loop.submit(GenerateRequest(2, prompt, searched))
     scores = Scores()
@@ -56,13 +64,20 @@ def test_scores_of_a_prompt_are_told_once_with_beams_and_company(folder, setting
 
 def test_what_was_looked_up_is_never_a_row_of_the_table(folder):
     prompt = [5, 6, 7, 8, VOCABULARY + 1, VOCABULARY + 2, 5, 6, 7, 8]
-    requests = [GenerateRequest(1, prompt, SamplingParams(max_tokens=12), prompt_table=table_of(0.1))]
+    requests = [
+        GenerateRequest(1, prompt, SamplingParams(max_tokens=12), prompt_table=table_of(0.1))
+    ]
     assert run_all(engine(folder, lookup_tokens=4), requests) == run_all(engine(folder), requests)
 
 
 def test_a_draft_of_the_tables_rows_is_refused(folder):
-    request = GenerateRequest(1, [VOCABULARY], SamplingParams(max_tokens=4), draft=[VOCABULARY],
-                              prompt_table=table_of(0.1))
+    request = GenerateRequest(
+        1,
+        [VOCABULARY],
+        SamplingParams(max_tokens=4),
+        draft=[VOCABULARY],
+        prompt_table=table_of(0.1),
+    )
     assert f"token id {VOCABULARY} is outside" in run_all(engine(folder), [request]).errors[1]
 
 
@@ -78,9 +93,20 @@ def test_a_long_prompt_is_looked_at_in_parts_and_as_a_whole_in_the_end():
 
 def test_numbers_that_are_not_finite_stay_with_the_request_that_brought_them(folder):
     """Blocks are taken over from it, and its rows stand in the same steps as others'."""
-    poison = [GenerateRequest(90 + i, [VOCABULARY, *prompt_of(30 + i)], SamplingParams(max_tokens=3),
-                              prompt_table=table_of(math.nan), cache_salt=f"{i}") for i in range(3)]
-    others = [GenerateRequest(i, prompt_of(3 + 5 * i, seed=i), SamplingParams(max_tokens=20)) for i in range(4)]
+    poison = [
+        GenerateRequest(
+            90 + i,
+            [VOCABULARY, *prompt_of(30 + i)],
+            SamplingParams(max_tokens=3),
+            prompt_table=table_of(math.nan),
+            cache_salt=f"{i}",
+        )
+        for i in range(3)
+    ]
+    others = [
+        GenerateRequest(i, prompt_of(3 + 5 * i, seed=i), SamplingParams(max_tokens=20))
+        for i in range(4)
+    ]
     settings = {"block_tokens": 8, "cache_tokens": 256, "reuse": False, "max_rows": 8}
     expected = run_all(engine(folder, **settings), others)
     loop = engine(folder, **settings)
@@ -93,8 +119,9 @@ def test_numbers_that_are_not_finite_stay_with_the_request_that_brought_them(fol
 @pytest.mark.parametrize("more", [{}, {"top_k": 5}, {"top_p": 0.9}])
 def test_next_to_no_temperature_is_none(folder, more):
     prompts = [prompt_of(9, seed) for seed in range(3)]
-    assert generate(engine(folder), prompts, temperature=1e-40, seed=3, max_tokens=8, **more) == generate(
-        engine(folder), prompts, max_tokens=8)
+    assert generate(
+        engine(folder), prompts, temperature=1e-40, seed=3, max_tokens=8, **more
+    ) == generate(engine(folder), prompts, max_tokens=8)
 
 
 def test_a_deadline_passes_while_a_constraint_is_made(folder):

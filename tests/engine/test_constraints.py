@@ -1,4 +1,6 @@
-"""Rows whose next token depends on the last: however they are run, each mask is that of the tokens before it."""
+"""Rows whose next token depends on the last: however they are run, each mask is that of the tokens
+before it.
+"""
 
 import pytest
 from run_engine import engine
@@ -42,7 +44,12 @@ WAYS = {
     "alone": {"max_rows": 1},
     "together": {},
     "in steps of 9 tokens": {"step_tokens": 9},
-    "preempted": {"policy": "max_utilization", "cache_tokens": 96, "block_tokens": 4, "max_rows": 8},
+    "preempted": {
+        "policy": "max_utilization",
+        "cache_tokens": 96,
+        "block_tokens": 4,
+        "max_rows": 8,
+    },
 }
 
 
@@ -54,11 +61,15 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("way", WAYS)
 def test_masks_hold_at_every_token_and_change_nobody_elses(folder, way, depth):
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=8)
-    expected = run(engine(folder), [GenerateRequest(i, p, sampling) for i, p in enumerate(prompts())]).tokens
+    expected = run(
+        engine(folder), [GenerateRequest(i, p, sampling) for i, p in enumerate(prompts())]
+    ).tokens
     loop = engine(folder, **WAYS[way])
     loop.depth = depth
     for index, prompt in enumerate(prompts()):
-        loop.scheduler.add(GenerateRequest(index, prompt, sampling), Rising() if index % 2 else None)
+        loop.scheduler.add(
+            GenerateRequest(index, prompt, sampling), Rising() if index % 2 else None
+        )
     told = run(loop, [])
     if way == "preempted":
         assert loop.stats().preemptions > 0
@@ -101,7 +112,10 @@ def test_a_request_is_refused_where_no_constraint_can_be_made(folder):
     loop = engine(folder)
     loop.constraints = Constraints()  # knows no tokenizer
     guided = SamplingParams(max_tokens=3, guide=Guide("json", ""))
-    told = run(loop, [GenerateRequest(1, [4], guided), GenerateRequest(2, [4], SamplingParams(max_tokens=3))])
+    told = run(
+        loop,
+        [GenerateRequest(1, [4], guided), GenerateRequest(2, [4], SamplingParams(max_tokens=3))],
+    )
     assert "knows no texts of its tokens" in told.errors[1]
     assert told.reasons == {1: "error", 2: "length"}
 
@@ -132,17 +146,26 @@ def test_arrivals_and_cancels_of_every_kind_leave_nothing(folder):
     chance = random.Random(5)
     table = PromptTable(VOCABULARY, 4, np.ones((4, 64), np.float32).tobytes())
     kinds = [
-        {}, {"no_repeat_ngram": 2}, {"context_logits": True, "generation_logits": True}, {"prompt_log_probs": True},
-        {"temperature": 1.0, "top_p": 0.9, "top_p_decay": 0.9}, {"top_log_probs": 3, "timing": True},
-    ]  # fmt: skip
+        {},
+        {"no_repeat_ngram": 2},
+        {"context_logits": True, "generation_logits": True},
+        {"prompt_log_probs": True},
+        {"temperature": 1.0, "top_p": 0.9, "top_p_decay": 0.9},
+        {"top_log_probs": 3, "timing": True},
+    ]
     loop = engine(folder, cache_tokens=1024, policy="max_utilization", block_tokens=8, max_rows=12)
     live: list[int] = []
     for request_id in range(500):
         sampling = SamplingParams(max_tokens=chance.randrange(1, 30), **chance.choice(kinds))
         tuned = chance.random() < 0.2
         prompt = [chance.randrange(VOCABULARY + 4 * tuned) for _ in range(chance.randrange(1, 40))]
-        request = GenerateRequest(request_id, prompt, sampling, prompt_table=table if tuned else None,
-                                  cache_salt="tuned" if tuned else "")
+        request = GenerateRequest(
+            request_id,
+            prompt,
+            sampling,
+            prompt_table=table if tuned else None,
+            cache_salt="tuned" if tuned else "",
+        )
         loop.scheduler.add(request, Rising() if chance.random() < 0.3 else None)
         live.append(request_id)
         while len(live) > 10:

@@ -1,4 +1,6 @@
-"""Requests start when others will have ended by the time they need the room; nobody is ever put off for it."""
+"""Requests start when others will have ended by the time they need the room; nobody is ever put off
+for it.
+"""
 
 import random
 
@@ -32,15 +34,20 @@ def serve(requests, blocks, rows=32, step_tokens=64, depth=2, cancel=None):
 def requests_of(sizes, ends=False, priorities=(0,)):
     """sizes: of prompt and output. Without `ends` every answer has its full length."""
     end_ids = (3,) if ends else ()
-    return [GenerateRequest(number, [1 + (number + place) % 40 for place in range(prompt)],
-                            SamplingParams(max_tokens=output, end_ids=end_ids),
-                            priority=priorities[number % len(priorities)])
-            for number, (prompt, output) in enumerate(sizes)]
+    return [
+        GenerateRequest(
+            number,
+            [1 + (number + place) % 40 for place in range(prompt)],
+            SamplingParams(max_tokens=output, end_ids=end_ids),
+            priority=priorities[number % len(priorities)],
+        )
+        for number, (prompt, output) in enumerate(sizes)
+    ]
 
 
 def test_a_short_request_ends_before_the_long_one_needs_its_room():
-    # Each alone may come to 15 + 5 blocks: together 20, of which there are 18. Yet when the long one has grown to more
-    # than 13, the short one is gone.
+    # Each alone may come to 15 + 5 blocks: together 20, of which there are 18. Yet when the long
+    # one has grown to more than 13, the short one is gone.
     sizes = [(8, 53), (8, 13)]
     answers, steps, most = serve(requests_of(sizes), blocks=18)
     assert most == 2
@@ -76,8 +83,14 @@ def test_nobody_is_put_off_whatever_comes(seed):
             gone.add(number)
             scheduler.cancel(number)
 
-    answers, _, _ = serve(requests, blocks, rows=chance.choice([4, 32]), step_tokens=chance.choice([32, 64]),
-                          depth=chance.choice([1, 2]), cancel=cancel)
+    answers, _, _ = serve(
+        requests,
+        blocks,
+        rows=chance.choice([4, 32]),
+        step_tokens=chance.choice([32, 64]),
+        depth=chance.choice([1, 2]),
+        cancel=cancel,
+    )
     for number, request in enumerate(requests):
         if number not in gone and request.sampling.end_ids:
             assert answers[number] == expected_answer(request.prompt, request.sampling.max_tokens)
@@ -86,9 +99,11 @@ def test_nobody_is_put_off_whatever_comes(seed):
 
 
 def test_guesses_take_nobodys_place_in_a_step(monkeypatch):
-    # Two that guess stand before two that decode. Steps have a token for each and no more: guesses would keep the last
-    # two waiting, whose end the others count on.
-    monkeypatch.setattr("scheduler_harness.next_token", lambda known: 100 + len(known) if len(known) < 226 else 7)
+    # Two that guess stand before two that decode. Steps have a token for each and no more: guesses
+    # would keep the last two waiting, whose end the others count on.
+    monkeypatch.setattr(
+        "scheduler_harness.next_token", lambda known: 100 + len(known) if len(known) < 226 else 7
+    )
     monkeypatch.setattr(Device, "_compute", lambda *_: None)
     scheduler = Scheduler(BlockPool(3490, 1, reuse=False), 14, 14, 400, 1000, lookup_tokens=1)
     harness = Harness(scheduler, 1)
@@ -111,8 +126,11 @@ class Decoding:
 
 def test_the_forecast_is_the_most_that_is_held_at_once():
     forecast = Forecast([Decoding(100, 200)], BLOCK, lambda request: 1000)
-    assert forecast.most(7, None) == 203 // BLOCK + 1 + 7, "the one that decodes, three steps late, and one that stays"
-    # At the short one's end, 13 steps from now, both: 100 + 13 and 50 + 13 tokens. At the long one's, it alone: 203.
+    assert forecast.most(7, None) == 203 // BLOCK + 1 + 7, (
+        "the one that decodes, three steps late, and one that stays"
+    )
+    # At the short one's end, 13 steps from now, both: 100 + 13 and 50 + 13 tokens. At the long
+    # one's, it alone: 203.
     both = max((163 + 13) // BLOCK + 2, 203 // BLOCK + 1)
     assert forecast.most(15, (50, 60)) == both
     forecast.add(15, (50, 60))

@@ -1,4 +1,5 @@
-"""Adapters on a GPU: mixed batches equal merged weights, by graphs or without, and nothing is left behind.
+"""Adapters on a GPU: mixed batches equal merged weights, by graphs or without, and nothing is left
+behind.
 
     pytest -m gpu tests/engine/test_gpu_adapters.py tests/kernels/test_adapter_twins.py
 """
@@ -20,8 +21,11 @@ from slipstream.weights.lora import read_folder
 
 pytestmark = pytest.mark.gpu
 LENGTH = 320
-KINDS = {"attention": {"rank": 8}, "everything": {"rank": 20, "modules": ALL_MODULES},
-         "mlp": {"rank": 3, "modules": ["up_proj", "down_proj"]}}
+KINDS = {
+    "attention": {"rank": 8},
+    "everything": {"rank": 20, "modules": ALL_MODULES},
+    "mlp": {"rank": 3, "modules": ["up_proj", "down_proj"]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,9 @@ def gpu_engine(models, **settings):
     values = {"max_rows": 16, "cache_tokens": 16384, **settings}
     tensors = {name: tensor.clone() for name, tensor in expected_tensors(base).items()}
     settings = EngineSettings(dtype="float32", device="cuda", **values)
-    return create_engine(find_family(config).spec(config), tensors, settings, LENGTH, read_adapter=read_folder)
+    return create_engine(
+        find_family(config).spec(config), tensors, settings, LENGTH, read_adapter=read_folder
+    )
 
 
 def requests(place, names, tokens=40):
@@ -50,8 +56,15 @@ def requests(place, names, tokens=40):
         prompt = [draw.randrange(VOCABULARY) for _ in range(1 + 31 * number % 150)]
         source = AdapterSource(folder=str(place / name)) if name else None
         adapter = 1 + list(KINDS).index(name) if name else 0
-        found.append(GenerateRequest(number, prompt, SamplingParams(max_tokens=tokens), adapter=adapter,
-                                     adapter_source=source))
+        found.append(
+            GenerateRequest(
+                number,
+                prompt,
+                SamplingParams(max_tokens=tokens),
+                adapter=adapter,
+                adapter_source=source,
+            )
+        )
     return found
 
 
@@ -59,17 +72,22 @@ def assert_merged(models, names, asked, answers):
     for name, request in zip(names, asked, strict=True):
         answer = answers[request.request_id]
         choices = greedy_choices(models[1][name], [request.prompt + answer])[0]
-        assert answer == choices[len(request.prompt) - 1 : -1], f"request {request.request_id}, adapter {name!r}"
+        assert answer == choices[len(request.prompt) - 1 : -1], (
+            f"request {request.request_id}, adapter {name!r}"
+        )
 
 
-@pytest.mark.parametrize("way", [{}, {"step_tokens": 48}, {"max_rows": 3}, {"adapter_page_rank": 32}], ids=str)
+@pytest.mark.parametrize(
+    "way", [{}, {"step_tokens": 48}, {"max_rows": 3}, {"adapter_page_rank": 32}], ids=str
+)
 def test_a_mixed_batch_equals_each_adapter_merged(models, way):
     names = ["", "attention", "everything", "mlp"] * 3
     loop = gpu_engine(models, **way)
     asked = requests(models[0], names)
     assert_merged(models, names, asked, run_all(loop, asked))
     assert loop.runner.graphs._adapted, "no step with adapters was captured"
-    assert_merged(models, names[:1], asked[:1], run_all(loop, asked[:1]))  # the base alone, by its own graphs
+    # the base alone, by its own graphs
+    assert_merged(models, names[:1], asked[:1], run_all(loop, asked[:1]))
     again = [names[1], names[3], names[2], names[0]]  # the same graphs serve another mix
     asked = requests(models[0], again)
     assert_merged(models, again, asked, run_all(loop, asked))
@@ -87,15 +105,29 @@ def test_without_graphs_the_answers_are_the_same(models):
 def test_a_cache_of_one_and_cancels_leave_nothing(models):
     place, _ = models
     chance = random.Random(3)
-    loop = gpu_engine(models, cache_tokens=4096, policy="max_utilization", adapter_page_rank=32, adapter_max_rank=32,
-                      adapter_memory_fraction=1e-9, adapter_host_bytes=160_000)
+    loop = gpu_engine(
+        models,
+        cache_tokens=4096,
+        policy="max_utilization",
+        adapter_page_rank=32,
+        adapter_max_rank=32,
+        adapter_memory_fraction=1e-9,
+        adapter_host_bytes=160_000,
+    )
     assert loop.adapters.adapters.total_pages == 1
     live: list[int] = []
     before = 0
     for number in range(3000):
         (request,) = requests(place, [chance.choice(["", *KINDS])], chance.randrange(1, 30))
-        loop.submit(GenerateRequest(number, [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 60))],
-                                    request.sampling, adapter=request.adapter, adapter_source=request.adapter_source))
+        loop.submit(
+            GenerateRequest(
+                number,
+                [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 60))],
+                request.sampling,
+                adapter=request.adapter,
+                adapter_source=request.adapter_source,
+            )
+        )
         live.append(number)
         while len(live) > 20:
             loop.cancel([live.pop(chance.randrange(len(live)))])

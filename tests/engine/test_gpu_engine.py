@@ -1,4 +1,5 @@
-"""The engine on a GPU: the answers of transformers, the same with and without graphs and overlap, nothing left behind.
+"""The engine on a GPU: the answers of transformers, the same with and without graphs and overlap,
+nothing left behind.
 
     pytest -m gpu tests/engine tests/kernels
 """
@@ -26,10 +27,19 @@ FAMILIES = {
     "qwen3": ("qwen3", {}),
     "gpt2": ("gpt2", {}),
     "gemma": ("gemma", {}),
-    "gemma2": ("gemma2", {"attn_implementation": "eager"}),  # other implementations may leave the soft cap out
+    # other implementations may leave the soft cap out
+    "gemma2": ("gemma2", {"attn_implementation": "eager"}),
     "gemma3": ("gemma3", {}),
-    "phi3": ("phi3", {"rope_parameters": {
-        "rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.75}}),
+    "phi3": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_theta": 10000.0,
+                "rope_type": "default",
+                "partial_rotary_factor": 0.75,
+            }
+        },
+    ),
     "opt": ("opt", {}),
     "gptj": ("gptj", {}),
     "gpt_neox": ("gpt_neox", {}),
@@ -49,15 +59,19 @@ def tiny(name):
 def gpu_engine(model, dtype="float32", depth=2, **settings):
     spec, tensors = engine_tensors(model)
     values = {"max_rows": 16, "cache_tokens": 16384, **settings}
-    loop = create_engine(spec, tensors, EngineSettings(dtype=dtype, device="cuda", **values), LENGTH)
+    loop = create_engine(
+        spec, tensors, EngineSettings(dtype=dtype, device="cuda", **values), LENGTH
+    )
     loop.depth = depth
     return loop
 
 
 def prompts(count=6):
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist()
-            for n in (1, 31, 32, 33, 77, 128, 5, 90, 100, 17, 64, 65)[:count]]
+    return [
+        torch.randint(0, VOCABULARY, (n,), generator=generator).tolist()
+        for n in (1, 31, 32, 33, 77, 128, 5, 90, 100, 17, 64, 65)[:count]
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -65,21 +79,36 @@ def test_greedy_tokens_are_those_of_transformers(name):
     model = tiny(name)
     answers = generate(gpu_engine(model), prompts(), max_tokens=128)
     sequences = [prompt + answer for prompt, answer in zip(prompts(), answers, strict=True)]
-    for prompt, answer, chosen in zip(prompts(), answers, greedy_choices(model, sequences), strict=True):
+    for prompt, answer, chosen in zip(
+        prompts(), answers, greedy_choices(model, sequences), strict=True
+    ):
         assert len(answer) == 128
         assert answer == chosen[len(prompt) - 1 : -1]
 
 
-@pytest.mark.parametrize("sampling", [
-    {}, {"temperature": 0.8, "top_k": 20, "seed": 5}, {"temperature": 1.0, "top_p": 0.8, "seed": 9},
-    {"temperature": 1.2, "seed": 3, "repetition_penalty": 1.3, "min_p": 0.05}], ids=["greedy", "k", "p", "free"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.8, "top_k": 20, "seed": 5},
+        {"temperature": 1.0, "top_p": 0.8, "seed": 9},
+        {"temperature": 1.2, "seed": 3, "repetition_penalty": 1.3, "min_p": 0.05},
+    ],
+    ids=["greedy", "k", "p", "free"],
+)
 def test_graphs_overlap_chunks_and_reuse_do_not_show(sampling):
     model = tiny("llama")
     plain = gpu_engine(model, depth=1)
     plain.runner.graphs._graphs.clear()  # every step runs eagerly
     expected = generate(plain, prompts(12), max_tokens=60, **sampling)
-    for way in ({}, {"depth": 1}, {"step_tokens": 48}, {"reuse": False}, {"max_rows": 3},
-                {"policy": "max_utilization", "cache_tokens": 640}):
+    for way in (
+        {},
+        {"depth": 1},
+        {"step_tokens": 48},
+        {"reuse": False},
+        {"max_rows": 3},
+        {"policy": "max_utilization", "cache_tokens": 640},
+    ):
         loop = gpu_engine(model, **way)
         assert generate(loop, prompts(12), max_tokens=60, **sampling) == expected, way
         assert generate(loop, prompts(12), max_tokens=60, **sampling) == expected, f"again, {way}"
@@ -95,7 +124,8 @@ def test_bfloat16_agrees_on_95_percent_of_a_random_models_tokens():
         given = [prompt + answer[:cut] for cut in cuts]
         for cut, (token,) in zip(cuts, generate(loop, given, max_tokens=1), strict=True):
             same, total = same + (token == answer[cut]), total + 1
-    assert same / total >= 0.95, f"{same} of {total}"  # random weights: margins are far smaller than a real model's
+    # random weights: margins are far smaller than a real model's
+    assert same / total >= 0.95, f"{same} of {total}"
 
 
 def test_bfloat16_of_a_single_row_agrees_as_well():
@@ -107,7 +137,8 @@ def test_bfloat16_of_a_single_row_agrees_as_well():
 
 
 def test_bfloat16_read_in_twelve_bits_agrees_as_well(monkeypatch):
-    from slipstream.kernels.gpu import linear as gpu_linear  # where there is no GPU, tests of kernels import it first
+    # where there is no GPU, tests of kernels import it first
+    from slipstream.kernels.gpu import linear as gpu_linear
 
     monkeypatch.setattr(gpu_linear, "_SMALL", 0)
     monkeypatch.setattr(gpu_linear, "_NARROW", 0)
@@ -119,10 +150,18 @@ def test_bfloat16_read_in_twelve_bits_agrees_as_well(monkeypatch):
     assert agreement(loop, model) >= 0.95
 
 
-@pytest.mark.parametrize(("family", "way"), [
-    ("llama", {}), ("llama", {"step_tokens": 48}), ("llama", {"block_tokens": 64, "depth": 1}), ("qwen3", {}),
-    ("llama", {"cache_tokens": 512, "host_cache_bytes": 2**24}),
-    ("gemma2", {"step_tokens": 48}), ("mistral", {"attention_windows": (60,), "sink_tokens": 4})])
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        ("llama", {}),
+        ("llama", {"step_tokens": 48}),
+        ("llama", {"block_tokens": 64, "depth": 1}),
+        ("qwen3", {}),
+        ("llama", {"cache_tokens": 512, "host_cache_bytes": 2**24}),
+        ("gemma2", {"step_tokens": 48}),
+        ("mistral", {"attention_windows": (60,), "sink_tokens": 4}),
+    ],
+)
 def test_keys_and_values_of_twelve_bits_agree_as_well(family, way):
     model = wide(family)
     loop = gpu_engine(model, dtype="bfloat16", **way)
@@ -145,14 +184,30 @@ def wide(family, length=LENGTH):
 
 
 def test_no_kernel_is_compiled_behind_the_start():
-    from slipstream.kernels.gpu import decode_attention, many_tokens, packed_decode, prefill_attention, prefix, rotary
+    from slipstream.kernels.gpu import (
+        decode_attention,
+        many_tokens,
+        packed_decode,
+        prefill_attention,
+        prefix,
+        rotary,
+    )
 
-    kernels = (decode_attention._decode, packed_decode.decode_packed, prefill_attention._prefill, prefix._unpack,
-               rotary._rotate_write, many_tokens._many_tokens)
+    kernels = (
+        decode_attention._decode,
+        packed_decode.decode_packed,
+        prefill_attention._prefill,
+        prefix._unpack,
+        rotary._rotate_write,
+        many_tokens._many_tokens,
+    )
 
     def compiled():
         """Variants of each, by Triton's own count."""
-        return [sum(len(found) for found, *_ in kernel._kernel.device_caches.values()) for kernel in kernels]
+        return [
+            sum(len(found) for found, *_ in kernel._kernel.device_caches.values())
+            for kernel in kernels
+        ]
 
     model = wide("llama", 6000)
     spec, tensors = engine_tensors(model)
@@ -164,12 +219,15 @@ def test_no_kernel_is_compiled_behind_the_start():
     lengths = [5000, 3500, 2500, 1500, *(17 * n % 700 + 1 for n in range(60))]
     asked = [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
     generate(loop, asked, max_tokens=40)
-    generate(loop, [prompt + prompt[:300] for prompt in asked[:3]], max_tokens=4)  # of which much is cached
+    # of which much is cached
+    generate(loop, [prompt + prompt[:300] for prompt in asked[:3]], max_tokens=4)
     assert compiled() == before
 
 
 def agreement(loop, model):
-    """The share of tokens that float32 would have chosen, too, of requests that come one after the other."""
+    """The share of tokens that float32 would have chosen, too, of requests that come one after the
+    other.
+    """
     same = total = 0
     for prompt in prompts():
         (answer,) = generate(loop, [prompt], max_tokens=128)
@@ -187,7 +245,9 @@ def test_ten_thousand_arrivals_and_cancels_leave_nothing():
     live: list[int] = []
     for request_id in range(10_000):
         prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 60))]
-        loop.submit(GenerateRequest(request_id, prompt, SamplingParams(max_tokens=chance.randrange(1, 30))))
+        loop.submit(
+            GenerateRequest(request_id, prompt, SamplingParams(max_tokens=chance.randrange(1, 30)))
+        )
         live.append(request_id)
         while len(live) > 20:
             loop.cancel([live.pop(chance.randrange(len(live)))])
@@ -209,6 +269,11 @@ def test_parameters_that_leave_no_token_fail_that_request_alone():
     everything = tuple((token,) for token in range(VOCABULARY))
     loop = gpu_engine(tiny("llama"))
     prompt = prompts()[3]
-    answers = run_all(loop, [GenerateRequest(1, prompt, SamplingParams(max_tokens=5, bad_words=everything)),
-                             GenerateRequest(2, prompt, SamplingParams(max_tokens=5))])
+    answers = run_all(
+        loop,
+        [
+            GenerateRequest(1, prompt, SamplingParams(max_tokens=5, bad_words=everything)),
+            GenerateRequest(2, prompt, SamplingParams(max_tokens=5)),
+        ],
+    )
     assert answers.reasons == {1: "error", 2: "length"}

@@ -1,4 +1,5 @@
-"""Beams, samples of one prompt, guesses, windows and the host's memory on a GPU: the answers of the CPU engine.
+"""Beams, samples of one prompt, guesses, windows and the host's memory on a GPU: the answers of the
+CPU engine.
 
     pytest -m gpu tests/engine/test_gpu_features.py
 """
@@ -26,42 +27,78 @@ def model():
 def engine_on(device, model, **settings):
     spec, tensors = engine_tensors(model)
     values = {"max_rows": 16, "cache_tokens": 8192, **settings}
-    return create_engine(spec, tensors, EngineSettings(dtype="float32", device=device, **values), LENGTH)
+    return create_engine(
+        spec, tensors, EngineSettings(dtype="float32", device=device, **values), LENGTH
+    )
 
 
 def prompts(count):
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in (1, 31, 32, 33, 77, 128)[:count]]
+    return [
+        torch.randint(0, VOCABULARY, (n,), generator=generator).tolist()
+        for n in (1, 31, 32, 33, 77, 128)[:count]
+    ]
 
 
 def test_beams_are_those_of_the_cpu_beside_other_requests(model):
     requests = []
     for index, prompt in enumerate(prompts(6)):
-        requests.append(GenerateRequest(2 * index, prompt, SamplingParams(
-            max_tokens=24, beam_width=2 + index % 4, length_penalty=0.5 * index, end_ids=(index + 3,),
-            early_stopping=index % 3)))
-        requests.append(GenerateRequest(2 * index + 1, prompt, SamplingParams(max_tokens=30, temperature=1.0, seed=4)))
+        requests.append(
+            GenerateRequest(
+                2 * index,
+                prompt,
+                SamplingParams(
+                    max_tokens=24,
+                    beam_width=2 + index % 4,
+                    length_penalty=0.5 * index,
+                    end_ids=(index + 3,),
+                    early_stopping=index % 3,
+                ),
+            )
+        )
+        requests.append(
+            GenerateRequest(
+                2 * index + 1, prompt, SamplingParams(max_tokens=30, temperature=1.0, seed=4)
+            )
+        )
     expected = run_all(engine_on("cpu", model), requests)
-    for way in ({}, {"step_tokens": 40}, {"block_tokens": 16}, {"overlap": False},
-                {"policy": "max_utilization", "cache_tokens": 1024}):
+    for way in (
+        {},
+        {"step_tokens": 40},
+        {"block_tokens": 16},
+        {"overlap": False},
+        {"policy": "max_utilization", "cache_tokens": 1024},
+    ):
         found = run_all(engine_on("cuda", model, **way), requests)
         assert {r: [b.tokens for b in beams] for r, beams in found.beams.items()} == {
-            r: [b.tokens for b in beams] for r, beams in expected.beams.items()}
+            r: [b.tokens for b in beams] for r, beams in expected.beams.items()
+        }
         assert found == expected
 
 
 def test_samples_of_one_prompt_share_its_blocks(model):
     prompt = prompts(5)[4]
-    requests = [GenerateRequest(i, prompt, SamplingParams(max_tokens=30, temperature=1.0, seed=i),
-                                prompt_of=0 if i else None) for i in range(6)]
-    alone = [run_all(engine_on("cpu", model), [GenerateRequest(i, prompt, requests[i].sampling)])[i] for i in range(6)]
+    requests = [
+        GenerateRequest(
+            i,
+            prompt,
+            SamplingParams(max_tokens=30, temperature=1.0, seed=i),
+            prompt_of=0 if i else None,
+        )
+        for i in range(6)
+    ]
+    alone = [
+        run_all(engine_on("cpu", model), [GenerateRequest(i, prompt, requests[i].sampling)])[i]
+        for i in range(6)
+    ]
     found = run_all(engine_on("cuda", model, reuse=False), requests)
     assert [found[i] for i in range(6)] == alone
     assert found.cached[5] == len(prompt) - 1
 
 
-@pytest.mark.parametrize("sampling", [
-    {}, {"temperature": 0.05, "seed": 3}, {"temperature": 1.0, "top_k": 8, "seed": 2}])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.05, "seed": 3}, {"temperature": 1.0, "top_k": 8, "seed": 2}]
+)
 def test_guessing_changes_nothing_but_the_steps(model, sampling):
     asked = [prompt * 2 for prompt in prompts(5)]
     expected = generate(engine_on("cuda", model), asked, max_tokens=60, **sampling)
@@ -78,13 +115,19 @@ def test_windows_and_sinks_are_those_of_the_cpu(model, windows, sinks):
 
 
 @pytest.mark.parametrize("sinks", [0, 4])
-@pytest.mark.parametrize("way", [{}, {"overlap": False}, {"policy": "max_utilization"}, {"lookup_tokens": 3}])
+@pytest.mark.parametrize(
+    "way", [{}, {"overlap": False}, {"policy": "max_utilization"}, {"lookup_tokens": 3}]
+)
 def test_requests_longer_than_the_pool_run_through_a_window(model, sinks, way):
-    """What the window has passed is others': 224 tokens of cache serve 300 and 188 beside each other."""
+    """What the window has passed is others': 224 tokens of cache serve 300 and 188 beside each
+    other.
+    """
     settings = {"attention_windows": (40,), "sink_tokens": sinks}
     asked = [prompts(6)[5] * 2, prompts(6)[5]]
     expected = generate(engine_on("cpu", model, **settings), asked, max_tokens=60)
-    loop = engine_on("cuda", model, cache_tokens=224, block_tokens=16, step_tokens=48, **settings, **way)
+    loop = engine_on(
+        "cuda", model, cache_tokens=224, block_tokens=16, step_tokens=48, **settings, **way
+    )
     for _ in range(2):
         assert generate(loop, asked, max_tokens=60) == expected
 
@@ -100,12 +143,20 @@ def test_host_memory_keeps_what_the_pool_has_no_room_for(model):
 
 def test_cancels_at_any_moment_leave_every_row_and_block_free(model):
     chance = random.Random(3)
-    loop = engine_on("cuda", model, cache_tokens=2048, policy="max_utilization", lookup_tokens=2,
-                     host_cache_bytes=1 << 20)
+    loop = engine_on(
+        "cuda",
+        model,
+        cache_tokens=2048,
+        policy="max_utilization",
+        lookup_tokens=2,
+        host_cache_bytes=1 << 20,
+    )
     live = []
     for request_id in range(1000):
         prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 80))]
-        sampling = SamplingParams(max_tokens=chance.randrange(1, 30), beam_width=chance.choice([1, 1, 3]))
+        sampling = SamplingParams(
+            max_tokens=chance.randrange(1, 30), beam_width=chance.choice([1, 1, 3])
+        )
         loop.submit(GenerateRequest(request_id, prompt, sampling, prompt_of=request_id - 1))
         live.append(request_id)
         while len(live) > 8:

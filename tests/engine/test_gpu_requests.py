@@ -1,4 +1,6 @@
-"""What requests can ask for, on a GPU: scores, masks and prompt tables, with graphs and two plans in flight."""
+"""What requests can ask for, on a GPU: scores, masks and prompt tables, with graphs and two plans
+in flight.
+"""
 
 import itertools
 
@@ -19,21 +21,29 @@ def reference(model, sequence):
         return model(torch.tensor([sequence])).logits[0].float()
 
 
-@pytest.mark.parametrize("way", [{}, {"step_tokens": 48}, {"policy": "max_utilization", "cache_tokens": 640}],
-                         ids=["whole", "in steps", "preempted"])
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"step_tokens": 48}, {"policy": "max_utilization", "cache_tokens": 640}],
+    ids=["whole", "in steps", "preempted"],
+)
 def test_scores_are_those_of_transformers(way):
     model = tiny("llama")
     asked = SamplingParams(max_tokens=40, temperature=0.9, seed=5, **ALL)
     given = prompts(8)
-    requests = [GenerateRequest(i, p, SamplingParams(max_tokens=40) if i % 3 == 2 else asked)
-                for i, p in enumerate(given)]
+    requests = [
+        GenerateRequest(i, p, SamplingParams(max_tokens=40) if i % 3 == 2 else asked)
+        for i, p in enumerate(given)
+    ]
     told = run(gpu_engine(model, **way), requests)
     for index, scores in told.scores.items():
         prompt, answer = given[index], told.tokens[index]
         expected = reference(model, prompt + answer)
-        torch.testing.assert_close(matrix(scores.context_logits), expected[: len(prompt)], atol=2e-2, rtol=2e-2)
-        torch.testing.assert_close(matrix(scores.generation_logits), expected[len(prompt) - 1 : -1],
-                                   atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(
+            matrix(scores.context_logits), expected[: len(prompt)], atol=2e-2, rtol=2e-2
+        )
+        torch.testing.assert_close(
+            matrix(scores.generation_logits), expected[len(prompt) - 1 : -1], atol=2e-2, rtol=2e-2
+        )
         log_probs = expected.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
         assert np.allclose(scores.prompt_log_probs, log_probs, atol=2e-2)
     alone = run(gpu_engine(model), [GenerateRequest(2, given[2], SamplingParams(max_tokens=40))])
@@ -60,7 +70,9 @@ def test_masks_wait_for_the_token_before_and_leave_others_alone():
     alone = [run(gpu_engine(model), [GenerateRequest(0, p, free)]).tokens[0] for p in given[::2]]
     loop = gpu_engine(model)
     for index, prompt in enumerate(given):
-        loop.scheduler.add(GenerateRequest(index, prompt, free), Alternating() if index % 2 else None)
+        loop.scheduler.add(
+            GenerateRequest(index, prompt, free), Alternating() if index % 2 else None
+        )
     told = run(loop, [])
     for index in range(6):
         if index % 2:
@@ -77,14 +89,27 @@ def test_prompt_tables_and_no_repeats():
     prompt = [5, VOCABULARY + 2, 7, VOCABULARY, 9, VOCABULARY + 1]
     table = PromptTable(VOCABULARY, 3, values.tobytes())
     sampling = SamplingParams(max_tokens=24, no_repeat_ngram=2)
-    told = run(gpu_engine(model), [GenerateRequest(0, prompt, SamplingParams(max_tokens=24), prompt_table=table),
-                                   GenerateRequest(1, [5, 7, 9], sampling)])
+    told = run(
+        gpu_engine(model),
+        [
+            GenerateRequest(0, prompt, SamplingParams(max_tokens=24), prompt_table=table),
+            GenerateRequest(1, [5, 7, 9], sampling),
+        ],
+    )
     with torch.inference_mode():
-        embeddings = model.get_input_embeddings()(torch.tensor([token % VOCABULARY for token in prompt])).clone()
+        embeddings = model.get_input_embeddings()(
+            torch.tensor([token % VOCABULARY for token in prompt])
+        ).clone()
         for position in (1, 3, 5):
             embeddings[position] = torch.from_numpy(values[prompt[position] - VOCABULARY])
-        expected = model.generate(inputs_embeds=embeddings[None], max_new_tokens=24, do_sample=False,
-                                  attention_mask=torch.ones(1, 6), eos_token_id=None, pad_token_id=0)
+        expected = model.generate(
+            inputs_embeds=embeddings[None],
+            max_new_tokens=24,
+            do_sample=False,
+            attention_mask=torch.ones(1, 6),
+            eos_token_id=None,
+            pad_token_id=0,
+        )
     assert told.tokens[0] == expected[0].tolist()
     tokens = [5, 7, 9, *told.tokens[1]]
     assert len(set(itertools.pairwise(tokens))) == len(tokens) - 1

@@ -1,4 +1,6 @@
-"""What the settings of the KV cache do to answers: windows and sinks change them, memory and its tiers do not."""
+"""What the settings of the KV cache do to answers: windows and sinks change them, memory and its
+tiers do not.
+"""
 
 import random
 
@@ -16,7 +18,9 @@ from slipstream.weights.build import build_engine
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     place = tmp_path_factory.mktemp("kv")
-    model = random_model(config_of("llama", max_position_embeddings=256, attn_implementation="eager")).eval()
+    model = random_model(
+        config_of("llama", max_position_embeddings=256, attn_implementation="eager")
+    ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
@@ -27,11 +31,16 @@ def model(tmp_path_factory):
 
 def prompts(count: int, length: int = 60) -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(0, VOCABULARY, (length + 3 * i,), generator=generator).tolist() for i in range(count)]
+    return [
+        torch.randint(0, VOCABULARY, (length + 3 * i,), generator=generator).tolist()
+        for i in range(count)
+    ]
 
 
 def choices_with(model, sequence: list[int], windows: list[int], sinks: int) -> list[int]:
-    """What transformers' model chooses after every prefix, when its layers are shown only what the rule lets them."""
+    """What transformers' model chooses after every prefix, when its layers are shown only what the
+    rule lets them.
+    """
     position = torch.arange(len(sequence))
     layers = model.model.layers
     hooks = []
@@ -39,7 +48,9 @@ def choices_with(model, sequence: list[int], windows: list[int], sinks: int) -> 
         window = windows[index % len(windows)]
         near = position[None, :] > position[:, None] - (window - sinks)
         seen = (near | (position < sinks)[None, :]) & (position[None, :] <= position[:, None])
-        mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)[None, None]
+        mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)[
+            None, None
+        ]
 
         def show(module, args, kwargs, mask=mask):
             return args, {**kwargs, "attention_mask": mask}
@@ -58,7 +69,11 @@ def test_a_window_hides_all_but_the_last_tokens_and_the_sinks(model, windows, si
     reference, folder = model
     asked = prompts(3)
     for more in ({}, {"step_tokens": 13, "block_tokens": 8}):
-        answers = generate(engine(folder, attention_windows=windows, sink_tokens=sinks, **more), asked, max_tokens=24)
+        answers = generate(
+            engine(folder, attention_windows=windows, sink_tokens=sinks, **more),
+            asked,
+            max_tokens=24,
+        )
         for prompt, answer in zip(asked, answers, strict=True):
             expected = choices_with(reference, prompt + answer, windows, sinks)
             assert answer == expected[len(prompt) - 1 : -1]
@@ -67,18 +82,31 @@ def test_a_window_hides_all_but_the_last_tokens_and_the_sinks(model, windows, si
 
 
 @pytest.mark.parametrize(("windows", "sinks"), [([16], 0), ([24], 4)])
-@pytest.mark.parametrize("more", [{}, {"policy": "max_utilization"}, {"lookup_tokens": 3},
-                                  {"host_cache_bytes": 1 << 18}])
+@pytest.mark.parametrize(
+    "more", [{}, {"policy": "max_utilization"}, {"lookup_tokens": 3}, {"host_cache_bytes": 1 << 18}]
+)
 def test_requests_longer_than_the_pool_run_through_a_window(model, windows, sinks, more):
-    """What a window has passed is let go of: 150 tokens of cache serve requests of 230 beside each other."""
+    """What a window has passed is let go of: 150 tokens of cache serve requests of 230 beside each
+    other.
+    """
     reference, folder = model
-    loop = engine(folder, attention_windows=windows, sink_tokens=sinks, cache_tokens=150, block_tokens=8,
-                  step_tokens=24, **more)
+    loop = engine(
+        folder,
+        attention_windows=windows,
+        sink_tokens=sinks,
+        cache_tokens=150,
+        block_tokens=8,
+        step_tokens=24,
+        **more,
+    )
     asked = [*prompts(2, length=190), prompts(1)[0]]
     for group in (asked, asked[:1], asked[:1]):
         answers = generate(loop, group, max_tokens=35)
         for prompt, answer in zip(group, answers, strict=True):
-            assert answer == choices_with(reference, prompt + answer, windows, sinks)[len(prompt) - 1 : -1]
+            assert (
+                answer
+                == choices_with(reference, prompt + answer, windows, sinks)[len(prompt) - 1 : -1]
+            )
     # The last time from the end of what was computed before; the beginning is long gone.
     assert loop.stats().cached_prompt_tokens >= 184
 
@@ -86,7 +114,10 @@ def test_requests_longer_than_the_pool_run_through_a_window(model, windows, sink
 def test_a_window_wider_than_the_pool_does_not_make_a_request_fit(model):
     loop = engine(model[1], attention_windows=[200], cache_tokens=150, block_tokens=8)
     answers = run_all(loop, [GenerateRequest(1, prompts(1)[0] * 3, SamplingParams(max_tokens=40))])
-    assert answers.errors[1] == "prompt (180 tokens) and max_tokens (40) exceed the KV cache, 144 tokens"
+    assert (
+        answers.errors[1]
+        == "prompt (180 tokens) and max_tokens (40) exceed the KV cache, 144 tokens"
+    )
 
 
 def test_layers_that_see_everything_keep_every_block(model):
@@ -110,7 +141,9 @@ def test_host_memory_keeps_what_the_pool_has_no_room_for(model):
     plain = [generate(engine(folder), [prompt], max_tokens=10)[0] for prompt in asked]
     cached = {}
     for host_bytes in (0, 1 << 20):
-        loop = engine(folder, cache_tokens=128, block_tokens=8, max_rows=1, host_cache_bytes=host_bytes)
+        loop = engine(
+            folder, cache_tokens=128, block_tokens=8, max_rows=1, host_cache_bytes=host_bytes
+        )
         for _ in range(2):
             for prompt, answer in zip(asked, plain, strict=True):
                 assert generate(loop, [prompt], max_tokens=10) == [answer]
@@ -126,7 +159,9 @@ def test_host_memory_in_pieces_keeps_the_same(model, monkeypatch):
     loop = engine(folder, cache_tokens=128, block_tokens=8, max_rows=1, host_cache_bytes=1 << 20)
     assert len(loop.runner.host._pieces) > 3
     assert 0.9 * (1 << 20) < loop.runner.host.nbytes <= 1 << 20
-    first, second = ([generate(loop, [prompt], max_tokens=10) for prompt in asked] for _ in range(2))
+    first, second = (
+        [generate(loop, [prompt], max_tokens=10) for prompt in asked] for _ in range(2)
+    )
     assert first == [generate(engine(folder), [prompt], max_tokens=10) for prompt in asked]
     assert second == first
     assert loop.stats().cached_prompt_tokens == sum((len(prompt) - 1) // 8 * 8 for prompt in asked)
@@ -135,14 +170,26 @@ def test_host_memory_in_pieces_keeps_the_same(model, monkeypatch):
 def storm(folder, cancels: int, seed: int, **more) -> None:
     """Sampled, searching, many-answered and guessing requests, cancelled at any moment."""
     chance = random.Random(seed)
-    loop = engine(folder, cache_tokens=1024, block_tokens=8, max_rows=8, policy="max_utilization", lookup_tokens=2,
-                  host_cache_bytes=1 << 19, **more)
+    loop = engine(
+        folder,
+        cache_tokens=1024,
+        block_tokens=8,
+        max_rows=8,
+        policy="max_utilization",
+        lookup_tokens=2,
+        host_cache_bytes=1 << 19,
+        **more,
+    )
     count, live = 0, []
     for request_id in range(1, cancels + 1):
         prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 40))]
         kind, length = request_id % 4, chance.randrange(1, 24)
-        sampling = SamplingParams(max_tokens=length, temperature=float(kind % 2), seed=request_id,
-                                  beam_width=chance.randrange(2, 5) if kind == 0 else 1)
+        sampling = SamplingParams(
+            max_tokens=length,
+            temperature=float(kind % 2),
+            seed=request_id,
+            beam_width=chance.randrange(2, 5) if kind == 0 else 1,
+        )
         draft = [chance.randrange(VOCABULARY) for _ in range(3)] if kind == 3 else []
         loop.submit(GenerateRequest(request_id, prompt, sampling, draft=draft))
         live.append(request_id)

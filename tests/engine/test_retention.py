@@ -1,4 +1,6 @@
-"""Cached blocks that requests want kept, or gone first: in the pool, through the scheduler and through an engine."""
+"""Cached blocks that requests want kept, or gone first: in the pool, through the scheduler and
+through an engine.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -9,11 +11,18 @@ from slipstream.engine.blocks import BlockPool
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.retention import USUAL_PRIORITY, IdleBlocks, Keep, KeptRange, Retention
 
-keeps = st.one_of(st.none(), st.builds(Keep, st.integers(0, 100), st.one_of(st.none(), st.integers(0, 5000))))
-events = st.lists(st.one_of(
-    st.tuples(st.just("add"), st.integers(1, 12), keeps), st.tuples(st.just("remove"), st.integers(1, 12)),
-    st.tuples(st.just("pop")), st.tuples(st.just("wait"), st.floats(0.0, 4.0)),
-), max_size=60)  # fmt: skip
+keeps = st.one_of(
+    st.none(), st.builds(Keep, st.integers(0, 100), st.one_of(st.none(), st.integers(0, 5000)))
+)
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 12), keeps),
+        st.tuples(st.just("remove"), st.integers(1, 12)),
+        st.tuples(st.just("pop")),
+        st.tuples(st.just("wait"), st.floats(0.0, 4.0)),
+    ),
+    max_size=60,
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -21,13 +30,16 @@ events = st.lists(st.one_of(
 def test_the_cheapest_goes_first_and_of_equals_the_oldest(story):
     now = [0.0]
     idle = IdleBlocks(clock=lambda: now[0])
-    model: list[tuple[int, int, float | None]] = []  # (block, priority, until), in the order they came to that priority
+    # (block, priority, until), in the order they came to that priority
+    model: list[tuple[int, int, float | None]] = []
     for event in story:
         if event[0] == "add" and event[1] not in [block for block, _, _ in model]:
             keep = event[2]
             idle.add(event[1], keep)
             usual = keep is None or keep.priority == USUAL_PRIORITY
-            until = None if usual or keep.milliseconds is None else now[0] + keep.milliseconds / 1000
+            until = (
+                None if usual or keep.milliseconds is None else now[0] + keep.milliseconds / 1000
+            )
             model.append((event[1], USUAL_PRIORITY if usual else keep.priority, until))
         elif event[0] == "remove" and event[1] in [block for block, _, _ in model]:
             idle.remove(event[1])
@@ -35,8 +47,10 @@ def test_the_cheapest_goes_first_and_of_equals_the_oldest(story):
         elif event[0] == "wait":
             now[0] += event[1]
         elif event[0] == "pop" and model:
-            over = sorted((entry for entry in model if entry[2] is not None and entry[2] <= now[0]),
-                          key=lambda entry: (entry[2], entry[0]))
+            over = sorted(
+                (entry for entry in model if entry[2] is not None and entry[2] <= now[0]),
+                key=lambda entry: (entry[2], entry[0]),
+            )
             model = [entry for entry in model if entry not in over]
             model += [(block, USUAL_PRIORITY, None) for block, _, _ in over]
             expected = min(model, key=lambda entry: entry[1])
@@ -48,17 +62,29 @@ def test_the_cheapest_goes_first_and_of_equals_the_oldest(story):
 
 
 def test_a_range_is_found_by_the_first_token_of_a_block():
-    retention = Retention((KeptRange(0, 8, Keep(90)), KeptRange(6, None, Keep(10, 500))), answer=Keep(1))
+    retention = Retention(
+        (KeptRange(0, 8, Keep(90)), KeptRange(6, None, Keep(10, 500))), answer=Keep(1)
+    )
     assert [retention.of_block(first, 16) for first in (0, 4, 8, 12, 16, 20)] == [
-        Keep(90), Keep(90), Keep(10, 500), Keep(10, 500), Keep(1), Keep(1)]
+        Keep(90),
+        Keep(90),
+        Keep(10, 500),
+        Keep(10, 500),
+        Keep(1),
+        Keep(1),
+    ]
     assert Retention((KeptRange(4, 8, Keep(90)),)).of_block(0, 16) is None
     assert Retention().of_block(16, 16) is None
 
 
-def leave(harness: Harness, request_id: int, prompt: list[int], retention: Retention | None = None) -> int:
+def leave(
+    harness: Harness, request_id: int, prompt: list[int], retention: Retention | None = None
+) -> int:
     """Run a request; how many of its prompt's tokens were cached."""
     before = harness.scheduler.stats().cached_prompt_tokens
-    harness.scheduler.add(GenerateRequest(request_id, prompt, SamplingParams(max_tokens=1), retention=retention))
+    harness.scheduler.add(
+        GenerateRequest(request_id, prompt, SamplingParams(max_tokens=1), retention=retention)
+    )
     harness.run_dry()
     return harness.scheduler.stats().cached_prompt_tokens - before
 

@@ -1,4 +1,6 @@
-"""The same request gives the same tokens however it is run: alone or in company, cut, cached, preempted."""
+"""The same request gives the same tokens however it is run: alone or in company, cut, cached,
+preempted.
+"""
 
 import itertools
 import math
@@ -22,7 +24,10 @@ def folder(tmp_path_factory):
 def some_prompts(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(11)
     shared = torch.randint(0, VOCABULARY, (40,), generator=generator).tolist()
-    return [shared + torch.randint(0, VOCABULARY, (1 + 3 * i,), generator=generator).tolist() for i in range(count)]
+    return [
+        shared + torch.randint(0, VOCABULARY, (1 + 3 * i,), generator=generator).tolist()
+        for i in range(count)
+    ]
 
 
 WAYS = {
@@ -31,23 +36,42 @@ WAYS = {
     "without reuse": {"reuse": False},
     "one at a time": {"max_rows": 1},
     "small blocks": {"block_tokens": 4},
-    "preempted": {"policy": "max_utilization", "cache_tokens": 320, "block_tokens": 16, "max_rows": 8},
+    "preempted": {
+        "policy": "max_utilization",
+        "cache_tokens": 320,
+        "block_tokens": 16,
+        "max_rows": 8,
+    },
     "one thread": {"threads": 1},
 }
 
 
 SAMPLING = {
     "greedy": {"max_tokens": 24},
-    "top-k": {"max_tokens": 24, "temperature": 0.8, "top_k": 20, "seed": 5, "repetition_penalty": 1.2},
-    "top-p": {"max_tokens": 24, "temperature": 1.0, "top_p": 0.8, "seed": 2**63 + 1, "frequency_penalty": 0.5},
+    "top-k": {
+        "max_tokens": 24,
+        "temperature": 0.8,
+        "top_k": 20,
+        "seed": 5,
+        "repetition_penalty": 1.2,
+    },
+    "top-p": {
+        "max_tokens": 24,
+        "temperature": 1.0,
+        "top_p": 0.8,
+        "seed": 2**63 + 1,
+        "frequency_penalty": 0.5,
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def alone(folder):
     """What the first four prompts are answered with when each has an engine to itself."""
-    return {name: [generate(engine(folder), [prompt], **sampling)[0] for prompt in some_prompts(12)[:4]]
-            for name, sampling in SAMPLING.items()}
+    return {
+        name: [generate(engine(folder), [prompt], **sampling)[0] for prompt in some_prompts(12)[:4]]
+        for name, sampling in SAMPLING.items()
+    }
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -76,23 +100,37 @@ def test_log_probs_are_those_of_log_softmax(folder, tmp_path):
     from run_engine import all_logits
 
     prompt = some_prompts(1)[0]
-    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=3, log_probs=True, top_log_probs=4)
-    answers = run_all(engine(folder), [GenerateRequest(1, prompt, sampling),
-                                       GenerateRequest(2, prompt, SamplingParams(max_tokens=12))])
-    reference = all_logits(folder, torch.float32, [prompt + answers[1]])[0].log_softmax(-1)[len(prompt) - 1 : -1]
+    sampling = SamplingParams(
+        max_tokens=12, temperature=1.0, seed=3, log_probs=True, top_log_probs=4
+    )
+    answers = run_all(
+        engine(folder),
+        [
+            GenerateRequest(1, prompt, sampling),
+            GenerateRequest(2, prompt, SamplingParams(max_tokens=12)),
+        ],
+    )
+    reference = all_logits(folder, torch.float32, [prompt + answers[1]])[0].log_softmax(-1)[
+        len(prompt) - 1 : -1
+    ]
     for index, token in enumerate(answers[1]):
         assert math.isclose(answers.log_probs[1][index], reference[index, token], abs_tol=1e-4)
         values, ids = reference[index].topk(4)
         told = answers.top_log_probs[1][index]
         assert [token for token, _ in told] == ids.tolist()
-        assert all(math.isclose(a, b, abs_tol=1e-4) for (_, a), b in zip(told, values.tolist(), strict=True))
+        assert all(
+            math.isclose(a, b, abs_tol=1e-4)
+            for (_, a), b in zip(told, values.tolist(), strict=True)
+        )
     assert 2 not in answers.top_log_probs
 
 
 def test_a_seed_fixes_the_draw_and_another_changes_it(folder):
     loop = engine(folder)
     prompt = some_prompts(1)[0]
-    first, second, other = (generate(loop, [prompt], max_tokens=30, temperature=1.5, seed=s)[0] for s in (1, 1, 2))
+    first, second, other = (
+        generate(loop, [prompt], max_tokens=30, temperature=1.5, seed=s)[0] for s in (1, 1, 2)
+    )
     assert first == second
     assert first != other
 
@@ -101,12 +139,17 @@ def test_parameters_do_what_they_say(folder):
     loop = engine(folder)
     prompt = some_prompts(1)[0]
     plain = generate(loop, [prompt], max_tokens=20)[0]
-    assert generate(loop, [prompt], max_tokens=20, end_ids=(plain[4],))[0] == plain[: plain.index(plain[4])]
+    assert (
+        generate(loop, [prompt], max_tokens=20, end_ids=(plain[4],))[0]
+        == plain[: plain.index(plain[4])]
+    )
     longer = generate(loop, [prompt], max_tokens=20, end_ids=(plain[4],), min_tokens=10)[0]
     assert len(longer) >= 10
     assert plain[4] not in longer[:10]
     assert generate(loop, [prompt], max_tokens=3, logit_bias=((7, 1000.0),))[0] == [7, 7, 7]
-    banned = generate(loop, [prompt], max_tokens=20, bad_words=((plain[0],), (plain[1], plain[2])))[0]
+    banned = generate(loop, [prompt], max_tokens=20, bad_words=((plain[0],), (plain[1], plain[2])))[
+        0
+    ]
     assert plain[0] not in banned
     assert (plain[1], plain[2]) not in itertools.pairwise(banned)
     # A word's earlier tokens may lie in the prompt.
@@ -122,8 +165,13 @@ def test_parameters_that_leave_no_token_fail_that_request_alone(folder):
     everything = tuple((token,) for token in range(VOCABULARY))
     prompt = some_prompts(1)[0]
     loop = engine(folder)
-    answers = run_all(loop, [GenerateRequest(1, prompt, SamplingParams(max_tokens=5, bad_words=everything)),
-                             GenerateRequest(2, prompt, SamplingParams(max_tokens=5))])
+    answers = run_all(
+        loop,
+        [
+            GenerateRequest(1, prompt, SamplingParams(max_tokens=5, bad_words=everything)),
+            GenerateRequest(2, prompt, SamplingParams(max_tokens=5)),
+        ],
+    )
     assert answers.reasons == {1: "error", 2: "length"}
     assert "no token" in answers.errors[1]
     assert answers[2] == generate(engine(folder), [prompt], max_tokens=5)[0]
@@ -137,7 +185,9 @@ def test_two_thousand_random_arrivals_and_cancels_leave_nothing(folder):
     live: list[int] = []
     for request_id in range(2000):
         prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 60))]
-        loop.submit(GenerateRequest(request_id, prompt, SamplingParams(max_tokens=chance.randrange(1, 30))))
+        loop.submit(
+            GenerateRequest(request_id, prompt, SamplingParams(max_tokens=chance.randrange(1, 30)))
+        )
         live.append(request_id)
         while len(live) > 8:
             loop.cancel([live.pop(chance.randrange(len(live)))])

@@ -1,4 +1,6 @@
-"""Properties of the scheduler and the block pool, on plain Python objects: no model, milliseconds a run."""
+"""Properties of the scheduler and the block pool, on plain Python objects: no model, milliseconds a
+run.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -16,14 +18,23 @@ events = st.lists(
         st.tuples(st.just("cancel"), st.integers(0, 30)),
         st.tuples(st.just("turn"), st.integers(1, 6)),
     ),
-    min_size=5, max_size=60,
+    min_size=5,
+    max_size=60,
 )
 
 
 @settings(max_examples=300, deadline=None)
-@given(events, st.sampled_from(["guaranteed_no_evict", "max_utilization"]), st.booleans(), st.booleans(),
-       st.integers(1, 2), st.integers(17, 30))
-def test_any_traffic_is_answered_right_and_every_block_returns(story, policy, reuse, chunked, depth, blocks):
+@given(
+    events,
+    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 2),
+    st.integers(17, 30),
+)
+def test_any_traffic_is_answered_right_and_every_block_returns(
+    story, policy, reuse, chunked, depth, blocks
+):
     scheduler = make_scheduler(blocks=blocks, policy=policy, reuse=reuse, chunked=chunked)
     harness = Harness(scheduler, depth)
     asked: dict[int, tuple[list[int], int]] = {}
@@ -51,7 +62,9 @@ def test_any_traffic_is_answered_right_and_every_block_returns(story, policy, re
             assert told == answer[: len(told)]
         else:
             assert told == answer
-            assert harness.reasons[request_id] == ("length" if len(answer) == max_tokens else "stop")
+            assert harness.reasons[request_id] == (
+                "length" if len(answer) == max_tokens else "stop"
+            )
     stats = scheduler.stats()
     assert stats.free_blocks == blocks
     assert (stats.running, stats.waiting) == (0, 0)
@@ -62,7 +75,9 @@ def test_running_out_of_blocks_preempts_only_under_max_utilization():
     for policy, preempts in (("guaranteed_no_evict", False), ("max_utilization", True)):
         harness = Harness(make_scheduler(blocks=10, policy=policy), depth=1)
         for request_id in range(4):
-            harness.scheduler.add(GenerateRequest(request_id, [1, request_id] * 3, SamplingParams(max_tokens=25)))
+            harness.scheduler.add(
+                GenerateRequest(request_id, [1, request_id] * 3, SamplingParams(max_tokens=25))
+            )
         harness.run_dry()
         assert (harness.scheduler.stats().preemptions > 0) is preempts
         assert [len(harness.answers[r]) for r in range(4)] == [25] * 4
@@ -76,7 +91,9 @@ def test_a_long_prompt_is_spread_over_steps_beside_a_running_request():
     scheduler.add(GenerateRequest(1, list(range(4, 24)), SamplingParams(max_tokens=1)))
     plan = scheduler.plan()
     assert plan is not None
-    assert plan.counts == [1, 7], "the running request keeps its token, the prompt takes what is left"
+    assert plan.counts == [1, 7], (
+        "the running request keeps its token, the prompt takes what is left"
+    )
     assert plan.samples == [True, False]
 
 
@@ -98,7 +115,9 @@ def test_tenants_and_adapters_never_share_blocks(salt, adapter):
     prompt = list(range(4, 17))
     scheduler.add(GenerateRequest(0, prompt, SamplingParams(max_tokens=2)))
     harness.run_dry()
-    scheduler.add(GenerateRequest(1, prompt, SamplingParams(max_tokens=2), cache_salt=salt, adapter=adapter))
+    scheduler.add(
+        GenerateRequest(1, prompt, SamplingParams(max_tokens=2), cache_salt=salt, adapter=adapter)
+    )
     harness.run_dry()
     assert scheduler.stats().cached_prompt_tokens == 0
 
@@ -106,7 +125,9 @@ def test_tenants_and_adapters_never_share_blocks(salt, adapter):
 def test_higher_priority_is_admitted_first_and_equals_keep_their_order():
     scheduler = make_scheduler(rows=1)
     for request_id, priority in enumerate([0, 5, 5, 9]):
-        scheduler.add(GenerateRequest(request_id, [1], SamplingParams(max_tokens=1), priority=priority))
+        scheduler.add(
+            GenerateRequest(request_id, [1], SamplingParams(max_tokens=1), priority=priority)
+        )
     harness = Harness(scheduler, depth=1)
     harness.run_dry()
     assert list(harness.reasons) == [3, 1, 2, 0]
@@ -126,13 +147,16 @@ def test_a_deadline_ends_waiting_and_running_requests():
     assert harness.answers[1] == []
 
 
-@pytest.mark.parametrize(("prompt", "max_tokens", "words"), [
-    ([], 1, "no tokens"),
-    ([1], 0, "max_tokens"),
-    ([1] * 60, 5, "64 tokens"),
-    ([50], 1, "token id 50"),
-    ([-1], 1, "token id -1"),
-])
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "words"),
+    [
+        ([], 1, "no tokens"),
+        ([1], 0, "max_tokens"),
+        ([1] * 60, 5, "64 tokens"),
+        ([50], 1, "token id 50"),
+        ([-1], 1, "token id -1"),
+    ],
+)
 def test_a_request_that_can_never_run_is_answered_at_once(prompt, max_tokens, words):
     scheduler = make_scheduler()
     scheduler.add(GenerateRequest(7, prompt, SamplingParams(max_tokens=max_tokens)))

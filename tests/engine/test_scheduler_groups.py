@@ -1,11 +1,20 @@
-"""Beams, requests of one prompt and guesses, on plain Python objects: who may share which block, and for how long."""
+"""Beams, requests of one prompt and guesses, on plain Python objects: who may share which block,
+and for how long.
+"""
 
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import END, Harness, expected_answer, expected_beams, make_scheduler, next_token
+from scheduler_harness import (
+    END,
+    Harness,
+    expected_answer,
+    expected_beams,
+    make_scheduler,
+    next_token,
+)
 
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.speculation import Drafter, accepted
@@ -55,7 +64,9 @@ class Asked:
             else:
                 answer = expected_answer(request.prompt, request.sampling.max_tokens)
                 assert harness.answers[request_id] == answer
-                assert reason == ("length" if len(answer) == request.sampling.max_tokens else "stop")
+                assert reason == (
+                    "length" if len(answer) == request.sampling.max_tokens else "stop"
+                )
         stats = harness.scheduler.stats()
         assert (stats.free_blocks, stats.running, stats.waiting) == (stats.total_blocks, 0, 0)
 
@@ -69,7 +80,8 @@ events = st.lists(
         st.tuples(st.just("cancel"), st.integers(0, 30)),
         st.tuples(st.just("turn"), st.integers(1, 6)),
     ),
-    min_size=5, max_size=40,
+    min_size=5,
+    max_size=40,
 )
 
 
@@ -78,18 +90,34 @@ def draft_of(prompt: list[int], right: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(right):
         tokens.append(next_token(tokens))
-    return [*tokens[len(prompt):], 1, 1, 1]
+    return [*tokens[len(prompt) :], 1, 1, 1]
 
 
 @settings(max_examples=250, deadline=None)
-@given(events, st.sampled_from(["guaranteed_no_evict", "max_utilization"]), st.booleans(), st.booleans(),
-       st.integers(1, 2), st.integers(24, 40), st.sampled_from([0, 3]), st.sampled_from([0, 1, 5, 30]),
-       st.sampled_from([None, None, Window(1), Window(6), Window(9, sinks=2), Window(14, sinks=5)]))
+@given(
+    events,
+    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 2),
+    st.integers(24, 40),
+    st.sampled_from([0, 3]),
+    st.sampled_from([0, 1, 5, 30]),
+    st.sampled_from([None, None, Window(1), Window(6), Window(9, sinks=2), Window(14, sinks=5)]),
+)
 def test_any_mix_of_beams_samples_and_guesses_is_answered_right(
     story, policy, reuse, chunked, depth, blocks, lookup_tokens, host_slots, window
 ):
-    scheduler = make_scheduler(blocks=blocks, rows=6, policy=policy, reuse=reuse, chunked=chunked,
-                               lookup_tokens=lookup_tokens, host_slots=host_slots, window=window)
+    scheduler = make_scheduler(
+        blocks=blocks,
+        rows=6,
+        policy=policy,
+        reuse=reuse,
+        chunked=chunked,
+        lookup_tokens=lookup_tokens,
+        host_slots=host_slots,
+        window=window,
+    )
     harness = Harness(scheduler, depth)
     asked = Asked(harness)
     for event in story:
@@ -113,8 +141,10 @@ def test_any_mix_of_beams_samples_and_guesses_is_answered_right(
 
 def storm(cancels: int, seed: int) -> None:
     chance = random.Random(seed)
-    harness = Harness(make_scheduler(blocks=60, rows=8, policy="max_utilization", lookup_tokens=2, host_slots=9),
-                      depth=2)
+    harness = Harness(
+        make_scheduler(blocks=60, rows=8, policy="max_utilization", lookup_tokens=2, host_slots=9),
+        depth=2,
+    )
     asked = Asked(harness)
     while len(asked.cancelled) < cancels:
         prompt = [chance.randrange(4) for _ in range(chance.randrange(1, 24))]
@@ -128,8 +158,11 @@ def storm(cancels: int, seed: int) -> None:
             asked.add(prompt, plain(length), draft=draft_of(prompt, 2))
         for _ in range(chance.randrange(3)):
             harness.turn()
-        live = [number for number in range(max(0, len(asked.requests) - 60), len(asked.requests))
-                if number not in harness.reasons and number not in asked.cancelled]
+        live = [
+            number
+            for number in range(max(0, len(asked.requests) - 60), len(asked.requests))
+            if number not in harness.reasons and number not in asked.cancelled
+        ]
         for number in chance.sample(live, max(0, len(live) - 10)):
             asked.cancel(number)
     harness.run_dry()
@@ -147,7 +180,9 @@ def test_ten_thousand_cancels_at_random_moments_leave_nothing():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_plan_that_fails_costs_one_request_and_changes_no_other(seed):
-    """The device has taken the plan over and computed nothing of it, as when its memory runs out in the step."""
+    """The device has taken the plan over and computed nothing of it, as when its memory runs out in
+    the step.
+    """
     chance = random.Random(seed)
     harness = Harness(make_scheduler(blocks=60, rows=8, lookup_tokens=2, host_slots=9), depth=1)
     asked = Asked(harness)
@@ -195,8 +230,11 @@ def test_samples_of_one_prompt_compute_it_once_even_without_a_cache():
     while harness.scheduler.has_work():
         plan = harness.scheduler.plan()
         if plan is not None:
-            computed += sum(count for position, count in zip(plan.positions, plan.counts, strict=True)
-                            if position < len(prompt))
+            computed += sum(
+                count
+                for position, count in zip(plan.positions, plan.counts, strict=True)
+                if position < len(prompt)
+            )
             harness.scheduler.commit(plan, harness.device.run(plan))
         harness.collect()
         harness.scheduler.check_integrity()
@@ -208,13 +246,15 @@ def test_samples_of_one_prompt_compute_it_once_even_without_a_cache():
 def test_what_the_pool_forgets_the_host_remembers():
     harness = Harness(make_scheduler(blocks=16, rows=1, host_slots=20), depth=1)
     asked = Asked(harness)
-    long = [[first, *range(4, 39)] for first in (1, 2)]  # nine blocks each: the second pushes out the first
+    # nine blocks each: the second pushes out the first
+    long = [[first, *range(4, 39)] for first in (1, 2)]
     for prompt in (*long, long[0]):
         asked.add(prompt, plain(4))
         harness.run_dry()
     asked.check()
     assert harness.device.loaded > 0
-    assert harness.scheduler.stats().cached_prompt_tokens == 32  # all but the last block, which leaves a token to do
+    # all but the last block, which leaves a token to do
+    assert harness.scheduler.stats().cached_prompt_tokens == 32
 
 
 def test_a_prompt_is_shared_only_by_the_same_tenant_and_adapter():
@@ -275,10 +315,13 @@ def test_given_guesses_are_offered_while_they_hold():
     assert accepted([3], []) == 1
 
 
-@pytest.mark.parametrize(("width", "words"), [
-    (3, "Requested beam width 3 is larger than configured max beam width 2"),
-    (0, "beam width must be at least 1"),
-])
+@pytest.mark.parametrize(
+    ("width", "words"),
+    [
+        (3, "Requested beam width 3 is larger than configured max beam width 2"),
+        (0, "beam width must be at least 1"),
+    ],
+)
 def test_a_width_the_engine_does_not_have_is_refused(width, words):
     scheduler = make_scheduler(max_beam_width=2)
     scheduler.add(GenerateRequest(1, [1], SamplingParams(beam_width=width)))
@@ -289,7 +332,8 @@ def test_a_width_the_engine_does_not_have_is_refused(width, words):
 
 def test_beams_that_can_never_have_their_blocks_are_refused():
     scheduler = make_scheduler(blocks=20)
-    scheduler.add(GenerateRequest(1, [1] * 8, SamplingParams(max_tokens=40, beam_width=2)))  # 2 + 2 × 10 blocks
+    # 2 + 2 × 10 blocks
+    scheduler.add(GenerateRequest(1, [1] * 8, SamplingParams(max_tokens=40, beam_width=2)))
     outputs = scheduler.take_outputs()
     assert outputs is not None
     assert "of 2 beams exceed the KV cache" in outputs.errors[1]

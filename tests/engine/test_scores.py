@@ -1,4 +1,6 @@
-"""Numbers beside the tokens: logits and log-probabilities of prompt and answer, whatever way they are computed."""
+"""Numbers beside the tokens: logits and log-probabilities of prompt and answer, whatever way they
+are computed.
+"""
 
 import math
 
@@ -22,15 +24,23 @@ def folder(tmp_path_factory):
 
 def some_prompts(count: int, length: int = 40) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, VOCABULARY, (length + i,), generator=generator).tolist() for i in range(count)]
+    return [
+        torch.randint(0, VOCABULARY, (length + i,), generator=generator).tolist()
+        for i in range(count)
+    ]
 
 
 WAYS = {
     "one step": {},
     "in steps of 7 tokens": {"step_tokens": 7},
     "a warm cache": {"block_tokens": 8},
-    "preempted": {"policy": "max_utilization", "cache_tokens": 224, "block_tokens": 16, "max_rows": 8,
-                  "step_tokens": 24},
+    "preempted": {
+        "policy": "max_utilization",
+        "cache_tokens": 224,
+        "block_tokens": 16,
+        "max_rows": 8,
+        "step_tokens": 24,
+    },
 }
 
 
@@ -41,14 +51,22 @@ def test_logits_and_prompt_log_probs_are_those_of_the_whole_sequence_at_once(fol
         run(loop, [GenerateRequest(99, prompts[0], SamplingParams(max_tokens=4))])
     asked = SamplingParams(max_tokens=20, temperature=0.9, seed=5, repetition_penalty=1.3, **ALL)
     plain = SamplingParams(max_tokens=20)
-    told = run(loop, [GenerateRequest(i, prompt, plain if i % 3 == 2 else asked) for i, prompt in enumerate(prompts)])
+    told = run(
+        loop,
+        [
+            GenerateRequest(i, prompt, plain if i % 3 == 2 else asked)
+            for i, prompt in enumerate(prompts)
+        ],
+    )
     if way == "preempted":
         assert loop.stats().preemptions > 0
     assert set(told.scores) == {0, 1, 3, 4}
     for index in told.scores:
         prompt, answer, scores = prompts[index], told.tokens[index], told.scores[index]
         expected = all_logits(folder, torch.float32, [prompt + answer])[0]
-        torch.testing.assert_close(matrix(scores.context_logits), expected[: len(prompt)], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            matrix(scores.context_logits), expected[: len(prompt)], atol=1e-3, rtol=1e-3
+        )
         generated = matrix(scores.generation_logits)
         torch.testing.assert_close(generated, expected[len(prompt) - 1 : -1], atol=1e-3, rtol=1e-3)
         log_probs = expected.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
@@ -58,7 +76,10 @@ def test_logits_and_prompt_log_probs_are_those_of_the_whole_sequence_at_once(fol
 def test_scores_change_no_token_of_anybody(folder):
     prompts = some_prompts(4)
     sampling = {"max_tokens": 16, "temperature": 0.7, "seed": 9}
-    alone = [run(engine(folder), [GenerateRequest(0, p, SamplingParams(**sampling))]).tokens[0] for p in prompts]
+    alone = [
+        run(engine(folder), [GenerateRequest(0, p, SamplingParams(**sampling))]).tokens[0]
+        for p in prompts
+    ]
     mixed = [SamplingParams(**sampling, **(ALL if index % 2 else {})) for index in range(4)]
     told = run(engine(folder), [GenerateRequest(i, p, mixed[i]) for i, p in enumerate(prompts)])
     assert [told.tokens[i] for i in range(4)] == alone
@@ -72,12 +93,25 @@ def test_a_prompt_of_one_token_has_logits_and_no_log_probs(folder):
 
 def test_timings_are_told_at_the_end_in_order_with_the_blocks(folder):
     loop, prompt = engine(folder, block_tokens=8), some_prompts(1)[0]
-    first = run(loop, [GenerateRequest(1, prompt, SamplingParams(max_tokens=9, timing=True))]).timings[1]
-    again = run(loop, [GenerateRequest(2, prompt, SamplingParams(max_tokens=9, timing=True)),
-                       GenerateRequest(3, prompt, SamplingParams(max_tokens=9))])
+    first = run(
+        loop, [GenerateRequest(1, prompt, SamplingParams(max_tokens=9, timing=True))]
+    ).timings[1]
+    again = run(
+        loop,
+        [
+            GenerateRequest(2, prompt, SamplingParams(max_tokens=9, timing=True)),
+            GenerateRequest(3, prompt, SamplingParams(max_tokens=9)),
+        ],
+    )
     assert set(again.timings) == {2}
     for timing in (first, again.timings[2]):
-        assert 0 < timing.arrived_ns <= timing.first_scheduled_ns <= timing.first_token_ns < timing.last_token_ns
+        assert (
+            0
+            < timing.arrived_ns
+            <= timing.first_scheduled_ns
+            <= timing.first_token_ns
+            < timing.last_token_ns
+        )
     assert (first.allocated_blocks, first.reused_blocks) == (6, 0)
     assert (again.timings[2].allocated_blocks, again.timings[2].reused_blocks) == (2, 4)
 
@@ -88,7 +122,10 @@ def test_timings_are_told_at_the_end_in_order_with_the_blocks(folder):
 def test_no_run_of_tokens_comes_twice(folder):
     prompt = some_prompts(1)[0]
     for size in (1, 2, 3):
-        told = run(engine(folder), [GenerateRequest(1, prompt, SamplingParams(max_tokens=50, no_repeat_ngram=size))])
+        told = run(
+            engine(folder),
+            [GenerateRequest(1, prompt, SamplingParams(max_tokens=50, no_repeat_ngram=size))],
+        )
         tokens = prompt + told.tokens[1]
         runs = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
         new = runs[len(prompt) - size + 1 :]
@@ -108,7 +145,9 @@ def test_no_repeat_is_what_transformers_means_by_it(folder, size):
         banned = torch.zeros(1, 4)
         last, seen = repeats(tokens, size)
         banned[0, last[seen]] = -math.inf
-        assert torch.equal(banned, NoRepeatNGramLogitsProcessor(size)(tokens[None], torch.zeros(1, 4)))
+        assert torch.equal(
+            banned, NoRepeatNGramLogitsProcessor(size)(tokens[None], torch.zeros(1, 4))
+        )
 
 
 def decayed(first: float, decay: float, least: float, reset: int, answer: list[int]) -> float:
@@ -128,7 +167,9 @@ def test_top_p_shrinks_and_begins_anew(folder):
     cases = [(0.9, 0.5, 0.2, 7), (0.1, 0.9, 0.3, -1), (1.0, 0.8, 1e-6, 3), (0.8, 1.0, 0.5, 7)]
     answers = [[1, 2, 7, 4], [5, 5, 5], [3], [7, 1]]
     for row, ((first, decay, least, reset), answer) in enumerate(zip(cases, answers, strict=True)):
-        sampling = SamplingParams(top_p=first, top_p_decay=decay, top_p_min=least, top_p_reset_id=reset)
+        sampling = SamplingParams(
+            top_p=first, top_p_decay=decay, top_p_min=least, top_p_reset_id=reset
+        )
         prompt = [7, 3, 7][: row + 1]  # a reset in the prompt is none
         plan = StepPlan(step=1, starts=[RowStart(row, prompt + answer, len(prompt), [], sampling)])
         rows.apply(plan)
@@ -143,7 +184,11 @@ def test_a_top_p_that_shrinks_to_nothing_ends_as_the_likeliest_token(folder):
     prompt = some_prompts(1)[0]
     shrinking = SamplingParams(max_tokens=12, temperature=1.0, seed=4, top_p=1.0, top_p_decay=1e-6)
     tokens = run(engine(folder), [GenerateRequest(1, prompt, shrinking)]).tokens[1]
-    likeliest = all_logits(folder, torch.float32, [prompt + tokens])[0].argmax(-1)[len(prompt) - 1 : -1].tolist()
+    likeliest = (
+        all_logits(folder, torch.float32, [prompt + tokens])[0]
+        .argmax(-1)[len(prompt) - 1 : -1]
+        .tolist()
+    )
     assert tokens[1:] == likeliest[1:]
     same = SamplingParams(max_tokens=12, temperature=1.0, seed=4, top_p=1.0)
     assert run(engine(folder), [GenerateRequest(1, prompt, same)]).tokens[1][0] == tokens[0]

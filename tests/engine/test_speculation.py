@@ -1,4 +1,6 @@
-"""Guessing ahead changes nothing but the number of steps: the same tokens, greedy or drawn, on a real engine."""
+"""Guessing ahead changes nothing but the number of steps: the same tokens, greedy or drawn, on a
+real engine.
+"""
 
 import math
 
@@ -21,24 +23,46 @@ def folder(tmp_path_factory):
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     phrase = torch.randint(0, VOCABULARY, (12,), generator=generator).tolist()
-    return [phrase * 3, phrase * 2 + [5, 6], torch.randint(0, VOCABULARY, (40,), generator=generator).tolist()]
+    return [
+        phrase * 3,
+        phrase * 2 + [5, 6],
+        torch.randint(0, VOCABULARY, (40,), generator=generator).tolist(),
+    ]
 
 
 WAYS = [
     SamplingParams(max_tokens=40),
     SamplingParams(max_tokens=40, temperature=0.05, seed=9),
-    SamplingParams(max_tokens=40, temperature=0.05, seed=4, top_k=5, repetition_penalty=1.1, log_probs=True,
-                   top_log_probs=2),
+    SamplingParams(
+        max_tokens=40,
+        temperature=0.05,
+        seed=4,
+        top_k=5,
+        repetition_penalty=1.1,
+        log_probs=True,
+        top_log_probs=2,
+    ),
     SamplingParams(max_tokens=40, temperature=2.0, seed=4, frequency_penalty=0.3),
-    SamplingParams(max_tokens=40, bad_words=((7,), (3, 4)), min_tokens=20, end_ids=(11, 12, 13, 14, 15)),
+    SamplingParams(
+        max_tokens=40, bad_words=((7,), (3, 4)), min_tokens=20, end_ids=(11, 12, 13, 14, 15)
+    ),
 ]
 
 
-@pytest.mark.parametrize("more", [{}, {"step_tokens": 7, "block_tokens": 4},
-                                  {"policy": "max_utilization", "cache_tokens": 320, "block_tokens": 8}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"step_tokens": 7, "block_tokens": 4},
+        {"policy": "max_utilization", "cache_tokens": 320, "block_tokens": 8},
+    ],
+)
 def test_the_text_is_the_same_with_and_without_guessing(folder, more):
-    requests = [GenerateRequest(len(WAYS) * p + w, prompt, way)
-                for p, prompt in enumerate(prompts()) for w, way in enumerate(WAYS)]
+    requests = [
+        GenerateRequest(len(WAYS) * p + w, prompt, way)
+        for p, prompt in enumerate(prompts())
+        for w, way in enumerate(WAYS)
+    ]
     plain = run_all(engine(folder), requests)
     loop = engine(folder, lookup_tokens=4, **more)
     guessed = run_all(loop, requests)
@@ -50,9 +74,15 @@ def test_the_text_is_the_same_with_and_without_guessing(folder, more):
     for request in requests:
         if request.sampling.log_probs:
             told, expected = (a.log_probs[request.request_id] for a in (guessed, plain))
-            assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(told, expected, strict=True))
-            tops = [[token for token, _ in top] for top in guessed.top_log_probs[request.request_id]]
-            assert tops == [[token for token, _ in top] for top in plain.top_log_probs[request.request_id]]
+            assert all(
+                math.isclose(a, b, abs_tol=1e-4) for a, b in zip(told, expected, strict=True)
+            )
+            tops = [
+                [token for token, _ in top] for top in guessed.top_log_probs[request.request_id]
+            ]
+            assert tops == [
+                [token for token, _ in top] for top in plain.top_log_probs[request.request_id]
+            ]
 
 
 def test_a_given_guess_is_verified_in_one_step(folder):
@@ -62,7 +92,9 @@ def test_a_given_guess_is_verified_in_one_step(folder):
     half = answer[:5] + [(answer[5] + 1) % VOCABULARY] * 5
     for name, draft in {"none": [], "right": answer[:10], "half": half}.items():
         loop = engine(folder)
-        found = run_all(loop, [GenerateRequest(1, prompt, SamplingParams(max_tokens=12), draft=draft)])
+        found = run_all(
+            loop, [GenerateRequest(1, prompt, SamplingParams(max_tokens=12), draft=draft)]
+        )
         assert found[1] == answer
         steps[name] = loop.stats().steps
         assert loop.stats().accepted_draft_tokens == {"none": 0, "right": 10, "half": 5}[name]
@@ -72,14 +104,21 @@ def test_a_given_guess_is_verified_in_one_step(folder):
 def test_every_draw_is_the_one_without_guessing(folder):
     """Seed by seed they are those drawn without guessing, after right guesses and after wrong ones."""
     prompt, draws = prompts()[2], 400
-    plain = [GenerateRequest(s, prompt, SamplingParams(max_tokens=2, temperature=1.0, seed=s)) for s in range(draws)]
+    plain = [
+        GenerateRequest(s, prompt, SamplingParams(max_tokens=2, temperature=1.0, seed=s))
+        for s in range(draws)
+    ]
     expected = run_all(engine(folder), plain)
-    guessing = [GenerateRequest(r.request_id, prompt, r.sampling, draft=[expected[0][0]]) for r in plain]
+    guessing = [
+        GenerateRequest(r.request_id, prompt, r.sampling, draft=[expected[0][0]]) for r in plain
+    ]
     loop = engine(folder)
     assert run_all(loop, guessing) == expected
     assert 0 < loop.stats().accepted_draft_tokens < draws
 
 
 def test_a_guess_outside_the_vocabulary_is_refused(folder):
-    found = run_all(engine(folder), [GenerateRequest(1, [1], SamplingParams(max_tokens=3), draft=[VOCABULARY])])
+    found = run_all(
+        engine(folder), [GenerateRequest(1, [1], SamplingParams(max_tokens=3), draft=[VOCABULARY])]
+    )
     assert f"token id {VOCABULARY} is outside the vocabulary" in found.errors[1]

@@ -24,7 +24,9 @@ class Model:
         return self._copy_bytes if self._copy_bytes <= most_bytes else 0
 
 
-def shared_out(monkeypatch, free: int, longest: int = 64, copy_bytes: int = 0, **settings) -> tuple[int, int]:
+def shared_out(
+    monkeypatch, free: int, longest: int = 64, copy_bytes: int = 0, **settings
+) -> tuple[int, int]:
     """→ bytes of copies, blocks of the cache, of a GPU with this much free memory"""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     return start._share_out_memory(Model("cuda", copy_bytes), EngineSettings(**settings), longest)
@@ -64,7 +66,9 @@ def test_eight_bits_in_the_cache_need_a_device_that_knows_them(monkeypatch, capa
 def test_a_cache_beyond_the_machines_memory_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(start.os, "sysconf", {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": BLOCK}.get)
     assert on_cpu(64, cache_tokens=3200) == 100
-    with pytest.raises(ValueError, match="which 3200 would fill: lower max_tokens_in_paged_kv_cache"):
+    with pytest.raises(
+        ValueError, match="which 3200 would fill: lower max_tokens_in_paged_kv_cache"
+    ):
         on_cpu(64, cache_tokens=3201)
 
 
@@ -87,7 +91,10 @@ def test_copies_of_weights_take_up_to_a_sixth_of_the_caches_memory(monkeypatch):
     assert shared_out(monkeypatch, free, **whole) == (0, 120)
     assert shared_out(monkeypatch, free, copy_bytes=20 * BLOCK, **whole) == (20 * BLOCK, 100)
     assert shared_out(monkeypatch, free, copy_bytes=20 * BLOCK + 1, **whole) == (0, 120)
-    assert shared_out(monkeypatch, free, copy_bytes=10 * BLOCK, cache_memory_fraction=0.5) == (10 * BLOCK, 50)
+    assert shared_out(monkeypatch, free, copy_bytes=10 * BLOCK, cache_memory_fraction=0.5) == (
+        10 * BLOCK,
+        50,
+    )
 
 
 def test_copies_of_weights_leave_room_for_one_sequence(monkeypatch):

@@ -24,7 +24,10 @@ def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def requests() -> list[GenerateRequest]:
     prompts = [[5, 6, 7], list(range(2, 30)), [9] * 60, [11, 12]]
-    return [GenerateRequest(i, prompt, SamplingParams(max_tokens=12)) for i, prompt in enumerate(prompts)]
+    return [
+        GenerateRequest(i, prompt, SamplingParams(max_tokens=12))
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -52,11 +55,15 @@ def test_the_largest_fails_and_the_others_answer_as_alone(engine_folder: Path, d
 
 
 def test_what_a_failed_step_was_to_bring_from_the_host_is_found_by_nobody() -> None:
-    """Prompts of five blocks in a pool of eight: the third comes back from the host, in a step that fails."""
+    """Prompts of five blocks in a pool of eight: the third comes back from the host, in a step that
+    fails.
+    """
     harness = Harness(make_scheduler(blocks=8, rows=1, host_slots=20), depth=1)
     scheduler, prompts = harness.scheduler, [[n, *range(10, 29)] for n in (1, 2, 1)]
     for request_id, prompt in enumerate(prompts[:2]):
-        scheduler.add(GenerateRequest(request_id, prompt, SamplingParams(max_tokens=2, end_ids=(END,))))
+        scheduler.add(
+            GenerateRequest(request_id, prompt, SamplingParams(max_tokens=2, end_ids=(END,)))
+        )
         harness.run_dry()
     scheduler.add(GenerateRequest(2, prompts[2], SamplingParams(max_tokens=2, end_ids=(END,))))
     plan = scheduler.plan()

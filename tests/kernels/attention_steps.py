@@ -1,4 +1,6 @@
-"""Steps for tests of attention: rows with some tokens cached and some new, and how a GPU's runner plans them."""
+"""Steps for tests of attention: rows with some tokens cached and some new, and how a GPU's runner
+plans them.
+"""
 
 import os
 
@@ -10,7 +12,9 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined: import this first
 
-triton = pytest.importorskip("triton", reason="kernels need Triton, which a CPU installation of torch does not bring")
+triton = pytest.importorskip(
+    "triton", reason="kernels need Triton, which a CPU installation of torch does not bring"
+)
 
 import triton.language as tl  # noqa: E402, F401  (for tests with kernels of their own)
 
@@ -35,13 +39,17 @@ def gpu_plan(tables, positions, counts, block, kv_heads, dtype, size, packed=Fal
     decode = prefill = None
     if decodes:
         lengths = (positions + counts)[:decodes]
-        decode = DecodePlan(device(cut_chunks(rows[:decodes], lengths, kv_heads, places_of(DEVICE, packed))))
+        decode = DecodePlan(
+            device(cut_chunks(rows[:decodes], lengths, kv_heads, places_of(DEVICE, packed)))
+        )
     if decodes < len(rows):
         rest = slice(decodes, None)
         far = far_tiles(int((positions + counts).max()), dtype, size, DEVICE)
         tiles = cut_tiles(rows[rest], positions[rest], counts[rest], offsets[rest], far)
         prefill = PrefillPlan(*map(device, tiles), far=far)
-    return order, GpuAttention(device(tables), block, places_of(DEVICE, packed), decodes, decode, prefill)
+    return order, GpuAttention(
+        device(tables), block, places_of(DEVICE, packed), decodes, decode, prefill
+    )
 
 
 MIXES = {

@@ -1,8 +1,10 @@
-"""Compile kernels for GPUs that are not here, as they would be launched there, and print the memory each one takes.
+"""Compile kernels for GPUs that are not here, as they would be launched there, and print the memory
+each one takes.
 
     python tests/kernels/kernel_resources.py ARCHITECTURE SHARED_BYTES
 
-Run as a process of its own: the tests around it have Triton's interpreter switched on, which compiles nothing.
+Run as a process of its own: the tests around it have Triton's interpreter switched on, which
+compiles nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +34,16 @@ from slipstream.kernels.gpu.decode_chunks import DecodePlan, Places, cut_chunks
 
 ARCHITECTURE, SHARED_BYTES = int(sys.argv[1]), int(sys.argv[2])
 CPU = torch.device("cpu")
-TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", torch.int32: "i32", torch.int16: "i16",
-         torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.int64: "i64"}  # fmt: skip
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int64: "i64",
+}
 
 
 def type_of(argument: Any) -> str:
@@ -49,18 +59,27 @@ def type_of(argument: Any) -> str:
     return f"tensordesc<{TYPES[argument.base.dtype]}[{shape}]>"
 
 
-def compiled(kernel: launch.Quick, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def compiled(
+    kernel: launch.Quick, grid: tuple[int, ...], *arguments: Any, **constants: Any
+) -> None:
     """What `Quick` does instead of a launch."""
     if "ON_DEVICE" in constants:  # what a launch of tensors on a CPU denies
         constants["ON_DEVICE"] = True
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in constants}
+    options = {
+        name: constants.pop(name)
+        for name in ("num_warps", "num_stages", "launch_pdl")
+        if name in constants
+    }
     names = kernel._kernel.arg_names
     signature = {name: type_of(argument) for name, argument in zip(names, arguments, strict=False)}
     signature |= dict.fromkeys(constants, "constexpr")
     fixed = {(names.index(name),): value for name, value in constants.items()}
     fixed |= {(i,): None for i, argument in enumerate(arguments) if argument is None}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, argument in enumerate(arguments)
-               if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0)}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, argument in enumerate(arguments)
+        if isinstance(argument, torch.Tensor) or (isinstance(argument, int) and argument % 16 == 0)
+    }
     source = ASTSource(kernel._kernel, signature, fixed, aligned)
     result = build(source, target=GPUTarget("cuda", ARCHITECTURE, 32), options=options)
     print(f"{kernel._kernel.__name__} {constants} {result.metadata.shared}", flush=True)
@@ -71,7 +90,9 @@ def new_cache(kv_heads: int, size: int, cached: torch.dtype) -> torch.Tensor:
     return torch.empty(2, kv_heads, 32, numbers, dtype=cached)
 
 
-def decode(heads: int, kv_heads: int, size: int, dtype: torch.dtype, cached: torch.dtype, rows: int) -> None:
+def decode(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, cached: torch.dtype, rows: int
+) -> None:
     places = Places(5 * 128, narrow=cached == packed_cache.DTYPE)
     plan = cut_chunks(np.zeros(rows, dtype=np.int64), np.full(rows, 100), kv_heads, places)
     q, cache = torch.empty(rows, heads, size, dtype=dtype), new_cache(kv_heads, size, cached)
@@ -79,24 +100,37 @@ def decode(heads: int, kv_heads: int, size: int, dtype: torch.dtype, cached: tor
     decode_attention.attend_decode(q, *cache, tables, chunks, 32, places, AttentionRule(0.1), q)
 
 
-def prefill(heads: int, kv_heads: int, size: int, dtype: torch.dtype, cached: torch.dtype, longest: int) -> None:
+def prefill(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, cached: torch.dtype, longest: int
+) -> None:
     far = prefill_attention.far_tiles(longest, dtype, size, CPU)
     tiles = prefill_attention.cut_tiles(*(np.array([n]) for n in (0, 0, 64, 0)), far)
     plan = prefill_attention.PrefillPlan(*map(torch.from_numpy, tiles), far=far)  # type: ignore[misc, arg-type]
-    step, cache = torch.empty(64, heads + 2 * kv_heads, size, dtype=dtype), new_cache(kv_heads, size, cached)
+    step, cache = (
+        torch.empty(64, heads + 2 * kv_heads, size, dtype=dtype),
+        new_cache(kv_heads, size, cached),
+    )
     tables, out = torch.zeros(1, 4, dtype=torch.int32), torch.empty(64, heads, size, dtype=dtype)
     prefill_attention.attend_prefill(step, *cache, tables, plan, 32, AttentionRule(0.1), out)
 
 
 def write(heads: int, kv_heads: int, size: int, cached: torch.dtype) -> None:
-    step, ids = torch.empty(4, heads + 2 * kv_heads, size, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    step, ids = (
+        torch.empty(4, heads + 2 * kv_heads, size, dtype=torch.bfloat16),
+        torch.zeros(4, dtype=torch.int64),
+    )
     turn = (torch.empty(4, size), torch.empty(4, size))
     rotary.rotate_write(step, ids, ids, turn, None, None, 1e-6, *new_cache(kv_heads, size, cached))
 
 
 def unpack_prefix(kv_heads: int, size: int) -> None:
-    blocks, plain = torch.zeros(4, dtype=torch.int32), torch.empty(2, kv_heads, 128, size, dtype=torch.bfloat16)
-    prefix.Prefix(blocks, blocks[None], *plain, 32).unpack(*new_cache(kv_heads, size, packed_cache.DTYPE))
+    blocks, plain = (
+        torch.zeros(4, dtype=torch.int32),
+        torch.empty(2, kv_heads, 128, size, dtype=torch.bfloat16),
+    )
+    prefix.Prefix(blocks, blocks[None], *plain, 32).unpack(
+        *new_cache(kv_heads, size, packed_cache.DTYPE)
+    )
 
 
 def product(tokens: int, dtype: torch.dtype, stored: torch.dtype, gated: bool = False) -> None:
@@ -114,7 +148,9 @@ def product(tokens: int, dtype: torch.dtype, stored: torch.dtype, gated: bool = 
 
 def main() -> None:
     launch.Quick._launch = compiled  # type: ignore[method-assign]
-    overlapping = {"OVERLAP": True, "launch_pdl": True} if ARCHITECTURE >= 90 else {"OVERLAP": False}
+    overlapping = (
+        {"OVERLAP": True, "launch_pdl": True} if ARCHITECTURE >= 90 else {"OVERLAP": False}
+    )
     for module in (decode_attention, few_tokens, one_token, rotary):
         module.overlapping = lambda device: overlapping  # type: ignore[attr-defined]
     for module in (few_tokens, prefill_attention):
@@ -141,7 +177,9 @@ def main() -> None:
     decode(32, 8, 256, torch.float32, torch.float32, 4)
     prefill(32, 8, 256, torch.float32, torch.float32, 100)
     if ARCHITECTURE == 90:
-        many_tokens.many_tokens(torch.empty(2048, 4096, dtype=half), torch.empty(28672, 4096, dtype=half))
+        many_tokens.many_tokens(
+            torch.empty(2048, 4096, dtype=half), torch.empty(28672, 4096, dtype=half)
+        )
     if ARCHITECTURE >= 89:
         for rows in (4, 4000):
             decode(32, 8, 128, half, torch.float8_e4m3fn, rows)

@@ -1,5 +1,6 @@
-"""The adapter kernels against a plain loop over tokens, and against each other. Without a GPU the Triton ones run in
-Triton's interpreter, on small shapes."""
+"""The adapter kernels against a plain loop over tokens, and against each other. Without a GPU the
+Triton ones run in Triton's interpreter, on small shapes.
+"""
 
 import os
 
@@ -26,8 +27,12 @@ from slipstream.kernels.adapters import (  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 RANK, LAYERS, PAGES = 4, 2, 9
-SHAPES = (ProductShape(40, (48, 20, 20)), ProductShape(48, (40,)), ProductShape(40, (136, 136)),
-          ProductShape(136, (40,)))
+SHAPES = (
+    ProductShape(40, (48, 20, 20)),
+    ProductShape(48, (40,)),
+    ProductShape(40, (136, 136)),
+    ProductShape(136, (40,)),
+)
 LAYOUT = PageLayout(SHAPES, LAYERS, RANK)
 
 
@@ -35,15 +40,23 @@ def some_adapter(seed: int, ranks: dict[tuple[int, int], int]) -> list[Matrices]
     """ranks: (product, part) → rank, the same in every layer."""
     draw = np.random.default_rng(seed)
     return [
-        Matrices(layer, product, part, draw.standard_normal((rank, SHAPES[product].inputs), dtype=np.float32),
-                 draw.standard_normal((SHAPES[product].outputs[part], rank), dtype=np.float32).T)
-        for layer in range(LAYERS) for (product, part), rank in ranks.items()
-    ]  # fmt: skip
+        Matrices(
+            layer,
+            product,
+            part,
+            draw.standard_normal((rank, SHAPES[product].inputs), dtype=np.float32),
+            draw.standard_normal((SHAPES[product].outputs[part], rank), dtype=np.float32).T,
+        )
+        for layer in range(LAYERS)
+        for (product, part), rank in ranks.items()
+    ]
 
 
 ADAPTERS = {
     (1,): some_adapter(1, {(QKV, 0): 4, (QKV, 2): 3}),  # no k, and nothing beside attention
-    (2, 5): some_adapter(2, {(QKV, 0): 7, (QKV, 1): 2, (DENSE, 0): 4, (FIRST, 0): 5, (FIRST, 1): 8, (PROJ, 0): 6}),
+    (2, 5): some_adapter(
+        2, {(QKV, 0): 7, (QKV, 1): 2, (DENSE, 0): 4, (FIRST, 0): 5, (FIRST, 1): 8, (PROJ, 0): 6}
+    ),
     (3,): some_adapter(3, {(FIRST, 1): 1, (PROJ, 0): 4}),
     (9,): some_adapter(4, {(QKV, 0): 2, (QKV, 1): 2, (QKV, 2): 2, (DENSE, 0): 2}),
 }
@@ -58,7 +71,9 @@ MIXES = {
 
 def stored(device: torch.device) -> AdapterPages:
     pages = AdapterPages(LAYOUT, PAGES, 2, torch.float32, device)
-    everything = [(product, part) for product in range(4) for part in range(len(SHAPES[product].outputs))]
+    everything = [
+        (product, part) for product in range(4) for part in range(len(SHAPES[product].outputs))
+    ]
     for numbers in ADAPTERS:  # what was there before must leave no trace
         before = some_adapter(9, dict.fromkeys(everything, len(numbers) * RANK))
         pages.write(numbers, pack_adapter(LAYOUT, before, torch.float32, device))
@@ -73,7 +88,10 @@ def expected(y: torch.Tensor, x: torch.Tensor, mix: list, layer: int, product: i
         for matrices in ADAPTERS[numbers] if numbers else ():
             if (matrices.layer, matrices.product) == (layer, product):
                 column = sum(SHAPES[product].outputs[: matrices.part])
-                first, second = torch.from_numpy(matrices.first), torch.from_numpy(matrices.second.copy())
+                first, second = (
+                    torch.from_numpy(matrices.first),
+                    torch.from_numpy(matrices.second.copy()),
+                )
                 delta = x[start : start + count] @ first.t() @ second
                 y[start : start + count, column : column + delta.shape[1]] += delta
         start += count
@@ -95,11 +113,18 @@ def test_tokens_are_grouped_by_adapter(mix, product):
     for layer in range(LAYERS):
         got = y.clone()
         step.add(got, x, layer, product)
-        torch.testing.assert_close(got, expected(y, x, MIXES[mix], layer, product), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            got, expected(y, x, MIXES[mix], layer, product), rtol=1e-4, atol=1e-4
+        )
 
 
 def gpu_step(mix: list, as_decode: bool = False):
-    from slipstream.kernels.gpu.adapters import TILE_TOKENS, GpuStepAdapters, Tiles, cut_adapter_tiles
+    from slipstream.kernels.gpu.adapters import (
+        TILE_TOKENS,
+        GpuStepAdapters,
+        Tiles,
+        cut_adapter_tiles,
+    )
 
     counts = np.array([count for _, count in mix])
     row_pages = torch.zeros(len(mix) + 1, 3, dtype=torch.int32)
@@ -114,13 +139,17 @@ def gpu_step(mix: list, as_decode: bool = False):
 @pytest.mark.parametrize("product", [QKV, DENSE, FIRST, PROJ])
 @pytest.mark.parametrize("mix", MIXES)
 def test_kernels(mix, product):
-    pytest.importorskip("triton", reason="the kernels need Triton, which a CPU installation of torch does not bring")
+    pytest.importorskip(
+        "triton", reason="the kernels need Triton, which a CPU installation of torch does not bring"
+    )
     y, x = given(MIXES[mix], product)
     step = gpu_step(MIXES[mix], as_decode=all(count == 1 for _, count in MIXES[mix]))
     for layer in range(LAYERS):
         got = y.clone().to(DEVICE)
         step.add(got, x.to(DEVICE), layer, product)
-        torch.testing.assert_close(got.cpu(), expected(y, x, MIXES[mix], layer, product), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            got.cpu(), expected(y, x, MIXES[mix], layer, product), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_row_may_change_its_adapter_without_a_new_plan():

@@ -36,15 +36,23 @@ def reference(q, k, v, start, rule):
     return torch.einsum("hnl,lhd->nhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
 
 
-# Each row: (tokens before this step, tokens in it); 1 is a decode, the edges of a block are 3, 4, 5.
+# Each row: (tokens before this step, tokens in it); 1 is a decode, the edges of a block are 3, 4,
+# 5.
 counts = st.sampled_from([1, 1, 1, 2, 3, 4, 5, 9, 64, 65, 130])
 rows = st.lists(st.tuples(st.integers(0, 40), counts), min_size=1, max_size=6)
 
 
 @settings(max_examples=120, deadline=None)
-@given(rows, st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.sampled_from([None, 1, 5, 8, 100]),
-       st.sampled_from([0, 0, 3]), st.sampled_from([0.0, 0.0, 2.5]), st.booleans(), st.sampled_from([1, 10**9]),
-       st.integers(0, 1000))
+@given(
+    rows,
+    st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+    st.sampled_from([None, 1, 5, 8, 100]),
+    st.sampled_from([0, 0, 3]),
+    st.sampled_from([0.0, 0.0, 2.5]),
+    st.booleans(),
+    st.sampled_from([1, 10**9]),
+    st.integers(0, 1000),
+)
 def test_equals_the_formula(mix, heads, window, sinks, softcap, scattered, products_from, seed):
     rule = AttentionRule(0.3, window, sinks, softcap)
     with mock.patch.object(attention, "_PRODUCTS_FROM_TOKENS", products_from):
@@ -57,7 +65,9 @@ def check_against_formula(mix, heads, rule, scattered, seed):
     lengths = [start + count for start, count in mix]
     blocks = [-(-length // BLOCK) for length in lengths]
     total = sum(blocks) + 1
-    order = torch.randperm(total - 1, generator=generator) + 1 if scattered else torch.arange(1, total)
+    order = (
+        torch.randperm(total - 1, generator=generator) + 1 if scattered else torch.arange(1, total)
+    )
     tables = np.zeros((len(mix), max(blocks)), dtype=np.int32)
     taken = 0
     for row, count in enumerate(blocks):
@@ -70,43 +80,73 @@ def check_against_formula(mix, heads, rule, scattered, seed):
     q = torch.randn(len(flat), q_heads, 8, generator=generator)
     k, v = (torch.randn(len(flat), kv_heads, 8, generator=generator) for _ in range(2))
     write(keys, values, k, v, slots)
-    plan = plan_attention(tables, np.array([s for s, _ in mix]), np.array([c for _, c in mix]), BLOCK, cache)
+    plan = plan_attention(
+        tables, np.array([s for s, _ in mix]), np.array([c for _, c in mix]), BLOCK, cache
+    )
     out = plan.attend(q, keys, values, rule)
     offset = 0
     for row, (start, count) in enumerate(mix):
-        where = torch.tensor([int(tables[row, p // BLOCK]) * BLOCK + p % BLOCK for p in range(start + count)])
-        expected = reference(q[offset : offset + count].double(), keys[:, where].double().transpose(0, 1),
-                             values[:, where].double().transpose(0, 1), start, rule)
+        where = torch.tensor(
+            [int(tables[row, p // BLOCK]) * BLOCK + p % BLOCK for p in range(start + count)]
+        )
+        expected = reference(
+            q[offset : offset + count].double(),
+            keys[:, where].double().transpose(0, 1),
+            values[:, where].double().transpose(0, 1),
+            start,
+            rule,
+        )
         assert torch.allclose(out[offset : offset + count].double(), expected, atol=1e-5)
         offset += count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padding_reads_the_null_block_and_changes_nothing(dtype):
-    """Rows of different lengths share a gather; poison in the null block must not reach any of them."""
+    """Rows of different lengths share a gather; poison in the null block must not reach any of
+    them.
+    """
     torch.manual_seed(0)
     cache = torch.randn(cache_shape(1, 10 * BLOCK, 2, 8)).to(dtype)
     cache[..., :BLOCK, :] = 1e4
     keys, values = cache[0]
     tables = np.array([[1, 2, 3], [4, 5, 0]], dtype=np.int32)
-    q, k, v = torch.randn(2, 2, 8).to(dtype), torch.randn(2, 2, 8).to(dtype), torch.randn(2, 2, 8).to(dtype)
-    slots = torch.tensor([1 * BLOCK + 10, 4 * BLOCK + 5])  # row 0 at position 10, row 1 at position 5
+    q, k, v = (
+        torch.randn(2, 2, 8).to(dtype),
+        torch.randn(2, 2, 8).to(dtype),
+        torch.randn(2, 2, 8).to(dtype),
+    )
+    # row 0 at position 10, row 1 at position 5
+    slots = torch.tensor([1 * BLOCK + 10, 4 * BLOCK + 5])
     write(keys, values, k, v, slots)
     plan = plan_attention(tables, np.array([10, 5]), np.array([1, 1]), BLOCK, cache)
     together = plan.attend(q, keys, values, AttentionRule(0.3))
     for row, position in enumerate((10, 5)):
-        one = plan_attention(tables[row : row + 1], np.array([position]), np.array([1]), BLOCK, cache)
+        one = plan_attention(
+            tables[row : row + 1], np.array([position]), np.array([1]), BLOCK, cache
+        )
         alone = one.attend(q[row : row + 1], keys, values, AttentionRule(0.3))
-        assert torch.allclose(alone[0].float(), together[row].float(), atol=1e-5 if dtype == torch.float32 else 2e-2)
+        assert torch.allclose(
+            alone[0].float(), together[row].float(), atol=1e-5 if dtype == torch.float32 else 2e-2
+        )
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows, st.sampled_from([1, 5, 8, 30]), st.sampled_from([0, 3]), st.booleans(), st.integers(0, 1000))
+@given(
+    rows,
+    st.sampled_from([1, 5, 8, 30]),
+    st.sampled_from([0, 3]),
+    st.booleans(),
+    st.integers(0, 1000),
+)
 def test_blocks_that_a_window_has_passed_are_not_read(mix, window, sinks, scattered, seed):
     """The null block in their place, and what lies in them now no number at all: the same result."""
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-(start + count) // BLOCK) for start, count in mix]
-    order = torch.randperm(sum(blocks), generator=generator) + 1 if scattered else torch.arange(1, sum(blocks) + 1)
+    order = (
+        torch.randperm(sum(blocks), generator=generator) + 1
+        if scattered
+        else torch.arange(1, sum(blocks) + 1)
+    )
     tables = np.zeros((len(mix), max(blocks)), dtype=np.int32)
     for row, (count, end) in enumerate(zip(blocks, np.cumsum(blocks), strict=True)):
         tables[row, :count] = order[end - count : end].numpy()

@@ -1,4 +1,6 @@
-"""The kernels of a mixture of experts against their torch twins; in Triton's interpreter where there is no GPU."""
+"""The kernels of a mixture of experts against their torch twins; in Triton's interpreter where
+there is no GPU.
+"""
 
 import os
 
@@ -9,7 +11,9 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels below are defined
 
-pytest.importorskip("triton", reason="the kernels need Triton, which a CPU installation of torch does not bring")
+pytest.importorskip(
+    "triton", reason="the kernels need Triton, which a CPU installation of torch does not bring"
+)
 
 from slipstream.kernels.activation import silu_gated  # noqa: E402
 from slipstream.kernels.experts import grouped_product, mixture, route  # noqa: E402
@@ -37,7 +41,9 @@ if GPU:
 def chosen_experts(name: str) -> tuple[torch.Tensor, int]:
     tokens, per_token, experts = CHOICES[name]
     generator = torch.Generator().manual_seed(3)
-    return torch.stack([torch.randperm(experts, generator=generator)[:per_token] for _ in range(tokens)]), experts
+    return torch.stack(
+        [torch.randperm(experts, generator=generator)[:per_token] for _ in range(tokens)]
+    ), experts
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -91,7 +97,9 @@ def test_the_loop_over_experts_is_the_sum_over_pairs():
     torch.manual_seed(0)
     x, gate_up, proj = torch.randn(7, 12), torch.randn(5, 16, 12), torch.randn(5, 12, 8)
     chosen, shares = route(torch.randn(7, 5), 2, normalised=False)
-    experts = [lambda part, e=expert: silu_gated(part @ gate_up[e].T) @ proj[e].T for expert in range(5)]
+    experts = [
+        lambda part, e=expert: silu_gated(part @ gate_up[e].T) @ proj[e].T for expert in range(5)
+    ]
     middle = silu_gated(grouped_product(x, gate_up, chosen))
     pairs = grouped_product(middle, proj, chosen).view(7, 2, 12)
     expected = (pairs * shares[..., None]).sum(1)
@@ -107,18 +115,25 @@ def test_both_ways_give_the_same_answer(bits):
         stored[f"experts.{name}.weight"] = torch.randn(shape)
         if bits:
             stored[f"experts.{name}.weight"], stored[f"experts.{name}.scales"] = quantise_rows(
-                stored[f"experts.{name}.weight"], bits, 0)
+                stored[f"experts.{name}.weight"], bits, 0
+            )
     x, (chosen, shares) = torch.randn(9, 32), route(torch.randn(9, 5), 2, normalised=True)
-    on_cpu = _on_cpu(spec, Tensors(stored, torch.float32, torch.device("cpu")), "experts", silu_gated)
+    on_cpu = _on_cpu(
+        spec, Tensors(stored, torch.float32, torch.device("cpu")), "experts", silu_gated
+    )
     on_gpu = _on_gpu(spec, Tensors(stored, torch.float32, DEVICE), "experts", silu_gated)
-    assert close(on_gpu(x.to(DEVICE), chosen.to(DEVICE), shares.to(DEVICE)), on_cpu(x, chosen, shares))
+    assert close(
+        on_gpu(x.to(DEVICE), chosen.to(DEVICE), shares.to(DEVICE)), on_cpu(x, chosen, shares)
+    )
 
 
 def test_experts_of_four_bits_are_refused_where_they_do_not_run():
     spec = ModelSpec("MixtralForCausalLM", 8, 32, 1, 2, 2, 16, 32, 64, experts=Experts(5, 2, 32))
     weight, scales = quantise_rows(torch.randn(5 * 64, 32), 4, 32)
     stored = {"experts.gate_up.weight": weight, "experts.gate_up.scales": scales}
-    with pytest.raises(ValueError, match=r"experts\.gate_up: experts of four bits run on a CPU only"):
+    with pytest.raises(
+        ValueError, match=r"experts\.gate_up: experts of four bits run on a CPU only"
+    ):
         _on_gpu(spec, Tensors(stored, torch.float32, DEVICE), "experts", silu_gated)
 
 

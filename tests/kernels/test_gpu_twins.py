@@ -1,4 +1,6 @@
-"""Each Triton kernel against its torch twin. Without a GPU they run in Triton's interpreter, on small shapes."""
+"""Each Triton kernel against its torch twin. Without a GPU they run in Triton's interpreter, on
+small shapes.
+"""
 
 import dataclasses
 import math
@@ -28,7 +30,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.0) -> bool:
-    error = (got.double().cpu() - expected.double().cpu()).norm() / expected.double().cpu().norm().clamp(min=1e-9)
+    error = (
+        got.double().cpu() - expected.double().cpu()
+    ).norm() / expected.double().cpu().norm().clamp(min=1e-9)
     return bool(error < max(tolerance, TOLERANCE[got.dtype]))
 
 
@@ -40,14 +44,20 @@ def test_add_norm(dtype, size, bias, add):
     torch.manual_seed(0)
     hidden = torch.randn(5, size)
     delta = torch.randn(5, size).to(dtype) if add else None
-    norm = normalisation.Norm(torch.randn(size).to(dtype), torch.randn(size).to(dtype) if bias else None, 1e-5)
+    norm = normalisation.Norm(
+        torch.randn(size).to(dtype), torch.randn(size).to(dtype) if bias else None, 1e-5
+    )
     ours = hidden.clone().to(DEVICE)
-    on_device = normalisation.Norm(norm.weight.to(DEVICE), None if norm.bias is None else norm.bias.to(DEVICE), 1e-5)
+    on_device = normalisation.Norm(
+        norm.weight.to(DEVICE), None if norm.bias is None else norm.bias.to(DEVICE), 1e-5
+    )
     got = gpu_normalisation.add_norm(ours, None if delta is None else delta.to(DEVICE), on_device)
     expected = normalisation.add_norm(hidden, delta, norm)
     assert close(got, expected)
     assert torch.equal(ours.cpu(), hidden), "the residual stream is changed alike"
-    assert close(gpu_normalisation.normalise(ours, on_device), normalisation.normalise(hidden, norm))
+    assert close(
+        gpu_normalisation.normalise(ours, on_device), normalisation.normalise(hidden, norm)
+    )
 
 
 def quantised_close(got: Quantised, expected: torch.Tensor) -> bool:
@@ -55,7 +65,8 @@ def quantised_close(got: Quantised, expected: torch.Tensor) -> bool:
     scales, expected = got.scales.cpu(), expected.float().cpu()
     values = got.values.cpu().float() * scales
     right = (values - expected).abs() <= (expected.abs() / 16 + scales * 2**-9) * 1.01
-    if not GPU:  # Triton's interpreter loses the carry where a number is rounded up to a power of two
+    # Triton's interpreter loses the carry where a number is rounded up to a power of two
+    if not GPU:
         right |= torch.frexp(quantise(expected).values.float()).mantissa.abs() == 0.5
     return bool(right.all())
 
@@ -65,13 +76,19 @@ def test_eight_bit_activations(size):
     """From the norm, from the gate, and alone: each equals its twin rounded to eight bits."""
     torch.manual_seed(0)
     dtype = DTYPES[-1]
-    hidden, delta, weight = torch.randn(5, size), torch.randn(5, size).to(dtype), torch.randn(size).to(dtype)
+    hidden, delta, weight = (
+        torch.randn(5, size),
+        torch.randn(5, size).to(dtype),
+        torch.randn(size).to(dtype),
+    )
     expected = normalisation.add_norm(hidden.clone(), delta, normalisation.Norm(weight, None, 1e-5))
     norm = normalisation.Norm(weight.to(DEVICE), None, 1e-5, quantise=True)
     got = gpu_normalisation.add_norm(hidden.to(DEVICE), delta.to(DEVICE), norm)
     assert quantised_close(got, expected)
     x = torch.randn(3, 2 * size).to(dtype)
-    assert quantised_close(gpu_activation.silu_gated_quantised(x.to(DEVICE)), activation.silu_gated(x))
+    assert quantised_close(
+        gpu_activation.silu_gated_quantised(x.to(DEVICE)), activation.silu_gated(x)
+    )
     got, twin = gpu_quantised.quantise(x.to(DEVICE)), quantise(x)
     assert quantised_close(got, x)
     assert quantised_close(twin, x)
@@ -87,8 +104,10 @@ def test_silu_gated(dtype, size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("q_heads", "kv_heads", "size", "rotary_size"), [
-    (4, 2, 16, 16), (6, 2, 20, 20), (2, 2, 16, 8), (9, 3, 16, 16), (4, 4, 16, 0)])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "size", "rotary_size"),
+    [(4, 2, 16, 16), (6, 2, 20, 20), (2, 2, 16, 8), (9, 3, 16, 16), (4, 4, 16, 0)],
+)
 @pytest.mark.parametrize("norm", [False, True])
 def test_rotate_write(dtype, q_heads, kv_heads, size, rotary_size, norm):
     torch.manual_seed(0)
@@ -99,30 +118,60 @@ def test_rotate_write(dtype, q_heads, kv_heads, size, rotary_size, norm):
     if rotary_size:
         angles = torch.rand(40, rotary_size) * 6
         turn = (angles.cos(), angles.sin())
-    q_norm, k_norm = (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if norm else (None, None)
+    q_norm, k_norm = (
+        (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if norm else (None, None)
+    )
     twin_cache = torch.zeros(2, kv_heads, slots_total, size, dtype=dtype)
     cache = twin_cache.clone().to(DEVICE)
     twin_turn = None if turn is None else rotary.turn_at(*turn, positions, dtype)
-    expected = rotary.rotate_write(heads.clone(), positions, slots, twin_turn, q_norm, k_norm, 1e-6, *twin_cache)
+    expected = rotary.rotate_write(
+        heads.clone(), positions, slots, twin_turn, q_norm, k_norm, 1e-6, *twin_cache
+    )
 
     def move(tensor):
         return None if tensor is None else tensor.to(DEVICE)
 
     got = gpu_rotary.rotate_write(
-        heads.to(DEVICE), move(positions), move(slots), None if turn is None else tuple(map(move, turn)),
-        move(q_norm), move(k_norm), 1e-6, *cache)
+        heads.to(DEVICE),
+        move(positions),
+        move(slots),
+        None if turn is None else tuple(map(move, turn)),
+        move(q_norm),
+        move(k_norm),
+        1e-6,
+        *cache,
+    )
     assert close(got[:, :q_heads], expected)
-    assert close(got[:, q_heads:].transpose(0, 1).reshape(2, kv_heads, tokens, size), twin_cache[:, :, slots])
+    assert close(
+        got[:, q_heads:].transpose(0, 1).reshape(2, kv_heads, tokens, size), twin_cache[:, :, slots]
+    )
     assert close(cache, twin_cache)
     untouched = [s for s in range(slots_total) if s not in slots.tolist()]
     assert not cache[:, :, untouched].any(), "nothing is written beside the slots"
 
 
-@pytest.mark.parametrize(("dtype", "stored"), [(d, d) for d in DTYPES] + [(DTYPES[-1], torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(d, d) for d in DTYPES] + [(DTYPES[-1], torch.float8_e4m3fn)]
+)
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (2, 2, 20)] if not GPU else [
-    (4, 2, 64), (32, 8, 128), (8, 8, 80), (6, 2, 96), (4, 1, 256), (2, 2, 20), (4, 2, 8), (4, 2, 16)])
-@pytest.mark.parametrize("rule", [AttentionRule(0.2), AttentionRule(0.2, 24), AttentionRule(0.3, 24, 5, 2.0)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"),
+    [(4, 2, 16), (2, 2, 20)]
+    if not GPU
+    else [
+        (4, 2, 64),
+        (32, 8, 128),
+        (8, 8, 80),
+        (6, 2, 96),
+        (4, 1, 256),
+        (2, 2, 20),
+        (4, 2, 8),
+        (4, 2, 16),
+    ],
+)
+@pytest.mark.parametrize(
+    "rule", [AttentionRule(0.2), AttentionRule(0.2, 24), AttentionRule(0.3, 24, 5, 2.0)]
+)
 def test_attention(dtype, stored, mix, heads, kv_heads, size, rule):
     torch.manual_seed(0)
     block = 32
@@ -134,7 +183,8 @@ def test_attention(dtype, stored, mix, heads, kv_heads, size, rule):
     cache = torch.randn(cache_shape(1, (int(tables.max()) + 1) * block, kv_heads, size)).to(stored)
     order, plan = gpu_plan(tables, positions, counts, block, kv_heads, dtype, size)
     step = torch.randn(int(counts.sum()), heads + 2 * kv_heads, size).to(dtype)
-    step[:, heads:] = step[:, heads:].to(stored).to(dtype)  # the cache holds the step's own keys and values as exactly
+    # the cache holds the step's own keys and values as exactly
+    step[:, heads:] = step[:, heads:].to(stored).to(dtype)
     slots = slots_of(order, positions, counts, tables, block)
     readable = cache[0].float()
     readable[:, :, slots] = step[:, heads:].float().unflatten(1, (2, kv_heads)).permute(1, 2, 0, 3)
@@ -142,10 +192,12 @@ def test_attention(dtype, stored, mix, heads, kv_heads, size, rule):
     twin = plan_attention(tables[order], positions[order], counts[order], block, readable[None])
     expected = twin.attend(step[:, :heads].float(), *readable, rule)
     assert got.isfinite().all()
-    assert close(got, expected, 2e-3 if stored == torch.float8_e4m3fn else 0.0)  # eight bits are read as float16
+    # eight bits are read as float16
+    assert close(got, expected, 2e-3 if stored == torch.float8_e4m3fn else 0.0)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(40, 2), (4, 2)])  # more query heads a key head than 16, and few
+# more query heads a key head than 16, and few
+@pytest.mark.parametrize(("heads", "kv_heads"), [(40, 2), (4, 2)])
 def test_attention_of_many_rows(heads, kv_heads):
     torch.manual_seed(0)
     block, size, rows = 32, 32, 14 if not GPU else 1200
@@ -153,12 +205,18 @@ def test_attention_of_many_rows(heads, kv_heads):
     tables = np.arange(1, 1 + rows * 7, dtype=np.int32).reshape(rows, 7)
     cache = torch.randn(cache_shape(1, (1 + rows * 7) * block, kv_heads, size)).half()
     step = torch.randn(rows, heads + 2 * kv_heads, size).half()
-    slots = torch.from_numpy(tables[np.arange(rows), positions // block] * block + positions % block).long()
+    slots = torch.from_numpy(
+        tables[np.arange(rows), positions // block] * block + positions % block
+    ).long()
     cache[0][:, :, slots] = step[:, heads:].unflatten(1, (2, kv_heads)).permute(1, 2, 0, 3)
     _, plan = gpu_plan(tables, positions, counts, block, kv_heads, step.dtype, size)
     got = plan.attend(step.to(DEVICE), *cache[0].to(DEVICE), AttentionRule(0.2))
     twin = plan_attention(tables, positions, counts, block, cache.float())
-    assert close(got.float(), twin.attend(step[:, :heads].float(), *cache[0].float(), AttentionRule(0.2)), 3e-3)
+    assert close(
+        got.float(),
+        twin.attend(step[:, :heads].float(), *cache[0].float(), AttentionRule(0.2)),
+        3e-3,
+    )
 
 
 def test_a_prompt_does_not_see_what_is_no_number_in_the_one_behind():
@@ -185,7 +243,11 @@ def test_blocks_that_a_window_has_passed_are_not_read(sinks):
     """The null block stands in their place, and what lies in them now is no number."""
     torch.manual_seed(0)
     block, heads, kv_heads, size = 32, 4, 2, 16
-    positions, counts, rule = np.array([200, 100, 170, 90]), np.array([1, 1, 3, 130]), AttentionRule(0.2, 40, sinks)
+    positions, counts, rule = (
+        np.array([200, 100, 170, 90]),
+        np.array([1, 1, 3, 130]),
+        AttentionRule(0.2, 40, sinks),
+    )
     tables = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
     cache = torch.randn(cache_shape(1, 33 * block, kv_heads, size))
     cache[..., :block, :] = 0.0
@@ -212,26 +274,43 @@ def test_one_token(dtype, rows, size, bias):
     x, weight = torch.randn(1, size).to(dtype), torch.randn(rows, size).to(dtype)
     offset = torch.randn(rows).to(dtype) if bias else None
     got = one_token(x.to(DEVICE), weight.to(DEVICE), None if offset is None else offset.to(DEVICE))
-    assert close(got, torch.nn.functional.linear(x.float(), weight.float(), None if offset is None else offset.float()))
+    assert close(
+        got,
+        torch.nn.functional.linear(
+            x.float(), weight.float(), None if offset is None else offset.float()
+        ),
+    )
 
 
-@pytest.mark.parametrize(("rows", "size", "after"), [(64, 128, 64), (130, 600, 40), (300, 512, 128)])
+@pytest.mark.parametrize(
+    ("rows", "size", "after"), [(64, 128, 64), (130, 600, 40), (300, 512, 128)]
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_that_joins_the_residual_stream(rows, size, after, bias):
     """The product, the sum with it, its norm and the product behind: as one by one."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if GPU else torch.float16  # the interpreter does not know bfloat16
     x, hidden = torch.randn(1, size).to(dtype), torch.randn(1, rows) * 3
-    weights = [(torch.randn(shape) / shape[1] ** 0.5).to(dtype) for shape in ((rows, size), (after, rows))]
+    weights = [
+        (torch.randn(shape) / shape[1] ** 0.5).to(dtype) for shape in ((rows, size), (after, rows))
+    ]
     offsets = [torch.randn(len(weight)).to(dtype) if bias else None for weight in weights]
     norm = normalisation.Norm(torch.rand(rows) + 0.5, None, 1e-5, dtype=dtype)
-    first, second = (DenseProduct(weight.to(DEVICE), None if offset is None else offset.to(DEVICE))
-                     for weight, offset in zip(weights, offsets, strict=True))
+    first, second = (
+        DenseProduct(weight.to(DEVICE), None if offset is None else offset.to(DEVICE))
+        for weight, offset in zip(weights, offsets, strict=True)
+    )
     stream = hidden.clone().to(DEVICE)
-    between = first.joined(x.to(DEVICE), stream, dataclasses.replace(norm, weight=norm.weight.to(DEVICE)))
-    hidden += torch.nn.functional.linear(x.float(), weights[0].float(), offsets[0].float() if bias else None)
+    between = first.joined(
+        x.to(DEVICE), stream, dataclasses.replace(norm, weight=norm.weight.to(DEVICE))
+    )
+    hidden += torch.nn.functional.linear(
+        x.float(), weights[0].float(), offsets[0].float() if bias else None
+    )
     normal = normalisation.normalise(hidden, norm).float()
-    expected = torch.nn.functional.linear(normal, weights[1].float(), offsets[1].float() if bias else None)
+    expected = torch.nn.functional.linear(
+        normal, weights[1].float(), offsets[1].float() if bias else None
+    )
     assert close(stream, hidden)
     assert close(plain(between).float(), normal, 5e-3)
     assert close(second(between).float(), expected, 5e-3)
@@ -240,7 +319,9 @@ def test_a_product_that_joins_the_residual_stream(rows, size, after, bias):
 
 
 @pytest.mark.parametrize("kind", ["plain", "int8", "fp8 weights", "fp8"])
-@pytest.mark.parametrize(("tokens", "rows", "size"), [(3, 64, 128), (16, 40, 600), (33, 130, 1024), (64, 128, 512)])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "size"), [(3, 64, 128), (16, 40, 600), (33, 130, 1024), (64, 128, 512)]
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_few_tokens(kind, tokens, rows, size, bias):
     """Tiles that divide and that do not, shared columns and not."""
@@ -262,8 +343,12 @@ def test_few_tokens(kind, tokens, rows, size, bias):
         weight, weight_scales = quantise_fp8(weight)
         x, x_scales = quantise(x)
         exact, exact_weight = x.float() * x_scales, dequantise(weight, weight_scales)
-    on_device = [None if t is None else t.to(DEVICE) for t in (x, weight, offset, x_scales, weight_scales)]
-    expected = torch.nn.functional.linear(exact, exact_weight, None if offset is None else offset.float())
+    on_device = [
+        None if t is None else t.to(DEVICE) for t in (x, weight, offset, x_scales, weight_scales)
+    ]
+    expected = torch.nn.functional.linear(
+        exact, exact_weight, None if offset is None else offset.float()
+    )
     for _ in range(2):  # the second finds the counters as the first left them
         assert close(few_tokens(*on_device), expected)
 
@@ -282,7 +367,9 @@ def test_products_with_their_gate(tokens, rows, size, bias):
     assert torch.equal(gated, gpu_activation.silu_gated(apart))
 
 
-@pytest.mark.parametrize("quantised", [quantise_fp8, lambda weight: quantise_rows(weight, 8, 0)], ids=["fp8", "int8"])
+@pytest.mark.parametrize(
+    "quantised", [quantise_fp8, lambda weight: quantise_rows(weight, 8, 0)], ids=["fp8", "int8"]
+)
 @pytest.mark.parametrize("tokens", [3, 100])
 def test_eight_bit_weights_with_activations_of_16_bits(quantised, tokens):
     """Read as they are and expanded, they stand for the same weights."""
@@ -311,16 +398,22 @@ def test_likeliest(dtype, vocab):
     assert best[2].isnan()
 
 
-
 def test_step_inputs_and_write_back():
     tokens = torch.arange(40).view(4, 10).clone()
     tables = torch.tensor([[0, 0], [5, 6], [7, 8], [9, 3]], dtype=torch.int32)
     rows = torch.tensor([3, 1, 1], dtype=torch.int32)
     positions = torch.tensor([2, 4, 5], dtype=torch.int32)
     on_device = tokens.to(DEVICE)
-    ids, slots = gpu_step.step_inputs(rows.to(DEVICE), positions.to(DEVICE), on_device, tables.to(DEVICE), 4)
+    ids, slots = gpu_step.step_inputs(
+        rows.to(DEVICE), positions.to(DEVICE), on_device, tables.to(DEVICE), 4
+    )
     assert ids.tolist() == [32, 14, 15]
     assert slots.tolist() == [9 * 4 + 2, 6 * 4 + 0, 6 * 4 + 1]
-    gpu_step.write_back(rows[:2].to(DEVICE), positions[:2].to(DEVICE), torch.tensor([100, 200]).to(DEVICE), on_device)
+    gpu_step.write_back(
+        rows[:2].to(DEVICE),
+        positions[:2].to(DEVICE),
+        torch.tensor([100, 200]).to(DEVICE),
+        on_device,
+    )
     tokens[3, 2], tokens[1, 4] = 100, 200
     assert torch.equal(on_device.cpu(), tokens)

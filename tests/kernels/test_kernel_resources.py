@@ -1,4 +1,6 @@
-"""Kernels fit into GPUs of other makes than the one they were tuned on: compiled for them, no GPU needed."""
+"""Kernels fit into GPUs of other makes than the one they were tuned on: compiled for them, no GPU
+needed.
+"""
 
 import os
 import subprocess
@@ -13,13 +15,17 @@ MANY_TOKENS = ROOT / "slipstream/kernels/gpu/many_tokens.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "shared_bytes"), [
-    (80, 166_912), (86, 101_376), (89, 101_376), (90, 232_448), (100, 232_448), (120, 101_376)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("architecture", "shared_bytes"),
+    [(80, 166_912), (86, 101_376), (89, 101_376), (90, 232_448), (100, 232_448), (120, 101_376)],
+)
 def test_kernels_fit_into_shared_memory(architecture, shared_bytes):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, str(SCRIPT), str(architecture), str(shared_bytes)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=500
+    )
     assert ended.returncode == 0, ended.stderr[-2000:]
     built = [line.rsplit(" ", 1) for line in ended.stdout.splitlines()]
     assert len(built) >= 45

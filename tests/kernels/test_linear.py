@@ -22,7 +22,9 @@ def test_dense(outputs, inputs, tokens, bias, dtype, tolerance):
     torch.manual_seed(0)
     weight, x = torch.randn(outputs, inputs).to(dtype), torch.randn(tokens, inputs).to(dtype)
     offset = torch.randn(outputs).to(dtype) if bias else None
-    expected = torch.nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    expected = torch.nn.functional.linear(
+        x.double(), weight.double(), None if offset is None else offset.double()
+    )
     assert relative_error(linear.dense(weight, offset)(x), expected) < tolerance
 
 
@@ -48,26 +50,35 @@ def test_int4(outputs, inputs, tokens, dtype):
     scales = torch.rand(outputs, inputs // 32, 2).bfloat16().float() / 8
     scale, offset = scales.double().repeat_interleave(32, dim=1).unbind(-1)
     meant = (values.double() - 8) * scale + offset
-    assert torch.allclose(linear.expand_int4(weight, scales, torch.float32).double(), meant, atol=1e-5)
+    assert torch.allclose(
+        linear.expand_int4(weight, scales, torch.float32).double(), meant, atol=1e-5
+    )
     x = torch.randn(tokens, inputs).to(dtype)
-    assert relative_error(linear.int4(weight, scales, None, dtype)(x), x.double() @ meant.t()) < 1e-2
+    assert (
+        relative_error(linear.int4(weight, scales, None, dtype)(x), x.double() @ meant.t()) < 1e-2
+    )
 
 
-@pytest.mark.parametrize(("shape", "dtype", "device", "capability", "expected"), [
-    ((64, 32), torch.bfloat16, "cuda", (9, 0), True),
-    ((64, 32), torch.bfloat16, "cuda", (8, 9), False),  # the library takes no scale a row there
-    ((64, 32), torch.float16, "cuda", (9, 0), False),
-    ((64, 32), torch.bfloat16, "cpu", (9, 0), False),
-    ((72, 32), torch.bfloat16, "cuda", (9, 0), False),  # nor sizes that are no multiples of 16
-    ((64, 40), torch.bfloat16, "cuda", (10, 0), False),
-])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "device", "capability", "expected"),
+    [
+        ((64, 32), torch.bfloat16, "cuda", (9, 0), True),
+        ((64, 32), torch.bfloat16, "cuda", (8, 9), False),  # the library takes no scale a row there
+        ((64, 32), torch.float16, "cuda", (9, 0), False),
+        ((64, 32), torch.bfloat16, "cpu", (9, 0), False),
+        ((72, 32), torch.bfloat16, "cuda", (9, 0), False),  # nor sizes that are no multiples of 16
+        ((64, 40), torch.bfloat16, "cuda", (10, 0), False),
+    ],
+)
 def test_products_in_eight_bits_need_sizes_and_devices_that_take_them(
     monkeypatch, shape, dtype, device, capability, expected
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     weight = torch.zeros(shape).to(torch.float8_e4m3fn)
     assert linear.multiplies_eight_bits(weight, dtype, torch.device(device)) is expected
-    source = Tensors({"fc.weight": weight, "proj.weight": weight.to(dtype)}, dtype, torch.device(device))
+    source = Tensors(
+        {"fc.weight": weight, "proj.weight": weight.to(dtype)}, dtype, torch.device(device)
+    )
     assert source.takes_eight_bits("fc") is expected
     assert not source.takes_eight_bits("proj")
     in_16_bits = Tensors({"fc.weight": weight}, dtype, torch.device(device), eight_bit_inputs=False)

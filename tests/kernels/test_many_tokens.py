@@ -1,4 +1,6 @@
-"""The product of many tokens with the gate behind it: what its twin gives, for whom it is, and when it pays."""
+"""The product of many tokens with the gate behind it: what its twin gives, for whom it is, and when
+it pays.
+"""
 
 import math
 from types import SimpleNamespace
@@ -18,15 +20,25 @@ from slipstream.kernels.gpu.many_tokens import many_tokens
 DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter does not know bfloat16
 
 
-@pytest.mark.parametrize(("tokens", "size", "columns"), [(1, 128, 64), (130, 256, 128), (300, 384, 64)] + (
-    [(1500, 14336, 4096), (8192, 3072, 1024)] if GPU else []))  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "size", "columns"),
+    [(1, 128, 64), (130, 256, 128), (300, 384, 64)]
+    + ([(1500, 14336, 4096), (8192, 3072, 1024)] if GPU else []),
+)
 def test_the_gate_of_a_product(tokens, size, columns):
-    """The last tiles have tokens that are not there: nothing of them is seen, and nothing of the next half's."""
+    """The last tiles have tokens that are not there: nothing of them is seen, and nothing of the
+    next half's.
+    """
     torch.manual_seed(0)
-    x, weight = torch.randn(tokens, columns).to(DTYPE), (torch.randn(2 * size, columns) / columns**0.5).to(DTYPE)
+    x, weight = (
+        torch.randn(tokens, columns).to(DTYPE),
+        (torch.randn(2 * size, columns) / columns**0.5).to(DTYPE),
+    )
     around = torch.full((tokens + 128, columns), math.nan, dtype=DTYPE, device=DEVICE)
     around[:tokens] = x
-    exact = activation.silu_gated(torch.nn.functional.linear(x.to(DEVICE).float(), weight.to(DEVICE).float()))
+    exact = activation.silu_gated(
+        torch.nn.functional.linear(x.to(DEVICE).float(), weight.to(DEVICE).float())
+    )
     got = many_tokens(around[:tokens], weight.to(DEVICE))
     assert got.shape == (tokens, size)
     assert (got.float() - exact).norm() < 5e-3 * exact.norm()
@@ -55,24 +67,51 @@ def test_no_more_programs_than_tiles(monkeypatch):
     assert launched == [((2,), (130, 128, 64, 2))]
 
 
-@pytest.mark.parametrize(("tokens", "rows", "worth"), [
-    (1024, 28672, True), (896, 28672, True), (832, 28672, False), (1280, 28672, False), (2047, 22016, False),
-    (2048, 22016, True), (768, 22016, True), (766, 22016, True), (740, 22016, False), (0, 28672, False),
-    (2048, 3072, False), (8192, 3072, True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "rows", "worth"),
+    [
+        (1024, 28672, True),
+        (896, 28672, True),
+        (832, 28672, False),
+        (1280, 28672, False),
+        (2047, 22016, False),
+        (2048, 22016, True),
+        (768, 22016, True),
+        (766, 22016, True),
+        (740, 22016, False),
+        (0, 28672, False),
+        (2048, 3072, False),
+        (8192, 3072, True),
+    ],
+)
 def test_when_it_pays(monkeypatch, tokens, rows, worth):
     """Where the tiles fill 132 processors."""
     monkeypatch.setattr(module, "processors", lambda device: 132)
     assert module.pays(tokens, torch.empty(rows, 1)) is worth
 
 
-@pytest.mark.parametrize(("shape", "dtype", "major", "shared", "address", "takes"), [
-    ((512, 128), torch.bfloat16, 9, 232_448, 64, True), ((384, 128), torch.bfloat16, 9, 232_448, 64, False),
-    ((512, 96), torch.bfloat16, 9, 232_448, 64, False), ((512, 128), torch.float32, 9, 232_448, 64, False),
-    ((512, 128), torch.bfloat16, 10, 232_448, 64, False), ((512, 128), torch.bfloat16, 8, 232_448, 64, False),
-    ((512, 128), torch.bfloat16, 9, 166_912, 64, False), ((512, 128), torch.bfloat16, 9, 232_448, 8, False)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "major", "shared", "address", "takes"),
+    [
+        ((512, 128), torch.bfloat16, 9, 232_448, 64, True),
+        ((384, 128), torch.bfloat16, 9, 232_448, 64, False),
+        ((512, 96), torch.bfloat16, 9, 232_448, 64, False),
+        ((512, 128), torch.float32, 9, 232_448, 64, False),
+        ((512, 128), torch.bfloat16, 10, 232_448, 64, False),
+        ((512, 128), torch.bfloat16, 8, 232_448, 64, False),
+        ((512, 128), torch.bfloat16, 9, 166_912, 64, False),
+        ((512, 128), torch.bfloat16, 9, 232_448, 8, False),
+    ],
+)
 def test_which_weights_are_taken(monkeypatch, shape, dtype, major, shared, address, takes):
-    weight = SimpleNamespace(shape=shape, is_cuda=True, device="cuda", element_size=lambda: dtype.itemsize,
-                             is_contiguous=lambda: True, data_ptr=lambda: address)
+    weight = SimpleNamespace(
+        shape=shape,
+        is_cuda=True,
+        device="cuda",
+        element_size=lambda: dtype.itemsize,
+        is_contiguous=lambda: True,
+        data_ptr=lambda: address,
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr(module, "shared_memory", lambda device: shared)
     assert module.takes_many(weight) is takes
@@ -96,7 +135,9 @@ def test_who_gates_many_tokens(monkeypatch, bias):
     assert product.gated(x[:99]) == "two kernels"
 
 
-@pytest.mark.parametrize(("takes", "bias", "calls"), [(True, False, [1]), (True, True, []), (False, False, [])])
+@pytest.mark.parametrize(
+    ("takes", "bias", "calls"), [(True, False, [1]), (True, True, []), (False, False, [])]
+)
 def test_a_start_has_it_compiled_whatever_the_steps_it_runs(monkeypatch, takes, bias, calls):
     called = []
     monkeypatch.setattr(linear, "takes_many", lambda weight: takes)
@@ -109,6 +150,9 @@ def test_a_start_has_it_compiled_whatever_the_steps_it_runs(monkeypatch, takes, 
 def test_descriptors_of_other_tiles_are_another_kind():
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    kinds = {launch._kind(TensorDescriptor.from_tensor(torch.empty(256, 64, dtype=dtype), block))
-             for dtype in (torch.float16, torch.bfloat16) for block in ([128, 64], [64, 64])}
+    kinds = {
+        launch._kind(TensorDescriptor.from_tensor(torch.empty(256, 64, dtype=dtype), block))
+        for dtype in (torch.float16, torch.bfloat16)
+        for block in ([128, 64], [64, 64])
+    }
     assert len(kinds) == 4

@@ -21,7 +21,9 @@ def test_a_norm_in_16_bits_is_off_by_one_rounding_only(layer_norm):
     got = normalise(x, Norm(weight, bias, 1e-5, dtype=torch.bfloat16))
     assert got.dtype == torch.bfloat16
     wide = x.double() - (x.double().mean(-1, keepdim=True) if layer_norm else 0)
-    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + (0 if bias is None else bias)
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + (
+        0 if bias is None else bias
+    )
     assert bool(((got - exact).abs() <= half_a_step(exact)).all())
 
 
@@ -33,8 +35,11 @@ def test_gemmas_norm_adds_one_to_its_weight_in_float32():
     expected = oracle(x)
     weight = oracle.weight.detach().float() + 1.0
     got = normalise(x.float(), Norm(weight, None, 1e-6, dtype=torch.bfloat16))
-    assert (got == expected).float().mean() > 0.999  # the others lie between two numbers, a hair from the middle
-    rounded = normalise(x.float(), Norm(weight.bfloat16().float(), None, 1e-6, dtype=torch.bfloat16))
+    # the others lie between two numbers, a hair from the middle
+    assert (got == expected).float().mean() > 0.999
+    rounded = normalise(
+        x.float(), Norm(weight.bfloat16().float(), None, 1e-6, dtype=torch.bfloat16)
+    )
     assert (rounded == expected).float().mean() < 0.9
 
 
@@ -44,6 +49,10 @@ def test_queries_and_keys_keep_their_type_whatever_the_norms_weights_have():
     at = torch.arange(3)
     weight = torch.rand(16) + 0.5
     queries = rotate_write(heads, at, at, None, weight, weight, 1e-6, *cache)
-    exact = heads[:, :2].double() / (heads[:, :2].double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    exact = (
+        heads[:, :2].double()
+        / (heads[:, :2].double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        * weight
+    )
     assert queries.dtype == torch.bfloat16
     assert bool(((queries - exact).abs() <= half_a_step(exact)).all())

@@ -1,6 +1,7 @@
 """Keys and values in twelve bits: the same numbers, and the same attention.
 
-Where there is no GPU, the kernels run in Triton's interpreter, which has no bfloat16: float32 that holds such numbers.
+Where there is no GPU, the kernels run in Triton's interpreter, which has no bfloat16: float32 that
+holds such numbers.
 """
 
 import math
@@ -25,29 +26,51 @@ RULES = [AttentionRule(0.1), AttentionRule(0.1, 24), AttentionRule(0.2, 24, 5, 2
 
 
 def new_cache(slots, kv_heads, size):
-    return torch.zeros((2, kv_heads, slots, packed_cache.words(size)), dtype=packed_cache.DTYPE, device=DEVICE)
+    return torch.zeros(
+        (2, kv_heads, slots, packed_cache.words(size)), dtype=packed_cache.DTYPE, device=DEVICE
+    )
 
 
 def write(cache, heads, slots):
-    """By the kernel: keys and values [2, kv_heads, tokens, size], without a turn, into slots [tokens]."""
+    """By the kernel: keys and values [2, kv_heads, tokens, size], without a turn, into slots
+    [tokens].
+    """
     size = heads.shape[-1]
-    step = torch.cat((heads[0, :1], heads.flatten(0, 1))).transpose(0, 1).to(DTYPE).contiguous().to(DEVICE)
+    step = (
+        torch.cat((heads[0, :1], heads.flatten(0, 1)))
+        .transpose(0, 1)
+        .to(DTYPE)
+        .contiguous()
+        .to(DEVICE)
+    )
     turn = (torch.ones(1, size, device=DEVICE), torch.zeros(1, size, device=DEVICE))
     positions = torch.zeros(len(slots), dtype=torch.int64, device=DEVICE)
     rotate_write(step, positions, slots.to(DEVICE), turn, None, None, 1e-6, *cache)
 
 
 def pack(heads):
-    """A whole cache by the format alone: [2, kv_heads, slots, size] → int16 [2, kv_heads, slots, words]"""
+    """A whole cache by the format alone: [2, kv_heads, slots, size] → int16 [2, kv_heads, slots,
+    words]
+    """
     run, tokens, heads = heads.shape[-1] // 4, packed_cache.TOKENS, heads.to(DEVICE)
     least = (torch.frexp(heads.abs().amax(-1, keepdim=True))[1] + 126 - 15).clamp(min=0)
-    units = heads.double().abs() * torch.exp2(133.0 - least.double())  # of the last place of what has no leading one
+    # of the last place of what has no leading one
+    units = heads.double().abs() * torch.exp2(133.0 - least.double())
     above = (torch.frexp(units)[1] - 8).clamp(min=0)
-    bits = (units / torch.exp2(above.double())).round().long() + (above << 7) | (heads < 0).long() << 15
+    bits = (units / torch.exp2(above.double())).round().long() + (above << 7) | (
+        heads < 0
+    ).long() << 15
     halves = bits.unflatten(-1, (2, run, 2))
     first, second, third, fourth = (halves[..., half, :, odd] for half in (0, 1) for odd in (0, 1))
-    words = torch.stack((first | (fourth & 15) << 11, second | (fourth >> 4 & 15) << 11,
-                         third | (fourth >> 8 & 7) << 11 | fourth >> 15 << 14), 2)  # each run of all tokens
+    words = torch.stack(
+        (
+            first | (fourth & 15) << 11,
+            second | (fourth >> 4 & 15) << 11,
+            # each run of all tokens
+            third | (fourth >> 8 & 7) << 11 | fourth >> 15 << 14,
+        ),
+        2,
+    )
     lines = words.unflatten(3, (-1, tokens)).transpose(2, 3).flatten(3)
     scales = (least[..., 0] + 63 << 7).unflatten(2, (-1, tokens))
     found = torch.cat((lines, scales, torch.zeros_like(scales)), -1)
@@ -55,9 +78,13 @@ def pack(heads):
 
 
 def read(cache, size):
-    """What the words say: float64 [2, kv_heads, slots, size]. Written by the format alone, number by number."""
+    """What the words say: float64 [2, kv_heads, slots, size]. Written by the format alone, number
+    by number.
+    """
     run, tokens = size // 4, packed_cache.TOKENS
-    lines = cache.cpu().flatten(2).unflatten(2, (-1, tokens * packed_cache.words(size))).long() & 0xFFFF
+    lines = (
+        cache.cpu().flatten(2).unflatten(2, (-1, tokens * packed_cache.words(size))).long() & 0xFFFF
+    )
     words, scales, empty = lines.split((tokens * 3 * run, tokens, tokens), -1)
     assert not empty.any(), "nothing is written behind the scales"
     scales = (scales << 16).to(torch.int32).view(torch.float32).double() * 2.0**64
@@ -72,25 +99,36 @@ def read(cache, size):
 def number(word):
     """A sign, four bits of an exponent, seven of a mantissa."""
     exponent, mantissa = word >> 7 & 15, (word & 127).double()
-    size = torch.where(exponent > 0, (mantissa + 128) * 2.0 ** (exponent.double() - 1), mantissa) * 2.0**-133
+    size = (
+        torch.where(exponent > 0, (mantissa + 128) * 2.0 ** (exponent.double() - 1), mantissa)
+        * 2.0**-133
+    )
     return torch.where(word >= 0x8000, -size, size)
 
 
 def seen_slots(lengths, tables):
-    return [tables[row, i // BLOCK] * BLOCK + i % BLOCK for row, length in enumerate(lengths) for i in range(length)]
+    return [
+        tables[row, i // BLOCK] * BLOCK + i % BLOCK
+        for row, length in enumerate(lengths)
+        for i in range(length)
+    ]
 
 
 def spoil(cache, slots):
     """Let what nobody may read be infinite."""
     tokens, words = packed_cache.TOKENS, cache.shape[-1]
     lines, places = torch.from_numpy(slots // tokens), torch.from_numpy(slots % tokens)
-    cache.view(*cache.shape[:2], -1, tokens * words)[:, :, lines, tokens * (words - 2) + places] = 0x7F80
+    cache.view(*cache.shape[:2], -1, tokens * words)[:, :, lines, tokens * (words - 2) + places] = (
+        0x7F80
+    )
 
 
 def random_heads(kv_heads, tokens, size):
     """bfloat16 numbers as float32, of very different sizes from token to token and within some."""
     torch.manual_seed(0)
-    heads = torch.randn(2, kv_heads, tokens, size) * torch.exp2(torch.randint(-40, 40, (tokens, 1)).float())
+    heads = torch.randn(2, kv_heads, tokens, size) * torch.exp2(
+        torch.randint(-40, 40, (tokens, 1)).float()
+    )
     heads[:, :, 1] *= torch.exp2(-30 * torch.rand(size))
     heads[:, :, 2, ::3] = 0.0
     heads[:, :, 3] = 0.0
@@ -132,8 +170,20 @@ def test_what_cannot_be_packed_stays_no_number(odd):
     assert found[0, 1, 8, 5] == 1.9921875 * 2.0**79
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 64)] if not GPU else [
-    (4, 2, 64), (8, 2, 128), (4, 4, 128), (20, 1, 128), (4, 1, 256), (64, 1, 128), (71, 1, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"),
+    [(4, 2, 64)]
+    if not GPU
+    else [
+        (4, 2, 64),
+        (8, 2, 128),
+        (4, 4, 128),
+        (20, 1, 128),
+        (4, 1, 256),
+        (64, 1, 128),
+        (71, 1, 64),
+    ],
+)
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("rule", RULES)
 def test_attention_over_packed_keys_and_values(heads, kv_heads, size, mix, rule):
@@ -156,7 +206,9 @@ def test_attention_over_packed_keys_and_values(heads, kv_heads, size, mix, rule)
 
 
 @pytest.mark.parametrize("size", [128] if not GPU else [64, 128, 256])  # tiles of either way differ
-@pytest.mark.parametrize("mix", [name for name, rows in MIXES.items() if any(p > 0 and c > 1 for p, c in rows)])
+@pytest.mark.parametrize(
+    "mix", [name for name, rows in MIXES.items() if any(p > 0 and c > 1 for p, c in rows)]
+)
 @pytest.mark.parametrize("rule", RULES[:2])
 def test_what_is_unpacked_beforehand_is_seen_as_if_it_were_not(size, mix, rule):
     torch.manual_seed(0)
@@ -168,13 +220,21 @@ def test_what_is_unpacked_beforehand_is_seen_as_if_it_were_not(size, mix, rule):
     expected = plan.attend(step, *cache, rule)
     rows = np.array([row for row in order if counts[row] > 1])
     where, own_tables = lay_out(rows, positions[rows], BLOCK, tables.shape[1])
-    assert tables.ravel()[where].tolist() == [b for r in rows for b in tables[r][: -(-positions[r] // BLOCK)]]
-    keys, values = torch.full((2, 2, len(where) * BLOCK, size), math.nan, dtype=DTYPE, device=DEVICE)
-    blocks, own_tables = (torch.from_numpy(x).to(DEVICE) for x in (tables.ravel()[where], own_tables))
+    assert tables.ravel()[where].tolist() == [
+        b for r in rows for b in tables[r][: -(-positions[r] // BLOCK)]
+    ]
+    keys, values = torch.full(
+        (2, 2, len(where) * BLOCK, size), math.nan, dtype=DTYPE, device=DEVICE
+    )
+    blocks, own_tables = (
+        torch.from_numpy(x).to(DEVICE) for x in (tables.ravel()[where], own_tables)
+    )
     plan.prefix = Prefix(blocks, own_tables, keys, values, BLOCK)
     places = np.searchsorted(rows, plan.prefill.tile_row.cpu().numpy())
     plan.prefill.tile_row = torch.from_numpy(places.astype(np.int32)).to(DEVICE)
-    assert (plan.attend(step, *cache, rule) - expected).float().norm() < TOLERANCE * expected.float().norm()
+    assert (
+        plan.attend(step, *cache, rule) - expected
+    ).float().norm() < TOLERANCE * expected.float().norm()
 
 
 def test_blocks_may_hold_several_runs_of_tokens():
@@ -197,17 +257,31 @@ def _places(heads, slots, out, cache_slots, RUN: tl.constexpr):
 
 def test_a_cache_may_have_more_words_than_32_bits_count():
     out = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    head, slot = torch.tensor([31], dtype=torch.int32, device=DEVICE), torch.tensor([33], device=DEVICE)
+    head, slot = (
+        torch.tensor([31], dtype=torch.int32, device=DEVICE),
+        torch.tensor([33], device=DEVICE),
+    )
     _places[(1,)](head, slot, out, 32 * 50_000, RUN=32)
     first = 31 * 32 * 50_000 * 98 + 32 * 98
     assert out.tolist() == [first + 32, first + 32 * 96 + 1]
 
 
-@pytest.mark.parametrize(("positions", "counts", "worth"), [
-    ([8192], [8192], True), ([6144], [128], True), ([6144], [127], False), ([0, 0], [4000, 4000], False),
-    ([0, 4000], [8000, 120], False), ([4000, 4000], [200, 56], True), ([4000, 4000], [199, 56], False),
-    ([131_072], [8192], True),
-    ([131_073], [8192], False), ([100_000, 50_000], [4000, 4000], False)])  # these would take more than is free
+@pytest.mark.parametrize(
+    ("positions", "counts", "worth"),
+    [
+        ([8192], [8192], True),
+        ([6144], [128], True),
+        ([6144], [127], False),
+        ([0, 0], [4000, 4000], False),
+        ([0, 4000], [8000, 120], False),
+        ([4000, 4000], [200, 56], True),
+        ([4000, 4000], [199, 56], False),
+        ([131_072], [8192], True),
+        # these would take more than is free
+        ([131_073], [8192], False),
+        ([100_000, 50_000], [4000, 4000], False),
+    ],
+)
 def test_when_it_is_worth_unpacking(positions, counts, worth):
     assert pays(np.array(positions), np.array(counts), BLOCK, token_bytes=4096) is worth
 
@@ -221,10 +295,13 @@ def test_keys_and_values_of_any_size_are_attended_to():
     plain = torch.randn(2, 1, slots, size).bfloat16().float()
     for scale in (2.0**40, 2.0**-40):
         stored, step = plain * scale, torch.randn(2, 4, size).bfloat16().float()
-        step[:, 1:3] = 0.0  # queries that see all tokens alike, and the step's own places in the cache
+        # queries that see all tokens alike, and the step's own places in the cache
+        step[:, 1:3] = 0.0
         own = slots_of(np.arange(2), lengths - 1, np.ones_like(lengths), tables, BLOCK)
         stored[:, :, own] = 0.0
-        _, plan = gpu_plan(tables, lengths - 1, np.ones_like(lengths), BLOCK, 1, DTYPE, size, packed=True)
+        _, plan = gpu_plan(
+            tables, lengths - 1, np.ones_like(lengths), BLOCK, 1, DTYPE, size, packed=True
+        )
         rule = AttentionRule(0.1 / scale)
         got = plan.attend(step.to(DTYPE).to(DEVICE), *pack(stored), rule).float().cpu()
         twin = plan_attention(tables, lengths - 1, np.ones_like(lengths), BLOCK, stored[None])
@@ -232,11 +309,22 @@ def test_keys_and_values_of_any_size_are_attended_to():
         assert (got - expected).norm() < TOLERANCE * expected.norm()
 
 
-@pytest.mark.parametrize(("dtype", "size", "turned", "block", "packed"), [
-    (torch.bfloat16, 128, 128, 32, True), (torch.bfloat16, 64, 64, 64, True), (torch.bfloat16, 128, 128, 16, False),
-    (torch.bfloat16, 80, 80, 32, False), (torch.bfloat16, 64, 16, 32, False), (torch.bfloat16, 64, 0, 32, False),
-    (torch.bfloat16, 256, 256, 32, True), (torch.bfloat16, 32, 32, 32, False), (torch.bfloat16, 128, 128, 48, False),
-    (torch.float16, 128, 128, 32, False), (torch.float32, 128, 128, 32, False)])
+@pytest.mark.parametrize(
+    ("dtype", "size", "turned", "block", "packed"),
+    [
+        (torch.bfloat16, 128, 128, 32, True),
+        (torch.bfloat16, 64, 64, 64, True),
+        (torch.bfloat16, 128, 128, 16, False),
+        (torch.bfloat16, 80, 80, 32, False),
+        (torch.bfloat16, 64, 16, 32, False),
+        (torch.bfloat16, 64, 0, 32, False),
+        (torch.bfloat16, 256, 256, 32, True),
+        (torch.bfloat16, 32, 32, 32, False),
+        (torch.bfloat16, 128, 128, 48, False),
+        (torch.float16, 128, 128, 32, False),
+        (torch.float32, 128, 128, 32, False),
+    ],
+)
 def test_what_is_packed(dtype, size, turned, block, packed):
     assert packed_cache.packs(dtype, size, turned, block) is packed
 
@@ -244,4 +332,6 @@ def test_what_is_packed(dtype, size, turned, block, packed):
 def test_a_head_takes_little_more_than_three_quarters():
     words = [packed_cache.words(size) for size in (64, 128, 256)]
     assert words == [50, 98, 194]
-    assert [count * packed_cache.TOKENS % 64 for count in words] == [0, 0, 0], "all lines of 128 bytes"
+    assert [count * packed_cache.TOKENS % 64 for count in words] == [0, 0, 0], (
+        "all lines of 128 bytes"
+    )

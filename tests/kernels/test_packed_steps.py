@@ -1,4 +1,6 @@
-"""A packed cache in a step: what is turned is cached and handed on, what rows look back at is unpacked for them."""
+"""A packed cache in a step: what is turned is cached and handed on, what rows look back at is
+unpacked for them.
+"""
 
 from types import SimpleNamespace
 
@@ -15,7 +17,8 @@ from slipstream.kernels.gpu.decode_chunks import places_of
 from slipstream.kernels.gpu.rotary import rotate_write
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(7, 3), (8, 1), (20, 4)])  # keys begin within a program, and at one
+# keys begin within a program, and at one
+@pytest.mark.parametrize(("heads", "kv_heads"), [(7, 3), (8, 1), (20, 4)])
 def test_what_is_turned_is_cached_and_handed_on(heads, kv_heads):
     """By quarters, which leave bfloat16 numbers what they are."""
     torch.manual_seed(0)
@@ -27,7 +30,9 @@ def test_what_is_turned_is_cached_and_handed_on(heads, kv_heads):
     expected = step.clone()
     expected[1:3, turned] = torch.cat((-step[1:3, turned, half:], step[1:3, turned, :half]), -1)
     cache = new_cache(BLOCK, kv_heads, size)
-    given, places, written, *turn = (x.to(DEVICE) for x in (step.to(DTYPE), positions, slots, cosine, sine))
+    given, places, written, *turn = (
+        x.to(DEVICE) for x in (step.to(DTYPE), positions, slots, cosine, sine)
+    )
     got = rotate_write(given, places, written, tuple(turn), None, None, 1e-6, *cache)
     assert torch.equal(got[:, turned].float().cpu(), expected[:, turned])
     cached = read(cache, size)[:, :, slots]
@@ -39,16 +44,26 @@ def test_what_is_turned_is_cached_and_handed_on(heads, kv_heads):
 def test_a_step_is_the_same_where_what_it_looks_back_at_is_unpacked_beforehand(monkeypatch, rule):
     torch.manual_seed(0)
     # Decodes first, as a runner orders them.
-    positions, counts, rows = np.array([70, 5, 33, 0, 65]), np.array([1, 1, 3, 40, 20]), np.array([5, 1, 3, 0, 2])
+    positions, counts, rows = (
+        np.array([70, 5, 33, 0, 65]),
+        np.array([1, 1, 3, 40, 20]),
+        np.array([5, 1, 3, 0, 2]),
+    )
     tables = tables_of(positions, counts, BLOCK)
     cache = pack(torch.randn(2, 2, (int(tables.max()) + 1) * BLOCK, 64).bfloat16().float())
     runner = GpuRunner.__new__(GpuRunner)
     spec = SimpleNamespace(kv_heads=2, head_size=64, kv_size=128)
     runner.model = SimpleNamespace(spec=spec, dtype=DTYPE, device=DEVICE)
-    runner.block_tokens, runner.places, runner.cache = BLOCK, places_of(DEVICE, narrow=True), cache[None]
+    runner.block_tokens, runner.places, runner.cache = (
+        BLOCK,
+        places_of(DEVICE, narrow=True),
+        cache[None],
+    )
     runner.graphs, runner.adapters, runner._row_pages = SimpleNamespace(logits=None), None, None
     runner.rows = Rows(7, 200, 7, DEVICE)
-    runner.rows.tables[torch.from_numpy(rows).to(DEVICE), : tables.shape[1]] = torch.from_numpy(tables).to(DEVICE)
+    runner.rows.tables[torch.from_numpy(rows).to(DEVICE), : tables.shape[1]] = torch.from_numpy(
+        tables
+    ).to(DEVICE)
     heads = torch.randn(int(counts.sum()), 8, 64).bfloat16().to(DTYPE).to(DEVICE)
     found = []
     for worth in (10**9, 1):
@@ -59,11 +74,20 @@ def test_a_step_is_the_same_where_what_it_looks_back_at_is_unpacked_beforehand(m
     assert (found[0] - found[1]).norm() < TOLERANCE * found[0].norm()
 
 
-@pytest.mark.parametrize(("positions", "counts", "dtype", "far"), [
-    ([3072, 0], [200, 50], torch.int16, True), ([3071], [200], torch.int16, False), ([], [], torch.int16, False),
-    ([9000], [20], torch.int16, False), ([3072], [200], torch.bfloat16, False)])
+@pytest.mark.parametrize(
+    ("positions", "counts", "dtype", "far"),
+    [
+        ([3072, 0], [200, 50], torch.int16, True),
+        ([3071], [200], torch.int16, False),
+        ([], [], torch.int16, False),
+        ([9000], [20], torch.int16, False),
+        ([3072], [200], torch.bfloat16, False),
+    ],
+)
 def test_which_steps_are_worth_more_than_a_graph(positions, counts, dtype, far):
     runner = GpuRunner.__new__(GpuRunner)
     runner.model, runner.block_tokens = SimpleNamespace(spec=SimpleNamespace(kv_size=1024)), BLOCK
     runner.cache = torch.empty(0, dtype=dtype)
-    assert runner._looks_far_back(np.array(positions, dtype=int), np.array(counts, dtype=int)) == far
+    assert (
+        runner._looks_far_back(np.array(positions, dtype=int), np.array(counts, dtype=int)) == far
+    )

@@ -1,9 +1,16 @@
-"""The draw: right distribution, same draw in any company, choice narrowed as transformers narrows it."""
+"""The draw: right distribution, same draw in any company, choice narrowed as transformers narrows
+it.
+"""
 
 import math
 
 import torch
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from slipstream.kernels import sampling
 
@@ -11,8 +18,12 @@ VOCAB = 300
 
 
 def columns(rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    return (torch.full((rows, 1), temperature), torch.full((rows, 1), top_k), torch.full((rows, 1), top_p),
-            torch.full((rows, 1), min_p))
+    return (
+        torch.full((rows, 1), temperature),
+        torch.full((rows, 1), top_k),
+        torch.full((rows, 1), top_p),
+        torch.full((rows, 1), min_p),
+    )
 
 
 def draw(logits, temperature, top_k, top_p, min_p, keys):
@@ -21,10 +32,19 @@ def draw(logits, temperature, top_k, top_p, min_p, keys):
     narrow = ((top_k > 0) | (top_p < 1)).flatten()
     if narrow.any():
         widest = 0 if (top_k[narrow] == 0).any() else int(top_k[narrow].max())
-        tokens[narrow] = sampling.draw_narrowed(logits[narrow], temperature[narrow], top_k[narrow], top_p[narrow],
-                                                min_p[narrow], keys[narrow], widest)
+        tokens[narrow] = sampling.draw_narrowed(
+            logits[narrow],
+            temperature[narrow],
+            top_k[narrow],
+            top_p[narrow],
+            min_p[narrow],
+            keys[narrow],
+            widest,
+        )
     if not narrow.all():
-        tokens[~narrow] = sampling.draw_from_all(logits[~narrow], temperature[~narrow], min_p[~narrow], keys[~narrow])
+        tokens[~narrow] = sampling.draw_from_all(
+            logits[~narrow], temperature[~narrow], min_p[~narrow], keys[~narrow]
+        )
     return tokens
 
 
@@ -42,9 +62,11 @@ def test_draws_follow_the_softmax():
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(1)) * 2
     draws = 20000
     tokens = draw(logits.expand(draws, -1), *columns(draws, temperature=0.7), keys(range(draws)))
-    statistic, freedom = chi_square(torch.bincount(tokens, minlength=40).double(),
-                                    (logits[0] / 0.7).softmax(-1).double())
-    # Five standard deviations of the chi-square distribution: a wrong scale or noise is far outside.
+    statistic, freedom = chi_square(
+        torch.bincount(tokens, minlength=40).double(), (logits[0] / 0.7).softmax(-1).double()
+    )
+    # Five standard deviations of the chi-square distribution: a wrong scale or noise is far
+    # outside.
     assert statistic < freedom + 5 * math.sqrt(2 * freedom)
 
 
@@ -61,9 +83,15 @@ def test_consecutive_positions_of_one_seed_are_independent():
 def test_a_draw_is_the_same_in_any_company():
     torch.manual_seed(2)
     logits = torch.randn(6, VOCAB) * 3
-    settings = [torch.tensor(v)[:, None] for v in (
-        [1.0, 0.5, 2.0, 1.0, 0.9, 1.3], [0, 5, 0, 20, 1, 0], [1.0, 1.0, 0.6, 0.9, 0.5, 1.0],
-        [0.0, 0.0, 0.0, 0.1, 0.0, 0.2])]
+    settings = [
+        torch.tensor(v)[:, None]
+        for v in (
+            [1.0, 0.5, 2.0, 1.0, 0.9, 1.3],
+            [0, 5, 0, 20, 1, 0],
+            [1.0, 1.0, 0.6, 0.9, 0.5, 1.0],
+            [0.0, 0.0, 0.0, 0.1, 0.0, 0.2],
+        )
+    ]
     together = draw(logits, *settings, keys(range(6)))
     for row in range(6):
         alone = draw(logits[row : row + 1], *(s[row : row + 1] for s in settings), keys([row]))
@@ -73,8 +101,14 @@ def test_a_draw_is_the_same_in_any_company():
 def test_the_choice_is_narrowed_as_transformers_narrows_it():
     torch.manual_seed(3)
     logits = torch.randn(1, VOCAB) * 3
-    for temperature, top_k, top_p, min_p in [(1.0, 7, 1.0, 0.0), (0.8, 0, 0.6, 0.0), (1.5, 20, 0.7, 0.0),
-                                             (1.0, 0, 0.95, 0.0), (1.0, 0, 1.0, 0.3), (0.7, 30, 0.9, 0.05)]:
+    for temperature, top_k, top_p, min_p in [
+        (1.0, 7, 1.0, 0.0),
+        (0.8, 0, 0.6, 0.0),
+        (1.5, 20, 0.7, 0.0),
+        (1.0, 0, 0.95, 0.0),
+        (1.0, 0, 1.0, 0.3),
+        (0.7, 30, 0.9, 0.05),
+    ]:
         warped = TemperatureLogitsWarper(temperature)(None, logits)
         if top_k:
             warped = TopKLogitsWarper(top_k)(None, warped)
@@ -84,10 +118,15 @@ def test_the_choice_is_narrowed_as_transformers_narrows_it():
             warped = MinPLogitsWarper(min_p)(None, warped)
         probabilities = warped.softmax(-1)[0]
         draws = 4000
-        tokens = draw(logits.expand(draws, -1), *columns(draws, temperature, top_k, top_p, min_p),
-                               keys(range(draws)))
+        tokens = draw(
+            logits.expand(draws, -1),
+            *columns(draws, temperature, top_k, top_p, min_p),
+            keys(range(draws)),
+        )
         assert set(tokens.tolist()) <= set(probabilities.nonzero().flatten().tolist())
-        statistic, freedom = chi_square(torch.bincount(tokens, minlength=VOCAB).double(), probabilities.double())
+        statistic, freedom = chi_square(
+            torch.bincount(tokens, minlength=VOCAB).double(), probabilities.double()
+        )
         assert statistic < freedom + 5 * math.sqrt(2 * max(freedom, 1)) + 1e-9
 
 

@@ -10,7 +10,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels below are defined
 
-pytest.importorskip("triton", reason="the kernels need Triton, which a CPU installation of torch does not bring")
+pytest.importorskip(
+    "triton", reason="the kernels need Triton, which a CPU installation of torch does not bring"
+)
 
 from slipstream.engine.gpu_runner import GpuRunner
 from slipstream.engine.graphs import DecodeGraphs
@@ -22,10 +24,16 @@ def runner_of(sizes, logits):
     return SimpleNamespace(graphs=graphs)
 
 
-@pytest.mark.parametrize(("wanted", "padded"), [
-    ([5], [5]), ([5, 9, 11], [5, 9, 11, 0]), (list(range(8)), list(range(8))),
-    (list(range(9)), list(range(9))), ([], []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "padded"),
+    [
+        ([5], [5]),
+        ([5, 9, 11], [5, 9, 11, 0]),
+        (list(range(8)), list(range(8))),
+        (list(range(9)), list(range(9))),
+        ([], []),
+    ],
+)
 def test_their_number_is_rounded_up_to_one_that_was_captured(wanted, padded):
     runner = runner_of([1, 2, 4, 8], None)
     assert GpuRunner._padded(runner, np.array(wanted, dtype=np.int64)).tolist() == padded

@@ -1,5 +1,6 @@
-"""bfloat16 weights in twelve bits: the same numbers, and products of them. Kernels run in Triton's interpreter where
-there is no GPU."""
+"""bfloat16 weights in twelve bits: the same numbers, and products of them. Kernels run in Triton's
+interpreter where there is no GPU.
+"""
 
 import math
 import os
@@ -11,7 +12,9 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels below are defined
 
-pytest.importorskip("triton", reason="the kernels need Triton, which a CPU installation of torch does not bring")
+pytest.importorskip(
+    "triton", reason="the kernels need Triton, which a CPU installation of torch does not bring"
+)
 
 from slipstream.kernels import linear, twelve_bits  # noqa: E402
 from slipstream.kernels.gpu import linear as gpu_linear  # noqa: E402
@@ -52,13 +55,16 @@ def test_the_smallest_numbers_are_rounded_to_the_nearest():
     weight[0, :4] = torch.tensor([1.0, 2**-14, 2**-14 * 1.5, 2**-21 * 1.5])
     weight[0, 4:250] = 0.5
     got = twelve_bits.unpack(twelve_bits.pack(weight))[0]
-    assert got[:4].tolist() == [1.0, 2**-14, 2**-14 * 1.5, 2**-20]  # a multiple of 2^-21, three quarters of it up
+    # a multiple of 2^-21, three quarters of it up
+    assert got[:4].tolist() == [1.0, 2**-14, 2**-14 * 1.5, 2**-20]
     assert got[250].item() == 2**-20
 
 
 @pytest.mark.parametrize("largest", [0, 1, 14, 15, 16, 127, 254])
 def test_every_number_beside_a_largest(largest, monkeypatch):
-    """All of bfloat16's numbers up to an exponent: exact from 2^-14 of the largest on, the others to the nearest."""
+    """All of bfloat16's numbers up to an exponent: exact from 2^-14 of the largest on, the others
+    to the nearest.
+    """
     monkeypatch.setattr(twelve_bits, "_MOST_LOSING", 1.0)
     bits = torch.arange(65536)
     bits = bits[(bits >> 7 & 0xFF) <= largest][None].short()  # those from 2^15 on wrap around
@@ -104,25 +110,39 @@ def test_pieces_are_packed_as_the_whole(monkeypatch):
     assert twelve_bits.pack(weight) is None
 
 
-@pytest.mark.parametrize(("dtype", "columns"), [(torch.float16, 256), (torch.float32, 256), (torch.bfloat16, 320)])
+@pytest.mark.parametrize(
+    ("dtype", "columns"), [(torch.float16, 256), (torch.float32, 256), (torch.bfloat16, 320)]
+)
 def test_what_cannot_be_packed(dtype, columns):
     assert not twelve_bits.packs(torch.zeros(128, columns, dtype=dtype))
     assert twelve_bits.packs(torch.zeros(1, 256, dtype=torch.bfloat16))
 
 
 def case(tokens: int, rows: int, size: int, bias: bool):
-    """Activations, a packed weight and an offset on the device; the product, and what its terms are in all."""
+    """Activations, a packed weight and an offset on the device; the product, and what its terms are
+    in all.
+    """
     weight = trained(rows, size)
     weight[rows // 2] *= 2.0**9  # rows have scales of their own
     packed = twelve_bits.pack(weight)
     x = torch.randn(tokens, size).to(DTYPE)
     offset = torch.randn(rows).to(DTYPE) if bias else None
-    expected = product(x, weight, offset), product(x.abs(), weight.abs(), None if offset is None else offset.abs())
-    return x.to(DEVICE), *(t.to(DEVICE) for t in packed), offset.to(DEVICE) if bias else None, expected
+    expected = (
+        product(x, weight, offset),
+        product(x.abs(), weight.abs(), None if offset is None else offset.abs()),
+    )
+    return (
+        x.to(DEVICE),
+        *(t.to(DEVICE) for t in packed),
+        offset.to(DEVICE) if bias else None,
+        expected,
+    )
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
-    return torch.nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    return torch.nn.functional.linear(
+        x.double(), weight.double(), None if offset is None else offset.double()
+    )
 
 
 def close(got: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> bool:
@@ -137,9 +157,17 @@ def test_one_token(rows, size, bias):
     assert close(one_token(x, words, offset, scales=scales), expected)
 
 
-@pytest.mark.parametrize(("tokens", "rows", "size", "bias"), [
-    (2, 128, 256, True), (17, 256, 1280, False), (32, 256, 768, True), (33, 256, 1280, False), (64, 128, 512, True),
-    (5, 128, 8704, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "rows", "size", "bias"),
+    [
+        (2, 128, 256, True),
+        (17, 256, 1280, False),
+        (32, 256, 768, True),
+        (33, 256, 1280, False),
+        (64, 128, 512, True),
+        (5, 128, 8704, False),
+    ],
+)
 def test_few_tokens(tokens, rows, size, bias):
     """One tile and several, their columns shared and not."""
     x, words, scales, offset, expected = case(tokens, rows, size, bias)
@@ -191,7 +219,10 @@ def test_numbers_without_a_leading_one_reach_the_product(monkeypatch):
 @pytest.mark.parametrize("exponent", [-120, 0, 100])
 def test_rows_of_any_size(exponent):
     torch.manual_seed(0)
-    weight, x = (torch.randn(64, 256).double() * 2.0**exponent).bfloat16(), torch.randn(1, 256).to(DTYPE)
+    weight, x = (
+        (torch.randn(64, 256).double() * 2.0**exponent).bfloat16(),
+        torch.randn(1, 256).to(DTYPE),
+    )
     words, scales = (t.to(DEVICE) for t in twelve_bits.pack(weight))
     expected = product(x, weight, None), product(x.abs(), weight.abs(), None)
     assert close(one_token(x.to(DEVICE), words, None, scales=scales), expected)
@@ -205,13 +236,27 @@ def test_activations_of_any_size(exponent):
     words, scales = (t.to(DEVICE) for t in twelve_bits.pack(weight))
     x = torch.zeros(1, 256)
     x[0, 1:] = 1.0078125 * 2.0**exponent  # all its bits count
-    got = one_token(x.to(DTYPE).to(DEVICE), words, None, out=torch.empty(1, 64, device=DEVICE), scales=scales)
-    assert got[0].tolist() == pytest.approx([255 * 1.0078125 * 2.0 ** (exponent - 14)] * 64, rel=1e-6, abs=0)
+    got = one_token(
+        x.to(DTYPE).to(DEVICE), words, None, out=torch.empty(1, 64, device=DEVICE), scales=scales
+    )
+    assert got[0].tolist() == pytest.approx(
+        [255 * 1.0078125 * 2.0 ** (exponent - 14)] * 64, rel=1e-6, abs=0
+    )
 
 
-@pytest.mark.parametrize(("rows", "size", "parts"), [
-    (6144, 4096, 2), (12288, 4096, 2), (4096, 4096, 4), (28672, 4096, 1), (22016, 4096, 1), (4096, 14336, 4),
-    (128256, 4096, 1), (128256, 16384, 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "size", "parts"),
+    [
+        (6144, 4096, 2),
+        (12288, 4096, 2),
+        (4096, 4096, 4),
+        (28672, 4096, 1),
+        (22016, 4096, 1),
+        (4096, 14336, 4),
+        (128256, 4096, 1),
+        (128256, 16384, 2),
+    ],
+)
 def test_how_many_share_the_columns_of_a_tile(rows, size, parts):
     x, words = torch.empty(1, 1), torch.empty(1, 1, dtype=torch.int16)
     assert _tiling(rows, size, 32, x, words).parts == parts
@@ -223,9 +268,13 @@ def test_a_product_that_joins_the_residual_stream():
     stream = hidden.clone().to(DEVICE)
     norm = Norm((torch.rand(256) + 0.5).to(DEVICE), None, 1e-5, dtype=DTYPE)
     between = one_token_joined(x, words, None, stream, norm, scales)
-    assert torch.allclose(stream.cpu().double(), hidden.double() + expected[0], rtol=1e-4, atol=1e-4)
+    assert torch.allclose(
+        stream.cpu().double(), hidden.double() + expected[0], rtol=1e-4, atol=1e-4
+    )
     total = (stream * norm.weight).cpu()
-    assert torch.allclose(between.values.float().cpu(), total, rtol=1e-2 if GPU else 1e-5, atol=1e-5)
+    assert torch.allclose(
+        between.values.float().cpu(), total, rtol=1e-2 if GPU else 1e-5, atol=1e-5
+    )
 
 
 class CountedStore:
@@ -245,8 +294,10 @@ def test_copies_are_made_if_all_fit():
     assert all(product.copied for product in products[:2])
 
 
-@pytest.mark.parametrize(("rows", "columns", "dtype"), [
-    (40, 256, torch.bfloat16), (128, 320, torch.bfloat16), (128, 256, torch.float16)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype"),
+    [(40, 256, torch.bfloat16), (128, 320, torch.bfloat16), (128, 256, torch.float16)],
+)
 def test_sizes_and_types_that_have_no_copy(rows, columns, dtype, monkeypatch):
     monkeypatch.setattr(gpu_linear, "_SMALL", 0)
     monkeypatch.setattr(gpu_linear, "_NARROW", 0)
@@ -275,7 +326,9 @@ def test_a_copy_is_read_by_few_tokens(monkeypatch):
 
 def test_which_weights_have_copies():
     def copy_bytes(rows: int, columns: int) -> int:
-        return DenseProduct(torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"), None).stored.copy_bytes
+        return DenseProduct(
+            torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"), None
+        ).stored.copy_bytes
 
     assert copy_bytes(4096, 2048) == 0  # 2^23 numbers are few
     assert copy_bytes(4160, 2048) == 4160 * 2048 * 3 // 2
@@ -296,7 +349,10 @@ def test_what_products_read(tokens, monkeypatch):
         of.stored.weight.zero_()
         return of
 
-    dense, wide = wiped(DenseProduct(kept.clone().to(DEVICE), None)), wiped(WideProduct(kept.clone().to(DEVICE)))
+    dense, wide = (
+        wiped(DenseProduct(kept.clone().to(DEVICE), None)),
+        wiped(WideProduct(kept.clone().to(DEVICE))),
+    )
     if tokens > 32:
         if GPU:  # the library multiplies numbers of one type only
             assert not dense(x.to(DEVICE)).any()
@@ -311,7 +367,9 @@ def test_what_products_read(tokens, monkeypatch):
     assert torch.allclose(dense.gated(x.to(DEVICE)).float().cpu(), gated, **tolerance)
     if tokens == 1:
         stream = torch.zeros(1, 128, device=DEVICE)
-        dense.joined(x.to(DEVICE), stream, Norm(torch.ones(128, device=DEVICE), None, 1e-5, dtype=DTYPE))
+        dense.joined(
+            x.to(DEVICE), stream, Norm(torch.ones(128, device=DEVICE), None, 1e-5, dtype=DTYPE)
+        )
         assert torch.allclose(stream.cpu(), exact, **tolerance)
 
 
@@ -335,4 +393,6 @@ def test_products_are_the_same_with_a_copy(tokens, monkeypatch):
         assert after.stored.copy() > 0
         assert torch.allclose(after(x).float(), before(x).float(), rtol=2**-7, atol=1e-3)
         if isinstance(after, DenseProduct):
-            assert torch.allclose(after.gated(x).float(), before.gated(x).float(), rtol=2**-6, atol=1e-3)
+            assert torch.allclose(
+                after.gated(x).float(), before.gated(x).float(), rtol=2**-6, atol=1e-3
+            )

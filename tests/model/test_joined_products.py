@@ -1,6 +1,8 @@
-"""Where a product joins the residual stream, a single token comes out as it does where each part is done by itself.
+"""Where a product joins the residual stream, a single token comes out as it does where each part is
+done by itself.
 
-The kernels that do it are a GPU's and have twins of their own; here it is the layers that choose between the two ways.
+The kernels that do it are a GPU's and have twins of their own; here it is the layers that choose
+between the two ways.
 """
 
 import numpy as np
@@ -14,8 +16,19 @@ from slipstream.kernels.inputs import Unscaled, plain
 from slipstream.model.transformer import Step, Transformer
 
 BLOCK, PROMPT = 16, 5
-# By the number of times that a step of one token joins: twice a layer, unless norms or experts stand in between.
-FAMILIES = {"llama": 2, "qwen2": 2, "qwen3": 2, "gemma": 2, "gemma2": 0, "gpt2": 0, "opt": 0, "gptj": 0, "mixtral": 0}
+# By the number of times that a step of one token joins: twice a layer, unless norms or experts
+# stand in between.
+FAMILIES = {
+    "llama": 2,
+    "qwen2": 2,
+    "qwen3": 2,
+    "gemma": 2,
+    "gemma2": 0,
+    "gpt2": 0,
+    "opt": 0,
+    "gptj": 0,
+    "mixtral": 0,
+}
 
 
 class Joining:
@@ -50,8 +63,12 @@ def run(spec, tensors, adapters):
     cache, logits = model.new_cache(2 * BLOCK), []
     for begin, count in ((0, PROMPT), (PROMPT, 1)):
         places = torch.arange(begin, begin + count)
-        attention = plan_attention(np.array([[1]]), np.array([begin]), np.array([count]), BLOCK, cache)
-        step = Step(places + 7, places, places + BLOCK, attention, torch.tensor([count - 1]), adapters)
+        attention = plan_attention(
+            np.array([[1]]), np.array([begin]), np.array([count]), BLOCK, cache
+        )
+        step = Step(
+            places + 7, places, places + BLOCK, attention, torch.tensor([count - 1]), adapters
+        )
         with torch.inference_mode():
             logits.append(model(step, cache))
     return torch.cat(logits)

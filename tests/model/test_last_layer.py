@@ -1,4 +1,6 @@
-"""The last layer computes no more than what the wanted tokens need; all keys and values are written all the same."""
+"""The last layer computes no more than what the wanted tokens need; all keys and values are written
+all the same.
+"""
 
 import numpy as np
 import pytest
@@ -19,8 +21,19 @@ KINDS = {
 
 
 def random_model(**kind) -> Transformer:
-    spec = ModelSpec("LlamaForCausalLM", vocab_size=50, hidden_size=32, layers=2, heads=4, kv_heads=2, head_size=8,
-                     ffn_size=48, max_positions=64, tied_embeddings=True, **kind)
+    spec = ModelSpec(
+        "LlamaForCausalLM",
+        vocab_size=50,
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_size=8,
+        ffn_size=48,
+        max_positions=64,
+        tied_embeddings=True,
+        **kind,
+    )
     torch.manual_seed(0)
     tensors = {"transformer.vocab_embedding.weight": torch.randn(50, 32)}
     norms = ["transformer.ln_f"] if spec.final_norm else []
@@ -28,8 +41,12 @@ def random_model(**kind) -> Transformer:
         norms += [f"{layer}.input_layernorm"] + [f"{layer}.post_layernorm"] * (not spec.shared_norm)
         if spec.output_norms:
             norms += [f"{layer}.pre_feedforward_layernorm", f"{layer}.post_feedforward_layernorm"]
-        for name, shape in (("attention.qkv", (64, 32)), ("attention.dense", (32, 32)), ("mlp.gate_up", (96, 32)),
-                            ("mlp.proj", (32, 48))):
+        for name, shape in (
+            ("attention.qkv", (64, 32)),
+            ("attention.dense", (32, 32)),
+            ("mlp.gate_up", (96, 32)),
+            ("mlp.proj", (32, 48)),
+        ):
             tensors[f"{layer}.{name}.weight"] = torch.randn(shape) * 0.2
     for norm in norms:
         tensors |= {f"{norm}.weight": 1 + 0.1 * torch.randn(32)}
@@ -37,14 +54,23 @@ def random_model(**kind) -> Transformer:
     return Transformer(spec, tensors, torch.float32, torch.device("cpu"), 64)
 
 
-def run(model: Transformer, samples: list[int] | None) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+def run(
+    model: Transformer, samples: list[int] | None
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """→ logits, the cache, and how many tokens the feed-forward part of each layer was given"""
     cache, given = model.new_cache(2 * BLOCK), []
     for layer in model.layers:
-        layer.mlp = lambda x, step, run=type(layer).mlp, layer=layer: given.append(len(x)) or run(layer, x, step)
+        layer.mlp = lambda x, step, run=type(layer).mlp, layer=layer: (
+            given.append(len(x)) or run(layer, x, step)
+        )
     attention = plan_attention(np.array([[1]]), np.array([0]), np.array([TOKENS]), BLOCK, cache)
-    step = Step(torch.arange(7, 7 + TOKENS), torch.arange(TOKENS), torch.arange(BLOCK, BLOCK + TOKENS), attention,
-                None if samples is None else torch.tensor(samples, dtype=torch.int64))
+    step = Step(
+        torch.arange(7, 7 + TOKENS),
+        torch.arange(TOKENS),
+        torch.arange(BLOCK, BLOCK + TOKENS),
+        attention,
+        None if samples is None else torch.tensor(samples, dtype=torch.int64),
+    )
     with torch.inference_mode():
         return model(step, cache), cache, given
 

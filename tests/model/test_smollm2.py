@@ -1,4 +1,6 @@
-"""The embedded default model, from its real weights: the answers of transformers, read from the same file."""
+"""The embedded default model, from its real weights: the answers of transformers, read from the
+same file.
+"""
 
 import functools
 
@@ -38,10 +40,13 @@ def oracle(gguf):
     from transformers import AutoModelForCausalLM
 
     with pytest.MonkeyPatch.context() as patch:
-        # transformers reads the file twice and makes one table of names anew for each module of the model
+        # transformers reads the file twice and makes one table of names anew for each module of the
+        # model
         for name in ("GGUFReader", "get_tensor_name_map"):
             patch.setattr(reader, name, functools.cache(getattr(reader, name)))
-        return AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +81,18 @@ def test_bfloat16_agrees_on_99_percent_of_tokens(gguf, sequences, chosen, tmp_pa
     same = total = 0
     for (prompt, answer), ours, theirs in zip(sequences, logits, chosen, strict=True):
         window = slice(len(prompt) - 1, -1)  # teacher-forced along the greedy answer
-        same += sum(a == b for a, b in zip(ours.argmax(-1).tolist()[window], theirs[window], strict=True))
+        same += sum(
+            a == b for a, b in zip(ours.argmax(-1).tolist()[window], theirs[window], strict=True)
+        )
         total += len(answer)
     assert same / total >= 0.99, f"{same} of {total}"
 
 
 @pytest.mark.slow
 def test_fp8_costs_less_than_one_percent_of_perplexity(gguf, tmp_path):
-    """On 8,176 tokens of Python's reference that had no part in choosing which linears take eight bits."""
+    """On 8,176 tokens of Python's reference that had no part in choosing which linears take eight
+    bits.
+    """
     from pydoc_data.topics import topics
 
     from tokenizers import Tokenizer
@@ -95,7 +104,10 @@ def test_fp8_costs_less_than_one_percent_of_perplexity(gguf, tmp_path):
         tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
         windows = [tokens[begin : begin + 512] for begin in range(48 * 512, 64 * 512, 512)]
         parts = zip(all_logits(folder, torch.bfloat16, windows), windows, strict=True)
-        losses = [torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(window[1:])) for logits, window in parts]
+        losses = [
+            torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(window[1:]))
+            for logits, window in parts
+        ]
         return torch.stack(losses).mean()
 
     assert (loss("fp8") - loss(None)).exp() < 1.01

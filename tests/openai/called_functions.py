@@ -1,4 +1,6 @@
-"""Functions to be called, templates that have them called in either format, and what tests of both formats do."""
+"""Functions to be called, templates that have them called in either format, and what tests of both
+formats do.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,19 @@ from slipstream.server.text.pipeline import TextDelta
 
 MESSAGES: Any = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {
-    "type": "object", "required": ["city", "days"], "additionalProperties": False,
-    "properties": {"city": {"enum": ["Rome", "Bonn"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-}  # fmt: skip
+    "type": "object",
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "properties": {
+        "city": {"enum": ["Rome", "Bonn"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+}
 TOOLS: Any = [
-    {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": WEATHER}},
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "Of a city", "parameters": WEATHER},
+    },
     {"type": "function", "function": {"name": "now"}},
 ]
 MARKED_TEMPLATE = (
@@ -29,7 +39,7 @@ MARKED_TEMPLATE = (
     "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 BARE_TEMPLATE = (
-    "{{ bos_token }}{% if tools %}{{ 'Say {\"name\": N, \"parameters\": P}.' }}"
+    '{{ bos_token }}{% if tools %}{{ \'Say {"name": N, "parameters": P}.\' }}'
     "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
     "{% for message in messages %}[{{ message.role }}] {% if message.tool_calls %}"
     "{% set call = message.tool_calls[0].function %}{{ '{\"name\": \"' + call.name + '\", ' }}{{ '\"parameters\": ' }}"
@@ -45,7 +55,14 @@ def called_by(serving, monkeypatch, template: str):
 
 
 def chat(serving, **fields):
-    given = {"model": "chat", "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 300, **fields}
+    given = {
+        "model": "chat",
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "temperature": 0,
+        "max_tokens": 300,
+        **fields,
+    }
     return serving.client.chat.completions.create(**given)
 
 
@@ -55,8 +72,9 @@ def prompt_ids(serving, messages, tools=TOOLS) -> list[int]:
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(serving.model_folder)
     template = serving.generator.tokenizer.chat_templates["default"]
-    return tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, add_generation_prompt=True,
-                                         return_dict=False)
+    return tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=template, add_generation_prompt=True, return_dict=False
+    )
 
 
 def say(serving, monkeypatch, pieces: list[str]) -> list[Any]:
@@ -66,24 +84,39 @@ def say(serving, monkeypatch, pieces: list[str]) -> list[Any]:
     async def generate(request):
         requests.append(request)
         for number, piece in enumerate(pieces):
-            yield TextDelta(piece, [5], finish_reason="stop" if number == len(pieces) - 1 else "", prompt_tokens=9)
+            yield TextDelta(
+                piece,
+                [5],
+                finish_reason="stop" if number == len(pieces) - 1 else "",
+                prompt_tokens=9,
+            )
 
     monkeypatch.setattr(serving.generator, "generate", generate)
     return requests
 
 
 def check_read(reader_of: Callable[[], Reader], said: str, parts: list[Any]) -> None:
-    """At once these parts are read, a call as its name and arguments; letter by letter the same text and calls."""
+    """At once these parts are read, a call as its name and arguments; letter by letter the same
+    text and calls.
+    """
 
     def told(found: list[Any]) -> list[Any]:
-        return [(part.name, json.loads(part.arguments)) if isinstance(part, ToolCall) else part for part in found]
+        return [
+            (part.name, json.loads(part.arguments)) if isinstance(part, ToolCall) else part
+            for part in found
+        ]
 
     assert told(list(reader_of().push(said, last=True))) == parts
     reader = reader_of()
-    bits = told([part for letter in said for part in reader.push(letter)] + list(reader.push("", last=True)))
+    bits = told(
+        [part for letter in said for part in reader.push(letter)] + list(reader.push("", last=True))
+    )
     assert "".join(part for part in bits if isinstance(part, str)) == "".join(
-        part for part in parts if isinstance(part, str))
-    assert [part for part in bits if not isinstance(part, str)] == [part for part in parts if not isinstance(part, str)]
+        part for part in parts if isinstance(part, str)
+    )
+    assert [part for part in bits if not isinstance(part, str)] == [
+        part for part in parts if not isinstance(part, str)
+    ]
 
 
 class GuidedText:

@@ -31,7 +31,9 @@ from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.build import build_engine
 
-SETTINGS = EngineSettings(dtype="float32", device="cpu", cache_tokens=2048, max_rows=4, threads=1, adapter_max_rank=8)
+SETTINGS = EngineSettings(
+    dtype="float32", device="cpu", cache_tokens=2048, max_rows=4, threads=1, adapter_max_rank=8
+)
 MOST_WAITING = 64  # before the engine
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}"
@@ -65,19 +67,25 @@ def running(folder: Path) -> Iterator[Serving]:
     config.write_text(config.read_text().replace("dynamic_batching {", policy))
     (folder / "adapters" / "notes").mkdir()  # holds no adapter
     engine = InProcessEngine(start_real_engine(str(engine_folder), SETTINGS))
-    generator = TextGenerator(Tokenizer.load(engine_folder), engine, AdapterBook(folder / "adapters"))
+    generator = TextGenerator(
+        Tokenizer.load(engine_folder), engine, AdapterBook(folder / "adapters")
+    )
     registry = build_registry(read_repository(repository), {"tensorrt_llm": generator})
     registry.wrap(ServerMetrics().count)
     state = ServerState([engine])
     with RunningServer(create_app(registry, state, ServerContext())) as server:
         client = sdk(server.port)
-        yield Serving(server.port, client, engine, generator, registry, state, folder / "hf", merged)
+        yield Serving(
+            server.port, client, engine, generator, registry, state, folder / "hf", merged
+        )
         client.close()
     engine.close()
 
 
 def sdk(port: int, key: str = "unused") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=20)
+    return openai.OpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=20
+    )
 
 
 def _save_adapter(model: Path, adapter: Path) -> Any:

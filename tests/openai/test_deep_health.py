@@ -46,7 +46,8 @@ def test_a_server_that_works_says_so_and_made_a_token(serving):
     assert probe(serving, "/health") == (200, {})
     assert serving.engine.stats.output_tokens == made
     assert probe(serving, "/health_generate") == (200, {})
-    wait_until(lambda: serving.engine.stats.output_tokens == made + 1)  # one, though two models share the engine
+    # one, though two models share the engine
+    wait_until(lambda: serving.engine.stats.output_tokens == made + 1)
     assert probe(serving, "/health", "POST")[0] == 405
     assert probe(serving, "/health_generate", "POST")[0] == 405
 
@@ -66,14 +67,20 @@ def test_an_engine_that_only_looks_well_is_found_out(serving, generate):
 
     generate(fail)
     assert probe(serving, "/health") == (200, {})
-    assert probe(serving, "/health_generate") == (503, {"error": "tensorrt_llm: it is being restarted"})
+    assert probe(serving, "/health_generate") == (
+        503,
+        {"error": "tensorrt_llm: it is being restarted"},
+    )
 
 
 def test_an_engine_that_hangs_is_found_out(serving, generate, monkeypatch):
     monkeypatch.setattr(deep_health, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(deep_health, "_REPLY_SECONDS", 0.1)
     generate(asyncio.Event().wait)
-    assert probe(serving, "/health_generate") == (503, {"error": "tensorrt_llm gave no token in 0.1 s"})
+    assert probe(serving, "/health_generate") == (
+        503,
+        {"error": "tensorrt_llm gave no token in 0.1 s"},
+    )
 
 
 def test_an_engine_that_has_its_hands_full_is_well(serving, monkeypatch):
@@ -82,8 +89,9 @@ def test_an_engine_that_has_its_hands_full_is_well(serving, monkeypatch):
     stop = threading.Event()
 
     def occupy() -> None:
-        stream = serving.client.completions.create(model="chat", prompt="a", max_tokens=100_000, stream=True, n=4,
-                                                   logit_bias=never)
+        stream = serving.client.completions.create(
+            model="chat", prompt="a", max_tokens=100_000, stream=True, n=4, logit_bias=never
+        )
         for _ in stream:
             if stop.is_set():
                 stream.close()
@@ -95,7 +103,8 @@ def test_an_engine_that_has_its_hands_full_is_well(serving, monkeypatch):
         wait_until(lambda: serving.engine.stats.running == 4)
         assert probe(serving, "/health_generate") == (200, {})
         monkeypatch.setattr(serving.engine, "info", replace(serving.engine.info, max_rows=4))
-        monkeypatch.setattr(serving.generator, "generate", None)  # nor is it asked, once all rows are known to be taken
+        # nor is it asked, once all rows are known to be taken
+        monkeypatch.setattr(serving.generator, "generate", None)
         assert probe(serving, "/health_generate") == (200, {})
     finally:
         stop.set()

@@ -1,4 +1,6 @@
-"""`messages` in place of `text_input` on Triton's routes: the chat template of the model writes the prompt."""
+"""`messages` in place of `text_input` on Triton's routes: the chat template of the model writes the
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ from slipstream.server.health import ServerState
 from slipstream.server.http import create_app
 from slipstream.server.registry import ModelRegistry, build_registry
 
-CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say something. ö"}]
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Say something. ö"},
+]
 OTHER = [{"role": "user", "content": "Say it."}]
 TOKENS = 12
 
@@ -57,12 +62,21 @@ def chat(serving: Serving, messages: Any = CONVERSATION, **fields: Any) -> Any:
 
 
 def score(answer: Any) -> Any:
-    """The mean log-probability of a token, which tells prompts apart whose likeliest answer is the same."""
-    return pytest.approx(sum(entry.logprob for entry in answer.choices[0].logprobs.content) / TOKENS, rel=1e-3)
+    """The mean log-probability of a token, which tells prompts apart whose likeliest answer is the
+    same.
+    """
+    return pytest.approx(
+        sum(entry.logprob for entry in answer.choices[0].logprobs.content) / TOKENS, rel=1e-3
+    )
 
 
 def generate(port: int, model: str = "chat", route: str = "generate", **fields: Any) -> Any:
-    body = {"max_tokens": TOKENS, "return_log_probs": True, "return_num_input_tokens": True, **fields}
+    body = {
+        "max_tokens": TOKENS,
+        "return_log_probs": True,
+        "return_num_input_tokens": True,
+        **fields,
+    }
     return post(port, f"/v2/models/{model}/{route}", json.dumps(body).encode())
 
 
@@ -77,26 +91,44 @@ def template_ids(serving: Serving, messages: Any) -> list[int]:
 @pytest.mark.parametrize("form", ["list", "text", "text in a list", "in parameters"])
 def test_generate_answers_as_openais_route_does(serving: Serving, model: str, form: str) -> None:
     text = json.dumps(CONVERSATION)
-    given = {"list": {"messages": CONVERSATION}, "text": {"messages": text}, "text in a list": {"messages": [text]},
-             "in parameters": {"parameters": {"messages": CONVERSATION}}}[form]
+    given = {
+        "list": {"messages": CONVERSATION},
+        "text": {"messages": text},
+        "text in a list": {"messages": [text]},
+        "in parameters": {"parameters": {"messages": CONVERSATION}},
+    }[form]
     answer = generate(serving.port, model, **given)
     assert answer.status == 200, answer.body
     document, expected = json.loads(answer.body), chat(serving)
     assert document["text_output"] == expected.choices[0].message.content
     assert document["cum_log_probs"] == score(expected)
-    assert document["num_input_tokens"] == len(template_ids(serving, CONVERSATION)) == expected.usage.prompt_tokens
+    assert (
+        document["num_input_tokens"]
+        == len(template_ids(serving, CONVERSATION))
+        == expected.usage.prompt_tokens
+    )
 
 
 def test_a_stream_of_pieces_is_the_same_text(serving: Serving) -> None:
     answer = generate(serving.port, route="generate_stream", messages=CONVERSATION, stream=True)
-    events = [json.loads(event.removeprefix(b"data: ")) for event in answer.body.split(b"\n\n") if event]
+    events = [
+        json.loads(event.removeprefix(b"data: ")) for event in answer.body.split(b"\n\n") if event
+    ]
     assert len(events) > 1
-    assert "".join(event["text_output"] for event in events) == chat(serving).choices[0].message.content
+    assert (
+        "".join(event["text_output"] for event in events)
+        == chat(serving).choices[0].message.content
+    )
 
 
 def test_contents_may_be_parts_and_a_key_may_be_null(serving: Serving) -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": "it."}],
-              "name": None}]
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": "it."}],
+            "name": None,
+        }
+    ]
     document = json.loads(generate(serving.port, messages=parts).body)
     assert document["cum_log_probs"] == score(chat(serving, parts))
 
@@ -118,7 +150,10 @@ def test_grpc_takes_them_once_and_as_a_stream(serving: Serving, coupled: ModelRe
     given = inputs(grpc_client, [[json.dumps(CONVERSATION).encode()]])
     with RunningGrpc(coupled, ServerState([serving.engine])) as server:
         client = grpc_client.InferenceServerClient(f"127.0.0.1:{server.port}")
-        assert client.infer("ensemble", given).as_numpy("text_output").reshape(-1)[0].decode() == expected
+        assert (
+            client.infer("ensemble", given).as_numpy("text_output").reshape(-1)[0].decode()
+            == expected
+        )
         client.close()
     with RunningGrpc(serving.registry, ServerState([serving.engine])) as server:
         client = grpc_client.InferenceServerClient(f"127.0.0.1:{server.port}")
@@ -127,14 +162,21 @@ def test_grpc_takes_them_once_and_as_a_stream(serving: Serving, coupled: ModelRe
         client.async_stream_infer("chat", given)
         client.stop_stream()
         client.close()
-    assert "".join(piece.as_numpy("text_output").reshape(-1)[0].decode() for piece in pieces) == expected
+    assert (
+        "".join(piece.as_numpy("text_output").reshape(-1)[0].decode() for piece in pieces)
+        == expected
+    )
 
 
 def inputs(module: Any, rows: list[list[bytes]]) -> list[Any]:
-    given = [module.InferInput("messages", [len(rows), 1], "BYTES"),
-             module.InferInput("max_tokens", [len(rows), 1], "INT32"),
-             module.InferInput("return_log_probs", [len(rows), 1], "BOOL")]
-    for tensor, value in zip(given, (rows, [[TOKENS]] * len(rows), [[True]] * len(rows)), strict=True):
+    given = [
+        module.InferInput("messages", [len(rows), 1], "BYTES"),
+        module.InferInput("max_tokens", [len(rows), 1], "INT32"),
+        module.InferInput("return_log_probs", [len(rows), 1], "BOOL"),
+    ]
+    for tensor, value in zip(
+        given, (rows, [[TOKENS]] * len(rows), [[True]] * len(rows)), strict=True
+    ):
         kinds = {"BYTES": np.object_, "INT32": np.int32, "BOOL": np.bool_}
         tensor.set_data_from_numpy(np.array(value, kinds[tensor.datatype()]))
     return given
@@ -143,8 +185,10 @@ def inputs(module: Any, rows: list[list[bytes]]) -> list[Any]:
 def test_preprocessing_gives_the_template_s_tokens_with_one_beginning(
     serving: Serving, http: http_client.InferenceServerClient
 ) -> None:
-    given = [http_client.InferInput("MESSAGES", [1, 1], "BYTES"),
-             http_client.InferInput("REQUEST_OUTPUT_LEN", [1, 1], "INT32")]
+    given = [
+        http_client.InferInput("MESSAGES", [1, 1], "BYTES"),
+        http_client.InferInput("REQUEST_OUTPUT_LEN", [1, 1], "INT32"),
+    ]
     given[0].set_data_from_numpy(np.array([[json.dumps(CONVERSATION).encode()]], np.object_))
     given[1].set_data_from_numpy(np.array([[TOKENS]], np.int32))
     ids = http.infer("preprocessing", given).as_numpy("INPUT_ID").reshape(-1).tolist()
@@ -152,31 +196,57 @@ def test_preprocessing_gives_the_template_s_tokens_with_one_beginning(
     assert ids.count(serving.generator.tokenizer.bos_id) == 1
 
 
-def test_an_answer_that_begins_with_its_prompt_begins_with_the_conversation(serving: Serving) -> None:
-    document = json.loads(generate(serving.port, messages=OTHER, exclude_input_in_output=False).body)
+def test_an_answer_that_begins_with_its_prompt_begins_with_the_conversation(
+    serving: Serving,
+) -> None:
+    document = json.loads(
+        generate(serving.port, messages=OTHER, exclude_input_in_output=False).body
+    )
     told = chat(serving, OTHER).choices[0].message.content
     assert document["text_output"] == "[user] Say it.\n[assistant] " + told
 
 
 BAD = {
-    "both": ({"text_input": "a", "messages": OTHER}, "text_input and messages cannot be given together: send one"),
+    "both": (
+        {"text_input": "a", "messages": OTHER},
+        "text_input and messages cannot be given together: send one",
+    ),
     "neither": ({"temperature": 0.0}, "text_input or messages is required"),
-    "no JSON": ({"messages": "Hello"}, 'messages must be a JSON list of messages, such as [{"role": "user", "content": '
-                                       '"Hello"}]; it is not valid JSON: '),
+    "no JSON": (
+        {"messages": "Hello"},
+        'messages must be a JSON list of messages, such as [{"role": "user", "content": '
+        '"Hello"}]; it is not valid JSON: ',
+    ),
     "no list": ({"messages": OTHER[0]}, "messages must be a JSON list of messages, such as ["),
     "a number": ({"messages": 5}, "messages must be a JSON list of messages, such as ["),
     "null": ({"messages": None}, "messages must be a JSON list of messages, such as ["),
     "empty list": ({"messages": []}, "messages must hold at least one message"),
     "two texts": ({"messages": ["[]", "[]"]}, "[request id: <id_unknown>] input '"),
     "no object": ({"messages": [1]}, "messages[0] must be an object with role and content"),
-    "bad role": ({"messages": [*OTHER, {"role": "king", "content": "a"}]},
-                 'messages[1].role must be one of system, developer, user, assistant, tool, got "king"'),
-    "no content": ({"messages": [{"role": "user"}]}, "messages[0].content must be a string or a list of text parts"),
-    "unknown key": ({"messages": [{**OTHER[0], "weight": 1}]}, "messages[0].weight is not known: a message has role, "),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-              'messages[0].content[0].type must be text, got "image_url"'),
-    "too long": ({"messages": [{"role": "user", "content": "a" * 600}]}, "Prompt length (621) exceeds maximum input"),
-    "far too long": ({"messages": [{"role": "user", "content": "a" * 200_000}]}, "Prompt length (over 5"),
+    "bad role": (
+        {"messages": [*OTHER, {"role": "king", "content": "a"}]},
+        'messages[1].role must be one of system, developer, user, assistant, tool, got "king"',
+    ),
+    "no content": (
+        {"messages": [{"role": "user"}]},
+        "messages[0].content must be a string or a list of text parts",
+    ),
+    "unknown key": (
+        {"messages": [{**OTHER[0], "weight": 1}]},
+        "messages[0].weight is not known: a message has role, ",
+    ),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        'messages[0].content[0].type must be text, got "image_url"',
+    ),
+    "too long": (
+        {"messages": [{"role": "user", "content": "a" * 600}]},
+        "Prompt length (621) exceeds maximum input",
+    ),
+    "far too long": (
+        {"messages": [{"role": "user", "content": "a" * 200_000}]},
+        "Prompt length (over 5",
+    ),
 }
 
 
@@ -191,7 +261,10 @@ def test_what_is_wrong_is_told_with_its_place(serving: Serving, what: str, route
 
 
 def test_what_is_missing_is_named_by_its_place(serving: Serving) -> None:
-    for given, missing in (({"messages": OTHER}, "'max_tokens'"), ({"max_tokens": 4}, "'text_input' or 'messages'")):
+    for given, missing in (
+        ({"messages": OTHER}, "'max_tokens'"),
+        ({"max_tokens": 4}, "'text_input' or 'messages'"),
+    ):
         answer = post(serving.port, "/v2/models/chat/generate", json.dumps(given).encode())
         assert answer.status == 400
         assert f"missing required input(s) [{missing}]." in json.loads(answer.body)["error"]
@@ -206,14 +279,21 @@ def test_the_engine_model_refuses_a_conversation(serving: Serving, tmp_path: Pat
     with RunningServer(create_app(registry, ServerState([serving.engine]))) as server:
         body = {"input_ids": [1, 2], "input_lengths": 2, "request_output_len": 4, "messages": OTHER}
         answer = post(server.port, "/v2/models/tensorrt_llm/generate", json.dumps(body).encode())
-    assert json.loads(answer.body)["error"] == "messages is for models that take text, and tensorrt_llm takes input_ids"
+    assert (
+        json.loads(answer.body)["error"]
+        == "messages is for models that take text, and tensorrt_llm takes input_ids"
+    )
 
 
 @pytest.mark.parametrize("value", [OTHER, json.dumps(OTHER)])
-def test_a_model_that_declares_no_such_input_says_how_to(serving: Serving, tmp_path: Path, value: Any) -> None:
+def test_a_model_that_declares_no_such_input_says_how_to(
+    serving: Serving, tmp_path: Path, value: Any
+) -> None:
     repository = write_declared(tmp_path / "repo", serving.model_folder.parent / "engine")
     config = repository / "chat" / "config.pbtxt"
-    config.write_text("".join(line for line in config.read_text().splitlines(True) if '"messages"' not in line))
+    config.write_text(
+        "".join(line for line in config.read_text().splitlines(True) if '"messages"' not in line)
+    )
     registry = build_registry(read_repository(repository), {"tensorrt_llm": serving.generator})
     with RunningServer(create_app(registry, ServerState([serving.engine]))) as server:
         assert "messages" not in {tensor["name"] for tensor in registry.metadata("chat")["inputs"]}
@@ -229,7 +309,10 @@ def test_numbers_that_a_model_of_ones_own_calls_messages_stay_numbers(tmp_path: 
     declared = {"name": "messages", "data_type": "TYPE_INT32", "dims": [-1]}
     config = read_model_config(tmp_path / "mine", Problems(), {"name": "mine", "input": [declared]})
     request = generate_request(b'{"messages": [3, 4]}', config, "1")
-    assert (request.inputs["messages"].datatype, request.inputs["messages"].data) == ("INT32", [3, 4])
+    assert (request.inputs["messages"].datatype, request.inputs["messages"].data) == (
+        "INT32",
+        [3, 4],
+    )
 
 
 def test_a_model_without_a_template_says_where_to_put_one(serving: Serving, tmp_path: Path) -> None:
@@ -245,13 +328,20 @@ def test_a_model_without_a_template_says_where_to_put_one(serving: Serving, tmp_
     with RunningServer(create_app(registry, ServerState([serving.engine]))) as server:
         answer = generate(server.port, messages=OTHER)
     assert answer.status == 400
-    assert json.loads(answer.body)["error"].startswith("messages: this model has no chat template; put one into its ")
+    assert json.loads(answer.body)["error"].startswith(
+        "messages: this model has no chat template; put one into its "
+    )
 
 
 def test_the_description_of_the_routes_has_the_field(serving: Serving) -> None:
     import httpx
 
     document = httpx.get(f"http://127.0.0.1:{serving.port}/openapi.json", trust_env=False).json()
-    schema = document["paths"]["/v2/models/{model}/generate"]["post"]["requestBody"]["content"]["application/json"]
-    assert schema["schema"]["properties"]["messages"] == {"type": ["array", "string"], "items": {"type": "object"}}
+    schema = document["paths"]["/v2/models/{model}/generate"]["post"]["requestBody"]["content"][
+        "application/json"
+    ]
+    assert schema["schema"]["properties"]["messages"] == {
+        "type": ["array", "string"],
+        "items": {"type": "object"},
+    }
     assert schema["schema"]["required"] == ["max_tokens"]

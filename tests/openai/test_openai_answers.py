@@ -18,17 +18,24 @@ from http_support import post
 
 from slipstream.engine.request import SamplingParams
 
-MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say something."}]
+MESSAGES: Any = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Say something."},
+]
 PROMPT = "Say"
 GREEDY: Any = {"temperature": 0, "max_tokens": 24}
 
 
 def chat(serving, **fields):
-    return serving.client.chat.completions.create(**{"model": "chat", "messages": MESSAGES, **GREEDY, **fields})
+    return serving.client.chat.completions.create(
+        **{"model": "chat", "messages": MESSAGES, **GREEDY, **fields}
+    )
 
 
 def complete(serving, **fields):
-    return serving.client.completions.create(**{"model": "ensemble", "prompt": PROMPT, **GREEDY, **fields})
+    return serving.client.completions.create(
+        **{"model": "ensemble", "prompt": PROMPT, **GREEDY, **fields}
+    )
 
 
 def generate(serving, prompt: str = PROMPT, **fields: Any) -> dict[str, Any]:
@@ -67,7 +74,10 @@ def test_a_completion_is_what_generate_says(serving):
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 24)
     assert answer.usage.total_tokens == len(ids) + 24
     assert complete(serving, prompt=ids).choices[0].text == answer.choices[0].text
-    assert len(serving.client.completions.create(model="ensemble", prompt=PROMPT).choices[0].text) == 16
+    assert (
+        len(serving.client.completions.create(model="ensemble", prompt=PROMPT).choices[0].text)
+        == 16
+    )
 
 
 def test_a_conversation_is_the_prompt_that_transformers_writes(serving):
@@ -80,49 +90,94 @@ def test_a_conversation_is_the_prompt_that_transformers_writes(serving):
         assert answer.usage.prompt_tokens == len(ids)
         assert answer.choices[0].message.content == complete(serving, prompt=ids).choices[0].text
         expected = complete(serving, prompt=ids, logprobs=0).choices[0].logprobs
-        assert (scores(answer), expected.top_logprobs) == (pytest.approx(expected.token_logprobs, abs=1e-5), None)
+        assert (scores(answer), expected.top_logprobs) == (
+            pytest.approx(expected.token_logprobs, abs=1e-5),
+            None,
+        )
         assert (answer.choices[0].message.role, answer.object) == ("assistant", "chat.completion")
 
 
-@pytest.mark.parametrize(("given", "meant"), [
-    ([{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}],
-     [{"role": "user", "content": "one\ntwo"}]),
-    ([{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Go."}],
-     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}]),
-    ([{"role": "assistant", "content": None, "refusal": None, "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 3}'}}]},
-      {"role": "tool", "tool_call_id": "1", "content": "4"}],
-     [{"role": "assistant", "content": "<f(3)>"}, {"role": "tool", "content": "4"}]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+                }
+            ],
+            [{"role": "user", "content": "one\ntwo"}],
+        ),
+        (
+            [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Go."}],
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}],
+        ),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "refusal": None,
+                    "tool_calls": [
+                        {
+                            "id": "1",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": '{"x": 3}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": "4"},
+            ],
+            [{"role": "assistant", "content": "<f(3)>"}, {"role": "tool", "content": "4"}],
+        ),
+    ],
+)
 def test_other_ways_to_write_a_message(serving, given, meant):
-    answer, expected = (chat(serving, messages=messages, logprobs=True) for messages in (given, meant))
+    answer, expected = (
+        chat(serving, messages=messages, logprobs=True) for messages in (given, meant)
+    )
     assert answer.usage.prompt_tokens == len(chat_ids(serving, meant))
     assert answer.choices[0].message.content == expected.choices[0].message.content
     assert scores(answer) == pytest.approx(scores(expected), abs=1e-5)
     assert scores(answer) != pytest.approx(scores(chat(serving, logprobs=True)), abs=1e-5)
 
 
-@pytest.mark.parametrize("fields", [{}, {"n": 3, "temperature": 1, "seed": 5}, {"logprobs": True, "top_logprobs": 2}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"n": 3, "temperature": 1, "seed": 5}, {"logprobs": True, "top_logprobs": 2}]
+)
 def test_streamed_messages_join_to_the_whole(serving, fields):
     whole = chat(serving, **fields)
     stream = chat(serving, **fields, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
     assert chunks[-1].choices == []
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24 * fields.get("n", 1)
+    assert (
+        chunks[-1].usage.completion_tokens
+        == whole.usage.completion_tokens
+        == 24 * fields.get("n", 1)
+    )
     assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
     for choice in whole.choices:
         own = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == choice.index]
         assert (own[0].delta.role, own[0].delta.content) == ("assistant", "")
         assert "".join(piece.delta.content or "" for piece in own) == choice.message.content
-        assert [piece.finish_reason for piece in own] == [None] * (len(own) - 1) + [choice.finish_reason]
+        assert [piece.finish_reason for piece in own] == [None] * (len(own) - 1) + [
+            choice.finish_reason
+        ]
         if "logprobs" in fields:
             told = [entry for piece in own if piece.logprobs for entry in piece.logprobs.content]
             assert told == choice.logprobs.content
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"echo": True}, {"prompt": [PROMPT, "Well"], "n": 2, "temperature": 1, "seed": 9}, {"logprobs": 2},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"echo": True},
+        {"prompt": [PROMPT, "Well"], "n": 2, "temperature": 1, "seed": 9},
+        {"logprobs": 2},
+    ],
+)
 def test_streamed_completions_join_to_the_whole(serving, fields):
     whole = complete(serving, **fields)
     chunks = list(complete(serving, **fields, stream=True))
@@ -133,7 +188,12 @@ def test_streamed_completions_join_to_the_whole(serving, fields):
         assert own[-1].finish_reason == choice.finish_reason == "length"
         if "logprobs" in fields:
             for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
-                joined = [value for piece in own if piece.logprobs for value in getattr(piece.logprobs, name)]
+                joined = [
+                    value
+                    for piece in own
+                    if piece.logprobs
+                    for value in getattr(piece.logprobs, name)
+                ]
                 assert joined == getattr(choice.logprobs, name)
 
 
@@ -159,9 +219,16 @@ def test_log_probabilities_are_those_of_generate(serving):
     chosen = chat(serving, logprobs=True, top_logprobs=3).choices[0]
     assert "".join(entry.token for entry in chosen.logprobs.content) == chosen.message.content
     same = complete(serving, prompt=chat_ids(serving, MESSAGES), logprobs=3).choices[0].logprobs
-    for entry, value, top in zip(chosen.logprobs.content, same.token_logprobs, same.top_logprobs, strict=True):
-        assert (entry.logprob, bytes(entry.bytes).decode()) == (pytest.approx(value, abs=1e-5), entry.token)
-        assert {other.token: other.logprob for other in entry.top_logprobs} == pytest.approx(top, abs=1e-5)
+    for entry, value, top in zip(
+        chosen.logprobs.content, same.token_logprobs, same.top_logprobs, strict=True
+    ):
+        assert (entry.logprob, bytes(entry.bytes).decode()) == (
+            pytest.approx(value, abs=1e-5),
+            entry.token,
+        )
+        assert {other.token: other.logprob for other in entry.top_logprobs} == pytest.approx(
+            top, abs=1e-5
+        )
 
 
 def test_the_token_that_was_drawn_is_always_told(serving):
@@ -174,19 +241,24 @@ def test_the_token_that_was_drawn_is_always_told(serving):
 def test_the_defaults_are_those_of_openai(serving, monkeypatch):
     requests = []
     generate = serving.generator.generate
-    monkeypatch.setattr(serving.generator, "generate", lambda request: requests.append(request) or generate(request))
+    monkeypatch.setattr(
+        serving.generator, "generate", lambda request: requests.append(request) or generate(request)
+    )
     serving.client.completions.create(model="ensemble", prompt=PROMPT)
     serving.client.chat.completions.create(model="ensemble", messages=MESSAGES)
     for request, longest in zip(requests, (16, 2**31 - 1), strict=True):
         assert (request.sequences, request.stop_words, request.adapter) == (1, [], None)
-        assert request.sampling == SamplingParams(max_tokens=longest, temperature=1.0, seed=request.sampling.seed)
+        assert request.sampling == SamplingParams(
+            max_tokens=longest, temperature=1.0, seed=request.sampling.seed
+        )
     assert requests[0].sampling.seed != requests[1].sampling.seed
 
 
 def test_an_empty_prompt_is_the_beginning_of_a_text(serving, monkeypatch):
     expected = complete(serving, prompt=[serving.generator.tokenizer.bos_id]).choices[0].text
     assert complete(serving, prompt="").choices[0].text == expected
-    monkeypatch.setattr(serving.generator.tokenizer, "_prefix", [])  # as of tokenizers that add none by themselves
+    # as of tokenizers that add none by themselves
+    monkeypatch.setattr(serving.generator.tokenizer, "_prefix", [])
     answer = complete(serving, prompt="")
     assert (answer.choices[0].text, answer.usage.prompt_tokens) == (expected, 1)
 
@@ -223,13 +295,24 @@ def test_scores_end_where_the_text_ends(serving):
         told = complete(serving, logprobs=2, stop=stop)
         choice = told.choices[0]
         length = every.text.index(word) if stop == [word] else 24
-        assert (choice.text, choice.logprobs.tokens) == (every.text[:length], list(every.text[:length]))
-        assert told.usage.completion_tokens == min(length + len(word), 24)  # all that were generated
-        chunks = [chunk.choices[0] for chunk in complete(serving, logprobs=2, stop=stop, stream=True)]
+        assert (choice.text, choice.logprobs.tokens) == (
+            every.text[:length],
+            list(every.text[:length]),
+        )
+        # all that were generated
+        assert told.usage.completion_tokens == min(length + len(word), 24)
+        chunks = [
+            chunk.choices[0] for chunk in complete(serving, logprobs=2, stop=stop, stream=True)
+        ]
         for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
             whole = getattr(choice.logprobs, name)
             assert whole == getattr(every.logprobs, name)[:length]
-            assert whole == [value for chunk in chunks if chunk.logprobs for value in getattr(chunk.logprobs, name)]
+            assert whole == [
+                value
+                for chunk in chunks
+                if chunk.logprobs
+                for value in getattr(chunk.logprobs, name)
+            ]
 
 
 def test_scores_of_a_message_end_where_its_text_ends(serving):
@@ -238,7 +321,10 @@ def test_scores_of_a_message_end_where_its_text_ends(serving):
     length = every.message.content.index(word)
     whole = chat(serving, logprobs=True, top_logprobs=2, stop=word).choices[0]
     assert whole.logprobs.content == every.logprobs.content[:length]
-    chunks = [chunk.choices[0] for chunk in chat(serving, logprobs=True, top_logprobs=2, stop=word, stream=True)]
+    chunks = [
+        chunk.choices[0]
+        for chunk in chat(serving, logprobs=True, top_logprobs=2, stop=word, stream=True)
+    ]
     told = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
     assert told == whole.logprobs.content
 
@@ -255,13 +341,21 @@ def test_seeds_repeat_and_none_differ(serving):
     warm = {"temperature": 3.0, "max_tokens": 40}
     first = chat(serving, **warm, seed=7, n=2)
     texts = [choice.message.content for choice in first.choices]
-    assert [choice.message.content for choice in chat(serving, **warm, seed=7, n=2).choices] == texts
+    assert [
+        choice.message.content for choice in chat(serving, **warm, seed=7, n=2).choices
+    ] == texts
     assert texts[0] != texts[1]
     assert chat(serving, **warm, seed=-7).choices[0].message.content != texts[0]
-    assert chat(serving, **warm).choices[0].message.content != chat(serving, **warm).choices[0].message.content
+    assert (
+        chat(serving, **warm).choices[0].message.content
+        != chat(serving, **warm).choices[0].message.content
+    )
     twice = complete(serving, **warm, prompt=[PROMPT, PROMPT]).choices
     assert twice[0].text != twice[1].text
-    assert complete(serving, temperature=3.0, top_p=0).choices[0].text == complete(serving).choices[0].text
+    assert (
+        complete(serving, temperature=3.0, top_p=0).choices[0].text
+        == complete(serving).choices[0].text
+    )
 
 
 def test_penalties_and_biases_have_their_effect(serving):
@@ -271,23 +365,42 @@ def test_penalties_and_biases_have_their_effect(serving):
     assert complete(serving, logit_bias={token: 1000}).choices[0].text == text[0] * 24
     spread = complete(serving, frequency_penalty=100).choices[0].text
     assert len(set(spread)) == 24  # no letter twice
-    assert complete(serving, presence_penalty=100).choices[0].text[:24] == generate(
-        serving, presence_penalty=100.0)["text_output"]
+    assert (
+        complete(serving, presence_penalty=100).choices[0].text[:24]
+        == generate(serving, presence_penalty=100.0)["text_output"]
+    )
 
 
 def test_formats_are_enforced(serving):
-    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}, "s": {"type": "string", "maxLength": 3}},
-              "required": ["n", "s"], "additionalProperties": False}
-    wanted = {"type": "json_schema", "json_schema": {"name": "pair", "strict": True, "schema": schema}}
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}, "s": {"type": "string", "maxLength": 3}},
+        "required": ["n", "s"],
+        "additionalProperties": False,
+    }
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {"name": "pair", "strict": True, "schema": schema},
+    }
     for seed in range(3):
         answer = chat(serving, response_format=wanted, max_tokens=300, temperature=1, seed=seed)
         jsonschema.validate(json.loads(answer.choices[0].message.content), schema)
         assert answer.choices[0].finish_reason == "stop"
-    some = chat(serving, response_format={"type": "json_object"}, max_tokens=200, logit_bias={
-        serving.generator.tokenizer.encode("}", False)[0]: 50}).choices[0].message.content
+    some = (
+        chat(
+            serving,
+            response_format={"type": "json_object"},
+            max_tokens=200,
+            logit_bias={serving.generator.tokenizer.encode("}", False)[0]: 50},
+        )
+        .choices[0]
+        .message.content
+    )
     assert isinstance(json.loads(some), dict)
-    assert chat(serving, response_format={"type": "text"}).choices[0].message.content == chat(
-        serving).choices[0].message.content
+    assert (
+        chat(serving, response_format={"type": "text"}).choices[0].message.content
+        == chat(serving).choices[0].message.content
+    )
 
 
 def test_the_helpers_of_the_sdk_work(serving):
@@ -296,10 +409,15 @@ def test_the_helpers_of_the_sdk_work(serving):
         word: Literal["a", "bc"]
 
     parsed = serving.client.chat.completions.parse(
-        model="chat", messages=MESSAGES, response_format=Pair, temperature=1, max_tokens=200)
-    assert parsed.choices[0].message.parsed == Pair.model_validate_json(parsed.choices[0].message.content)
+        model="chat", messages=MESSAGES, response_format=Pair, temperature=1, max_tokens=200
+    )
+    assert parsed.choices[0].message.parsed == Pair.model_validate_json(
+        parsed.choices[0].message.content
+    )
     text = chat(serving).choices[0].message.content
-    with serving.client.chat.completions.stream(model="chat", messages=MESSAGES, **GREEDY, stop=text[9:12]) as stream:
+    with serving.client.chat.completions.stream(
+        model="chat", messages=MESSAGES, **GREEDY, stop=text[9:12]
+    ) as stream:
         final = stream.get_final_completion().choices[0]
     assert (final.message.content, final.finish_reason) == (text[: text.index(text[9:12])], "stop")
 
@@ -319,7 +437,7 @@ def test_an_adapter_is_a_model(serving):
         tokens = list(ids)
         for _ in range(24):
             tokens.append(int(serving.merged(torch.tensor([tokens])).logits[0, -1].argmax()))
-    expected = serving.generator.tokenizer.decode(tokens[len(ids):])
+    expected = serving.generator.tokenizer.decode(tokens[len(ids) :])
     answer = complete(serving, model="french")
     assert (answer.choices[0].text, answer.model) == (expected, "french")
     assert expected != complete(serving).choices[0].text
@@ -329,7 +447,9 @@ def test_an_adapter_is_found_without_a_look_at_the_others(serving, monkeypatch):
     from slipstream.server.adapters import AdapterBook
 
     threads, names = [], AdapterBook.names
-    monkeypatch.setattr(AdapterBook, "names", lambda book: threads.append(threading.current_thread()) or names(book))
+    monkeypatch.setattr(
+        AdapterBook, "names", lambda book: threads.append(threading.current_thread()) or names(book)
+    )
     assert complete(serving, model="french").model == "french"
     assert serving.client.models.retrieve("french").id == "french"
     assert threads == []
@@ -339,7 +459,9 @@ def test_an_adapter_is_found_without_a_look_at_the_others(serving, monkeypatch):
 
 
 def test_what_the_cache_had_is_told(serving):
-    prompt = "a prompt that nobody has sent before, and that is longer than a block of the cache. " * 2
+    prompt = (
+        "a prompt that nobody has sent before, and that is longer than a block of the cache. " * 2
+    )
     first, second = (complete(serving, prompt=prompt).usage for _ in range(2))
     assert first.prompt_tokens_details.cached_tokens == 0
     assert second.prompt_tokens_details.cached_tokens == first.prompt_tokens // 32 * 32 > 0

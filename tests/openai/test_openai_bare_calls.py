@@ -1,4 +1,6 @@
-"""Functions of models that write a call as their whole answer, without marks: `{"name": "f", "parameters": {…}}`."""
+"""Functions of models that write a call as their whole answer, without marks: `{"name": "f",
+"parameters": {…}}`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def calling(serving, monkeypatch):
 
 def test_a_format_is_told_by_the_template():
     assert format_of(BARE_TEMPLATE) is BARE
-    both = "{{ tools }}<tool_call>{\"name\": N, \"arguments\": A}</tool_call> {\"name\": N, \"parameters\": P}"
+    both = (
+        '{{ tools }}<tool_call>{"name": N, "arguments": A}</tool_call> {"name": N, "parameters": P}'
+    )
     assert format_of(both) is MARKED
     assert format_of('{{ tools }}{\\"name\\": N, \\"parameters\\": P}') is BARE
     assert format_of('{{ messages }}{"name": N, "parameters": P}') is None
@@ -36,25 +40,46 @@ def test_a_call_is_read_whole_and_streamed(calling, monkeypatch, size):
     assert json.loads(answer.message.tool_calls[0].function.arguments) == ARGUMENTS
     chunks = [chunk.choices[0] for chunk in chat(calling, stream=True)]
     (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-    assert (call.index, call.function.name, json.loads(call.function.arguments)) == (0, "weather", ARGUMENTS)
+    assert (call.index, call.function.name, json.loads(call.function.arguments)) == (
+        0,
+        "weather",
+        ARGUMENTS,
+    )
     assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
     assert chunks[-1].finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize(("said", "parts"), [
-    (CALL, [("weather", ARGUMENTS)]), ("", []),
-    *[(text, [text]) for text in (
-        "Sunny.", '{"name', CALL[:40], '{"name": 5}', f"I call {CALL}", '{"name": "weather"}',
-        '{"name": "f", "parameters": []}',
-    )],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "parts"),
+    [
+        (CALL, [("weather", ARGUMENTS)]),
+        ("", []),
+        *[
+            (text, [text])
+            for text in (
+                "Sunny.",
+                '{"name',
+                CALL[:40],
+                '{"name": 5}',
+                f"I call {CALL}",
+                '{"name": "weather"}',
+                '{"name": "f", "parameters": []}',
+            )
+        ],
+    ],
+)
 def test_what_is_no_whole_call_is_text(said, parts):
     check_read(BareCallReader, said, parts)
 
 
 def test_text_is_streamed_as_it_comes():
     reader = BareCallReader()
-    assert [list(reader.push(piece)) for piece in ("{", '"n', "o", "pe")] == [[], [], ['{"no'], ["pe"]]
+    assert [list(reader.push(piece)) for piece in ("{", '"n', "o", "pe")] == [
+        [],
+        [],
+        ['{"no'],
+        ["pe"],
+    ]
 
 
 def test_what_begins_as_a_call_is_one_and_nothing_follows_it(calling, monkeypatch):

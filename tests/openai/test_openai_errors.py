@@ -22,53 +22,117 @@ CALLS: dict[str, dict[str, Any]] = {
     "completions": {"model": "chat", "prompt": "Say: ", "max_tokens": 2},
 }
 BOTH = [
-    ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"top_p": 1.5}, "top_p"),
-    ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 2**31}, "max_tokens"), ({"max_tokens": 1.5}, "max_tokens"),
-    ({"max_tokens": 10**300}, "max_tokens"), ({"n": 0}, "n"), ({"n": 129}, "n"), ({"n": True}, "n"),
-    ({"seed": 2**64}, "seed"), ({"seed": -(2**63) - 1}, "seed"), ({"presence_penalty": 101}, "presence_penalty"),
-    ({"frequency_penalty": -101}, "frequency_penalty"), ({"stop": ["a"] * 65}, "stop"), ({"stop": "a" * 1025}, "stop"),
-    ({"stop": [1]}, "stop[0]"), ({"logit_bias": {"a": 1}}, "logit_bias"), ({"logit_bias": {"-1": 1}}, "logit_bias"),
-    ({"logit_bias": {"98": 1}}, "logit_bias"), ({"logit_bias": {"1": 1e5}}, "logit_bias"), ({"stream": 1}, "stream"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-    ({"model": None}, "model"), ({"user": 5}, "user"), ({"stream_options": {"include_usage": True}}, "stream_options"),
-]  # fmt: skip
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 2**31}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": 10**300}, "max_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": True}, "n"),
+    ({"seed": 2**64}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
+    ({"presence_penalty": 101}, "presence_penalty"),
+    ({"frequency_penalty": -101}, "frequency_penalty"),
+    ({"stop": ["a"] * 65}, "stop"),
+    ({"stop": "a" * 1025}, "stop"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"98": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 1e5}}, "logit_bias"),
+    ({"stream": 1}, "stream"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+    ),
+    ({"model": None}, "model"),
+    ({"user": 5}, "user"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+]
 CHAT = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"), ({"functions": [{"name": "f"}]}, "functions"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"),
     ({"modalities": ["text", "audio"]}, "modalities"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"), ({"store": True}, "store"),
-    ({"metadata": {"a": "b"}}, "metadata"), ({"web_search_options": {}}, "web_search_options"),
-    ({"prediction": {"type": "content", "content": "a"}}, "prediction"), ({"verbosity": "low"}, "verbosity"),
-    ({"service_tier": "flex"}, "service_tier"), ({"audio": {"voice": "x"}}, "audio"),
-    ({"max_completion_tokens": 3}, "max_tokens"), ({"top_logprobs": 3}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 101}, "top_logprobs"), ({"logprobs": 1}, "logprobs"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"store": True}, "store"),
+    ({"metadata": {"a": "b"}}, "metadata"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"prediction": {"type": "content", "content": "a"}}, "prediction"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"max_completion_tokens": 3}, "max_tokens"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 101}, "top_logprobs"),
+    ({"logprobs": 1}, "logprobs"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}}, "response_format"),
-    ({"messages": []}, "messages"), ({"messages": "hello"}, "messages"), ({"messages": None}, "messages"),
-    ({"messages": [3]}, "messages[0]"), ({"messages": [{"content": "a"}]}, "messages[0].role"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}},
+        "response_format",
+    ),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": [3]}, "messages[0]"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [*MESSAGES, {"role": "user", "content": 5}]}, "messages[1].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-     "messages[0].content[0].type"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
+        "messages[0].content[0].type",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content[0].text",
+    ),
     ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
-    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}]},
-     "messages[0].tool_calls[0].function.arguments"),
+    (
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
+        "messages[0].tool_calls",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}],
+                }
+            ]
+        },
+        "messages[0].tool_calls[0].function.arguments",
+    ),
     ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
-]  # fmt: skip
+]
 COMPLETIONS = [
-    ({"suffix": "end"}, "suffix"), ({"best_of": 2}, "best_of"), ({"echo": True, "logprobs": 0}, "echo"),
-    ({"logprobs": 101}, "logprobs"), ({"logprobs": True}, "logprobs"), ({"prompt": None}, "prompt"),
-    ({"prompt": []}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [1, "a"]}, "prompt[0]"),
-    ({"prompt": ["a", [1], 2]}, "prompt[2]"), ({"prompt": ["a"] * 129}, "prompt"),
+    ({"suffix": "end"}, "suffix"),
+    ({"best_of": 2}, "best_of"),
+    ({"echo": True, "logprobs": 0}, "echo"),
+    ({"logprobs": 101}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt[0]"),
+    ({"prompt": ["a", [1], 2]}, "prompt[2]"),
+    ({"prompt": ["a"] * 129}, "prompt"),
     ({"prompt": ["a"] * 65, "n": 2}, "n"),
-    ({"prompt": [98]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": [5] * 512}, "prompt"),
-    ({"prompt": "a" * 600}, "prompt"), ({"prompt": "a" * 200_000}, "prompt"),
-]  # fmt: skip
+    ({"prompt": [98]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [5] * 512}, "prompt"),
+    ({"prompt": "a" * 600}, "prompt"),
+    ({"prompt": "a" * 200_000}, "prompt"),
+]
 
 
 def ask(serving, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -77,10 +141,13 @@ def ask(serving, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]
     return answer.status, json.loads(answer.body)
 
 
-@pytest.mark.parametrize(("path", "fields", "param"), [
-    *(("chat/completions", *case) for case in (*BOTH, *CHAT)),
-    *(("completions", *case) for case in (*BOTH, *COMPLETIONS)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        *(("chat/completions", *case) for case in (*BOTH, *CHAT)),
+        *(("completions", *case) for case in (*BOTH, *COMPLETIONS)),
+    ],
+)
 def test_what_is_wrong_is_told_by_its_name(serving, path, fields, param):
     for more in ({}, {"stream": True}) if not {"stream", "stream_options"} & set(fields) else ({},):
         status, document = ask(serving, path, {**fields, **more})
@@ -90,13 +157,42 @@ def test_what_is_wrong_is_told_by_its_name(serving, path, fields, param):
         assert set(error) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("fields", [
-    {"tools": [], "tool_choice": "none", "parallel_tool_calls": False, "store": False, "metadata": {},
-     "service_tier": "auto", "modalities": ["text"], "suffix": "", "stop": None, "n": None, "temperature": None},
-    {"user": "me", "safety_identifier": "me", "prompt_cache_key": "mine", "stop": [""], "stop_words": None},
-    {"temperature": 0, "top_p": 0, "n": 1, "seed": 2**64 - 1, "stop": ["a" * 1024] * 64, "logit_bias": {"97": -1e4},
-     "presence_penalty": -100, "frequency_penalty": 100, "max_tokens": 2**31 - 1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "tools": [],
+            "tool_choice": "none",
+            "parallel_tool_calls": False,
+            "store": False,
+            "metadata": {},
+            "service_tier": "auto",
+            "modalities": ["text"],
+            "suffix": "",
+            "stop": None,
+            "n": None,
+            "temperature": None,
+        },
+        {
+            "user": "me",
+            "safety_identifier": "me",
+            "prompt_cache_key": "mine",
+            "stop": [""],
+            "stop_words": None,
+        },
+        {
+            "temperature": 0,
+            "top_p": 0,
+            "n": 1,
+            "seed": 2**64 - 1,
+            "stop": ["a" * 1024] * 64,
+            "logit_bias": {"97": -1e4},
+            "presence_penalty": -100,
+            "frequency_penalty": 100,
+            "max_tokens": 2**31 - 1,
+        },
+    ],
+)
 def test_what_asks_for_nothing_and_what_is_just_within_its_bounds_passes(serving, fields):
     for path in CALLS:
         fields = {**fields, "max_tokens": fields.get("max_tokens", 2)}
@@ -106,18 +202,36 @@ def test_what_asks_for_nothing_and_what_is_just_within_its_bounds_passes(serving
         assert answer.header("x-slipstream-ignored-fields") is None
 
 
-@pytest.mark.parametrize(("path", "belongs", "fields"), [
-    ("completions", "/v1/chat/completions", {
-        "messages": MESSAGES, "response_format": {"type": "json_object"}, "tools": [{"type": "function"}],
-        "tool_choice": "required", "parallel_tool_calls": True, "max_completion_tokens": 3, "top_logprobs": 0}),
-    ("chat/completions", "/v1/completions", {"prompt": "Say: ", "echo": True, "best_of": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "belongs", "fields"),
+    [
+        (
+            "completions",
+            "/v1/chat/completions",
+            {
+                "messages": MESSAGES,
+                "response_format": {"type": "json_object"},
+                "tools": [{"type": "function"}],
+                "tool_choice": "required",
+                "parallel_tool_calls": True,
+                "max_completion_tokens": 3,
+                "top_logprobs": 0,
+            },
+        ),
+        ("chat/completions", "/v1/completions", {"prompt": "Say: ", "echo": True, "best_of": 1}),
+    ],
+)
 def test_fields_of_the_other_api_are_refused(serving, path, belongs, fields):
     for name, value in fields.items():
         status, document = ask(serving, path, {name: value})
         assert (status, document["error"]["param"]) == (400, name)
-        assert f"{name} is not supported by /v1/{path}: it belongs to {belongs}" == document["error"]["message"]
-    answer = post(serving.port, f"/v1/{path}", json.dumps({**CALLS[path], **dict.fromkeys(fields)}).encode())
+        assert (
+            f"{name} is not supported by /v1/{path}: it belongs to {belongs}"
+            == document["error"]["message"]
+        )
+    answer = post(
+        serving.port, f"/v1/{path}", json.dumps({**CALLS[path], **dict.fromkeys(fields)}).encode()
+    )
     assert (answer.status, answer.header("x-slipstream-ignored-fields")) == (200, None)
 
 
@@ -131,30 +245,68 @@ def test_what_openai_has_in_either_api_and_nobody_has_here_is_refused_by_both(se
 @pytest.mark.parametrize("stream", [False, True])
 def test_unknown_fields_are_ignored_and_named(serving, stream):
     client = serving.client.chat.completions.with_raw_response
-    raw = client.create(model="chat", messages=[{**MESSAGES[0], "mood": "good"}], max_tokens=2, stream=stream,
-                        extra_body={"mirostat": 4, "we\r\nird: 1": 2, "nothing": None})
+    raw = client.create(
+        model="chat",
+        messages=[{**MESSAGES[0], "mood": "good"}],
+        max_tokens=2,
+        stream=stream,
+        extra_body={"mirostat": 4, "we\r\nird: 1": 2, "nothing": None},
+    )
     assert raw.headers["x-slipstream-ignored-fields"] == "mirostat, we??ird??1, messages[0].mood"
-    raw = client.create(model="chat", messages=MESSAGES, max_tokens=2, stream=True, stream_options={"speed": 2})
+    raw = client.create(
+        model="chat", messages=MESSAGES, max_tokens=2, stream=True, stream_options={"speed": 2}
+    )
     assert raw.headers["x-slipstream-ignored-fields"] == "stream_options.speed"
     raw = client.create(model="chat", messages=MESSAGES, max_tokens=2)
     assert "x-slipstream-ignored-fields" not in raw.headers
 
 
-VALUES = (0, 1, -1, 2**31, 2**63, -(2**63), 10**80, 1.5, 1e308, True, None, "", "5", "x" * 2000, [], [1, [2]], {},
-          {"type": []}, [[]], [None], [{}])  # fmt: skip
+VALUES = (
+    0,
+    1,
+    -1,
+    2**31,
+    2**63,
+    -(2**63),
+    10**80,
+    1.5,
+    1e308,
+    True,
+    None,
+    "",
+    "5",
+    "x" * 2000,
+    [],
+    [1, [2]],
+    {},
+    {"type": []},
+    [[]],
+    [None],
+    [{}],
+)
 
 
-@pytest.mark.parametrize(("path", "kind"), [("chat/completions", ChatFields), ("completions", CompletionFields)])
+@pytest.mark.parametrize(
+    ("path", "kind"), [("chat/completions", ChatFields), ("completions", CompletionFields)]
+)
 def test_whatever_a_field_holds_is_answered_or_told_by_its_name(serving, path, kind):
     seen = set()
     for name in kind.__struct_fields__:
         for value in VALUES:
-            answer = post(serving.port, f"/v1/{path}", json.dumps({**CALLS[path], name: value}).encode())
+            answer = post(
+                serving.port, f"/v1/{path}", json.dumps({**CALLS[path], name: value}).encode()
+            )
             seen.add(answer.status)
             if answer.status != 200:
                 error = json.loads(answer.body)["error"]
-                assert answer.status in ((400, 404) if name == "model" else (400,)), (name, value, answer.body)
-                assert error["param"].startswith((name, "max_tokens" if name == "max_completion_tokens" else name))
+                assert answer.status in ((400, 404) if name == "model" else (400,)), (
+                    name,
+                    value,
+                    answer.body,
+                )
+                assert error["param"].startswith(
+                    (name, "max_tokens" if name == "max_completion_tokens" else name)
+                )
     assert seen == {200, 400, 404}
 
 
@@ -163,11 +315,14 @@ def test_unknown_models_are_not_found(serving):
         lambda: serving.client.models.retrieve("gpt-4"),
         lambda: serving.client.chat.completions.create(model="gpt-4", messages=MESSAGES),
         lambda: serving.client.completions.create(model="gpt-4", prompt="a", stream=True),
-        lambda: serving.client.completions.create(model="notes", prompt="a"),  # a folder without an adapter
+        # a folder without an adapter
+        lambda: serving.client.completions.create(model="notes", prompt="a"),
         lambda: serving.client.completions.create(model="../adapters/french", prompt="a"),
         lambda: serving.client.completions.create(model="", prompt="a"),
-        lambda: serving.client.completions.create(model="é" * 200, prompt="a"),  # more than a folder's name can hold
-        lambda: serving.client.completions.create(model="tensorrt_llm", prompt="a"),  # takes and gives tokens
+        # more than a folder's name can hold
+        lambda: serving.client.completions.create(model="é" * 200, prompt="a"),
+        # takes and gives tokens
+        lambda: serving.client.completions.create(model="tensorrt_llm", prompt="a"),
     ):
         with pytest.raises(openai.NotFoundError) as raised:
             call()
@@ -181,7 +336,10 @@ def test_too_long_a_prompt_has_its_code(serving):
     assert raised.value.code == "context_length_exceeded"
     assert "512" in raised.value.message
     assert "511" in raised.value.message
-    assert serving.client.completions.create(model="chat", prompt=[5] * 511).usage.completion_tokens == 1
+    assert (
+        serving.client.completions.create(model="chat", prompt=[5] * 511).usage.completion_tokens
+        == 1
+    )
 
 
 def test_a_model_without_a_chat_template_says_how_to_give_one(serving, monkeypatch):
@@ -191,7 +349,9 @@ def test_a_model_without_a_chat_template_says_how_to_give_one(serving, monkeypat
     assert raised.value.param == "messages"
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"[" * 10_000, b'{"model": "\xff"}', b'{"temperature": 1e999}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"[" * 10_000, b'{"model": "\xff"}', b'{"temperature": 1e999}']
+)
 def test_bodies_that_are_no_object(serving, body):
     for path in CALLS:
         answer = post(serving.port, f"/v1/{path}", body)

@@ -1,4 +1,6 @@
-"""Which tokens' scores are told, on real tokenizers: those that the text is made of, whole and streamed alike."""
+"""Which tokens' scores are told, on real tokenizers: those that the text is made of, whole and
+streamed alike.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def load(kind: str) -> Tokenizer:
 
 
 def deltas(tokenizer: Tokenizer, ids: list[int], stop: str, size: int) -> list[TextDelta]:
-    """What a generator tells of these tokens, the last of which comes because there is no room for more."""
+    """What a generator tells of these tokens, the last of which comes because there is no room for
+    more.
+    """
     stream, news = TextStream(tokenizer, [stop]), []
     for start in range(0, len(ids), size):
         before, chunk = stream.tokens_used, ids[start : start + size]
@@ -48,11 +52,18 @@ def test_no_token_of_the_text_is_lost_and_none_beyond_it_is_told(kind, data, siz
     ids = tokenizer.encode(data.draw(samples.texts.filter(bool)), False)
     written = tokenizer.decode(ids) or "-"
     begin = data.draw(st.integers(0, len(written) - 1))
-    stop = written[begin : begin + data.draw(st.integers(1, 6))] + data.draw(st.sampled_from(["", "", "never"]))
+    stop = written[begin : begin + data.draw(st.integers(1, 6))] + data.draw(
+        st.sampled_from(["", "", "never"])
+    )
     news = deltas(tokenizer, ids, stop, size)
-    text, tokens = "".join(delta.text for delta in news), [token for delta in news for token in delta.tokens]
+    text, tokens = (
+        "".join(delta.text for delta in news),
+        [token for delta in news for token in delta.tokens],
+    )
     reason = news[-1].finish_reason if news else ""
-    whole = ScoredTokens(tokenizer, True).push(TextDelta(text, tokens, [0.0] * len(tokens), finish_reason=reason))
+    whole = ScoredTokens(tokenizer, True).push(
+        TextDelta(text, tokens, [0.0] * len(tokens), finish_reason=reason)
+    )
     streamed = ScoredTokens(tokenizer, True)
     assert [entry for delta in news for entry in streamed.push(delta)] == whole
     told = [token for token, _, _ in whole]
@@ -61,5 +72,6 @@ def test_no_token_of_the_text_is_lost_and_none_beyond_it_is_told(kind, data, siz
         assert told == ids
     elif "\ufffd" not in written:  # which a part of a character also looks like
         assert tokenizer.decode(told).startswith(text)
-        held = not told or not tokenizer.detokenizer().push(told[-1:])  # a byte, told with those before it
+        # a byte, told with those before it
+        held = not told or not tokenizer.detokenizer().push(told[-1:])
         assert held or not tokenizer.decode(told[:-1]).startswith(text)

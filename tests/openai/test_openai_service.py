@@ -30,7 +30,9 @@ CALL = {"model": "ensemble", "prompt": "Say: ", "max_tokens": 4, "temperature": 
 @pytest.fixture
 def guarded(serving) -> Iterator[int]:
     access = Access(api_key="user-key", http_restrictions={"metadata": Restriction("pass", "word")})
-    with RunningServer(create_app(serving.registry, serving.state, ServerContext(access=access))) as server:
+    with RunningServer(
+        create_app(serving.registry, serving.state, ServerContext(access=access))
+    ) as server:
         yield server.port
 
 
@@ -41,17 +43,30 @@ def test_the_key_of_the_server_is_the_key_of_the_sdk(guarded):
             client.completions.create(**CALL)
         assert raised.value.code == "invalid_api_key"
         with pytest.raises(openai.AuthenticationError):
-            client.chat.completions.create(model="ensemble", messages=[{"role": "user", "content": "a"}])
-    with pytest.raises(openai.PermissionDeniedError):  # Triton's restriction of an API holds here, too
+            client.chat.completions.create(
+                model="ensemble", messages=[{"role": "user", "content": "a"}]
+            )
+    # Triton's restriction of an API holds here, too
+    with pytest.raises(openai.PermissionDeniedError):
         sdk(guarded, "user-key").models.list()
     for path in ("/v1/models", "/v1/models/ensemble", "/v1/nothing"):
         assert get(guarded, path).status == 403
-    assert sdk(guarded, "user-key").with_options(default_headers={"pass": "word"}).models.list().data
+    assert (
+        sdk(guarded, "user-key").with_options(default_headers={"pass": "word"}).models.list().data
+    )
 
 
 def test_a_client_that_leaves_frees_its_work(serving):
-    body = json.dumps({**CALL, "prompt": ["Say: ", "Well, "], "n": 2, "max_tokens": 400, "stream": True,
-                       "logit_bias": {str(serving.generator.tokenizer.eos_id): -1000}}).encode()
+    body = json.dumps(
+        {
+            **CALL,
+            "prompt": ["Say: ", "Well, "],
+            "n": 2,
+            "max_tokens": 400,
+            "stream": True,
+            "logit_bias": {str(serving.generator.tokenizer.eos_id): -1000},
+        }
+    ).encode()
     before = serving.engine.stats.cancelled
     failed = statistics(serving, "ensemble")["fail"]["count"]
     with Connection(serving.port) as connection:
@@ -60,7 +75,8 @@ def test_a_client_that_leaves_frees_its_work(serving):
         assert connection.chunk().startswith(b"data: {")
     wait_until(lambda: serving.engine.outstanding == 0)
     wait_until(lambda: serving.engine.stats.cancelled >= before + 1)
-    assert statistics(serving, "ensemble")["fail"]["count"] == failed + 2  # a request for each prompt
+    # a request for each prompt
+    assert statistics(serving, "ensemble")["fail"]["count"] == failed + 2
     assert serving.client.completions.create(**CALL).usage.completion_tokens == 4
 
 
@@ -74,7 +90,9 @@ def test_a_model_that_answers_once_streams_here_all_the_same(serving, monkeypatc
     stream = serving.client.completions.create(**{**CALL, "max_tokens": 400}, stream=True)
     next(iter(stream))
     stream.close()
-    wait_until(lambda: statistics(serving, "ensemble")["fail"]["count"] == before["fail"]["count"] + 1)
+    wait_until(
+        lambda: statistics(serving, "ensemble")["fail"]["count"] == before["fail"]["count"] + 1
+    )
     assert statistics(serving, "ensemble")["success"]["count"] == before["success"]["count"]
 
 
@@ -97,11 +115,19 @@ def test_requests_are_counted_with_the_model(serving):
 
 def test_tokens_are_counted_with_the_model(serving):
     tokens = serving.registry.find("ensemble").model.counters.tokens
-    before = [(counter.count, counter.sum) for counter in (tokens.input_tokens, tokens.output_tokens)]
+    before = [
+        (counter.count, counter.sum) for counter in (tokens.input_tokens, tokens.output_tokens)
+    ]
     usage = serving.client.completions.create(**CALL).usage
-    after = [(counter.count, counter.sum) for counter in (tokens.input_tokens, tokens.output_tokens)]
-    assert after == [(count + 1, total + more) for (count, total), more in zip(
-        before, (usage.prompt_tokens, usage.completion_tokens), strict=True)]
+    after = [
+        (counter.count, counter.sum) for counter in (tokens.input_tokens, tokens.output_tokens)
+    ]
+    assert after == [
+        (count + 1, total + more)
+        for (count, total), more in zip(
+            before, (usage.prompt_tokens, usage.completion_tokens), strict=True
+        )
+    ]
 
 
 async def test_a_reader_that_stops_between_two_pieces_has_left():
@@ -130,7 +156,8 @@ def test_a_full_queue_is_429_and_a_server_that_leaves_503(serving, monkeypatch):
         assert raised.value.code == "rate_limit_exceeded"
         assert raised.value.response.headers["retry-after"] == "1"
         assert "Exceeds maximum queue size" in raised.value.message
-        patch.setattr(InProcessEngine, "outstanding", SETTINGS.max_rows + MOST_WAITING - 1)  # room for one more
+        # room for one more
+        patch.setattr(InProcessEngine, "outstanding", SETTINGS.max_rows + MOST_WAITING - 1)
         assert serving.client.completions.create(**CALL).usage.completion_tokens == 4
         with pytest.raises(openai.RateLimitError):
             serving.client.completions.create(**CALL, n=2)
@@ -143,7 +170,9 @@ def test_a_full_queue_is_429_and_a_server_that_leaves_503(serving, monkeypatch):
 
 
 @pytest.mark.parametrize("lost_after", [0, 1])
-def test_an_engine_that_is_lost_is_told_before_or_within_the_stream(serving, monkeypatch, lost_after):
+def test_an_engine_that_is_lost_is_told_before_or_within_the_stream(
+    serving, monkeypatch, lost_after
+):
     from slipstream.server.generation import EngineUnavailable
 
     generate = serving.generator.generate
@@ -176,7 +205,9 @@ def test_a_traced_call_is_written_as_a_request_of_its_model(serving, tmp_path):
     from slipstream.server.trace_settings import TraceSettings
 
     file = tmp_path / "trace.json"
-    settings = TraceSettings({"trace_file": str(file), "trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
+    settings = TraceSettings(
+        {"trace_file": str(file), "trace_level": ["TIMESTAMPS"], "trace_rate": "1"}
+    )
     app = create_app(serving.registry, serving.state, ServerContext(trace=settings))
     with RunningServer(app) as server:
         answer = sdk(server.port, "x").completions.create(**{**CALL, "prompt": ["a", "b"]})
@@ -189,19 +220,34 @@ def test_a_traced_call_is_written_as_a_request_of_its_model(serving, tmp_path):
     assert [found.get("parent_id") for found in named] == [None, *[named[0]["id"]] * 3]
     assert {found["request_id"] for found in named} == {answer.id}
     stamps = [stamp["name"] for activity in activities for stamp in activity.get("timestamps", [])]
-    assert {"HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "COMPUTE_END", "HTTP_SEND_END"} <= set(stamps)
+    assert {
+        "HTTP_RECV_START",
+        "HTTP_RECV_END",
+        "REQUEST_START",
+        "COMPUTE_END",
+        "HTTP_SEND_END",
+    } <= set(stamps)
 
 
 async def test_many_at_once_get_their_own_answers(serving):
-    client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{serving.port}/v1", api_key="x", max_retries=0)
-    prompts = [f"It ends with {letter}" for letter in "abcdefghijkl"]  # which is what the tiny model goes by
+    client = openai.AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{serving.port}/v1", api_key="x", max_retries=0
+    )
+    # which is what the tiny model goes by
+    prompts = [f"It ends with {letter}" for letter in "abcdefghijkl"]
 
     async def streamed(prompt: str) -> str:
-        stream = await client.completions.create(**{**CALL, "prompt": prompt, "max_tokens": 20}, stream=True)
+        stream = await client.completions.create(
+            **{**CALL, "prompt": prompt, "max_tokens": 20}, stream=True
+        )
         return "".join([chunk.choices[0].text async for chunk in stream])
 
-    whole = [choice.text for choice in serving.client.completions.create(
-        **{**CALL, "prompt": prompts, "max_tokens": 20}).choices]
+    whole = [
+        choice.text
+        for choice in serving.client.completions.create(
+            **{**CALL, "prompt": prompts, "max_tokens": 20}
+        ).choices
+    ]
     assert await asyncio.gather(*map(streamed, prompts)) == whole
     assert len(set(whole)) == 12
     await client.close()
@@ -210,30 +256,46 @@ async def test_many_at_once_get_their_own_answers(serving):
 def test_the_documentation_has_the_routes_with_examples_that_run(serving):
     paths = json.loads(get(serving.port, "/openapi.json").body)["paths"]
     assert {path for path in paths if path.startswith("/v1/")} == {
-        "/v1/models", "/v1/models/{model}", "/v1/chat/completions", "/v1/completions"}
-    assert [set(paths[path]["get"]["responses"]) for path in ("/v1/models", "/v1/models/{model}")] == [
-        {"200"}, {"200", "404"}]
+        "/v1/models",
+        "/v1/models/{model}",
+        "/v1/chat/completions",
+        "/v1/completions",
+    }
+    assert [
+        set(paths[path]["get"]["responses"]) for path in ("/v1/models", "/v1/models/{model}")
+    ] == [{"200"}, {"200", "404"}]
     for path, own in {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}.items():
         content = paths[path]["post"]["requestBody"]["content"]["application/json"]
         properties = content["schema"]["properties"]
         assert {own, "model", "temperature", "logprobs", "stream_options"} <= set(properties)
         assert "$ref" not in json.dumps(content)
         answer = post(serving.port, path, json.dumps(content["example"]).encode())
-        assert json.loads(answer.body)["usage"]["completion_tokens"] == content["example"]["max_tokens"]
+        assert (
+            json.loads(answer.body)["usage"]["completion_tokens"]
+            == content["example"]["max_tokens"]
+        )
 
 
 def test_what_a_stopped_answer_had_computed_is_found_when_it_is_gone_on_from(serving):
     prompt, end = "Tell me more. " * 5, str(serving.generator.tokenizer.eos_id)
     before, said = serving.engine.stats.cancelled, ""
-    stream = serving.client.completions.create(model="chat", prompt=prompt, max_tokens=400, temperature=0, stream=True,
-                                               logit_bias={end: -1000})
+    stream = serving.client.completions.create(
+        model="chat",
+        prompt=prompt,
+        max_tokens=400,
+        temperature=0,
+        stream=True,
+        logit_bias={end: -1000},
+    )
     for chunk in stream:
         said += chunk.choices[0].text
         if len(said) > 100:
             break
     stream.close()
     wait_until(lambda: serving.engine.stats.cancelled == before + 1)
-    answer = serving.client.completions.create(model="chat", prompt=f"{prompt}{said} No, wait", max_tokens=1)
+    answer = serving.client.completions.create(
+        model="chat", prompt=f"{prompt}{said} No, wait", max_tokens=1
+    )
     known = len(serving.generator.tokenizer.encode(prompt + said))
     block = serving.engine.info.block_tokens
     assert answer.usage.prompt_tokens_details.cached_tokens >= known - 2 * block > len(prompt)
@@ -245,16 +307,23 @@ def test_time_in_the_engines_queue_is_told_apart_from_computing(serving):
 
     before = {model: spent(model) for model in ("chat", "tensorrt_llm")}
     end = str(serving.generator.tokenizer.eos_id)
-    serving.client.completions.create(model="chat", prompt=["Say: "] * 3, max_tokens=30, logit_bias={end: -1000})
+    serving.client.completions.create(
+        model="chat", prompt=["Say: "] * 3, max_tokens=30, logit_bias={end: -1000}
+    )
     idle = {model: spent(model) for model in before}
-    serving.client.completions.create(model="chat", prompt=["Say: "] * 12, max_tokens=30, logit_bias={end: -1000})
+    serving.client.completions.create(
+        model="chat", prompt=["Say: "] * 12, max_tokens=30, logit_bias={end: -1000}
+    )
     for model, first in before.items():
-        calm, busy = ({name: later[name] - earlier[name] for name in later}
-                      for earlier, later in ((first, idle[model]), (idle[model], spent(model))))
+        calm, busy = (
+            {name: later[name] - earlier[name] for name in later}
+            for earlier, later in ((first, idle[model]), (idle[model], spent(model)))
+        )
         for phases in (calm, busy):
             parts = ("queue", "compute_input", "compute_infer", "compute_output")
             assert sum(phases[part] for part in parts) == phases["success"] > 0
             assert min(phases[part] for part in parts) >= 0
-        # Four run at once: of twelve, eight wait for others to end, all together for about as long as all compute.
+        # Four run at once: of twelve, eight wait for others to end, all together for about as long
+        # as all compute.
         assert busy["queue"] > busy["compute_infer"] / 8
         assert busy["queue"] > calm["queue"]

@@ -1,4 +1,6 @@
-"""What spans say of a call that generated text: tokens in and out, and how long the first took to come."""
+"""What spans say of a call that generated text: tokens in and out, and how long the first took to
+come.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,13 @@ def named(spans: list[CollectedSpan], name: str) -> list[CollectedSpan]:
 def test_a_streamed_chat(traced: Traced) -> None:
     messages = [{"role": "user", "content": "the-secret-words"}]
     stream = traced.client.chat.completions.create(
-        model="ensemble", messages=messages, max_tokens=5, stream=True, stream_options={"include_usage": True},
+        model="ensemble",
+        messages=messages,
+        max_tokens=5,
+        stream=True,
+        stream_options={"include_usage": True},
         extra_headers={"traceparent": PARENT},
-    )  # fmt: skip
+    )
     chunks = list(stream)
     usage = chunks[-1].usage
     spans = traced.collector.wait()
@@ -64,11 +70,17 @@ def test_a_streamed_chat(traced: Traced) -> None:
     first = model.attributes.pop("gen_ai.response.time_to_first_chunk")
     assert 0 < first * 1e9 <= model.ended - model.began
     assert model.attributes == {
-        "triton.model_name": "ensemble", "triton.model_version": 1, "triton.request_id": chunks[0].id,
-        "triton.trace_id": 1, "triton.trace_parent_id": 0,
-        "gen_ai.operation.name": "chat", "gen_ai.provider.name": "slipstream", "gen_ai.request.model": "ensemble",
-        "gen_ai.usage.input_tokens": usage.prompt_tokens, "gen_ai.usage.output_tokens": usage.completion_tokens,
-    }  # fmt: skip
+        "triton.model_name": "ensemble",
+        "triton.model_version": 1,
+        "triton.request_id": chunks[0].id,
+        "triton.trace_id": 1,
+        "triton.trace_parent_id": 0,
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "slipstream",
+        "gen_ai.request.model": "ensemble",
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+    }
     assert not [span.name for span in spans if span.failed]
     assert "secret" not in traced.collector.text
 
@@ -79,7 +91,10 @@ def test_several_prompts_of_one_call_are_beside_each_other(traced: Traced) -> No
     (root,), models = named(spans, "InferRequest"), named(spans, "ensemble")
     assert [span.parent_id for span in models] == [root.id, root.id]
     assert {span.attributes["gen_ai.operation.name"] for span in models} == {"text_completion"}
-    told = [sum(span.attributes[f"gen_ai.usage.{side}_tokens"] for span in models) for side in ("input", "output")]
+    told = [
+        sum(span.attributes[f"gen_ai.usage.{side}_tokens"] for span in models)
+        for side in ("input", "output")
+    ]
     assert told == [answer.usage.prompt_tokens, answer.usage.completion_tokens]
 
 
@@ -88,11 +103,15 @@ def test_tokens_of_tritons_protocol_are_counted_too(traced: Traced, serving: Any
     assert post(traced.port, "/v2/models/ensemble/generate", body).status == 200
     (model,) = named(traced.collector.wait(), "ensemble")
     assert model.attributes["gen_ai.operation.name"] == "text_completion"
-    assert model.attributes["gen_ai.usage.input_tokens"] == len(serving.generator.tokenizer.encode("bcd"))
+    assert model.attributes["gen_ai.usage.input_tokens"] == len(
+        serving.generator.tokenizer.encode("bcd")
+    )
     assert model.attributes["gen_ai.usage.output_tokens"] == 4
 
 
-def test_a_client_that_leaves_is_a_failure_with_what_was_generated(traced: Traced, serving: Any) -> None:
+def test_a_client_that_leaves_is_a_failure_with_what_was_generated(
+    traced: Traced, serving: Any
+) -> None:
     bias = {str(serving.generator.tokenizer.eos_id): -1000}
     body = json.dumps({**CALL, "max_tokens": 400, "stream": True, "logit_bias": bias}).encode()
     with Connection(traced.port) as connection:

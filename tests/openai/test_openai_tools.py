@@ -37,7 +37,9 @@ def either(serving, monkeypatch, request):
     return called_by(serving, monkeypatch, request.param)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
 def test_a_call_that_must_come_comes_and_obeys_its_schema(either, choice):
     named = set()
     for seed in range(6):
@@ -45,7 +47,9 @@ def test_a_call_that_must_come_comes_and_obeys_its_schema(either, choice):
         message = answer.choices[0].message
         assert (message.content, answer.choices[0].finish_reason) == (None, "tool_calls")
         (call,) = message.tool_calls
-        schema = WEATHER if call.function.name == "weather" else {"type": "object", "maxProperties": 0}
+        schema = (
+            WEATHER if call.function.name == "weather" else {"type": "object", "maxProperties": 0}
+        )
         jsonschema.validate(json.loads(call.function.arguments), schema)
         named.add(call.function.name)
     assert named == ({"weather", "now"} if choice == "required" else {"weather"})
@@ -57,21 +61,51 @@ def test_the_template_shows_the_functions_and_the_history(either):
     answer = chat(either, tool_choice="none", max_tokens=4)
     assert answer.usage.prompt_tokens == len(prompt_ids(either, MESSAGES, None))
     called = chat(either, tool_choice="required", temperature=9, seed=1).choices[0].message
-    messages = [*MESSAGES, called, {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "Sunny."}]
+    messages = [
+        *MESSAGES,
+        called,
+        {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "Sunny."},
+    ]
     function = called.tool_calls[0].function
-    plain = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {
-        "name": function.name, "arguments": json.loads(function.arguments)}}]}, {"role": "tool", "content": "Sunny."}]
+    plain = [
+        *MESSAGES,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": function.name,
+                        "arguments": json.loads(function.arguments),
+                    },
+                }
+            ],
+        },
+        {"role": "tool", "content": "Sunny."},
+    ]
     answer = chat(either, messages=messages, max_tokens=4)
     assert answer.usage.prompt_tokens == len(prompt_ids(either, plain))
 
 
 def test_text_without_a_call_is_what_it_would_be(either):
     """The guide leaves free text alone, and the end of the stream what was held back."""
-    free = either.client.completions.create(model="chat", prompt=prompt_ids(either, MESSAGES), temperature=0,
-                                            max_tokens=60).choices[0].text
+    free = (
+        either.client.completions.create(
+            model="chat", prompt=prompt_ids(either, MESSAGES), temperature=0, max_tokens=60
+        )
+        .choices[0]
+        .text
+    )
     answer = chat(either, max_tokens=60).choices[0]
-    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (free, None, "length")
-    pieces = [chunk.choices[0].delta.content or "" for chunk in chat(either, max_tokens=60, stream=True)]
+    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (
+        free,
+        None,
+        "length",
+    )
+    pieces = [
+        chunk.choices[0].delta.content or "" for chunk in chat(either, max_tokens=60, stream=True)
+    ]
     assert "".join(pieces) == free
 
 
@@ -81,28 +115,43 @@ def test_calls_within_text_are_told_apart_whole_and_streamed(calling, monkeypatc
     say(calling, monkeypatch, [said[start : start + size] for start in range(0, len(said), size)])
     whole = chat(calling).choices[0]
     assert (whole.message.content, whole.finish_reason) == ("Let me see < a <tool.", "tool_calls")
-    calls = [(call.type, call.function.name, json.loads(call.function.arguments)) for call in whole.message.tool_calls]
-    assert calls == [("function", "weather", {"city": city, "days": 2}) for city in ("Rome", "Bonn")]
+    calls = [
+        (call.type, call.function.name, json.loads(call.function.arguments))
+        for call in whole.message.tool_calls
+    ]
+    assert calls == [
+        ("function", "weather", {"city": city, "days": 2}) for city in ("Rome", "Bonn")
+    ]
     assert len({call.id for call in whole.message.tool_calls}) == 2
     chunks = [chunk.choices[0] for chunk in chat(calling, stream=True)]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
     streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
     assert [call.index for call in streamed] == [0, 1]
     assert [call.function.arguments for call in streamed] == [
-        call.function.arguments for call in whole.message.tool_calls]
+        call.function.arguments for call in whole.message.tool_calls
+    ]
     assert chunks[-1].finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize(("said", "parts"), [
-    (CALL[:40], [CALL[:40]]),  # cut: no call, and nothing lost
-    ("a <tool_call>no JSON</tool_call> b", ["a", " <tool_call>no JSON</tool_call> b"]),
-    (f"a \n{CALL[:40]}", ["a", f" \n{CALL[:40]}"]),
-    (f"a {CALL} b {CALL[:40]}", ["a", ("weather", {"city": "Rome", "days": 2}), "b", f" {CALL[:40]}"]),
-    (CALL.removesuffix("</tool_call>"), [("weather", {"city": "Rome", "days": 2})]),  # the end was a stop word
-    (CALL.replace("Rome", "</tool_call>"), [("weather", {"city": "</tool_call>", "days": 2})]),
-    ("  spaces \n", ["  spaces", " \n"]), ("", []), ("<tool_cal", ["<tool_cal"]),
-    (f"{CALL} \n", [("weather", {"city": "Rome", "days": 2})]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "parts"),
+    [
+        (CALL[:40], [CALL[:40]]),  # cut: no call, and nothing lost
+        ("a <tool_call>no JSON</tool_call> b", ["a", " <tool_call>no JSON</tool_call> b"]),
+        (f"a \n{CALL[:40]}", ["a", f" \n{CALL[:40]}"]),
+        (
+            f"a {CALL} b {CALL[:40]}",
+            ["a", ("weather", {"city": "Rome", "days": 2}), "b", f" {CALL[:40]}"],
+        ),
+        # the end was a stop word
+        (CALL.removesuffix("</tool_call>"), [("weather", {"city": "Rome", "days": 2})]),
+        (CALL.replace("Rome", "</tool_call>"), [("weather", {"city": "</tool_call>", "days": 2})]),
+        ("  spaces \n", ["  spaces", " \n"]),
+        ("", []),
+        ("<tool_cal", ["<tool_cal"]),
+        (f"{CALL} \n", [("weather", {"city": "Rome", "days": 2})]),
+    ],
+)
 def test_what_is_no_whole_call_is_text(said, parts):
     check_read(CallReader, said, parts)
 
@@ -121,26 +170,57 @@ def test_after_the_mark_nothing_but_a_call_can_follow(calling, monkeypatch):
 
 
 FUNCTION = TOOLS[0]["function"]
-ENDLESS = {"properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}  # nothing satisfies it
+# nothing satisfies it
+ENDLESS = {"properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"tools": ["f"]}, "tools[0]"), ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0]"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
-     "tools[0].function.parameters"),
-    ({"tools": [{"type": "function", "function": {**FUNCTION, "parameters": {"properties": {"a": {"not": {}}}}}}]},
-     "tools"),
-    ({"tools": [{"type": "function", "function": {**FUNCTION, "parameters": ENDLESS}}], "tool_choice": "required"},
-     "tools"),
-    ({"tools": TOOLS * 65}, "tools"), ({"tool_choice": "any"}, "tool_choice"),
-    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"), ({"functions": [FUNCTION]}, "functions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": ["f"]}, "tools[0]"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"type": "string"}},
+                    }
+                ]
+            },
+            "tools[0].function.parameters",
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {**FUNCTION, "parameters": {"properties": {"a": {"not": {}}}}},
+                    }
+                ]
+            },
+            "tools",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {**FUNCTION, "parameters": ENDLESS}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        ({"tools": TOOLS * 65}, "tools"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"functions": [FUNCTION]}, "functions"),
+    ],
+)
 def test_what_is_wrong_with_functions_is_told_by_its_name(calling, fields, param):
     with pytest.raises(openai.BadRequestError) as raised:
         calling.client.chat.completions.create(
-            model="chat", messages=MESSAGES, tools=TOOLS, extra_body=fields)
+            model="chat", messages=MESSAGES, tools=TOOLS, extra_body=fields
+        )
     assert raised.value.param == param
 
 

@@ -29,14 +29,18 @@ KEYS = ("ours", "theirs")
 
 
 def answer(port: int, path: str, body: dict[str, Any], key: str) -> Any:
-    given = httpx.post(f"http://127.0.0.1:{port}{path}", json=body, headers={"Authorization": f"Bearer {key}"})
+    given = httpx.post(
+        f"http://127.0.0.1:{port}{path}", json=body, headers={"Authorization": f"Bearer {key}"}
+    )
     assert given.status_code == 200, given.text
     return given.json()
 
 
 def completed(port: int, key: str, prompt: str) -> int:
     body = {"model": "chat", "prompt": prompt, "max_tokens": 1}
-    return answer(port, "/v1/completions", body, key)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer(port, "/v1/completions", body, key)["usage"]["prompt_tokens_details"][
+        "cached_tokens"
+    ]
 
 
 def generated(port: int, key: str, prompt: str) -> int:
@@ -47,7 +51,9 @@ def generated(port: int, key: str, prompt: str) -> int:
 def several(port: int, key: str, prompt: str) -> int:
     """Which run side by side."""
     body = {"model": "chat", "prompt": [prompt, f"other {prompt}"], "n": 2, "max_tokens": 1}
-    return answer(port, "/v1/completions", body, key)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer(port, "/v1/completions", body, key)["usage"]["prompt_tokens_details"][
+        "cached_tokens"
+    ]
 
 
 @pytest.mark.parametrize("ask", [completed, generated, several])
@@ -57,7 +63,10 @@ def test_what_one_key_computed_another_does_not_find(serving, ask, keys):
     prompt = f"{ask.__name__} {len(keys)} " + "a long beginning " * 12
     app = create_app(serving.registry, serving.state, ServerContext(access=access))
     with RunningServer(app) as server:
-        found = [ask(server.port, key, prompt) for key in ("ours", "ours", keys[-1], keys[-1], "admin", "admin")]
+        found = [
+            ask(server.port, key, prompt)
+            for key in ("ours", "ours", keys[-1], keys[-1], "admin", "admin")
+        ]
     shared = len(keys) == 1
     assert found[0] == 0
     assert found[1] > 0
@@ -70,8 +79,12 @@ def test_a_salt_of_the_request_divides_what_is_a_keys_own(serving):
     app = create_app(serving.registry, serving.state, ServerContext(access=access))
     body = {"model": "chat", "prompt": "salted " * 20, "max_tokens": 1}
     with RunningServer(app) as server:
-        found = [answer(server.port, "/v1/completions", {**body, "cache_salt": salt}, "ours")["usage"]
-                 ["prompt_tokens_details"]["cached_tokens"] for salt in ("a", "a", "b")]
+        found = [
+            answer(server.port, "/v1/completions", {**body, "cache_salt": salt}, "ours")["usage"][
+                "prompt_tokens_details"
+            ]["cached_tokens"]
+            for salt in ("a", "a", "b")
+        ]
     assert (found[0], found[1] > 0, found[2]) == (0, True, 0)
 
 
@@ -95,7 +108,9 @@ def test_a_file_has_a_key_a_line_and_clients_take_the_first(tmp_path, monkeypatc
     access = read_access(tmp_path / "keys", None)
     assert access.api_keys == ("new", "old")
     assert read_api_key(tmp_path / "keys") == "new"
-    headers = [{"authorization": f"bearer {key}"} for key in ("new", "old", "new \n\nold", "newold", "")]
+    headers = [
+        {"authorization": f"bearer {key}"} for key in ("new", "old", "new \n\nold", "newold", "")
+    ]
     let_in = [access.refuse_http("inference", given.get) is None for given in headers]
     assert let_in == [True, True, False, False, False]
 

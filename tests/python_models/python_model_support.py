@@ -43,7 +43,10 @@ class Opened:
 
 @asynccontextmanager
 async def open_models(
-    folder: Path, *names: str, others: Sequence[tuple[str, ServedModel]] = (), complete_config: bool = True
+    folder: Path,
+    *names: str,
+    others: Sequence[tuple[str, ServedModel]] = (),
+    complete_config: bool = True,
 ) -> AsyncIterator[Opened]:
     registry, models = ModelRegistry(), models_of(folder)
     factory = PythonModels(complete_config=complete_config)
@@ -59,7 +62,9 @@ async def open_models(
         yield Opened(registry, factory)
 
 
-def text_tensor(text: str | bytes, name: str = "text_input", shape: tuple[int, ...] = (1,)) -> Tensor:
+def text_tensor(
+    text: str | bytes, name: str = "text_input", shape: tuple[int, ...] = (1,)
+) -> Tensor:
     return Tensor(name, "BYTES", shape, [text if isinstance(text, bytes) else text.encode()])
 
 

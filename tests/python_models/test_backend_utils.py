@@ -1,4 +1,6 @@
-"""`triton_python_backend_utils` as a model sees it: everything upstream's models and documents use of it."""
+"""`triton_python_backend_utils` as a model sees it: everything upstream's models and documents use
+of it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def text_of(request): return pb_utils.get_input_tensor_by_name(request, "text_in
 def tensor(text, name="text_output"): return pb_utils.Tensor(name, np.array([text.encode()], dtype=object))
 def answer(text): return pb_utils.InferenceResponse(output_tensors=[tensor(text)])
 """
-COUNTER = HEAD + """
+COUNTER = (
+    HEAD
+    + """
 class TritonPythonModel:
     def initialize(self, args):
         self.args = args
@@ -34,11 +38,14 @@ class TritonPythonModel:
         return [answer(json.dumps(self.examine(request))) for request in requests]
     def examine(self, request):
 """
+)
 
 
 async def examined(folder: Path, body: str, config: str = "", initialize: str = "") -> object:
     """What a model whose `examine` is `body` finds."""
-    code = COUNTER.replace("self.args = args", f"self.args = args; {initialize}") + textwrap.indent(body, " " * 8)
+    code = COUNTER.replace("self.args = args", f"self.args = args; {initialize}") + textwrap.indent(
+        body, " " * 8
+    )
     async with open_models(write_model(folder, "examiner", code, config), "examiner") as models:
         (response,) = await ask(models["examiner"], "x")
         assert response.error is None, response.error
@@ -53,9 +60,12 @@ async def test_arguments_of_initialize(tmp_path: Path) -> None:
     name = found.pop("model_instance_name")
     assert name in ("examiner_0_0", "examiner_0_1")
     assert found == {
-        "model_instance_kind": "CPU", "model_instance_device_id": "0", "model_version": "1", "model_name": "examiner",
+        "model_instance_kind": "CPU",
+        "model_instance_device_id": "0",
+        "model_version": "1",
+        "model_name": "examiner",
         "model_repository": str(tmp_path / "examiner"),
-    }  # fmt: skip
+    }
     assert model_config["input"][0]["data_type"] == "TYPE_STRING"
     assert model_config["input"][0]["dims"] == [-1]
     assert model_config["parameters"] == {"a": {"string_value": "b"}}
@@ -91,14 +101,34 @@ return [
 ]
 """  # noqa: E501
     assert await examined(tmp_path, body) == [
-        "TYPE_STRING", "text_output", None, None, "float16", "FP32", False, True,
-        "n", [2, 3], "INT32", True, [[2, 1, 0], [5, 4, 3]],
-        "FP32", ["TypeError", "TritonModelException", "TypeError", "TritonModelException"], True, "why", True,
-        "y", [], False, "changed",
-    ]  # fmt: skip
+        "TYPE_STRING",
+        "text_output",
+        None,
+        None,
+        "float16",
+        "FP32",
+        False,
+        True,
+        "n",
+        [2, 3],
+        "INT32",
+        True,
+        [[2, 1, 0], [5, 4, 3]],
+        "FP32",
+        ["TypeError", "TritonModelException", "TypeError", "TritonModelException"],
+        True,
+        "why",
+        True,
+        "y",
+        [],
+        False,
+        "changed",
+    ]
 
 
-CALLER = HEAD + """
+CALLER = (
+    HEAD
+    + """
 class TritonPythonModel:
     def execute(self, requests):
         return [answer(json.dumps(self.call(json.loads(text_of(request))))) for request in requests]
@@ -114,6 +144,7 @@ class TritonPythonModel:
         if response.has_error(): return "! " + response.error().message()
         return [pb_utils.get_output_tensor_by_name(response, "text_output").as_numpy()[0].decode()]
 """
+)
 
 
 async def test_calls_of_other_models(tmp_path: Path) -> None:
@@ -133,14 +164,20 @@ async def test_calls_of_other_models(tmp_path: Path) -> None:
             assert json.loads(info)["id"] == "inner"
             assert json.loads(info)["params"] == '{"foo":1}'
             assert await call("oops_nd", "error") == "! injected error nd"
-            assert await call("oops", "error_mid", decoupled=True) == [["one"], "! injected error mid", ["three"]]
+            assert await call("oops", "error_mid", decoupled=True) == [
+                ["one"],
+                "! injected error mid",
+                ["three"],
+            ]
             assert await call("oops", "zero", decoupled=True) == []
             assert "decoupled=True" in str(await call("oops", "two"))
             assert await call("nope", "x") == "! Request for unknown model: 'nope' is not found"
             assert "version 2 is not found" in str(await call("multiver", "x", version=2))
 
 
-ASYNCHRONOUS = HEAD + """
+ASYNCHRONOUS = (
+    HEAD
+    + """
 class TritonPythonModel:
     async def execute(self, requests):
         return [answer(await self.both(text_of(request))) for request in requests]
@@ -150,16 +187,21 @@ class TritonPythonModel:
         responses = await asyncio.gather(*calls)
         return "+".join(response.output_tensors()[0].as_numpy()[0].decode() for response in responses)
 """
+)
 
 
 async def test_execute_may_be_a_coroutine(tmp_path: Path) -> None:
     write_model(tmp_path, "caller", ASYNCHRONOUS)
     async with open_models(MIMIC, "slow_nd") as others:
-        async with open_models(tmp_path, "caller", others=[("slow_nd", others["slow_nd"])]) as models:
+        async with open_models(
+            tmp_path, "caller", others=[("slow_nd", others["slow_nd"])]
+        ) as models:
             assert said(await ask(models["caller"], "20")) == ["20+20"]
 
 
-THREADED = HEAD + """
+THREADED = (
+    HEAD
+    + """
 import threading
 class TritonPythonModel:
     def execute(self, requests):
@@ -171,13 +213,18 @@ class TritonPythonModel:
         try: sender.send(answer("too late"))
         except pb_utils.TritonModelException as error: pb_utils.Logger.log_error(str(error))
 """
+)
 
 
 async def test_senders_outlive_execute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path, "threaded", THREADED, "model_transaction_policy { decoupled: True }")
     async with open_models(tmp_path, "threaded") as models:
-        answers = await asyncio.gather(*(ask(models["threaded"], f"a{n} b{n} c{n}") for n in range(5)))
-        assert [said(answer) for answer in answers] == [[f"a{n}", f"b{n}", f"c{n}"] for n in range(5)]
+        answers = await asyncio.gather(
+            *(ask(models["threaded"], f"a{n} b{n} c{n}") for n in range(5))
+        )
+        assert [said(answer) for answer in answers] == [
+            [f"a{n}", f"b{n}", f"c{n}"] for n in range(5)
+        ]
     assert "Response sender has been closed" in capsys.readouterr().err
 
 
@@ -211,16 +258,27 @@ async def test_metrics_are_shared_by_the_instances(tmp_path: Path) -> None:
         "return self.served.value()"
     )
     code = COUNTER.replace("self.args = args", initialize) + textwrap.indent(body, " " * 8)
-    folder = write_model(tmp_path, "measured", code, "instance_group [ { count: 2 kind: KIND_CPU } ]")
+    folder = write_model(
+        tmp_path, "measured", code, "instance_group [ { count: 2 kind: KIND_CPU } ]"
+    )
     async with open_models(folder, "measured") as models:
         for expected in (2, 4):
             (response,) = await ask(models["measured"], "x")
             assert json.loads(response.outputs[0].data[0]) == expected
-        assert "".join(family.render() for family in models.factory.metrics.families()).splitlines() == [
-            "# HELP served How many", "# TYPE served counter", 'served{by="a\\"b"} 4.0',
-            "# HELP took How long", "# TYPE took histogram", "took_count 6", "took_sum 23.0",
-            'took_bucket{le="1"} 2', 'took_bucket{le="2.5"} 4', 'took_bucket{le="+Inf"} 6',
-        ]  # fmt: skip
+        assert "".join(
+            family.render() for family in models.factory.metrics.families()
+        ).splitlines() == [
+            "# HELP served How many",
+            "# TYPE served counter",
+            'served{by="a\\"b"} 4.0',
+            "# HELP took How long",
+            "# TYPE took histogram",
+            "took_count 6",
+            "took_sum 23.0",
+            'took_bucket{le="1"} 2',
+            'took_bucket{le="2.5"} 4',
+            'took_bucket{le="+Inf"} 6',
+        ]
 
 
 class Control:
@@ -265,17 +323,24 @@ return [pb_utils.is_model_ready("examiner"), pb_utils.is_model_ready("nope"), *f
     try:
         (response,) = await ask(model, "x")
         assert json.loads(response.outputs[0].data[0]) == [
-            True, False, "load failed", "failed to load 'other', failed to poll from model repository",
-        ]  # fmt: skip
+            True,
+            False,
+            "load failed",
+            "failed to load 'other', failed to poll from model repository",
+        ]
     finally:
         await model.close()
     assert control.told == [
-        ("load", "other", {"max_batch_size": 2}), ("unload", "other", True), ("load", "broken", None),
-    ]  # fmt: skip
+        ("load", "other", {"max_batch_size": 2}),
+        ("unload", "other", True),
+        ("load", "broken", None),
+    ]
 
 
 async def test_a_model_completes_its_own_configuration(tmp_path: Path) -> None:
-    code = HEAD + """
+    code = (
+        HEAD
+        + """
 class TritonPythonModel:
     @staticmethod
     def auto_complete_config(config):
@@ -288,6 +353,7 @@ class TritonPythonModel:
     def initialize(self, args): self.config = json.loads(args["model_config"])
     def execute(self, requests): return [answer(str(self.config["max_batch_size"])) for request in requests]
 """
+    )
     write_model(tmp_path, "bare", code)
     (tmp_path / "bare" / "config.pbtxt").write_text('name: "bare"\nbackend: "python"\n')
     async with open_models(tmp_path, "bare") as models:
@@ -326,14 +392,21 @@ class TritonPythonModel:
 
 
 async def test_instances_are_named_as_the_real_server_names_them(tmp_path: Path) -> None:
-    """Without groups the one group has the model's name; kinds that are left open become what they are."""
+    """Without groups the one group has the model's name; kinds that are left open become what they
+    are.
+    """
     folder = write_model(tmp_path, "args", NAMES)
-    write_model(tmp_path, "two", NAMES, "instance_group [ { count: 2 }, { count: 1 kind: KIND_CPU } ]")
+    write_model(
+        tmp_path, "two", NAMES, "instance_group [ { count: 2 }, { count: 1 kind: KIND_CPU } ]"
+    )
     async with open_models(folder, "args", "two") as models:
         assert said(await ask(models["args"], "x")) == ["args_0"]
         seen = {said(await ask(models["two"], "x"))[0] for _ in range(30)}
         groups = {
-            name: [(group["name"], group["kind"], group["count"]) for group in document["instance_group"]]
+            name: [
+                (group["name"], group["kind"], group["count"])
+                for group in document["instance_group"]
+            ]
             for name in ("args", "two")
             for document in [models.registry.configuration(name)]
         }

@@ -1,4 +1,6 @@
-"""Processes of Python models: they die, are started again, are cancelled, go with their server, batch together."""
+"""Processes of Python models: they die, are started again, are cancelled, go with their server,
+batch together.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from python_model_support import MIMIC, ask, models_of, open_models, said, text_request, text_tensor, write_model
+from python_model_support import (
+    MIMIC,
+    ask,
+    models_of,
+    open_models,
+    said,
+    text_request,
+    text_tensor,
+    write_model,
+)
 
 from slipstream.repository.models import read_repository
 from slipstream.repository.problems import RepositoryError
@@ -47,10 +58,14 @@ async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 FORKING = """
 import multiprocessing, time
-""" + SLEEPER.replace("    def execute", """    def initialize(self, args):
+""" + SLEEPER.replace(
+    "    def execute",
+    """    def initialize(self, args):
         self.helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
         self.helper.start()
-    def execute""", 1)
+    def execute""",
+    1,
+)
 
 
 async def test_helpers_that_hold_its_sockets_do_not_hide_a_processs_end(tmp_path: Path) -> None:
@@ -59,7 +74,9 @@ async def test_helpers_that_hold_its_sockets_do_not_hide_a_processs_end(tmp_path
         (process,) = model.process_ids
         (failed,) = await asyncio.wait_for(ask(model, "crash"), 20)
         assert failed.error is not None
-        assert failed.error.message == "the process of model instance 'forking_0' ended: exit code 9"
+        assert (
+            failed.error.message == "the process of model instance 'forking_0' ended: exit code 9"
+        )
         assert said(await ask(model, "again")) == ["again 1"]
         assert model.process_ids != [process]
         await until(lambda: not in_group(process))  # its helper went with it
@@ -87,7 +104,10 @@ async def test_kill_fails_its_requests_and_starts_again(tmp_path: Path) -> None:
         os.kill(process, signal.SIGKILL)
         (failed,) = await running
         assert failed.error is not None
-        assert failed.error.message == "the process of model instance 'sleeper_0' ended: killed by SIGKILL"
+        assert (
+            failed.error.message
+            == "the process of model instance 'sleeper_0' ended: killed by SIGKILL"
+        )
         assert failed.error.code is Code.INTERNAL
         assert said(await waiting) == ["later 1"]  # it had not begun, so it was only late
         assert model.process_ids != [process]
@@ -98,7 +118,9 @@ async def test_a_model_that_keeps_dying_stays_away(tmp_path: Path) -> None:
     model = PythonModel(config, tmp_path / "sleeper" / "1", _nobody(), Forgiveness(restarts=2))
     await model.start()
     for _ in range(3):
-        assert said(await ask(model, "crash")) == ["! the process of model instance 'sleeper_0' ended: exit code 9"]
+        assert said(await ask(model, "crash")) == [
+            "! the process of model instance 'sleeper_0' ended: exit code 9"
+        ]
     assert not model.ready
     with pytest.raises(InferenceError, match="no instance of model 'sleeper' is running"):
         await ask(model, "x")
@@ -114,11 +136,14 @@ def _nobody() -> Surroundings:
 
 async def test_those_who_wait_for_a_model_that_cannot_start_again_are_told(tmp_path: Path) -> None:
     started = tmp_path / "started"
-    code = SLEEPER + f"""
+    code = (
+        SLEEPER
+        + f"""
     def initialize(self, args):
         if __import__("os").path.exists({str(started)!r}): raise RuntimeError("only once")
         open({str(started)!r}, "w").close()
 """
+    )
     async with open_models(write_model(tmp_path, "sleeper", code), "sleeper") as models:
         model = models["sleeper"]
         crashed = asyncio.ensure_future(ask(model, "crash"))
@@ -127,7 +152,9 @@ async def test_those_who_wait_for_a_model_that_cannot_start_again_are_told(tmp_p
         assert waiting.error is not None
         assert waiting.error.code is Code.UNAVAILABLE
         assert "did not start: RuntimeError: only once" in waiting.error.message
-        assert said(await crashed) == ["! the process of model instance 'sleeper_0' ended: exit code 9"]
+        assert said(await crashed) == [
+            "! the process of model instance 'sleeper_0' ended: exit code 9"
+        ]
         assert not model.ready
 
 
@@ -151,12 +178,15 @@ async def test_giving_up_reaches_the_model(tmp_path: Path, monkeypatch: pytest.M
 async def test_what_is_given_up_before_its_turn_is_not_executed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     noted = f"open({str(log)!r}, 'a').write(text + ' ')"
-    code = SLEEPER.replace("            if text == ", f"            {noted}\n            if text == ")
+    code = SLEEPER.replace(
+        "            if text == ", f"            {noted}\n            if text == "
+    )
     async with open_models(write_model(tmp_path, "sleeper", code), "sleeper") as models:
         model = models["sleeper"]
         tasks = [asyncio.ensure_future(ask(model, text)) for text in ("sleep0.3", *"abcdefgh")]
         await until(lambda: len(model._running) > 1)
-        for dropped in (tasks[2], tasks[7]):  # one that the process has already and one that it has not
+        # one that the process has already and one that it has not
+        for dropped in (tasks[2], tasks[7]):
             dropped.cancel()
         kept = [said(await task) for task in tasks if task not in (tasks[2], tasks[7])]
         assert kept == [[f"{text} 1"] for text in ("sleep0.3", "a", "c", "d", "e", "f", "h")]
@@ -176,7 +206,13 @@ async def test_waiting_requests_are_executed_together(tmp_path: Path) -> None:
         async def together(name: str) -> list[str]:
             first = asyncio.ensure_future(ask(models[name], request("sleep0.3")))
             await until(lambda: models[name]._running)
-            rest = [request("a"), request("b", rows=2), request("c", rows=2), request("d", width=2), request("e")]
+            rest = [
+                request("a"),
+                request("b", rows=2),
+                request("c", rows=2),
+                request("d", width=2),
+                request("e"),
+            ]
             answers = await asyncio.gather(first, *(ask(models[name], one) for one in rest))
             return [said(answer)[0] for answer in answers]
 
@@ -187,13 +223,17 @@ async def test_waiting_requests_are_executed_together(tmp_path: Path) -> None:
 
 async def test_a_full_queue_refuses_and_a_stale_request_expires(tmp_path: Path) -> None:
     policy = "default_queue_policy { max_queue_size: 1 default_timeout_microseconds: 1000 }"
-    folder = write_model(tmp_path, "sleeper", SLEEPER, "max_batch_size: 1\ndynamic_batching { " + policy + " }")
+    folder = write_model(
+        tmp_path, "sleeper", SLEEPER, "max_batch_size: 1\ndynamic_batching { " + policy + " }"
+    )
     async with open_models(folder, "sleeper") as models:
         model = models["sleeper"]
         request = InferRequest("", "", {"text_input": text_tensor("sleep0.3", shape=(1, 1))})
         running = asyncio.ensure_future(ask(model, request))
         await until(lambda: model._running)
-        stale = asyncio.ensure_future(ask(model, InferRequest("", "", {"text_input": text_tensor("x", shape=(1, 1))})))
+        stale = asyncio.ensure_future(
+            ask(model, InferRequest("", "", {"text_input": text_tensor("x", shape=(1, 1))}))
+        )
         await asyncio.sleep(0)
         with pytest.raises(InferenceError, match="Exceeds maximum queue size") as refused:
             await ask(model, request)
@@ -203,10 +243,13 @@ async def test_a_full_queue_refuses_and_a_stale_request_expires(tmp_path: Path) 
 
 
 async def test_finalize_runs_and_nothing_is_left(tmp_path: Path) -> None:
-    code = SLEEPER + f"""
+    code = (
+        SLEEPER
+        + f"""
     def finalize(self):
         open({str(tmp_path / "finalized")!r}, "w").write("yes")
 """
+    )
     async with open_models(write_model(tmp_path, "sleeper", code), "sleeper") as models:
         (process,) = models["sleeper"].process_ids
     assert (tmp_path / "finalized").read_text() == "yes"
@@ -243,7 +286,9 @@ def _state(process: int) -> str:
         return "Z"
 
 
-async def test_output_and_log_lines_reach_the_servers_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_output_and_log_lines_reach_the_servers_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = """
 import sys, triton_python_backend_utils as pb_utils
 class TritonPythonModel:
@@ -255,9 +300,15 @@ class TritonPythonModel:
     async with open_models(write_model(tmp_path, "talker", code), "talker"):
         await asyncio.sleep(0.05)
     lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("I") and line.endswith("talker_0] plain output")]
-    assert [line for line in lines if line.startswith("I") and line.endswith("talker_0] an error line")]
-    assert [line for line in lines if line.startswith("W") and line.endswith("model.py:6] take care")]
+    assert [
+        line for line in lines if line.startswith("I") and line.endswith("talker_0] plain output")
+    ]
+    assert [
+        line for line in lines if line.startswith("I") and line.endswith("talker_0] an error line")
+    ]
+    assert [
+        line for line in lines if line.startswith("W") and line.endswith("model.py:6] take care")
+    ]
 
 
 def test_without_leave_the_model_is_refused_by_name_and_never_imported(tmp_path: Path) -> None:

@@ -36,7 +36,9 @@ def waiting(folder: Path, config: str) -> Waiting:
 def request(text: str, priority: int = 0, width: int = 1) -> InferRequest:
     made = text_request(text, id=text, priority=priority)
     tensor = made.inputs["text_input"]
-    return replace(made, inputs={"text_input": replace(tensor, shape=(1, width), data=tensor.data * width)})
+    return replace(
+        made, inputs={"text_input": replace(tensor, shape=(1, width), data=tensor.data * width)}
+    )
 
 
 def names(batch: list[Pending]) -> str:
@@ -70,7 +72,10 @@ def test_those_of_several_levels_are_executed_together(tmp_path: Path) -> None:
 
 
 def test_company_is_waited_for_no_longer_than_the_first_that_came(tmp_path: Path) -> None:
-    queue = waiting(tmp_path, "max_batch_size: 3\n" + LEVELS.replace("{", "{ max_queue_delay_microseconds: 60000000"))
+    queue = waiting(
+        tmp_path,
+        "max_batch_size: 3\n" + LEVELS.replace("{", "{ max_queue_delay_microseconds: 60000000"),
+    )
     early = queue.add(request("a", 3))
     queue.add(request("b", 1))
     assert queue.take(NOBODY) == []
@@ -82,7 +87,10 @@ def test_company_is_waited_for_no_longer_than_the_first_that_came(tmp_path: Path
 
 def test_what_comes_back_is_the_first_of_its_level(tmp_path: Path) -> None:
     queue = waiting(tmp_path, "")
-    given = {text: queue.add(request(text, priority)) for text, priority in (("a", 1), ("b", 2), ("c", 2))}
+    given = {
+        text: queue.add(request(text, priority))
+        for text, priority in (("a", 1), ("b", 2), ("c", 2))
+    }
     taken = queue.take(NOBODY) + queue.take(NOBODY)
     queue.add(request("d", 1))
     queue.put_back(taken)
@@ -116,10 +124,17 @@ async def test_a_models_requests_overtake(tmp_path: Path) -> None:
     async with open_models(write_model(tmp_path / "models", "m", code, LEVELS), "m") as models:
 
         async def ask(text: str, priority: int) -> list[str]:
-            return said([answer async for answer in models["m"].infer(text_request(text, priority=priority))])
+            return said(
+                [
+                    answer
+                    async for answer in models["m"].infer(text_request(text, priority=priority))
+                ]
+            )
 
-        tasks = [asyncio.ensure_future(ask(text, priority))
-                 for text, priority in (("first", 3), ("late", 3), ("usual", 0), ("urgent", 1))]  # fmt: skip
+        tasks = [
+            asyncio.ensure_future(ask(text, priority))
+            for text, priority in (("first", 3), ("late", 3), ("usual", 0), ("urgent", 1))
+        ]
         await asyncio.sleep(0)
         gate.write_text("open")
         assert await asyncio.gather(*tasks) == [["first"], ["late"], ["usual"], ["urgent"]]

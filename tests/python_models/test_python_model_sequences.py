@@ -1,4 +1,6 @@
-"""Sequences of requests to Python models: one instance for each, in order, with the tensors that tell of them."""
+"""Sequences of requests to Python models: one instance for each, in order, with the tensors that
+tell of them.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +46,28 @@ class TritonPythonModel:
             answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("text_output", np.array([[answer]], object))]))
         return answers
 """
-ONE_AT_ONCE = 'instance_group [ { count: 1 kind: KIND_CPU } ]\nsequence_batching { %s }'
+ONE_AT_ONCE = "instance_group [ { count: 1 kind: KIND_CPU } ]\nsequence_batching { %s }"
 
 
-def request(identity: int | str, text: str = "x", start: bool = False, end: bool = False, rows: int = 1,
-            width: int = 1) -> InferRequest:  # fmt: skip
+def request(
+    identity: int | str,
+    text: str = "x",
+    start: bool = False,
+    end: bool = False,
+    rows: int = 1,
+    width: int = 1,
+) -> InferRequest:
     tensor = text_tensor(text, shape=(rows, width))
     tensor.data = tensor.data * rows * width
-    return InferRequest("m", "1", {"text_input": tensor}, id=text, sequence_id=identity, sequence_start=start,
-                        sequence_end=end)  # fmt: skip
+    return InferRequest(
+        "m",
+        "1",
+        {"text_input": tensor},
+        id=text,
+        sequence_id=identity,
+        sequence_start=start,
+        sequence_end=end,
+    )
 
 
 async def test_a_sequence_keeps_to_its_instance_and_its_order(tmp_path: Path) -> None:
@@ -68,7 +83,9 @@ async def test_a_sequence_keeps_to_its_instance_and_its_order(tmp_path: Path) ->
             return told
 
         steps = [(identity, text) for text in "abcd" for identity in (1, 2, 3)]
-        answers = await asyncio.gather(*(step(identity, text, text == "a", text == "d") for identity, text in steps))
+        answers = await asyncio.gather(
+            *(step(identity, text, text == "a", text == "d") for identity, text in steps)
+        )
         for (identity, text), told in zip(steps, answers, strict=True):
             so_far, start, end, ready, corrid = told.split(" ")
             assert so_far == "abcd"[: "abcd".index(text) + 1]
@@ -89,17 +106,23 @@ async def test_a_sequence_keeps_to_its_instance_and_its_order(tmp_path: Path) ->
 
 
 async def test_the_place_of_an_idle_sequence_is_given_to_another(tmp_path: Path) -> None:
-    config = "max_batch_size: 1\n" + ONE_AT_ONCE % f"max_sequence_idle_microseconds: 30000 {CONTROLS}"
+    config = (
+        "max_batch_size: 1\n" + ONE_AT_ONCE % f"max_sequence_idle_microseconds: 30000 {CONTROLS}"
+    )
     async with open_models(write_model(tmp_path, "m", STATEFUL, config), "m") as models:
         await ask(models["m"], request(1, "a", start=True))
         (answer,) = said(await asyncio.wait_for(ask(models["m"], request(2, "b", start=True)), 20))
         assert answer.split(" ")[1] == "b"
-        with pytest.raises(InferenceError, match="sequence 1 to model 'm' must specify the START flag"):
+        with pytest.raises(
+            InferenceError, match="sequence 1 to model 'm' must specify the START flag"
+        ):
             await ask(models["m"], request(1, "c"))
 
 
 async def test_sequences_end_with_their_process(tmp_path: Path) -> None:
-    config = "max_batch_size: 2\n" + ONE_AT_ONCE % f"max_sequence_idle_microseconds: 60000000 {CONTROLS}"
+    config = (
+        "max_batch_size: 2\n" + ONE_AT_ONCE % f"max_sequence_idle_microseconds: 60000000 {CONTROLS}"
+    )
     config += '\nmodel_warmup [ { name: "w" inputs { key: "text_input" value: { data_type: TYPE_STRING dims: 1 '
     config += "zero_data: true } } } ]"
     folder = write_model(tmp_path, "m", STATEFUL, config)
@@ -108,16 +131,22 @@ async def test_sequences_end_with_their_process(tmp_path: Path) -> None:
         await warm_up(model, model.config, 1)
         for identity in (1, 2):
             await ask(model, request(identity, "a", start=True))
-        crash, waits = await asyncio.gather(ask(model, request(1, "crash")), ask(model, request(2, "b")))
+        crash, waits = await asyncio.gather(
+            ask(model, request(1, "crash")), ask(model, request(2, "b"))
+        )
         assert [answers[0].error is not None for answers in (crash, waits)] == [True, True]
-        with pytest.raises(InferenceError, match="sequence 2 to model 'm' must specify the START flag"):
+        with pytest.raises(
+            InferenceError, match="sequence 2 to model 'm' must specify the START flag"
+        ):
             await ask(model, request(2, "c"))
         (answer,) = said(await asyncio.wait_for(ask(model, request(2, "d", start=True)), 20))
         assert answer.split(" ")[1] == "d"
 
 
 def sequences(folder: Path, batching: str = "", rows: int = 0) -> Sequences:
-    folder = write_model(folder, "m", "", f"max_batch_size: {rows}\nsequence_batching {{ {batching} }}")
+    folder = write_model(
+        folder, "m", "", f"max_batch_size: {rows}\nsequence_batching {{ {batching} }}"
+    )
     config = models_of(folder)["m"].config
     assert config.sequence_batching is not None
     return Sequences(config, config.sequence_batching)
@@ -149,8 +178,14 @@ def test_a_sequence_waits_while_no_instance_has_room(tmp_path: Path) -> None:
 
 def test_oldest_executes_those_of_several_sequences_together(tmp_path: Path) -> None:
     queue = sequences(tmp_path, "oldest { max_candidate_sequences: 3 }", rows=2)
-    for identity, text, start, width in ((1, "a", True, 1), (1, "b", False, 1), (2, "c", True, 2), (2, "d", False, 1),
-                                         (3, "e", True, 1), (4, "f", True, 1)):  # fmt: skip
+    for identity, text, start, width in (
+        (1, "a", True, 1),
+        (1, "b", False, 1),
+        (2, "c", True, 2),
+        (2, "d", False, 1),
+        (3, "e", True, 1),
+        (4, "f", True, 1),
+    ):
         queue.add(request(identity, text, start, width=width))
     batches = [names(queue.take(ANY[0])) for _ in range(4)]
     assert batches == ["a", "b", "c", "de"]  # d, which would fit to a, is not executed before c
@@ -162,7 +197,10 @@ def test_what_cannot_be_part_of_a_sequence_is_refused(tmp_path: Path) -> None:
     queue = sequences(tmp_path, CONTROLS, rows=2)
     for wrong, why in (
         (request(0, start=True), "must specify a non-zero or non-empty correlation ID"),
-        (request(1, start=True, rows=2), "must specify batch-size 1 due to requirements of sequence batcher"),
+        (
+            request(1, start=True, rows=2),
+            "must specify batch-size 1 due to requirements of sequence batcher",
+        ),
         (request(1), "inference request for sequence 1 to model 'm' must specify the START flag"),
         (request("one", start=True), "sequence_id does not fit the UINT64 of 'ID', got 'one'"),
         (request(2**64, start=True), "sequence_id does not fit the UINT64 of 'ID'"),
@@ -182,12 +220,19 @@ def test_a_sequence_ends_with_a_request_that_is_given_up_before_its_turn(tmp_pat
     queue = sequences(tmp_path)
     running = queue.add(request(1, "a", start=True))
     assert queue.take(ANY[0]) == [running]
-    dropped, after, other = queue.add(request(1, "b")), queue.add(request(1, "c")), queue.add(request(2, "d", True))
+    dropped, after, other = (
+        queue.add(request(1, "b")),
+        queue.add(request(1, "c")),
+        queue.add(request(2, "d", True)),
+    )
     queue.remove(dropped)
     (((response, _),),) = (after.answers,)
     assert response is not None
     assert response.error is not None
-    assert response.error.message == "sequence 1 was broken off: a request before this one was cancelled"
+    assert (
+        response.error.message
+        == "sequence 1 was broken off: a request before this one was cancelled"
+    )
     assert (len(queue), queue.take(ANY[0])) == (1, [])
     with pytest.raises(InferenceError, match="must specify the START flag"):
         queue.add(request(1, "e"))
@@ -249,14 +294,18 @@ def test_any_traffic_is_executed_in_order(tmp_path: Path, batching: str) -> None
     while any(left.values()) or len(queue) or any(running.values()):
         if (identity := chance.choice(list(left))) and left[identity] and chance.random() < 0.5:
             left[identity] -= 1
-            queue.add(request(identity, str(sent[identity]), sent[identity] == 0, left[identity] == 0))
+            queue.add(
+                request(identity, str(sent[identity]), sent[identity] == 0, left[identity] == 0)
+            )
             sent[identity] += 1
         instance = chance.choice(ANY)
         for pending in running[instance]:
             queue.finished(pending)
         running[instance] = queue.take(instance)
         assert queue.load(instance) <= 2
-        assert len({pending.request.sequence_id for pending in running[instance]}) == len(running[instance])
+        assert len({pending.request.sequence_id for pending in running[instance]}) == len(
+            running[instance]
+        )
         assert len(running[instance]) <= (2 if batching else 1)
         for pending in running[instance]:
             seen[pending.request.sequence_id].append(int(pending.request.id))
@@ -266,7 +315,9 @@ def test_any_traffic_is_executed_in_order(tmp_path: Path, batching: str) -> None
     assert [queue.load(instance) for instance in ANY] == [0, 0, 0]
 
 
-async def test_a_model_says_how_many_sequences_it_takes_and_its_answers_are_not_kept(tmp_path: Path) -> None:
+async def test_a_model_says_how_many_sequences_it_takes_and_its_answers_are_not_kept(
+    tmp_path: Path,
+) -> None:
     config = f"response_cache {{ enable: true }}\nsequence_batching {{ {CONTROLS} }}"
     completing = """
     @staticmethod
@@ -274,7 +325,9 @@ async def test_a_model_says_how_many_sequences_it_takes_and_its_answers_are_not_
         config.set_max_batch_size(3)
         return config
 """
-    async with open_models(write_model(tmp_path, "m", STATEFUL + completing, config), "m") as models:
+    async with open_models(
+        write_model(tmp_path, "m", STATEFUL + completing, config), "m"
+    ) as models:
         entry = models.registry.find("m")
         batching = entry.model.config.sequence_batching
         assert batching is not None

@@ -1,4 +1,6 @@
-"""What goes over a model process's sockets: frames in pieces of any size, and orders and news that cross."""
+"""What goes over a model process's sockets: frames in pieces of any size, and orders and news that
+cross.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ MESSAGES = [
 
 
 def request(number: int) -> RequestFrame:
-    return RequestFrame(number, "", 0, 0, 0, "{}", (), [TensorFrame("text_input", "BYTES", (1,), [b"text"])])
+    return RequestFrame(
+        number, "", 0, 0, 0, "{}", (), [TensorFrame("text_input", "BYTES", (1,), [b"text"])]
+    )
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 64, 10_000])
@@ -74,7 +78,8 @@ class Server:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(Channel, "_current", None)
     ended: list[int] = []
-    monkeypatch.setattr("os._exit", ended.append)  # a channel's thread ends the process when the server is gone
+    # a channel's thread ends the process when the server is gone
+    monkeypatch.setattr("os._exit", ended.append)
     made = Server()
     yield made
     made.orders.close()
@@ -138,6 +143,8 @@ async def test_what_several_messages_lead_to_goes_out_as_one() -> None:
 
     link = _Link(follow, lambda: None)
     link.connection_made(transport)
-    link.data_received(b"".join(encode(Executed([Response(number, None, True)])) for number in (1, 2)))
+    link.data_received(
+        b"".join(encode(Executed([Response(number, None, True)])) for number in (1, 2))
+    )
     link.write(Cancel(3))
     assert transport.written == [encode(Cancel(1)) + encode(Cancel(2)), encode(Cancel(3))]

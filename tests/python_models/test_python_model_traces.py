@@ -1,4 +1,6 @@
-"""Python models and traces: a model sees the trace it works in, and a request it makes may join that."""
+"""Python models and traces: a model sees the trace it works in, and a request it makes may join
+that.
+"""
 
 from __future__ import annotations
 

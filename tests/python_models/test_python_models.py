@@ -1,4 +1,6 @@
-"""The small models behind the recordings, their own code, in processes of ours: what they answered to Triton."""
+"""The small models behind the recordings, their own code, in processes of ours: what they answered
+to Triton.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,17 @@ import json
 from pathlib import Path
 
 import pytest
-from python_model_support import HERE, MIMIC, ask, models_of, open_models, said, text_request, text_tensor, write_model
+from python_model_support import (
+    HERE,
+    MIMIC,
+    ask,
+    models_of,
+    open_models,
+    said,
+    text_request,
+    text_tensor,
+    write_model,
+)
 
 from slipstream.server.errors import Code, InferenceError
 from slipstream.server.inference import InferRequest
@@ -46,52 +58,79 @@ async def test_errors_on_demand() -> None:
 async def test_the_last_answer_says_so_only_where_the_model_did() -> None:
     async with open_models(MIMIC, "oops") as models:
         assert [response.final for response in await ask(models["oops"], "two")] == [False, True]
-        assert [response.final for response in await ask(models["oops"], "one_then_final")] == [False]
+        assert [response.final for response in await ask(models["oops"], "one_then_final")] == [
+            False
+        ]
 
 
 async def test_request_details_reach_the_model() -> None:
     async with open_models(MIMIC, "oops_nd") as models:
         request = text_request(
-            "reqinfo", id="rid", parameters={"foo": "bar", "n": 5, "f": 1.5, "b": True}, timeout_microseconds=1000000,
-            sequence_id=7, sequence_start=True, sequence_end=True,
-        )  # fmt: skip
+            "reqinfo",
+            id="rid",
+            parameters={"foo": "bar", "n": 5, "f": 1.5, "b": True},
+            timeout_microseconds=1000000,
+            sequence_id=7,
+            sequence_start=True,
+            sequence_end=True,
+        )
         (response,) = await ask(models["oops_nd"], request)
         assert json.loads(response.outputs[0].data[0]) == {
-            "id": "rid", "corr": 7, "timeout": 1000000, "flags": 3,
+            "id": "rid",
+            "corr": 7,
+            "timeout": 1000000,
+            "flags": 3,
             "params": '{"foo":"bar","n":5,"f":1.5,"b":true}',
-        }  # fmt: skip
+        }
         (raised,) = await ask(models["oops_nd"], "raise")
         assert raised.error is not None
         assert raised.error.code is Code.INTERNAL
-        assert raised.error.message.endswith("boom from execute\n\nAt:\n  oops_nd/1/model.py(9): execute\n")
+        assert raised.error.message.endswith(
+            "boom from execute\n\nAt:\n  oops_nd/1/model.py(9): execute\n"
+        )
 
 
 VALUES = {
-    "bool": [True, False], "uint8": [0, 255], "uint16": [0, 65535], "uint32": [0, 2**32 - 1],
-    "uint64": [0, 2**64 - 1], "int8": [-128, 127], "int16": [-(2**15), 2**15 - 1], "int32": [-(2**31), 2**31 - 1],
-    "int64": [-(2**63), 2**63 - 1], "fp16": [0.5, -2.0], "fp32": [0.10000000149011612, 3.0], "fp64": [0.1, -1e300],
+    "bool": [True, False],
+    "uint8": [0, 255],
+    "uint16": [0, 65535],
+    "uint32": [0, 2**32 - 1],
+    "uint64": [0, 2**64 - 1],
+    "int8": [-128, 127],
+    "int16": [-(2**15), 2**15 - 1],
+    "int32": [-(2**31), 2**31 - 1],
+    "int64": [-(2**63), 2**63 - 1],
+    "fp16": [0.5, -2.0],
+    "fp32": [0.10000000149011612, 3.0],
+    "fp64": [0.1, -1e300],
     "string": [b"", b"\xff\x00a"],
-}  # fmt: skip
+}
 
 
 async def test_every_datatype_survives_both_ways() -> None:
     async with open_models(MIMIC, "types") as models:
         inputs = {
-            f"i_{kind}": Tensor(f"i_{kind}", "BYTES" if kind == "string" else kind.upper(), (2,), values)
+            f"i_{kind}": Tensor(
+                f"i_{kind}", "BYTES" if kind == "string" else kind.upper(), (2,), values
+            )
             for kind, values in VALUES.items()
         }
         (response,) = await ask(models["types"], InferRequest("types", "1", inputs))
         assert {tensor.name: tensor.data for tensor in response.outputs} == {
             f"o_{kind}": values for kind, values in VALUES.items()
         }
-        assert [tensor.datatype for tensor in response.outputs] == [tensor.datatype for tensor in inputs.values()]
+        assert [tensor.datatype for tensor in response.outputs] == [
+            tensor.datatype for tensor in inputs.values()
+        ]
 
 
 async def test_versions_are_served_side_by_side() -> None:
     async with open_models(MIMIC, "multiver") as models:
         assert [entry.version for entry in models.registry] == ["1", "3"]
         for version in ("1", "3"):
-            assert said(await ask(models.registry.find("multiver", version).model, "x")) == [f"v{version}"]
+            assert said(await ask(models.registry.find("multiver", version).model, "x")) == [
+                f"v{version}"
+            ]
 
 
 async def test_words_streamed_and_not() -> None:
@@ -104,7 +143,13 @@ async def test_words_streamed_and_not() -> None:
         assert said(await ask(models["llm"], InferRequest("llm", "1", inputs))) == ["one two three"]
         answers = await ask(models["llm"], InferRequest("llm", "1", streamed))
         assert said(answers) == ["one", " two", " three"]
-        assert [tensor.shape for tensor in answers[0].outputs] == [(1,), (1, 1), (1, 1, 1), (1, 1, 1), (1, 1, 1, 1)]
+        assert [tensor.shape for tensor in answers[0].outputs] == [
+            (1,),
+            (1, 1),
+            (1, 1, 1),
+            (1, 1, 1),
+            (1, 1, 1, 1),
+        ]
         refused = await ask(models["llm_nd"], InferRequest("llm_nd", "1", streamed))
         assert said(refused) == ["! Streaming is only supported in decoupled mode."]
 
@@ -122,9 +167,18 @@ async def test_a_model_that_fails_to_start_says_why() -> None:
     ("code", "expected"),
     [
         ("x = 1", "AttributeError: model.py has no class TritonPythonModel"),
-        ("class TritonPythonModel: pass", "AttributeError: TritonPythonModel has no method execute"),
-        ("import nonesuch", "ModuleNotFoundError: No module named 'nonesuch'\n\nAt:\n  odd/1/model.py(1): <module>\n"),
-        ("import os; os._exit(3)", "the process of model instance 'odd_0' ended while it started: exit code 3"),
+        (
+            "class TritonPythonModel: pass",
+            "AttributeError: TritonPythonModel has no method execute",
+        ),
+        (
+            "import nonesuch",
+            "ModuleNotFoundError: No module named 'nonesuch'\n\nAt:\n  odd/1/model.py(1): <module>\n",
+        ),
+        (
+            "import os; os._exit(3)",
+            "the process of model instance 'odd_0' ended while it started: exit code 3",
+        ),
     ],
 )
 async def test_what_is_no_model_is_told(tmp_path: Path, code: str, expected: str) -> None:

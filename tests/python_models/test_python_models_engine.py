@@ -1,4 +1,6 @@
-"""Custom steps around a real engine: a Python model calls preprocessing, the engine and postprocessing itself."""
+"""Custom steps around a real engine: a Python model calls preprocessing, the engine and
+postprocessing itself.
+"""
 
 from __future__ import annotations
 
@@ -70,24 +72,48 @@ def build(folder: Path) -> Path:
     source = folder / "model"
     source.mkdir()
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
-        "intermediate_size": FFN, "num_hidden_layers": 1, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
-        "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-        "tie_word_embeddings": False, "torch_dtype": "float32", "eos_token_id": 95, "bos_token_id": 0,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "eos_token_id": 95,
+        "bos_token_id": 0,
+    }
     (source / "config.json").write_text(json.dumps(config))
     place = "model.layers.0."
-    shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    shapes = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+    }
     shapes |= {f"{place}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
     shapes |= {f"{place}mlp.{name}_proj.weight": (FFN, HIDDEN) for name in ("gate", "up")}
     shapes[f"{place}mlp.down_proj.weight"] = (HIDDEN, FFN)
     torch.manual_seed(3)
     tensors = {name: torch.randn(shape) * 0.3 for name, shape in shapes.items()}
-    for name in ("model.norm.weight", f"{place}input_layernorm.weight", f"{place}post_attention_layernorm.weight"):
+    for name in (
+        "model.norm.weight",
+        f"{place}input_layernorm.weight",
+        f"{place}post_attention_layernorm.weight",
+    ):
         tensors[name] = torch.ones(HIDDEN)
     save_file(tensors, source / "model.safetensors")
     words = {"type": "WordLevel", "vocab": {str(n): n for n in range(VOCABULARY)}, "unk_token": "0"}
-    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": words}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": words,
+    }
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
     return Path(build_engine(source, folder / "engine", dtype="float32"))
 
@@ -109,7 +135,9 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRegistry
     engine.close()
 
 
-async def test_custom_steps_give_the_engines_own_tokens(registry: ModelRegistry, tmp_path: Path) -> None:
+async def test_custom_steps_give_the_engines_own_tokens(
+    registry: ModelRegistry, tmp_path: Path
+) -> None:
     def inputs(prompt: str) -> dict[str, Tensor]:
         return {
             "text_input": text_tensor(prompt, shape=(1, 1)),
@@ -118,7 +146,9 @@ async def test_custom_steps_give_the_engines_own_tokens(registry: ModelRegistry,
 
     known = [(entry.name, entry.model) for entry in registry]
     streamed = inputs("7 3 4") | {"stream": Tensor("stream", "BOOL", (1, 1), [True])}
-    expected = said(await ask(registry.find("ensemble").model, InferRequest("ensemble", "1", streamed)))
+    expected = said(
+        await ask(registry.find("ensemble").model, InferRequest("ensemble", "1", streamed))
+    )
     write_model(tmp_path, "custom", CUSTOM, CONFIG)
     async with open_models(tmp_path, "custom", others=known) as models:
         found = said(await ask(models["custom"], InferRequest("custom", "1", inputs("3 4"))))

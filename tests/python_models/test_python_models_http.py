@@ -1,4 +1,6 @@
-"""The recordings over HTTP, answered by the recorded models' own code: the same status, type, framing and body."""
+"""The recordings over HTTP, answered by the recorded models' own code: the same status, type,
+framing and body.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+# isort: skip  (its folder was just added)
+from http_support import Answer, Connection, RunningServer, request_bytes
 from python_model_support import CONFORMANCE, MIMIC, models_of
 
 from slipstream.server.health import ServerState
@@ -18,12 +23,12 @@ from slipstream.server.python_models.factory import PythonModels
 from slipstream.server.python_models.model import PythonModel
 from slipstream.server.registry import ModelRegistry
 
-from http_support import Answer, Connection, RunningServer, request_bytes  # isort: skip  (its folder was just added)
-
 ROUTE = re.compile(r"/v2/models/(\w+)(?:/versions/\d+)?/(?:generate|generate_stream|infer)")
-# How long these take is what they are about; the others in the recordings are ensembles or differ in transport.
+# How long these take is what they are about; the others in the recordings are ensembles or differ
+# in transport.
 ELSEWHERE = {"slow", "slow_nd", "llm_slow", "ens"}
-PATH = re.compile(rb"/models/repo-\w+/")  # of the machine that recorded: ours begin at the repository
+# of the machine that recorded: ours begin at the repository
+PATH = re.compile(rb"/models/repo-\w+/")
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -34,9 +39,17 @@ def recorded() -> list[dict[str, Any]]:
 def is_ours(case: dict[str, Any]) -> bool:
     request, response = case["request"], case["response"]
     route = ROUTE.fullmatch(request.get("path", ""))
-    plain = request.get("method") == "POST" and "raw" not in request and "body_repeat" not in request
+    plain = (
+        request.get("method") == "POST" and "raw" not in request and "body_repeat" not in request
+    )
     kept = response.get("connection_after") == "kept open" and "n_chunks" not in response
-    return bool(route and plain and kept and route.group(1) not in ELSEWHERE and case["group"] in ("generate", "stream", "infer"))  # noqa: E501
+    return bool(
+        route
+        and plain
+        and kept
+        and route.group(1) not in ELSEWHERE
+        and case["group"] in ("generate", "stream", "infer")
+    )
 
 
 CASES = recorded()
@@ -70,7 +83,11 @@ def test_there_are_recordings() -> None:
 
 
 def sent(port: int, request: dict[str, Any]) -> Answer:
-    body = base64.b64decode(request["body_b64"]) if "body_b64" in request else request.get("body", "").encode()
+    body = (
+        base64.b64decode(request["body_b64"])
+        if "body_b64" in request
+        else request.get("body", "").encode()
+    )
     with Connection(port) as connection:
         connection.send(request_bytes("POST", request["path"], request["headers"], body))
         answer = connection.answer()
@@ -89,13 +106,24 @@ def test_recorded_answer(port: int, case: dict[str, Any]) -> None:
         assert len(answer.chunks) == len(expected["chunks"])
 
 
-@pytest.mark.parametrize(("parameters", "status", "told"), [
-    ({}, 400, "inference request to model 'seq' must specify a non-zero or non-empty correlation ID"),
-    ({"sequence_id": 81}, 400, "inference request for sequence 81 to model 'seq' must specify the START flag on "
-     "the first request of the sequence"),
-    ({"sequence_id": 82, "sequence_start": True, "sequence_end": True}, 200, ""),
-    ({"sequence_id": "83", "sequence_start": True, "sequence_end": True}, 200, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parameters", "status", "told"),
+    [
+        (
+            {},
+            400,
+            "inference request to model 'seq' must specify a non-zero or non-empty correlation ID",
+        ),
+        (
+            {"sequence_id": 81},
+            400,
+            "inference request for sequence 81 to model 'seq' must specify the START flag on "
+            "the first request of the sequence",
+        ),
+        ({"sequence_id": 82, "sequence_start": True, "sequence_end": True}, 200, ""),
+        ({"sequence_id": "83", "sequence_start": True, "sequence_end": True}, 200, ""),
+    ],
+)
 def test_a_sequence_is_begun_and_named(
     port: int, parameters: dict[str, Any], status: int, told: str
 ) -> None:
@@ -106,4 +134,8 @@ def test_a_sequence_is_begun_and_named(
 
 
 def recorded_body(response: dict[str, Any]) -> bytes:
-    return base64.b64decode(response["body_b64"]) if "body_b64" in response else response.get("body", "").encode()
+    return (
+        base64.b64decode(response["body_b64"])
+        if "body_b64" in response
+        else response.get("body", "").encode()
+    )

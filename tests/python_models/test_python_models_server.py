@@ -80,13 +80,17 @@ def repository(folder: Path) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
     folder = tmp_path_factory.mktemp("served")
-    running = TinyServer(repository(folder)[0], folder / "tmp", "--allow-python-models").wait_started()
+    running = TinyServer(
+        repository(folder)[0], folder / "tmp", "--allow-python-models"
+    ).wait_started()
     yield running
     running.close()
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=30) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, json.dumps(body).encode()), timeout=30
+    ) as answer:
         return json.load(answer)
 
 
@@ -100,15 +104,23 @@ def test_generate_and_infer_reach_the_engine_through_it(server: TinyServer) -> N
 
 def test_its_metrics_are_on_the_metrics_port(server: TinyServer) -> None:
     post(f"{server.url}/v2/models/shout/generate", {"text_input": "5"})
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.ports['Metrics Service']}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{server.ports['Metrics Service']}/metrics", timeout=30
+    ) as answer:
         lines = answer.read().decode().splitlines()
     (shouts,) = [line for line in lines if line.startswith('shouts{model="shout"} ')]
     assert float(shouts.split()[1]) >= 1
 
 
 def events(url: str, body: dict[str, Any]) -> list[Any]:
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=30) as answer:
-        return [json.loads(line[6:]) for line in answer.read().splitlines() if line.startswith(b"data: ")]
+    with urllib.request.urlopen(
+        urllib.request.Request(url, json.dumps(body).encode()), timeout=30
+    ) as answer:
+        return [
+            json.loads(line[6:])
+            for line in answer.read().splitlines()
+            if line.startswith(b"data: ")
+        ]
 
 
 def test_customised_steps_of_the_usual_ensemble(tmp_path: Path) -> None:
@@ -123,7 +135,8 @@ def test_customised_steps_of_the_usual_ensemble(tmp_path: Path) -> None:
         assert "".join(piece["text_output"] for piece in pieces) == "<106><107><108>"
     finally:
         custom.close()
-    stock = TinyServer(folder, tmp_path / "tmp").wait_started()  # the same files, not run: ours stand in for them
+    # the same files, not run: ours stand in for them
+    stock = TinyServer(folder, tmp_path / "tmp").wait_started()
     try:
         answers = events(f"{stock.url}/v2/models/ensemble/generate_stream", body)
         assert "".join(answer["text_output"] for answer in answers).split() == ["6", "7", "8"]
@@ -132,8 +145,14 @@ def test_customised_steps_of_the_usual_ensemble(tmp_path: Path) -> None:
 
 
 def test_its_process_ends_with_the_server(tmp_path: Path) -> None:
-    running = TinyServer(repository(tmp_path)[0], tmp_path / "tmp", "--allow-python-models").wait_started()
-    workers = [child for child in children_of(running.process.pid) if "python_models.worker" in command_of(child)]
+    running = TinyServer(
+        repository(tmp_path)[0], tmp_path / "tmp", "--allow-python-models"
+    ).wait_started()
+    workers = [
+        child
+        for child in children_of(running.process.pid)
+        if "python_models.worker" in command_of(child)
+    ]
     assert len(workers) == 1
     running.close()
     wait_for(lambda: not is_running(workers[0]))
@@ -161,13 +180,19 @@ class TritonPythonModel:
 def test_a_stopping_server_lets_python_models_answer(tmp_path: Path) -> None:
     """Also one that takes longer than connections are kept open for those who only listen."""
     options = ["--allow-python-models"]
-    running = TinyServer(write_model(tmp_path, "slow", SLOW), tmp_path / "tmp", *options, close_seconds=0.3)
+    running = TinyServer(
+        write_model(tmp_path, "slow", SLOW), tmp_path / "tmp", *options, close_seconds=0.3
+    )
     running.wait_started()
     body = json.dumps({"text_input": "still here"}).encode()
     with ThreadPoolExecutor() as asking:
-        answer = asking.submit(urllib.request.urlopen, f"{running.url}/v2/models/slow/generate", body, 60)
+        answer = asking.submit(
+            urllib.request.urlopen, f"{running.url}/v2/models/slow/generate", body, 60
+        )
         wait_for(lambda: any("it works" in line for line in running.lines))
         running.process.send_signal(signal.SIGTERM)
         assert json.load(answer.result())["text_output"] == "still here"
     assert running.process.wait(30) == 0
-    assert any("Waiting for in-flight requests to complete: 1 now" in line for line in running.lines)
+    assert any(
+        "Waiting for in-flight requests to complete: 1 now" in line for line in running.lines
+    )

@@ -46,7 +46,9 @@ def most_at_once(log: Path) -> int:
     return most
 
 
-@pytest.mark.parametrize(("limiter", "expected"), [(RateLimiter({("lock", GLOBAL): 1}), 1), (None, 2)])
+@pytest.mark.parametrize(
+    ("limiter", "expected"), [(RateLimiter({("lock", GLOBAL): 1}), 1), (None, 2)]
+)
 async def test_instances_that_share_a_resource_take_turns(
     tmp_path: Path, limiter: RateLimiter | None, expected: int
 ) -> None:
@@ -69,7 +71,9 @@ async def test_two_models_share_one_resource(tmp_path: Path) -> None:
         write_model(tmp_path / "models", name, CODE.format(log=str(log)), config)
     models = [await open_model(tmp_path / "models", name, limiter) for name in ("one", "two")]
     try:
-        answers = await asyncio.gather(*(ask(models[number % 2], str(number)) for number in range(10)))
+        answers = await asyncio.gather(
+            *(ask(models[number % 2], str(number)) for number in range(10))
+        )
     finally:
         await asyncio.gather(*(model.close() for model in models))
     assert [said(answer) for answer in answers] == [[str(number)] for number in range(10)]

@@ -1,4 +1,6 @@
-"""Answers that nobody reads: a model is held up before they fill the server's memory, and nobody else is with it."""
+"""Answers that nobody reads: a model is held up before they fill the server's memory, and nobody
+else is with it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from slipstream.server.python_models.waiting import Pending
 
 LENGTH, COUNT = 64 << 10, 1000  # sixteen times what may be unread
 DECOUPLED = "model_transaction_policy { decoupled: true }"
-# "flood" answers from a thread of its own, "serial" from within `execute`; both until they are given up.
+# "flood" answers from a thread of its own, "serial" from within `execute`; both until they are
+# given up.
 FLOOD = f"""
 import threading
 import numpy as np
@@ -73,7 +76,9 @@ async def flooding(folder: Path) -> AsyncIterator[Opened]:
 
 def unread(pending: Pending) -> int:
     """The bytes of text that a request's answers hold."""
-    return sum(len(response.outputs[0].data[0]) for response, *_ in pending.answers if response is not None)
+    return sum(
+        len(response.outputs[0].data[0]) for response, *_ in pending.answers if response is not None
+    )
 
 
 async def told(opened: Opened) -> str:
@@ -82,7 +87,9 @@ async def told(opened: Opened) -> str:
 
 
 async def standstill(opened: Opened) -> str:
-    """What the model says once it sends nothing more; it says so while another request of it is held up."""
+    """What the model says once it sends nothing more; it says so while another request of it is
+    held up.
+    """
     before, now = "", await told(opened)
     while before != now or now.startswith("0 "):
         await asyncio.sleep(0.1)
@@ -130,7 +137,9 @@ async def test_what_nobody_reads_is_bounded_and_nothing_of_it_is_lost(tmp_path: 
         assert (await standstill(opened)).endswith("0 ended")
         assert MOST_BYTES // 2 < unread(held(opened)) <= MOST_BYTES + LENGTH
         rest = said([answer async for answer in answers])
-        assert [text.strip() for text in (*said([first]), *rest)] == [str(number) for number in range(COUNT)]
+        assert [text.strip() for text in (*said([first]), *rest)] == [
+            str(number) for number in range(COUNT)
+        ]
         assert await told(opened) == f"{COUNT} sent, 1 ended"
 
 
@@ -141,7 +150,8 @@ async def test_giving_up_lets_a_sender_go_that_is_held_up(tmp_path: Path) -> Non
         await standstill(opened)
         await answers.aclose()
         await until_told(opened, " 1 ended")
-        serial = opened["flood"].infer(text_request("serial"))  # holds up the thread that would take up others
+        # holds up the thread that would take up others
+        serial = opened["flood"].infer(text_request("serial"))
         await anext(serial)
         await until(lambda: unread(held(opened)) > MOST_BYTES // 2)
         waiting = asyncio.ensure_future(told(opened))
@@ -171,7 +181,9 @@ Stop = Callable[[], Awaitable[None]]
 @asynccontextmanager
 async def unread_http(opened: Opened) -> AsyncIterator[Stop]:
     """A client of generate_stream that reads nothing, and how its server stops."""
-    config = uvicorn_config(create_app(opened.registry, ServerState([])), timeout_graceful_shutdown=1)
+    config = uvicorn_config(
+        create_app(opened.registry, ServerState([])), timeout_graceful_shutdown=1
+    )
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(config)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
@@ -197,7 +209,9 @@ async def unread_grpc(opened: Opened) -> AsyncIterator[Stop]:
     address = f"127.0.0.1:{add_port(server, '127.0.0.1:0', options)}"
     await server.start()
     given = triton.service_pb2.ModelInferRequest(model_name="flood")
-    given.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"flood")
+    given.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(
+        b"flood"
+    )
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
         await call.write(given.SerializeToString())
@@ -210,7 +224,10 @@ async def unread_grpc(opened: Opened) -> AsyncIterator[Stop]:
 @pytest.mark.parametrize("who_leaves", ["client", "server"])
 @pytest.mark.parametrize("client", [unread_http, unread_grpc])
 async def test_a_client_that_does_not_read_is_not_answered_into_the_servers_memory(
-    tmp_path: Path, client: Callable[[Opened], Any], who_leaves: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    client: Callable[[Opened], Any],
+    who_leaves: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with flooding(tmp_path) as opened, asyncio.timeout(30):
         async with client(opened) as stop:
@@ -244,7 +261,9 @@ class TritonPythonModel:
 """
 
 
-async def test_a_model_that_passes_on_what_another_answers_holds_that_up_in_turn(tmp_path: Path) -> None:
+async def test_a_model_that_passes_on_what_another_answers_holds_that_up_in_turn(
+    tmp_path: Path,
+) -> None:
     write_model(tmp_path, "passing", PASSING_ON, DECOUPLED)
     write_model(tmp_path, "flood", FLOOD, DECOUPLED)
     async with open_models(tmp_path, "flood", "passing") as opened, asyncio.timeout(30):
@@ -252,10 +271,13 @@ async def test_a_model_that_passes_on_what_another_answers_holds_that_up_in_turn
         first = await anext(answers)
         sent, _, ended = (await standstill(opened)).partition(" sent, ")
         assert ended == "0 ended"
-        # Unread in the server are those of either model, and in the process between them those to its call.
+        # Unread in the server are those of either model, and in the process between them those to
+        # its call.
         assert int(sent) * LENGTH <= 3 * (MOST_BYTES + LENGTH) + LENGTH
         rest = said([answer async for answer in answers])
-        assert [text.strip() for text in (*said([first]), *rest)] == [str(number) for number in range(COUNT)]
+        assert [text.strip() for text in (*said([first]), *rest)] == [
+            str(number) for number in range(COUNT)
+        ]
         assert all(not instance._calls._rooms for instance in opened["passing"]._instances.values())
 
 
@@ -269,5 +291,7 @@ async def test_a_request_is_given_up_when_nothing_is_read_for_long(tmp_path: Pat
         assert (await told(opened)).endswith(" 1 ended")  # whoever waited behind it is served
         texts = said([answer async for answer in answers])
         assert len(texts) * LENGTH <= MOST_BYTES + LENGTH
-        assert [text.strip() for text in texts[:-1]] == [str(number) for number in range(1, len(texts))]
+        assert [text.strip() for text in texts[:-1]] == [
+            str(number) for number in range(1, len(texts))
+        ]
         assert texts[-1] == "! given up: none of its answers was read for 60 seconds"

@@ -1,4 +1,6 @@
-"""Templates of every generation: they load as they are, unfilled, and the checker knows which they are."""
+"""Templates of every generation: they load as they are, unfilled, and the checker knows which they
+are.
+"""
 
 from __future__ import annotations
 
@@ -38,23 +40,37 @@ def test_every_generation_is_served_with_its_variables_left_unfilled(
     chain = read_repository(models).chains["ensemble"]
     prompt = "INPUT_0" if generation == "2023-09" else "text_input"
     assert chain.fields.inputs[prompt] == "text_input"
-    assert chain.fields.outputs["OUTPUT_0" if generation == "2023-09" else "text_output"] == "text_output"
+    assert (
+        chain.fields.outputs["OUTPUT_0" if generation == "2023-09" else "text_output"]
+        == "text_output"
+    )
     texts = [problem.text for problem in check_repository(models).found]
     assert [text for text in texts if "not filled" not in text and "is not set" not in text] == []
 
 
 FILLED = {
-    "triton_max_batch_size": "4", "decoupled_mode": "False", "triton_backend": "tensorrtllm",
-    "logits_datatype": "TYPE_FP32", "encoder_input_features_data_type": "TYPE_FP16",
-    "prompt_embedding_table_data_type": "TYPE_FP16", "preprocessing_instance_count": "1",
-    "postprocessing_instance_count": "1", "bls_instance_count": "1", "exclude_input_in_output": "True",
-    "batching_strategy": "V1", "tokenizer_type": "auto", "max_queue_delay_microseconds": "0", "max_queue_size": "0",
-}  # fmt: skip
+    "triton_max_batch_size": "4",
+    "decoupled_mode": "False",
+    "triton_backend": "tensorrtllm",
+    "logits_datatype": "TYPE_FP32",
+    "encoder_input_features_data_type": "TYPE_FP16",
+    "prompt_embedding_table_data_type": "TYPE_FP16",
+    "preprocessing_instance_count": "1",
+    "postprocessing_instance_count": "1",
+    "bls_instance_count": "1",
+    "exclude_input_in_output": "True",
+    "batching_strategy": "V1",
+    "tokenizer_type": "auto",
+    "max_queue_delay_microseconds": "0",
+    "max_queue_size": "0",
+}
 
 
 @pytest.mark.parametrize("kind", ["inflight_batcher_llm", "gpt"])
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_nothing_is_said_of_a_template_that_is_filled(tmp_path: Path, kind: str, generation: str) -> None:
+def test_nothing_is_said_of_a_template_that_is_filled(
+    tmp_path: Path, kind: str, generation: str
+) -> None:
     engine = write_engine_folder(tmp_path / "engine")
     values = {**FILLED, "engine_dir": str(engine), "tokenizer_dir": str(engine)}
     for model in models_of(kind, generation):
@@ -70,15 +86,25 @@ def test_nothing_is_said_of_what_import_writes(tmp_path: Path) -> None:
     write_repository(tmp_path / "models", "mine", engine, engine, 8)
     assert [str(problem) for problem in check_repository(tmp_path / "models").found] == []
     file = tmp_path / "models" / "ensemble" / "config.pbtxt"
-    line = next(number for number, text in enumerate(file.read_text().splitlines(), 1) if 'key: "end_id"' in text)
-    file.write_text(file.read_text().replace('key: "end_id" value: "_', 'key: "end_id" value: "_NO'))
+    line = next(
+        number
+        for number, text in enumerate(file.read_text().splitlines(), 1)
+        if 'key: "end_id"' in text
+    )
+    file.write_text(
+        file.read_text().replace('key: "end_id" value: "_', 'key: "end_id" value: "_NO')
+    )
     found = [str(problem) for problem in check_repository(tmp_path / "models").found]
-    assert any(text.startswith(f"{file}:{line}: ensemble_scheduling.step.tensorrt_llm.input_map.end_id: ")
-               for text in found)
+    assert any(
+        text.startswith(f"{file}:{line}: ensemble_scheduling.step.tensorrt_llm.input_map.end_id: ")
+        for text in found
+    )
 
 
 def test_nothing_is_said_of_conversations_taken_or_not(tmp_path: Path) -> None:
-    """`messages` is this server's own: those of before it lack it, and those of upstream may declare it."""
+    """`messages` is this server's own: those of before it lack it, and those of upstream may
+    declare it.
+    """
     engine = write_engine_folder(tmp_path / "engine")
     for model in write_repository(tmp_path / "models", "mine", engine, engine, 8):
         config = model / "config.pbtxt"
@@ -89,7 +115,9 @@ def test_nothing_is_said_of_conversations_taken_or_not(tmp_path: Path) -> None:
     before = [problem.text for problem in check_repository(upstream).found]
     for name in ("ensemble", "tensorrt_llm_bls"):
         config = upstream / name / "config.pbtxt"
-        declared = 'input [\n  { name: "messages" data_type: TYPE_STRING dims: [ 1 ] optional: true },'
+        declared = (
+            'input [\n  { name: "messages" data_type: TYPE_STRING dims: [ 1 ] optional: true },'
+        )
         config.write_text(config.read_text().replace("input [", declared, 1))
         assert read_repository(upstream).chains[name].fields.inputs["messages"] == "messages"
     assert [problem.text for problem in check_repository(upstream).found] == before
@@ -107,15 +135,25 @@ def test_a_missing_tensor_is_told_by_the_generation_it_belongs_to(tmp_path: Path
     file = models / "tensorrt_llm" / "config.pbtxt"
     lines = file.read_text().splitlines(keepends=True)
     position = next(number for number, line in enumerate(lines) if '"lora_task_id"' in line)
-    file.write_text("".join(lines[:position] + lines[position + 1:]))
-    found = [str(problem) for problem in check_repository(models).found if "lora_task_id" in str(problem)]
+    file.write_text("".join(lines[:position] + lines[position + 1 :]))
+    found = [
+        str(problem) for problem in check_repository(models).found if "lora_task_id" in str(problem)
+    ]
     first = next(number for number, line in enumerate(lines, 1) if '"input_ids"' in line)
-    assert found == [f"{file}:{first}: input.lora_task_id: is not here, though repositories like v0.9 have it"]
+    assert found == [
+        f"{file}:{first}: input.lora_task_id: is not here, though repositories like v0.9 have it"
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "generation"),
-    [("v0.5", "v0.5"), ("0.9.0", "v0.9"), ("v0.10.0", "v0.10"), ("v0.7.1", "2024-01"), ("v0.16", "v0.18")],
+    [
+        ("v0.5", "v0.5"),
+        ("0.9.0", "v0.9"),
+        ("v0.10.0", "v0.10"),
+        ("v0.7.1", "2024-01"),
+        ("v0.16", "v0.18"),
+    ],
 )
 def test_releases_between_look_like_the_one_before_or_after(name: str, generation: str) -> None:
     assert find_generation(name) == generation

@@ -1,4 +1,6 @@
-"""Drop, misspell or retype any key of any template, and the report names the file, the line and the key."""
+"""Drop, misspell or retype any key of any template, and the report names the file, the line and the
+key.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,13 @@ MOST_PER_FILE = 40  # spread evenly over the file
 
 def write_repository(folder: Path, kind: str) -> Path:
     engine = write_engine_folder(folder / "engine")
-    values = {"engine_dir": str(engine), "tokenizer_dir": str(engine), "exclude_input_in_output": "True",
-              "triton_max_batch_size": "4", "decoupled_mode": "False"}
+    values = {
+        "engine_dir": str(engine),
+        "tokenizer_dir": str(engine),
+        "exclude_input_in_output": "True",
+        "triton_max_batch_size": "4",
+        "decoupled_mode": "False",
+    }
     for model in models_of(kind, GENERATION):
         (folder / "models" / model / "1").mkdir(parents=True)
         text = render_template(kind, model, GENERATION)
@@ -41,7 +48,9 @@ def chosen(text: str) -> list[Mutant]:
 
 
 @pytest.mark.parametrize(("kind", "model"), CASES)
-def test_every_damaged_key_is_named_with_its_file_and_line(tmp_path: Path, kind: str, model: str) -> None:
+def test_every_damaged_key_is_named_with_its_file_and_line(
+    tmp_path: Path, kind: str, model: str
+) -> None:
     repository = write_repository(tmp_path, kind)
     file = repository / model / "config.pbtxt"
     text = file.read_text()
@@ -49,7 +58,9 @@ def test_every_damaged_key_is_named_with_its_file_and_line(tmp_path: Path, kind:
     unnoticed = []
     for mutant in chosen(text):
         file.write_text(mutant.text)
-        new = [problem for problem in check_repository(repository).found if str(problem) not in before]
+        new = [
+            problem for problem in check_repository(repository).found if str(problem) not in before
+        ]
         here = [problem for problem in new if problem.file == str(file) and problem.line > 0]
         word = mutant.key[:-1]
         if mutant.key in ("key", "value"):
@@ -59,12 +70,16 @@ def test_every_damaged_key_is_named_with_its_file_and_line(tmp_path: Path, kind:
             # a list is reported where its items stand, which may be the line below its name
             named = [problem for problem in named if problem.line in (mutant.line, mutant.line + 1)]
         if not named:
-            unnoticed.append((mutant.kind, mutant.key, mutant.line, [str(problem) for problem in new][:3]))
+            unnoticed.append(
+                (mutant.kind, mutant.key, mutant.line, [str(problem) for problem in new][:3])
+            )
     assert not unnoticed, "\n".join(map(str, unnoticed))
 
 
 def test_there_are_at_least_three_hundred(tmp_path: Path) -> None:
-    assert sum(len(chosen(render_template(kind, model, GENERATION))) for kind, model in CASES) >= 300
+    assert (
+        sum(len(chosen(render_template(kind, model, GENERATION))) for kind, model in CASES) >= 300
+    )
 
 
 def test_an_undamaged_repository_has_no_errors_and_only_unfilled_variables(tmp_path: Path) -> None:

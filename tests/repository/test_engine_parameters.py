@@ -1,4 +1,6 @@
-"""Every parameter of an engine model either changes how it is served or is answered with a line that names it."""
+"""Every parameter of an engine model either changes how it is served or is answered with a line
+that names it.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,54 @@ from slipstream.repository.engine_parameters import ENGINE_PARAMETERS
 from slipstream.repository.models import EngineModel, inspect_repository
 from slipstream.repository.problems import Problem
 
-# A value that is not the default. What nobody can follow is not there: paths of upstream's own programs.
+# A value that is not the default. What nobody can follow is not there: paths of upstream's own
+# programs.
 VALUES = {
-    "gpt_model_type": "V2", "gpt_model_path": "/nowhere", "engine_dir": "/nowhere", "encoder_model_path": "/encoder",
-    "max_beam_width": "4", "max_tokens_in_paged_kv_cache": "4096", "batch_scheduler_policy": "max_utilization",
-    "kv_cache_free_gpu_mem_fraction": "0.5", "max_num_sequences": "7", "max_attention_window_size": "100,200",
-    "sink_token_length": "4", "exclude_input_in_output": "false", "enable_kv_cache_reuse": "false",
-    "normalize_log_probs": "false", "enable_chunked_context": "false", "gpu_device_ids": "1",
-    "decoding_mode": "lookahead", "medusa_choices": "{0}", "eagle_choices": "{0}", "participant_ids": "1,2",
-    "lora_cache_optimal_adapter_size": "16", "lora_cache_max_adapter_size": "32",
-    "lora_cache_gpu_memory_fraction": "0.2", "lora_cache_host_memory_bytes": "1000000",
-    "lora_prefetch_dir": "/adapters", "kv_cache_host_memory_bytes": "1000000", "kv_cache_onboard_blocks": "false",
-    "cross_kv_cache_fraction": "0.5", "cancellation_check_period_ms": "5", "stats_check_period_ms": "5",
-    "iter_stats_max_iterations": "5", "request_stats_max_iterations": "5", "gpu_weights_percent": "0.5",
-    "enable_trt_overlap": "false", "multi_block_mode": "false", "cuda_graph_cache_size": "100",
-    "speculative_decoding_fast_logits": "true", "num_nodes": "2", "lookahead_window_size": "4",
-    "lookahead_ngram_size": "4", "lookahead_verification_set_size": "4", "tokenizer_dir": "/nowhere",
-    "guided_decoding_backend": "outlines", "xgrammar_tokenizer_info_path": "/info",
-}  # fmt: skip
+    "gpt_model_type": "V2",
+    "gpt_model_path": "/nowhere",
+    "engine_dir": "/nowhere",
+    "encoder_model_path": "/encoder",
+    "max_beam_width": "4",
+    "max_tokens_in_paged_kv_cache": "4096",
+    "batch_scheduler_policy": "max_utilization",
+    "kv_cache_free_gpu_mem_fraction": "0.5",
+    "max_num_sequences": "7",
+    "max_attention_window_size": "100,200",
+    "sink_token_length": "4",
+    "exclude_input_in_output": "false",
+    "enable_kv_cache_reuse": "false",
+    "normalize_log_probs": "false",
+    "enable_chunked_context": "false",
+    "gpu_device_ids": "1",
+    "decoding_mode": "lookahead",
+    "medusa_choices": "{0}",
+    "eagle_choices": "{0}",
+    "participant_ids": "1,2",
+    "lora_cache_optimal_adapter_size": "16",
+    "lora_cache_max_adapter_size": "32",
+    "lora_cache_gpu_memory_fraction": "0.2",
+    "lora_cache_host_memory_bytes": "1000000",
+    "lora_prefetch_dir": "/adapters",
+    "kv_cache_host_memory_bytes": "1000000",
+    "kv_cache_onboard_blocks": "false",
+    "cross_kv_cache_fraction": "0.5",
+    "cancellation_check_period_ms": "5",
+    "stats_check_period_ms": "5",
+    "iter_stats_max_iterations": "5",
+    "request_stats_max_iterations": "5",
+    "gpu_weights_percent": "0.5",
+    "enable_trt_overlap": "false",
+    "multi_block_mode": "false",
+    "cuda_graph_cache_size": "100",
+    "speculative_decoding_fast_logits": "true",
+    "num_nodes": "2",
+    "lookahead_window_size": "4",
+    "lookahead_ngram_size": "4",
+    "lookahead_verification_set_size": "4",
+    "tokenizer_dir": "/nowhere",
+    "guided_decoding_backend": "outlines",
+    "xgrammar_tokenizer_info_path": "/info",
+}
 # On or off, the same is done: what they ask for upstream always holds here.
 ALWAYS_SO = {"enable_context_fmha_fp32_acc", "cuda_graph_mode"}
 
@@ -41,9 +73,15 @@ ALWAYS_SO = {"enable_context_fmha_fp32_acc", "cuda_graph_mode"}
 def read(folder: Path, parameters: dict[str, str]) -> tuple[EngineModel | None, list[Problem]]:
     repo = make_repository(folder)
     config = repo / "tensorrt_llm" / "config.pbtxt"
-    lines = [line for line in config.read_text().splitlines()
-             if not any(f'key: "{name}"' in line for name in parameters)]
-    lines += [f'parameters {{ key: "{name}" value {{ string_value: "{text}" }} }}' for name, text in parameters.items()]
+    lines = [
+        line
+        for line in config.read_text().splitlines()
+        if not any(f'key: "{name}"' in line for name in parameters)
+    ]
+    lines += [
+        f'parameters {{ key: "{name}" value {{ string_value: "{text}" }} }}'
+        for name, text in parameters.items()
+    ]
     config.write_text("\n".join(lines))
     found, problems = inspect_repository(repo)
     return found.engines.get("tensorrt_llm"), [*problems.errors, *problems.warnings]
@@ -53,7 +91,12 @@ def told(model: EngineModel | None) -> dict:
     """What is made of a model's parameters."""
     if model is None:
         return {}
-    return {**asdict(model), "engine": None, "tokenizer_folder": None, "settings": asdict(model.settings)}
+    return {
+        **asdict(model),
+        "engine": None,
+        "tokenizer_folder": None,
+        "settings": asdict(model.settings),
+    }
 
 
 def test_no_parameter_was_forgotten_here():
@@ -79,31 +122,45 @@ def settings_of(tmp_path: Path, **parameters: str) -> dict:
     return asdict(model.settings)
 
 
-@pytest.mark.parametrize(("parameters", "expected"), [
-    ({"max_beam_width": "4"}, {"max_beam_width": 4}),
-    ({"max_tokens_in_paged_kv_cache": "4096"}, {"cache_tokens": 4096}),
-    ({"kv_cache_free_gpu_mem_fraction": "0.5"}, {"cache_memory_fraction": 0.5}),
-    ({"max_num_sequences": "7"}, {"max_rows": 7}),
-    ({"batch_scheduler_policy": "max_utilization"}, {"policy": "max_utilization"}),
-    ({"enable_kv_cache_reuse": "false"}, {"reuse": False}),
-    ({"enable_chunked_context": "false"}, {"chunked": False}),
-    ({"enable_trt_overlap": "false"}, {"overlap": False}),
-    ({"max_attention_window_size": "100, 200", "sink_token_length": "4"},
-     {"attention_windows": (100, 200), "sink_tokens": 4}),
-    ({"max_attention_window_size": "100", "sink_token_length": "100"}, {"attention_windows": (100,), "sink_tokens": 0}),
-    ({"max_attention_window_size": "many"}, {"attention_windows": ()}),
-    ({"kv_cache_host_memory_bytes": "1000000"}, {"host_cache_bytes": 1000000}),
-    ({"decoding_mode": "lookahead"}, {"lookup_tokens": 4}),
-    ({"decoding_mode": "lookahead", "lookahead_ngram_size": "8"}, {"lookup_tokens": 7}),
-    ({"decoding_mode": "top_k", "lookahead_ngram_size": "8"}, {"lookup_tokens": 0}),
-])
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"max_beam_width": "4"}, {"max_beam_width": 4}),
+        ({"max_tokens_in_paged_kv_cache": "4096"}, {"cache_tokens": 4096}),
+        ({"kv_cache_free_gpu_mem_fraction": "0.5"}, {"cache_memory_fraction": 0.5}),
+        ({"max_num_sequences": "7"}, {"max_rows": 7}),
+        ({"batch_scheduler_policy": "max_utilization"}, {"policy": "max_utilization"}),
+        ({"enable_kv_cache_reuse": "false"}, {"reuse": False}),
+        ({"enable_chunked_context": "false"}, {"chunked": False}),
+        ({"enable_trt_overlap": "false"}, {"overlap": False}),
+        (
+            {"max_attention_window_size": "100, 200", "sink_token_length": "4"},
+            {"attention_windows": (100, 200), "sink_tokens": 4},
+        ),
+        (
+            {"max_attention_window_size": "100", "sink_token_length": "100"},
+            {"attention_windows": (100,), "sink_tokens": 0},
+        ),
+        ({"max_attention_window_size": "many"}, {"attention_windows": ()}),
+        ({"kv_cache_host_memory_bytes": "1000000"}, {"host_cache_bytes": 1000000}),
+        ({"decoding_mode": "lookahead"}, {"lookup_tokens": 4}),
+        ({"decoding_mode": "lookahead", "lookahead_ngram_size": "8"}, {"lookup_tokens": 7}),
+        ({"decoding_mode": "top_k", "lookahead_ngram_size": "8"}, {"lookup_tokens": 0}),
+    ],
+)
 def test_what_a_parameter_makes_of_the_engine(tmp_path, parameters, expected):
     settings = settings_of(tmp_path, **parameters)
     assert {name: settings[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
-    "name", ["max_tokens_in_paged_kv_cache", "max_num_sequences", "max_beam_width", "kv_cache_host_memory_bytes"]
+    "name",
+    [
+        "max_tokens_in_paged_kv_cache",
+        "max_num_sequences",
+        "max_beam_width",
+        "kv_cache_host_memory_bytes",
+    ],
 )
 def test_a_number_under_zero_is_not_taken_for_unset_in_silence(tmp_path, name):
     plain, _ = read(tmp_path / "plain", {name: ""})
@@ -120,6 +177,11 @@ def test_more_than_one_instance_of_an_engine_is_answered(tmp_path):
     one = "instance_group [ { count: 1 kind: KIND_CPU } ]"
     assert one in config.read_text()
     assert not inspect_repository(repo)[1].warnings
-    config.write_text(config.read_text().replace(one, "instance_group [ { count: 2 kind: KIND_CPU } ]"))
+    config.write_text(
+        config.read_text().replace(one, "instance_group [ { count: 2 kind: KIND_CPU } ]")
+    )
     (warning,) = inspect_repository(repo)[1].warnings
-    assert (warning.key, warning.text.startswith("2 instances have no effect")) == ("instance_group", True)
+    assert (warning.key, warning.text.startswith("2 instances have no effect")) == (
+        "instance_group",
+        True,
+    )

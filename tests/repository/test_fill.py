@@ -39,9 +39,11 @@ def test_both_forms_of_a_variable_are_filled_and_the_rest_stays() -> None:
 def test_a_misspelt_key_is_reported_with_the_nearest_one() -> None:
     text = "max_batch_size: ${triton_max_batch_size} q: ${max_queue_size}"
     lines = report("f", text, fill_text(text, {"triton_max_batch": "4"}))
-    assert lines == ["f: no variable ${triton_max_batch} in it, 'triton_max_batch' was not used; "
-                     "did you mean 'triton_max_batch_size'?",
-                     "f: left unfilled, so they mean their defaults: triton_max_batch_size"]
+    assert lines == [
+        "f: no variable ${triton_max_batch} in it, 'triton_max_batch' was not used; "
+        "did you mean 'triton_max_batch_size'?",
+        "f: left unfilled, so they mean their defaults: triton_max_batch_size",
+    ]
 
 
 def test_in_place_or_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,12 @@ def test_reads_what_a_configuration_says(tmp_path: Path) -> None:
     )
     assert config is not None
     assert said(problems) == []
-    assert (config.name, config.backend, config.max_batch_size, config.decoupled) == ("m", "python", 8, True)
+    assert (config.name, config.backend, config.max_batch_size, config.decoupled) == (
+        "m",
+        "python",
+        8,
+        True,
+    )
     text, k = config.inputs
     assert (text.datatype, text.dims, text.optional, text.reshape) == ("BYTES", (-1,), False, None)
     assert (k.datatype, k.dims, k.optional, k.reshape) == ("UINT64", (1,), True, ())
@@ -79,7 +84,10 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
         "backend: python\n",
     )
     assert all(problem.fatal for problem in problems.found)
-    assert [(problem.line, problem.key) for problem in sorted(problems.found, key=lambda p: (p.line, p.key))] == [
+    assert [
+        (problem.line, problem.key)
+        for problem in sorted(problems.found, key=lambda p: (p.line, p.key))
+    ] == [
         (1, "name"),
         (2, "max_batch_size"),
         (3, "decoupld"),
@@ -103,12 +111,19 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     assert "backend: expected a string in quotes, got python" in lines
 
 
-@pytest.mark.parametrize(("field", "why"), [
-    ("priority_queue_policy [ { key: 1 value: { max_queue_size: 3 } } ]",
-     "requests of every priority have the default_queue_policy"),
-    ("preserve_ordering: true", "answers are sent as they are ready"),
-])  # fmt: skip
-def test_what_batching_has_not_is_said_to_have_no_effect(tmp_path: Path, field: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [
+        (
+            "priority_queue_policy [ { key: 1 value: { max_queue_size: 3 } } ]",
+            "requests of every priority have the default_queue_policy",
+        ),
+        ("preserve_ordering: true", "answers are sent as they are ready"),
+    ],
+)
+def test_what_batching_has_not_is_said_to_have_no_effect(
+    tmp_path: Path, field: str, why: str
+) -> None:
     _, problems = read(tmp_path, INPUT + "dynamic_batching { preserve_ordering: false }")
     assert problems.found == []
     _, problems = read(tmp_path, INPUT + "dynamic_batching {\n" + field + "\n}")
@@ -118,9 +133,13 @@ def test_what_batching_has_not_is_said_to_have_no_effect(tmp_path: Path, field: 
     assert found.line == INPUT.count("\n") + 2
 
 
-@pytest.mark.parametrize(("levels", "default", "fits"), [(0, 0, True), (0, 7, True), (3, 1, True), (3, 3, True),
-                                                          (3, 0, False), (3, 4, False)])  # fmt: skip
-def test_the_default_priority_is_one_of_the_levels(tmp_path: Path, levels: int, default: int, fits: bool) -> None:
+@pytest.mark.parametrize(
+    ("levels", "default", "fits"),
+    [(0, 0, True), (0, 7, True), (3, 1, True), (3, 3, True), (3, 0, False), (3, 4, False)],
+)
+def test_the_default_priority_is_one_of_the_levels(
+    tmp_path: Path, levels: int, default: int, fits: bool
+) -> None:
     batching = f"dynamic_batching {{ priority_levels: {levels} default_priority_level: {default} }}"
     config, problems = read(tmp_path, INPUT + batching)
     told = [(found.line, found.key, found.text) for found in problems.errors]
@@ -129,7 +148,13 @@ def test_the_default_priority_is_one_of_the_levels(tmp_path: Path, levels: int, 
         assert config.dynamic_batching is not None
         assert (config.dynamic_batching.priority_levels, told) == (levels, [])
     else:
-        assert told == [(2, "dynamic_batching.priority_levels", "default priority level must be in range [1, 3] for m")]
+        assert told == [
+            (
+                2,
+                "dynamic_batching.priority_levels",
+                "default priority level must be in range [1, 3] for m",
+            )
+        ]
 
 
 def test_file_that_is_no_text_is_a_problem_not_a_crash(tmp_path: Path) -> None:
@@ -144,7 +169,11 @@ def test_file_that_is_no_text_is_a_problem_not_a_crash(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "key", "expected"),
     [
-        ("model_transaction_policy { decoupled: ${decoupled_mode} }", "model_transaction_policy.decoupled", False),
+        (
+            "model_transaction_policy { decoupled: ${decoupled_mode} }",
+            "model_transaction_policy.decoupled",
+            False,
+        ),
         ("instance_group [ { count: ${bls_instance_count} } ]", "instance_group.count", 1),
         (
             "dynamic_batching { max_queue_delay_microseconds: ${max_queue_delay_microseconds} }",
@@ -156,12 +185,19 @@ def test_file_that_is_no_text_is_a_problem_not_a_crash(tmp_path: Path) -> None:
             "dynamic_batching.default_queue_policy.max_queue_size",
             0,
         ),
-        ("dynamic_batching { preferred_batch_size: [ ${triton_max_batch_size} ] }",
-         "dynamic_batching.preferred_batch_size", []),
+        (
+            "dynamic_batching { preferred_batch_size: [ ${triton_max_batch_size} ] }",
+            "dynamic_batching.preferred_batch_size",
+            [],
+        ),
         ('backend: "${triton_backend}"', "backend", "tensorrtllm"),
-        ("output [ { name: \"l\" data_type: ${logits_datatype} dims: [ 1 ] } ]", "output.data_type", "TYPE_FP32"),
+        (
+            'output [ { name: "l" data_type: ${logits_datatype} dims: [ 1 ] } ]',
+            "output.data_type",
+            "TYPE_FP32",
+        ),
     ],
-)  # fmt: skip
+)
 def test_variable_nobody_filled_means_its_default_with_one_warning(
     tmp_path: Path, field: str, key: str, expected: object
 ) -> None:

@@ -1,4 +1,6 @@
-"""A whole repository: roles, paths, settings, wiring of every generation, and all its problems in one report."""
+"""A whole repository: roles, paths, settings, wiring of every generation, and all its problems in
+one report.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def change(repo: Path, model: str, old: str, new: str) -> None:
 def test_templates_left_unfilled_serve_with_defaults(tmp_path: Path, engine: Path) -> None:
     """A tutorial fills the engine's folder and nothing else; upstream cannot even parse that."""
     repository = read_repository(write_templates(tmp_path / "repo", {"engine_dir": str(engine)}))
-    assert all(model.config.max_batch_size == 12 for model in repository.models.values())  # the engine's
+    # the engine's
+    assert all(model.config.max_batch_size == 12 for model in repository.models.values())
     model = repository.engines["tensorrt_llm"]
     assert not model.decoupled
     assert not model.exclude_input_in_output
@@ -64,22 +67,43 @@ def test_templates_left_unfilled_serve_with_defaults(tmp_path: Path, engine: Pat
 
 def test_parameters_reach_the_engine(tmp_path: Path, engine: Path) -> None:
     values = {
-        "engine_dir": str(engine), "max_tokens_in_paged_kv_cache": "2560", "kv_cache_free_gpu_mem_fraction": "0.5",
-        "batch_scheduler_policy": "max_utilization", "enable_kv_cache_reuse": "False", "enable_chunked_context": "0",
-        "exclude_input_in_output": "True", "normalize_log_probs": "false", "add_special_tokens": "false",
-        "skip_special_tokens": "False", "decoupled_mode": "true",
-    }  # fmt: skip
+        "engine_dir": str(engine),
+        "max_tokens_in_paged_kv_cache": "2560",
+        "kv_cache_free_gpu_mem_fraction": "0.5",
+        "batch_scheduler_policy": "max_utilization",
+        "enable_kv_cache_reuse": "False",
+        "enable_chunked_context": "0",
+        "exclude_input_in_output": "True",
+        "normalize_log_probs": "false",
+        "add_special_tokens": "false",
+        "skip_special_tokens": "False",
+        "decoupled_mode": "true",
+    }
     model = read_repository(write_templates(tmp_path / "repo", values)).engines["tensorrt_llm"]
     assert model.settings == EngineSettings(
-        cache_tokens=2560, cache_memory_fraction=0.5, policy="max_utilization", reuse=False, chunked=False,
+        cache_tokens=2560,
+        cache_memory_fraction=0.5,
+        policy="max_utilization",
+        reuse=False,
+        chunked=False,
         max_beam_width=1,
     )
-    assert (model.exclude_input_in_output, model.normalize_log_probs, model.decoupled) == (True, False, True)
+    assert (model.exclude_input_in_output, model.normalize_log_probs, model.decoupled) == (
+        True,
+        False,
+        True,
+    )
     assert (model.add_special_tokens, model.skip_special_tokens) == (False, False)
 
 
-def test_parameter_that_cannot_be_read_keeps_its_default_and_warns(tmp_path: Path, engine: Path) -> None:
-    values = {"engine_dir": str(engine), "kv_cache_free_gpu_mem_fraction": "half", "enable_kv_cache_reuse": "perhaps"}
+def test_parameter_that_cannot_be_read_keeps_its_default_and_warns(
+    tmp_path: Path, engine: Path
+) -> None:
+    values = {
+        "engine_dir": str(engine),
+        "kv_cache_free_gpu_mem_fraction": "half",
+        "enable_kv_cache_reuse": "perhaps",
+    }
     repository = read_repository(write_templates(tmp_path / "repo", values))
     assert repository.engines["tensorrt_llm"].settings == EngineSettings(max_beam_width=1)
     said = [problem.text for problem in repository.warnings if "using the default" in problem.text]
@@ -90,21 +114,30 @@ def test_parameter_that_cannot_be_read_keeps_its_default_and_warns(tmp_path: Pat
 
 
 def test_parameter_without_an_effect_here_is_named(tmp_path: Path, engine: Path) -> None:
-    values = {"gpu_weights_percent": "0.5", "decoding_mode": "medusa", "kv_cache_onboard_blocks": "true"}
+    values = {
+        "gpu_weights_percent": "0.5",
+        "decoding_mode": "medusa",
+        "kv_cache_onboard_blocks": "true",
+    }
     values["engine_dir"] = str(engine)
     repository = read_repository(write_templates(tmp_path / "repo", values))
-    said = {problem.key: problem.text for problem in repository.warnings if "no effect" in problem.text}
+    said = {
+        problem.key: problem.text for problem in repository.warnings if "no effect" in problem.text
+    }
     assert said == {
-        "parameters.gpu_weights_percent":
-            "'0.5' has no effect: weights are all on the device; weight-only builds make them smaller",
-        "parameters.decoding_mode":
-            "'medusa' has no effect: it is one of auto, top_k, top_p, top_k_top_p, beam_search, lookahead",
+        "parameters.gpu_weights_percent": "'0.5' has no effect: weights are all on the device; weight-only builds make them smaller",
+        "parameters.decoding_mode": "'medusa' has no effect: it is one of auto, top_k, top_p, top_k_top_p, beam_search, lookahead",
     }
 
 
 def test_queue_limit_is_the_engines(tmp_path: Path, engine: Path) -> None:
     repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine)})
-    change(repo, "tensorrt_llm", "dynamic_batching {", "dynamic_batching { default_queue_policy { max_queue_size: 9 }")
+    change(
+        repo,
+        "tensorrt_llm",
+        "dynamic_batching {",
+        "dynamic_batching { default_queue_policy { max_queue_size: 9 }",
+    )
     assert read_repository(repo).engines["tensorrt_llm"].queue_policy.max_queue_size == 9
 
 
@@ -112,7 +145,9 @@ def test_queue_limit_is_the_engines(tmp_path: Path, engine: Path) -> None:
 def test_relative_path_is_looked_for_in_three_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    repo = write_templates(tmp_path / "repo", {"engine_dir": "my/engine", "tokenizer_dir": "my/engine"})
+    repo = write_templates(
+        tmp_path / "repo", {"engine_dir": "my/engine", "tokenizer_dir": "my/engine"}
+    )
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     bases = {"cwd": tmp_path / "work", "repository": repo, "model": repo / "tensorrt_llm"}
@@ -139,16 +174,27 @@ def test_engine_in_the_version_folder_needs_no_path(tmp_path: Path, inside: str)
 
 
 @pytest.mark.parametrize("folder", ["meta-llama/Llama-2-7b-hf", "~no.such.user/x"])
-def test_tokenizer_that_is_not_there_is_the_engines(tmp_path: Path, engine: Path, folder: str) -> None:
+def test_tokenizer_that_is_not_there_is_the_engines(
+    tmp_path: Path, engine: Path, folder: str
+) -> None:
     values = {"engine_dir": str(engine), "tokenizer_dir": folder}
     repository = read_repository(write_templates(tmp_path / "repo", values))
     assert repository.engines["tensorrt_llm"].tokenizer_folder == engine
-    assert any("using the engine's own tokenizer" in problem.text for problem in repository.warnings)
+    assert any(
+        "using the engine's own tokenizer" in problem.text for problem in repository.warnings
+    )
 
 
 def test_all_problems_of_a_repository_come_at_once(tmp_path: Path) -> None:
-    repo = write_templates(tmp_path / "repo", {"engine_dir": "/nowhere", "batching_strategy": "inflight_bathing"})
-    change(repo, "preprocessing", "data_type: TYPE_STRING dims: [ -1 ] }", "data_type: TYPE_STRING dim: [ -1 ] }")
+    repo = write_templates(
+        tmp_path / "repo", {"engine_dir": "/nowhere", "batching_strategy": "inflight_bathing"}
+    )
+    change(
+        repo,
+        "preprocessing",
+        "data_type: TYPE_STRING dims: [ -1 ] }",
+        "data_type: TYPE_STRING dim: [ -1 ] }",
+    )
     change(repo, "ensemble", 'model_name: "postprocessing"', 'model_name: "postprocesing"')
     change(repo, "tensorrt_llm_bls", '"${tensorrt_llm_model_name}"', '"no_such_engine"')
     (repo / "mine").mkdir()
@@ -168,7 +214,10 @@ def test_all_problems_of_a_repository_come_at_once(tmp_path: Path) -> None:
     report = str(caught.value)
     line = (repo / "tensorrt_llm" / "config.pbtxt").read_text().splitlines()
     number = next(i for i, text in enumerate(line, 1) if "gpt_model_path" in text)
-    assert f"tensorrt_llm/config.pbtxt:{number}: parameters.gpt_model_path: /nowhere: not an engine folder" in report
+    assert (
+        f"tensorrt_llm/config.pbtxt:{number}: parameters.gpt_model_path: /nowhere: not an engine folder"
+        in report
+    )
     assert "Invalid gpt_model_type 'inflight_bathing'" in report
     assert "did you mean 'inflight_batching'?" in report
     assert "did you mean 'dims'?" in report
@@ -177,7 +226,11 @@ def test_all_problems_of_a_repository_come_at_once(tmp_path: Path) -> None:
 def test_unknown_parameter_is_named_with_the_likely_one(tmp_path: Path, engine: Path) -> None:
     repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine)})
     change(repo, "tensorrt_llm", '"enable_kv_cache_reuse"', '"enable_kv_cache_resue"')
-    said = [str(problem) for problem in read_repository(repo).warnings if "no such parameter" in problem.text]
+    said = [
+        str(problem)
+        for problem in read_repository(repo).warnings
+        if "no such parameter" in problem.text
+    ]
     assert len(said) == 1
     assert "parameters.enable_kv_cache_resue" in said[0]
     assert "did you mean 'enable_kv_cache_reuse'?" in said[0]
@@ -186,7 +239,9 @@ def test_unknown_parameter_is_named_with_the_likely_one(tmp_path: Path, engine: 
 def test_code_in_a_repository_is_not_executed(tmp_path: Path, engine: Path) -> None:
     repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine)})
     for model in repo.iterdir():
-        (model / "1" / "model.py").write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')\nraise SystemExit\n")
+        (model / "1" / "model.py").write_text(
+            f"open({str(tmp_path / 'it ran')!r}, 'w')\nraise SystemExit\n"
+        )
     read_repository(repo)
     assert not (tmp_path / "it ran").exists()
 
@@ -195,7 +250,9 @@ def test_models_somebody_else_serves_are_not_a_problem(tmp_path: Path) -> None:
     folder = tmp_path / "repo" / "mine"
     (folder / "2").mkdir(parents=True)
     (folder / "config.pbtxt").write_text('backend: "python"')
-    assert read_repository(tmp_path / "repo", served_elsewhere=["mine"]).models["mine"].versions == (2,)
+    assert read_repository(tmp_path / "repo", served_elsewhere=["mine"]).models[
+        "mine"
+    ].versions == (2,)
     assert len(inspect_repository(tmp_path / "repo")[1].errors) == 1
 
 
@@ -204,7 +261,11 @@ def test_missing_version_folder_of_an_ensemble_is_forgiven(tmp_path: Path, engin
     (repo / "ensemble" / "1").rmdir()
     (repo / "preprocessing" / "1").rmdir()
     repository = read_repository(repo)
-    assert repository.models["ensemble"].versions == repository.models["preprocessing"].versions == (1,)
+    assert (
+        repository.models["ensemble"].versions
+        == repository.models["preprocessing"].versions
+        == (1,)
+    )
     said = [problem.file for problem in repository.warnings if "no version folder" in problem.text]
     assert said == [str(repo / "preprocessing")]
 
@@ -265,12 +326,18 @@ def test_tensors_mean_what_they_are_wired_to(tmp_path: Path, engine: Path) -> No
 def test_ensemble_of_the_templates_means_what_its_names_say(tmp_path: Path, engine: Path) -> None:
     repository = read_repository(write_templates(tmp_path / "repo", {"engine_dir": str(engine)}))
     fields = repository.chains["ensemble"].fields
-    assert fields.inputs == {name: name for name in repository.models["ensemble"].config.input_names}
-    assert fields.outputs == {name: name for name in repository.models["ensemble"].config.output_names}
+    assert fields.inputs == {
+        name: name for name in repository.models["ensemble"].config.input_names
+    }
+    assert fields.outputs == {
+        name: name for name in repository.models["ensemble"].config.output_names
+    }
     assert repository.models["tensorrt_llm_bls"].config.input_names <= BLS_INPUTS
 
 
 @pytest.mark.parametrize("backend", ["tensorrtllm", "inflight_batcher_llm", "python"])
 def test_engine_model_is_known_by_its_tensors(tmp_path: Path, engine: Path, backend: str) -> None:
-    repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine), "triton_backend": backend})
+    repo = write_templates(
+        tmp_path / "repo", {"engine_dir": str(engine), "triton_backend": backend}
+    )
     assert read_repository(repo).models["tensorrt_llm"].role is Role.ENGINE

@@ -27,19 +27,27 @@ trees = st.recursive(
 
 
 def write_string(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
+    escaped = (
+        text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
+    )
     return f'"{escaped}"'
 
 
 def write(tree: Tree, choice: st.DataObject | None = None, indent: str = "") -> str:
     """The tree as text; `choice` picks among the spellings that mean the same."""
-    pick = (lambda options: choice.draw(st.sampled_from(options))) if choice else (lambda options: options[0])
+    pick = (
+        (lambda options: choice.draw(st.sampled_from(options)))
+        if choice
+        else (lambda options: options[0])
+    )
     lines = []
     for name, value in tree:
         if isinstance(value, list):
             opening, closing = pick(["{}", "<>"])
             colon = pick(["", ":"])
-            lines.append(f"{indent}{name}{colon} {opening}\n{write(value, choice, indent + '  ')}{indent}{closing}")
+            lines.append(
+                f"{indent}{name}{colon} {opening}\n{write(value, choice, indent + '  ')}{indent}{closing}"
+            )
         else:
             kind, text = value
             written = {"string": write_string(text), "placeholder": f"${{{text}}}"}.get(kind, text)
@@ -50,7 +58,12 @@ def write(tree: Tree, choice: st.DataObject | None = None, indent: str = "") -> 
 
 def as_tree(message: Message) -> Tree:
     return [
-        (item.name, as_tree(item.value) if isinstance(item.value, Message) else (item.value.kind, item.value.text))
+        (
+            item.name,
+            as_tree(item.value)
+            if isinstance(item.value, Message)
+            else (item.value.kind, item.value.text),
+        )
         for item in message.fields
     ]
 
@@ -74,7 +87,11 @@ def test_any_text_parses_or_says_where_it_does_not(text: str) -> None:
 
 def test_lines_are_those_of_the_file() -> None:
     message = parse_pbtxt('# a comment\nname: "x"\ninput [\n  { name: "a" },\n  { name: "b" }\n]\n')
-    assert [(item.name, item.line) for item in message.fields] == [("name", 2), ("input", 4), ("input", 5)]
+    assert [(item.name, item.line) for item in message.fields] == [
+        ("name", 2),
+        ("input", 4),
+        ("input", 5),
+    ]
 
 
 def test_list_is_a_field_repeated() -> None:

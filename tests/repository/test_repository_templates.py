@@ -1,4 +1,6 @@
-"""Templates of our own: a written repository reads back clean, appears whole or not at all, and replaces nothing."""
+"""Templates of our own: a written repository reads back clean, appears whole or not at all, and
+replaces nothing.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_written_repository_reads_back_without_a_warning(tmp_path: Path, engine:
     written = write_repository(tmp_path / "repo", "llama", engine, engine, 16)
     assert sorted(folder.name for folder in written) == FOLDERS
     assert sorted(folder.name for folder in (tmp_path / "repo").iterdir()) == FOLDERS
-    assert all((folder / "1").is_dir() and (folder / "config.pbtxt").is_file() for folder in written)
+    assert all(
+        (folder / "1").is_dir() and (folder / "config.pbtxt").is_file() for folder in written
+    )
     repository = read_repository(tmp_path / "repo")
     assert repository.warnings == ()
     assert {name: model.role for name, model in repository.models.items()} == {
@@ -48,8 +52,15 @@ def test_written_repository_reads_back_without_a_warning(tmp_path: Path, engine:
     assert all(model.config.max_batch_size == 16 for model in repository.models.values())
     model = repository.engines["tensorrt_llm"]
     assert (model.engine.path, model.tokenizer_folder) == (engine, engine)
-    assert (model.decoupled, model.exclude_input_in_output, model.add_special_tokens) == (True, True, True)
-    assert repository.models["tensorrt_llm"].config.parameter("gpt_model_type") == "inflight_fused_batching"
+    assert (model.decoupled, model.exclude_input_in_output, model.add_special_tokens) == (
+        True,
+        True,
+        True,
+    )
+    assert (
+        repository.models["tensorrt_llm"].config.parameter("gpt_model_type")
+        == "inflight_fused_batching"
+    )
     assert repository.chains["llama"].decoupled
     assert repository.chains["ensemble"].decoupled
     assert repository.chains["llama"].placeholders
@@ -61,19 +72,25 @@ def test_existing_model_is_refused_in_the_words_of_triton_cli(tmp_path: Path, en
     with pytest.raises(RepositoryExists) as caught:
         write_repository(tmp_path, "llama", engine, engine, 8)
     assert str(caught.value) == f"Found existing model at {tmp_path}/llama/1, skipping repo add."
-    with pytest.raises(RepositoryExists, match="already holds the ensemble, postprocessing, preproc"):
+    with pytest.raises(
+        RepositoryExists, match="already holds the ensemble, postprocessing, preproc"
+    ):
         write_repository(tmp_path, "other", engine, engine, 8)
     assert {path: path.read_bytes() for path in tmp_path.rglob("config.pbtxt")} == before
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "tensorrt_llm", ".hidden", "a b"])
-def test_name_that_cannot_be_a_folder_of_its_own_is_refused(tmp_path: Path, engine: Path, name: str) -> None:
+def test_name_that_cannot_be_a_folder_of_its_own_is_refused(
+    tmp_path: Path, engine: Path, name: str
+) -> None:
     with pytest.raises(ValueError, match="cannot be a model's name"):
         write_repository(tmp_path / "repo", name, engine, engine, 4)
     assert not (tmp_path / "repo").exists()
 
 
-def test_failure_half_way_leaves_nothing(tmp_path: Path, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_half_way_leaves_nothing(
+    tmp_path: Path, engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, made = templates._write_model, []
 
     def fail_at_the_third(folder: Path, config: str) -> None:
@@ -100,17 +117,41 @@ def test_fill_leaves_what_it_was_not_given() -> None:
 
 
 def test_templates_have_upstreams_variables() -> None:
-    assert list(template_names()) == ["ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls"]
+    assert list(template_names()) == [
+        "ensemble",
+        "postprocessing",
+        "preprocessing",
+        "tensorrt_llm",
+        "tensorrt_llm_bls",
+    ]
     needed = {
         "preprocessing": {"tokenizer_dir", "triton_max_batch_size", "add_special_tokens"},
-        "postprocessing": {"tokenizer_dir", "triton_max_batch_size", "postprocessing_instance_count"},
-        "ensemble": {"triton_max_batch_size"},
-        "tensorrt_llm_bls": {"decoupled_mode", "bls_instance_count", "accumulate_tokens", "tensorrt_llm_model_name"},
-        "tensorrt_llm": {
-            "triton_backend", "decoupled_mode", "max_queue_delay_microseconds", "batching_strategy", "engine_dir",
-            "max_tokens_in_paged_kv_cache", "kv_cache_free_gpu_mem_fraction", "exclude_input_in_output",
-            "enable_kv_cache_reuse", "enable_chunked_context", "batch_scheduler_policy", "max_beam_width",
+        "postprocessing": {
+            "tokenizer_dir",
+            "triton_max_batch_size",
+            "postprocessing_instance_count",
         },
-    }  # fmt: skip
+        "ensemble": {"triton_max_batch_size"},
+        "tensorrt_llm_bls": {
+            "decoupled_mode",
+            "bls_instance_count",
+            "accumulate_tokens",
+            "tensorrt_llm_model_name",
+        },
+        "tensorrt_llm": {
+            "triton_backend",
+            "decoupled_mode",
+            "max_queue_delay_microseconds",
+            "batching_strategy",
+            "engine_dir",
+            "max_tokens_in_paged_kv_cache",
+            "kv_cache_free_gpu_mem_fraction",
+            "exclude_input_in_output",
+            "enable_kv_cache_reuse",
+            "enable_chunked_context",
+            "batch_scheduler_policy",
+            "max_beam_width",
+        },
+    }
     for name, wanted in needed.items():
         assert wanted <= set(variables(template(name))), name

@@ -32,7 +32,9 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tried_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the first server finds out about the CPU, a second or two: each home is given it as if it were not new."""
+    """What the first server finds out about the CPU, a second or two: each home is given it as if
+    it were not new.
+    """
     return tmp_path_factory.mktemp("tried") / "cpu-probe.json"
 
 
@@ -42,11 +44,19 @@ def begun(
 ) -> Iterator[dict[str, Future[Tutorial]]]:
     """Every tutorial up to its server, two at a time, each in a folder and a home of its own.
 
-    Most of their commands are one process on one core: the other core works for the tests that come later.
+    Most of their commands are one process on one core: the other core works for the tests that come
+    later.
     """
-    names = [item.name for item in request.session.items if item.path == request.path and item.name in BEGINNINGS]
+    names = [
+        item.name
+        for item in request.session.items
+        if item.path == request.path and item.name in BEGINNINGS
+    ]
     with ThreadPoolExecutor(2) as threads:
-        yield {name: threads.submit(BEGINNINGS[name], tmp_path_factory.mktemp(name), llama, gpt) for name in names}
+        yield {
+            name: threads.submit(BEGINNINGS[name], tmp_path_factory.mktemp(name), llama, gpt)
+            for name in names
+        }
         threads.shutdown(cancel_futures=True)
 
 
@@ -86,27 +96,41 @@ def test_triton_cli(tutorial: Tutorial, llama: Path) -> None:
     assert tutorial.printed.endswith("triton - INFO - Serve it with: triton start\n")
     tutorial.serve(long_port_flags(tutorial, "-"))
     answer = answer_of(tutorial.ask())
-    assert answer["text_output"] == greedy_text(llama, "What is ML?", 50, special=True, dtype="float32")
+    assert answer["text_output"] == greedy_text(
+        llama, "What is ML?", 50, special=True, dtype="float32"
+    )
 
 
 def begin_convert_build_fill_launch(folder: Path, llama: Path, gpt: Path) -> Tutorial:
-    places = {"/tensorrtllm_client": f"{folder}/tensorrtllm_backend/inflight_batcher_llm/client",
-              "/tensorrtllm_backend/": f"{folder}/tensorrtllm_backend/", "/Llama-2-7b-hf": str(llama),
-              "/tmp/ckpt": f"{folder}/ckpt", "=/engines": f"={folder}/engines",
-              "/opt/tritonserver": f"{folder}/opt", "--request-output-len": "-u localhost:8001 --request-output-len",
-              "hf-internal-testing/llama-tokenizer": str(llama), "--measurement-interval 4000":
-              "--measurement-interval 300", "--num-prompts 100": "--num-prompts 10"}
+    places = {
+        "/tensorrtllm_client": f"{folder}/tensorrtllm_backend/inflight_batcher_llm/client",
+        "/tensorrtllm_backend/": f"{folder}/tensorrtllm_backend/",
+        "/Llama-2-7b-hf": str(llama),
+        "/tmp/ckpt": f"{folder}/ckpt",
+        "=/engines": f"={folder}/engines",
+        "/opt/tritonserver": f"{folder}/opt",
+        "--request-output-len": "-u localhost:8001 --request-output-len",
+        "hf-internal-testing/llama-tokenizer": str(llama),
+        "--measurement-interval 4000": "--measurement-interval 300",
+        "--num-prompts 100": "--num-prompts 10",
+    }
     (folder / "opt").mkdir()
     return Tutorial("000_manual", folder, places, "v0.10").prepare()
 
 
 def test_convert_build_fill_launch(tutorial: Tutorial, llama: Path) -> None:
     expected = greedy_text(llama, "What is ML?", 50, special=True)
-    assert f'Input [Text 0]: "<s>What is ML?"\nOutput [Text 0 Beam 0]: "{expected}"\n' in tutorial.printed
+    assert (
+        f'Input [Text 0]: "<s>What is ML?"\nOutput [Text 0 Beam 0]: "{expected}"\n'
+        in tutorial.printed
+    )
     tutorial.serve(long_port_flags(tutorial, "_"))
     assert "tritonserver" in tutorial.process_names()  # what pkill and pgrep look for
     printed = tutorial.ask()
-    assert f"Got completed request\nInput: What is ML?\nOutput beam 0: {expected}\nOutput sequence:  [" in printed
+    assert (
+        f"Got completed request\nInput: What is ML?\nOutput beam 0: {expected}\nOutput sequence:  ["
+        in printed
+    )
     answer = answer_of(printed)
     assert next(iter(answer)) == "context_logits"
     assert answer["context_logits"] == 0.0
@@ -114,12 +138,19 @@ def test_convert_build_fill_launch(tutorial: Tutorial, llama: Path) -> None:
     printed = tutorial.run(tutorial.text("load"))
     assert "LLM Metrics" in printed
     assert re.search(r"│ Output sequence length │ +300\.00 │", printed)  # the prompt is in it
-    assert "Generating artifacts/ensemble-triton-tensorrtllm-concurrency1/profile_export_genai_perf.json" in printed
+    assert (
+        "Generating artifacts/ensemble-triton-tensorrtllm-concurrency1/profile_export_genai_perf.json"
+        in printed
+    )
 
 
 def begin_four_ranks(folder: Path, llama: Path, gpt: Path) -> Tutorial:
     workspace = folder / WORKSPACE
-    places = {"$(pwd)/Llama-2-7b-hf": str(llama), "/tmp/llama": f"{folder}/llama", "/workspace": str(workspace)}
+    places = {
+        "$(pwd)/Llama-2-7b-hf": str(llama),
+        "/tmp/llama": f"{folder}/llama",
+        "/workspace": str(workspace),
+    }
     return Tutorial("001", folder, places, "v0.9").prepare(cwd=workspace)
 
 
@@ -130,13 +161,19 @@ def test_four_ranks_of_a_checkpoint(tutorial: Tutorial, llama: Path) -> None:
     tutorial.serve(long_port_flags(tutorial, "_"), workspace)
     assert "--world_size 4: one server is started" in tutorial.log()
     answer = answer_of(tutorial.ask(workspace))
-    assert answer["text_output"] == greedy_text(llama, "What is machine learning?", 20, special=True)
+    assert answer["text_output"] == greedy_text(
+        llama, "What is machine learning?", 20, special=True
+    )
 
 
 def begin_gpt_repository(folder: Path, llama: Path, gpt: Path) -> Tutorial:
-    places = {"${model_directory}": str(gpt), "--tokenizer_dir gpt2": f"--tokenizer_dir {gpt}",
-              "--text": "-u localhost:8000 --text", "--batch_size": "-u localhost:8000 --batch_size",
-              "-b 8 --input-data": "--request-count 2 -b 8 --input-data"}
+    places = {
+        "${model_directory}": str(gpt),
+        "--tokenizer_dir gpt2": f"--tokenizer_dir {gpt}",
+        "--text": "-u localhost:8000 --text",
+        "--batch_size": "-u localhost:8000 --batch_size",
+        "-b 8 --input-data": "--request-count 2 -b 8 --input-data",
+    }
     return Tutorial("002", folder, places, "2023-09").prepare(cwd=folder / WORKSPACE)
 
 
@@ -148,14 +185,18 @@ def test_gpt_repository(tutorial: Tutorial, gpt: Path) -> None:
     printed = tutorial.run(tutorial.text("load"), workspace)
     assert "[INFO] Batch size: 8, Start len: 128, Output len: 20\n[INFO] Latency: " in printed
     assert (workspace / "tools" / "gpt" / "input_data.json").is_file()
-    levels = re.findall(r"^Concurrency: (\d+), throughput: [\d.]+ infer/sec, latency \d+ usec$", printed, re.M)
+    levels = re.findall(
+        r"^Concurrency: (\d+), throughput: [\d.]+ infer/sec, latency \d+ usec$", printed, re.M
+    )
     assert levels == ["1", "3", "5", "7", "9"]
     script = f"python3 tools/gpt/end_to_end_test.py -u localhost:{tutorial.ports[8000]}"
     assert "[INFO] Functionality test succeed." in tutorial.run(script, workspace)
 
 
 def begin_relative_paths(folder: Path, llama: Path, gpt: Path) -> Tutorial:
-    tutorial = Tutorial("003", folder, {"./Meta-Llama-3-8B-Instruct": "./Meta-Llama-3-8B-Instruct"}, "v0.10")
+    tutorial = Tutorial(
+        "003", folder, {"./Meta-Llama-3-8B-Instruct": "./Meta-Llama-3-8B-Instruct"}, "v0.10"
+    )
     tutorial.run("slipstream workspace TensorRT-LLM --like v0.10")
     shutil.copytree(llama, folder / "TensorRT-LLM" / "Meta-Llama-3-8B-Instruct")
     return tutorial.prepare()
@@ -164,21 +205,33 @@ def begin_relative_paths(folder: Path, llama: Path, gpt: Path) -> Tutorial:
 def test_relative_paths_and_streams(tutorial: Tutorial, llama: Path) -> None:
     tutorial.serve(long_port_flags(tutorial, "_"))
     client = "tensorrtllm_backend/inflight_batcher_llm/client/end_to_end_grpc_client.py"
-    streamed = tutorial.run(f"python3 {client} -u localhost:{tutorial.ports[8001]} -S -o 30 -p 'What is ML?'")
+    streamed = tutorial.run(
+        f"python3 {client} -u localhost:{tutorial.ports[8001]} -S -o 30 -p 'What is ML?'"
+    )
     assert streamed == greedy_text(llama, "What is ML?", 30, special=True, dtype="bfloat16") + "\n"
 
 
 def begin_old_build(folder: Path, llama: Path, gpt: Path) -> Tutorial:
     workspace, dataset = folder / WORKSPACE, folder / "dataset.json"
-    items = [{"input": word, "instruction": "Say more", "output": "one two three"} for word in ("a", "bc", "def")]
+    items = [
+        {"input": word, "instruction": "Say more", "output": "one two three"}
+        for word in ("a", "bc", "def")
+    ]
     dataset.write_text(json.dumps(items))
-    places = {"${model_directory}": str(llama), "${gpt_model_directory}": str(gpt),
-              "=/triton_model_repo": f"={workspace}/triton_model_repo",
-              "#/triton_model_repo": f"#{workspace}/triton_model_repo",
-              "--request-output-len": "-u localhost:8001 --request-output-len",
-              "--stop-after-ms 200": "--stop-after-ms 5", "<dataset path>": str(dataset), "<>": str(llama),
-              "end_to_end_test.py": "end_to_end_test.py -u localhost:8000", "-i grpc": "-i grpc -u localhost:8001",
-              "--request_rate 10": "--request_rate 100", "--num_requests 5000": "--num_requests 20"}
+    places = {
+        "${model_directory}": str(llama),
+        "${gpt_model_directory}": str(gpt),
+        "=/triton_model_repo": f"={workspace}/triton_model_repo",
+        "#/triton_model_repo": f"#{workspace}/triton_model_repo",
+        "--request-output-len": "-u localhost:8001 --request-output-len",
+        "--stop-after-ms 200": "--stop-after-ms 5",
+        "<dataset path>": str(dataset),
+        "<>": str(llama),
+        "end_to_end_test.py": "end_to_end_test.py -u localhost:8000",
+        "-i grpc": "-i grpc -u localhost:8001",
+        "--request_rate 10": "--request_rate 100",
+        "--num_requests 5000": "--num_requests 20",
+    }
     return Tutorial("004", folder, places, "2024-01").prepare(cwd=workspace)
 
 
@@ -189,7 +242,9 @@ def test_old_build_and_unfilled_templates(tutorial: Tutorial, llama: Path) -> No
     assert f"Output beam 0: {expected}\nOutput sequence:  [" in tutorial.ask(workspace)
     stopped = tutorial.run(tutorial.text("stop"), workspace)
     assert "Got cancellation response from server\nGot completed request\n" in stopped
-    before, after = (json.loads(line.partition(":")[2]) for line in stopped.splitlines() if "sequence: " in line)
+    before, after = (
+        json.loads(line.partition(":")[2]) for line in stopped.splitlines() if "sequence: " in line
+    )
     assert len(after) - len(before) < 200
     printed = tutorial.run(tutorial.text("load"), workspace)
     assert "[INFO] Functionality test succeed.\n[INFO] Warm up for benchmarking.\n" in printed
@@ -212,8 +267,9 @@ def save_adapter(folder: Path, seed: int) -> None:
             tensors[f"{stem}B.weight"] = torch.randn(64, 4, generator=generator) * 0.3
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(
-        {"r": 4, "lora_alpha": 8, "target_modules": list(MODULES), "peft_type": "LORA"}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"r": 4, "lora_alpha": 8, "target_modules": list(MODULES), "peft_type": "LORA"})
+    )
 
 
 def merged(model: Path, adapter_folder: Path, folder: Path) -> Path:
@@ -232,9 +288,13 @@ def merged(model: Path, adapter_folder: Path, folder: Path) -> Path:
 
 def begin_many_adapters(folder: Path, llama: Path, gpt: Path) -> Tutorial:
     workspace = folder / WORKSPACE
-    places = {"=llama-7b-hf": f"={llama}", "/tmp/llama_7b_with_lora_qkv": f"{folder}/lora",
-              "=/triton_model_repo": f"={workspace}/all_models/inflight_batcher_llm",
-              "${tokenizer_directory}": str(llama), "--top-k 0": "-u localhost:8001 --top-k 1"}
+    places = {
+        "=llama-7b-hf": f"={llama}",
+        "/tmp/llama_7b_with_lora_qkv": f"{folder}/lora",
+        "=/triton_model_repo": f"={workspace}/all_models/inflight_batcher_llm",
+        "${tokenizer_directory}": str(llama),
+        "--top-k 0": "-u localhost:8001 --top-k 1",
+    }
     tutorial = Tutorial("004", folder, places, "2024-01")
     for seed, name in enumerate(ADAPTERS):
         save_adapter(workspace / name, seed)
@@ -247,18 +307,27 @@ def test_many_adapters_in_one_batch(tutorial: Tutorial, llama: Path) -> None:
     config = json.loads((Path(engine) / "config.json").read_text())
     assert config["build_config"]["max_batch_size"] == 128
     rows = numpy.load(workspace / "luotuo-lora-7b-0.1-weights" / "model.lora_config.npy")
-    assert rows[0].tolist() == [[module, layer, 4] for layer in range(2) for module in MODULES.values()]
+    assert rows[0].tolist() == [
+        [module, layer, 4] for layer in range(2) for module in MODULES.values()
+    ]
     fill = "python3 tools/fill_template.py -i all_models/inflight_batcher_llm/tensorrt_llm/config.pbtxt"
     tutorial.run(f"{fill} engine_dir:{engine}", workspace)
     tutorial.serve(long_port_flags(tutorial, "-"), workspace)
     printed = tutorial.run(tutorial.text("ask adapters"), workspace)
     # six clients write to one terminal: a line may begin where another has not ended
     assert printed.count("Got completed request") == 6
-    models = [llama, *(merged(llama, workspace / name, tutorial.folder / name) for name in ADAPTERS)]
+    models = [
+        llama,
+        *(merged(llama, workspace / name, tutorial.folder / name) for name in ADAPTERS),
+    ]
     prompts = ("美国的首都在哪里? \\n答案:", "アメリカ合衆国の首都はどこですか? \\n答え:")
-    # the first few tokens: an adapter beside rounded weights and one worked into them part ways in the end
-    expected = sorted(greedy_text(model, prompt, 4, special=True) for model in models for prompt in prompts)
-    assert len(set(expected)) == 3  # the small tokenizer drops what is not ASCII, so both prompts are the same
+    # the first few tokens: an adapter beside rounded weights and one worked into them part ways in
+    # the end
+    expected = sorted(
+        greedy_text(model, prompt, 4, special=True) for model in models for prompt in prompts
+    )
+    # the small tokenizer drops what is not ASCII, so both prompts are the same
+    assert len(set(expected)) == 3
     answers = re.findall(r"Output beam 0: (.{4})", printed)
     assert sorted(answers) == expected
 

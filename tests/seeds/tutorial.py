@@ -1,4 +1,6 @@
-"""Runs a tutorial's command lines as pasted: only places and ports are changed, and the model is a tiny one."""
+"""Runs a tutorial's command lines as pasted: only places and ports are changed, and the model is a
+tiny one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _PROGRAMS = {
     "python3": "",
     "python": "",
     "slipstream": "-m slipstream.cli.main",
-    "triton": '-c "import sys; sys.argv[0] = \'triton\'; from slipstream.cli.main import main; main()"',
+    "triton": "-c \"import sys; sys.argv[0] = 'triton'; from slipstream.cli.main import main; main()\"",
     "genai-perf": '-c "from slipstream.cli.classic import genai_perf; genai_perf()"',
     "perf_analyzer": '-c "from slipstream.cli.classic import perf_analyzer; perf_analyzer()"',
     "trtllm-build": '-c "from slipstream.cli.classic import trtllm_build; trtllm_build()"',
@@ -30,13 +32,17 @@ _PROGRAMS = {
 
 
 def blocks_of(file: Path) -> list[tuple[str, str]]:
-    """Name and commands of each block of a tutorial, in order; `skipped: …` says why one is not run."""
+    """Name and commands of each block of a tutorial, in order; `skipped: …` says why one is not
+    run.
+    """
     blocks = file.read_text().split("#### ")[1:]
     return [(block.partition("\n")[0], block.partition("\n")[2]) for block in blocks]
 
 
 class Tutorial:
-    """A folder to work in, programs of the names the tutorial uses, and free ports in place of its own."""
+    """A folder to work in, programs of the names the tutorial uses, and free ports in place of its
+    own.
+    """
 
     def __init__(self, name: str, folder: Path, places: Mapping[str, str], like: str) -> None:
         self.folder, self.places = folder, places
@@ -49,7 +55,9 @@ class Tutorial:
 
     @functools.cached_property
     def ports(self) -> dict[int, int]:
-        """Chosen when the first is asked for: what is free long before a server takes it may be somebody's by then."""
+        """Chosen when the first is asked for: what is free long before a server takes it may be
+        somebody's by then.
+        """
         return {port: _free_port() for port in (8000, 8001, 8002)}
 
     def _write_programs(self) -> None:
@@ -62,18 +70,34 @@ class Tutorial:
     def text(self, block: str) -> str:
         places = re.compile("|".join(re.escape(old) for old in self.places))
         text = places.sub(lambda match: self.places[match.group()], self.blocks[block])
-        return re.sub(r"localhost:(800\d)", lambda match: f"localhost:{self.ports[int(match.group(1))]}", text)
+        return re.sub(
+            r"localhost:(800\d)", lambda match: f"localhost:{self.ports[int(match.group(1))]}", text
+        )
 
     def run(self, script: str, cwd: Path | None = None) -> str:
-        done = subprocess.run(["bash", "-e", "-c", script], cwd=cwd or self.folder, env=self._environment(),
-                              capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            ["bash", "-e", "-c", script],
+            cwd=cwd or self.folder,
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}\n{self.log()[-2000:]}"
         return done.stdout
 
     def _environment(self) -> dict[str, str]:
-        keep = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "SLIPSTREAM"))}
-        return keep | {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-                       "HOME": str(self.folder / "home"), "HF_HUB_OFFLINE": "1"}
+        keep = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("HF_", "SLIPSTREAM"))
+        }
+        return keep | {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(self.folder / "home"),
+            "HF_HUB_OFFLINE": "1",
+        }
 
     def prepare(self, block: str = "before", cwd: Path | None = None) -> Tutorial:
         self.printed = self.run(self.text(block), cwd)
@@ -83,8 +107,13 @@ class Tutorial:
         """Run the server block with ports of its own; a launcher returns and its server goes on."""
         script = self.text("server").rstrip() + f" {extra}"
         with self._log.open("wb") as log:
-            self.server = subprocess.Popen(["bash", "-e", "-c", script], cwd=cwd or self.folder,
-                                           env=self._environment(), stdout=log, stderr=log)
+            self.server = subprocess.Popen(
+                ["bash", "-e", "-c", script],
+                cwd=cwd or self.folder,
+                env=self._environment(),
+                stdout=log,
+                stderr=log,
+            )
         deadline = time.monotonic() + 60
         while not self._is_ready():
             assert time.monotonic() < deadline, self.log()
@@ -105,7 +134,9 @@ class Tutorial:
         return self.run(self.text("ask"), cwd)
 
     def _processes(self) -> list[Path]:
-        """What this tutorial started, and nothing else: all of it has the tutorial's home, launched or not."""
+        """What this tutorial started, and nothing else: all of it has the tutorial's home, launched
+        or not.
+        """
         mark = f"HOME={self.folder / 'home'}".encode()
         return [place for place in Path("/proc").glob("[0-9]*") if mark in _environment_of(place)]
 
@@ -134,13 +165,15 @@ def _environment_of(process: Path) -> list[bytes]:
 
 def long_port_flags(tutorial: Tutorial, style: str) -> str:
     """`--http_port=…` in the launcher's style, or `--http-port=…` in the server's."""
-    return " ".join(f"--{name}{style}port={tutorial.ports[port]}"
-                    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)))
+    return " ".join(
+        f"--{name}{style}port={tutorial.ports[port]}"
+        for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002))
+    )
 
 
 def answer_of(output: str) -> dict[str, Any]:
     """The JSON object that `curl` printed last."""
-    return json.loads(output[output.index('{"'):])
+    return json.loads(output[output.index('{"') :])
 
 
 def _free_port() -> int:

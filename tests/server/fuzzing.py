@@ -1,5 +1,6 @@
-"""Damaged requests for a whole server, and what must stay true of it meanwhile: it answers, a stream that runs beside
-them says what it always says, and its memory does not grow."""
+"""Damaged requests for a whole server, and what must stay true of it meanwhile: it answers, a
+stream that runs beside them says what it always says, and its memory does not grow.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +29,68 @@ from slipstream.server.protocol import messages
 REPOSITORIES = Path(__file__).parents[1] / "conformance" / "repos"
 HEADER = "Inference-Header-Content-Length"
 MODELS = ("ensemble", "tensorrt_llm", "tensorrt_llm_bls", "preprocessing", "postprocessing", "echo")
-METHODS = ("ModelInfer", "ModelInfer", "ModelInfer", "ModelMetadata", "ModelConfig", "ModelStatistics", "TraceSetting",
-           "RepositoryIndex", "RepositoryModelLoad", "SystemSharedMemoryRegister", "ServerReady")  # fmt: skip
+METHODS = (
+    "ModelInfer",
+    "ModelInfer",
+    "ModelInfer",
+    "ModelMetadata",
+    "ModelConfig",
+    "ModelStatistics",
+    "TraceSetting",
+    "RepositoryIndex",
+    "RepositoryModelLoad",
+    "SystemSharedMemoryRegister",
+    "ServerReady",
+)
 NEVER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNKNOWN)
-ROUTES = ("generate", "generate_stream", "infer", "config", "ready", "stats", "trace/setting", "versions/1/infer", "")
-VALUES = (0, 1, -1, 7, 2**31, 2**63, -(2**63), 1.5, 1e308, True, None, "", "5", "x" * 300, "\ud800", [], [1, [2]], {})
-TEXT = {"text_input": "5 6", "max_tokens": 4, "stream": False, "temperature": 1.0, "top_k": 1, "stop_words": "9"}
+ROUTES = (
+    "generate",
+    "generate_stream",
+    "infer",
+    "config",
+    "ready",
+    "stats",
+    "trace/setting",
+    "versions/1/infer",
+    "",
+)
+VALUES = (
+    0,
+    1,
+    -1,
+    7,
+    2**31,
+    2**63,
+    -(2**63),
+    1.5,
+    1e308,
+    True,
+    None,
+    "",
+    "5",
+    "x" * 300,
+    "\ud800",
+    [],
+    [1, [2]],
+    {},
+)
+TEXT = {
+    "text_input": "5 6",
+    "max_tokens": 4,
+    "stream": False,
+    "temperature": 1.0,
+    "top_k": 1,
+    "stop_words": "9",
+}
 IDS = struct.pack("<3i", 5, 6, 7)
 
 
 def text_body(chance: random.Random) -> bytes:
     """Generate: one field another value or another name, and at times the JSON itself damaged."""
     document: dict[str, Any] = dict(TEXT)
-    name = chance.choice([*document, "beam_width", "random_seed", "end_id", "id", "parameters", "top_p", "bad_words"])
+    name = chance.choice(
+        [*document, "beam_width", "random_seed", "end_id", "id", "parameters", "top_p", "bad_words"]
+    )
     document[name] = chance.choice(VALUES)
     body = json.dumps(document).encode()
     return damaged(body, chance) if chance.random() < 0.5 else body
@@ -51,7 +101,12 @@ def tensor_body(chance: random.Random) -> tuple[bytes, int]:
     raw = [IDS, struct.pack("<i", 3), struct.pack("<i", 4)]
     names = ("input_ids", "input_lengths", "request_output_len")
     inputs: list[dict[str, Any]] = [
-        {"name": name, "datatype": "INT32", "shape": [1, len(data) // 4], "parameters": {"binary_data_size": len(data)}}
+        {
+            "name": name,
+            "datatype": "INT32",
+            "shape": [1, len(data) // 4],
+            "parameters": {"binary_data_size": len(data)},
+        }
         for name, data in zip(names, raw, strict=True)
     ]
     given = chance.choice(inputs)
@@ -60,7 +115,9 @@ def tensor_body(chance: random.Random) -> tuple[bytes, int]:
     header = json.dumps({"id": "f", "inputs": inputs}).encode()
     if chance.random() < 0.3:
         header = damaged(header, chance)
-    tail = b"".join(raw)[: chance.choice([20, 20, 20, 19, 4, 0])] + chance.choice([b"", b"", b"\xff"])
+    tail = b"".join(raw)[: chance.choice([20, 20, 20, 19, 4, 0])] + chance.choice(
+        [b"", b"", b"\xff"]
+    )
     return header + tail, chance.choice([len(header)] * 6 + [0, -1, len(header) + 1, 2**63])
 
 
@@ -71,7 +128,9 @@ def http_request(chance: random.Random) -> bytes:
     method = usual if chance.random() < 0.95 else chance.choice(["GET", "POST", "PUT", "DELETE"])
     if "infer" in route:
         body, size = tensor_body(chance)
-        return request_bytes(method, path, [[HEADER, str(size)]] if chance.random() < 0.9 else [], body)
+        return request_bytes(
+            method, path, [[HEADER, str(size)]] if chance.random() < 0.9 else [], body
+        )
     written = request_bytes(method, path, [], text_body(chance))
     if chance.random() < 0.02:  # the request line and the headers too
         head, mark, rest = written.partition(b"\r\n\r\n")
@@ -82,12 +141,18 @@ def http_request(chance: random.Random) -> bytes:
 def grpc_message(chance: random.Random) -> bytes:
     message = messages.ModelInferRequest(model_name=chance.choice(MODELS), id="g")
     for name, datatype, raw in (
-        ("text_input", "BYTES", b"\x03\0\0\x005 6"), ("max_tokens", "INT32", b"\x04\0\0\0"), ("stream", "BOOL", b"\0"),
-    ):  # fmt: skip
-        datatype = datatype if chance.random() < 0.9 else chance.choice(["FP16", "", "BYTES", "NOPE"])
+        ("text_input", "BYTES", b"\x03\0\0\x005 6"),
+        ("max_tokens", "INT32", b"\x04\0\0\0"),
+        ("stream", "BOOL", b"\0"),
+    ):
+        datatype = (
+            datatype if chance.random() < 0.9 else chance.choice(["FP16", "", "BYTES", "NOPE"])
+        )
         shape = [1, 1] if chance.random() < 0.9 else [chance.choice([0, -1, 2, 2**62])]
         message.inputs.add(name=name, datatype=datatype, shape=shape)
-        message.raw_input_contents.append(raw if chance.random() < 0.9 else chance.randbytes(chance.randrange(9)))
+        message.raw_input_contents.append(
+            raw if chance.random() < 0.9 else chance.randbytes(chance.randrange(9))
+        )
     written = bytearray(message.SerializeToString())
     for _ in range(chance.choice([0, 0, 1, 3])):
         written[chance.randrange(len(written))] = chance.randrange(256)
@@ -95,17 +160,38 @@ def grpc_message(chance: random.Random) -> bytes:
 
 
 def config_text(good: str, chance: random.Random) -> str:
-    pieces = ("{", "}", "[", "]", ":", '"', "-1", "9" * 20, "${x}", "#", "\\", "input", "TYPE_INT32", "\0")
+    pieces = (
+        "{",
+        "}",
+        "[",
+        "]",
+        ":",
+        '"',
+        "-1",
+        "9" * 20,
+        "${x}",
+        "#",
+        "\\",
+        "input",
+        "TYPE_INT32",
+        "\0",
+    )
     text = good
     for _ in range(chance.choice([1, 1, 2, 4])):
         place = chance.randint(0, len(text))
         cut = chance.randint(0, 12)
-        text = text[:place] + (chance.choice(pieces) if chance.random() < 0.6 else "") + text[place + cut :]
+        text = (
+            text[:place]
+            + (chance.choice(pieces) if chance.random() < 0.6 else "")
+            + text[place + cut :]
+        )
     return text
 
 
 class Canary(threading.Thread):
-    """Asks for the same stream again and again, and notes the first one that was not like the others."""
+    """Asks for the same stream again and again, and notes the first one that was not like the
+    others.
+    """
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
@@ -120,7 +206,9 @@ class Canary(threading.Thread):
         while not self._stop_asked.is_set() and not self.damage:
             try:
                 with Connection(self._port) as connection:
-                    connection.send(request_bytes("POST", "/v2/models/ensemble/generate_stream", [], body))
+                    connection.send(
+                        request_bytes("POST", "/v2/models/ensemble/generate_stream", [], body)
+                    )
                     answer = connection.answer()
             except OSError as error:
                 self.damage = repr(error)
@@ -130,7 +218,9 @@ class Canary(threading.Thread):
             self.streams += 1
 
     def _words(self, answer: Answer) -> list[str]:
-        events = [json.loads(line[6:]) for line in answer.body.split(b"\n") if line.startswith(b"data: ")]
+        events = [
+            json.loads(line[6:]) for line in answer.body.split(b"\n") if line.startswith(b"data: ")
+        ]
         return "".join(event.get("text_output", "") for event in events).split()
 
     def finish(self) -> None:
@@ -182,7 +272,11 @@ class Attacker:
         failure: grpc.RpcError | None = None
         try:
             if self._chance.random() < 0.3:
-                list(self._channel.stream_stream(f"/{messages.SERVICE}/ModelStreamInfer")(iter([message]), timeout=30))
+                list(
+                    self._channel.stream_stream(f"/{messages.SERVICE}/ModelStreamInfer")(
+                        iter([message]), timeout=30
+                    )
+                )
             else:
                 self._channel.unary_unary(path)(message, timeout=30)
         except grpc.RpcError as error:

@@ -29,7 +29,13 @@ from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.load import start_engine
 
 SETTINGS = EngineSettings(dtype="float32", device="cpu", cache_tokens=2048, max_rows=4, threads=1)
-KINDS = {"INT32": np.int32, "BOOL": np.bool_, "UINT64": np.uint64, "FP32": np.float32, "BYTES": object}
+KINDS = {
+    "INT32": np.int32,
+    "BOOL": np.bool_,
+    "UINT64": np.uint64,
+    "FP32": np.float32,
+    "BYTES": object,
+}
 
 
 @dataclass
@@ -84,19 +90,24 @@ def tensor(name: str, values: list[Any], datatype: str) -> blocking.InferInput:
 
 def token_inputs(ids: list[int], count: int, stream: bool = True) -> list[blocking.InferInput]:
     return [
-        tensor("input_ids", ids, "INT32"), tensor("input_lengths", [len(ids)], "INT32"),
-        tensor("request_output_len", [count], "INT32"), tensor("streaming", [stream], "BOOL"),
-    ]  # fmt: skip
+        tensor("input_ids", ids, "INT32"),
+        tensor("input_lengths", [len(ids)], "INT32"),
+        tensor("request_output_len", [count], "INT32"),
+        tensor("streaming", [stream], "BOOL"),
+    ]
 
 
 def text_inputs(prompt: str, count: int, stream: bool = True) -> list[blocking.InferInput]:
     return [
-        tensor("text_input", [prompt.encode()], "BYTES"), tensor("max_tokens", [count], "INT32"),
+        tensor("text_input", [prompt.encode()], "BYTES"),
+        tensor("max_tokens", [count], "INT32"),
         tensor("stream", [stream], "BOOL"),
-    ]  # fmt: skip
+    ]
 
 
-async def ask(client: triton.InferenceServerClient, *requests: dict[str, Any], **options: Any) -> list[Any]:
+async def ask(
+    client: triton.InferenceServerClient, *requests: dict[str, Any], **options: Any
+) -> list[Any]:
     """Requests on one stream; the answers as (result, error)."""
 
     async def sending() -> AsyncIterator[dict[str, Any]]:

@@ -1,8 +1,9 @@
-"""An engine without a model, for tests of what stands around it. Run as a script it is an engine process.
+"""An engine without a model, for tests of what stands around it. Run as a script it is an engine
+process.
 
-Each request gets its last known token + 1, one a step, until `max_tokens`. `sampling.seed` is how many
-milliseconds each step takes at least (a seed over 10,000 is one that the server drew). A first prompt token of
-900 and above is an order, and the name of the engine folder says how starting goes.
+Each request gets its last known token + 1, one a step, until `max_tokens`. `sampling.seed` is how
+many milliseconds each step takes at least (a seed over 10,000 is one that the server drew). A first
+prompt token of 900 and above is an order, and the name of the engine folder says how starting goes.
 """
 
 from __future__ import annotations
@@ -33,10 +34,18 @@ class _Running:
 class ScriptedLoop:
     info: EngineInfo = field(
         default_factory=lambda: EngineInfo(
-            vocab_size=1000, max_sequence_tokens=4096, max_rows=64, total_blocks=128, block_tokens=32,
-            device="cpu", dtype="float32", weight_bytes=0, cache_bytes=0, load_seconds=0.0,
+            vocab_size=1000,
+            max_sequence_tokens=4096,
+            max_rows=64,
+            total_blocks=128,
+            block_tokens=32,
+            device="cpu",
+            dtype="float32",
+            weight_bytes=0,
+            cache_bytes=0,
+            load_seconds=0.0,
         )
-    )  # fmt: skip
+    )
     running: dict[int, _Running] = field(default_factory=dict)
     news: StepOutputs = field(default_factory=StepOutputs)
     steps: int = 0
@@ -112,7 +121,9 @@ class ScriptedLoop:
 
 
 def start_scripted(engine_folder: str, settings: EngineSettings) -> ScriptedLoop:
-    """`bad…` is refused, `slow…` never gets ready, `once…` starts only while no file of that name exists."""
+    """`bad…` is refused, `slow…` never gets ready, `once…` starts only while no file of that name
+    exists.
+    """
     name = Path(engine_folder).name
     if name.startswith("bad"):
         raise ValueError("this engine folder is bad by order")

@@ -18,10 +18,17 @@ HALF = numpy.arange(6, dtype=numpy.float16)
 
 def fields(**values) -> dict[str, Given]:
     request = InferRequest("tensorrt_llm", "1", {})
-    types = {"lora_weights": "FP16", "lora_config": "INT32", "lora_task_id": "UINT64", "lora_name": "BYTES"}
+    types = {
+        "lora_weights": "FP16",
+        "lora_config": "INT32",
+        "lora_task_id": "UINT64",
+        "lora_name": "BYTES",
+    }
     for name, value in values.items():
         if name == "lora_weights":
-            request.inputs[name] = read_raw(request, name, "FP16", (1, 1, len(value)), value.tobytes())
+            request.inputs[name] = read_raw(
+                request, name, "FP16", (1, 1, len(value)), value.tobytes()
+            )
         else:
             data = value if isinstance(value, list) else [value]
             request.inputs[name] = Tensor(name, types[name], (1, len(data)), data)
@@ -34,30 +41,45 @@ def chosen(book: AdapterBook, **values):
 
 def test_tensors_travel_as_the_bytes_they_came_as():
     use = chosen(AdapterBook(), lora_weights=HALF, lora_config=[1, 0, 3, 2, 1, 4])
-    assert use.source == AdapterSource(weights=HALF.tobytes(), datatype="float16", modules=[(1, 0, 3), (2, 1, 4)])
+    assert use.source == AdapterSource(
+        weights=HALF.tobytes(), datatype="float16", modules=[(1, 0, 3), (2, 1, 4)]
+    )
     assert use.name == "the adapter of the request"
 
 
 def test_an_adapter_is_known_by_its_content():
     book = AdapterBook()
     first = chosen(book, lora_weights=HALF, lora_config=[1, 0, 3])
-    assert chosen(book, lora_weights=HALF, lora_config=[1, 0, 3], lora_task_id=5).number == first.number
+    assert (
+        chosen(book, lora_weights=HALF, lora_config=[1, 0, 3], lora_task_id=5).number
+        == first.number
+    )
     assert chosen(AdapterBook(), lora_weights=HALF, lora_config=[1, 0, 3]).number == first.number
-    others = {chosen(book, lora_weights=HALF + 1, lora_config=[1, 0, 3]).number,
-              chosen(book, lora_weights=HALF, lora_config=[1, 1, 3]).number, first.number, 0}
+    others = {
+        chosen(book, lora_weights=HALF + 1, lora_config=[1, 0, 3]).number,
+        chosen(book, lora_weights=HALF, lora_config=[1, 1, 3]).number,
+        first.number,
+        0,
+    }
     assert len(others) == 4
 
 
 def test_a_task_stands_for_what_was_last_sent_with_it():
     book = AdapterBook()
     first = chosen(book, lora_weights=HALF, lora_config=[1, 0, 3], lora_task_id=5)
-    assert (first.name, chosen(book, lora_task_id=5).number, chosen(book, lora_task_id=5).source) == (
-        "LoRA task 5", first.number, None)
+    assert (
+        first.name,
+        chosen(book, lora_task_id=5).number,
+        chosen(book, lora_task_id=5).source,
+    ) == ("LoRA task 5", first.number, None)
     second = chosen(book, lora_weights=HALF + 1, lora_config=[1, 0, 3], lora_task_id=5)
     assert chosen(book, lora_task_id=5).number == second.number != first.number
     with pytest.raises(InferenceError) as caught:
         chosen(book, lora_task_id=6)
-    assert caught.value.message == "LoRA task 6 not found in cache. Please send LoRA weights with request"
+    assert (
+        caught.value.message
+        == "LoRA task 6 not found in cache. Please send LoRA weights with request"
+    )
 
 
 def test_nothing_asked_for_is_no_adapter():
@@ -66,13 +88,31 @@ def test_nothing_asked_for_is_no_adapter():
     assert chosen(AdapterBook(), lora_name=b"") is None
 
 
-@pytest.mark.parametrize(("values", "text"), [
-    ({"lora_weights": HALF}, "lora_config is missing: lora_weights and lora_config come together"),
-    ({"lora_config": [1, 0, 3]}, "lora_weights is missing: lora_weights and lora_config come together"),
-    ({"lora_weights": HALF, "lora_config": [1, 0]}, "lora_config must hold three numbers a module, got 2"),
-    ({"lora_name": b"x", "lora_task_id": 3}, "lora_name does not go with lora_task_id: each names an adapter"),
-    ({"lora_name": b"x"}, "adapter 'x' not found: no folder of adapters is configured (lora_prefetch_dir)"),
-])
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (
+            {"lora_weights": HALF},
+            "lora_config is missing: lora_weights and lora_config come together",
+        ),
+        (
+            {"lora_config": [1, 0, 3]},
+            "lora_weights is missing: lora_weights and lora_config come together",
+        ),
+        (
+            {"lora_weights": HALF, "lora_config": [1, 0]},
+            "lora_config must hold three numbers a module, got 2",
+        ),
+        (
+            {"lora_name": b"x", "lora_task_id": 3},
+            "lora_name does not go with lora_task_id: each names an adapter",
+        ),
+        (
+            {"lora_name": b"x"},
+            "adapter 'x' not found: no folder of adapters is configured (lora_prefetch_dir)",
+        ),
+    ],
+)
 def test_what_makes_no_sense_is_refused(values, text):
     with pytest.raises(InferenceError) as caught:
         chosen(AdapterBook(), **values)
@@ -85,9 +125,15 @@ def test_names_are_folders_and_never_paths(tmp_path):
     (tmp_path / "secret").mkdir()
     book = AdapterBook(tmp_path / "adapters")
     use = chosen(book, lora_name=b"french")
-    assert (use.name, use.source) == ("adapter 'french'", AdapterSource(folder=str(tmp_path / "adapters" / "french")))
+    assert (use.name, use.source) == (
+        "adapter 'french'",
+        AdapterSource(folder=str(tmp_path / "adapters" / "french")),
+    )
     by_task = chosen(book, lora_task_id=7)
-    assert (by_task.name, by_task.source.folder) == ("LoRA task 7", str(tmp_path / "adapters" / "7"))
+    assert (by_task.name, by_task.source.folder) == (
+        "LoRA task 7",
+        str(tmp_path / "adapters" / "7"),
+    )
     for name in (b"german", b"../secret", b"..", b".", b"french/..", b"a\0b", b"x" * 5000, b"/etc"):
         with pytest.raises(InferenceError, match=r"not found$") as caught:
             chosen(book, lora_name=name)
@@ -104,7 +150,9 @@ def test_a_folder_whose_files_changed_is_another_adapter(tmp_path):
 
 
 def test_a_name_may_come_as_a_parameter():
-    request = InferRequest("tensorrt_llm", "1", {}, parameters={"lora_name": "french", "lora_task_id": 4})
+    request = InferRequest(
+        "tensorrt_llm", "1", {}, parameters={"lora_name": "french", "lora_task_id": 4}
+    )
     found = given_fields(request, {})
     assert (found["lora_name"].value, found["lora_task_id"].value) == (b"french", 4)
     with pytest.raises(InferenceError, match="lora_task_id must be of type UINT64, got '4'"):

@@ -1,4 +1,5 @@
-"""Adapters through a running server: tensors over HTTP and gRPC, task ids, names, the ensemble, and what is refused.
+"""Adapters through a running server: tensors over HTTP and gRPC, task ids, names, the ensemble, and
+what is refused.
 
 The answers are those of transformers with the adapter merged in by peft.
 """
@@ -31,10 +32,10 @@ from slipstream.weights.lora import convert_adapter, read_adapter
 
 PROMPT = [7, 11, 13, 17, 19]
 KINDS = {"french": {"rank": 8}, "german": {"rank": 12, "modules": ALL_MODULES}, "41": {"rank": 4}}
-TENSORS = '''  { name: "lora_task_id" data_type: TYPE_UINT64 dims: [ 1 ] optional: true },
+TENSORS = """  { name: "lora_task_id" data_type: TYPE_UINT64 dims: [ 1 ] optional: true },
   { name: "lora_weights" data_type: TYPE_FP16 dims: [ -1, -1 ] optional: true },
   { name: "lora_config" data_type: TYPE_INT32 dims: [ -1, 3 ] optional: true },
-'''
+"""
 
 
 def greedy(model, count: int = 12) -> list[int]:
@@ -42,7 +43,7 @@ def greedy(model, count: int = 12) -> list[int]:
     with torch.inference_mode():
         for _ in range(count):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(PROMPT):]
+    return tokens[len(PROMPT) :]
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +52,19 @@ def place(tmp_path_factory) -> Path:
     base = random_model(config_of("llama", max_position_embeddings=256)).eval()
     base.save_pretrained(folder / "model")
     words = {"type": "WordLevel", "vocab": {str(n): n for n in range(96)}, "unk_token": "0"}
-    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": words}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": words,
+    }
     (folder / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "model" / "tokenizer_config.json").write_text("{}")
     expected = {"": greedy(base)}
     for seed, (name, options) in enumerate(KINDS.items()):
-        expected[name] = greedy(save_adapter(base, folder / "adapters" / name, seed=seed, **options))
+        expected[name] = greedy(
+            save_adapter(base, folder / "adapters" / name, seed=seed, **options)
+        )
     assert len({tuple(answer) for answer in expected.values()}) == 4
     (folder / "expected.json").write_text(json.dumps(expected))
     shutil.copytree(folder / "adapters" / "french", folder / "adapters" / "broken")
@@ -76,12 +84,16 @@ def server(place: Path):
     config = place / "repository" / "tensorrt_llm" / "config.pbtxt"
     text = f'parameters {{ key: "lora_prefetch_dir" value {{ string_value: "{place / "adapters"}" }} }}\n'
     assert "decoupled: True" in config.read_text()
-    config.write_text(config.read_text().replace("decoupled: True", "decoupled: False") + text)  # so that HTTP infers
+    # so that HTTP infers
+    config.write_text(config.read_text().replace("decoupled: True", "decoupled: False") + text)
     limit_cache(place / "repository")
-    ensemble = place / "repository" / "ensemble" / "config.pbtxt"  # with the tensors that 0.18's has
+    # with the tensors that 0.18's has
+    ensemble = place / "repository" / "ensemble" / "config.pbtxt"
     text = ensemble.read_text().replace("input [\n", "input [\n" + TENSORS, 1)
-    wires = "".join(f'input_map {{ key: "{name}" value: "{name}" }}\n'
-                    for name in ("lora_task_id", "lora_weights", "lora_config"))
+    wires = "".join(
+        f'input_map {{ key: "{name}" value: "{name}" }}\n'
+        for name in ("lora_task_id", "lora_weights", "lora_config")
+    )
     at = 'input_map { key: "streaming" value: "stream" }\n'
     assert at in text
     ensemble.write_text(text.replace(at, at + wires))
@@ -97,17 +109,25 @@ def tensors_of(place: Path, name: str, task: int = 0) -> dict[str, numpy.ndarray
 
 
 def token_arrays(**more: numpy.ndarray) -> dict[str, numpy.ndarray]:
-    return {"input_ids": numpy.array([PROMPT], dtype=numpy.int32), "end_id": numpy.array([[-1]], dtype=numpy.int32),
-            "input_lengths": numpy.array([[len(PROMPT)]], dtype=numpy.int32),
-            "request_output_len": numpy.array([[12]], dtype=numpy.int32), **more}
+    return {
+        "input_ids": numpy.array([PROMPT], dtype=numpy.int32),
+        "end_id": numpy.array([[-1]], dtype=numpy.int32),
+        "input_lengths": numpy.array([[len(PROMPT)]], dtype=numpy.int32),
+        "request_output_len": numpy.array([[12]], dtype=numpy.int32),
+        **more,
+    }
 
 
-def ask(server: RealServer, protocol: str, arrays: dict[str, numpy.ndarray], **parameters) -> list[int]:
+def ask(
+    server: RealServer, protocol: str, arrays: dict[str, numpy.ndarray], **parameters
+) -> list[int]:
     """The new tokens of the engine model's answer."""
     module = triton_http if protocol == "http" else triton_grpc
     inputs = []
     for name, array in arrays.items():
-        given = module.InferInput(name, list(array.shape), triton_http.np_to_triton_dtype(array.dtype))
+        given = module.InferInput(
+            name, list(array.shape), triton_http.np_to_triton_dtype(array.dtype)
+        )
         given.set_data_from_numpy(array)
         inputs.append(given)
     if protocol == "http":
@@ -115,7 +135,9 @@ def ask(server: RealServer, protocol: str, arrays: dict[str, numpy.ndarray], **p
             answer = client.infer("tensorrt_llm", inputs, parameters=parameters or None)
             return answer.as_numpy("output_ids")[0, 0].tolist()
     answers: list = []
-    with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.ports['GRPCInferenceService']}") as client:
+    with triton_grpc.InferenceServerClient(
+        f"127.0.0.1:{server.ports['GRPCInferenceService']}"
+    ) as client:
         client.start_stream(lambda result, error: answers.append(error or result))
         client.async_stream_infer("tensorrt_llm", inputs, parameters=parameters or None)
         client.stop_stream()
@@ -128,7 +150,9 @@ def ask(server: RealServer, protocol: str, arrays: dict[str, numpy.ndarray], **p
 def test_weights_once_then_the_task_alone(server, place, expected, protocol):
     task = 100 + len(protocol)
     once = ask(server, protocol, token_arrays(**tensors_of(place, "german", task)))
-    again = ask(server, protocol, token_arrays(lora_task_id=numpy.array([[task]], dtype=numpy.uint64)))
+    again = ask(
+        server, protocol, token_arrays(lora_task_id=numpy.array([[task]], dtype=numpy.uint64))
+    )
     assert once == again == expected["german"]
     assert ask(server, protocol, token_arrays()) == expected[""]
 
@@ -141,39 +165,57 @@ def test_weights_without_a_task(server, place, expected, protocol):
 def test_a_task_that_nobody_sent(server):
     with pytest.raises(triton_grpc.InferenceServerException) as caught:
         ask(server, "grpc", token_arrays(lora_task_id=numpy.array([[9]], dtype=numpy.uint64)))
-    assert "LoRA task 9 not found in cache. Please send LoRA weights with request" in str(caught.value)
+    assert "LoRA task 9 not found in cache. Please send LoRA weights with request" in str(
+        caught.value
+    )
 
 
 def test_many_at_once(server, place, expected):
     names = ["", "french", "german", "41"] * 4
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(
-            lambda name: ask(server, "http", token_arrays(**(tensors_of(place, name) if name else {}))), names))
+        answers = list(
+            pool.map(
+                lambda name: ask(
+                    server, "http", token_arrays(**(tensors_of(place, name) if name else {}))
+                ),
+                names,
+            )
+        )
     assert answers == [expected[name] for name in names]
 
 
 def generate(server: RealServer, model: str, **more) -> httpx.Response:
     body = {"text_input": " ".join(map(str, PROMPT)), "max_tokens": 12, "end_id": -1, **more}
-    return httpx.post(f"http://127.0.0.1:{server.http_port}/v2/models/{model}/generate", json=body, timeout=60)
+    return httpx.post(
+        f"http://127.0.0.1:{server.http_port}/v2/models/{model}/generate", json=body, timeout=60
+    )
 
 
 @pytest.mark.parametrize("model", [MODEL, "ensemble"])
 def test_by_name(server, expected, model):
     for name in ("french", "german", "41"):
         assert generate(server, model, lora_name=name).json()["text_output"].split() == [
-            str(token) for token in expected[name]]
+            str(token) for token in expected[name]
+        ]
     assert generate(server, model, lora_task_id=41).json()["text_output"].split() == [
-        str(token) for token in expected["41"]]  # the folder of that name
+        str(token) for token in expected["41"]
+    ]  # the folder of that name
     assert ask(server, "grpc", token_arrays(), lora_name="german") == expected["german"]
 
 
 def test_the_tensors_of_an_ensemble(server, place, expected):
     inputs = []
     text = numpy.array([[" ".join(map(str, PROMPT)).encode()]], dtype=object)
-    arrays = {"text_input": text, "max_tokens": numpy.array([[12]], dtype=numpy.int32),
-              "end_id": numpy.array([[-1]], dtype=numpy.int32), **tensors_of(place, "german")}
+    arrays = {
+        "text_input": text,
+        "max_tokens": numpy.array([[12]], dtype=numpy.int32),
+        "end_id": numpy.array([[-1]], dtype=numpy.int32),
+        **tensors_of(place, "german"),
+    }
     for name, array in arrays.items():
-        given = triton_http.InferInput(name, list(array.shape), triton_http.np_to_triton_dtype(array.dtype))
+        given = triton_http.InferInput(
+            name, list(array.shape), triton_http.np_to_triton_dtype(array.dtype)
+        )
         given.set_data_from_numpy(array)
         inputs.append(given)
     with triton_http.InferenceServerClient(f"127.0.0.1:{server.http_port}") as client:
@@ -181,25 +223,39 @@ def test_the_tensors_of_an_ensemble(server, place, expected):
     assert answer.split() == [str(token) for token in expected["german"]]
 
 
-@pytest.mark.parametrize(("fields", "status", "text"), [
-    ({"lora_name": "spanish"}, 400, "adapter 'spanish' not found"),
-    ({"lora_name": "../model"}, 400, "adapter '../model' not found"),
-    ({"lora_name": "broken"}, 400, "adapter 'broken': "),
-    ({"lora_task_id": 12}, 400, "LoRA task 12 not found in cache. Please send LoRA weights with request"),
-    ({"lora_name": 5}, 400, "lora_name must be of type BYTES, got 5"),
-])
+@pytest.mark.parametrize(
+    ("fields", "status", "text"),
+    [
+        ({"lora_name": "spanish"}, 400, "adapter 'spanish' not found"),
+        ({"lora_name": "../model"}, 400, "adapter '../model' not found"),
+        ({"lora_name": "broken"}, 400, "adapter 'broken': "),
+        (
+            {"lora_task_id": 12},
+            400,
+            "LoRA task 12 not found in cache. Please send LoRA weights with request",
+        ),
+        ({"lora_name": 5}, 400, "lora_name must be of type BYTES, got 5"),
+    ],
+)
 def test_what_cannot_be_had_says_why_and_disturbs_nobody(server, expected, fields, status, text):
     refused = generate(server, MODEL, **fields)
-    assert (refused.status_code, refused.json()["error"].startswith(text)) == (status, True), refused.text
-    assert generate(server, MODEL).json()["text_output"].split() == [str(token) for token in expected[""]]
+    assert (refused.status_code, refused.json()["error"].startswith(text)) == (status, True), (
+        refused.text
+    )
+    assert generate(server, MODEL).json()["text_output"].split() == [
+        str(token) for token in expected[""]
+    ]
 
 
-@pytest.mark.parametrize(("files", "text"), [
-    ([], "adapter_config.json: cannot be read: No such file or directory"),
-    (["adapter_config.json"], " no adapter_model.safetensors in it"),
-    (["adapter_config.json", "adapter_model.bin"], " adapter_model.bin is a pickle"),
-    (["model.lora_weights.npy"], " No data left in file"),
-])
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ([], "adapter_config.json: cannot be read: No such file or directory"),
+        (["adapter_config.json"], " no adapter_model.safetensors in it"),
+        (["adapter_config.json", "adapter_model.bin"], " adapter_model.bin is a pickle"),
+        (["model.lora_weights.npy"], " No data left in file"),
+    ],
+)
 def test_an_adapter_that_cannot_be_read_is_named_and_not_where_it_lies(server, place, files, text):
     name = f"half-{len(files)}-{'npy' in str(files)}"
     folder = place / "adapters" / name
@@ -217,11 +273,16 @@ def test_metrics_count_them(server, place, expected):
     url = f"http://127.0.0.1:{server.ports['Metrics Service']}/metrics"
 
     def values() -> dict[str, float]:
-        lines = [line.split("{") for line in httpx.get(url).text.splitlines() if line.startswith("slipstream_adapter")]
+        lines = [
+            line.split("{")
+            for line in httpx.get(url).text.splitlines()
+            if line.startswith("slipstream_adapter")
+        ]
         return {name: float(rest.split()[-1]) for name, rest in lines}
 
     wait_for(lambda: values().get("slipstream_adapter_loads_total", 0) >= 1)
-    wait_for(lambda: values()["slipstream_adapter_pages_free"] >= 64)  # rows: as many pages, and nobody uses one
+    # rows: as many pages, and nobody uses one
+    wait_for(lambda: values()["slipstream_adapter_pages_free"] >= 64)
     found = values()
     assert 1 <= found["slipstream_adapters"] <= found["slipstream_adapter_loads_total"]
     assert found["slipstream_adapter_bytes"] > 0
@@ -229,10 +290,23 @@ def test_metrics_count_them(server, place, expected):
 
 def test_the_client_command(server, place, expected, tmp_path):
     convert_adapter(place / "adapters" / "french", tmp_path / "french")
-    command = [sys.executable, "-m", "slipstream.cli.main", "client", "-u",
-               f"localhost:{server.ports['GRPCInferenceService']}", "--text", " ".join(map(str, PROMPT)),
-               "--request-output-len", "12", "--lora-task-id", "77"]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream.cli.main",
+        "client",
+        "-u",
+        f"localhost:{server.ports['GRPCInferenceService']}",
+        "--text",
+        " ".join(map(str, PROMPT)),
+        "--request-output-len",
+        "12",
+        "--lora-task-id",
+        "77",
+    ]
     for more in (["--lora-path", str(tmp_path / "french")], []):  # then the server has it
-        done = subprocess.run([*command, *more], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ROOT})
+        done = subprocess.run(
+            [*command, *more], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ROOT}
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"Output beam 0: {' '.join(map(str, expected['french']))}\n" in done.stdout

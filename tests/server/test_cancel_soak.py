@@ -1,7 +1,9 @@
-"""Clients that leave at random moments, by the thousand, from a real server on a real engine: nothing leaks.
+"""Clients that leave at random moments, by the thousand, from a real server on a real engine:
+nothing leaks.
 
-The cache is much too small for all of them, so that they leave while they wait, during the prompt, in mid-stream
-and after the last token. It would turn red if any of these ways out kept a block, a row or a task.
+The cache is much too small for all of them, so that they leave while they wait, during the prompt,
+in mid-stream and after the last token. It would turn red if any of these ways out kept a block, a
+row or a task.
 """
 
 from __future__ import annotations
@@ -59,9 +61,13 @@ class RealServer:
     def gauges(self) -> dict[str, float]:
         """What the metrics say of requests and blocks, by the name of each kind."""
         text = httpx.get(f"http://127.0.0.1:{self.ports['Metrics Service']}/metrics").text
-        pattern = r'nv_trt_llm_\w+_metrics\{[^}]*?(?:request|block|general)_type="(\w+)"[^}]*\} (\S+)'
+        pattern = (
+            r'nv_trt_llm_\w+_metrics\{[^}]*?(?:request|block|general)_type="(\w+)"[^}]*\} (\S+)'
+        )
         found = {kind: float(value) for kind, value in re.findall(pattern, text)}
-        pattern = r'nv_inference_request_failure\{model="counter",reason="CANCELED",version="1"\} (\S+)'
+        pattern = (
+            r'nv_inference_request_failure\{model="counter",reason="CANCELED",version="1"\} (\S+)'
+        )
         return found | {"cancelled": float(re.findall(pattern, text)[0])}
 
     def close(self) -> int:
@@ -73,16 +79,25 @@ class RealServer:
 
 
 def _stay_on_one_core() -> None:
-    """A second core does nothing for a model this small but wait, which takes long on a busy machine."""
+    """A second core does nothing for a model this small but wait, which takes long on a busy
+    machine.
+    """
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("soak")
-    random_model(config_of("llama", max_position_embeddings=CACHE_TOKENS)).save_pretrained(folder / "model")
+    random_model(config_of("llama", max_position_embeddings=CACHE_TOKENS)).save_pretrained(
+        folder / "model"
+    )
     words = {"type": "WordLevel", "vocab": {str(n): n for n in range(96)}, "unk_token": "0"}
-    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": words}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": words,
+    }
     (folder / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "model" / "tokenizer_config.json").write_text("{}")
     engine = build_engine(folder / "model", folder / "engine", dtype="float32")
@@ -110,11 +125,28 @@ async def leave_at_random(port: int, draw: random.Random) -> str:
     """One client. Returns how it left."""
     prompt = " ".join(str(draw.randrange(2, 96)) for _ in range(draw.randrange(1, 60)))
     if draw.random() < 0.5:
-        prompt = "3 5 8 13 21 34 55 89 " * 5 + prompt[:20]  # a prefix that many share: blocks with several holders
+        # a prefix that many share: blocks with several holders
+        prompt = "3 5 8 13 21 34 55 89 " * 5 + prompt[:20]
     longest = LONGEST - len(prompt.split())
-    body = {"text_input": prompt, "max_tokens": draw.randrange(2, longest), "end_id": -1, "stream": True}
-    body |= draw.choice([{}, {"temperature": 0.8}, {"return_log_probs": True}, {"stop_words": ["1 2 3"]}])
-    way = draw.choice(["in the request", "before the answer", "mid-stream", "mid-stream", "mid-stream", "at the end"])
+    body = {
+        "text_input": prompt,
+        "max_tokens": draw.randrange(2, longest),
+        "end_id": -1,
+        "stream": True,
+    }
+    body |= draw.choice(
+        [{}, {"temperature": 0.8}, {"return_log_probs": True}, {"stop_words": ["1 2 3"]}]
+    )
+    way = draw.choice(
+        [
+            "in the request",
+            "before the answer",
+            "mid-stream",
+            "mid-stream",
+            "mid-stream",
+            "at the end",
+        ]
+    )
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     sent = request_bytes(body)
     writer.write(sent[: draw.randrange(1, len(sent))] if way == "in the request" else sent)
@@ -136,12 +168,16 @@ async def leave_at_random(port: int, draw: random.Random) -> str:
 
 async def canary_text(port: int) -> str:
     async with httpx.AsyncClient(timeout=60) as client:
-        answer = await client.post(f"http://127.0.0.1:{port}/v2/models/{MODEL}/generate_stream", json=CANARY)
+        answer = await client.post(
+            f"http://127.0.0.1:{port}/v2/models/{MODEL}/generate_stream", json=CANARY
+        )
     return answer_text(answer.content)
 
 
 async def soak(port: int, count: int) -> tuple[Counter[str], list[str]]:
-    """Let `count` clients come and go. Returns how they left, and what a well-behaved one read meanwhile."""
+    """Let `count` clients come and go. Returns how they left, and what a well-behaved one read
+    meanwhile.
+    """
     draws = [random.Random(number) for number in range(count)]
     ways: Counter[str] = Counter()
     canaries: list[str] = []
@@ -170,14 +206,25 @@ def test_clients_that_leave_at_any_moment_give_everything_back(server, count):
 
     ways, canaries = asyncio.run(soak(server.http_port, count))
     assert sum(ways.values()) == count
-    assert min(ways[way] for way in ("in the request", "before the answer", "mid-stream", "at the end")) > count // 20
+    assert (
+        min(
+            ways[way] for way in ("in the request", "before the answer", "mid-stream", "at the end")
+        )
+        > count // 20
+    )
     wait_for(lambda: server.gauges()["active"] == 0)
 
     after = server.gauges()
     assert {kind: after[kind] for kind in ("free", "used", "active", "scheduled", "waiting")} == {
-        "free": before["free"], "used": 0, "active": 0, "scheduled": 0, "waiting": 0,
-    }  # fmt: skip
-    assert after["cancelled"] - before["cancelled"] > count // 5, "hardly anybody left while the engine worked"
+        "free": before["free"],
+        "used": 0,
+        "active": 0,
+        "scheduled": 0,
+        "waiting": 0,
+    }
+    assert after["cancelled"] - before["cancelled"] > count // 5, (
+        "hardly anybody left while the engine worked"
+    )
     assert canaries
     assert set(canaries) == {expected}
     assert asyncio.run(canary_text(server.http_port)) == expected

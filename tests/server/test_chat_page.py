@@ -1,4 +1,6 @@
-"""The chat page: what is served, what a browser is to hold it to, and that its parts fit each other and the API."""
+"""The chat page: what is served, what a browser is to hold it to, and that its parts fit each other
+and the API.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_a_page_is_its_file_and_may_run_its_own_script_only(port: int, path: str
     rules = policy(answer)
     for tag in ("script", "style"):
         (text,) = Elements(answer.body.decode()).texts[tag]
-        assert rules[f"{tag}-src"] == [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"]
+        assert rules[f"{tag}-src"] == [
+            f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        ]
     assert (rules["default-src"], rules["connect-src"]) == (["'none'"], ["'self'"])
     assert rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == ["'none'"]
     assert answer.header("x-content-type-options") == "nosniff"
@@ -93,7 +97,9 @@ def test_it_is_one_file_that_fetches_nothing_elsewhere(page: Elements) -> None:
     assert not re.search(r"https?:|[\"'(]//|@import|\bimport\s*\(|\beval\b|innerHTML", text)
     assert set(page.values("href")) == {"data:,", "docs"}
     assert page.values("src") == page.values("style") == []
-    assert not [name for _, attributes in page.found for name in attributes if name.startswith("on")]
+    assert not [
+        name for _, attributes in page.found for name in attributes if name.startswith("on")
+    ]
 
 
 def test_every_control_has_a_label_and_every_reference_a_target(page: Elements) -> None:
@@ -115,7 +121,9 @@ def test_what_it_asks_for_is_there(port: int, page: Elements) -> None:
     (script,) = page.texts["script"]
     asked = set(re.findall(r'"(v1/[\w/]+)"', script))
     assert asked == {"v1/models", "v1/chat/completions", "v1/completions"}
-    assert {f"/{path}" for path in asked} <= set(json.loads(get(port, "/openapi.json").body)["paths"])
+    assert {f"/{path}" for path in asked} <= set(
+        json.loads(get(port, "/openapi.json").body)["paths"]
+    )
     numbers = json.loads(re.search(r"NUMBERS = (\[[^\]]*\])", script)[1])
     sent = {*numbers, "model", "stop", "stream", "stream_options"}
     assert sent | {"messages"} <= set(ChatFields.__struct_fields__)
@@ -124,7 +132,9 @@ def test_what_it_asks_for_is_there(port: int, page: Elements) -> None:
 
 def test_answers_are_the_likeliest_unless_somebody_asks_for_others(page: Elements) -> None:
     """As with `slipstream chat`: small models, which people try first, lose themselves otherwise."""
-    (temperature,) = [attributes for _, attributes in page.found if attributes.get("id") == "temperature"]
+    (temperature,) = [
+        attributes for _, attributes in page.found if attributes.get("id") == "temperature"
+    ]
     assert temperature["value"] == "0"
 
 
@@ -133,22 +143,33 @@ def test_it_is_guarded_like_everything_else() -> None:
         (Access(api_key="user-key"), 401),
         (Access(http_restrictions={"metadata": Restriction("pass", "word")}), 403),
     ):
-        with RunningServer(create_app(ModelRegistry(), ServerState([]), ServerContext(access=access))) as server:
+        with RunningServer(
+            create_app(ModelRegistry(), ServerState([]), ServerContext(access=access))
+        ) as server:
             assert get(server.port, "/").status == status
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="nothing here runs the page's script")
 def test_an_answer_that_is_cleared_away_half_way_is_forgotten() -> None:
     command = ["node", str(Path(__file__).with_name("chat_page.mjs")), str(FILE)]
-    done = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
-    assert done["sent"] == [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]]
+    done = json.loads(
+        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    )
+    assert done["sent"] == [
+        [{"role": "user", "content": "one"}],
+        [{"role": "user", "content": "two"}],
+    ]
     assert (done["status"], done["shown"]) == ("", 2)
-    assert done["models"] == ["mine", "other", "yours", "ensemble", "tensorrt_llm_bls"], "those with names first"
+    assert done["models"] == ["mine", "other", "yours", "ensemble", "tensorrt_llm_bls"], (
+        "those with names first"
+    )
 
 
 def luminance(colour: str) -> float:
     parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 

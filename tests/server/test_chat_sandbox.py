@@ -18,7 +18,9 @@ def grow(start: str, step: str) -> str:
 TOO_MUCH = {
     "nested loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
     "output": "{% for a in range(90000) %}" + "x" * 200 + "{% endfor %}",
-    "captured output": "{% set z %}{% for a in range(90000) %}" + "x" * 200 + "{% endfor %}{% endset %}",
+    "captured output": "{% set z %}{% for a in range(90000) %}"
+    + "x" * 200
+    + "{% endfor %}{% endset %}",
     "output of a macro": "{% macro m() %}{% for a in range(90000) %}LONG{% endfor %}{% endmacro %}{{ m() }}".replace(
         "LONG", "x" * 200
     ),
@@ -78,7 +80,10 @@ def test_too_much_is_refused_before_it_is_made(name):
 
 def test_recursion_without_output_is_refused():
     with pytest.raises(BudgetExceeded, match="steps"):
-        render("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", {})
+        render(
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            {},
+        )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -90,10 +95,15 @@ def test_refused(name):
 @pytest.mark.parametrize(
     "expression",
     [
-        "''.__class__", "'' | attr('__class__')", "''['__class__']",
-        "raise_exception.__globals__", "cycler.__init__", "messages.__class__", "range.__self__",
+        "''.__class__",
+        "'' | attr('__class__')",
+        "''['__class__']",
+        "raise_exception.__globals__",
+        "cycler.__init__",
+        "messages.__class__",
+        "range.__self__",
     ],
-)  # fmt: skip
+)
 def test_internals_are_undefined_and_lead_nowhere(expression):
     assert render("{{ " + expression + " }}", {"messages": []}) == ""
     with pytest.raises(TemplateError):
@@ -115,23 +125,38 @@ def test_a_budget_is_for_one_rendering():
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("{% for i in 'ab' %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}", "1/2,2/2"),
-        ("{% for i in [3, 1, 2] | sort %}{{ loop.revindex }}{{ loop.previtem | default('-') }}{% endfor %}", "3-2112"),
+        (
+            "{% for i in 'ab' %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}",
+            "1/2,2/2",
+        ),
+        (
+            "{% for i in [3, 1, 2] | sort %}{{ loop.revindex }}{{ loop.previtem | default('-') }}{% endfor %}",
+            "3-2112",
+        ),
         ("{% for i in [] %}{% else %}none{% endfor %}", "none"),
         ("{% for i in nothing %}{% else %}none{% endfor %}", "none"),
         ("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}", "a1"),
-        ("{% for i in [1, [2, [3]]] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}", "123"),
-        ("{% for i in [0, 1, 2] %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "02"),
+        (
+            "{% for i in [1, [2, [3]]] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}",
+            "123",
+        ),
+        (
+            "{% for i in [0, 1, 2] %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}",
+            "02",
+        ),
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
         ("{{ 'a' ~ 1 ~ none }}", "a1None"),
         ("{{ '%05.1f|%s' % (3.14159, 'x') }} {{ '{:>4}{}'.format(1, 'a') }}", "003.1|x    1a"),
         ("{{ 20000 | tojson }} {{ 123456 | string }} {{ 99999 | int + 1 }}", "20000 123456 100000"),
-        ("{{ ['a', 'b'] | join('-') }}{{ [{'n': 1}, {'n': 2}] | join('+', attribute='n') }}", "a-b1+2"),
+        (
+            "{{ ['a', 'b'] | join('-') }}{{ [{'n': 1}, {'n': 2}] | join('+', attribute='n') }}",
+            "a-b1+2",
+        ),
         ("{{ {'b': '<&>', 'a': 'é'} | tojson }}", '{"b": "<&>", "a": "é"}'),
         ("{{ 'a\nb' | indent(2) }}", "a\n  b"),
         ("a\n{% if true %}\n  b\n{% endif %}\n", "a\n  b\n"),
         ("{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x | default('-') }}", "1-"),
     ],
-)  # fmt: skip
+)
 def test_ordinary_templates_mean_what_they_meant(source, expected):
     assert render(source, {}) == expected

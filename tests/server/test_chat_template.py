@@ -1,4 +1,6 @@
-"""Rendered conversations against transformers' apply_chat_template, on the shapes that templates have."""
+"""Rendered conversations against transformers' apply_chat_template, on the shapes that templates
+have.
+"""
 
 import functools
 import json
@@ -83,7 +85,13 @@ TOOLS = """\
 {{- ns.seen }} {{ messages | map(attribute='role') | join(', ') }} {{ strftime_now('%Y') | length }}
 {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think></think>' }}{%- endif %}
 """
-TEMPLATES = {"chatml": CHATML, "smollm2": SMOLLM2, "llama3": LLAMA3, "mistral": MISTRAL, "tools": TOOLS}
+TEMPLATES = {
+    "chatml": CHATML,
+    "smollm2": SMOLLM2,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "tools": TOOLS,
+}
 
 CONVERSATIONS = {
     "one": [{"role": "user", "content": "Hello <b>&'\" 日本 🎉"}],
@@ -95,12 +103,18 @@ CONVERSATIONS = {
         {"role": "user", "content": "Sure?"},
     ],
 }
-TOOL_LIST = [{"type": "function", "function": {"name": "add", "parameters": {"a": "<number>", "ü": [1, 2]}}}]
+TOOL_LIST = [
+    {"type": "function", "function": {"name": "add", "parameters": {"a": "<number>", "ü": [1, 2]}}}
+]
 
 
 @functools.cache
 def folder_of(name: str):
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+    }
     folder = samples.write_folder(f"chat_{name}", samples.byte_level_tokenizer(), config=config)
     (folder / "chat_template.jinja").write_text(TEMPLATES[name])
     return folder
@@ -142,7 +156,11 @@ def test_a_template_that_writes_the_beginning_of_text_gets_no_second(name):
 def test_content_in_parts_and_tool_calls():
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image"}]},
-        {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": "<1>"}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"name": "add", "arguments": {"a": "<1>"}}],
+        },
     ]
     expected = theirs("tools").apply_chat_template(messages, tokenize=False)
     assert render_chat(ours("tools"), messages, add_generation_prompt=False) == expected
@@ -150,7 +168,9 @@ def test_content_in_parts_and_tool_calls():
 
 
 def test_a_templates_own_variables():
-    rendered = render_chat(ours("tools"), CONVERSATIONS["one"], variables={"enable_thinking": False})
+    rendered = render_chat(
+        ours("tools"), CONVERSATIONS["one"], variables={"enable_thinking": False}
+    )
     assert rendered.endswith("<think></think>")
     assert not render_chat(ours("tools"), CONVERSATIONS["one"]).endswith("<think></think>")
 
@@ -168,16 +188,24 @@ def test_variables_cannot_replace_what_is_ours(name):
     ("files", "expected"),
     [
         ({"tokenizer_config.json": {"chat_template": "config"}}, "config"),
-        ({"tokenizer_config.json": {"chat_template": "config"}, "chat_template.jinja": "file"}, "file"),
+        (
+            {"tokenizer_config.json": {"chat_template": "config"}, "chat_template.jinja": "file"},
+            "file",
+        ),
         ({"chat_template.json": {"chat_template": "json"}}, "json"),
         (
-            {"tokenizer_config.json": {"chat_template": [
-                {"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"},
-            ]}},
+            {
+                "tokenizer_config.json": {
+                    "chat_template": [
+                        {"name": "default", "template": "plain"},
+                        {"name": "tool_use", "template": "with tools"},
+                    ]
+                }
+            },
             "plain",
         ),
     ],
-)  # fmt: skip
+)
 def test_places_of_a_template(tmp_path, files, expected):
     samples.byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
     for name, content in files.items():
@@ -207,7 +235,10 @@ def template(source: str, tmp_path) -> Tokenizer:
     [
         ("{{ raise_exception('no\nsystem role') }}", "the chat template failed: no system role"),
         ("\n{% for %}", "the chat template is not valid at line 2: "),
-        ("{{ messages[0].nothing.more }}", "the chat template failed: 'dict object' has no attribute 'nothing'"),
+        (
+            "{{ messages[0].nothing.more }}",
+            "the chat template failed: 'dict object' has no attribute 'nothing'",
+        ),
         ("{{ messages[0].content + 1 }}", "the chat template failed: "),
         ("{% include 'other' %}", "the chat template failed: "),
         ("{{ 1 / 0 }}", "the chat template failed: division by zero"),

@@ -1,4 +1,6 @@
-"""A request whose time is over: what there is comes with the reason; one that never ran is told to try again."""
+"""A request whose time is over: what there is comes with the reason; one that never ran is told to
+try again.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Stack:
         self.text = tokenizer.decode([32, 33, 34])
         repo = write_declared(folder / "repo", engine_folder, decoupled_mode=decoupled)
         generator: Any = TextGenerator(tokenizer, self.engine)
-        self.registry: ModelRegistry = build_registry(read_repository(repo), {"tensorrt_llm": generator})
+        self.registry: ModelRegistry = build_registry(
+            read_repository(repo), {"tensorrt_llm": generator}
+        )
         self.state = ServerState([self.engine])
 
 
@@ -54,8 +58,13 @@ def stack(request, tmp_path) -> Stack:
 
 
 def generate(stack: Stack, model: str, endpoint: str) -> Answer:
-    fields = {"text_input": "x", "max_tokens": 50, "timeout": 70_000_000, "return_finish_reason": True,
-              "stream": endpoint == "generate_stream"}
+    fields = {
+        "text_input": "x",
+        "max_tokens": 50,
+        "timeout": 70_000_000,
+        "return_finish_reason": True,
+        "stream": endpoint == "generate_stream",
+    }
     with RunningServer(create_app(stack.registry, stack.state)) as server:
         return post(server.port, f"/v2/models/{model}/{endpoint}", json.dumps(fields).encode())
 
@@ -67,7 +76,9 @@ def test_what_is_no_number_of_microseconds_or_priority_is_refused(stack, name, v
     with RunningServer(create_app(stack.registry, stack.state)) as server:
         answer = post(server.port, "/v2/models/chat/generate", body)
     assert answer.status == 400
-    assert json.loads(answer.body)["error"] == f"{name} must be an integer of 0 or more, got {value!r}"
+    assert (
+        json.loads(answer.body)["error"] == f"{name} must be an integer of 0 or more, got {value!r}"
+    )
     assert not hasattr(stack.engine, "prompt")
 
 
@@ -76,9 +87,14 @@ def test_http_answers_with_what_there_is(stack, model):
     stack.engine.deltas = RAN
     answer = generate(stack, model, "generate")
     told = json.loads(answer.body)
-    assert (answer.status, told["text_output"], told["finish_reason"]) == (200, stack.text, "timeout")
+    assert (answer.status, told["text_output"], told["finish_reason"]) == (
+        200,
+        stack.text,
+        "timeout",
+    )
     _, deadline, _ = stack.engine.rest
-    assert 0 < deadline - time.monotonic() <= 70  # the client's timeout, in microseconds, bounds the whole request
+    # the client's timeout, in microseconds, bounds the whole request
+    assert 0 < deadline - time.monotonic() <= 70
     streamed = generate(stack, model, "generate_stream")
     events = [json.loads(chunk.removeprefix(b"data: ")) for chunk in streamed.chunks]
     assert "".join(event["text_output"] for event in events) == stack.text
@@ -90,13 +106,18 @@ def test_http_says_503_to_what_never_ran(stack, endpoint):
     stack.engine.deltas = NEVER_RAN
     for model in ("ensemble", "chat"):
         answer = generate(stack, model, endpoint)
-        assert (answer.status, json.loads(answer.body)) == (503, {"error": "Request timeout expired"})
+        assert (answer.status, json.loads(answer.body)) == (
+            503,
+            {"error": "Request timeout expired"},
+        )
 
 
 @asynccontextmanager
 async def grpc(stack: Stack) -> AsyncIterator[triton.InferenceServerClient]:
     server = create_grpc_server(stack.registry, stack.state, None, GrpcOptions())
-    client = triton.InferenceServerClient(f"127.0.0.1:{add_port(server, '127.0.0.1:0', GrpcOptions())}")
+    client = triton.InferenceServerClient(
+        f"127.0.0.1:{add_port(server, '127.0.0.1:0', GrpcOptions())}"
+    )
     await server.start()
     try:
         yield client
@@ -107,21 +128,34 @@ async def grpc(stack: Stack) -> AsyncIterator[triton.InferenceServerClient]:
 
 def calls(streaming: bool) -> list[tuple[str, list[Any]]]:
     flag = tensor("return_finish_reason", [True], "BOOL")
-    return [("ensemble", [*text_inputs("x", 50, streaming), flag]), ("chat", [*text_inputs("x", 50, streaming), flag]),
-            ("tensorrt_llm", [*token_inputs([BEGIN, 5], 50, streaming), flag])]
+    return [
+        ("ensemble", [*text_inputs("x", 50, streaming), flag]),
+        ("chat", [*text_inputs("x", 50, streaming), flag]),
+        ("tensorrt_llm", [*token_inputs([BEGIN, 5], 50, streaming), flag]),
+    ]
 
 
 async def test_grpc_streams_answer_with_what_there_is(stack):
     stack.engine.deltas = RAN
     async with grpc(stack) as client:
         for model, inputs in calls(streaming=True):
-            answers = [result for result, error in await ask(client, request(model, inputs)) if error is None]
+            answers = [
+                result
+                for result, error in await ask(client, request(model, inputs))
+                if error is None
+            ]
             answers = [result for result in answers if result.get_response().outputs]
             assert answers[-1].as_numpy("finish_reason").tolist() == [[b"timeout"]]
             if model == "tensorrt_llm":
-                assert [int(i) for r in answers for i in r.as_numpy("output_ids").flatten()] == [32, 33, 34]
+                assert [int(i) for r in answers for i in r.as_numpy("output_ids").flatten()] == [
+                    32,
+                    33,
+                    34,
+                ]
             else:
-                assert b"".join(r.as_numpy("text_output")[0] for r in answers).decode() == stack.text
+                assert (
+                    b"".join(r.as_numpy("text_output")[0] for r in answers).decode() == stack.text
+                )
 
 
 async def test_grpc_calls_answer_with_what_there_is_or_are_unavailable(stack):
@@ -133,6 +167,8 @@ async def test_grpc_calls_answer_with_what_there_is_or_are_unavailable(stack):
             result = await client.infer(model, inputs, timeout=60_000_000)
             assert result.as_numpy("finish_reason").tolist() == [[b"timeout"]]
             stack.engine.deltas = NEVER_RAN
-            with pytest.raises(triton.InferenceServerException, match="Request timeout expired") as refusal:
+            with pytest.raises(
+                triton.InferenceServerException, match="Request timeout expired"
+            ) as refusal:
                 await client.infer(model, inputs, timeout=60_000_000)
             assert refusal.value.status() == "StatusCode.UNAVAILABLE"

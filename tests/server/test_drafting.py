@@ -51,8 +51,14 @@ class Wrong:
     """Guesses that are right now and then, by chance only."""
 
     async def generate(self, request: TextRequest):
-        yield TextDelta("", [(len(request.prompt) * 7 + i) % VOCABULARY for i in range(request.sampling.max_tokens)],
-                        finish_reason="length")
+        yield TextDelta(
+            "",
+            [
+                (len(request.prompt) * 7 + i) % VOCABULARY
+                for i in range(request.sampling.max_tokens)
+            ],
+            finish_reason="length",
+        )
 
 
 async def whole(generator: Any, request: TextRequest) -> tuple[str, list[int], list[float], str]:
@@ -63,18 +69,34 @@ async def whole(generator: Any, request: TextRequest) -> tuple[str, list[int], l
     return "".join(delta.text for delta in deltas), tokens, log_probs, deltas[-1].finish_reason
 
 
-@pytest.mark.parametrize("request_", [
-    TextRequest(PROMPT, SamplingParams(max_tokens=20), ignore_end=True),
-    TextRequest(PROMPT, SamplingParams(max_tokens=20, temperature=1.2, seed=5, log_probs=True), ignore_end=True),
-    TextRequest(PROMPT, SamplingParams(max_tokens=20, repetition_penalty=1.3), stop_words=["4 "], ignore_end=True),
-    TextRequest(PROMPT, SamplingParams(max_tokens=20, end_ids=tuple(range(40)), min_tokens=6)),
-    TextRequest(PROMPT, SamplingParams(max_tokens=1), ignore_end=True),
-], ids=["greedy", "drawn", "stop word", "end", "one"])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        TextRequest(PROMPT, SamplingParams(max_tokens=20), ignore_end=True),
+        TextRequest(
+            PROMPT,
+            SamplingParams(max_tokens=20, temperature=1.2, seed=5, log_probs=True),
+            ignore_end=True,
+        ),
+        TextRequest(
+            PROMPT,
+            SamplingParams(max_tokens=20, repetition_penalty=1.3),
+            stop_words=["4 "],
+            ignore_end=True,
+        ),
+        TextRequest(PROMPT, SamplingParams(max_tokens=20, end_ids=tuple(range(40)), min_tokens=6)),
+        TextRequest(PROMPT, SamplingParams(max_tokens=1), ignore_end=True),
+    ],
+    ids=["greedy", "drawn", "stop word", "end", "one"],
+)
 async def test_the_text_does_not_depend_on_the_drafts(target, request_):
     expected = await whole(target, request_)
     for draft in (target, Wrong()):
         for count in (1, 4, 30):
-            assert await whole(DraftedGenerator(target, target.tokenizer, draft, count), request_) == expected
+            assert (
+                await whole(DraftedGenerator(target, target.tokenizer, draft, count), request_)
+                == expected
+            )
 
 
 class Short:
@@ -90,7 +112,9 @@ async def test_a_text_ends_with_the_context_as_without_drafts(target):
     expected = await whole(target, request)
     assert len(expected[1]) == target.engine.info.max_sequence_tokens - 10
     for draft in (target, Short()):
-        assert await whole(DraftedGenerator(target, target.tokenizer, draft, 30), request) == expected
+        assert (
+            await whole(DraftedGenerator(target, target.tokenizer, draft, 30), request) == expected
+        )
 
 
 async def test_adapters_are_the_targets_and_times_those_of_all_turns(target):
@@ -107,7 +131,9 @@ async def test_adapters_are_the_targets_and_times_those_of_all_turns(target):
     refused = [delta async for delta in drafted.generate(request)]
     assert "seven not found" in refused[-1].error
     assert seen == [None]
-    deltas = [delta async for delta in drafted.generate(TextRequest(PROMPT, sampling, ignore_end=True))]
+    deltas = [
+        delta async for delta in drafted.generate(TextRequest(PROMPT, sampling, ignore_end=True))
+    ]
     times = [delta.timing for delta in deltas]
     assert len(times) > 1
     assert {time.arrived_ns for time in times} == {times[0].arrived_ns}
@@ -117,7 +143,9 @@ async def test_adapters_are_the_targets_and_times_those_of_all_turns(target):
 
 async def test_what_looks_at_the_answer_alone_is_refused(target):
     request = TextRequest(PROMPT, SamplingParams(max_tokens=8, presence_penalty=0.5))
-    with pytest.raises(InferenceError, match="presence_penalty cannot be combined with num_draft_tokens"):
+    with pytest.raises(
+        InferenceError, match="presence_penalty cannot be combined with num_draft_tokens"
+    ):
         await whole(DraftedGenerator(target, target.tokenizer, Wrong(), 4), request)
 
 
@@ -127,7 +155,9 @@ def write_with_draft(folder: Path, engine: Path) -> Path:
     config = folder / "small" / "config.pbtxt"
     config.write_text(config.read_text().replace('"tensorrt_llm"', '"small"', 1))
     bls = folder / "chat" / "config.pbtxt"
-    lines = [line for line in bls.read_text().splitlines() if "tensorrt_llm_draft_model_name" not in line]
+    lines = [
+        line for line in bls.read_text().splitlines() if "tensorrt_llm_draft_model_name" not in line
+    ]
     value = '{ key: "tensorrt_llm_draft_model_name" value { string_value: "small" } }'
     bls.write_text("\n".join([*lines, f"parameters {value}"]))
     return folder
@@ -138,7 +168,9 @@ def test_a_request_asks_for_drafts_of_the_named_model(engine_folder, target, tmp
     assert set(repository.needed_by("chat")) >= {"tensorrt_llm", "small"}
     with ExitStack() as stack:
         registry = build_registry(repository, {"tensorrt_llm": target, "small": target})
-        port = stack.enter_context(RunningServer(create_app(registry, ServerState([target.engine])))).port
+        port = stack.enter_context(
+            RunningServer(create_app(registry, ServerState([target.engine])))
+        ).port
 
         def ask(model: str = "chat", status: int = 200, **fields: Any) -> dict[str, Any]:
             body = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, **fields}
@@ -150,12 +182,20 @@ def test_a_request_asks_for_drafts_of_the_named_model(engine_folder, target, tmp
         assert drafted["text_output"] == plain["text_output"]
         counted = ask(num_draft_tokens=3, return_perf_metrics=True)
         assert counted["total_accepted_draft_tokens"] > 0
-        assert "bad_words cannot be combined" in ask(status=400, num_draft_tokens=3, bad_words=["7"])["error"]
-        assert "use_draft_logits is not taken" in ask(status=400, num_draft_tokens=3, use_draft_logits=True)["error"]
+        assert (
+            "bad_words cannot be combined"
+            in ask(status=400, num_draft_tokens=3, bad_words=["7"])["error"]
+        )
+        assert (
+            "use_draft_logits is not taken"
+            in ask(status=400, num_draft_tokens=3, use_draft_logits=True)["error"]
+        )
 
 
 def test_drafts_need_a_draft_model(engine_folder, tmp_path):
     folder = write_with_draft(tmp_path / "repo", engine_folder)
     shutil.rmtree(folder / "small")
     _, problems = inspect_repository(folder)
-    assert [problem.text for problem in problems.errors] == ["there is no engine model 'small' here"]
+    assert [problem.text for problem in problems.errors] == [
+        "there is no engine model 'small' here"
+    ]

@@ -1,4 +1,6 @@
-"""What a request spent in its engine's queue counts as waiting in the statistics, and not as computing."""
+"""What a request spent in its engine's queue counts as waiting in the statistics, and not as
+computing.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,19 @@ from slipstream.server.inference import InferRequest, InferResponse
 from slipstream.server.statistics import ModelCounters
 
 
-async def spent(request: InferRequest, generated: AsyncGenerator[InferResponse, None]) -> dict[str, Any]:
-    """The nanoseconds of the statistics after this request; the parts are never below zero and make up the whole."""
+async def spent(
+    request: InferRequest, generated: AsyncGenerator[InferResponse, None]
+) -> dict[str, Any]:
+    """The nanoseconds of the statistics after this request; the parts are never below zero and make
+    up the whole.
+    """
     counters = ModelCounters()
     async with aclosing(counters.record(request, generated)) as recorded:
         async for _ in recorded:
             pass
-    times = {name: entry["ns"] for name, entry in counters.document("m", "1")["inference_stats"].items()}
+    times = {
+        name: entry["ns"] for name, entry in counters.document("m", "1")["inference_stats"].items()
+    }
     parts = [times[name] for name in ("queue", "compute_input", "compute_infer", "compute_output")]
     assert min(parts) >= 0
     assert sum(parts) == times["success"]
@@ -33,7 +41,9 @@ async def test_the_engines_queue_counts_as_waiting_and_the_longest_of_a_batch_fo
         await asyncio.sleep(0.004)
         for number in (2, 1):
             branch = request.trail.branch()
-            branch.add_tokens(3, 1, Timing(arrived_ns=10**6, first_scheduled_ns=(1 + number) * 10**6))
+            branch.add_tokens(
+                3, 1, Timing(arrived_ns=10**6, first_scheduled_ns=(1 + number) * 10**6)
+            )
         request.trail.branch().add_tokens(3, 1, Timing(arrived_ns=10**6))  # never came to run
         request.trail.end_infer()
         yield InferResponse()

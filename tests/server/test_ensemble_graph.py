@@ -1,4 +1,6 @@
-"""Ensembles of any models: tensors by the maps, only the steps that are needed, decoupled steps in order."""
+"""Ensembles of any models: tensors by the maps, only the steps that are needed, decoupled steps in
+order.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,14 @@ def config(
         return text
 
     (folder / name).mkdir(exist_ok=True)
-    platform = f'platform: "ensemble"\nensemble_scheduling {{ {steps} }}\n' if steps else 'backend: "python"\n'
-    text = f'name: "{name}"\n{platform}{more}' + tensors("input", inputs) + tensors("output", outputs)
+    platform = (
+        f'platform: "ensemble"\nensemble_scheduling {{ {steps} }}\n'
+        if steps
+        else 'backend: "python"\n'
+    )
+    text = (
+        f'name: "{name}"\n{platform}{more}' + tensors("input", inputs) + tensors("output", outputs)
+    )
     (folder / name / "config.pbtxt").write_text(text)
     problems = Problems()
     read = read_model_config(folder / name, problems)
@@ -43,7 +51,9 @@ def config(
 
 def step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> str:
     def entries(field: str, pairs: dict[str, str]) -> str:
-        return " ".join(f'{field} {{ key: "{key}" value: "{value}" }}' for key, value in pairs.items())
+        return " ".join(
+            f'{field} {{ key: "{key}" value: "{value}" }}' for key, value in pairs.items()
+        )
 
     maps = f"{entries('input_map', inputs)} {entries('output_map', outputs)}"
     return f'step {{ model_name: "{model}" model_version: -1 {maps} }}'
@@ -85,16 +95,27 @@ def ensemble(
     return EnsembleModel(made, registry.find)
 
 
-def add(folder: Path, registry: ModelRegistry, name: str, inputs: list[str], outputs: list[str], answer: Answer,
-        decoupled: bool = False) -> Numbers:  # fmt: skip
+def add(
+    folder: Path,
+    registry: ModelRegistry,
+    name: str,
+    inputs: list[str],
+    outputs: list[str],
+    answer: Answer,
+    decoupled: bool = False,
+) -> Numbers:
     model = Numbers(config(folder, name, inputs, outputs), answer, decoupled)
     registry.add(name, 1, model)
     return model
 
 
-async def run(model: EnsembleModel, outputs: tuple[str, ...] = (), **inputs: int) -> list[InferResponse]:
+async def run(
+    model: EnsembleModel, outputs: tuple[str, ...] = (), **inputs: int
+) -> list[InferResponse]:
     tensors = {name: Tensor(name, "INT32", (1,), [value]) for name, value in inputs.items()}
-    request = InferRequest("whole", "1", tensors, id="r7", outputs=outputs, priority=3, parameters={"p": 1})
+    request = InferRequest(
+        "whole", "1", tensors, id="r7", outputs=outputs, priority=3, parameters={"p": 1}
+    )
     return [response async for response in model.infer(request)]
 
 
@@ -102,19 +123,30 @@ def values(responses: list[InferResponse]) -> list[dict[str, int]]:
     return [{tensor.name: tensor.data[0] for tensor in response.outputs} for response in responses]
 
 
-async def test_a_diamond_of_steps_written_in_any_order(tmp_path: Path, registry: ModelRegistry) -> None:
+async def test_a_diamond_of_steps_written_in_any_order(
+    tmp_path: Path, registry: ModelRegistry
+) -> None:
     add(tmp_path, registry, "double", ["x"], ["y"], lambda given: [{"y": 2 * given["x"]}])
     add(tmp_path, registry, "plus1", ["x"], ["y"], lambda given: [{"y": given["x"] + 1}])
-    add(tmp_path, registry, "sum", ["a", "b"], ["c"], lambda given: [{"c": given["a"] + given["b"]}])
+    add(
+        tmp_path, registry, "sum", ["a", "b"], ["c"], lambda given: [{"c": given["a"] + given["b"]}]
+    )
     model = ensemble(
-        tmp_path, registry, ["IN"], ["OUT"],
+        tmp_path,
+        registry,
+        ["IN"],
+        ["OUT"],
         step("sum", {"a": "left", "b": "right"}, {"c": "OUT"}),
         step("double", {"x": "IN"}, {"y": "left"}),
         step("plus1", {"x": "IN"}, {"y": "right"}),
-    )  # fmt: skip
+    )
     responses = await run(model, IN=10)
     assert values(responses) == [{"OUT": 31}]
-    assert dict(responses[0].parameters) == {"sequence_start": False, "sequence_id": 0, "sequence_end": False}
+    assert dict(responses[0].parameters) == {
+        "sequence_start": False,
+        "sequence_id": 0,
+        "sequence_end": False,
+    }
     assert responses[0].final
     assert not model.decoupled
 
@@ -135,9 +167,19 @@ async def test_only_the_steps_that_are_needed_run(tmp_path: Path, registry: Mode
     assert values(await run(model, IN=5)) == [{"A": 1, "B": 2}]
 
 
-async def test_absent_optional_inputs_are_not_passed(tmp_path: Path, registry: ModelRegistry) -> None:
-    model = add(tmp_path, registry, "m", ["x", "z?"], ["y"], lambda given: [{"y": given.get("z", -1)}])
-    whole = ensemble(tmp_path, registry, ["IN", "MORE?"], ["OUT"], step("m", {"x": "IN", "z": "MORE"}, {"y": "OUT"}))
+async def test_absent_optional_inputs_are_not_passed(
+    tmp_path: Path, registry: ModelRegistry
+) -> None:
+    model = add(
+        tmp_path, registry, "m", ["x", "z?"], ["y"], lambda given: [{"y": given.get("z", -1)}]
+    )
+    whole = ensemble(
+        tmp_path,
+        registry,
+        ["IN", "MORE?"],
+        ["OUT"],
+        step("m", {"x": "IN", "z": "MORE"}, {"y": "OUT"}),
+    )
     assert values(await run(whole, IN=1)) == [{"OUT": -1}]
     assert model.asked == [{"x": 1}]
     assert values(await run(whole, IN=1, MORE=9)) == [{"OUT": 9}]
@@ -147,7 +189,13 @@ async def test_each_answer_of_a_decoupled_step_sets_off_the_next_in_order(
     tmp_path: Path, registry: ModelRegistry
 ) -> None:
     add(
-        tmp_path, registry, "count", ["x"], ["y"], lambda given: [{"y": n} for n in range(given["x"])], decoupled=True
+        tmp_path,
+        registry,
+        "count",
+        ["x"],
+        ["y"],
+        lambda given: [{"y": n} for n in range(given["x"])],
+        decoupled=True,
     )
     square = add(tmp_path, registry, "square", ["x"], ["y"], lambda given: [{"y": given["x"] ** 2}])
     model = ensemble(
@@ -167,8 +215,18 @@ async def test_each_answer_of_a_decoupled_step_sets_off_the_next_in_order(
     assert {(request.priority, request.parameters["p"]) for request in square.requests} == {(3, 1)}
 
 
-async def test_an_error_names_the_ensemble_and_ends_it(tmp_path: Path, registry: ModelRegistry) -> None:
-    add(tmp_path, registry, "breaks", ["x"], ["y"], lambda given: [{"y": 1}, {"error": 1}, {"y": 3}], decoupled=True)
+async def test_an_error_names_the_ensemble_and_ends_it(
+    tmp_path: Path, registry: ModelRegistry
+) -> None:
+    add(
+        tmp_path,
+        registry,
+        "breaks",
+        ["x"],
+        ["y"],
+        lambda given: [{"y": 1}, {"error": 1}, {"y": 3}],
+        decoupled=True,
+    )
     after = add(tmp_path, registry, "after", ["x"], ["y"], lambda given: [{"y": given["x"]}])
     model = ensemble(
         tmp_path,
@@ -192,7 +250,10 @@ async def test_a_step_that_is_not_loaded_is_said_and_makes_it_not_ready(
     assert not model.ready
     (response,) = await run(model, IN=1)
     assert response.error is not None
-    assert response.error.message == "in ensemble 'whole', Request for unknown model: 'gone' is not found"
+    assert (
+        response.error.message
+        == "in ensemble 'whole', Request for unknown model: 'gone' is not found"
+    )
 
 
 async def test_an_ensemble_of_ensembles(tmp_path: Path, registry: ModelRegistry) -> None:
@@ -219,11 +280,14 @@ def graph_errors(folder: Path, whole: ModelConfig, *models: ModelConfig) -> list
 def test_a_graph_that_cannot_run_is_refused_with_every_reason(tmp_path: Path) -> None:
     part = config(tmp_path, "part", ["x", "z"], ["y"])
     whole = config(
-        tmp_path, "whole", ["IN"], ["OUT", "NEVER"],
+        tmp_path,
+        "whole",
+        ["IN"],
+        ["OUT", "NEVER"],
         step("part", {"x": "IN", "q": "IN"}, {"y": "OUT"})
         + step("nobody", {}, {})
         + step("part", {"x": "IN", "z": "IN"}, {"y": "OUT"}),
-    )  # fmt: skip
+    )
     assert graph_errors(tmp_path, whole, part) == [
         "'part' has no input 'q'",
         "input 'z' of 'part' is not mapped",
@@ -237,14 +301,20 @@ def test_steps_that_wait_for_each_other_are_refused(tmp_path: Path) -> None:
     part = config(tmp_path, "part", ["x"], ["y"])
     circle = step("part", {"x": "b"}, {"y": "a"}) + step("part", {"x": "a"}, {"y": "b"})
     whole = config(tmp_path, "whole", ["IN"], ["a"], circle)
-    assert graph_errors(tmp_path, whole, part) == ["some steps wait for tensors that no step before them makes"]
+    assert graph_errors(tmp_path, whole, part) == [
+        "some steps wait for tensors that no step before them makes"
+    ]
     assert run_order(whole.ensemble_steps, whole.input_names) == []
     selfish = config(tmp_path, "selfish", ["IN"], ["O"], step("selfish", {"IN": "IN"}, {"O": "O"}))
     assert graph_errors(tmp_path, selfish) == ["the ensemble contains itself"]
 
 
 def test_needed_steps_go_back_to_what_feeds_them(tmp_path: Path) -> None:
-    chain = step("p", {"x": "IN"}, {"y": "a"}) + step("p", {"x": "a"}, {"y": "b"}) + step("p", {"x": "a"}, {"y": "c"})
+    chain = (
+        step("p", {"x": "IN"}, {"y": "a"})
+        + step("p", {"x": "a"}, {"y": "b"})
+        + step("p", {"x": "a"}, {"y": "c"})
+    )
     steps = config(tmp_path, "whole", ["IN"], ["b", "c"], chain).ensemble_steps
     order = run_order(steps, ["IN"])
     assert needed_steps(order, ["c"]) == [steps[0], steps[2]]

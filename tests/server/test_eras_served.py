@@ -1,4 +1,6 @@
-"""One engine under the tensor names of two eras at once: batches of 2023 and requests of today, the same tokens."""
+"""One engine under the tensor names of two eras at once: batches of 2023 and requests of today, the
+same tokens.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     """The gpt repository of September 2023, and the in-flight one of v0.18."""
     folder = tmp_path_factory.mktemp("eras")
     engine = build_engine(model, folder / "engine", "--max_beam_width", "2")
-    started = [RealServer(write_repository(folder / generation, kind, generation, engine), folder / f"run-{kind}")
-               for kind, generation in (("gpt", "2023-09"), ("inflight_batcher_llm", "v0.18"))]
+    started = [
+        RealServer(
+            write_repository(folder / generation, kind, generation, engine), folder / f"run-{kind}"
+        )
+        for kind, generation in (("gpt", "2023-09"), ("inflight_batcher_llm", "v0.18"))
+    ]
     clients = [triton.InferenceServerClient(server.wait().http) for server in started]
     yield clients[0], clients[1]
     for client, server in zip(clients, started, strict=True):
@@ -56,11 +62,21 @@ def texts(*items: str) -> numpy.ndarray:
 def test_texts_in_batches(servers: tuple[Any, Any], model: Path) -> None:
     old, new = servers
     nothing = texts(*[""] * len(PROMPTS))
-    first = send(old, "ensemble", INPUT_0=texts(*PROMPTS), INPUT_1=column(TOKENS, "uint32"), INPUT_2=nothing,
-                 INPUT_3=nothing).as_numpy("OUTPUT_0")
-    second = send(new, "ensemble", text_input=texts(*PROMPTS), max_tokens=column(TOKENS, "int32")
-                  ).as_numpy("text_output")
-    expected = [prompt + greedy_text(model, prompt, TOKENS, special=True, dtype="float32") for prompt in PROMPTS]
+    first = send(
+        old,
+        "ensemble",
+        INPUT_0=texts(*PROMPTS),
+        INPUT_1=column(TOKENS, "uint32"),
+        INPUT_2=nothing,
+        INPUT_3=nothing,
+    ).as_numpy("OUTPUT_0")
+    second = send(
+        new, "ensemble", text_input=texts(*PROMPTS), max_tokens=column(TOKENS, "int32")
+    ).as_numpy("text_output")
+    expected = [
+        prompt + greedy_text(model, prompt, TOKENS, special=True, dtype="float32")
+        for prompt in PROMPTS
+    ]
     assert [text.decode() for text in first.reshape(-1)] == expected
     assert [text.decode() for text in second.reshape(-1)] == expected
 
@@ -68,16 +84,37 @@ def test_texts_in_batches(servers: tuple[Any, Any], model: Path) -> None:
 def test_tokens_in_batches(servers: tuple[Any, Any]) -> None:
     old, new = servers
     nothing = texts(*[""] * len(PROMPTS))
-    before = send(old, "preprocessing", QUERY=texts(*PROMPTS), BAD_WORDS_DICT=nothing, STOP_WORDS_DICT=nothing,
-                  REQUEST_OUTPUT_LEN=column(TOKENS, "uint32"))
+    before = send(
+        old,
+        "preprocessing",
+        QUERY=texts(*PROMPTS),
+        BAD_WORDS_DICT=nothing,
+        STOP_WORDS_DICT=nothing,
+        REQUEST_OUTPUT_LEN=column(TOKENS, "uint32"),
+    )
     ids, lengths = before.as_numpy("INPUT_ID"), before.as_numpy("REQUEST_INPUT_LEN")
-    assert [set(row[length:]) <= {END} for row, (length,) in zip(ids, lengths, strict=True)] == [True] * 3
-    first = send(old, "tensorrt_llm", input_ids=ids, input_lengths=lengths,
-                 request_output_len=column(TOKENS, "uint32"), end_id=column(END, "uint32"),
-                 pad_id=column(END, "uint32"), output_log_probs=column(True, "bool"))
-    second = send(new, "tensorrt_llm", input_ids=ids, input_lengths=lengths,
-                  request_output_len=column(TOKENS, "int32"), end_id=column(END, "int32"),
-                  return_log_probs=column(True, "bool"))
+    assert [set(row[length:]) <= {END} for row, (length,) in zip(ids, lengths, strict=True)] == [
+        True
+    ] * 3
+    first = send(
+        old,
+        "tensorrt_llm",
+        input_ids=ids,
+        input_lengths=lengths,
+        request_output_len=column(TOKENS, "uint32"),
+        end_id=column(END, "uint32"),
+        pad_id=column(END, "uint32"),
+        output_log_probs=column(True, "bool"),
+    )
+    second = send(
+        new,
+        "tensorrt_llm",
+        input_ids=ids,
+        input_lengths=lengths,
+        request_output_len=column(TOKENS, "int32"),
+        end_id=column(END, "int32"),
+        return_log_probs=column(True, "bool"),
+    )
     rows, others = first.as_numpy("output_ids"), second.as_numpy("output_ids")
     assert rows.shape == others.shape == (3, 1, max(lengths)[0] + TOKENS)
     for row, other, (length,) in zip(rows[:, 0], others[:, 0], lengths, strict=True):
@@ -86,22 +123,47 @@ def test_tokens_in_batches(servers: tuple[Any, Any]) -> None:
         assert set(other[length + TOKENS :]) <= {-1}
     log_probs = first.as_numpy("log_probs")
     assert log_probs.shape == (3, TOKENS, 1)
-    numpy.testing.assert_allclose(log_probs[:, :, 0], second.as_numpy("output_log_probs")[:, 0], atol=1e-3)
-    assert "log_probs" not in {tensor["name"] for tensor in send(
-        old, "tensorrt_llm", input_ids=ids, input_lengths=lengths, request_output_len=column(TOKENS, "uint32")
-    ).get_response()["outputs"]}
+    numpy.testing.assert_allclose(
+        log_probs[:, :, 0], second.as_numpy("output_log_probs")[:, 0], atol=1e-3
+    )
+    assert "log_probs" not in {
+        tensor["name"]
+        for tensor in send(
+            old,
+            "tensorrt_llm",
+            input_ids=ids,
+            input_lengths=lengths,
+            request_output_len=column(TOKENS, "uint32"),
+        ).get_response()["outputs"]
+    }
     whole = send(old, "postprocessing", TOKENS_BATCH=rows).as_numpy("OUTPUT").reshape(-1)
-    assert [text.decode().startswith(prompt) for text, prompt in zip(whole, PROMPTS, strict=True)] == [True] * 3
+    assert [
+        text.decode().startswith(prompt) for text, prompt in zip(whole, PROMPTS, strict=True)
+    ] == [True] * 3
 
 
 def test_beams_in_batches(servers: tuple[Any, Any]) -> None:
     old, new = servers
     ids = numpy.array([[96, 35, 80, END], [96, 41, 70, 77], [96, 34, END, END]], dtype="int32")
     lengths = numpy.array([[3], [4], [2]], dtype="int32")
-    first = send(old, "tensorrt_llm", input_ids=ids, input_lengths=lengths, beam_width=column(2, "uint32"),
-                 request_output_len=column(TOKENS, "uint32"), end_id=column(END, "uint32"))
-    second = send(new, "tensorrt_llm", input_ids=ids, input_lengths=lengths, beam_width=column(2, "int32"),
-                  request_output_len=column(TOKENS, "int32"), end_id=column(END, "int32"))
+    first = send(
+        old,
+        "tensorrt_llm",
+        input_ids=ids,
+        input_lengths=lengths,
+        beam_width=column(2, "uint32"),
+        request_output_len=column(TOKENS, "uint32"),
+        end_id=column(END, "uint32"),
+    )
+    second = send(
+        new,
+        "tensorrt_llm",
+        input_ids=ids,
+        input_lengths=lengths,
+        beam_width=column(2, "int32"),
+        request_output_len=column(TOKENS, "int32"),
+        end_id=column(END, "int32"),
+    )
     rows, others = first.as_numpy("output_ids"), second.as_numpy("output_ids")
     assert rows.shape == (3, 2, 4 + TOKENS)
     assert numpy.where(others < 0, END, others).tolist() == rows.tolist()
@@ -109,19 +171,52 @@ def test_beams_in_batches(servers: tuple[Any, Any]) -> None:
     assert send(old, "postprocessing", TOKENS_BATCH=rows).as_numpy("OUTPUT").size == 6
 
 
-def test_a_text_of_words_with_commas_is_the_list_of_them(servers: tuple[Any, Any], model: Path) -> None:
+def test_a_text_of_words_with_commas_is_the_list_of_them(
+    servers: tuple[Any, Any], model: Path
+) -> None:
     old, new = servers
-    answers = [greedy_text(model, prompt, TOKENS, special=True, dtype="float32") for prompt in PROMPTS]
+    answers = [
+        greedy_text(model, prompt, TOKENS, special=True, dtype="float32") for prompt in PROMPTS
+    ]
     letters = sorted({answer[0] for answer in answers} - {","})[:2]
     bad = texts(*[", ".join(letters)] * len(PROMPTS))
-    first = send(old, "ensemble", INPUT_0=texts(*PROMPTS), INPUT_1=column(TOKENS, "uint32"), INPUT_2=bad,
-                 INPUT_3=texts(*[""] * len(PROMPTS))).as_numpy("OUTPUT_0").reshape(-1)
+    first = (
+        send(
+            old,
+            "ensemble",
+            INPUT_0=texts(*PROMPTS),
+            INPUT_1=column(TOKENS, "uint32"),
+            INPUT_2=bad,
+            INPUT_3=texts(*[""] * len(PROMPTS)),
+        )
+        .as_numpy("OUTPUT_0")
+        .reshape(-1)
+    )
     listed = numpy.array([[letter.encode() for letter in letters]] * len(PROMPTS), dtype=object)
-    second = send(new, "ensemble", text_input=texts(*PROMPTS), max_tokens=column(TOKENS, "int32"), bad_words=listed
-                  ).as_numpy("text_output").reshape(-1)
+    second = (
+        send(
+            new,
+            "ensemble",
+            text_input=texts(*PROMPTS),
+            max_tokens=column(TOKENS, "int32"),
+            bad_words=listed,
+        )
+        .as_numpy("text_output")
+        .reshape(-1)
+    )
     assert first.tolist() == second.tolist()
     for text, prompt in zip(first, PROMPTS, strict=True):
         assert not set(letters) & set(text.decode()[len(prompt) :])
-    ids = send(old, "preprocessing", QUERY=texts(*PROMPTS), BAD_WORDS_DICT=bad,
-               STOP_WORDS_DICT=texts("one", "one, two", ""), REQUEST_OUTPUT_LEN=column(1, "uint32"))
-    assert ids.as_numpy("STOP_WORDS_IDS")[:, 1].tolist() == [[3, -1, -1, -1, -1, -1], [3, 6, -1, -1, -1, -1], [-1] * 6]
+    ids = send(
+        old,
+        "preprocessing",
+        QUERY=texts(*PROMPTS),
+        BAD_WORDS_DICT=bad,
+        STOP_WORDS_DICT=texts("one", "one, two", ""),
+        REQUEST_OUTPUT_LEN=column(1, "uint32"),
+    )
+    assert ids.as_numpy("STOP_WORDS_IDS")[:, 1].tolist() == [
+        [3, -1, -1, -1, -1, -1],
+        [3, 6, -1, -1, -1, -1],
+        [-1] * 6,
+    ]

@@ -1,4 +1,6 @@
-"""Events of a stream are written from a layout made once; each must be what writing its answer alone gives."""
+"""Events of a stream are written from a layout made once; each must be what writing its answer
+alone gives.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,18 @@ def test_every_event_is_what_its_answer_alone_would_be() -> None:
     chance = random.Random(4)
     for _ in range(300):
         request = InferRequest("llm", "1", {}, id=chance.choice(["", "r 1", '"']))
-        events, names, parameters = EventWriter(request), chance.sample(NAMES, chance.randint(0, 4)), {}
+        events, names, parameters = (
+            EventWriter(request),
+            chance.sample(NAMES, chance.randint(0, 4)),
+            {},
+        )
         for _ in range(12):
             if chance.random() < 0.2:  # a model may change its mind
                 names = chance.sample(NAMES, chance.randint(0, 4))
-                parameters = dict(chance.sample([("sequence_id", 0), ("a", "x"), ("b", True)], chance.randint(0, 3)))
+                parameters = dict(
+                    chance.sample(
+                        [("sequence_id", 0), ("a", "x"), ("b", True)], chance.randint(0, 3)
+                    )
+                )
             answer = response(chance, names, parameters)
             assert events.write(answer) == b"data: " + write_response(request, answer) + b"\n\n"

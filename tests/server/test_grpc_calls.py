@@ -1,4 +1,6 @@
-"""Every call beside inference, and what stands around all of them, asked by Triton's own clients of a real engine."""
+"""Every call beside inference, and what stands around all of them, asked by Triton's own clients of
+a real engine.
+"""
 
 import asyncio
 import re
@@ -10,7 +12,16 @@ import grpc
 import pytest
 import tritonclient.grpc as blocking
 from google.protobuf import descriptor_pb2, descriptor_pool
-from grpc_stack import ask, request, running, running_coupled, tensor, text_inputs, token_inputs, until
+from grpc_stack import (
+    ask,
+    request,
+    running,
+    running_coupled,
+    tensor,
+    text_inputs,
+    token_inputs,
+    until,
+)
 from tiny_engine import build_tiny_engine
 from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import InferenceServerException
@@ -41,15 +52,25 @@ def preprocessing_inputs(prompt="3 4"):
 
 async def test_model_config(stack):
     config = (await stack.client.get_model_config("tensorrt_llm")).config
-    assert (config.name, config.max_batch_size, config.model_transaction_policy.decoupled) == ("tensorrt_llm", 8, True)
-    kinds = {found.name: (found.data_type, list(found.dims), found.optional) for found in config.input}
+    assert (config.name, config.max_batch_size, config.model_transaction_policy.decoupled) == (
+        "tensorrt_llm",
+        8,
+        True,
+    )
+    kinds = {
+        found.name: (found.data_type, list(found.dims), found.optional) for found in config.input
+    }
     assert kinds["input_ids"] == (model_config_pb2.TYPE_INT32, [-1], False)
     assert kinds["temperature"][2] is True
     ensemble = (await stack.client.get_model_config("ensemble")).config
     assert [step.model_name for step in ensemble.ensemble_scheduling.step] == [
-        "preprocessing", "tensorrt_llm", "postprocessing",
-    ]  # fmt: skip
-    with pytest.raises(InferenceServerException, match="Request for unknown model: 'nope' is not found"):
+        "preprocessing",
+        "tensorrt_llm",
+        "postprocessing",
+    ]
+    with pytest.raises(
+        InferenceServerException, match="Request for unknown model: 'nope' is not found"
+    ):
         await stack.client.get_model_config("nope")
 
 
@@ -57,7 +78,9 @@ async def test_log_settings(stack):
     before = await stack.client.get_log_settings(as_json=True)
     assert before["settings"]["log_verbose_level"] == {"uint32_param": 0}
     try:
-        changed = await stack.client.update_log_settings({"log_verbose_level": 2, "log_info": False}, as_json=True)
+        changed = await stack.client.update_log_settings(
+            {"log_verbose_level": 2, "log_info": False}, as_json=True
+        )
         assert changed["settings"]["log_verbose_level"] == {"uint32_param": 2}
         assert changed["settings"]["log_info"] == {"bool_param": False}
         assert logging.settings().verbose_level == 2
@@ -70,19 +93,27 @@ async def test_log_settings(stack):
 async def test_trace_settings(stack):
     found = await stack.client.update_trace_settings("chat", {"trace_rate": "10"}, as_json=True)
     assert found["settings"]["trace_rate"] == {"value": ["10"]}
-    assert (await stack.client.get_trace_settings(as_json=True))["settings"]["trace_rate"] == {"value": ["1000"]}
+    assert (await stack.client.get_trace_settings(as_json=True))["settings"]["trace_rate"] == {
+        "value": ["1000"]
+    }
     cleared = await stack.client.update_trace_settings("chat", {"trace_rate": None}, as_json=True)
     assert cleared["settings"]["trace_rate"] == {"value": ["1000"]}
 
 
 async def test_repository_and_shared_memory_without_permission(stack):
-    with pytest.raises(InferenceServerException, match="explicit model load / unload is not allowed"):
+    with pytest.raises(
+        InferenceServerException, match="explicit model load / unload is not allowed"
+    ):
         await stack.client.load_model("chat")
-    with pytest.raises(InferenceServerException, match="explicit model load / unload is not allowed"):
+    with pytest.raises(
+        InferenceServerException, match="explicit model load / unload is not allowed"
+    ):
         await stack.client.unload_model("chat")
     assert (await stack.client.get_system_shared_memory_status(as_json=True)) == {}
     assert (await stack.client.get_cuda_shared_memory_status(as_json=True)) == {}
-    with pytest.raises(InferenceServerException, match="shared memory registration is not allowed") as raised:
+    with pytest.raises(
+        InferenceServerException, match="shared memory registration is not allowed"
+    ) as raised:
         await stack.client.register_system_shared_memory("r", "/r", 8)
     assert raised.value.status() == "StatusCode.UNIMPLEMENTED"
 
@@ -96,7 +127,9 @@ async def test_the_blocking_client(stack):
             arrived = threading.Event()
             later = []
             client.async_infer(
-                "preprocessing", preprocessing_inputs("5"), lambda result, error: (later.append(result), arrived.set())
+                "preprocessing",
+                preprocessing_inputs("5"),
+                lambda result, error: (later.append(result), arrived.set()),
             )
             assert arrived.wait(20)
             return once.as_numpy("INPUT_ID").tolist(), later[0].as_numpy("INPUT_ID").tolist()
@@ -109,23 +142,35 @@ async def test_text_is_the_same_in_a_stream_or_not_and_as_tokens(stack):
     whole = await ask(stack.client, request("ensemble", text_inputs("3 4 5", 6, stream=False)))
     tokens = await ask(stack.client, request("tensorrt_llm", token_inputs([3, 4, 5], 6)))
     text = b"".join(result.as_numpy("text_output")[0] for result, _ in streamed)
-    ids = [token for result, _ in tokens for token in result.as_numpy("output_ids").ravel().tolist()]
+    ids = [
+        token for result, _ in tokens for token in result.as_numpy("output_ids").ravel().tolist()
+    ]
     assert (len(whole), len(ids)) == (1, 6)
     assert text.split() == whole[0][0].as_numpy("text_output")[0].split()
     assert text.split() == [str(token).encode() for token in ids]
 
 
 async def test_compression_both_ways(engine_folder, tmp_path):
-    async with running(engine_folder, tmp_path, options=GrpcOptions(response_compression="gzip")) as stack:
+    async with running(
+        engine_folder, tmp_path, options=GrpcOptions(response_compression="gzip")
+    ) as stack:
         for algorithm in ("gzip", "deflate"):
-            result = await stack.client.infer("preprocessing", preprocessing_inputs(), compression_algorithm=algorithm)
+            result = await stack.client.infer(
+                "preprocessing", preprocessing_inputs(), compression_algorithm=algorithm
+            )
             assert result.as_numpy("INPUT_ID").tolist() == [[3, 4]]
-        answers = await ask(stack.client, request("tensorrt_llm", token_inputs([3], 3)), compression_algorithm="gzip")
+        answers = await ask(
+            stack.client,
+            request("tensorrt_llm", token_inputs([3], 3)),
+            compression_algorithm="gzip",
+        )
         assert sum(result.as_numpy("output_ids").size for result, _ in answers) == 3
 
 
 async def test_a_request_above_the_limit_is_refused(engine_folder, tmp_path):
-    async with running(engine_folder, tmp_path, options=GrpcOptions(largest_request_bytes=20_000)) as stack:
+    async with running(
+        engine_folder, tmp_path, options=GrpcOptions(largest_request_bytes=20_000)
+    ) as stack:
         with pytest.raises(InferenceServerException) as raised:
             await stack.client.infer("preprocessing", preprocessing_inputs("3 " * 20_000))
         assert raised.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
@@ -134,7 +179,10 @@ async def test_a_request_above_the_limit_is_refused(engine_folder, tmp_path):
 
 
 async def test_errors_end_a_stream_for_clients_that_ask_for_it(stack):
-    wrong, right = request("nope", token_inputs([3], 2)), request("tensorrt_llm", token_inputs([3], 2))
+    wrong, right = (
+        request("nope", token_inputs([3], 2)),
+        request("tensorrt_llm", token_inputs([3], 2)),
+    )
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await ask(stack.client, wrong, headers={"triton_grpc_error": "true"})
     assert raised.value.code() == grpc.StatusCode.NOT_FOUND
@@ -152,7 +200,9 @@ async def test_errors_end_a_stream_for_clients_that_ask_for_it(stack):
 
 async def test_a_deadline_cancels_in_the_engine(stack):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await ask(stack.client, request("tensorrt_llm", token_inputs([3], 240)), stream_timeout=0.02)
+        await ask(
+            stack.client, request("tensorrt_llm", token_inputs([3], 240)), stream_timeout=0.02
+        )
     assert raised.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: stack.engine.outstanding == 0)
     await until(lambda: stack.engine.stats.cancelled == 1)
@@ -204,38 +254,60 @@ async def code_of(address, path, **options):
 async def test_without_its_key_no_call_is_answered(engine_folder, tmp_path):
     shared = ServerContext(access=Access(api_key="k1", admin_key="k2"))
     async with running(engine_folder, tmp_path, shared) as stack:
-        others = ["/grpc.health.v1.Health/Check", "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"]
+        others = [
+            "/grpc.health.v1.Health/Check",
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        ]
         for path in [SERVICE + name for name in CALLS] + others:
             assert await code_of(stack.address, path) == "UNAUTHENTICATED", path
             wrong = [("authorization", "Bearer wrong")]
-            assert await code_of(stack.address, path, metadata=wrong) in ("UNAUTHENTICATED", "PERMISSION_DENIED"), path
+            assert await code_of(stack.address, path, metadata=wrong) in (
+                "UNAUTHENTICATED",
+                "PERMISSION_DENIED",
+            ), path
             user = await code_of(stack.address, path, metadata=[("authorization", "Bearer k1")])
-            assert (user == "PERMISSION_DENIED") == (path.removeprefix(SERVICE) in ADMIN), (path, user)
+            assert (user == "PERMISSION_DENIED") == (path.removeprefix(SERVICE) in ADMIN), (
+                path,
+                user,
+            )
             admin = await code_of(stack.address, path, metadata=[("x-api-key", "k2")])
             assert admin not in ("UNAUTHENTICATED", "PERMISSION_DENIED"), path
         assert await stack.client.is_server_live(headers={"authorization": "Bearer k1"})
 
 
-async def test_metadata_that_is_to_be_forwarded_becomes_parameters(engine_folder, tmp_path, monkeypatch):
+async def test_metadata_that_is_to_be_forwarded_becomes_parameters(
+    engine_folder, tmp_path, monkeypatch
+):
     seen = []
     shared = ServerContext(grpc_forwarded_headers=re.compile("x-tenant.*"))
     async with running(engine_folder, tmp_path, shared) as stack:
         model = stack.registry.find("preprocessing").model
         infer = model.infer
-        monkeypatch.setattr(model, "infer", lambda given: seen.append(given.parameters) or infer(given))
-        await stack.client.infer("preprocessing", preprocessing_inputs(), headers={"x-tenant-id": "7", "other": "8"})
+        monkeypatch.setattr(
+            model, "infer", lambda given: seen.append(given.parameters) or infer(given)
+        )
+        await stack.client.infer(
+            "preprocessing", preprocessing_inputs(), headers={"x-tenant-id": "7", "other": "8"}
+        )
     assert seen == [{"x-tenant-id": "7"}]
 
 
 def test_options_reach_the_library():
-    options = GrpcOptions(keepalive_time_ms=1000, max_connection_age_ms=5000, max_connection_age_grace_ms=7)
+    options = GrpcOptions(
+        keepalive_time_ms=1000, max_connection_age_ms=5000, max_connection_age_grace_ms=7
+    )
     arguments = dict(options.channel_arguments())
     assert arguments["grpc.keepalive_time_ms"] == 1000
-    assert (arguments["grpc.max_connection_age_ms"], arguments["grpc.max_connection_age_grace_ms"]) == (5000, 7)
+    assert (
+        arguments["grpc.max_connection_age_ms"],
+        arguments["grpc.max_connection_age_grace_ms"],
+    ) == (5000, 7)
     assert "grpc.max_connection_age_ms" not in dict(GrpcOptions().channel_arguments())
 
 
-@pytest.mark.parametrize("options", [{"server_key": "k"}, {"server_certificate": "c"}, {"root_certificate": "r"}])
+@pytest.mark.parametrize(
+    "options", [{"server_key": "k"}, {"server_certificate": "c"}, {"root_certificate": "r"}]
+)
 def test_half_of_what_tls_needs_is_refused(options):
     with pytest.raises(ValueError):
         GrpcOptions(**options)
@@ -244,9 +316,20 @@ def test_half_of_what_tls_needs_is_refused(options):
 def certificate(folder, name, *options):
     """A key and a certificate for localhost, its own root."""
     paths = [folder / f"{name}.key", folder / f"{name}.crt"]
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
     command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2"]
-    subprocess.run([*command, "-keyout", paths[0], "-out", paths[1]], check=True, capture_output=True)
+    subprocess.run(
+        [*command, "-keyout", paths[0], "-out", paths[1]], check=True, capture_output=True
+    )
     return paths
 
 
@@ -281,9 +364,12 @@ async def test_the_health_service_tells_changes(stack):
             watching = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=20)
             first = next(watching)
             stack.state.draining = True
-            return [first, *watching]  # it ends by itself: a watcher does not hold up a server that leaves
+            # it ends by itself: a watcher does not hold up a server that leaves
+            return [first, *watching]
 
-    assert await asyncio.to_thread(unary, stack.address, "/grpc.health.v1.Health/Check") == b"\x08\x01"
+    assert (
+        await asyncio.to_thread(unary, stack.address, "/grpc.health.v1.Health/Check") == b"\x08\x01"
+    )
     assert await asyncio.to_thread(status) == [b"\x08\x01", b"\x08\x02"]
 
 
@@ -291,7 +377,9 @@ def reflected(address, version, **asked):
     path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
     with grpc.insecure_channel(address) as channel:
         question = grpc_reflection.Request(**asked)
-        call = channel.stream_stream(path, lambda m: m.SerializeToString(), grpc_reflection.Answer.FromString)
+        call = channel.stream_stream(
+            path, lambda m: m.SerializeToString(), grpc_reflection.Answer.FromString
+        )
         return next(call(iter([question]), timeout=20))
 
 
@@ -299,8 +387,9 @@ def reflected(address, version, **asked):
 async def test_reflection(stack, version):
     listed = await asyncio.to_thread(reflected, stack.address, version, list_services="*")
     assert [service.name for service in listed.list_services_response.service] == [
-        "inference.GRPCInferenceService", "grpc.health.v1.Health",
-    ]  # fmt: skip
+        "inference.GRPCInferenceService",
+        "grpc.health.v1.Health",
+    ]
     found = await asyncio.to_thread(
         reflected, stack.address, version, file_containing_symbol="inference.GRPCInferenceService"
     )
@@ -308,10 +397,16 @@ async def test_reflection(stack, version):
     files = found.file_descriptor_response.file_descriptor_proto
     for data in reversed(files):
         pool.AddSerializedFile(data)
-    assert [method.name for method in pool.FindServiceByName("inference.GRPCInferenceService").methods] == CALLS
-    by_name = await asyncio.to_thread(reflected, stack.address, version, file_by_filename="model_config.proto")
+    assert [
+        method.name for method in pool.FindServiceByName("inference.GRPCInferenceService").methods
+    ] == CALLS
+    by_name = await asyncio.to_thread(
+        reflected, stack.address, version, file_by_filename="model_config.proto"
+    )
     assert list(by_name.file_descriptor_response.file_descriptor_proto) == [files[1]]
-    unknown = await asyncio.to_thread(reflected, stack.address, version, file_containing_symbol="a.B")
+    unknown = await asyncio.to_thread(
+        reflected, stack.address, version, file_containing_symbol="a.B"
+    )
     assert unknown.error_response.error_code == 5
 
 
@@ -323,7 +418,12 @@ def wire(descriptor):
 
     def visit(path, message):
         for field in message.field:
-            found[f"{path}.{message.name}.{field.name}"] = (field.number, field.type, field.label, field.type_name)
+            found[f"{path}.{message.name}.{field.name}"] = (
+                field.number,
+                field.type,
+                field.label,
+                field.type_name,
+            )
         for inner in message.nested_type:
             visit(f"{path}.{message.name}", inner)
 
@@ -337,7 +437,8 @@ def wire(descriptor):
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [("grpc_service.proto", service_pb2), ("model_config.proto", model_config_pb2)]
+    ("ours", "theirs"),
+    [("grpc_service.proto", service_pb2), ("model_config.proto", model_config_pb2)],
 )
 def test_messages_are_those_of_tritons_client(ours, theirs):
     expected, found = wire(theirs.DESCRIPTOR), wire(messages.POOL.FindFileByName(ours))

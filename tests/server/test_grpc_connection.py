@@ -31,13 +31,17 @@ async def test_a_connection_is_replaced_when_it_is_old(engine_folder, tmp_path):
 
 async def test_bytes_that_are_no_message_are_told_as_triton_tells_them(engine_folder, tmp_path):
     service = "/inference.GRPCInferenceService"
-    async with running(engine_folder, tmp_path) as stack, grpc.aio.insecure_channel(stack.address) as channel:
+    async with (
+        running(engine_folder, tmp_path) as stack,
+        grpc.aio.insecure_channel(stack.address) as channel,
+    ):
         for method in ("ModelInfer", "ModelMetadata"):
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await channel.unary_unary(f"{service}/{method}")(b"\xff\xff\xff")
             assert (raised.value.code(), raised.value.details()) == (
-                grpc.StatusCode.INTERNAL, "Unable to parse request",
-            )  # fmt: skip
+                grpc.StatusCode.INTERNAL,
+                "Unable to parse request",
+            )
         call = channel.stream_stream(f"{service}/ModelStreamInfer")(iter([b"\xff\xff\xff"]))
         assert [answer async for answer in call] == []
         assert await call.code() is grpc.StatusCode.OK

@@ -1,4 +1,6 @@
-"""Requests that no client would send: whatever the bytes, the answer is Triton's kind of error or an answer."""
+"""Requests that no client would send: whatever the bytes, the answer is Triton's kind of error or
+an answer.
+"""
 
 import random
 import struct
@@ -41,7 +43,9 @@ def raw(chance):
     if kind == 0:
         return chance.randbytes(chance.randrange(24))
     if kind == 1:
-        return struct.pack("<I", chance.choice([0, 1, 5, 2**32 - 1])) + chance.randbytes(chance.randrange(8))
+        return struct.pack("<I", chance.choice([0, 1, 5, 2**32 - 1])) + chance.randbytes(
+            chance.randrange(8)
+        )
     if kind == 2:
         return struct.pack("<2i", 1, 2)
     return b""
@@ -56,7 +60,9 @@ def made(chance):
         given = message.inputs.add(name=chance.choice("abcz"), datatype=chance.choice(DATATYPES))
         given.shape.extend(chance.choices(SIZES, k=chance.randrange(4)))
         if chance.random() < 0.3:
-            given.contents.int_contents.extend(chance.choices([0, 7, -(2**31)], k=chance.randrange(4)))
+            given.contents.int_contents.extend(
+                chance.choices([0, 7, -(2**31)], k=chance.randrange(4))
+            )
         if chance.random() < 0.2:
             given.contents.bytes_contents.append(chance.randbytes(3))
         if chance.random() < 0.1:
@@ -67,7 +73,9 @@ def made(chance):
             message.raw_input_contents.append(raw(chance))
     for name in ("priority", "sequence_id", "triton_x", "free", "timeout"):
         if chance.random() < 0.1:
-            field, value = chance.choice([("int64_param", -5), ("string_param", "s"), ("bool_param", True)])
+            field, value = chance.choice(
+                [("int64_param", -5), ("string_param", "s"), ("bool_param", True)]
+            )
             setattr(message.parameters[name], field, value)
     if chance.random() < 0.3:
         output = message.outputs.add(name=chance.choice(["o", "p"]))
@@ -84,12 +92,18 @@ def damaged(chance, data):
 
 
 def run(config, cases, seed):
-    chance, memory, counts = random.Random(seed), SharedMemory(), {"taken": 0, "refused": 0, "unreadable": 0}
+    chance, memory, counts = (
+        random.Random(seed),
+        SharedMemory(),
+        {"taken": 0, "refused": 0, "unreadable": 0},
+    )
     for number in range(cases):
         message = made(chance)
         if number % 3 == 0:
             try:
-                message = messages.ModelInferRequest.FromString(damaged(chance, message.SerializeToString()))
+                message = messages.ModelInferRequest.FromString(
+                    damaged(chance, message.SerializeToString())
+                )
             except DecodeError:  # gRPC itself answers these
                 counts["unreadable"] += 1
                 continue

@@ -112,8 +112,14 @@ async def ask_blocking(address, model, inputs, empty_final):
     def talk():
         answers = []
         with blocking.InferenceServerClient(address) as client:
-            client.start_stream(lambda result, error: answers.append((result and result.get_response(), error, result)))
-            client.async_stream_infer(model, inputs, request_id="t", enable_empty_final_response=empty_final)
+            client.start_stream(
+                lambda result, error: answers.append(
+                    (result and result.get_response(), error, result)
+                )
+            )
+            client.async_stream_infer(
+                model, inputs, request_id="t", enable_empty_final_response=empty_final
+            )
             client.stop_stream()  # returns when all answers are in
         return answers
 
@@ -129,7 +135,9 @@ def finals(answers):
 
 
 def texts(answers):
-    return b"".join(r.as_numpy("text_output")[0] for response, _, r in answers if response.outputs).decode()
+    return b"".join(
+        r.as_numpy("text_output")[0] for response, _, r in answers if response.outputs
+    ).decode()
 
 
 async def test_health_and_metadata(served):
@@ -163,9 +171,9 @@ async def test_the_last_token_carries_the_final_flag(served, model):
         assert finals(answers)[-1] is True
         assert not any(finals(answers)[:-1])
         assert all(response.outputs for response, _, _ in answers)
-        assert {(response.model_name, response.model_version, response.id) for response, _, _ in answers} == {
-            (model, "1", "t")
-        }
+        assert {
+            (response.model_name, response.model_version, response.id) for response, _, _ in answers
+        } == {(model, "1", "t")}
 
 
 async def test_a_bls_model_ends_with_an_empty_final_only_when_asked(served):
@@ -182,7 +190,9 @@ async def test_a_bls_model_ends_with_an_empty_final_only_when_asked(served):
 
 async def test_an_ensemble_carries_the_sequence_parameters(served):
     (response, _, _), *_ = await ask(served.client, request("ensemble", text_inputs(stream=False)))
-    values = {name: value.WhichOneof("parameter_choice") for name, value in response.parameters.items()}
+    values = {
+        name: value.WhichOneof("parameter_choice") for name, value in response.parameters.items()
+    }
     assert values == {
         "sequence_start": "bool_param",
         "sequence_id": "int64_param",
@@ -201,8 +211,12 @@ async def test_token_ids_in_and_out(served):
 async def test_only_the_outputs_that_were_asked_for(served):
     wanted = [triton.InferRequestedOutput("text_output")]
     answers = await ask(served.client, request("ensemble", text_inputs(), outputs=wanted))
-    assert {output.name for response, _, _ in answers for output in response.outputs} == {"text_output"}
-    with pytest.raises(InferenceServerException, match="unexpected inference output 'x' for model 'preprocessing'"):
+    assert {output.name for response, _, _ in answers for output in response.outputs} == {
+        "text_output"
+    }
+    with pytest.raises(
+        InferenceServerException, match="unexpected inference output 'x' for model 'preprocessing'"
+    ):
         await served.client.infer(
             "preprocessing", preprocessing_inputs(), outputs=[triton.InferRequestedOutput("x")]
         )
@@ -234,21 +248,46 @@ async def test_models_that_answer_once_keep_the_order_of_a_stream(coupled):
 @pytest.mark.parametrize(
     ("model", "inputs", "more", "code", "text"),
     [
-        (MODEL, text_inputs(), {}, "UNIMPLEMENTED",
-         "ModelInfer RPC doesn't support models with decoupled transaction policy"),
+        (
+            MODEL,
+            text_inputs(),
+            {},
+            "UNIMPLEMENTED",
+            "ModelInfer RPC doesn't support models with decoupled transaction policy",
+        ),
         ("nope", text_inputs(), {}, "NOT_FOUND", "Request for unknown model: 'nope' is not found"),
-        ("preprocessing", [], {"model_version": "9"}, "NOT_FOUND",
-         "Request for unknown model: 'preprocessing' version 9 is not found"),
-        ("preprocessing", [], {"model_version": "abc"}, "INVALID_ARGUMENT",
-         "failed to get model version from specified version string 'abc' (details: stol), "
-         "version should be an integral value > 0"),
-        ("preprocessing", [tensor("QUERY", [b"3"], "BYTES"), tensor("REQUEST_OUTPUT_LEN", [1.5], "FP32")], {},
-         "INVALID_ARGUMENT", "[request id: <id_unknown>] inference input 'REQUEST_OUTPUT_LEN' data-type is 'FP32', "
-         "but model 'preprocessing' expects 'INT32'"),
-        ("preprocessing", [tensor("QUERY", [b"3"], "BYTES"), tensor("WHAT", [1], "INT32")], {},
-         "INVALID_ARGUMENT", "unexpected inference input 'WHAT' for model 'preprocessing'"),
+        (
+            "preprocessing",
+            [],
+            {"model_version": "9"},
+            "NOT_FOUND",
+            "Request for unknown model: 'preprocessing' version 9 is not found",
+        ),
+        (
+            "preprocessing",
+            [],
+            {"model_version": "abc"},
+            "INVALID_ARGUMENT",
+            "failed to get model version from specified version string 'abc' (details: stol), "
+            "version should be an integral value > 0",
+        ),
+        (
+            "preprocessing",
+            [tensor("QUERY", [b"3"], "BYTES"), tensor("REQUEST_OUTPUT_LEN", [1.5], "FP32")],
+            {},
+            "INVALID_ARGUMENT",
+            "[request id: <id_unknown>] inference input 'REQUEST_OUTPUT_LEN' data-type is 'FP32', "
+            "but model 'preprocessing' expects 'INT32'",
+        ),
+        (
+            "preprocessing",
+            [tensor("QUERY", [b"3"], "BYTES"), tensor("WHAT", [1], "INT32")],
+            {},
+            "INVALID_ARGUMENT",
+            "unexpected inference input 'WHAT' for model 'preprocessing'",
+        ),
     ],
-)  # fmt: skip
+)
 async def test_errors_of_a_unary_call(served, model, inputs, more, code, text):
     with pytest.raises(InferenceServerException) as raised:
         await served.client.infer(model, inputs, **more)
@@ -302,11 +341,15 @@ async def test_typed_contents_work_like_raw_ones_and_are_checked(served):
             messages.ModelInferResponse.FromString,
         )
         given = messages.ModelInferRequest(model_name="preprocessing")
-        given.inputs.add(name="QUERY", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"3 4")
+        given.inputs.add(
+            name="QUERY", datatype="BYTES", shape=[1, 1]
+        ).contents.bytes_contents.append(b"3 4")
         length = given.inputs.add(name="REQUEST_OUTPUT_LEN", datatype="INT32", shape=[1, 1])
         length.contents.int_contents.append(7)
         answer = await infer(given)
-        found = dict(zip([output.name for output in answer.outputs], answer.raw_output_contents, strict=True))
+        found = dict(
+            zip([output.name for output in answer.outputs], answer.raw_output_contents, strict=True)
+        )
         assert struct.unpack("<2i", found["INPUT_ID"]) == (3, 4)
         length.contents.Clear()
         length.contents.fp32_contents.append(7.0)
@@ -375,7 +418,11 @@ async def test_what_is_not_there_is_unimplemented(served):
 
 
 async def test_a_request_of_several_megabytes_is_taken(served):
-    given = [tensor("QUERY", [b"3 " * (3 << 20)], "BYTES"), tensor("REQUEST_OUTPUT_LEN", [4], "INT32")]
+    given = [
+        tensor("QUERY", [b"3 " * (3 << 20)], "BYTES"),
+        tensor("REQUEST_OUTPUT_LEN", [4], "INT32"),
+    ]
     with pytest.raises(InferenceServerException) as raised:
         await served.client.infer("preprocessing", given)
-    assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"  # by the model's own limit, not by gRPC's
+    # by the model's own limit, not by gRPC's
+    assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"

@@ -1,4 +1,6 @@
-"""Requests that end others, and requests of several prompts, asked by Triton's own clients of a real engine."""
+"""Requests that end others, and requests of several prompts, asked by Triton's own clients of a
+real engine.
+"""
 
 import asyncio
 
@@ -50,8 +52,11 @@ async def test_a_stop_request_ends_the_one_of_its_id_with_what_it_has(stack):
             begun.set()
     ids = sum(len(answer.raw_output_contents[0]) // 4 for answer in answers if answer.outputs)
     assert 0 < ids < 240
-    empty = [(answer.id, answer.parameters["triton_final_response"].bool_param) for answer in answers
-             if not answer.outputs]  # fmt: skip
+    empty = [
+        (answer.id, answer.parameters["triton_final_response"].bool_param)
+        for answer in answers
+        if not answer.outputs
+    ]
     assert empty == [("other", True), ("long", True)]
     await until(lambda: stack.engine.outstanding == 0)
 
@@ -59,9 +64,12 @@ async def test_a_stop_request_ends_the_one_of_its_id_with_what_it_has(stack):
 async def test_a_stop_request_without_an_id_ends_what_runs_without_one_over_its_connection(stack):
     """As upstream's client sends it, `--stop-after-ms` without `--request-id`."""
     stopping = [*token_inputs([3], 1), tensor("stop", [True], "BOOL")]
-    long, stop = (request("tensorrt_llm", inputs, id="") for inputs in (token_inputs([3], 240), stopping))
+    long, stop = (
+        request("tensorrt_llm", inputs, id="") for inputs in (token_inputs([3], 240), stopping)
+    )
     lengths: dict[str, int] = {}
-    own = [("grpc.use_local_subchannel_pool", 1)]  # otherwise the clients of a process share a connection
+    # otherwise the clients of a process share a connection
+    own = [("grpc.use_local_subchannel_pool", 1)]
     async with concurrent.InferenceServerClient(stack.address, channel_args=own) as other:
 
         async def read(name, client, *sent):
@@ -80,15 +88,20 @@ async def test_a_stop_request_without_an_id_ends_what_runs_without_one_over_its_
 
         async with asyncio.timeout(30):
             named = request("tensorrt_llm", token_inputs([3], 240), id="named")
-            await asyncio.gather(read("stopped", stack.client, long, stop), read("other", other, long),
-                                 read("named", stack.client, named))
+            await asyncio.gather(
+                read("stopped", stack.client, long, stop),
+                read("other", other, long),
+                read("named", stack.client, named),
+            )
     assert 0 < lengths["stopped"] < 240
     assert (lengths["other"], lengths["named"]) == (240, 240)
     await until(lambda: stack.engine.outstanding == 0)
 
 
 async def test_a_call_without_an_id_is_stopped_by_another_over_its_connection(coupled):
-    """The empty answer to the stop request comes first: upstream's client reads what comes last as the answer."""
+    """The empty answer to the stop request comes first: upstream's client reads what comes last as
+    the answer.
+    """
     order = []
 
     async def call(name, inputs):
@@ -106,7 +119,9 @@ async def test_a_call_without_an_id_is_stopped_by_another_over_its_connection(co
 
 
 def test_a_stop_request_without_an_id_or_a_connection_is_refused():
-    with pytest.raises(InferenceError, match="A request id must be provided for request cancellation"):
+    with pytest.raises(
+        InferenceError, match="A request id must be provided for request cancellation"
+    ):
         StopRequests().stop(InferRequest("tensorrt_llm", "", {}))
 
 
@@ -114,7 +129,9 @@ async def test_a_stop_request_ends_every_part_of_a_batch(coupled):
     both = batch_of([3, 3], [240, 240], stream=False)
     running = asyncio.create_task(coupled.client.infer("tensorrt_llm", both, request_id="9"))
     await until(lambda: coupled.engine.outstanding == 2)
-    await coupled.client.infer("tensorrt_llm", [*token_inputs([3], 1), tensor("stop", [True], "BOOL")], request_id="9")
+    await coupled.client.infer(
+        "tensorrt_llm", [*token_inputs([3], 1), tensor("stop", [True], "BOOL")], request_id="9"
+    )
     ended = await running
     assert (ended.as_numpy("sequence_length") < 240).all()
     await until(lambda: coupled.engine.outstanding == 0)
@@ -122,7 +139,9 @@ async def test_a_stop_request_ends_every_part_of_a_batch(coupled):
 
 @pytest.fixture
 async def indexed(engine_folder, tmp_path):
-    """The same repository, its models declaring what tells the parts of a batch apart, as upstream's since 0.12."""
+    """The same repository, its models declaring what tells the parts of a batch apart, as
+    upstream's since 0.12.
+    """
     write_repository(tmp_path / "repo", "chat", engine_folder, engine_folder, 8)
     for model in ("tensorrt_llm", "chat"):
         file = tmp_path / "repo" / model / "config.pbtxt"
@@ -135,7 +154,11 @@ async def indexed(engine_folder, tmp_path):
 
 def batch_of(prompts: list[int], lengths: list[int], stream: bool = True):
     """Prompts of one token each, as one request."""
-    rows = {"input_ids": prompts, "input_lengths": [1] * len(prompts), "request_output_len": lengths}
+    rows = {
+        "input_ids": prompts,
+        "input_lengths": [1] * len(prompts),
+        "request_output_len": lengths,
+    }
     inputs = []
     for name, values in (*rows.items(), ("streaming", [stream] * len(prompts))):
         kind, column = "BOOL" if name == "streaming" else "INT32", np.array(values)[:, None]
@@ -147,9 +170,18 @@ def batch_of(prompts: list[int], lengths: list[int], stream: bool = True):
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_batch_on_a_decoupled_model_is_answered_part_by_part(indexed, stream):
     prompts, lengths = [3, 5, 7], [4, 2, 7]
-    parts = [token_inputs([token], count, stream) for token, count in zip(prompts, lengths, strict=True)]
-    expected = [np.concatenate([result.as_numpy("output_ids")[0, 0] for result, _ in
-                                await ask(indexed.client, request("tensorrt_llm", part))]) for part in parts]
+    parts = [
+        token_inputs([token], count, stream) for token, count in zip(prompts, lengths, strict=True)
+    ]
+    expected = [
+        np.concatenate(
+            [
+                result.as_numpy("output_ids")[0, 0]
+                for result, _ in await ask(indexed.client, request("tensorrt_llm", part))
+            ]
+        )
+        for part in parts
+    ]
     answers = await ask(indexed.client, request("tensorrt_llm", batch_of(prompts, lengths, stream)))
     assert {error for _, error in answers} == {None}
     found = {}
@@ -161,20 +193,31 @@ async def test_a_batch_on_a_decoupled_model_is_answered_part_by_part(indexed, st
     assert stream or len(answers) == 3
     for index, ids in found.items():
         assert np.concatenate(ids).tolist() == expected[index].tolist()
-    final = [result.get_response().parameters["triton_final_response"].bool_param for result, _ in answers]
+    final = [
+        result.get_response().parameters["triton_final_response"].bool_param
+        for result, _ in answers
+    ]
     assert final == [False] * (len(answers) - 1) + [True]
     await until(lambda: indexed.engine.outstanding == 0)
 
 
 async def test_a_batch_that_is_given_up_ends_in_the_engine(indexed):
     with pytest.raises(grpc.aio.AioRpcError):
-        await ask(indexed.client, request("tensorrt_llm", batch_of([3, 4], [240, 240])), stream_timeout=0.05)
+        await ask(
+            indexed.client,
+            request("tensorrt_llm", batch_of([3, 4], [240, 240])),
+            stream_timeout=0.05,
+        )
     await until(lambda: indexed.engine.outstanding == 0)
 
 
 async def test_a_type_of_request_that_leaves_part_of_the_work_to_others_is_refused(stack):
-    asked = request("tensorrt_llm", token_inputs([3], 2), parameters={"request_type": "context_only"})
+    asked = request(
+        "tensorrt_llm", token_inputs([3], 2), parameters={"request_type": "context_only"}
+    )
     ((_, error),) = await ask(stack.client, asked)
     assert error.message().startswith("request_type 'context_only' is not taken by this server")
-    whole = request("tensorrt_llm", token_inputs([3], 2), parameters={"request_type": "context_and_generation"})
+    whole = request(
+        "tensorrt_llm", token_inputs([3], 2), parameters={"request_type": "context_and_generation"}
+    )
     assert {error for _, error in await ask(stack.client, whole)} == {None}

@@ -75,7 +75,10 @@ async def test_a_stream_has_at_most_1024_requests_under_way(tmp_path):
         await call.done_writing()
         await until(lambda: gate.begun >= 1024)
         for _ in range(20):  # what was sent before these has arrived when they are answered
-            assert await channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"") == b"\x08\x01"
+            assert (
+                await channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"")
+                == b"\x08\x01"
+            )
         assert gate.begun == 1024
         for _ in range(10):
             gate.go.release()
@@ -91,7 +94,11 @@ async def test_a_stream_has_at_most_1024_requests_under_way(tmp_path):
 def lines(capfd):
     """What was written to the log, without what the client's library may say about its connection."""
     captured = capfd.readouterr()
-    return [line for line in (captured.out + captured.err).splitlines() if "chttp2_transport.cc" not in line]
+    return [
+        line
+        for line in (captured.out + captured.err).splitlines()
+        if "chttp2_transport.cc" not in line
+    ]
 
 
 class Leaving:
@@ -138,13 +145,18 @@ async def test_clients_that_leave_amid_errors_leave_no_line_in_the_log(tmp_path,
             for _ in range(number % 3):
                 assert b"unknown model" in await call.read()
             call.cancel()
-        assert await channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"") == b"\x08\x01"
+        assert (
+            await channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"")
+            == b"\x08\x01"
+        )
     assert lines(capfd) == []
 
 
 @asynccontextmanager
 async def stubborn(after):
-    """A handler that does something more when its client is gone; where `ended` says that it could, and what it saw."""
+    """A handler that does something more when its client is gone; where `ended` says that it could,
+    and what it saw.
+    """
     seen = SimpleNamespace(begun=asyncio.Event(), ended=asyncio.Event(), result=None)
 
     async def handle(call):

@@ -1,4 +1,6 @@
-"""The gRPC server below the service, asked by gRPC's own clients: what a handler sees, and what a client gets."""
+"""The gRPC server below the service, asked by gRPC's own clients: what a handler sees, and what a
+client gets.
+"""
 
 import asyncio
 import sys
@@ -20,7 +22,9 @@ ARGUMENTS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1 << 
 
 @asynccontextmanager
 async def serving(**handlers):
-    server = GrpcServer({f"/test.Service/{name}": handler for name, handler in handlers.items()}, ARGUMENTS)
+    server = GrpcServer(
+        {f"/test.Service/{name}": handler for name, handler in handlers.items()}, ARGUMENTS
+    )
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
@@ -83,8 +87,13 @@ async def test_a_handler_sees_the_metadata_of_its_call():
         return b""
 
     async with serving(Look=Unary(look)) as (_, channel):
-        await channel.unary_unary("/test.Service/Look")(b"", metadata=[("x-name", "v"), ("x-data-bin", b"\xff\x00")])
-    assert [tuple(pair) for pair in seen if pair[0].startswith("x-")] == [("x-name", "v"), ("x-data-bin", b"\xff\x00")]
+        await channel.unary_unary("/test.Service/Look")(
+            b"", metadata=[("x-name", "v"), ("x-data-bin", b"\xff\x00")]
+        )
+    assert [tuple(pair) for pair in seen if pair[0].startswith("x-")] == [
+        ("x-name", "v"),
+        ("x-data-bin", b"\xff\x00"),
+    ]
 
 
 async def test_a_call_ends_with_the_status_its_handler_raises():
@@ -94,7 +103,10 @@ async def test_a_call_ends_with_the_status_its_handler_raises():
     async with serving(Refuse=Unary(refuse)) as (_, channel):
         found = await failure(channel.unary_unary("/test.Service/Refuse")(b""))
         assert found == (grpc.StatusCode.NOT_FOUND, "nö: 100%")
-        assert await failure(channel.unary_unary("/test.Service/Other")(b"")) == (grpc.StatusCode.UNIMPLEMENTED, "")
+        assert await failure(channel.unary_unary("/test.Service/Other")(b"")) == (
+            grpc.StatusCode.UNIMPLEMENTED,
+            "",
+        )
 
 
 async def test_a_handler_that_breaks_is_told_of_in_the_log_only(capfd):
@@ -134,7 +146,9 @@ async def test_a_client_that_leaves_cancels_the_handler(kind, how):
         if how == "leaves":
             call.cancel()
         await waiting.ended.wait()
-        expected = grpc.StatusCode.CANCELLED if how == "leaves" else grpc.StatusCode.DEADLINE_EXCEEDED
+        expected = (
+            grpc.StatusCode.CANCELLED if how == "leaves" else grpc.StatusCode.DEADLINE_EXCEEDED
+        )
         assert (waiting.cancelled, await call.code()) == (True, expected)
         await asyncio.sleep(0)
         assert not server.running
@@ -202,7 +216,9 @@ class Counting:
         writer.close()
 
 
-@pytest.mark.parametrize(("compression", "short"), [("none", False), ("deflate", True), ("gzip", True)])
+@pytest.mark.parametrize(
+    ("compression", "short"), [("none", False), ("deflate", True), ("gzip", True)]
+)
 async def test_answers_are_compressed_where_the_server_is_told_to(compression, short):
     async def large(data, call):
         return bytes(1 << 20)
@@ -221,12 +237,16 @@ async def test_answers_are_compressed_where_the_server_is_told_to(compression, s
 
 async def test_stopping_lets_calls_end_within_the_grace():
     waiting = Waiting()
-    async with serving(Wait=Unary(waiting.unary), Twice=Unary(twice)) as (server, channel), asyncio.timeout(20):
+    async with (
+        serving(Wait=Unary(waiting.unary), Twice=Unary(twice)) as (server, channel),
+        asyncio.timeout(20),
+    ):
         call = channel.unary_unary("/test.Service/Wait")(b"")
         await waiting.begun.wait()
         stopping = asyncio.create_task(server.stop(10))
         code, _ = await failure(channel.unary_unary("/test.Service/Twice")(b""))
-        # The library cancels a call that was on its way when the server said goodbye, and refuses later ones.
+        # The library cancels a call that was on its way when the server said goodbye, and refuses
+        # later ones.
         assert code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert not stopping.done()
         waiting.go.set()
@@ -240,7 +260,10 @@ async def test_stopping_cancels_what_goes_on_longer(grace):
     waiting, streaming = Waiting(), Waiting()
     handlers = {"Wait": Unary(waiting.unary), "Stream": Streaming(streaming.stream)}
     async with serving(**handlers) as (server, channel), asyncio.timeout(20):
-        calls = channel.unary_unary("/test.Service/Wait")(b""), channel.unary_stream("/test.Service/Stream")(b"")
+        calls = (
+            channel.unary_unary("/test.Service/Wait")(b""),
+            channel.unary_stream("/test.Service/Stream")(b""),
+        )
         assert await calls[1].read() == b"first"
         await waiting.begun.wait()
         await streaming.begun.wait()

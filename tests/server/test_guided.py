@@ -1,4 +1,6 @@
-"""Answers that obey a grammar: every kind of guide, on an engine that would rather say something else."""
+"""Answers that obey a grammar: every kind of guide, on an engine that would rather say something
+else.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,13 @@ def build(folder: Path, tokenizer: Path, vocabulary: int = MODEL_VOCABULARY) -> 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     torch.set_num_threads(2)
-    with LLM(build(tmp_path_factory.mktemp("guided"), text_samples.byte_level()), "float32", max_rows=16,
-             threads=2, cache_tokens=16384) as model:
+    with LLM(
+        build(tmp_path_factory.mktemp("guided"), text_samples.byte_level()),
+        "float32",
+        max_rows=16,
+        threads=2,
+        cache_tokens=16384,
+    ) as model:
         yield model
 
 
@@ -52,8 +59,13 @@ def check_schemas(llm: LLM, count: int, seed: int) -> None:
     for start in range(0, count, 10):
         requests = []
         for schema in schemas[start : start + 10]:
-            options = SamplingOptions(max_tokens=900, temperature=chance.choice([0.0, 0.8, 2.0]),
-                                      seed=chance.getrandbits(32), guide_type="json_schema", guide=schema)
+            options = SamplingOptions(
+                max_tokens=900,
+                temperature=chance.choice([0.0, 0.8, 2.0]),
+                seed=chance.getrandbits(32),
+                guide_type="json_schema",
+                guide=schema,
+            )
             requests.append(options.request(f"A document, number {chance.randrange(1000)}:"))
         completions = llm._caller.run(llm._complete_all(requests))
         for schema, completion in zip(schemas[start : start + 10], completions, strict=True):
@@ -76,7 +88,9 @@ EXPRESSIONS = [r"[a-c]{3}-\d{2}", r"(yes|no)!", r"日本[語人]?です。", r" 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_regular_expressions_match_whole_answers(llm, expression):
     for temperature in (0.0, 1.5):
-        (text,) = answers(llm, "Say:", guide_type="regex", guide=expression, temperature=temperature, seed=4)
+        (text,) = answers(
+            llm, "Say:", guide_type="regex", guide=expression, temperature=temperature, seed=4
+        )
         assert re.fullmatch(expression, text), text
 
 
@@ -86,22 +100,36 @@ def test_other_kinds(llm):
     assert re.fullmatch("(hello|bye) [A-Z][a-z]{2}", text)
     choices = ["alpha", "alphabet", "größer 😀", 'a "quoted" \\ one']
     for seed in range(6):
-        (text,) = answers(llm, "Say:", guide_type="choice", guide=choices, temperature=3.0, seed=seed)
+        (text,) = answers(
+            llm, "Say:", guide_type="choice", guide=choices, temperature=3.0, seed=seed
+        )
         assert text in choices
-    (text,) = answers(llm, "Say:", guide_type="choice", guide=json.dumps(["one"]), end_ids=[], ignore_end=True)
+    (text,) = answers(
+        llm, "Say:", guide_type="choice", guide=json.dumps(["one"]), end_ids=[], ignore_end=True
+    )
     assert text == "one"  # ends by itself where no token could end it
     completion = llm.generate("Say:", guide_type="json", max_tokens=30)[0]
     assert completion.text.startswith("{")
 
 
 def test_a_structural_tag_binds_what_is_inside_it(llm):
-    tag = {"type": "structural_tag", "triggers": ["<f="], "structures": [
-        {"begin": "<f=pick>", "schema": {"enum": [1, 2]}, "end": "</f>"}]}
+    tag = {
+        "type": "structural_tag",
+        "triggers": ["<f="],
+        "structures": [{"begin": "<f=pick>", "schema": {"enum": [1, 2]}, "end": "</f>"}],
+    }
     bias = dict.fromkeys(llm.tokenizer.encode("<f=", False), 1000.0)
     complete = 0
     for seed in range(5):
-        completion = llm.generate("Go:", guide_type="structural_tag", guide=tag, max_tokens=80, logit_bias=bias,
-                                  temperature=20.0, seed=seed)[0]
+        completion = llm.generate(
+            "Go:",
+            guide_type="structural_tag",
+            guide=tag,
+            max_tokens=80,
+            logit_bias=bias,
+            temperature=20.0,
+            seed=seed,
+        )[0]
         whole = len(re.findall("<f=pick>[12]</f>", completion.text))
         assert completion.text.count("<f=") - whole <= 1  # the last may be cut by the length
         complete += whole
@@ -113,9 +141,13 @@ def test_free_answers_beside_guided_ones_are_unchanged(llm):
     options = {"max_tokens": 40, "temperature": 0.9, "seed": 7}
     alone = [llm.generate(prompt, **options)[0].tokens for prompt in prompts]
     schema = {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 5, "maxItems": 5}
-    guided = SamplingOptions(**options | {"max_tokens": 300}, guide_type="json_schema", guide=schema)
+    guided = SamplingOptions(
+        **options | {"max_tokens": 300}, guide_type="json_schema", guide=schema
+    )
     free = SamplingOptions(**options)
-    requests = [(guided if index % 2 else free).request(prompt) for index, prompt in enumerate(prompts)]
+    requests = [
+        (guided if index % 2 else free).request(prompt) for index, prompt in enumerate(prompts)
+    ]
     together = llm._caller.run(llm._complete_all(requests))
     for index, completion in enumerate(together):
         if index % 2:
@@ -124,21 +156,32 @@ def test_free_answers_beside_guided_ones_are_unchanged(llm):
             assert completion.tokens == alone[index]
 
 
-@pytest.mark.parametrize(("kind", "guide", "reason"), [
-    ("json_schema", {"not": {"type": "string"}}, "not"),
-    ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
-    ("json_schema", {"type": "object", "minProperties": 2, "required": ["a"]}, "minProperties 2"),
-    ("json_schema", "[" * 100_000, "cannot be read"),
-    ("json_schema", "{nope", "cannot be read"),
-    ("json_schema", "[1]", "a JSON schema is an object"),
-    ("regex", "a(?=b)", "look-around"),
-    ("regex", "[a", "unclosed"),
-    ("ebnf_grammar", "root ::= undefined_rule", "undefined_rule"),
-    ("choice", "[3]", "a JSON list of texts"),
-    ("choice", "[]", "must hold at least one text, and no empty one"),
-    ("choice", ["a", ""], "must hold at least one text, and no empty one"),
-    ("structural_tag", {"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}, "no trigger"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "guide", "reason"),
+    [
+        ("json_schema", {"not": {"type": "string"}}, "not"),
+        ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
+        (
+            "json_schema",
+            {"type": "object", "minProperties": 2, "required": ["a"]},
+            "minProperties 2",
+        ),
+        ("json_schema", "[" * 100_000, "cannot be read"),
+        ("json_schema", "{nope", "cannot be read"),
+        ("json_schema", "[1]", "a JSON schema is an object"),
+        ("regex", "a(?=b)", "look-around"),
+        ("regex", "[a", "unclosed"),
+        ("ebnf_grammar", "root ::= undefined_rule", "undefined_rule"),
+        ("choice", "[3]", "a JSON list of texts"),
+        ("choice", "[]", "must hold at least one text, and no empty one"),
+        ("choice", ["a", ""], "must hold at least one text, and no empty one"),
+        (
+            "structural_tag",
+            {"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]},
+            "no trigger",
+        ),
+    ],
+)
 def test_what_cannot_be_enforced_is_refused_by_name_before_it_runs(llm, kind, guide, reason):
     with pytest.raises(PromptError, match="guided_decoding_guide: ") as refusal:
         llm.generate("Say:", guide_type=kind, guide=guide)
@@ -149,7 +192,9 @@ def test_what_cannot_be_enforced_is_refused_by_name_before_it_runs(llm, kind, gu
 def test_a_grammar_that_grows_without_bound_fails_alone(llm):
     from slipstream.llm import GenerationFailed
 
-    with pytest.raises(GenerationFailed, match="guided_decoding_guide: cannot be followed further") as refusal:
+    with pytest.raises(
+        GenerationFailed, match="guided_decoding_guide: cannot be followed further"
+    ) as refusal:
         llm.generate("Say:", guide_type="regex", guide="(a{1000}){1000}")
     assert "<state>" not in str(refusal.value)
     assert answers(llm, "Say:", guide_type="regex", guide="ab") == ["ab"]
@@ -172,11 +217,17 @@ def test_options_name_the_kinds():
 def test_tokenizers_that_drop_the_first_space(tmp_path, kind):
     tokenizer = text_samples.ALL[kind]()
     with LLM(build(tmp_path, tokenizer), "float32", threads=2, cache_tokens=4096) as llm:
-        schema = {"type": "object", "properties": {"k": {"type": "integer", "minimum": 0, "maximum": 99}},
-                  "required": ["k"], "additionalProperties": False}
+        schema = {
+            "type": "object",
+            "properties": {"k": {"type": "integer", "minimum": 0, "maximum": 99}},
+            "required": ["k"],
+            "additionalProperties": False,
+        }
         for text in answers(llm, ["One", "Two"], guide_type="json_schema", guide=schema):
             jsonschema.validate(json.loads(text), schema)
-        (text,) = answers(llm, "Say", guide_type="regex", guide="[ab]{2} [ab]{2}", temperature=2.0, seed=3)
+        (text,) = answers(
+            llm, "Say", guide_type="regex", guide="[ab]{2} [ab]{2}", temperature=2.0, seed=3
+        )
         assert re.fullmatch("[ab]{2} [ab]{2}", text)
 
 
@@ -211,8 +262,14 @@ def test_scores_through_the_python_interface(llm):
     import numpy as np
     from run_engine import all_logits
 
-    completion = llm.generate("The dog", max_tokens=5, context_logits=True, generation_logits=True,
-                              prompt_log_probs=True, ignore_end=True)[0]
+    completion = llm.generate(
+        "The dog",
+        max_tokens=5,
+        context_logits=True,
+        generation_logits=True,
+        prompt_log_probs=True,
+        ignore_end=True,
+    )[0]
     prompt = llm.tokenizer.encode("The dog")
     logits = all_logits(llm.folder, torch.float32, [prompt + completion.tokens])[0]
     assert np.allclose(completion.context_logits, logits[: len(prompt)], atol=1e-3)
@@ -220,16 +277,24 @@ def test_scores_through_the_python_interface(llm):
     expected = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
     assert np.allclose(completion.prompt_log_probs, expected, atol=1e-3)
     plain = llm.generate("The dog", max_tokens=5)[0]
-    assert (plain.context_logits, plain.generation_logits, plain.prompt_log_probs) == (None, None, None)
+    assert (plain.context_logits, plain.generation_logits, plain.prompt_log_probs) == (
+        None,
+        None,
+        None,
+    )
 
 
 def test_bad_words_never_come_in_what_the_engine_writes(llm):
     plain = llm.generate("The dog", max_tokens=60, temperature=1.5, seed=5, ignore_end=True)[0].text
     letters = set(plain) - {"\ufffd"}  # which stands for bytes that are no letters
     words = sorted(letters, key=plain.count)[-6:]  # the commonest, in any token
-    without = llm.generate("The dog", max_tokens=60, temperature=1.5, seed=5, ignore_end=True, bad_words=words)[0]
+    without = llm.generate(
+        "The dog", max_tokens=60, temperature=1.5, seed=5, ignore_end=True, bad_words=words
+    )[0]
     assert not set(words) & set(without.text)
-    guided = llm.generate("The dog", max_tokens=300, guide_type="choice", guide=["abc", "xyz"], bad_words=["a"])[0]
+    guided = llm.generate(
+        "The dog", max_tokens=300, guide_type="choice", guide=["abc", "xyz"], bad_words=["a"]
+    )[0]
     assert guided.text == "xyz"
 
 

@@ -1,4 +1,6 @@
-"""Guided answers through every model of a repository, and words that never come, with the engine behind a link."""
+"""Guided answers through every model of a repository, and words that never come, with the engine
+behind a link.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,14 @@ from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.build import build_engine
 
-SCHEMA = json.dumps({"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"],
-                     "additionalProperties": False})
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+)
 GUIDE = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": SCHEMA}
 
 
@@ -60,8 +68,9 @@ def test_generate_obeys_a_guide(port, model):
     answer = generate(port, model, **GUIDE, return_finish_reason=True)
     assert json.loads(answer["text_output"]) in ({"n": 1}, {"n": 2})
     assert answer["finish_reason"] == "stop"
-    assert generate(port, model, guided_decoding_guide_type="regex", guided_decoding_guide="[0-9]{4}")[
-        "text_output"].isdigit()
+    assert generate(
+        port, model, guided_decoding_guide_type="regex", guided_decoding_guide="[0-9]{4}"
+    )["text_output"].isdigit()
 
 
 @pytest.mark.parametrize("model", ["ensemble", "chat"])
@@ -72,14 +81,25 @@ def test_streamed_pieces_of_a_guided_answer_join_to_it(port, model):
     assert json.loads("".join(pieces)) in ({"n": 1}, {"n": 2})
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"guided_decoding_guide_type": "xml", "guided_decoding_guide": "a"}, "guided_decoding_guide_type must be one of"),
-    ({"guided_decoding_guide": "a"}, "guided_decoding_guide_type must be one of"),
-    ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide is required"),
-    ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"}, "guided_decoding_guide: cannot be enf"),
-    ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": r"[^\s\S]"},
-     "guided_decoding_guide: cannot be followed further: no token can come next"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"guided_decoding_guide_type": "xml", "guided_decoding_guide": "a"},
+            "guided_decoding_guide_type must be one of",
+        ),
+        ({"guided_decoding_guide": "a"}, "guided_decoding_guide_type must be one of"),
+        ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide is required"),
+        (
+            {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"},
+            "guided_decoding_guide: cannot be enf",
+        ),
+        (
+            {"guided_decoding_guide_type": "regex", "guided_decoding_guide": r"[^\s\S]"},
+            "guided_decoding_guide: cannot be followed further: no token can come next",
+        ),
+    ],
+)
 def test_bad_guides_are_told_by_name(port, fields, message):
     for model in ("ensemble", "chat"):
         assert message in generate(port, model, status=400, **fields)["error"]
@@ -90,8 +110,10 @@ async def test_an_engine_without_a_tokenizer_says_so_over_grpc(engine_folder, tm
     guide = [tensor(name, [text.encode()], "BYTES") for name, text in GUIDE.items()]
     ids = Tokenizer.load(engine_folder).encode("Say: ")
     async with running(engine_folder, repo.parent, keep=True) as stack:
-        for model, inputs in (("ensemble", text_inputs("Say: ", 99, False)),
-                              ("tensorrt_llm", token_inputs(ids, 99, False))):
+        for model, inputs in (
+            ("ensemble", text_inputs("Say: ", 99, False)),
+            ("tensorrt_llm", token_inputs(ids, 99, False)),
+        ):
             ((_, error),) = await ask(stack.client, request(model, [*inputs, *guide]))
             assert "cannot be guided" in str(error)
 
@@ -104,11 +126,18 @@ async def test_the_engine_model_obeys_a_guide(engine_folder, tmp_path):
     repo = write_declared(tmp_path / "repo", engine_folder)
     tokenizer = Tokenizer.load(engine_folder)
     generator: Any = TextGenerator(tokenizer, engine)
-    model = build_registry(read_repository(repo), {"tensorrt_llm": generator}).find("tensorrt_llm").model
+    model = (
+        build_registry(read_repository(repo), {"tensorrt_llm": generator})
+        .find("tensorrt_llm")
+        .model
+    )
     ids = tokenizer.encode("Say: ")
-    inputs = [Tensor("input_ids", "INT32", (1, len(ids)), ids), Tensor("input_lengths", "INT32", (1, 1), [len(ids)]),
-              Tensor("request_output_len", "INT32", (1, 1), [99]),
-              *(Tensor(name, "BYTES", (1, 1), [text.encode()]) for name, text in GUIDE.items())]
+    inputs = [
+        Tensor("input_ids", "INT32", (1, len(ids)), ids),
+        Tensor("input_lengths", "INT32", (1, 1), [len(ids)]),
+        Tensor("request_output_len", "INT32", (1, 1), [99]),
+        *(Tensor(name, "BYTES", (1, 1), [text.encode()]) for name, text in GUIDE.items()),
+    ]
     given = InferRequest("tensorrt_llm", "1", {tensor.name: tensor for tensor in inputs})
     (answer,) = [response async for response in model.infer(given)]
     engine.close()
@@ -126,7 +155,9 @@ def test_bad_words_never_come_however_they_are_cut(port):
 
 
 async def test_all_of_it_crosses_the_link_to_an_engine_process(engine_folder):
-    """Guides, words, tables and scores travel as plain data, and the answers are those of this process."""
+    """Guides, words, tables and scores travel as plain data, and the answers are those of this
+    process.
+    """
     import asyncio
     import math
 
@@ -136,8 +167,15 @@ async def test_all_of_it_crosses_the_link_to_an_engine_process(engine_folder):
     from slipstream.engine.request import Guide, PromptTable, SamplingParams
     from slipstream.server.engine_client import EngineClient
 
-    width = json.loads((engine_folder / "config.json").read_text())["pretrained_config"]["hidden_size"]
-    asked = {"context_logits": True, "generation_logits": True, "prompt_log_probs": True, "timing": True}
+    width = json.loads((engine_folder / "config.json").read_text())["pretrained_config"][
+        "hidden_size"
+    ]
+    asked = {
+        "context_logits": True,
+        "generation_logits": True,
+        "prompt_log_probs": True,
+        "timing": True,
+    }
 
     async def collect(generation) -> tuple[list[int], Scores, Any, str]:
         tokens, scores, timing = [], Scores(), None
@@ -152,11 +190,17 @@ async def test_all_of_it_crosses_the_link_to_an_engine_process(engine_folder):
         table = PromptTable(vocabulary, 2, np.full((2, width), 0.25, np.float32).tobytes())
         ends = (vocabulary - 1,)
         return await asyncio.gather(
-            collect(engine.submit([5, 6], SamplingParams(max_tokens=90, guide=Guide("json_schema", SCHEMA),
-                                                         end_ids=ends))),
+            collect(
+                engine.submit(
+                    [5, 6],
+                    SamplingParams(max_tokens=90, guide=Guide("json_schema", SCHEMA), end_ids=ends),
+                )
+            ),
             collect(engine.submit([5, 6, 7], SamplingParams(max_tokens=9, **asked))),
             collect(engine.submit([5, 6, 7], SamplingParams(max_tokens=30, bad_texts=("a", "e")))),
-            collect(engine.submit([5, vocabulary + 1], SamplingParams(max_tokens=9), prompt_table=table)),
+            collect(
+                engine.submit([5, vocabulary + 1], SamplingParams(max_tokens=9), prompt_table=table)
+            ),
         )
 
     inside = InProcessEngine(start_real_engine(str(engine_folder), SETTINGS))
@@ -172,7 +216,9 @@ async def test_all_of_it_crosses_the_link_to_an_engine_process(engine_folder):
     assert [answer[3] for answer in found] == ["stop", "length", "length", "length"]
     scores, timing = found[1][1], found[1][2]
     for name, count in (("context_logits", 3), ("generation_logits", 9)):
-        ours, theirs = (np.frombuffer(getattr(s, name), np.float32) for s in (scores, expected[1][1]))
+        ours, theirs = (
+            np.frombuffer(getattr(s, name), np.float32) for s in (scores, expected[1][1])
+        )
         assert len(ours) % count == 0
         assert np.allclose(ours, theirs, atol=1e-3)
     assert len(scores.prompt_log_probs) == 2

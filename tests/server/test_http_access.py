@@ -1,4 +1,6 @@
-"""Keys and restricted APIs: everything is refused unless it is allowed, in one place for both protocols."""
+"""Keys and restricted APIs: everything is refused unless it is allowed, in one place for both
+protocols.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +22,54 @@ from slipstream.server.http import create_app
 from slipstream.server.registry import ModelRegistry
 
 ROUTES = {
-    ("GET", "/v2"): 200, ("GET", "/v2/health/live"): 200, ("GET", "/v2/health/ready"): 200,
-    ("GET", "/v2/models/m"): 404, ("GET", "/v2/models/m/config"): 404, ("GET", "/v2/models/m/ready"): 400,
-    ("GET", "/v2/models/m/stats"): 400, ("GET", "/v2/models/stats"): 200, ("POST", "/v2/models/m/infer"): 404,
-    ("POST", "/v2/models/m/generate"): 404, ("POST", "/v2/models/m/generate_stream"): 404,
-    ("GET", "/"): 200, ("GET", "/docs"): 200, ("GET", "/openapi.json"): 200, ("GET", "/v1/models"): 200,
-    ("GET", "/v1/models/m"): 404, ("GET", "/health"): 200, ("GET", "/health_generate"): 200,
-    ("POST", "/v1/chat/completions"): 400, ("POST", "/v1/completions"): 400, ("POST", "/v1/embeddings"): 404,
-}  # fmt: skip
+    ("GET", "/v2"): 200,
+    ("GET", "/v2/health/live"): 200,
+    ("GET", "/v2/health/ready"): 200,
+    ("GET", "/v2/models/m"): 404,
+    ("GET", "/v2/models/m/config"): 404,
+    ("GET", "/v2/models/m/ready"): 400,
+    ("GET", "/v2/models/m/stats"): 400,
+    ("GET", "/v2/models/stats"): 200,
+    ("POST", "/v2/models/m/infer"): 404,
+    ("POST", "/v2/models/m/generate"): 404,
+    ("POST", "/v2/models/m/generate_stream"): 404,
+    ("GET", "/"): 200,
+    ("GET", "/docs"): 200,
+    ("GET", "/openapi.json"): 200,
+    ("GET", "/v1/models"): 200,
+    ("GET", "/v1/models/m"): 404,
+    ("GET", "/health"): 200,
+    ("GET", "/health_generate"): 200,
+    ("POST", "/v1/chat/completions"): 400,
+    ("POST", "/v1/completions"): 400,
+    ("POST", "/v1/embeddings"): 404,
+}
 ADMIN_ROUTES = {
-    ("POST", "/v2/repository/index"): 200, ("POST", "/v2/repository/models/m/load"): 503,
-    ("POST", "/v2/repository/models/m/unload"): 503, ("GET", "/v2/logging"): 200, ("GET", "/v2/trace/setting"): 200,
-    ("GET", "/v2/models/m/trace/setting"): 404, ("GET", "/v2/systemsharedmemory/status"): 200,
+    ("POST", "/v2/repository/index"): 200,
+    ("POST", "/v2/repository/models/m/load"): 503,
+    ("POST", "/v2/repository/models/m/unload"): 503,
+    ("GET", "/v2/logging"): 200,
+    ("GET", "/v2/trace/setting"): 200,
+    ("GET", "/v2/models/m/trace/setting"): 404,
+    ("GET", "/v2/systemsharedmemory/status"): 200,
     ("GET", "/v2/cudasharedmemory/status"): 200,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     access = Access(api_key="user-key", admin_key="admin-key")
-    with RunningServer(create_app(ModelRegistry(), ServerState([]), ServerContext(access=access))) as server:
+    with RunningServer(
+        create_app(ModelRegistry(), ServerState([]), ServerContext(access=access))
+    ) as server:
         yield server.port
 
 
 def status(port: int, method: str, path: str, *headers: list[str]) -> int:
     with Connection(port) as connection:
-        connection.send(request_bytes(method, path, list(headers), b"" if method == "POST" else None))
+        connection.send(
+            request_bytes(method, path, list(headers), b"" if method == "POST" else None)
+        )
         answer = connection.answer()
         assert answer is not None
         return answer.status
@@ -64,7 +88,9 @@ def test_the_key_opens_what_users_need(port: int, route: tuple[str, str], expect
 
 
 @pytest.mark.parametrize(("route", "expected"), ADMIN_ROUTES.items())
-def test_the_admin_key_alone_opens_control(port: int, route: tuple[str, str], expected: int) -> None:
+def test_the_admin_key_alone_opens_control(
+    port: int, route: tuple[str, str], expected: int
+) -> None:
     assert status(port, *route, ["Authorization", "Bearer user-key"]) == 403
     assert status(port, *route, ["Authorization", "Bearer admin-key"]) == expected
 
@@ -92,23 +118,30 @@ def test_of_several_keys_none_opens_control(api: str) -> None:
     access = Access(api_key="ours\ntheirs")
     for protocol in ("http", "grpc"):
         assert refused(access, api, protocol, x_api_key="ours") == (403 if api in ADMIN_APIS else 0)
-        assert refused(access, api, protocol, x_api_key="ours\ntheirs") == (403 if api in ADMIN_APIS else 401)
+        assert refused(access, api, protocol, x_api_key="ours\ntheirs") == (
+            403 if api in ADMIN_APIS else 401
+        )
 
 
 def test_restrictions_are_read_and_what_is_wrong_is_said() -> None:
     assert parse_restrictions(["inference,statistics:key=v=1", "health:h=2"]) == {
-        "inference": Restriction("key", "v=1"), "statistics": Restriction("key", "v=1"),
+        "inference": Restriction("key", "v=1"),
+        "statistics": Restriction("key", "v=1"),
         "health": Restriction("h", "2"),
-    }  # fmt: skip
+    }
     for text, reason in {
-        "inference": "must be", "inference:key": "must be", "infer:key=v": "unknown API 'infer'",
+        "inference": "must be",
+        "inference:key": "must be",
+        "infer:key=v": "unknown API 'infer'",
         "health,health:a=b": "more than once",
-    }.items():  # fmt: skip
+    }.items():
         with pytest.raises(ValueError, match=reason):
             parse_restrictions([text])
 
 
-def test_keys_come_from_files_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_come_from_files_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLIPSTREAM_ADMIN_KEY", "from-environment")
     monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
     (tmp_path / "key").write_text("  from-file\n")

@@ -1,4 +1,6 @@
-"""Bad input gets the recorded status and text, and a stream running beside it does not change by a byte."""
+"""Bad input gets the recorded status and text, and a stream running beside it does not change by a
+byte.
+"""
 
 from __future__ import annotations
 
@@ -54,59 +56,165 @@ def refused(what: str, body: bytes, text: str) -> Bad:
 TABLE = [
     unparsed("empty body", b"", PARSING + "The document is empty. at 0"),
     unparsed("no JSON", b"hello", PARSING + "Invalid value. at 0"),
-    unparsed("half a JSON", b'{"text_input": "a"', PARSING + "Missing a comma or '}' after an object member. at 18"),
+    unparsed(
+        "half a JSON",
+        b'{"text_input": "a"',
+        PARSING + "Missing a comma or '}' after an object member. at 18",
+    ),
     unparsed("an array", b"[]", "attempt to get members for non-object"),
-    unparsed("half a surrogate pair", rb'{"text_input":"\ud83d"}',
-             PARSING + "The surrogate pair in string is invalid. at 15"),
-    unparsed("deeply nested", b"[" * 200_000, PARSING + "More than 128 levels of arrays and objects. at 128"),
-    Bad("missing field", b'{"text_input": "abc"}', 400, "content-length",
+    unparsed(
+        "half a surrogate pair",
+        rb'{"text_input":"\ud83d"}',
+        PARSING + "The surrogate pair in string is invalid. at 15",
+    ),
+    unparsed(
+        "deeply nested",
+        b"[" * 200_000,
+        PARSING + "More than 128 levels of arrays and objects. at 128",
+    ),
+    Bad(
+        "missing field",
+        b'{"text_input": "abc"}',
+        400,
+        "content-length",
         f"[request id: <id_unknown>] {COUNTS} 1 inputs for model 'ensemble'. Got input(s) ['text_input'], but missing "
-        "required input(s) ['max_tokens']. Please provide all required input(s)."),
-    Bad("no field", b'{"id": "r7"}', 400, "content-length",
+        "required input(s) ['max_tokens']. Please provide all required input(s).",
+    ),
+    Bad(
+        "no field",
+        b'{"id": "r7"}',
+        400,
+        "content-length",
         f"[request id: r7] {COUNTS} 0 inputs for model 'ensemble'. Got input(s) [], but missing required input(s) "
-        "['text_input' or 'messages','max_tokens']. Please provide all required input(s)."),
-    refused("missing field behind an optional one", b'{"text_input": "abc", "top_k": 1}', "max_tokens is required"),
-    Bad("field twice", b'{"text_input":"a","text_input":"b","max_tokens":1}', 400, "content-length",
-        "[request id: <id_unknown>] input 'text_input' already exists in request"),
-    Bad("unknown field of a kind that cannot be", fields(flavour=["mint"]), 400, "content-length",
-        "parameter 'flavour' has invalid type. It should be either 'int', 'bool', or 'string'."),
-    unparsed("number as text", fields(max_tokens="4"),
-             "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer"),
-    unparsed("text as number", fields(text_input=5),
-             "Unable to parse JSON bytes array: attempt to access JSON non-string as string"),
-    unparsed("float as integer", fields(max_tokens=2.5),
-             "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer"),
-    unparsed("number as boolean", fields(stream=1),
-             "Unable to parse 'data': attempt to access JSON non-boolean as boolean"),
-    unparsed("negative seed", fields(random_seed=-1),
-             "Unable to parse 'data': attempt to access JSON non-unsigned-integer as unsigned-integer"),
-    unparsed("id that is no string", fields(id=7), "Unable to parse 'id': attempt to access JSON non-string as string"),
-    Bad("two values for one", fields(temperature=[0.5, 0.6]), 400, "content-length",
-        "[request id: <id_unknown>] input 'max_tokens' batch size does not match other inputs for 'ensemble'"),
-    Bad("tensor that JSON cannot hold", fields(prompt_embedding_table=[1.0]), 400, "content-length",
+        "['text_input' or 'messages','max_tokens']. Please provide all required input(s).",
+    ),
+    refused(
+        "missing field behind an optional one",
+        b'{"text_input": "abc", "top_k": 1}',
+        "max_tokens is required",
+    ),
+    Bad(
+        "field twice",
+        b'{"text_input":"a","text_input":"b","max_tokens":1}',
+        400,
+        "content-length",
+        "[request id: <id_unknown>] input 'text_input' already exists in request",
+    ),
+    Bad(
+        "unknown field of a kind that cannot be",
+        fields(flavour=["mint"]),
+        400,
+        "content-length",
+        "parameter 'flavour' has invalid type. It should be either 'int', 'bool', or 'string'.",
+    ),
+    unparsed(
+        "number as text",
+        fields(max_tokens="4"),
+        "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer",
+    ),
+    unparsed(
+        "text as number",
+        fields(text_input=5),
+        "Unable to parse JSON bytes array: attempt to access JSON non-string as string",
+    ),
+    unparsed(
+        "float as integer",
+        fields(max_tokens=2.5),
+        "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer",
+    ),
+    unparsed(
+        "number as boolean",
+        fields(stream=1),
+        "Unable to parse 'data': attempt to access JSON non-boolean as boolean",
+    ),
+    unparsed(
+        "negative seed",
+        fields(random_seed=-1),
+        "Unable to parse 'data': attempt to access JSON non-unsigned-integer as unsigned-integer",
+    ),
+    unparsed(
+        "id that is no string",
+        fields(id=7),
+        "Unable to parse 'id': attempt to access JSON non-string as string",
+    ),
+    Bad(
+        "two values for one",
+        fields(temperature=[0.5, 0.6]),
+        400,
+        "content-length",
+        "[request id: <id_unknown>] input 'max_tokens' batch size does not match other inputs for 'ensemble'",
+    ),
+    Bad(
+        "tensor that JSON cannot hold",
+        fields(prompt_embedding_table=[1.0]),
+        400,
+        "content-length",
         "receiving FP16 data via JSON is not supported. "
-        "Please use the binary data format for input prompt_embedding_table"),
+        "Please use the binary data format for input prompt_embedding_table",
+    ),
     refused("max_tokens 0", fields(max_tokens=0), "max_tokens must be > 0, got 0"),
     refused("max_tokens negative", fields(max_tokens=-1), "max_tokens must be > 0, got -1"),
-    refused("max_tokens beyond INT32, which wraps", fields(max_tokens=3_000_000_000),
-            "max_tokens must be > 0, got -1294967296"),
-    refused("NaN temperature", fields(temperature=float("nan")), "temperature must be a finite number, got nan"),
-    refused("infinite temperature", fields(temperature=1e300), "temperature must be a finite number, got inf"),
+    refused(
+        "max_tokens beyond INT32, which wraps",
+        fields(max_tokens=3_000_000_000),
+        "max_tokens must be > 0, got -1294967296",
+    ),
+    refused(
+        "NaN temperature",
+        fields(temperature=float("nan")),
+        "temperature must be a finite number, got nan",
+    ),
+    refused(
+        "infinite temperature",
+        fields(temperature=1e300),
+        "temperature must be a finite number, got inf",
+    ),
     refused("negative top_k", fields(top_k=-1), "top_k must be >= 0, got -1"),
-    refused("beams", fields(beam_width=2), "Requested beam width 2 is larger than configured max beam width 1"),
-    refused("too many stop words", fields(stop_words=["x"] * 100), "stop_words must hold at most 64 words, got 100"),
-    refused("prompt too long", fields(text_input="x" * 5000),
-            "Prompt length (5000) exceeds maximum input length (4095)."),
-    refused("prompt much too long", fields(text_input="x" * (2 << 20)),
-            f"Prompt length (over 4095, text_input has {2 << 20} bytes) exceeds maximum input length (4095)."),
-    Bad("unknown model", fields(), 404, "content-length", "Request for unknown model: 'nope' is not found",
-        "/v2/models/nope/generate"),
-    Bad("unknown version", fields(), 404, "content-length",
-        "Request for unknown model: 'ensemble' version 9 is not found", "/v2/models/ensemble/versions/9/generate"),
-    Bad("absurd version", fields(), 404, "content-length",
+    refused(
+        "beams",
+        fields(beam_width=2),
+        "Requested beam width 2 is larger than configured max beam width 1",
+    ),
+    refused(
+        "too many stop words",
+        fields(stop_words=["x"] * 100),
+        "stop_words must hold at most 64 words, got 100",
+    ),
+    refused(
+        "prompt too long",
+        fields(text_input="x" * 5000),
+        "Prompt length (5000) exceeds maximum input length (4095).",
+    ),
+    refused(
+        "prompt much too long",
+        fields(text_input="x" * (2 << 20)),
+        f"Prompt length (over 4095, text_input has {2 << 20} bytes) exceeds maximum input length (4095).",
+    ),
+    Bad(
+        "unknown model",
+        fields(),
+        404,
+        "content-length",
+        "Request for unknown model: 'nope' is not found",
+        "/v2/models/nope/generate",
+    ),
+    Bad(
+        "unknown version",
+        fields(),
+        404,
+        "content-length",
+        "Request for unknown model: 'ensemble' version 9 is not found",
+        "/v2/models/ensemble/versions/9/generate",
+    ),
+    Bad(
+        "absurd version",
+        fields(),
+        404,
+        "content-length",
         f"Request for unknown model: 'ensemble' version {'9' * 30} is not found",
-        f"/v2/models/ensemble/versions/{'9' * 30}/generate"),
-]  # fmt: skip
+        f"/v2/models/ensemble/versions/{'9' * 30}/generate",
+    ),
+]
 
 
 class Stage(NamedTuple):
@@ -138,7 +246,9 @@ def check(port: int, bad: Bad) -> None:
 
 
 def test_bad_input_is_told_and_the_canary_sings_on(stage: Stage) -> None:
-    """The whole table, and bodies that are too big, while a stream runs; the stream is the one of a quiet server."""
+    """The whole table, and bodies that are too big, while a stream runs; the stream is the one of a
+    quiet server.
+    """
     quiet = canary(stage.port)
     disturbed: list[list[bytes]] = []
     thread = threading.Thread(target=lambda: disturbed.append(canary(stage.port)))
@@ -159,7 +269,11 @@ def test_streaming_tells_the_same(stage: Stage, bad: Bad) -> None:
     """What is wrong before a model runs is JSON; what a model refuses is an event."""
     answer = post(stage.port, bad.path + "_stream", bad.body)
     assert (answer.status, answer.framing) == (bad.status, bad.framing)
-    expected = "application/json" if bad.framing == "content-length" else "text/event-stream; charset=utf-8"
+    expected = (
+        "application/json"
+        if bad.framing == "content-length"
+        else "text/event-stream; charset=utf-8"
+    )
     assert answer.header("content-type") == expected
     body = answer.body.removeprefix(b"data: ") if bad.framing == "chunked" else answer.body
     assert json.loads(body) == {"error": bad.text}
@@ -171,7 +285,9 @@ def test_body_over_the_limit_is_refused_with_its_size(stage: Stage, chunked: boo
     piece = b" " * (1 << 20)
     head = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % size
     with Connection(stage.port) as connection:
-        connection.send(b"POST " + GENERATE.encode() + b" HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
+        connection.send(
+            b"POST " + GENERATE.encode() + b" HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n"
+        )
         for _ in range(64):
             connection.send(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
         connection.send(b"1\r\n \r\n0\r\n\r\n" if chunked else b" ")
@@ -182,7 +298,8 @@ def test_body_over_the_limit_is_refused_with_its_size(stage: Stage, chunked: boo
             "Use --http-max-input-size to increase the limit."
         )
         assert (answer.status, json.loads(answer.body)) == (400, {"error": text})
-        connection.send(request_bytes("POST", GENERATE, [], fields()))  # the connection is still good
+        # the connection is still good
+        connection.send(request_bytes("POST", GENERATE, [], fields()))
         after = connection.answer()
         assert after is not None
         assert after.status == 200
@@ -200,7 +317,11 @@ def test_huge_body_that_waits_to_be_told_is_not_asked_for(stage: Stage) -> None:
 
 def test_million_tiny_chunks_are_cut_off(stage: Stage) -> None:
     with Connection(stage.port) as connection:
-        head = b"POST " + GENERATE.encode() + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = (
+            b"POST "
+            + GENERATE.encode()
+            + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         try:
             connection.send(head + b"1\r\n \r\n" * 200_000)
             assert connection.head() is None

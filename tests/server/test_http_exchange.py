@@ -30,22 +30,31 @@ class Written(asyncio.Transport):
 def exchange(method: str = "GET", keep_alive: bool = True) -> tuple[Exchange, Written, list[str]]:
     transport, told = Written(), []
     connection = SimpleNamespace(
-        scope={"method": method}, transport=transport, flow=FlowControl(transport), logger=None,
-        expect_100_continue=False, on_response_complete=lambda: told.append("complete"),
-    )  # fmt: skip
+        scope={"method": method},
+        transport=transport,
+        flow=FlowControl(transport),
+        logger=None,
+        expect_100_continue=False,
+        on_response_complete=lambda: told.append("complete"),
+    )
     return Exchange(connection, keep_alive), transport, told
 
 
 async def answer(made: Exchange, headers: list[tuple[bytes, bytes]], *pieces: bytes) -> None:
     await made.send({"type": "http.response.start", "status": 200, "headers": headers})
     for number, piece in enumerate(pieces, 1):
-        await made.send({"type": "http.response.body", "body": piece, "more_body": number < len(pieces)})
+        await made.send(
+            {"type": "http.response.body", "body": piece, "more_body": number < len(pieces)}
+        )
 
 
 async def test_an_answer_with_its_length_goes_out_as_it_is() -> None:
     made, transport, told = exchange()
     await answer(made, [(b"content-type", b"text/plain"), (b"content-length", b"5")], b"he", b"llo")
-    assert transport.data == b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 5\r\n\r\nhello"
+    assert (
+        transport.data
+        == b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 5\r\n\r\nhello"
+    )
     assert (told, transport.closed, made.response_complete) == (["complete"], False, True)
 
 
@@ -60,11 +69,16 @@ async def test_chunks_and_their_end() -> None:
 async def test_without_a_length_it_is_chunks() -> None:
     made, transport, _ = exchange()
     await answer(made, [], b"ab")
-    assert transport.data == b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n"
+    assert (
+        transport.data
+        == b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n"
+    )
 
 
 @pytest.mark.parametrize("headers", [[], [(b"connection", b"close")]])
-async def test_a_connection_that_ends_says_so_once_and_is_closed(headers: list[tuple[bytes, bytes]]) -> None:
+async def test_a_connection_that_ends_says_so_once_and_is_closed(
+    headers: list[tuple[bytes, bytes]],
+) -> None:
     made, transport, _ = exchange(keep_alive=False)
     await answer(made, [*headers, (b"content-length", b"1")], b"a")
     assert transport.data.lower().count(b"connection: close\r\n") == 1
@@ -131,7 +145,9 @@ PART = {"type": "http.response.body", "body": b"part", "more_body": True}
 
 @pytest.mark.parametrize("raised", [None, ValueError("wrong"), asyncio.CancelledError()])
 @pytest.mark.parametrize("messages", [(), (START, PART)])
-async def test_a_part_is_never_taken_for_the_whole(messages: Any, raised: BaseException | None) -> None:
+async def test_a_part_is_never_taken_for_the_whole(
+    messages: Any, raised: BaseException | None
+) -> None:
     """Whatever ends the application early. Only being cancelled is no mistake of its own."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -145,9 +161,13 @@ async def test_a_part_is_never_taken_for_the_whole(messages: Any, raised: BaseEx
     await made.run_asgi(app)
     cancelled = isinstance(raised, asyncio.CancelledError)
     assert transport.closed
-    assert transport.data.startswith(b"HTTP/1.1 200" if messages else b"" if cancelled else b"HTTP/1.1 500")
+    assert transport.data.startswith(
+        b"HTTP/1.1 200" if messages else b"" if cancelled else b"HTTP/1.1 500"
+    )
     assert not transport.data.endswith(b"0\r\n\r\n")
-    assert [type(error) for error in made.logger.errors] == ([] if cancelled else [type(raised or RuntimeError())])
+    assert [type(error) for error in made.logger.errors] == (
+        [] if cancelled else [type(raised or RuntimeError())]
+    )
 
 
 def test_a_target_is_taken_apart() -> None:

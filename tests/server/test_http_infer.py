@@ -1,4 +1,6 @@
-"""Infer on language models: batches taken apart and joined, urgency, the queue's limit, bounds on bodies."""
+"""Infer on language models: batches taken apart and joined, urgency, the queue's limit, bounds on
+bodies.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,15 @@ class Recorder(EchoEngine):
         self.outstanding = 0
         self.finish_reason = ""
 
-    def submit(self, prompt: list[int], sampling: SamplingParams, *, priority: int = 0, deadline: float | None = None,
-               **more: Any) -> EchoGeneration:  # fmt: skip
+    def submit(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        **more: Any,
+    ) -> EchoGeneration:
         self.urgency.append((priority, deadline))
         generation = super().submit(prompt, sampling, priority=priority, deadline=deadline)
         if self.finish_reason:
@@ -58,7 +67,9 @@ class Server:
     def __init__(self, port: int, engine: Recorder) -> None:
         self.port, self.engine = port, engine
 
-    def infer(self, model: str, texts: list[str], tokens: list[int], more: dict[str, Any] | None = None) -> Answer:
+    def infer(
+        self, model: str, texts: list[str], tokens: list[int], more: dict[str, Any] | None = None
+    ) -> Answer:
         inputs = [
             {"name": "text_input", "datatype": "BYTES", "shape": [len(texts), 1], "data": texts},
             {"name": "max_tokens", "datatype": "INT32", "shape": [len(tokens), 1], "data": tokens},
@@ -82,9 +93,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
         def begin(*edits: tuple[str, str]) -> Server:
             folder = write_engine_folder(tmp_path / "engine")
             values = {
-                "engine_dir": str(folder), "tokenizer_dir": str(folder), "decoupled_mode": "false",
-                "exclude_input_in_output": "true", "bls_model_name": "llama",
-            }  # fmt: skip
+                "engine_dir": str(folder),
+                "tokenizer_dir": str(folder),
+                "decoupled_mode": "false",
+                "exclude_input_in_output": "true",
+                "bls_model_name": "llama",
+            }
             for name in ("llama", "ensemble", "preprocessing", "postprocessing", "tensorrt_llm"):
                 text = fill(template("tensorrt_llm_bls" if name == "llama" else name), values)
                 for old, new in edits if name == "tensorrt_llm" else ():
@@ -105,8 +119,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_a_batch_gives_each_prompt_its_own_text(start: Start, model: str) -> None:
     outputs = start().outputs(model, ["abc", "xy", "héé"], [4, 3, 5])
     assert outputs["text_output"] == {
-        "name": "text_output", "datatype": "BYTES", "shape": [3], "data": ["abca", "xyx", "héé"],
-    }  # fmt: skip
+        "name": "text_output",
+        "datatype": "BYTES",
+        "shape": [3],
+        "data": ["abca", "xyx", "héé"],
+    }
 
 
 def test_one_bad_prompt_fails_the_whole_batch_and_says_why(start: Start) -> None:
@@ -123,15 +140,24 @@ def test_ids_of_different_lengths_are_padded_to_one_shape(start: Start) -> None:
         {"name": "input_lengths", "datatype": "INT32", "shape": [2, 1], "data": [2, 1]},
         {"name": "request_output_len", "datatype": "INT32", "shape": [2, 1], "data": [3, 1]},
     ]
-    answer = post(start().port, "/v2/models/tensorrt_llm/infer", json.dumps({"inputs": inputs}).encode())
+    answer = post(
+        start().port, "/v2/models/tensorrt_llm/infer", json.dumps({"inputs": inputs}).encode()
+    )
     outputs = {output["name"]: output for output in json.loads(answer.body)["outputs"]}
     assert outputs["output_ids"]["shape"] == [2, 1, 3]
     assert outputs["output_ids"]["data"] == [65, 66, 65, 70, -1, -1]
     assert outputs["sequence_length"]["data"] == [3, 1]
 
 
-@pytest.mark.parametrize(("ids", "lengths", "status"), [
-    ("INT32", "INT32", 200), ("INT32", "UINT32", 200), ("UINT32", "INT32", 400), ("INT32", "INT64", 400)])
+@pytest.mark.parametrize(
+    ("ids", "lengths", "status"),
+    [
+        ("INT32", "INT32", 200),
+        ("INT32", "UINT32", 200),
+        ("UINT32", "INT32", 400),
+        ("INT32", "INT64", 400),
+    ],
+)
 def test_lengths_may_be_unsigned_as_the_clients_of_2023_send_them(
     start: Start, ids: str, lengths: str, status: int
 ) -> None:
@@ -140,7 +166,9 @@ def test_lengths_may_be_unsigned_as_the_clients_of_2023_send_them(
         {"name": "input_lengths", "datatype": lengths, "shape": [1, 1], "data": [2]},
         {"name": "request_output_len", "datatype": lengths, "shape": [1, 1], "data": [3]},
     ]
-    answer = post(start().port, "/v2/models/tensorrt_llm/infer", json.dumps({"inputs": inputs}).encode())
+    answer = post(
+        start().port, "/v2/models/tensorrt_llm/infer", json.dumps({"inputs": inputs}).encode()
+    )
     assert answer.status == status
     assert ("data-type is" in answer.body.decode()) is (status == 400)
 
@@ -149,7 +177,9 @@ def test_all_four_ways_in_give_the_same_text(start: Start) -> None:
     server = start()
     body = json.dumps({"text_input": "abc", "max_tokens": 5}).encode()
     once = json.loads(post(server.port, "/v2/models/ensemble/generate", body).body)["text_output"]
-    event = post(server.port, "/v2/models/ensemble/generate_stream", body).body.removeprefix(b"data: ")
+    event = post(server.port, "/v2/models/ensemble/generate_stream", body).body.removeprefix(
+        b"data: "
+    )
     assert once == json.loads(event)["text_output"] == "abcab"
     assert server.outputs("ensemble", ["abc"], [5])["text_output"]["data"] == ["abcab"]
 
@@ -167,7 +197,9 @@ def test_priority_and_timeout_reach_the_engine(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("default", "as_none"), [("", 2), ("default_priority_level: 1", 1)])
-def test_the_first_priority_goes_before_requests_that_bring_none(start: Start, default: str, as_none: int) -> None:
+def test_the_first_priority_goes_before_requests_that_bring_none(
+    start: Start, default: str, as_none: int
+) -> None:
     """Unless the configuration says that those are the first as well."""
     server = start(("dynamic_batching {", f"dynamic_batching {{ {default}"))
     for level in range(4):  # 0 is none
@@ -178,7 +210,9 @@ def test_the_first_priority_goes_before_requests_that_bring_none(start: Start, d
 
 
 def test_a_level_beyond_those_of_the_model_is_its_default(start: Start) -> None:
-    server = start(("dynamic_batching {", "dynamic_batching { priority_levels: 4 default_priority_level: 3"))
+    server = start(
+        ("dynamic_batching {", "dynamic_batching { priority_levels: 4 default_priority_level: 3")
+    )
     for level in (0, 1, 2, 4, 5, 2**40):
         server.outputs("ensemble", ["a"], [1], {"parameters": {"priority": level}})
     assert [priority for priority, _ in server.engine.urgency] == [-3, -1, -2, -4, -3, -3]
@@ -189,8 +223,6 @@ def test_a_request_whose_time_is_up_before_it_began_is_refused(start: Start) -> 
     server.engine.finish_reason = "timeout"
     answer = server.infer("llama", ["a"], [1], {"parameters": {"timeout": 1}})
     assert (answer.status, json.loads(answer.body)) == (503, {"error": "Request timeout expired"})
-
-
 
 
 def policy(rules: str) -> tuple[str, str]:
@@ -229,7 +261,9 @@ def test_a_priority_of_any_size_can_be_told_to_the_engine(start: Start, level: i
         ("timeout_action: DELAY default_timeout_microseconds: 2000000", 0, None),
     ],
 )
-def test_the_queue_policys_timeout(start: Start, rules: str, given: int, expected: float | None) -> None:
+def test_the_queue_policys_timeout(
+    start: Start, rules: str, given: int, expected: float | None
+) -> None:
     server = start(policy(rules))
     before = time.monotonic()
     server.outputs("llama", ["a"], [1], {"parameters": {"timeout": given}})
@@ -251,10 +285,15 @@ def test_a_small_body_that_becomes_a_big_one_is_refused(start: Start) -> None:
 def test_an_unknown_encoding_and_a_body_that_is_too_big(start: Start) -> None:
     server = start()
     answer = post(server.port, "/v2/models/llama/infer", b"{}", [["Content-Encoding", "br"]])
-    assert (answer.status, json.loads(answer.body)) == (501, {"error": "Unsupported compression type"})
+    assert (answer.status, json.loads(answer.body)) == (
+        501,
+        {"error": "Unsupported compression type"},
+    )
     answer = post(server.port, "/v2/models/llama/infer", b" " * (MAX_BYTES + 1))
     assert answer.status == 400
-    assert json.loads(answer.body)["error"].startswith(f"request JSON size of {MAX_BYTES + 1} bytes exceeds")
+    assert json.loads(answer.body)["error"].startswith(
+        f"request JSON size of {MAX_BYTES + 1} bytes exceeds"
+    )
 
 
 HOSTILE = {
@@ -263,10 +302,11 @@ HOSTILE = {
     "a size beyond the body": {"shape": [1], "parameters": {"binary_data_size": 10**12}},
     "a size that is no number": {"shape": [1], "parameters": {"binary_data_size": "x"}},
     "a region nobody registered": {
-        "shape": [1], "parameters": {"shared_memory_region": "x", "shared_memory_byte_size": 4},
+        "shape": [1],
+        "parameters": {"shared_memory_region": "x", "shared_memory_byte_size": 4},
     },
     "two sources": {"shape": [1], "data": [1], "parameters": {"binary_data_size": 4}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("given", HOSTILE.values(), ids=HOSTILE.keys())
@@ -287,7 +327,10 @@ def test_splitting_and_joining_are_each_others_reverse() -> None:
 
 def test_joining_logits_makes_no_list_of_them_and_fills_shorter_prompts() -> None:
     lengths, width = (3, 5, 1), 40_000
-    parts = [Tensor("context_logits", "FP32", (1, count, width), array("f", range(count * width))) for count in lengths]
+    parts = [
+        Tensor("context_logits", "FP32", (1, count, width), array("f", range(count * width)))
+        for count in lengths
+    ]
     joined = join([InferResponse([part]) for part in parts]).outputs[0]
     assert joined.shape == (3, 5, width)
     assert isinstance(joined.data, memoryview)
@@ -322,7 +365,13 @@ class LogitsModel:
 
     async def infer(self, request):
         count = request.inputs["input_ids"].first
-        yield InferResponse([Tensor("context_logits", "FP32", (1, count, 30_000), array("f", bytes(120_000 * count)))])
+        yield InferResponse(
+            [
+                Tensor(
+                    "context_logits", "FP32", (1, count, 30_000), array("f", bytes(120_000 * count))
+                )
+            ]
+        )
 
 
 def test_joining_pads_inner_dimensions_too() -> None:

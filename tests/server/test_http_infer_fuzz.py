@@ -23,9 +23,29 @@ from slipstream.server.infer_request import read_infer_call
 from slipstream.server.shared_memory import SharedMemory
 
 PIECES = [
-    b"{", b"}", b"[", b"]", b",", b":", b'"', b"null", b"-1", b"1e999", b"18446744073709551616", b'"shape"', b" ",
-    b'"data"', b'"parameters"', b'"binary_data_size"', b'"BYTES"', b'"FP16"', b"\xff", b"\x00", b"true", b"7",
-]  # fmt: skip
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b'"',
+    b"null",
+    b"-1",
+    b"1e999",
+    b"18446744073709551616",
+    b'"shape"',
+    b" ",
+    b'"data"',
+    b'"parameters"',
+    b'"binary_data_size"',
+    b'"BYTES"',
+    b'"FP16"',
+    b"\xff",
+    b"\x00",
+    b"true",
+    b"7",
+]
 
 
 def damaged(body: bytes, chance: random.Random) -> bytes:
@@ -63,7 +83,8 @@ def run(cases: int, seed: int) -> tuple[int, int]:
 def test_damaged_bodies_are_refused_or_understood() -> None:
     read, refused = run(3000, 7)
     assert refused > 1000
-    assert read > 20  # so that the damage is not always fatal, and what comes after parsing is reached too
+    # so that the damage is not always fatal, and what comes after parsing is reached too
+    assert read > 20
 
 
 @pytest.mark.slow
@@ -74,11 +95,16 @@ def test_many_damaged_bodies() -> None:
 
 def test_damaged_configurations_are_problems_not_crashes() -> None:
     chance = random.Random(9)
-    good = json.dumps({
-        "name": "m", "max_batch_size": 4, "input": [{"name": "x", "data_type": "TYPE_INT32", "dims": ["1", -1]}],
-        "parameters": {"a": {"string_value": "b"}}, "version_policy": {"specific": {"versions": [1]}},
-        "model_warmup": [{"name": "w", "inputs": {"x": {"dims": [1], "zero_data": True}}}],
-    }).encode()  # fmt: skip
+    good = json.dumps(
+        {
+            "name": "m",
+            "max_batch_size": 4,
+            "input": [{"name": "x", "data_type": "TYPE_INT32", "dims": ["1", -1]}],
+            "parameters": {"a": {"string_value": "b"}},
+            "version_policy": {"specific": {"versions": [1]}},
+            "model_warmup": [{"name": "w", "inputs": {"x": {"dims": [1], "zero_data": True}}}],
+        }
+    ).encode()
     seen = 0
     for _ in range(20_000):
         try:
@@ -87,5 +113,7 @@ def test_damaged_configurations_are_problems_not_crashes() -> None:
             continue
         if isinstance(document, dict):
             seen += 1
-            FileReading("config", Problems()).message("ModelConfig", message_from_json("ModelConfig", document))
+            FileReading("config", Problems()).message(
+                "ModelConfig", message_from_json("ModelConfig", document)
+            )
     assert seen > 200

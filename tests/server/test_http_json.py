@@ -111,12 +111,18 @@ def test_depth_is_bounded(opening: bytes) -> None:
     for levels in (MAX_DEPTH + 1, 100_000):
         with pytest.raises(InferenceError, match=f"More than {MAX_DEPTH} levels"):
             parse_json(opening * levels)
-    too_deep = opening * (MAX_DEPTH + 1) + (b"" if opening == b"[" else b"1") + closing[-1:] * (MAX_DEPTH + 1)
+    too_deep = (
+        opening * (MAX_DEPTH + 1)
+        + (b"" if opening == b"[" else b"1")
+        + closing[-1:] * (MAX_DEPTH + 1)
+    )
     with pytest.raises(InferenceError, match=f"More than {MAX_DEPTH} levels"):
         parse_json(too_deep)
 
 
-def test_long_prompt_with_brackets_and_escapes_stays_on_the_fast_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompt_with_brackets_and_escapes_stays_on_the_fast_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(json_errors, "_Reader", None)
     text = "[{ \u00e9 }]" * 1000
     assert parse_json(json.dumps({"text_input": text}).encode()) == [("text_input", text)]
@@ -132,11 +138,19 @@ def test_doubles_are_written_so_that_they_read_back(number: float) -> None:
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        (0.0, "0.0"), (3.0, "3.0"), (0.10000000149011612, "0.10000000149011612"), (1e20, "100000000000000000000.0"),
-        (1e21, "1e21"), (1.5e22, "1.5e22"), (0.000001, "0.000001"), (1e-7, "1e-7"), (-2.5e-10, "-2.5e-10"),
-        (float("nan"), "NaN"), (float("-inf"), "-Infinity"),
+        (0.0, "0.0"),
+        (3.0, "3.0"),
+        (0.10000000149011612, "0.10000000149011612"),
+        (1e20, "100000000000000000000.0"),
+        (1e21, "1e21"),
+        (1.5e22, "1.5e22"),
+        (0.000001, "0.000001"),
+        (1e-7, "1e-7"),
+        (-2.5e-10, "-2.5e-10"),
+        (float("nan"), "NaN"),
+        (float("-inf"), "-Infinity"),
     ],
-)  # fmt: skip
+)
 def test_doubles_as_rapidjson_lays_them_out(number: float, text: str) -> None:
     assert write_double(number) == text.encode()
 

@@ -15,11 +15,18 @@ from slipstream.server.errors import InferenceError
 from slipstream.server.inference import InferRequest
 from slipstream.server.limits import LISTS, NUMBERS, REFUSED, TAKEN_AS_THEY_ARE, Given, given_fields
 from slipstream.server.prompt_tables import table_salt
-from slipstream.server.sampling import cache_salt_of, never_ends, pack_words, sampling_params, word_ids
+from slipstream.server.sampling import (
+    cache_salt_of,
+    never_ends,
+    pack_words,
+    sampling_params,
+    word_ids,
+)
 from slipstream.server.tensors import Tensor
 from slipstream.server.token_requests import word_lists
 
-FIRST_NAMES = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}  # an ensemble's wires say which fields they are
+# an ensemble's wires say which fields they are
+FIRST_NAMES = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}
 DATATYPES = {bool: "BOOL", int: "INT32", float: "FP32", bytes: "BYTES"}
 
 
@@ -27,12 +34,16 @@ def request(**fields: object) -> InferRequest:
     inputs = {}
     for name, value in fields.items():
         data = value if isinstance(value, list) else [value]
-        inputs[name] = Tensor(name, DATATYPES[type(data[0])] if data else "BYTES", (1, len(data)), data)
+        inputs[name] = Tensor(
+            name, DATATYPES[type(data[0])] if data else "BYTES", (1, len(data)), data
+        )
     return InferRequest("m", "1", inputs)
 
 
 def sampling(**fields: object) -> SamplingParams:
-    return sampling_params(given_fields(request(max_tokens=8, **fields), {}), lambda word: list(word.encode()))
+    return sampling_params(
+        given_fields(request(max_tokens=8, **fields), {}), lambda word: list(word.encode())
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,34 +59,65 @@ def sampling(**fields: object) -> SamplingParams:
         ("temperature", math.nan, "temperature must be a finite number, got nan"),
         ("temperature", math.inf, "temperature must be a finite number, got inf"),
         ("repetition_penalty", 0.0, "repetition_penalty must be over 0 and at most 100, got 0.0"),
-        ("presence_penalty", 101.0, "presence_penalty must be at least -100 and at most 100, got 101.0"),
+        (
+            "presence_penalty",
+            101.0,
+            "presence_penalty must be at least -100 and at most 100, got 101.0",
+        ),
         ("frequency_penalty", math.nan, "frequency_penalty must be a finite number, got nan"),
         ("length_penalty", -math.inf, "length_penalty must be a finite number, got -inf"),
         ("end_id", -2, "end_id must be >= -1, got -2"),
-        ("embedding_bias_weights", [1.0, math.nan], "embedding_bias_weights must be a finite number, got nan"),
+        (
+            "embedding_bias_weights",
+            [1.0, math.nan],
+            "embedding_bias_weights must be a finite number, got nan",
+        ),
         ("stop_words", [b"x"] * 65, "stop_words must hold at most 64 words, got 65"),
         ("bad_words", [b"x" * 1025], "a word of bad_words must have at most 1024 bytes, got 1025"),
         ("beam_width", 257, "beam_width must be over 0 and at most 256, got 257"),
         ("draft_input_ids", [3, -1], "draft_input_ids must be >= 0, got -1"),
-        ("draft_acceptance_threshold", 0.5, "draft_acceptance_threshold is not taken by this server: a draft token is "
-         "accepted exactly when it is the one that is drawn in its place"),
+        (
+            "draft_acceptance_threshold",
+            0.5,
+            "draft_acceptance_threshold is not taken by this server: a draft token is "
+            "accepted exactly when it is the one that is drawn in its place",
+        ),
         ("cache_salt", [b"x" * 257], "a word of cache_salt must have at most 256 bytes, got 257"),
         ("beam_width", 0, "beam_width must be over 0 and at most 256, got 0"),
         ("num_return_sequences", 0, "num_return_sequences must be over 0 and at most 128, got 0"),
         ("len_penalty", 99.0, "len_penalty must be at least -16 and at most 16, got 99.0"),
         ("num_draft_tokens", 257, "num_draft_tokens must be at least 0 and at most 256, got 257"),
-        ("use_draft_logits", True, "use_draft_logits is not taken by this server: a draft token is accepted exactly "
-         "when it is the one that is drawn in its place"),
-        ("lora_task_id", -1, "lora_task_id must be at least 0 and at most 18446744073709551615, got -1"),
+        (
+            "use_draft_logits",
+            True,
+            "use_draft_logits is not taken by this server: a draft token is accepted exactly "
+            "when it is the one that is drawn in its place",
+        ),
+        (
+            "lora_task_id",
+            -1,
+            "lora_task_id must be at least 0 and at most 18446744073709551615, got -1",
+        ),
         ("prompt_vocab_size", -1, "prompt_vocab_size must be >= 0, got -1"),
-        ("decoder_text_input", b"x", "decoder_text_input is not taken by this server: it runs decoder-only models of "
-         "text"),
-        ("context_phase_params", 1, "context_phase_params is not taken by this server: it computes prompt and answer "
-         "itself"),
+        (
+            "decoder_text_input",
+            b"x",
+            "decoder_text_input is not taken by this server: it runs decoder-only models of text",
+        ),
+        (
+            "context_phase_params",
+            1,
+            "context_phase_params is not taken by this server: it computes prompt and answer "
+            "itself",
+        ),
         ("runtime_top_p_decay", 0.0, "runtime_top_p_decay must be over 0 and at most 1, got 0.0"),
         ("runtime_top_p_min", 1.5, "runtime_top_p_min must be over 0 and at most 1, got 1.5"),
         ("runtime_top_p_reset_ids", -2, "runtime_top_p_reset_ids must be >= -1, got -2"),
-        ("no_repeat_ngram_size", -1, "no_repeat_ngram_size must be at least 0 and at most 256, got -1"),
+        (
+            "no_repeat_ngram_size",
+            -1,
+            "no_repeat_ngram_size must be at least 0 and at most 256, got -1",
+        ),
         ("top_log_probs", 101, "top_log_probs must be at least 0 and at most 100, got 101"),
         ("flux_capacitor", 1.21, "flux_capacitor is not supported by this server"),
     ],
@@ -98,7 +140,12 @@ def test_error_says_the_clients_own_name_of_a_field() -> None:
 
 
 def test_values_that_ask_for_nothing_pass() -> None:
-    values = {"stop": False, "decoder_text_input": b"", "use_draft_logits": False, "draft_logits": []}
+    values = {
+        "stop": False,
+        "decoder_text_input": b"",
+        "use_draft_logits": False,
+        "draft_logits": [],
+    }
     assert set(given_fields(request(**values), {})) == set(values)
 
 
@@ -114,7 +161,9 @@ def test_every_input_of_the_templates_has_a_place_in_the_tables() -> None:
     for generation in GENERATIONS:
         for name in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble"):
             for tensor in read_model("inflight_batcher_llm", name, generation).inputs:
-                assert ENGINE_FIELDS.get(tensor.name, tensor.name) in known | FIRST_NAMES, tensor.name
+                assert ENGINE_FIELDS.get(tensor.name, tensor.name) in known | FIRST_NAMES, (
+                    tensor.name
+                )
 
 
 @pytest.mark.parametrize(
@@ -149,12 +198,18 @@ def test_seed_is_the_clients_or_a_new_one_each_time() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "attribute"),
     [
-        ("seed", 7, "seed"), ("random_seed", 7, "seed"), ("min_tokens", 3, "min_tokens"), ("top_k", 5, "top_k"),
-        ("min_length", 3, "min_tokens"), ("temperature", 0.5, "temperature"), ("top_p", 0.5, "top_p"),
-        ("frequency_penalty", 0.5, "frequency_penalty"), ("presence_penalty", 0.5, "presence_penalty"),
+        ("seed", 7, "seed"),
+        ("random_seed", 7, "seed"),
+        ("min_tokens", 3, "min_tokens"),
+        ("top_k", 5, "top_k"),
+        ("min_length", 3, "min_tokens"),
+        ("temperature", 0.5, "temperature"),
+        ("top_p", 0.5, "top_p"),
+        ("frequency_penalty", 0.5, "frequency_penalty"),
+        ("presence_penalty", 0.5, "presence_penalty"),
         ("repetition_penalty", 1.5, "repetition_penalty"),
     ],
-)  # fmt: skip
+)
 def test_a_field_that_the_model_does_not_declare_counts_as_a_parameter(
     name: str, value: float, attribute: str
 ) -> None:
@@ -175,12 +230,29 @@ def test_a_declared_seed_goes_before_one_in_the_parameters() -> None:
 
 def test_the_other_fields_arrive() -> None:
     params = sampling(
-        min_length=3, repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=-0.5, end_id=7, pad_id=9,
-        return_log_probs=True, embedding_bias_words=[b"ab", b"b"], embedding_bias_weights=[2.0, -1.0],
-    )  # fmt: skip
-    assert (params.max_tokens, params.min_tokens, params.end_ids, params.log_probs) == (8, 3, (7,), True)
-    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.5, 0.25, -0.5)
-    assert dict(params.logit_bias) == {ord("a"): 2.0, ord("b"): 1.0}  # added where words share a token
+        min_length=3,
+        repetition_penalty=1.5,
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        end_id=7,
+        pad_id=9,
+        return_log_probs=True,
+        embedding_bias_words=[b"ab", b"b"],
+        embedding_bias_weights=[2.0, -1.0],
+    )
+    assert (params.max_tokens, params.min_tokens, params.end_ids, params.log_probs) == (
+        8,
+        3,
+        (7,),
+        True,
+    )
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (
+        1.5,
+        0.25,
+        -0.5,
+    )
+    # added where words share a token
+    assert dict(params.logit_bias) == {ord("a"): 2.0, ord("b"): 1.0}
 
 
 def test_end_id_minus_one_never_ends() -> None:
@@ -202,14 +274,21 @@ def test_word_lists_in_the_engines_layout() -> None:
             word_ids(Tensor("w", "INT32", (1, 2, 2), [1, 2, *ends]))
 
 
-@pytest.mark.parametrize(("ids", "message"), [
-    ([[7] * 1025], "a word of bad_words_list must have at most 1024 ids, got 1025"),
-    ([[7]] * 257, "bad_words_list must hold at most 256 words, got 257"),
-    ([[7, 96]], "bad_words_list holds ids that are not in the vocabulary (0 to 95)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[7] * 1025], "a word of bad_words_list must have at most 1024 ids, got 1025"),
+        ([[7]] * 257, "bad_words_list must hold at most 256 words, got 257"),
+        ([[7, 96]], "bad_words_list holds ids that are not in the vocabulary (0 to 95)"),
+    ],
+)
 def test_words_of_ids_are_bounded_in_number_and_length(ids: list[list[int]], message: str) -> None:
     length, flat = pack_words(ids)
-    fields = {"bad_words_list": Given("bad_words_list", Tensor("bad_words_list", "INT32", (1, 2, length), flat))}
+    fields = {
+        "bad_words_list": Given(
+            "bad_words_list", Tensor("bad_words_list", "INT32", (1, 2, length), flat)
+        )
+    }
     with pytest.raises(InferenceError) as caught:
         word_lists(fields, "bad_words_list", LISTS["bad_words"], 96)
     assert caught.value.message == message

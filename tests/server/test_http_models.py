@@ -55,16 +55,24 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start a server on the templates, filled with the given variables and edited with `edits`."""
     with ExitStack() as stack:
 
-        def begin(delay: float = 0.0, edits: tuple[tuple[str, str, str], ...] = (), **values: str) -> Server:
+        def begin(
+            delay: float = 0.0, edits: tuple[tuple[str, str, str], ...] = (), **values: str
+        ) -> Server:
             folder = write_engine_folder(tmp_path / "engine")
             defaults = {
-                "engine_dir": str(folder), "tokenizer_dir": str(folder), "decoupled_mode": "true",
-                "exclude_input_in_output": "true", "bls_model_name": "llama",
-            }  # fmt: skip
+                "engine_dir": str(folder),
+                "tokenizer_dir": str(folder),
+                "decoupled_mode": "true",
+                "exclude_input_in_output": "true",
+                "bls_model_name": "llama",
+            }
             for name in ("llama", "ensemble", "preprocessing", "postprocessing", "tensorrt_llm"):
                 model = tmp_path / "repo" / name
                 (model / "1").mkdir(parents=True)
-                text = fill(template("tensorrt_llm_bls" if name == "llama" else name), {**defaults, **values})
+                text = fill(
+                    template("tensorrt_llm_bls" if name == "llama" else name),
+                    {**defaults, **values},
+                )
                 for model_name, old, new in edits:
                     if model_name == name:
                         assert old in text
@@ -105,7 +113,9 @@ def test_request_may_override_whether_the_prompt_comes_first(start: Start) -> No
     field = '{ name: "exclude_input_in_output" data_type: TYPE_BOOL dims: [ 1 ] optional: true },'
     server = start(edits=(("llama", "input [", f"input [ {field}"),))
     assert server.generate("llama", text_input="abc", max_tokens=2)["text_output"] == "ab"
-    included = server.generate("llama", text_input="abc", max_tokens=2, exclude_input_in_output=False)
+    included = server.generate(
+        "llama", text_input="abc", max_tokens=2, exclude_input_in_output=False
+    )
     assert included["text_output"] == "abcab"
 
 
@@ -124,9 +134,13 @@ def test_continuation_of_a_sentencepiece_prompt_keeps_its_space() -> None:
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_model_that_is_not_decoupled_answers_once_whatever_is_asked(start: Start, model: str) -> None:
+def test_model_that_is_not_decoupled_answers_once_whatever_is_asked(
+    start: Start, model: str
+) -> None:
     server = start(decoupled_mode="false")
-    assert server.generate(model, text_input="abc", max_tokens=4, stream=True)["text_output"] == "abca"
+    assert (
+        server.generate(model, text_input="abc", max_tokens=4, stream=True)["text_output"] == "abca"
+    )
     pieces = server.stream(model, text_input="abc", max_tokens=4, stream=True)
     assert [piece["text_output"] for piece in pieces] == ["abca"]
 
@@ -136,7 +150,9 @@ def test_log_probs_are_sent_when_asked_for(start: Start, model: str) -> None:
     server = start(normalize_log_probs="false")
     answer = server.generate(model, text_input="abc", max_tokens=3, return_log_probs=True)
     assert (answer["cum_log_probs"], answer["output_log_probs"]) == (-1.5, [-0.5, -0.5, -0.5])
-    pieces = server.stream(model, text_input="abc", max_tokens=3, return_log_probs=True, stream=True)
+    pieces = server.stream(
+        model, text_input="abc", max_tokens=3, return_log_probs=True, stream=True
+    )
     assert [piece["cum_log_probs"] for piece in pieces] == [-0.5, -1.0, -1.5]
     assert [piece["output_log_probs"] for piece in pieces] == [-0.5, -0.5, -0.5]
 
@@ -147,7 +163,9 @@ def test_log_probs_are_divided_by_the_length_by_default(start: Start) -> None:
 
 
 def test_bls_that_accumulates_sends_the_text_so_far(start: Start) -> None:
-    pieces = start(accumulate_tokens="true").stream("llama", text_input="abc", max_tokens=3, stream=True)
+    pieces = start(accumulate_tokens="true").stream(
+        "llama", text_input="abc", max_tokens=3, stream=True
+    )
     assert [piece["text_output"] for piece in pieces] == ["a", "ab", "abc"]
 
 
@@ -158,19 +176,28 @@ def test_later_repositories_get_no_placeholders(start: Start) -> None:
     server = start(edits=edits)
     for model in ("ensemble", "llama"):
         answer = server.generate(model, text_input="abc", max_tokens=2)
-        assert not {"cum_log_probs", "context_logits", "generation_logits", "output_log_probs"} & set(answer)
+        assert not {
+            "cum_log_probs",
+            "context_logits",
+            "generation_logits",
+            "output_log_probs",
+        } & set(answer)
     asked = server.generate("llama", text_input="abc", max_tokens=2, return_log_probs=True)
     assert asked["output_log_probs"] == [-0.5, -0.5]
 
 
 def test_words_and_end_ids_reach_the_engine(start: Start) -> None:
     server = start()
-    answer = server.generate("ensemble", text_input="one two", max_tokens=20, stop_words=[" tw", ""], bad_words="x")
+    answer = server.generate(
+        "ensemble", text_input="one two", max_tokens=20, stop_words=[" tw", ""], bad_words="x"
+    )
     assert answer["text_output"] == "one"
     _, sampling = server.engine.submitted[-1]
     assert sampling.end_ids == (END,)
     assert sampling.bad_words
-    server.generate("ensemble", text_input="one", max_tokens=1, stop_words="", bad_words=[], end_id=5)
+    server.generate(
+        "ensemble", text_input="one", max_tokens=1, stop_words="", bad_words=[], end_id=5
+    )
     assert server.engine.submitted[-1][1].end_ids == (5,)
     assert server.engine.submitted[-1][1].bad_words == ()
     server.generate("ensemble", text_input="one", max_tokens=1, end_id=-1)
@@ -182,7 +209,9 @@ def test_end_token_is_no_output(start: Start) -> None:
     server = start()
     ids = server.generate("preprocessing", QUERY="ab", REQUEST_OUTPUT_LEN=1)["INPUT_ID"]
     server.engine.heeds_end_ids = True
-    answer = server.generate("tensorrt_llm", input_ids=ids, input_lengths=2, request_output_len=9, end_id=ids[1])
+    answer = server.generate(
+        "tensorrt_llm", input_ids=ids, input_lengths=2, request_output_len=9, end_id=ids[1]
+    )
     assert (answer["output_ids"], answer["sequence_length"]) == (ids[0], 1)
 
 
@@ -192,17 +221,26 @@ def test_prompt_over_the_engines_own_input_length_is_refused(start: Start, tmp_p
     config["build_config"]["max_input_len"] = 4
     (tmp_path / "engine" / "config.json").write_text(json.dumps(config))
     engine = EchoEngine()
-    app = create_app(text_registry(read_repository(tmp_path / "repo"), engine), ServerState([engine]))
+    app = create_app(
+        text_registry(read_repository(tmp_path / "repo"), engine), ServerState([engine])
+    )
     with RunningServer(app) as running:
         tight = Server(running.port, engine, server.state)
         assert tight.generate("ensemble", text_input="abcd", max_tokens=1)["text_output"] == "a"
         refused = tight.post("ensemble", text_input="abcde", max_tokens=1)
         text = "in ensemble 'ensemble', Prompt length (5) exceeds maximum input length (4)."
         assert (refused.status, json.loads(refused.body)) == (400, {"error": text})
-        refused = tight.post("tensorrt_llm", input_ids=[1] * 5, input_lengths=5, request_output_len=1)
-        assert json.loads(refused.body) == {"error": "Prompt length (5) exceeds maximum input length (4)."}
+        refused = tight.post(
+            "tensorrt_llm", input_ids=[1] * 5, input_lengths=5, request_output_len=1
+        )
+        assert json.loads(refused.body) == {
+            "error": "Prompt length (5) exceeds maximum input length (4)."
+        }
         huge = tight.post("llama", text_input="x" * 2000, max_tokens=1)
-        assert "text_input has 2000 bytes) exceeds maximum input length (4)." in json.loads(huge.body)["error"]
+        assert (
+            "text_input has 2000 bytes) exceeds maximum input length (4)."
+            in json.loads(huge.body)["error"]
+        )
 
 
 def test_output_is_clipped_to_the_context(start: Start) -> None:
@@ -223,7 +261,9 @@ def test_missing_field_hidden_by_an_optional_one_is_named(start: Start) -> None:
     assert json.loads(answer.body) == {"error": "max_tokens is required"}
 
 
-async def test_batch_of_two_for_a_model_that_streams_is_refused_not_halved(start: Start, tmp_path: Path) -> None:
+async def test_batch_of_two_for_a_model_that_streams_is_refused_not_halved(
+    start: Start, tmp_path: Path
+) -> None:
     """JSON cannot say it for these models, but gRPC can."""
     start()
     registry = text_registry(read_repository(tmp_path / "repo"), EchoEngine())
@@ -240,7 +280,10 @@ async def test_batch_of_two_for_a_model_that_streams_is_refused_not_halved(start
 
 
 def test_unknown_field_is_a_parameter_and_changes_nothing(start: Start) -> None:
-    assert start().generate("llama", text_input="abc", max_tokens=2, flavour="mint")["text_output"] == "ab"
+    assert (
+        start().generate("llama", text_input="abc", max_tokens=2, flavour="mint")["text_output"]
+        == "ab"
+    )
 
 
 def test_engine_that_takes_no_work_is_503_with_a_hint(start: Start) -> None:
@@ -248,7 +291,11 @@ def test_engine_that_takes_no_work_is_503_with_a_hint(start: Start) -> None:
     server.engine.unavailable = "the engine is not running: it is still loading"
     for endpoint in ("generate", "generate_stream"):
         answer = server.post("ensemble", endpoint, text_input="a", max_tokens=1)
-        assert (answer.status, answer.header("retry-after"), answer.framing) == (503, "1", "content-length")
+        assert (answer.status, answer.header("retry-after"), answer.framing) == (
+            503,
+            "1",
+            "content-length",
+        )
         assert json.loads(answer.body) == {"error": server.engine.unavailable}
     server.engine.unavailable = ""
     assert server.generate("ensemble", text_input="a", max_tokens=1)["text_output"] == "a"
@@ -293,9 +340,18 @@ def test_engine_that_dies_ends_every_answer_with_the_reason(start: Start) -> Non
 @pytest.mark.parametrize("model", [*TEXT_MODELS, "tensorrt_llm"])
 def test_client_that_leaves_cancels_in_the_engine(start: Start, model: str, endpoint: str) -> None:
     server = start(delay=0.05)
-    fields: dict[str, Any] = {"text_input": "abc", "max_tokens": 4000, "stream": endpoint == "generate_stream"}
+    fields: dict[str, Any] = {
+        "text_input": "abc",
+        "max_tokens": 4000,
+        "stream": endpoint == "generate_stream",
+    }
     if model == "tensorrt_llm":
-        fields = {"input_ids": [1, 2], "input_lengths": 2, "request_output_len": 4000, "streaming": fields["stream"]}
+        fields = {
+            "input_ids": [1, 2],
+            "input_lengths": 2,
+            "request_output_len": 4000,
+            "streaming": fields["stream"],
+        }
     with Connection(server.port) as connection:
         path = f"/v2/models/{model}/{endpoint}"
         connection.send(request_bytes("POST", path, [], json.dumps(fields).encode()))
@@ -306,28 +362,41 @@ def test_client_that_leaves_cancels_in_the_engine(start: Start, model: str, endp
 
 def test_engine_model_echoes_the_prompt_ids_unless_excluded(start: Start) -> None:
     server = start(exclude_input_in_output="false")
-    answer = server.generate("tensorrt_llm", input_ids=[10, 11, 12, 99], input_lengths=3, request_output_len=2)
+    answer = server.generate(
+        "tensorrt_llm", input_ids=[10, 11, 12, 99], input_lengths=3, request_output_len=2
+    )
     assert (answer["output_ids"], answer["sequence_length"]) == ([10, 11, 12, 10, 11], 5)
-    pieces = server.stream("tensorrt_llm", input_ids=[10, 11], input_lengths=2, request_output_len=2, streaming=True)
+    pieces = server.stream(
+        "tensorrt_llm", input_ids=[10, 11], input_lengths=2, request_output_len=2, streaming=True
+    )
     assert [piece["output_ids"] for piece in pieces] == [10, 11]
 
 
 def test_engine_model_takes_ids_of_other_vocabularies_and_no_negative_ones(start: Start) -> None:
     server = start()
-    server.generate("tensorrt_llm", input_ids=[258 + 7, 2**31 - 1], input_lengths=2, request_output_len=1)
+    server.generate(
+        "tensorrt_llm", input_ids=[258 + 7, 2**31 - 1], input_lengths=2, request_output_len=1
+    )
     assert server.engine.submitted[-1][0] == [7, (2**31 - 1) % 258]
     assert server.engine.submitted[-1][1].end_ids == ()  # the engine itself has no default end
     answer = server.post("tensorrt_llm", input_ids=[1, -3], input_lengths=2, request_output_len=1)
     assert answer.status == 400
-    assert json.loads(answer.body) == {"error": "input_ids holds the id -3, which no vocabulary has"}
+    assert json.loads(answer.body) == {
+        "error": "input_ids holds the id -3, which no vocabulary has"
+    }
 
 
 def test_steps_around_the_engine_are_models_too(start: Start) -> None:
     server = start()
     before = server.generate(
-        "preprocessing", QUERY="ab", REQUEST_OUTPUT_LEN=3, STOP_WORDS_DICT=["b", "a"], END_ID=9,
-        EMBEDDING_BIAS_WORDS=["a"], EMBEDDING_BIAS_WEIGHTS=[2.0],
-    )  # fmt: skip
+        "preprocessing",
+        QUERY="ab",
+        REQUEST_OUTPUT_LEN=3,
+        STOP_WORDS_DICT=["b", "a"],
+        END_ID=9,
+        EMBEDDING_BIAS_WORDS=["a"],
+        EMBEDDING_BIAS_WEIGHTS=[2.0],
+    )
     a, b = before["INPUT_ID"]
     assert before["STOP_WORDS_IDS"] == [b, a, 1, 2]
     assert (before["REQUEST_INPUT_LEN"], before["OUT_END_ID"], before["OUT_PAD_ID"]) == (2, 9, END)
@@ -343,16 +412,22 @@ def test_steps_around_the_engine_are_models_too(start: Start) -> None:
 
 def test_oldest_generation_of_tensor_names_serves_the_same_text(start: Start) -> None:
     renamed = [
-        ("text_input", "INPUT_0"), ("max_tokens", "INPUT_1"), ("stop_words", "INPUT_3"), ("text_output", "OUTPUT_0"),
-        ("stream", "streaming"), ("top_k", "runtime_top_k"),
-    ]  # fmt: skip
+        ("text_input", "INPUT_0"),
+        ("max_tokens", "INPUT_1"),
+        ("stop_words", "INPUT_3"),
+        ("text_output", "OUTPUT_0"),
+        ("stream", "streaming"),
+        ("top_k", "runtime_top_k"),
+    ]
     edits = tuple(("ensemble", f'"{old}"', f'"{new}"') for old, new in renamed)
     server = start(edits=edits)
     old = server.generate("ensemble", INPUT_0="one two", INPUT_1=20, INPUT_3="tw", runtime_top_k=1)
     new = server.generate("llama", text_input="one two", max_tokens=20, stop_words="tw", top_k=1)
     assert old["OUTPUT_0"] == new["text_output"] == "one "
     refused = server.post("ensemble", INPUT_0="one", INPUT_1=0)
-    assert json.loads(refused.body) == {"error": "in ensemble 'ensemble', INPUT_1 must be > 0, got 0"}
+    assert json.loads(refused.body) == {
+        "error": "in ensemble 'ensemble', INPUT_1 must be > 0, got 0"
+    }
 
 
 def test_documentation_describes_routes_with_an_example_that_runs(start: Start) -> None:
@@ -361,11 +436,14 @@ def test_documentation_describes_routes_with_an_example_that_runs(start: Start) 
     assert page.status == 200
     assert (page.header("content-type") or "").startswith("text/html")
     assert b"openapi.json" in page.body
-    assert b"//" not in page.body.replace(b"<!doctype html>", b"").split(b"<script>")[0]  # nothing is fetched elsewhere
+    # nothing is fetched elsewhere
+    assert b"//" not in page.body.replace(b"<!doctype html>", b"").split(b"<script>")[0]
     document = json.loads(get(server.port, "/openapi.json").body)
-    assert {"/v2/models/{model}/generate", "/v2/models/{model}/generate_stream", "/v2/health/ready"} <= set(
-        document["paths"]
-    )
+    assert {
+        "/v2/models/{model}/generate",
+        "/v2/models/{model}/generate_stream",
+        "/v2/health/ready",
+    } <= set(document["paths"])
     types = {"generate": "application/json", "generate_stream": "text/event-stream; charset=utf-8"}
     for path, content_type in types.items():
         operation = document["paths"][f"/v2/models/{{model}}/{path}"]["post"]
@@ -382,7 +460,9 @@ def test_documentation_has_settings_to_change_and_fields_of_several_values(start
         assert set(paths[path]) == {"get", "post"}
         assert get(server.port, path.replace("{model}", "ensemble")).status == 200
     assert "/v2/systemsharedmemory/region/{region}/register" in paths
-    request = paths["/v2/models/{model}/generate"]["post"]["requestBody"]["content"]["application/json"]
+    request = paths["/v2/models/{model}/generate"]["post"]["requestBody"]["content"][
+        "application/json"
+    ]
     fields = request["schema"]["properties"]
     assert fields["stop_words"] == {"type": ["string", "array"], "items": {"type": "string"}}
     assert fields["temperature"] == {"type": "number"}

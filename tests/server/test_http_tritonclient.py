@@ -1,4 +1,6 @@
-"""tritonclient's own HTTP clients against `tritonserver` with a real engine: what they send is understood, whole."""
+"""tritonclient's own HTTP clients against `tritonserver` with a real engine: what they send is
+understood, whole.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +22,43 @@ from tiny_server import ROOT, wait_for
 from slipstream.repository.templates import fill, template
 from slipstream.weights.build import build_engine
 
-http = pytest.importorskip("tritonclient.http", reason="tritonclient's HTTP client is not installed")
+http = pytest.importorskip(
+    "tritonclient.http", reason="tritonclient's HTTP client is not installed"
+)
 
 VOCABULARY, HIDDEN, FFN = 96, 32, 48
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
-    "intermediate_size": FFN, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-    "tie_word_embeddings": False, "torch_dtype": "float32", "eos_token_id": 1, "bos_token_id": 0,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+}
 SHAPES = {
-    "model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN),
-    "model.norm.weight": (HIDDEN,), "model.layers.0.input_layernorm.weight": (HIDDEN,),
+    "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+    "lm_head.weight": (VOCABULARY, HIDDEN),
+    "model.norm.weight": (HIDDEN,),
+    "model.layers.0.input_layernorm.weight": (HIDDEN,),
     "model.layers.0.post_attention_layernorm.weight": (HIDDEN,),
     "model.layers.0.self_attn.q_proj.weight": (HIDDEN, HIDDEN),
     "model.layers.0.self_attn.k_proj.weight": (HIDDEN // 2, HIDDEN),
     "model.layers.0.self_attn.v_proj.weight": (HIDDEN // 2, HIDDEN),
     "model.layers.0.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-    "model.layers.0.mlp.gate_proj.weight": (FFN, HIDDEN), "model.layers.0.mlp.up_proj.weight": (FFN, HIDDEN),
+    "model.layers.0.mlp.gate_proj.weight": (FFN, HIDDEN),
+    "model.layers.0.mlp.up_proj.weight": (FFN, HIDDEN),
     "model.layers.0.mlp.down_proj.weight": (HIDDEN, FFN),
-}  # fmt: skip
+}
 
 
 def make_repository(folder: Path) -> Path:
@@ -47,14 +66,27 @@ def make_repository(folder: Path) -> Path:
     source.mkdir()
     (source / "config.json").write_text(json.dumps(CONFIG))
     torch.manual_seed(3)
-    save_file({name: torch.randn(shape) * 0.3 for name, shape in SHAPES.items()}, source / "model.safetensors")
+    save_file(
+        {name: torch.randn(shape) * 0.3 for name, shape in SHAPES.items()},
+        source / "model.safetensors",
+    )
     words = {"type": "WordLevel", "vocab": {str(n): n for n in range(VOCABULARY)}, "unk_token": "0"}
-    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": words}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": words,
+    }
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
     engine = build_engine(source, folder / "engine", dtype="float32")
-    values = {"engine_dir": str(engine), "tokenizer_dir": str(engine), "decoupled_mode": "false",
-              "exclude_input_in_output": "true", "triton_max_batch_size": "8",
-              "max_tokens_in_paged_kv_cache": "4096"}  # fmt: skip
+    values = {
+        "engine_dir": str(engine),
+        "tokenizer_dir": str(engine),
+        "decoupled_mode": "false",
+        "exclude_input_in_output": "true",
+        "triton_max_batch_size": "8",
+        "max_tokens_in_paged_kv_cache": "4096",
+    }
     for name in ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing"):
         (folder / "repository" / name / "1").mkdir(parents=True)
         (folder / "repository" / name / "config.pbtxt").write_text(fill(template(name), values))
@@ -64,19 +96,36 @@ def make_repository(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("tritonclient")
-    flags = ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--http-address=127.0.0.1",
-             "--grpc-address=127.0.0.1", "--model-control-mode=explicit", "--load-model=ensemble"]  # fmt: skip
+    flags = [
+        "--http-port=0",
+        "--grpc-port=0",
+        "--metrics-port=0",
+        "--http-address=127.0.0.1",
+        "--grpc-address=127.0.0.1",
+        "--model-control-mode=explicit",
+        "--load-model=ensemble",
+    ]
     log = folder / "log.txt"
     repository = make_repository(folder)
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.cli.tritonserver", f"--model-repository={repository}", *flags],
-            env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "slipstream.cli.tritonserver",
+                f"--model-repository={repository}",
+                *flags,
+            ],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
         try:
             wait_for(lambda: "Started Metrics" in log.read_text() or process.poll() is not None, 90)
             assert process.poll() is None, log.read_text()
-            line = next(line for line in log.read_text().splitlines() if "Started HTTPService" in line)
+            line = next(
+                line for line in log.read_text().splitlines() if "Started HTTPService" in line
+            )
             yield line.rpartition(" ")[2]
         finally:
             process.send_signal(signal.SIGTERM)
@@ -91,7 +140,9 @@ def client(address: str) -> Iterator[Any]:
 
 def tensors(module: Any, texts: list[str], tokens: int, binary: bool = True) -> list[Any]:
     text = module.InferInput("text_input", [len(texts), 1], "BYTES")
-    text.set_data_from_numpy(np.array([[text.encode()] for text in texts], dtype=object), binary_data=binary)
+    text.set_data_from_numpy(
+        np.array([[text.encode()] for text in texts], dtype=object), binary_data=binary
+    )
     length = module.InferInput("max_tokens", [len(texts), 1], "INT32")
     length.set_data_from_numpy(np.full((len(texts), 1), tokens, dtype=np.int32), binary_data=binary)
     return [text, length]
@@ -106,9 +157,15 @@ def expected(client: Any, prompt: str, tokens: int) -> bytes:
 @pytest.mark.parametrize("binary", [True, False])
 def test_infer_in_binary_and_json(client: Any, binary: bool) -> None:
     wanted = [http.InferRequestedOutput("text_output", binary_data=binary)]
-    answer = client.infer("ensemble", tensors(http, ["5 6 7"], 8, binary), outputs=wanted, request_id="r1")
+    answer = client.infer(
+        "ensemble", tensors(http, ["5 6 7"], 8, binary), outputs=wanted, request_id="r1"
+    )
     response = answer.get_response()
-    assert (response["model_name"], response["model_version"], response["id"]) == ("ensemble", "1", "r1")
+    assert (response["model_name"], response["model_version"], response["id"]) == (
+        "ensemble",
+        "1",
+        "r1",
+    )
     assert [output["name"] for output in response["outputs"]] == ["text_output"]
     (text,) = answer.as_numpy("text_output")
     text = text if isinstance(text, bytes) else text.encode()
@@ -119,7 +176,9 @@ def test_infer_in_binary_and_json(client: Any, binary: bool) -> None:
 def test_a_batch_equals_its_parts(client: Any) -> None:
     prompts = ["5 6 7", "9", "11 12"]
     answer = client.infer("ensemble", tensors(http, prompts, 6))
-    assert list(answer.as_numpy("text_output")) == [expected(client, prompt, 6) for prompt in prompts]
+    assert list(answer.as_numpy("text_output")) == [
+        expected(client, prompt, 6) for prompt in prompts
+    ]
 
 
 def test_async_infer(client: Any) -> None:
@@ -131,9 +190,11 @@ def test_async_infer(client: Any) -> None:
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
 def test_compression_both_ways(client: Any, algorithm: str) -> None:
     answer = client.infer(
-        "ensemble", tensors(http, ["5 6"], 5), request_compression_algorithm=algorithm,
+        "ensemble",
+        tensors(http, ["5 6"], 5),
+        request_compression_algorithm=algorithm,
         response_compression_algorithm=algorithm,
-    )  # fmt: skip
+    )
     assert bytes(answer.as_numpy("text_output")[0]) == expected(client, "5 6", 5)
 
 
@@ -155,16 +216,22 @@ def test_what_a_client_asks_about_the_server(client: Any) -> None:
     assert client.get_log_settings()["log_verbose_level"] == 0
     assert client.get_trace_settings()["trace_rate"] == "1000"
     assert client.get_system_shared_memory_status() == []
-    before = client.get_inference_statistics("ensemble")["model_stats"][0]["inference_stats"]["success"]["count"]
+    before = client.get_inference_statistics("ensemble")["model_stats"][0]["inference_stats"][
+        "success"
+    ]["count"]
     expected(client, "5", 2)
-    after = client.get_inference_statistics("ensemble")["model_stats"][0]["inference_stats"]["success"]["count"]
+    after = client.get_inference_statistics("ensemble")["model_stats"][0]["inference_stats"][
+        "success"
+    ]["count"]
     assert after == before + 1
 
 
 def test_errors_arrive_as_the_clients_exception(client: Any) -> None:
     from tritonclient.utils import InferenceServerException
 
-    with pytest.raises(InferenceServerException, match="Request for unknown model: 'nope' is not found"):
+    with pytest.raises(
+        InferenceServerException, match="Request for unknown model: 'nope' is not found"
+    ):
         client.infer("nope", tensors(http, ["5"], 1))
 
 
@@ -173,6 +240,8 @@ def test_an_engine_is_unloaded_and_loaded_again(client: Any) -> None:
     client.unload_model("ensemble", unload_dependents=True)
     assert not client.is_model_ready("tensorrt_llm")
     states = {row["name"]: row.get("state") for row in client.get_model_repository_index()}
-    assert states == dict.fromkeys(("ensemble", "postprocessing", "preprocessing", "tensorrt_llm"), "UNAVAILABLE")
+    assert states == dict.fromkeys(
+        ("ensemble", "postprocessing", "preprocessing", "tensorrt_llm"), "UNAVAILABLE"
+    )
     client.load_model("ensemble")
     assert expected(client, "5 6 7", 6) == before

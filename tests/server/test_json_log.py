@@ -1,4 +1,6 @@
-"""`--log-format json`: whatever a server's processes print, from start to exit, is one JSON object a line."""
+"""`--log-format json`: whatever a server's processes print, from start to exit, is one JSON object
+a line.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,16 @@ def parsed(lines: list[str]) -> list[dict[str, Any]]:
         assert line["level"] in ("info", "warning", "error", "debug")
         assert isinstance(line["message"], str)
         assert line["process"] > 0
-        assert set(line) <= {"time", "level", "message", "model", "request_id", "error", "process", "place"}
+        assert set(line) <= {
+            "time",
+            "level",
+            "message",
+            "model",
+            "request_id",
+            "error",
+            "process",
+            "place",
+        }
     return objects
 
 
@@ -74,7 +85,9 @@ class Life:
     """A server's whole life with everything that can go wrong in it, and what it said meanwhile."""
 
     def __init__(self, folder: Path) -> None:
-        server = TinyServer(noisy_repository(folder), folder / "tmp", "--allow-python-models", "--log-format=json")
+        server = TinyServer(
+            noisy_repository(folder), folder / "tmp", "--allow-python-models", "--log-format=json"
+        )
         try:
             server.wait_started()
             self.settings = httpx.get(f"{server.url}/v2/logging").json()
@@ -82,7 +95,11 @@ class Life:
             wait_for(lambda: sum("serves again" in line for line in server.lines) == 1)
             for number, times in ((signal.SIGSEGV, 2), (signal.SIGKILL, 3)):
                 os.kill(server.engine_process(), number)
-                wait_for(lambda times=times: sum("serves again" in line for line in server.lines) == times)
+                wait_for(
+                    lambda times=times: (
+                        sum("serves again" in line for line in server.lines) == times
+                    )
+                )
             with socket.create_connection(("127.0.0.1", server.ports["HTTPService"])) as client:
                 client.sendall(b"this is no HTTP\r\n\r\n")
                 assert client.recv(1) == b""
@@ -97,9 +114,15 @@ class Life:
     def _fail_requests(self, server: TinyServer) -> None:
         tensor = {"name": "IN", "datatype": "BYTES", "shape": [1], "data": [PROMPT]}
         body = {"id": "seven", "inputs": [tensor]}
-        assert "raised by the model" in httpx.post(f"{server.url}/v2/models/noisy/infer", json=body).text
+        assert (
+            "raised by the model"
+            in httpx.post(f"{server.url}/v2/models/noisy/infer", json=body).text
+        )
         raising = {"text_input": "900", "max_tokens": 3}
-        assert "raised by order" in httpx.post(f"{server.url}/v2/models/{MODEL}/generate", json=raising).text
+        assert (
+            "raised by order"
+            in httpx.post(f"{server.url}/v2/models/{MODEL}/generate", json=raising).text
+        )
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +139,21 @@ def test_the_server_and_its_services_say_what_they_say_elsewhere(life: Life) -> 
     banner = the_one(life.objects, "API docs")["message"].splitlines()
     address = the_one(life.objects, "Started HTTPService at ")["message"].rpartition(" ")[2]
     assert [line.partition(":")[0] for line in banner] == ["Ready", "Try it", "OpenAI", "API docs"]
-    assert banner[2] == f"OpenAI:   http://{address}/v1   chat: http://{address}/ or slipstream chat -u {address}"
+    assert (
+        banner[2]
+        == f"OpenAI:   http://{address}/v1   chat: http://{address}/ or slipstream chat -u {address}"
+    )
     assert the_one(life.objects, "Invalid HTTP request")["level"] == "warning"  # uvicorn's
     assert life.settings["log_format"] == "json"
 
 
 def test_a_python_model_prints_warns_logs_and_raises(life: Life) -> None:
-    for words, level in (("printed by the model", "info"), ("warned by the model", "warning"),
-                         ("logged by the model", "error"), ("printed without an end", "info")):  # fmt: skip
+    for words, level in (
+        ("printed by the model", "info"),
+        ("warned by the model", "warning"),
+        ("logged by the model", "error"),
+        ("printed without an end", "info"),
+    ):
         line = the_one(life.objects, words)
         assert (line["level"], line["model"]) == (level, "noisy")
     failed = the_one(life.objects, "execute failed")
@@ -140,11 +170,18 @@ def test_an_engine_that_raises_crashes_and_is_killed(life: Life) -> None:
     crashed = the_one(life.objects, "Fatal Python error: Segmentation fault")
     assert (crashed["level"], crashed["model"]) == ("error", "tensorrt_llm")
     assert "in serve\n" in crashed["message"]  # all of its stack
-    gone = [line for line in life.objects if line["message"].startswith("the engine process is gone: ")]
-    assert [line["message"].rpartition(": ")[2] for line in gone] == ["raised by order", "killed by SIGSEGV",
-                                                                        "killed by SIGKILL"]  # fmt: skip
+    gone = [
+        line for line in life.objects if line["message"].startswith("the engine process is gone: ")
+    ]
+    assert [line["message"].rpartition(": ")[2] for line in gone] == [
+        "raised by order",
+        "killed by SIGSEGV",
+        "killed by SIGKILL",
+    ]
     assert {(line["level"], line["model"]) for line in gone} == {("error", "tensorrt_llm")}
-    assert [line["level"] for line in life.objects if "starting the engine again" in line["message"]] == ["warning"] * 3
+    assert [
+        line["level"] for line in life.objects if "starting the engine again" in line["message"]
+    ] == ["warning"] * 3
 
 
 def test_prompts_are_not_in_it(life: Life) -> None:
@@ -156,8 +193,13 @@ def test_prompts_are_not_in_it(life: Life) -> None:
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", *command]
-    return subprocess.run(program, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment, capture_output=True,
-                          text=True, timeout=60)  # fmt: skip
+    return subprocess.run(
+        program,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 @pytest.fixture
@@ -168,20 +210,37 @@ def busy_port() -> Iterator[int]:
 
 def test_a_port_in_use_is_told_in_the_last_object(tmp_path: Path, busy_port: int) -> None:
     repository = make_repository(tmp_path)
-    result = run("slipstream.cli.main", "start", "--repo", str(repository), "--http-port", str(busy_port),
-                 "--log-format", "json")  # fmt: skip
+    result = run(
+        "slipstream.cli.main",
+        "start",
+        "--repo",
+        str(repository),
+        "--http-port",
+        str(busy_port),
+        "--log-format",
+        "json",
+    )
     assert (result.returncode, result.stdout) == (1, "")
     (last,) = parsed(result.stderr.splitlines())
-    assert (last["level"], f"cannot use 127.0.0.1:{busy_port}" in last["message"]) == ("error", True)
+    assert (last["level"], f"cannot use 127.0.0.1:{busy_port}" in last["message"]) == (
+        "error",
+        True,
+    )
 
 
 def test_tritonserver_fails_in_objects_too(tmp_path: Path) -> None:
-    missing = run("slipstream.cli.tritonserver", "--log-format=json", f"--model-repository={tmp_path / 'none'}")
+    missing = run(
+        "slipstream.cli.tritonserver",
+        "--log-format=json",
+        f"--model-repository={tmp_path / 'none'}",
+    )
     assert (missing.returncode, missing.stdout) == (1, "")
     objects = parsed(missing.stderr.splitlines())
     assert objects[-1]["message"] == "error: creating server: Internal - failed to load all models"
     assert {line["level"] for line in objects} == {"error"}
-    (wrong,) = parsed(run("slipstream.cli.tritonserver", "--log-format", "json").stderr.splitlines())
+    (wrong,) = parsed(
+        run("slipstream.cli.tritonserver", "--log-format", "json").stderr.splitlines()
+    )
     assert "--model-repository is missing" in wrong["message"]
     words = ["--log-format=json", f"--model-repository={tmp_path}", "--api-key=/none"]
     keyless = run("slipstream.cli.tritonserver", *words)
@@ -219,17 +278,45 @@ with one_log():
 
 
 def test_all_that_is_printed_in_the_process_is_in_the_log() -> None:
-    result = subprocess.run([sys.executable, "-c", STRANGERS], env=os.environ | {"PYTHONPATH": str(ROOT)},
-                            capture_output=True, text=True, timeout=60)  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, "-c", STRANGERS],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (result.returncode, result.stdout) == (1, "")
     objects = parsed(result.stderr.splitlines())
-    levels = {words: the_one(objects, words)["level"] for words in ("printed", "said by a library in C",
-              "error: said by a child", "noted by a child", "UserWarning: look out", "lost a task",
-              "exception in thread worker", "the server failed")}  # fmt: skip
-    assert list(levels.values()) == ["info", "warning", "error", "warning", "warning", "error", "error", "error"]
+    levels = {
+        words: the_one(objects, words)["level"]
+        for words in (
+            "printed",
+            "said by a library in C",
+            "error: said by a child",
+            "noted by a child",
+            "UserWarning: look out",
+            "lost a task",
+            "exception in thread worker",
+            "the server failed",
+        )
+    }
+    assert list(levels.values()) == [
+        "info",
+        "warning",
+        "error",
+        "warning",
+        "warning",
+        "error",
+        "error",
+        "error",
+    ]
     assert len(objects) == len(levels)
-    assert the_one(objects, "exception in thread")["error"].endswith("ZeroDivisionError: division by zero")
-    assert the_one(objects, "the server failed")["error"].endswith("KeyError: 'nobody expects this'")
+    assert the_one(objects, "exception in thread")["error"].endswith(
+        "ZeroDivisionError: division by zero"
+    )
+    assert the_one(objects, "the server failed")["error"].endswith(
+        "KeyError: 'nobody expects this'"
+    )
 
 
 # -- the forms of a record
@@ -240,13 +327,20 @@ MOMENT = 1_731_708_085_210_518_999  # 15 November 2024, 22:01:25.210518 UTC
 def test_a_record_as_an_object() -> None:
     record = Record("W", "two\nlines", "here.py:3", MOMENT, 42, "model", "id")
     assert json.loads(format_json(record)) == {
-        "time": "2024-11-15T22:01:25.210518Z", "level": "warning", "message": "two\nlines", "model": "model",
-        "request_id": "id", "process": 42, "place": "here.py:3",
-    }  # fmt: skip
+        "time": "2024-11-15T22:01:25.210518Z",
+        "level": "warning",
+        "message": "two\nlines",
+        "model": "model",
+        "request_id": "id",
+        "process": 42,
+        "place": "here.py:3",
+    }
     assert "\n" not in format_json(record)
 
 
-@pytest.mark.parametrize(("before", "message"), [("it failed: ", "it failed"), ("", "ValueError: so")])
+@pytest.mark.parametrize(
+    ("before", "message"), [("it failed: ", "it failed"), ("", "ValueError: so")]
+)
 def test_a_traceback_is_apart_from_the_words_before_it(before: str, message: str) -> None:
     trace = "Traceback (most recent call last):\n  File x\nValueError: so"
     found = json.loads(format_json(Record("E", before + trace, "", MOMENT, 1)))
@@ -257,7 +351,9 @@ def test_a_relayed_record_arrives_whole_and_nothing_else_is_one() -> None:
     record = Record("E", 'a "quoted"\nline \u2028', "x.py:1", MOMENT, 5, "m", "r")
     assert "\n" not in as_relayed(record)
     assert read_relayed(as_relayed(record)) == record
-    assert [read_relayed(line) for line in ("", "{}", as_relayed(record)[:-2], '\x1e{"level": "I"}')] == [None] * 4
+    assert [
+        read_relayed(line) for line in ("", "{}", as_relayed(record)[:-2], '\x1e{"level": "I"}')
+    ] == [None] * 4
 
 
 @pytest.fixture
@@ -278,20 +374,30 @@ def test_what_another_process_prints_obeys_the_servers_settings(
     restored_settings: Callable[..., None], tmp_path: Path
 ) -> None:
     file = tmp_path / "log"
-    said = [Record("I", "a word", "a.py:1", MOMENT, 5), Record("W", "a warning", "b.py:2", MOMENT, 5)]
-    lines = [*map(as_relayed, said), "Traceback (most recent call last):", "  File x", "ValueError: so"]
+    said = [
+        Record("I", "a word", "a.py:1", MOMENT, 5),
+        Record("W", "a warning", "b.py:2", MOMENT, 5),
+    ]
+    lines = [
+        *map(as_relayed, said),
+        "Traceback (most recent call last):",
+        "  File x",
+        "ValueError: so",
+    ]
     restored_settings(file=str(file), format="ISO8601", info=False)
     relay(*lines)
     assert file.read_text() == (
         "2024-11-15T22:01:25Z W 5 b.py:2] a warning\n"
         "Traceback (most recent call last):\n  File x\nValueError: so\n"
-    )  # fmt: skip
+    )
     restored_settings(file=str(tmp_path / "json"), format="json", info=True)
     relay(*lines)
     objects = parsed((tmp_path / "json").read_text().splitlines())
     assert [(line["level"], line["message"], line["process"]) for line in objects] == [
-        ("info", "a word", 5), ("warning", "a warning", 5), ("error", "ValueError: so", 7),
-    ]  # fmt: skip
+        ("info", "a word", 5),
+        ("warning", "a warning", 5),
+        ("error", "ValueError: so", 7),
+    ]
     assert {line["model"] for line in objects} == {"engine"}
     assert objects[-1]["error"] == "\n".join(lines[2:])
 
@@ -303,7 +409,9 @@ def test_a_client_may_choose_it_while_the_server_runs(capsys: pytest.CaptureFixt
     logging.warning("as an object")
     (said,) = parsed(capsys.readouterr().err.splitlines())
     assert (said["message"], said["level"]) == ("as an object", "warning")
-    with pytest.raises(InferenceError, match="Attempt to set 'log_format' to invalid value 'relayed'"):
+    with pytest.raises(
+        InferenceError, match="Attempt to set 'log_format' to invalid value 'relayed'"
+    ):
         update_log_settings({"log_format": "relayed"})
 
 

@@ -1,4 +1,6 @@
-"""The life of a whole server, as a process: start, serve, lose its engine, drain, leave nothing behind."""
+"""The life of a whole server, as a process: start, serve, lose its engine, drain, leave nothing
+behind.
+"""
 
 import json
 import os
@@ -12,7 +14,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tiny_server import HERE, MODEL, ROOT, TinyServer, children_of, is_running, make_repository, wait_for
+from tiny_server import (
+    HERE,
+    MODEL,
+    ROOT,
+    TinyServer,
+    children_of,
+    is_running,
+    make_repository,
+    wait_for,
+)
 
 
 @pytest.fixture
@@ -49,7 +60,12 @@ class Stream(threading.Thread):
     def __init__(self, server, prompt, max_tokens, milliseconds):
         super().__init__(daemon=True)
         self.url = f"{server.url}/v2/models/{MODEL}/generate_stream"
-        self.body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True, "random_seed": milliseconds}
+        self.body = {
+            "text_input": prompt,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "random_seed": milliseconds,
+        }
         self.events = []
         self.cut = False  # the connection ended before the answer did
         self.start()
@@ -114,7 +130,9 @@ def test_the_curl_it_prints_works(steady):
 
 def test_it_says_what_the_start_took(steady):
     told = next(line for line in steady.lines if line.startswith("Ready:"))
-    found = re.fullmatch(r"Ready: +in ([\d.]+) s: ([\d.]+) s to load, ([\d.]+) s for all else", told)
+    found = re.fullmatch(
+        r"Ready: +in ([\d.]+) s: ([\d.]+) s to load, ([\d.]+) s for all else", told
+    )
     assert found, told
     whole, loading, rest = map(float, found.groups())
     assert whole > 0
@@ -185,14 +203,17 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_a_failure(serve):
         wait_for(lambda: ready(server) == 200 or server.process.poll() is not None)
         assert "SIGKILL" in generate(server, "902").text
     assert server.wait_exit() == 1
-    assert server.lines[-1].startswith("error: the engine failed for good: it died more than 3 times in 10 minutes")
+    assert server.lines[-1].startswith(
+        "error: the engine failed for good: it died more than 3 times in 10 minutes"
+    )
     assert server.left_behind() == []
 
 
 def test_an_engine_that_hangs_is_replaced(serve):
     server = serve("--watchdog-secs", "1").wait_started()
     lost = generate(server, "901")
-    assert (lost.status_code, lost.headers["retry-after"]) == (503, "1")  # it was not the request's fault
+    # it was not the request's fault
+    assert (lost.status_code, lost.headers["retry-after"]) == (503, "1")
     assert "no sign of life for 1 s" in lost.text
     wait_for(lambda: ready(server) == 200)
     assert generate(server).json()["text_output"] == "6 7 8"
@@ -225,7 +246,10 @@ def test_a_repository_that_is_not_there_is_the_last_line(tmp_path):
 def test_an_engine_that_cannot_start_is_the_last_line(serve):
     server = serve(engine="bad")
     assert server.wait_exit() == 1
-    assert server.lines[-1] == "error: the engine did not start: ValueError: this engine folder is bad by order"
+    assert (
+        server.lines[-1]
+        == "error: the engine did not start: ValueError: this engine folder is bad by order"
+    )
     assert server.left_behind() == []
 
 
@@ -249,8 +273,20 @@ def test_the_server_process_never_loads_torch(steady):
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_infer_prints_the_text_of_a_running_server(steady, protocol):
     port = steady.ports["HTTPService" if protocol == "http" else "GRPCInferenceService"]
-    command = [sys.executable, str(HERE / "tiny_server.py"), "infer", "-m", MODEL, "--prompt", "7", "-i", protocol]
+    command = [
+        sys.executable,
+        str(HERE / "tiny_server.py"),
+        "infer",
+        "-m",
+        MODEL,
+        "--prompt",
+        "7",
+        "-i",
+        protocol,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     arguments = ["-u", "127.0.0.1", "-p", str(port), "--max-tokens", "4"]
-    found = subprocess.run(command + arguments, env=environment, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(
+        command + arguments, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert (found.returncode, found.stdout, found.stderr) == (0, "8 9 10 11\n", "")

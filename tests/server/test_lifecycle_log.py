@@ -22,8 +22,13 @@ def greenwich():
 @pytest.mark.usefixtures("greenwich")
 def test_the_form_is_tritons():
     moment = 1_731_708_085_210_518_999  # 15 November 2024, 22:01:25.210518 UTC
-    line = logging.format_line("I", "http_server.cc:4692", "Started HTTPService at 127.0.0.1:8000", moment, 1175)
-    assert line == "I1115 22:01:25.210518 1175 http_server.cc:4692] Started HTTPService at 127.0.0.1:8000"
+    line = logging.format_line(
+        "I", "http_server.cc:4692", "Started HTTPService at 127.0.0.1:8000", moment, 1175
+    )
+    assert (
+        line
+        == "I1115 22:01:25.210518 1175 http_server.cc:4692] Started HTTPService at 127.0.0.1:8000"
+    )
 
 
 def test_a_line_goes_to_stderr_with_the_callers_place(capsys):

@@ -1,4 +1,6 @@
-"""A log that cannot be written, lines that nobody can read, and crashes: the server outlives the first two."""
+"""A log that cannot be written, lines that nobody can read, and crashes: the server outlives the
+first two.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,16 @@ async def test_a_full_disk_takes_no_line_and_ends_nothing(tmp_path: Path) -> Non
 
     asyncio.get_running_loop().call_soon(speak)
     assert await asyncio.wait_for(told, 1) == "went on"
-    logging.configure(file=str(tmp_path / "log"))  # another disk: what is left of the full one is no obstacle
+    # another disk: what is left of the full one is no obstacle
+    logging.configure(file=str(tmp_path / "log"))
     logging.info("a line with room", "here")
     assert (tmp_path / "log").read_text().endswith(" here] a line with room\n")
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_streams_that_are_closed_or_lead_nowhere(monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
+def test_streams_that_are_closed_or_lead_nowhere(
+    monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     stream = open(writing, "w", encoding="utf-8")  # noqa: SIM115
@@ -76,9 +81,13 @@ def test_text_that_is_not_unicode_is_written_in_escapes(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "a file \\udcff\n"
 
 
-def test_a_library_whose_words_do_not_fit_is_not_ended_by_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_library_whose_words_do_not_fit_is_not_ended_by_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with told_by_python():
-        record = standard_logging.LogRecord("a", standard_logging.ERROR, "a.py", 1, "%d things", ("x",), None)
+        record = standard_logging.LogRecord(
+            "a", standard_logging.ERROR, "a.py", 1, "%d things", ("x",), None
+        )
         handler = standard_logging.getLogger().handlers[-1]
         handler.handle(record)
     assert "Arguments: ('x',)" in capsys.readouterr().err
@@ -86,7 +95,9 @@ def test_a_library_whose_words_do_not_fit_is_not_ended_by_them(capsys: pytest.Ca
 
 def test_the_file_is_exchanged_between_lines(tmp_path: Path) -> None:
     """Whoever writes holds it, so that no line goes to a file that has just been closed."""
-    exchange = threading.Thread(target=logging.configure, kwargs={"file": str(tmp_path / "log")}, daemon=True)
+    exchange = threading.Thread(
+        target=logging.configure, kwargs={"file": str(tmp_path / "log")}, daemon=True
+    )
     with logging._writing:
         exchange.start()
         exchange.join(0.1)
@@ -98,12 +109,17 @@ def test_the_file_is_exchanged_between_lines(tmp_path: Path) -> None:
 # -- what cannot be read
 
 UNSOUND = [
-    '{"level": "X", "message": "m"}', '{"level": ["I"], "message": "m"}', '{"level": "I", "message": 1}',
-    '{"level": "I", "message": "m", "time_ns": "soon"}', '{"level": "I", "message": "m", "time_ns": 1e400}',
+    '{"level": "X", "message": "m"}',
+    '{"level": ["I"], "message": "m"}',
+    '{"level": "I", "message": 1}',
+    '{"level": "I", "message": "m", "time_ns": "soon"}',
+    '{"level": "I", "message": "m", "time_ns": 1e400}',
     '{"level": "I", "message": "m", "time_ns": 99999999999999999999999999999}',
-    '{"level": "I", "message": "m", "process": null}', '{"level": "I", "message": "m", "model": {}}',
-    "[]", "[" * 100_000,
-]  # fmt: skip
+    '{"level": "I", "message": "m", "process": null}',
+    '{"level": "I", "message": "m", "model": {}}',
+    "[]",
+    "[" * 100_000,
+]
 
 
 @pytest.mark.parametrize("text", UNSOUND, ids=range(len(UNSOUND)))
@@ -150,10 +166,15 @@ def test_pieces_end_between_characters_and_a_full_line_is_one() -> None:
     assert [len(piece.encode()) for piece in pieces] == [MOST_BYTES - 1, 90_001 - MOST_BYTES]
     assert "".join(pieces) == euros
     assert LineCutter().push(b"x" * MOST_BYTES + b"\n") == ["x" * MOST_BYTES]
-    assert [len(piece) for piece in LineCutter().push(b"\x80" * MOST_BYTES + b"\x80\n")] == [MOST_BYTES, 1]
+    assert [len(piece) for piece in LineCutter().push(b"\x80" * MOST_BYTES + b"\x80\n")] == [
+        MOST_BYTES,
+        1,
+    ]
 
 
-def test_neither_reader_holds_a_line_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_reader_holds_a_line_without_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(logging, "write_text", said.append)
     monkeypatch.setattr(logging, "info", lambda text, place, model: said.append(text))
@@ -185,10 +206,17 @@ with one_log():
 """
 
 
-@pytest.mark.parametrize(("number", "words"), [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGABRT, "Aborted")])
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGABRT, "Aborted")]
+)
 def test_the_stack_of_a_crash_is_shown_in_plain_lines(number: int, words: str) -> None:
-    result = subprocess.run([sys.executable, "-c", LAST_WORDS, str(int(number))], capture_output=True, text=True,
-                            env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60)  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, "-c", LAST_WORDS, str(int(number))],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )
     assert result.returncode == -number
     assert f"Fatal Python error: {words}\n" in result.stderr
     assert " in fall\n" in result.stderr
@@ -196,10 +224,17 @@ def test_the_stack_of_a_crash_is_shown_in_plain_lines(number: int, words: str) -
 
 
 def test_a_server_that_ends_leaves_faulthandler_as_it_was() -> None:
-    code = ("import faulthandler, sys; from slipstream.server import logging; from slipstream.server.log_capture import"
-            " one_log; logging.configure(format='json')\nfor enabled in (False, True):\n"
-            " faulthandler.enable() if enabled else faulthandler.disable()\n with one_log():\n"
-            "  assert faulthandler.is_enabled()\n print(faulthandler.is_enabled())\n")  # fmt: skip
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
-                            env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    code = (
+        "import faulthandler, sys; from slipstream.server import logging; from slipstream.server.log_capture import"
+        " one_log; logging.configure(format='json')\nfor enabled in (False, True):\n"
+        " faulthandler.enable() if enabled else faulthandler.disable()\n with one_log():\n"
+        "  assert faulthandler.is_enabled()\n print(faulthandler.is_enabled())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert (result.stdout, result.stderr) == ("False\nTrue\n", "")

@@ -1,6 +1,8 @@
-"""Traffic of all kinds, by the ten thousand, at a real server on a real engine: memory stops growing.
+"""Traffic of all kinds, by the ten thousand, at a real server on a real engine: memory stops
+growing.
 
-What counts is what the processes own, in memory or swapped out. Pages of files come and go and say nothing.
+What counts is what the processes own, in memory or swapped out. Pages of files come and go and say
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from slipstream.repository.templates import write_repository
 WARM, COUNTED = 10_000, 30_000  # requests before the first look, and between the two
 CLIENTS = 16
 CACHE_TOKENS = 8192
-MOST_GROWTH = 0.01, 2 << 20  # a share, or bytes where that is less: pools of small objects come and go
+# a share, or bytes where that is less: pools of small objects come and go
+MOST_GROWTH = 0.01, 2 << 20
 KINDS = ("answer", "stream", "left", "refused", "completion", "grpc")
 
 
@@ -35,7 +38,8 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("soak")
     engine = build_tiny_engine(folder)
     write_repository(folder / "repository", MODEL, engine, engine, 64)
-    # A cache that is full before the first look: until then the engine remembers what each block holds.
+    # A cache that is full before the first look: until then the engine remembers what each block
+    # holds.
     limit_cache(folder / "repository", CACHE_TOKENS)
     running = RealServer(folder / "repository", folder / "server").wait()
     yield running
@@ -60,23 +64,38 @@ class Clients:
     async def ask(self, kind: str, draw: random.Random) -> None:
         prompt = " ".join(str(draw.randrange(2, 96)) for _ in range(draw.randrange(1, 40)))
         body = {"text_input": prompt, "max_tokens": draw.randrange(1, 12), "end_id": -1}
-        body |= draw.choice([{}, {"temperature": 0.8, "random_seed": 3}, {"return_log_probs": True},
-                             {"stop_words": ["7 8"], "bad_words": ["5"]}, {"repetition_penalty": 1.2}])  # fmt: skip
+        body |= draw.choice(
+            [
+                {},
+                {"temperature": 0.8, "random_seed": 3},
+                {"return_log_probs": True},
+                {"stop_words": ["7 8"], "bad_words": ["5"]},
+                {"repetition_penalty": 1.2},
+            ]
+        )
         if kind == "left":
             await self._leave(body)
         elif kind == "grpc":
             await self._ask_grpc(prompt, body["max_tokens"])
         elif kind == "completion":
-            wanted = {"model": MODEL, "prompt": prompt, "max_tokens": body["max_tokens"], "logprobs": 2}
+            wanted = {
+                "model": MODEL,
+                "prompt": prompt,
+                "max_tokens": body["max_tokens"],
+                "logprobs": 2,
+            }
             assert (await self._http.post("/v1/completions", json=wanted)).status_code == 200
         elif kind == "refused":
             wrong = draw.choice([{"max_tokens": -1}, {"text_input": 5}, {"temperature": "hot"}])
             answer = await self._http.post(f"/v2/models/{MODEL}/generate", json=body | wrong)
-            assert answer.status_code in (400, 500), answer.text  # 500: what a model says, as Triton has it
+            # 500: what a model says, as Triton has it
+            assert answer.status_code in (400, 500), answer.text
             assert answer.json()["error"]
         else:
             route = "generate_stream" if kind == "stream" else "generate"
-            answer = await self._http.post(f"/v2/models/{MODEL}/{route}", json=body | {"stream": kind == "stream"})
+            answer = await self._http.post(
+                f"/v2/models/{MODEL}/{route}", json=body | {"stream": kind == "stream"}
+            )
             assert answer.status_code == 200
             assert "text_output" in answer.text
 
@@ -89,7 +108,10 @@ class Clients:
         writer.transport.abort()
 
     async def _ask_grpc(self, prompt: str, max_tokens: int) -> None:
-        inputs = [_tensor("text_input", prompt.encode(), "BYTES"), _tensor("max_tokens", max_tokens, "INT32")]
+        inputs = [
+            _tensor("text_input", prompt.encode(), "BYTES"),
+            _tensor("max_tokens", max_tokens, "INT32"),
+        ]
 
         async def requests():
             yield {"model_name": MODEL, "inputs": inputs, "enable_empty_final_response": True}
@@ -102,7 +124,9 @@ class Clients:
 
 def _tensor(name: str, value: bytes | int, kind: str) -> InferInput:
     tensor = InferInput(name, [1, 1], kind)
-    tensor.set_data_from_numpy(np.array([[value]], dtype=np.object_ if kind == "BYTES" else np.int32))
+    tensor.set_data_from_numpy(
+        np.array([[value]], dtype=np.object_ if kind == "BYTES" else np.int32)
+    )
     return tensor
 
 
@@ -133,7 +157,9 @@ def test_memory_stops_growing(server):
     before = [owned_bytes(process) for process in processes]
     asyncio.run(traffic(server, COUNTED, WARM))
     after = [owned_bytes(process) for process in processes]
-    print(f"owned, KiB: {[b >> 10 for b in before]} → {[b >> 10 for b in after]} in {COUNTED} requests")
+    print(
+        f"owned, KiB: {[b >> 10 for b in before]} → {[b >> 10 for b in after]} in {COUNTED} requests"
+    )
     share, few = MOST_GROWTH
     for then, now in zip(before, after, strict=True):
         assert now - then < max(then * share, few)

@@ -1,4 +1,6 @@
-"""What the table at the start says of the longest request, where the cache is smaller than the model's reach."""
+"""What the table at the start says of the longest request, where the cache is smaller than the
+model's reach.
+"""
 
 from dataclasses import replace
 
@@ -7,9 +9,17 @@ from slipstream.server.engine_metrics import _memory_metrics
 from slipstream.server.memory_table import memory_table
 
 INFO = EngineInfo(
-    vocab_size=100, max_sequence_tokens=8190, max_rows=64, total_blocks=728, block_tokens=32, device="cpu",
-    dtype="float32", weight_bytes=2**20, cache_bytes=2**20, load_seconds=1.0,
-)  # fmt: skip
+    vocab_size=100,
+    max_sequence_tokens=8190,
+    max_rows=64,
+    total_blocks=728,
+    block_tokens=32,
+    device="cpu",
+    dtype="float32",
+    weight_bytes=2**20,
+    cache_bytes=2**20,
+    load_seconds=1.0,
+)
 
 
 def test_a_cache_for_the_longest_sequence():
@@ -26,7 +36,9 @@ def test_a_cache_that_cannot_hold_one_says_what_it_takes():
 
 
 def test_with_a_window_sequences_may_be_longer_than_the_cache():
-    assert memory_table("m", replace(INFO, total_blocks=3, windowed=True))[-1].endswith("up to 8190 tokens each")
+    assert memory_table("m", replace(INFO, total_blocks=3, windowed=True))[-1].endswith(
+        "up to 8190 tokens each"
+    )
 
 
 def test_copies_of_weights_stand_below_the_weights():

@@ -136,9 +136,23 @@ async def test_a_request_lets_go_of_who_counted_it():
 class Engine:
     info = ScriptedLoop().info
     stats = EngineStats(
-        running=3, waiting=2, free_blocks=100, total_blocks=128, steps=77, cached_prompt_tokens=96, output_tokens=9,
-        prompt_tokens=384, reused_blocks=3, context_requests=1, context_tokens=17, generation_requests=2, paused=1,
-        preemptions=4, cancelled=5, queue_seconds=1.5, queue_counts=[2] + [0] * 10 + [1],
+        running=3,
+        waiting=2,
+        free_blocks=100,
+        total_blocks=128,
+        steps=77,
+        cached_prompt_tokens=96,
+        output_tokens=9,
+        prompt_tokens=384,
+        reused_blocks=3,
+        context_requests=1,
+        context_tokens=17,
+        generation_requests=2,
+        paused=1,
+        preemptions=4,
+        cancelled=5,
+        queue_seconds=1.5,
+        queue_counts=[2] + [0] * 10 + [1],
     )
 
 
@@ -151,12 +165,20 @@ def test_engine_gauges_are_the_engines_own_figures():
         labels = sorted([f'{label}="{category}"', 'model="tensorrt_llm"', 'version="1"'])
         return found[f"nv_trt_llm_{family}{{{','.join(labels)}}}"]
 
-    requests = {c: value("request_metrics", "request_type", c) for c in ("active", "max", "scheduled", "waiting")}
+    requests = {
+        c: value("request_metrics", "request_type", c)
+        for c in ("active", "max", "scheduled", "waiting")
+    }
     assert requests == {"active": 5, "max": 64, "scheduled": 3, "waiting": 2}
     blocks = ("max", "free", "used", "tokens_per", "reused", "fraction")
     assert [value("kv_cache_block_metrics", "kv_cache_block_type", c) for c in blocks] == [
-        128, 100, 28, 32, 3, 28 / 128
-    ]  # fmt: skip
+        128,
+        100,
+        28,
+        32,
+        3,
+        28 / 128,
+    ]
     batcher = ("inflight_batcher_metrics", "inflight_batcher_specific_metric")
     batches = ("generation_requests", "total_context_tokens", "paused_requests", "micro_batch_id")
     assert [value(*batcher, category) for category in batches] == [2, 17, 1, 0]
@@ -166,7 +188,9 @@ def test_engine_gauges_are_the_engines_own_figures():
 
 def test_an_engine_that_is_asked_for_whole_batches_has_the_figures_of_those():
     model = SimpleNamespace(
-        config=SimpleNamespace(ensemble_steps=(), parameter={"gpt_model_type": "V1"}.get), decoupled=False, ready=True
+        config=SimpleNamespace(ensemble_steps=(), parameter={"gpt_model_type": "V1"}.get),
+        decoupled=False,
+        ready=True,
     )
     metrics = ServerMetrics()
     metrics.watch_engine("old", Engine())
@@ -191,13 +215,24 @@ def test_our_own_figures_of_the_engine():
     found = samples(metrics.render())
     place = '{model="tensorrt_llm",version="1"}'
     own = {
-        "requests_running": 3, "requests_waiting": 2, "requests_preempted": 1, "preemptions_total": 4,
-        "requests_cancelled_total": 5, "kv_blocks_used": 28, "kv_blocks_free": 100, "kv_blocks_reused_total": 3,
-        "kv_cache_hit_rate": 0.25, "prompt_tokens_total": 384, "queue_seconds_count": 3, "queue_seconds_sum": 1.5,
-    }  # fmt: skip
+        "requests_running": 3,
+        "requests_waiting": 2,
+        "requests_preempted": 1,
+        "preemptions_total": 4,
+        "requests_cancelled_total": 5,
+        "kv_blocks_used": 28,
+        "kv_blocks_free": 100,
+        "kv_blocks_reused_total": 3,
+        "kv_cache_hit_rate": 0.25,
+        "prompt_tokens_total": 384,
+        "queue_seconds_count": 3,
+        "queue_seconds_sum": 1.5,
+    }
     assert {name: found[f"slipstream_{name}{place}"] for name in own} == own
-    buckets = [found[f'slipstream_queue_seconds_bucket{{le="{le}",model="tensorrt_llm",version="1"}}']
-               for le in ("0.001", "60", "+Inf")]  # fmt: skip
+    buckets = [
+        found[f'slipstream_queue_seconds_bucket{{le="{le}",model="tensorrt_llm",version="1"}}']
+        for le in ("0.001", "60", "+Inf")
+    ]
     assert buckets == [2, 2, 3]
 
 
@@ -206,7 +241,9 @@ def test_every_total_goes_on_after_another_engine_and_every_gauge_is_of_now():
         stats = replace(Engine.stats, finished=6, failed=7, adapter_loads=8, cached_blocks=9)
 
     class Later(Engine):
-        thousands = {field.name: 1000 for field in fields(EngineStats)} | {"queue_counts": [1000] * 12}
+        thousands = {field.name: 1000 for field in fields(EngineStats)} | {
+            "queue_counts": [1000] * 12
+        }
         stats = Alone.stats.after(EngineStats(**thousands))
 
     def families(engine):
@@ -236,7 +273,11 @@ def recorded_heads():
 def test_families_have_the_help_and_type_lines_of_the_real_server():
     metrics = ServerMetrics()
     metrics.model("llm")
-    heads = [line for line in metrics.render().splitlines() if line.startswith("#") and "nv_gpu" not in line]
+    heads = [
+        line
+        for line in metrics.render().splitlines()
+        if line.startswith("#") and "nv_gpu" not in line
+    ]
     assert [line for line in heads if "nv_energy" not in line] == recorded_heads()
 
 
@@ -255,11 +296,19 @@ async def test_figures_of_tokens():
             pass
     found = samples(metrics.render())
     place = '{model="ensemble",version="1"}'
-    counts = {name: found[f"slipstream_{name}_count{place}"] for name in (
-        "time_to_first_token_seconds", "inter_token_latency_seconds", "request_seconds")}  # fmt: skip
+    counts = {
+        name: found[f"slipstream_{name}_count{place}"]
+        for name in (
+            "time_to_first_token_seconds",
+            "inter_token_latency_seconds",
+            "request_seconds",
+        )
+    }
     assert counts == {
-        "time_to_first_token_seconds": 1, "inter_token_latency_seconds": 2, "request_seconds": 1,
-    }  # fmt: skip
+        "time_to_first_token_seconds": 1,
+        "inter_token_latency_seconds": 2,
+        "request_seconds": 1,
+    }
     labels = 'model="ensemble",response_metric_type="total_{}_tokens",version="1"'
     assert found[f"nv_llm_input_token_len_sum{{{labels.format('input')}}}"] == 40
     assert found[f"nv_llm_output_token_len_sum{{{labels.format('output')}}}"] == 3
@@ -272,8 +321,10 @@ async def test_batches_count_as_many_inferences_as_they_have_items():
     await read_all(counters, answers(InferResponse()), batch_size=4)
     await read_all(counters, answers(InferResponse()))
     assert (counters.success.count, counters.inferences, counters.executions) == (2, 5, 2)
-    sizes = [(entry["batch_size"], entry["compute_infer"]["count"]) for entry in
-             counters.document("m", "1")["batch_stats"]]  # fmt: skip
+    sizes = [
+        (entry["batch_size"], entry["compute_infer"]["count"])
+        for entry in counters.document("m", "1")["batch_stats"]
+    ]
     assert sizes == [(1, 1), (4, 1)]
 
 
@@ -281,7 +332,11 @@ async def test_a_model_error_is_an_execution_but_an_ensembles_is_not():
     for ensemble, executions, reason in ((False, 1, "BACKEND"), (True, 0, "OTHER")):
         counters = ModelCounters(ensemble=ensemble)
         await read_all(counters, answers(InferResponse(error=InferenceError("bad"))))
-        assert (counters.executions, counters.failures[reason], counters.inferences) == (executions, 1, 0)
+        assert (counters.executions, counters.failures[reason], counters.inferences) == (
+            executions,
+            1,
+            0,
+        )
         assert (counters.fail.count, counters.queue.count) == (1, 0)
 
 
@@ -301,7 +356,9 @@ async def test_phases_add_up_to_the_request():
             pass
     document = counters.document("m", "1")
     spent = document["inference_stats"]
-    parts = [spent[name]["ns"] for name in ("queue", "compute_input", "compute_infer", "compute_output")]
+    parts = [
+        spent[name]["ns"] for name in ("queue", "compute_input", "compute_infer", "compute_output")
+    ]
     assert all(ns > 0 for ns in parts)
     assert sum(parts) == spent["success"]["ns"]
     assert spent["compute_infer"]["ns"] >= 1_000_000
@@ -343,8 +400,14 @@ async def test_work_done_for_other_models_is_counted_as_theirs():
             async for _ in responses:
                 pass
     found = samples(metrics.render())
-    success = {name: found[f"nv_inference_request_success{{{name}}}"] for name in (
-        'model="chain",version="1"', 'model="pre",version="1"', 'model="engine",version="3"')}  # fmt: skip
+    success = {
+        name: found[f"nv_inference_request_success{{{name}}}"]
+        for name in (
+            'model="chain",version="1"',
+            'model="pre",version="1"',
+            'model="engine",version="3"',
+        )
+    }
     assert set(success.values()) == {1}
     assert found['nv_inference_request_failure{model="engine",reason="BACKEND",version="3"}'] == 1
     assert found['nv_inference_request_failure{model="pre",reason="BACKEND",version="1"}'] == 0
@@ -364,8 +427,12 @@ def test_a_model_that_is_gone_takes_its_figures_along():
 
 def test_families_of_models_own_are_shown():
     metrics = ServerMetrics()
-    metrics.add_source(lambda: [Family("mine", "counter", "What a model counts", [({"kind": "x"}, 2)])])
-    assert metrics.render().endswith('# HELP mine What a model counts\n# TYPE mine counter\nmine{kind="x"} 2\n')
+    metrics.add_source(
+        lambda: [Family("mine", "counter", "What a model counts", [({"kind": "x"}, 2)])]
+    )
+    assert metrics.render().endswith(
+        '# HELP mine What a model counts\n# TYPE mine counter\nmine{kind="x"} 2\n'
+    )
 
 
 def test_everything_parses_as_prometheus_reads_it():
@@ -413,4 +480,8 @@ async def test_the_port_answers_as_tritons_does():
     assert without_the_machine(body) == without_the_machine(metrics.render())
     assert await call(app, "GET", "/foo") == (200, "text/plain; charset=utf-8", "")
     assert await call(app, "GET", "/") == (200, "text/plain; charset=utf-8", "")
-    assert await call(app, "POST", "/metrics") == (405, "text/plain", '{"error":"Method Not Allowed"}')
+    assert await call(app, "POST", "/metrics") == (
+        405,
+        "text/plain",
+        '{"error":"Method Not Allowed"}',
+    )

@@ -1,4 +1,6 @@
-"""Known traffic over a real engine: what the metrics and the statistics say equals what the client counted."""
+"""Known traffic over a real engine: what the metrics and the statistics say equals what the client
+counted.
+"""
 
 import asyncio
 import json
@@ -79,13 +81,17 @@ class Traffic:
     """What the client saw."""
 
     def __init__(self):
-        self.successes = self.errors = self.refused = self.cancelled = self.tokens = self.prompt_tokens = 0
+        self.successes = self.errors = self.refused = self.cancelled = self.tokens = (
+            self.prompt_tokens
+        ) = 0
         self.responses = 0
 
     async def run(self, stack):
         for count, stream in ((5, True), (7, True), (4, False)):
             await self.generate(stack, count, stream)
-        for result, error in await ask(stack.client, request("tensorrt_llm", token_inputs(PROMPT, 0))):
+        for result, error in await ask(
+            stack.client, request("tensorrt_llm", token_inputs(PROMPT, 0))
+        ):
             assert result is None
             self.errors += "request_output_len" in error.message()
         with pytest.raises(InferenceServerException):
@@ -94,9 +100,15 @@ class Traffic:
         await self.leave(stack)
 
     async def generate(self, stack, count, stream):
-        answers = await ask(stack.client, request("tensorrt_llm", token_inputs(PROMPT, count, stream)))
+        answers = await ask(
+            stack.client, request("tensorrt_llm", token_inputs(PROMPT, count, stream))
+        )
         assert [error for _, error in answers] == [None] * len(answers)
-        ids = [token for result, _ in answers for token in result.as_numpy("output_ids").ravel().tolist()]
+        ids = [
+            token
+            for result, _ in answers
+            for token in result.as_numpy("output_ids").ravel().tolist()
+        ]
         self.tokens += len(ids)
         self.prompt_tokens += len(PROMPT)
         self.successes += 1
@@ -121,20 +133,39 @@ async def test_metrics_equal_the_clients_own_counts(stack):
     assert (traffic.successes, traffic.errors, traffic.cancelled) == (3, 1, 1)
     found = samples(stack.metrics.render())
     place = 'model="tensorrt_llm",version="1"'
-    failures = {reason: found[f'nv_inference_request_failure{{model="tensorrt_llm",reason="{reason}",version="1"}}']
-                for reason in ("OTHER", "BACKEND", "CANCELED", "REJECTED")}  # fmt: skip
+    failures = {
+        reason: found[
+            f'nv_inference_request_failure{{model="tensorrt_llm",reason="{reason}",version="1"}}'
+        ]
+        for reason in ("OTHER", "BACKEND", "CANCELED", "REJECTED")
+    }
     assert failures == {"OTHER": 0, "BACKEND": 1, "CANCELED": 1, "REJECTED": 0}
     assert found[f"nv_inference_request_success{{{place}}}"] == traffic.successes
     assert found[f"nv_inference_count{{{place}}}"] == traffic.successes
     assert found[f"nv_inference_exec_count{{{place}}}"] == 5
     assert found[f"nv_inference_pending_request_count{{{place}}}"] == 0
     lengths = 'model="tensorrt_llm",response_metric_type="total_{}_tokens",version="1"'
-    assert found[f"nv_llm_output_token_len_sum{{{lengths.format('output')}}}"] == traffic.tokens == 5 + 7 + 4
-    assert found[f"nv_llm_output_token_len_count{{{lengths.format('output')}}}"] == traffic.successes
-    assert found[f"nv_llm_input_token_len_sum{{{lengths.format('input')}}}"] == len(PROMPT) * traffic.successes
+    assert (
+        found[f"nv_llm_output_token_len_sum{{{lengths.format('output')}}}"]
+        == traffic.tokens
+        == 5 + 7 + 4
+    )
+    assert (
+        found[f"nv_llm_output_token_len_count{{{lengths.format('output')}}}"] == traffic.successes
+    )
+    assert (
+        found[f"nv_llm_input_token_len_sum{{{lengths.format('input')}}}"]
+        == len(PROMPT) * traffic.successes
+    )
     assert found[f"slipstream_request_seconds_count{{{place}}}"] == traffic.successes
-    assert found[f"slipstream_time_to_first_token_seconds_count{{{place}}}"] == traffic.successes + traffic.cancelled
-    assert found[f"nv_inference_first_response_histogram_ms_count{{{place}}}"] == traffic.successes + traffic.cancelled
+    assert (
+        found[f"slipstream_time_to_first_token_seconds_count{{{place}}}"]
+        == traffic.successes + traffic.cancelled
+    )
+    assert (
+        found[f"nv_inference_first_response_histogram_ms_count{{{place}}}"]
+        == traffic.successes + traffic.cancelled
+    )
     assert found[f"slipstream_prompt_tokens_total{{{place}}}"] == traffic.prompt_tokens
     assert found[f"slipstream_requests_finished_total{{{place}}}"] == 4
     assert found[f"slipstream_requests_cancelled_total{{{place}}}"] == traffic.cancelled
@@ -157,7 +188,9 @@ class Replay:
 
     async def run(self):
         await asyncio.gather(*(self._one(*arrival) for arrival in self._arrivals))
-        await until(lambda: self._stack.engine.outstanding == 0 and self._stack.engine.stats.running == 0)
+        await until(
+            lambda: self._stack.engine.outstanding == 0 and self._stack.engine.stats.running == 0
+        )
 
     async def _one(self, moment, prompt, count, fate):
         await asyncio.sleep(moment)
@@ -165,13 +198,18 @@ class Replay:
             return await self._leave(prompt)
         wanted = 0 if fate == "error" else count
         answers = await ask(
-            self._stack.client, request("tensorrt_llm", token_inputs(prompt, wanted, fate == "stream"))
+            self._stack.client,
+            request("tensorrt_llm", token_inputs(prompt, wanted, fate == "stream")),
         )
         if fate == "error":
             assert [result for result, _ in answers] == [None]
             self.counts["errors"] += 1
             return None
-        ids = [token for result, _ in answers for token in result.as_numpy("output_ids").ravel().tolist()]
+        ids = [
+            token
+            for result, _ in answers
+            for token in result.as_numpy("output_ids").ravel().tolist()
+        ]
         self.counts += Counter(successes=1, tokens=len(ids), prompt_tokens=len(prompt))
         return None
 
@@ -218,7 +256,9 @@ async def test_a_prompt_seen_before_is_counted_as_reused(stack):
     assert found[f"slipstream_kv_blocks_reused_total{{{place}}}"] == blocks > 0
     cached = blocks * stack.engine.info.block_tokens
     assert found[f"slipstream_prompt_tokens_cached_total{{{place}}}"] == cached
-    assert found[f"slipstream_kv_cache_hit_rate{{{place}}}"] == pytest.approx(cached / (2 * len(PROMPT)))
+    assert found[f"slipstream_kv_cache_hit_rate{{{place}}}"] == pytest.approx(
+        cached / (2 * len(PROMPT))
+    )
 
 
 async def test_an_ensembles_work_is_counted_for_its_parts_too(stack):
@@ -235,15 +275,23 @@ async def test_an_ensembles_work_is_counted_for_its_parts_too(stack):
     assert [entry["name"] for entry in only["model_stats"]] == ["tensorrt_llm"]
     with pytest.raises(InferenceServerException, match="requested model 'nope' is not available"):
         await stack.client.get_inference_statistics("nope")
-    with pytest.raises(InferenceServerException, match="requested model version is not available for model 'chat'"):
+    with pytest.raises(
+        InferenceServerException, match="requested model version is not available for model 'chat'"
+    ):
         await stack.client.get_inference_statistics("chat", "9")
 
 
 def dashboard_names():
     document = json.loads(DASHBOARD.read_text("utf-8"))
-    expressions = [target["expr"] for panel in document["panels"] for target in panel.get("targets", [])]
+    expressions = [
+        target["expr"] for panel in document["panels"] for target in panel.get("targets", [])
+    ]
     variables = [json.dumps(variable["query"]) for variable in document["templating"]["list"]]
-    return {name for text in expressions + variables for name in re.findall(r"\b(?:nv|slipstream)_\w+", text)}
+    return {
+        name
+        for text in expressions + variables
+        for name in re.findall(r"\b(?:nv|slipstream)_\w+", text)
+    }
 
 
 async def test_every_name_of_the_dashboard_is_there_after_traffic(stack):
@@ -257,7 +305,11 @@ async def test_every_name_of_the_dashboard_is_there_after_traffic(stack):
 
 async def test_no_counter_of_ours_is_missing_from_the_dashboard(stack):
     await Traffic().run(stack)
-    ours = {name.partition("{")[0] for name in samples(stack.metrics.render()) if name.startswith("slipstream_")}
+    ours = {
+        name.partition("{")[0]
+        for name in samples(stack.metrics.render())
+        if name.startswith("slipstream_")
+    }
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in dashboard_names()}
     assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in ours} - shown == set()
 
@@ -268,7 +320,8 @@ def test_figures_of_gpus():
     assert found['nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"}'] == 100
     assert found['nv_gpu_power_usage{gpu_uuid="GPU-1"}'] == 70.5
     assert 'nv_gpu_power_limit{gpu_uuid="GPU-2"}' not in found
-    assert found['nv_energy_consumption{gpu_uuid="GPU-1"}'] == 2.0  # two readings lie between the first and this
+    # two readings lie between the first and this
+    assert found['nv_energy_consumption{gpu_uuid="GPU-1"}'] == 2.0
 
 
 def test_without_a_driver_there_are_no_figures_of_gpus():

@@ -1,4 +1,6 @@
-"""Models that come and go by themselves: polling, versions, warm-up, and what closes when they leave."""
+"""Models that come and go by themselves: polling, versions, warm-up, and what closes when they
+leave.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def factory() -> Factory:
     return Factory()
 
 
-def loader(folder: Path, registry: ModelRegistry, factory: Factory, mode: str = "none") -> ModelLoader:
+def loader(
+    folder: Path, registry: ModelRegistry, factory: Factory, mode: str = "none"
+) -> ModelLoader:
     engines = EnginePool({}, Supervision(), ("false",))
     return ModelLoader([folder], registry, engines, [factory], mode)  # type: ignore[arg-type]
 
@@ -151,7 +155,9 @@ WARMUP = (
 )
 
 
-async def test_warm_up_runs_before_clients_do(tmp_path: Path, registry: ModelRegistry, factory: Factory) -> None:
+async def test_warm_up_runs_before_clients_do(
+    tmp_path: Path, registry: ModelRegistry, factory: Factory
+) -> None:
     write(tmp_path, "zeros", WARMUP.format(count=3, data="zero_data: true"))
     folder = write(tmp_path, "filed", WARMUP.format(count=1, data='input_data_file: "numbers"'))
     (folder / "warmup").mkdir()
@@ -165,8 +171,14 @@ async def test_warm_up_runs_before_clients_do(tmp_path: Path, registry: ModelReg
     ("data", "reason"),
     [
         ('input_data_file: "numbers"', "failed to run warmup sample 'w': bad luck"),
-        ('input_data_file: "absent"', "the file of warmup input 'x' cannot be read: No such file or directory"),
-        ('input_data_file: "../config.pbtxt"', "the file of warmup input 'x' lies outside the model's warmup folder"),
+        (
+            'input_data_file: "absent"',
+            "the file of warmup input 'x' cannot be read: No such file or directory",
+        ),
+        (
+            'input_data_file: "../config.pbtxt"',
+            "the file of warmup input 'x' lies outside the model's warmup folder",
+        ),
         ('input_data_file: "short"', "warmup input 'x' needs 2 values, its file has 1"),
     ],
 )
@@ -215,4 +227,6 @@ async def test_two_repositories_are_one_and_a_name_is_there_once(
     assert [row["name"] for row in made.index()] == ["one", "two"]
     write(tmp_path / "b", "one")
     problems = made.read().problems.errors
-    assert [problem.text for problem in problems] == [f"there is a model 'one' in {tmp_path / 'a'} too"]
+    assert [problem.text for problem in problems] == [
+        f"there is a model 'one' in {tmp_path / 'a'} too"
+    ]

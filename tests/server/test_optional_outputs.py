@@ -1,4 +1,6 @@
-"""What a model answers besides its text when its configuration declares it, over HTTP and gRPC, on a real engine."""
+"""What a model answers besides its text when its configuration declares it, over HTTP and gRPC, on
+a real engine.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ from slipstream.weights.load import start_engine
 PROMPT = "5 9 33 71 20 8 44 2 17 63"
 IDS = [int(word) for word in PROMPT.split()]
 TEXT_MODELS = ["ensemble", "chat"]
-COUNT_FLAGS = {"return_num_input_tokens": True, "return_num_output_tokens": True, "return_num_cached_tokens": True,
-               "return_finish_reason": True}
+COUNT_FLAGS = {
+    "return_num_input_tokens": True,
+    "return_num_output_tokens": True,
+    "return_num_cached_tokens": True,
+    "return_finish_reason": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +80,19 @@ def serve(stack: ExitStack, engine_folder: Path, repo: Path) -> Server:
     stack.callback(engine.close)
     generator: Any = TextGenerator(Tokenizer.load(engine_folder), engine)
     registry = build_registry(read_repository(repo), {"tensorrt_llm": generator})
-    return Server(stack.enter_context(RunningServer(create_app(registry, ServerState([engine])))).port)
+    return Server(
+        stack.enter_context(RunningServer(create_app(registry, ServerState([engine])))).port
+    )
 
 
 @pytest.fixture(scope="module")
 def server(engine_folder, tmp_path_factory) -> Iterator[Server]:
     with ExitStack() as stack:
-        yield serve(stack, engine_folder, write_declared(tmp_path_factory.mktemp("flags") / "repo", engine_folder))
+        yield serve(
+            stack,
+            engine_folder,
+            write_declared(tmp_path_factory.mktemp("flags") / "repo", engine_folder),
+        )
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
@@ -89,11 +101,17 @@ def test_counts_and_the_reason_come_when_they_are_asked_for(server, model):
     assert not set(plain) & set(OUTPUTS)
     asked = server.generate(model, **COUNT_FLAGS)
     assert asked["text_output"] == plain["text_output"]
-    assert (asked["finish_reason"], asked["num_input_tokens"], asked["num_output_tokens"]) == ("length", len(IDS), 6)
+    assert (asked["finish_reason"], asked["num_input_tokens"], asked["num_output_tokens"]) == (
+        "length",
+        len(IDS),
+        6,
+    )
     assert asked["num_cached_tokens"] == 0
     only = server.generate(model, return_finish_reason=True, return_num_input_tokens=False)
     assert set(only) & set(OUTPUTS) == {"finish_reason"}
-    stopped = server.generate(model, **COUNT_FLAGS, stop_words=[" ".join(plain["text_output"].split()[:3])])
+    stopped = server.generate(
+        model, **COUNT_FLAGS, stop_words=[" ".join(plain["text_output"].split()[:3])]
+    )
     assert (stopped["finish_reason"], stopped["num_output_tokens"]) == ("stop", 3)
 
 
@@ -102,18 +120,25 @@ def test_the_last_event_of_a_stream_says_why_it_ended(server, model):
     events = server.stream(model, **COUNT_FLAGS, return_perf_metrics=True)
     assert [event["finish_reason"] for event in events] == [""] * (len(events) - 1) + ["length"]
     assert [event["num_output_tokens"] for event in events][-1] == 6
-    assert ["last_token_time_ns" in event for event in events] == [False] * (len(events) - 1) + [True]
+    assert ["last_token_time_ns" in event for event in events] == [False] * (len(events) - 1) + [
+        True
+    ]
 
 
 def test_cached_tokens_are_those_of_the_second_time(server):
     prompt = " ".join(str(number % VOCABULARY) for number in range(7, 87))
-    first, second = (server.generate("ensemble", text_input=prompt, **COUNT_FLAGS) for _ in range(2))
-    assert (first["num_cached_tokens"], second["num_cached_tokens"]) == (0, 64)  # blocks hold 32 tokens
+    first, second = (
+        server.generate("ensemble", text_input=prompt, **COUNT_FLAGS) for _ in range(2)
+    )
+    # blocks hold 32 tokens
+    assert (first["num_cached_tokens"], second["num_cached_tokens"]) == (0, 64)
 
 
 def test_where_only_the_output_is_declared_it_always_comes(engine_folder, tmp_path):
     with ExitStack() as stack:
-        server = serve(stack, engine_folder, write_declared(tmp_path / "repo", engine_folder, flags=False))
+        server = serve(
+            stack, engine_folder, write_declared(tmp_path / "repo", engine_folder, flags=False)
+        )
         for model in TEXT_MODELS:
             answer = server.generate(model)
             assert answer["finish_reason"] == "length"
@@ -128,19 +153,32 @@ def test_a_parameter_asks_a_model_that_declares_nothing(engine_folder, tmp_path)
     with ExitStack() as stack:
         server = serve(stack, engine_folder, tmp_path / "repo")
         for model in TEXT_MODELS:
-            answer = server.generate(model, return_finish_reason=True, parameters={"top_log_probs": 2})
+            answer = server.generate(
+                model, return_finish_reason=True, parameters={"top_log_probs": 2}
+            )
             assert answer["finish_reason"] == "length"
             assert len(answer["output_top_ids"]) == 2 * 6
             echoed = server.generate(model, exclude_input_in_output=False)
             assert echoed["text_output"].startswith(PROMPT)
-            assert "top_log_probs must be at least 0" in server.refused(model, parameters={"top_log_probs": 200})
-            assert "return_finish_reason must be of type BOOL" in server.refused(model, return_finish_reason="yes")
+            assert "top_log_probs must be at least 0" in server.refused(
+                model, parameters={"top_log_probs": 200}
+            )
+            assert "return_finish_reason must be of type BOOL" in server.refused(
+                model, return_finish_reason="yes"
+            )
 
 
 def test_performance_is_told_in_upstreams_names(server):
     answer = server.generate("ensemble", text_input="1 2 3", return_perf_metrics=True)
-    times = [answer[name] for name in ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns",
-                                       "last_token_time_ns")]
+    times = [
+        answer[name]
+        for name in (
+            "arrival_time_ns",
+            "first_scheduled_time_ns",
+            "first_token_time_ns",
+            "last_token_time_ns",
+        )
+    ]
     assert times == sorted(times)
     assert 0 < times[0] < times[-1]
     assert (answer["kv_cache_alloc_new_blocks"], answer["kv_cache_reused_blocks"]) == (1, 0)
@@ -166,14 +204,21 @@ def close(given: Any, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_scores_of_a_whole_answer(server, reference, model):
     answer, logits = reference
-    told = server.generate(model, return_context_logits=True, return_generation_logits=True, return_log_probs=True,
-                           return_prompt_log_probs=True, top_log_probs=3)
+    told = server.generate(
+        model,
+        return_context_logits=True,
+        return_generation_logits=True,
+        return_log_probs=True,
+        return_prompt_log_probs=True,
+        top_log_probs=3,
+    )
     assert close(told["context_logits"], logits[: len(IDS)])
     assert close(told["generation_logits"], logits[len(IDS) - 1 : -1])
     log_probs = logits.log_softmax(-1)
     of_answer = log_probs[range(len(IDS) - 1, len(IDS) + 5), answer]
     assert close(told["output_log_probs"], of_answer)
-    assert close(told["cum_log_probs"], of_answer.mean())  # normalised by the length, as upstream's default is
+    # normalised by the length, as upstream's default is
+    assert close(told["cum_log_probs"], of_answer.mean())
     assert close(told["prompt_log_probs"], log_probs[range(len(IDS) - 1), IDS[1:]])
     top = log_probs[len(IDS) - 1 : -1].topk(3, dim=-1)
     assert told["output_top_ids"] == top.indices.flatten().tolist()
@@ -183,10 +228,16 @@ def test_scores_of_a_whole_answer(server, reference, model):
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_streamed_scores_joined_are_the_whole_ones(server, reference, model):
     _, logits = reference
-    events = server.stream(model, return_context_logits=True, return_generation_logits=True, return_log_probs=True,
-                           top_log_probs=2)
+    events = server.stream(
+        model,
+        return_context_logits=True,
+        return_generation_logits=True,
+        return_log_probs=True,
+        top_log_probs=2,
+    )
     assert close(events[0]["context_logits"], logits[: len(IDS)])
-    assert all(event["context_logits"] == 0.0 for event in events[1:])  # the zero of a repository that sends zeros
+    # the zero of a repository that sends zeros
+    assert all(event["context_logits"] == 0.0 for event in events[1:])
     joined = [number for event in events for number in event["generation_logits"]]
     assert close(joined, logits[len(IDS) - 1 : -1])
     assert sum(len(np.atleast_1d(event["output_log_probs"])) for event in events) == 6
@@ -196,14 +247,26 @@ def test_streamed_scores_joined_are_the_whole_ones(server, reference, model):
 async def test_scores_over_grpc_have_upstreams_shapes(engine_folder, tmp_path, reference):
     answer, logits = reference
     repo = write_declared(tmp_path / "repo", engine_folder)
-    flags = [tensor(name, [True], "BOOL") for name in (
-        "return_context_logits", "return_generation_logits", "return_log_probs", "return_finish_reason")]
+    flags = [
+        tensor(name, [True], "BOOL")
+        for name in (
+            "return_context_logits",
+            "return_generation_logits",
+            "return_log_probs",
+            "return_finish_reason",
+        )
+    ]
     async with running(engine_folder, repo.parent, keep=True) as stack:
-        for model, inputs in (("tensorrt_llm", token_inputs(IDS, 6, stream=False)),
-                              ("ensemble", [*text_inputs(PROMPT, 6, stream=False), tensor("end_id", [-1], "INT32")])):
+        for model, inputs in (
+            ("tensorrt_llm", token_inputs(IDS, 6, stream=False)),
+            ("ensemble", [*text_inputs(PROMPT, 6, stream=False), tensor("end_id", [-1], "INT32")]),
+        ):
             ((result, error),) = await ask(stack.client, request(model, [*inputs, *flags]))
             assert error is None
-            context, generation = result.as_numpy("context_logits"), result.as_numpy("generation_logits")
+            context, generation = (
+                result.as_numpy("context_logits"),
+                result.as_numpy("generation_logits"),
+            )
             assert (context.shape, context.dtype) == ((1, len(IDS), VOCABULARY), np.float32)
             assert generation.shape == (1, 1, 6, VOCABULARY)
             assert close(context, logits[: len(IDS)])
@@ -212,19 +275,29 @@ async def test_scores_over_grpc_have_upstreams_shapes(engine_folder, tmp_path, r
             assert result.as_numpy("output_log_probs").shape == (1, 1, 6)
             assert result.as_numpy("finish_reason").tolist() == [[b"length"]]
         answers = await ask(stack.client, request("tensorrt_llm", [*token_inputs(IDS, 6), *flags]))
-        pieces = [result.as_numpy("generation_logits") for result, _ in answers if "generation_logits" in str(
-            result.get_response())]
+        pieces = [
+            result.as_numpy("generation_logits")
+            for result, _ in answers
+            if "generation_logits" in str(result.get_response())
+        ]
         assert close(np.concatenate(pieces, axis=2), logits[len(IDS) - 1 : -1])
-        assert [token for result, _ in answers for token in result.as_numpy("output_ids").flatten()] == answer
+        assert [
+            token for result, _ in answers for token in result.as_numpy("output_ids").flatten()
+        ] == answer
 
 
 def test_more_logits_than_a_request_may_have_are_refused_by_name(server, monkeypatch):
     monkeypatch.setattr("slipstream.server.text.pipeline.MOST_LOGITS_BYTES", 4 * VOCABULARY * 12)
     assert "context_logits of 10 tokens and generation_logits of 6 tokens exceed" in server.refused(
-        "ensemble", return_context_logits=True, return_generation_logits=True)
+        "ensemble", return_context_logits=True, return_generation_logits=True
+    )
     assert "generation_logits of 13 tokens exceed the bound" in server.refused(
-        "chat", return_generation_logits=True, max_tokens=13)
-    assert len(server.generate("chat", return_context_logits=True)["context_logits"]) == 10 * VOCABULARY
+        "chat", return_generation_logits=True, max_tokens=13
+    )
+    assert (
+        len(server.generate("chat", return_context_logits=True)["context_logits"])
+        == 10 * VOCABULARY
+    )
 
 
 # --- parameters that shape the choice ---
@@ -237,7 +310,9 @@ def test_sampling_fields_reach_the_engine(server):
     assert len(set(itertools.pairwise(fresh))) == 39
     shrinking = {"top_p": 0.9999, "random_seed": 3, "temperature": 3.0, "max_tokens": 20}
     drawn = server.generate("chat", **shrinking)["text_output"].split()
-    narrowed = server.generate("chat", **shrinking, parameters={"top_p_decay": 1e-6})["text_output"].split()
+    narrowed = server.generate("chat", **shrinking, parameters={"top_p_decay": 1e-6})[
+        "text_output"
+    ].split()
     assert drawn[0] == narrowed[0]
     assert drawn != narrowed
 
@@ -249,7 +324,9 @@ async def test_bias_and_words_as_ids_in_the_engines_layout(engine_folder, tmp_pa
 
         async def answer(*inputs: Any) -> Any:
             ((result, error),) = await ask(
-                stack.client, request("tensorrt_llm", [*token_inputs(IDS, 8, stream=False), *drawn, *inputs]))
+                stack.client,
+                request("tensorrt_llm", [*token_inputs(IDS, 8, stream=False), *drawn, *inputs]),
+            )
             return str(error) if error else result.as_numpy("output_ids").flatten().tolist()
 
         plain = await answer()
@@ -258,22 +335,29 @@ async def test_bias_and_words_as_ids_in_the_engines_layout(engine_folder, tmp_pa
         assert await answer(tensor("embedding_bias", bias, "FP32")) == [7] * 8
         assert await answer(tensor("embedding_bias", [], "FP32")) == plain
         assert "embedding_bias must have a number for each of 96 tokens, got 3" in await answer(
-            tensor("embedding_bias", [1.0, 2.0, 3.0], "FP32"))
+            tensor("embedding_bias", [1.0, 2.0, 3.0], "FP32")
+        )
         bias[9] = float("nan")
-        assert "embedding_bias must be a finite number, got nan" in await answer(tensor("embedding_bias", bias, "FP32"))
+        assert "embedding_bias must be a finite number, got nan" in await answer(
+            tensor("embedding_bias", bias, "FP32")
+        )
         words = [[plain[0], plain[2], plain[3]], [1, 3, -1]]  # one word of one token, one of two
         banned = await answer(tensor("bad_words_list", words, "INT32"))
         assert plain[0] not in banned
         assert (plain[2], plain[3]) not in itertools.pairwise(banned)
         ended = await answer(tensor("stop_words_list", [[plain[1], plain[2]], [2, -1]], "INT32"))
         assert ended == plain[:3]  # a stop word's own tokens are part of the ids
-        held = await answer(tensor("end_id", [plain[2]], "INT32"), tensor("min_length", [6], "INT32"))
+        held = await answer(
+            tensor("end_id", [plain[2]], "INT32"), tensor("min_length", [6], "INT32")
+        )
         assert len(held) >= 6
         assert plain[2] not in held[:6]
 
 
 @pytest.mark.parametrize("kind", ["FP16", "BF16"])
-async def test_logits_come_in_the_type_the_repository_declares(engine_folder, tmp_path, reference, kind):
+async def test_logits_come_in_the_type_the_repository_declares(
+    engine_folder, tmp_path, reference, kind
+):
     _, logits = reference
     repo = write_declared(tmp_path / "repo", engine_folder)
     for model in ("ensemble", "tensorrt_llm"):
@@ -281,13 +365,21 @@ async def test_logits_come_in_the_type_the_repository_declares(engine_folder, tm
         text = file.read_text()
         for name in ("context_logits", "generation_logits"):
             assert f'"{name}" data_type: TYPE_FP32' in text
-            text = text.replace(f'"{name}" data_type: TYPE_FP32', f'"{name}" data_type: TYPE_{kind}')
+            text = text.replace(
+                f'"{name}" data_type: TYPE_FP32', f'"{name}" data_type: TYPE_{kind}'
+            )
         file.write_text(text)
     async with running(engine_folder, repo.parent, keep=True) as stack:
         asks = [tensor("return_context_logits", [True], "BOOL"), tensor("end_id", [-1], "INT32")]
-        ((result, error),) = await ask(stack.client, request("ensemble", [*text_inputs(PROMPT, 6, False), *asks]))
+        ((result, error),) = await ask(
+            stack.client, request("ensemble", [*text_inputs(PROMPT, 6, False), *asks])
+        )
         assert error is None
         output = result.get_output("context_logits")
         assert (output.datatype, list(output.shape)) == (kind, [1, len(IDS), VOCABULARY])
-        assert np.allclose(result.as_numpy("context_logits").astype(np.float32), logits[: len(IDS)].numpy(),
-                           atol=0.05, rtol=0.02)
+        assert np.allclose(
+            result.as_numpy("context_logits").astype(np.float32),
+            logits[: len(IDS)].numpy(),
+            atol=0.05,
+            rtol=0.02,
+        )

@@ -1,4 +1,6 @@
-"""The text path over an engine that says given tokens: what is sent in, what comes out, when it is cancelled."""
+"""The text path over an engine that says given tokens: what is sent in, what comes out, when it is
+cancelled.
+"""
 
 import asyncio
 import functools
@@ -17,13 +19,27 @@ from slipstream.server.generation import Delta
 from slipstream.server.text import pipeline
 from slipstream.server.text.chat import ChatError
 from slipstream.server.text.folder import TokenizerError
-from slipstream.server.text.pipeline import PromptError, TextDelta, TextGenerator, TextRequest, bad_word_tokens
+from slipstream.server.text.pipeline import (
+    PromptError,
+    TextDelta,
+    TextGenerator,
+    TextRequest,
+    bad_word_tokens,
+)
 from slipstream.server.text.tokenizer import Tokenizer
 
 INFO = EngineInfo(
-    vocab_size=1000, max_sequence_tokens=64, max_rows=4, total_blocks=8, block_tokens=32,
-    device="cpu", dtype="float32", weight_bytes=0, cache_bytes=0, load_seconds=0.0,
-)  # fmt: skip
+    vocab_size=1000,
+    max_sequence_tokens=64,
+    max_rows=4,
+    total_blocks=8,
+    block_tokens=32,
+    device="cpu",
+    dtype="float32",
+    weight_bytes=0,
+    cache_bytes=0,
+    load_seconds=0.0,
+)
 
 
 @dataclass
@@ -69,8 +85,13 @@ def speak(text: str, *more: Delta, chunk: int = 1, kind: str = "byte_level") -> 
     return [*(Delta(tokens=ids[i : i + chunk]) for i in range(0, len(ids), chunk)), *more]
 
 
-async def collect(engine: SpokenEngine, request: TextRequest, kind: str = "byte_level") -> list[TextDelta]:
-    async with asyncio.timeout(10), aclosing(TextGenerator(load(kind), engine).generate(request)) as deltas:
+async def collect(
+    engine: SpokenEngine, request: TextRequest, kind: str = "byte_level"
+) -> list[TextDelta]:
+    async with (
+        asyncio.timeout(10),
+        aclosing(TextGenerator(load(kind), engine).generate(request)) as deltas,
+    ):
         return [delta async for delta in deltas]
 
 
@@ -83,7 +104,9 @@ async def test_tokens_become_text_until_the_engine_is_done():
     deltas = await collect(engine, TextRequest("the dog"))
     assert text_of(deltas) == "hello 日本 world"
     assert [delta.finish_reason for delta in deltas] == [""] * (len(deltas) - 1) + ["length"]
-    assert [token for delta in deltas for token in delta.tokens] == load().encode("hello 日本 world", False)
+    assert [token for delta in deltas for token in delta.tokens] == load().encode(
+        "hello 日本 world", False
+    )
     assert deltas[-1].cached_tokens == 3
     assert {delta.prompt_tokens for delta in deltas} == {len(engine.prompt)}
     assert engine.prompt == load().encode("the dog")
@@ -92,7 +115,9 @@ async def test_tokens_become_text_until_the_engine_is_done():
 
 async def test_what_a_detokenizer_holds_comes_with_the_last_delta():
     half = load().encode("日", False)[:-1] or pytest.skip("one token")
-    deltas = await collect(SpokenEngine([Delta(tokens=half), Delta(finish_reason="length")]), TextRequest("x"))
+    deltas = await collect(
+        SpokenEngine([Delta(tokens=half), Delta(finish_reason="length")]), TextRequest("x")
+    )
     assert [delta.text for delta in deltas] == ["", "\ufffd"]
 
 
@@ -100,7 +125,11 @@ async def test_what_a_detokenizer_holds_comes_with_the_last_delta():
 
 
 @settings(max_examples=100, deadline=None)
-@given(text=samples.texts, chunk=st.integers(1, 7), stops=st.lists(st.text("ab <日", max_size=3), max_size=3))
+@given(
+    text=samples.texts,
+    chunk=st.integers(1, 7),
+    stops=st.lists(st.text("ab <日", max_size=3), max_size=3),
+)
 def test_text_is_cut_at_the_first_stop_word_and_the_engine_told(text, chunk, stops):
     engine = SpokenEngine(speak(text, Delta(finish_reason="length"), chunk=chunk))
     deltas = asyncio.run(collect(engine, TextRequest("x", stop_words=stops)))
@@ -108,7 +137,8 @@ def test_text_is_cut_at_the_first_stop_word_and_the_engine_told(text, chunk, sto
     found = [whole.find(stop) for stop in stops if stop and stop in whole]
     assert text_of(deltas) == (whole[: min(found)] if found else whole)
     assert deltas[-1].finish_reason == ("stop" if found else "length")
-    ended_first = not engine.generation.deltas  # the stop word was certain only with the engine's last delta
+    # the stop word was certain only with the engine's last delta
+    ended_first = not engine.generation.deltas
     assert engine.generation.cancelled == (["stop"] if found and not ended_first else [])
 
 
@@ -128,7 +158,9 @@ async def test_nothing_after_a_stop_word_is_reported():
 
 
 async def test_a_stop_word_that_ends_with_the_engines_last_token():
-    engine = SpokenEngine(speak("ab", Delta(tokens=load().encode("c", False), finish_reason="length")))
+    engine = SpokenEngine(
+        speak("ab", Delta(tokens=load().encode("c", False), finish_reason="length"))
+    )
     deltas = await collect(engine, TextRequest("x", stop_words=["bc", "abcd"]))
     assert (text_of(deltas), deltas[-1].finish_reason) == ("a", "stop")
     assert engine.generation.cancelled == []
@@ -163,7 +195,10 @@ async def test_ignoring_the_end():
 
 async def test_special_tokens_are_shown_on_request():
     engine = SpokenEngine(speak("a<|im_start|>b", Delta(finish_reason="length")))
-    assert text_of(await collect(engine, TextRequest("x", skip_special_tokens=False))) == "a<|im_start|>b"
+    assert (
+        text_of(await collect(engine, TextRequest("x", skip_special_tokens=False)))
+        == "a<|im_start|>b"
+    )
 
 
 # --- what goes to the engine ---
@@ -237,7 +272,9 @@ async def test_long_texts_are_tokenised_beside_the_event_loop(monkeypatch):
     threads = []
     original = Tokenizer.encode
     monkeypatch.setattr(
-        Tokenizer, "encode", lambda self, *args: threads.append(threading.current_thread()) or original(self, *args)
+        Tokenizer,
+        "encode",
+        lambda self, *args: threads.append(threading.current_thread()) or original(self, *args),
     )
     for prompt in ("a", "a " * pipeline._LONG_TEXT_CHARS):
         await collect(SpokenEngine([Delta(finish_reason="length")], info=None), TextRequest(prompt))
@@ -302,7 +339,11 @@ async def test_a_reader_that_is_cancelled_while_it_waits_cancels_the_request():
 async def test_an_error_of_the_engine_is_passed_on():
     engine = SpokenEngine(speak("hi", Delta(finish_reason="error", error="out of memory")))
     deltas = await collect(engine, TextRequest("x"))
-    assert (text_of(deltas), deltas[-1].finish_reason, deltas[-1].error) == ("hi", "error", "out of memory")
+    assert (text_of(deltas), deltas[-1].finish_reason, deltas[-1].error) == (
+        "hi",
+        "error",
+        "out of memory",
+    )
 
 
 async def test_a_token_that_no_vocabulary_has_fails_the_request_and_cancels_it():
@@ -316,10 +357,15 @@ async def test_a_token_that_no_vocabulary_has_fails_the_request_and_cancels_it()
 
 
 async def test_chat_prompt_is_the_rendered_conversation_without_added_tokens(tmp_path):
-    folder = samples.write_folder("pipeline_chat", samples.byte_level_tokenizer(), config={
-        "bos_token": "<|endoftext|>", "add_bos_token": True,
-        "chat_template": "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
-    })  # fmt: skip
+    folder = samples.write_folder(
+        "pipeline_chat",
+        samples.byte_level_tokenizer(),
+        config={
+            "bos_token": "<|endoftext|>",
+            "add_bos_token": True,
+            "chat_template": "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+        },
+    )
     tokenizer = Tokenizer.load(folder)
     generator = TextGenerator(tokenizer, SpokenEngine())
     ids = await generator.chat_prompt([{"role": "user", "content": "hello"}])

@@ -29,7 +29,9 @@ class Trials:
     def __call__(self, choice):
         self.tried.append(choice)
         crash = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
-        check = f"import os; assert os.environ.get({cpu_probe.ISA_VARIABLE!r}, '') == {choice.isa!r}"
+        check = (
+            f"import os; assert os.environ.get({cpu_probe.ISA_VARIABLE!r}, '') == {choice.isa!r}"
+        )
         return [sys.executable, "-S", "-c", check if choice in self.working else crash]
 
 

@@ -13,7 +13,12 @@ import pytest
 import scripted_engine as scripted
 
 from slipstream.engine.request import SamplingParams
-from slipstream.server.engine_client import EngineClient, EngineStartFailed, EngineUnavailable, Supervision
+from slipstream.server.engine_client import (
+    EngineClient,
+    EngineStartFailed,
+    EngineUnavailable,
+    Supervision,
+)
 from slipstream.server.engine_pool import EnginePool
 from slipstream.server.metrics import ServerMetrics
 
@@ -26,7 +31,9 @@ async def launch(tmp_path):
     engines = []
 
     async def start(name="fine", **supervision):
-        engine = EngineClient(tmp_path / name, supervision=Supervision(**supervision), command=COMMAND)
+        engine = EngineClient(
+            tmp_path / name, supervision=Supervision(**supervision), command=COMMAND
+        )
         engines.append(engine)
         async with asyncio.timeout(30):
             await engine.start()
@@ -87,7 +94,10 @@ async def test_a_reader_that_comes_late_finds_one_merged_delta(launch):
 
 async def test_cancel_ends_the_request_with_the_given_reason_and_only_that_one(launch):
     engine = await launch()
-    stays, goes = engine.submit([1], SamplingParams(max_tokens=50, seed=2)), engine.submit([1], LONG)
+    stays, goes = (
+        engine.submit([1], SamplingParams(max_tokens=50, seed=2)),
+        engine.submit([1], LONG),
+    )
     await anext(goes)
     goes.cancel("stop")
     assert (await collect(goes))[1].finish_reason == "stop"
@@ -115,7 +125,9 @@ async def test_what_the_engine_refuses_is_an_error_of_that_request(launch):
         (scripted.DIE, "the engine process failed: killed by SIGKILL"),
     ],
 )
-async def test_death_fails_what_was_in_flight_then_a_new_process_serves(launch, order, reason, capfd):
+async def test_death_fails_what_was_in_flight_then_a_new_process_serves(
+    launch, order, reason, capfd
+):
     engine = await launch()
     first = engine._child.process_id
     bystander = engine.submit([1], LONG)
@@ -179,7 +191,11 @@ async def test_totals_go_on_where_another_process_takes_over(launch):
     place = '{model="llm",version="1"}'
 
     def shown(name):
-        line = next(line for line in metrics.render().splitlines() if line.startswith(f"slipstream_{name}{place} "))
+        line = next(
+            line
+            for line in metrics.render().splitlines()
+            if line.startswith(f"slipstream_{name}{place} ")
+        )
         return float(line.rpartition(" ")[2])
 
     async def serve(client, finished):
@@ -191,7 +207,11 @@ async def test_totals_go_on_where_another_process_takes_over(launch):
     steps = shown("steps_total")
     os.kill(engine._child.process_id, signal.SIGKILL)
     await until(lambda: not engine.ready)
-    assert (shown("requests_finished_total"), shown("steps_total"), shown("kv_blocks_free")) == (1, steps, 0)
+    assert (shown("requests_finished_total"), shown("steps_total"), shown("kv_blocks_free")) == (
+        1,
+        steps,
+        0,
+    )
     await until(lambda: engine.ready)
     await serve(engine, 2)
     another = await launch("another")
@@ -276,7 +296,9 @@ def test_the_process_dies_with_its_parent_however_that_ends(tmp_path):
         "    await engine.start(); print(engine._child.process_id, flush=True); await asyncio.sleep(60)\n"
         "asyncio.run(main())"
     )
-    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True
+    ) as process:
         child = int(process.stdout.readline())
         assert process_exists(child)
         process.kill()

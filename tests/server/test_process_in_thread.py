@@ -76,7 +76,9 @@ async def test_an_idle_engine_does_not_turn(engine, loop):
     assert loop.steps == steps
 
 
-async def test_a_failing_step_fails_every_request_with_the_reason_and_closes_the_door(engine, capfd):
+async def test_a_failing_step_fails_every_request_with_the_reason_and_closes_the_door(
+    engine, capfd
+):
     bystander = engine.submit([1], SamplingParams(max_tokens=10**6, seed=1))
     await anext(bystander)
     culprit = engine.submit([scripted.RAISE], SamplingParams())

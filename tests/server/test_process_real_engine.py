@@ -23,15 +23,29 @@ def engine_folder(tmp_path_factory):
     """A random Llama, built as any model is."""
     source = tmp_path_factory.mktemp("model")
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS, "num_key_value_heads": 2, "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
-        "torch_dtype": "float32", "eos_token_id": 1, "bos_token_id": 0,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "eos_token_id": 1,
+        "bos_token_id": 0,
+    }
     (source / "config.json").write_text(json.dumps(config))
     torch.manual_seed(3)
-    shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    shapes = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+    }
     shapes["model.norm.weight"] = (HIDDEN,)
     for layer in range(LAYERS):
         place = f"model.layers.{layer}."
@@ -46,16 +60,27 @@ def engine_folder(tmp_path_factory):
             place + "mlp.up_proj.weight": (FFN, HIDDEN),
             place + "mlp.down_proj.weight": (HIDDEN, FFN),
         }
-    save_file({name: torch.randn(shape) * 0.3 for name, shape in shapes.items()}, source / "model.safetensors")
+    save_file(
+        {name: torch.randn(shape) * 0.3 for name, shape in shapes.items()},
+        source / "model.safetensors",
+    )
     words = {"type": "WordLevel", "vocab": {str(n): n for n in range(VOCABULARY)}, "unk_token": "0"}
-    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": words}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": words,
+    }
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
     return build_engine(source, tmp_path_factory.mktemp("engines") / "tiny", dtype="float32")
 
 
 async def generate_all(engine):
     prompts = [[5, 6, 7], [9], list(range(2, 60))]
-    params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=25, temperature=0.8, seed=11, log_probs=True)]
+    params = [
+        SamplingParams(max_tokens=40),
+        SamplingParams(max_tokens=25, temperature=0.8, seed=11, log_probs=True),
+    ]
     generations = [engine.submit(prompt, sampling) for prompt in prompts for sampling in params]
 
     async def collect(generation):
@@ -79,7 +104,8 @@ async def test_in_a_process_or_not_the_tokens_are_the_same(engine_folder):
         found = await generate_all(outside)
         assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in expected]
         for (_, log_probs, _), (_, wanted, _) in zip(found, expected, strict=True):
-            assert log_probs == pytest.approx(wanted, abs=1e-4)  # steps may have held other requests beside it
+            # steps may have held other requests beside it
+            assert log_probs == pytest.approx(wanted, abs=1e-4)
         assert all(finish == "length" for _, _, finish in expected + found)
         assert [len(tokens) for tokens, _, _ in expected] == [40, 25] * 3
         assert [len(log_probs) for _, log_probs, _ in expected] == [0, 25] * 3

@@ -18,7 +18,21 @@ from tritonclient.grpc import InferInput
 from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
 
 ROWS = 5
-PROMPT = [7, VOCABULARY + 2, VOCABULARY, 33, VOCABULARY + 4, 8, 8, 41, 60, 61, 62, 63, VOCABULARY + 1]
+PROMPT = [
+    7,
+    VOCABULARY + 2,
+    VOCABULARY,
+    33,
+    VOCABULARY + 4,
+    8,
+    8,
+    41,
+    60,
+    61,
+    62,
+    63,
+    VOCABULARY + 1,
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +60,38 @@ def expected(model: Any, values: np.ndarray, prompt: list[int], count: int) -> l
         embeddings = model.get_input_embeddings()(known).clone()
         for position, token in enumerate(prompt):
             if token >= VOCABULARY:
-                embeddings[position] = torch.from_numpy(values[token - VOCABULARY].astype(np.float32))
-        answer = model.generate(inputs_embeds=embeddings[None], max_new_tokens=count, do_sample=False,
-                                attention_mask=torch.ones(1, len(prompt)), eos_token_id=None, pad_token_id=0)
+                embeddings[position] = torch.from_numpy(
+                    values[token - VOCABULARY].astype(np.float32)
+                )
+        answer = model.generate(
+            inputs_embeds=embeddings[None],
+            max_new_tokens=count,
+            do_sample=False,
+            attention_mask=torch.ones(1, len(prompt)),
+            eos_token_id=None,
+            pad_token_id=0,
+        )
     return answer[0].tolist()
 
 
-@pytest.mark.parametrize("settings", [{}, {"step_tokens": 3}, {"block_tokens": 4}, {
-    "policy": "max_utilization", "cache_tokens": 64, "block_tokens": 4, "max_rows": 8}],
-    ids=["whole", "in steps", "small blocks", "preempted"])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"step_tokens": 3},
+        {"block_tokens": 4},
+        {"policy": "max_utilization", "cache_tokens": 64, "block_tokens": 4, "max_rows": 8},
+    ],
+    ids=["whole", "in steps", "small blocks", "preempted"],
+)
 def test_rows_of_the_table_stand_where_the_ids_are(folder, model, settings):
     loop = engine(folder, **settings)
     tables = [table(seed) for seed in range(4)]
     sampling = SamplingParams(max_tokens=20)
-    requests = [GenerateRequest(index, PROMPT, sampling, prompt_table=sent(values), cache_salt=f"{index}")
-                for index, values in enumerate(tables)]
+    requests = [
+        GenerateRequest(index, PROMPT, sampling, prompt_table=sent(values), cache_salt=f"{index}")
+        for index, values in enumerate(tables)
+    ]
     plain = GenerateRequest(9, [token % VOCABULARY for token in PROMPT], sampling)
     answers = run_all(loop, [*requests[:2], plain, *requests[2:]])
     for index, values in enumerate(tables):
@@ -89,11 +120,14 @@ async def test_tables_over_grpc_never_share_what_was_computed(folder, model, tmp
     prompt = PROMPT * 6  # several blocks
     asks = [tensor("return_num_cached_tokens", [True], "BOOL")]
     async with running(folder, repo.parent, keep=True) as stack:
+
         async def answer(values: np.ndarray) -> tuple[list[int], int]:
             inputs = [*token_inputs(prompt, 8, stream=False), *table_inputs(values), *asks]
             ((result, error),) = await ask(stack.client, request("tensorrt_llm", inputs))
             assert error is None
-            return result.as_numpy("output_ids").flatten().tolist(), int(result.as_numpy("num_cached_tokens")[0, 0])
+            return result.as_numpy("output_ids").flatten().tolist(), int(
+                result.as_numpy("num_cached_tokens")[0, 0]
+            )
 
         for seed in (1, 2, 1):
             ids, cached = await answer(table(seed))
@@ -101,22 +135,49 @@ async def test_tables_over_grpc_never_share_what_was_computed(folder, model, tmp
         assert cached == 64  # the second time with the first table
 
 
-@pytest.mark.parametrize(("inputs", "message"), [
-    (table_inputs(np.zeros((ROWS, HIDDEN + 1), np.float16)), "has rows of 33 numbers, the model's hidden size is 32"),
-    (table_inputs(np.zeros((ROWS, HIDDEN), np.float16), ROWS + 1), "has 5 rows, fewer than the prompt_vocab_size"),
-    (table_inputs(np.zeros((2, HIDDEN), np.float16), None), "input_ids holds the id 100, the last of"),
-    (table_inputs(np.full((ROWS, HIDDEN), np.inf, np.float16)), "must hold finite numbers between -65504 and 65504"),
-    (table_inputs(np.full((ROWS, HIDDEN), np.nan, np.float16)), "must hold finite numbers between -65504 and 65504"),
-    ([tensor("prompt_vocab_size", [3], "INT32")], "prompt_vocab_size is 3, but there is no prompt_embedding_table"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (
+            table_inputs(np.zeros((ROWS, HIDDEN + 1), np.float16)),
+            "has rows of 33 numbers, the model's hidden size is 32",
+        ),
+        (
+            table_inputs(np.zeros((ROWS, HIDDEN), np.float16), ROWS + 1),
+            "has 5 rows, fewer than the prompt_vocab_size",
+        ),
+        (
+            table_inputs(np.zeros((2, HIDDEN), np.float16), None),
+            "input_ids holds the id 100, the last of",
+        ),
+        (
+            table_inputs(np.full((ROWS, HIDDEN), np.inf, np.float16)),
+            "must hold finite numbers between -65504 and 65504",
+        ),
+        (
+            table_inputs(np.full((ROWS, HIDDEN), np.nan, np.float16)),
+            "must hold finite numbers between -65504 and 65504",
+        ),
+        (
+            [tensor("prompt_vocab_size", [3], "INT32")],
+            "prompt_vocab_size is 3, but there is no prompt_embedding_table",
+        ),
+    ],
+)
 async def test_tables_that_do_not_fit_are_refused_by_name(folder, tmp_path, inputs, message):
-    async with running(folder, write_declared(tmp_path / "repo", folder).parent, keep=True) as stack:
-        ((_, error),) = await ask(stack.client, request("tensorrt_llm", [*token_inputs(PROMPT, 4, False), *inputs]))
+    async with running(
+        folder, write_declared(tmp_path / "repo", folder).parent, keep=True
+    ) as stack:
+        ((_, error),) = await ask(
+            stack.client, request("tensorrt_llm", [*token_inputs(PROMPT, 4, False), *inputs])
+        )
         assert message in str(error)
 
 
 async def test_a_text_has_no_use_for_a_table(folder, tmp_path):
-    async with running(folder, write_declared(tmp_path / "repo", folder).parent, keep=True) as stack:
+    async with running(
+        folder, write_declared(tmp_path / "repo", folder).parent, keep=True
+    ) as stack:
         inputs = [*text_inputs("1 2 3", 4, False), *table_inputs(table(0))]
         ((_, error),) = await ask(stack.client, request("ensemble", inputs))
         assert "prompt_embedding_table works with token ids beyond the vocabulary" in str(error)

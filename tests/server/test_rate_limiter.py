@@ -1,4 +1,6 @@
-"""The rate limiter: nobody exceeds what there is, everybody gets a turn, and priorities share the turns out."""
+"""The rate limiter: nobody exceeds what there is, everybody gets a turn, and priorities share the
+turns out.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_one_waits_until_the_other_is_done() -> None:
 
 def test_without_a_flag_there_is_as_much_as_the_most_demanding_needs() -> None:
     limiter = RateLimiter()
-    small, other, large = joined(limiter, contender("small"), contender("other"), contender("large", 2))
+    small, other, large = joined(
+        limiter, contender("small"), contender("other"), contender("large", 2)
+    )
     assert limiter.acquire(small, lambda: None)
     assert limiter.acquire(other, lambda: None)
     assert not limiter.acquire(large, lambda: None)
@@ -55,7 +59,9 @@ def test_who_could_never_execute_is_refused() -> None:
 def test_priority_shares_out_the_turns() -> None:
     """An instance of priority 2 gets half the turns of one of priority 1, when all always want one."""
     limiter = RateLimiter(SHARED)
-    everybody = joined(limiter, *(contender(str(number), priority=1 + number % 2) for number in range(4)))
+    everybody = joined(
+        limiter, *(contender(str(number), priority=1 + number % 2) for number in range(4))
+    )
     for _ in range(300):
         for one in everybody:
             limiter.acquire(one, lambda: None)
@@ -75,7 +81,9 @@ def test_devices_have_resources_of_their_own() -> None:
 
 def test_one_that_leaves_gives_back_and_is_not_woken() -> None:
     limiter, woken = RateLimiter(SHARED), []
-    first, second, third = joined(limiter, contender("first"), contender("second"), contender("third"))
+    first, second, third = joined(
+        limiter, contender("first"), contender("second"), contender("third")
+    )
     for one in (first, second, third):
         limiter.acquire(one, lambda one=one: woken.append(one.name))
     limiter.leave(second)

@@ -1,4 +1,6 @@
-"""The response cache and the metrics around it: what is served from it, what is counted, and what makes room."""
+"""The response cache and the metrics around it: what is served from it, what is counted, and what
+makes room.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Upper:
 
 
 class Serving:
-    def __init__(self, folder: Path, more: str = CACHED, byte_size: int = 1 << 20, summaries: bool = False) -> None:
+    def __init__(
+        self, folder: Path, more: str = CACHED, byte_size: int = 1 << 20, summaries: bool = False
+    ) -> None:
         self.cache = ResponseCache(byte_size)
         self.metrics = ServerMetrics(config=MetricsConfig(summary_latencies=summaries))
         self.registry = ModelRegistry()
@@ -78,7 +82,9 @@ class Serving:
         return model_statistics(self.registry, "upper")[0]
 
     def metric(self, name: str) -> str:
-        lines = [line for line in self.metrics.render().splitlines() if line.startswith(f"{name}{{")]
+        lines = [
+            line for line in self.metrics.render().splitlines() if line.startswith(f"{name}{{")
+        ]
         return lines[0].rsplit(" ", 1)[1] if lines else "absent"
 
 
@@ -89,7 +95,11 @@ async def test_the_same_request_is_answered_without_the_model(tmp_path: Path) ->
     found = serving.statistics()
     assert (found["inference_count"], found["execution_count"]) == (2, 2)
     stats = found["inference_stats"]
-    assert (stats["success"]["count"], stats["queue"]["count"], stats["compute_infer"]["count"]) == (4, 4, 2)
+    assert (
+        stats["success"]["count"],
+        stats["queue"]["count"],
+        stats["compute_infer"]["count"],
+    ) == (4, 4, 2)
     assert (stats["cache_hit"]["count"], stats["cache_miss"]["count"]) == (2, 2)
     assert stats["cache_hit"]["ns"] > 0
     assert stats["cache_miss"]["ns"] > 0
@@ -112,7 +122,8 @@ async def test_what_makes_a_request_another_one(tmp_path: Path) -> None:
     await serving.ask("a", parameters={"tone": "loud"})
     await serving.ask("a", sequence_id=7)
     assert serving.model.runs == 4
-    await serving.ask("a", id="another", priority=1)  # who asks, and how urgently, makes no difference
+    # who asks, and how urgently, makes no difference
+    await serving.ask("a", id="another", priority=1)
     assert serving.model.runs == 4
 
 
@@ -141,14 +152,20 @@ async def test_an_answer_larger_than_the_cache_is_not_kept(tmp_path: Path) -> No
     assert (serving.model.runs, serving.cache.byte_size) == (2, 0)
 
 
-@pytest.mark.parametrize("more", ["", "response_cache { }", CACHED + " model_transaction_policy { decoupled: true }"])
-async def test_models_that_do_not_ask_or_cannot_be_served_from_it(tmp_path: Path, more: str) -> None:
+@pytest.mark.parametrize(
+    "more", ["", "response_cache { }", CACHED + " model_transaction_policy { decoupled: true }"]
+)
+async def test_models_that_do_not_ask_or_cannot_be_served_from_it(
+    tmp_path: Path, more: str
+) -> None:
     serving = Serving(tmp_path, more)
     await serving.ask("a")
     await serving.ask("a")
     assert serving.model.runs == 2
     assert serving.metric("nv_cache_num_hits_per_model") == "absent"
-    assert not isinstance(ResponseCache(1).wrap(ModelVersion("upper", "1", serving.model)), CachedModel)
+    assert not isinstance(
+        ResponseCache(1).wrap(ModelVersion("upper", "1", serving.model)), CachedModel
+    )
 
 
 async def test_summaries_are_there_when_they_are_asked_for(tmp_path: Path) -> None:
@@ -162,7 +179,10 @@ async def test_summaries_are_there_when_they_are_asked_for(tmp_path: Path) -> No
     for name in ("request", "queue", "compute_input", "compute_infer", "compute_output"):
         assert f"nv_inference_{name}_summary_us_count{{{labels}}} 3" in rendered
         for quantile in ("0.5", "0.9", "0.95", "0.99", "0.999"):
-            assert f'nv_inference_{name}_summary_us{{model="upper",quantile="{quantile}",version="1"}} ' in rendered
+            assert (
+                f'nv_inference_{name}_summary_us{{model="upper",quantile="{quantile}",version="1"}} '
+                in rendered
+            )
     assert "nv_cache_hit_summary_per_model" not in rendered
 
 

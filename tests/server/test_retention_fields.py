@@ -16,28 +16,56 @@ LISTS = ("starts", "ends", "priorities", "durations_ms")
 
 
 def read(**values: list[int]) -> Retention | None:
-    names = {name: f"retention_token_range_{name}" if name in LISTS else f"retention_{name}" for name in values}
-    inputs = {names[name]: Tensor(names[name], "INT32", (1, len(given)), given) for name, given in values.items()}
+    names = {
+        name: f"retention_token_range_{name}" if name in LISTS else f"retention_{name}"
+        for name in values
+    }
+    inputs = {
+        names[name]: Tensor(names[name], "INT32", (1, len(given)), given)
+        for name, given in values.items()
+    }
     return retention_of(given_fields(InferRequest("tensorrt_llm", "", inputs), {}))
 
 
 def test_ranges_and_the_answer_are_read_as_upstream_sends_them():
     assert read() is None
     assert read(starts=[0, 64], ends=[64, -1], priorities=[100, 0]) == Retention(
-        (KeptRange(0, 64, Keep(100)), KeptRange(64, None, Keep(0))))
-    assert read(starts=[3], ends=[9], priorities=[50], durations_ms=[2000], decode_priority=[10],
-                decode_duration_ms=[-1]) == Retention((KeptRange(3, 9, Keep(50, 2000)),), Keep(10))
+        (KeptRange(0, 64, Keep(100)), KeptRange(64, None, Keep(0)))
+    )
+    assert read(
+        starts=[3],
+        ends=[9],
+        priorities=[50],
+        durations_ms=[2000],
+        decode_priority=[10],
+        decode_duration_ms=[-1],
+    ) == Retention((KeptRange(3, 9, Keep(50, 2000)),), Keep(10))
     assert read(decode_priority=[7], decode_duration_ms=[30]) == Retention(answer=Keep(7, 30))
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"starts": [0], "ends": [4]}, "must be of one length, got 1, 1, 0 and 1"),
-    ({"starts": [4], "ends": [4], "priorities": [1]}, "ends must be over retention_token_range_starts, got 4 and 4"),
-    ({"starts": [0], "ends": [4], "priorities": [101]}, "priorities must be at least 0 and at most 100, got 101"),
-    ({"starts": [-1], "ends": [4], "priorities": [1]}, "starts must be >= 0, got -1"),
-    ({"starts": [0] * 65, "ends": [4] * 65, "priorities": [1] * 65}, "at most 64 ranges, got 65"),
-    ({"decode_duration_ms": [5]}, "retention_decode_duration_ms needs retention_decode_priority"),
-])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"starts": [0], "ends": [4]}, "must be of one length, got 1, 1, 0 and 1"),
+        (
+            {"starts": [4], "ends": [4], "priorities": [1]},
+            "ends must be over retention_token_range_starts, got 4 and 4",
+        ),
+        (
+            {"starts": [0], "ends": [4], "priorities": [101]},
+            "priorities must be at least 0 and at most 100, got 101",
+        ),
+        ({"starts": [-1], "ends": [4], "priorities": [1]}, "starts must be >= 0, got -1"),
+        (
+            {"starts": [0] * 65, "ends": [4] * 65, "priorities": [1] * 65},
+            "at most 64 ranges, got 65",
+        ),
+        (
+            {"decode_duration_ms": [5]},
+            "retention_decode_duration_ms needs retention_decode_priority",
+        ),
+    ],
+)
 def test_what_makes_no_sense_is_refused_by_name(values, message):
     with pytest.raises(InferenceError, match=message):
         read(**values)
@@ -48,8 +76,13 @@ async def test_it_reaches_the_engine(tmp_path, monkeypatch):
     write_repository(tmp_path / "repo", "chat", folder, folder, 8)
     file = tmp_path / "repo" / "tensorrt_llm" / "config.pbtxt"
     names = [f"retention_token_range_{name}" for name in LISTS[:3]]
-    file.write_text(file.read_text() + "".join(
-        f'\ninput [ {{ name: "{name}" data_type: TYPE_INT32 dims: [ -1 ] optional: true }} ]\n' for name in names))
+    file.write_text(
+        file.read_text()
+        + "".join(
+            f'\ninput [ {{ name: "{name}" data_type: TYPE_INT32 dims: [ -1 ] optional: true }} ]\n'
+            for name in names
+        )
+    )
     async with running(folder, tmp_path, keep=True) as stack:
         seen, submit = [], stack.engine.submit
 
@@ -58,8 +91,13 @@ async def test_it_reaches_the_engine(tmp_path, monkeypatch):
             return submit(*given, **more)
 
         monkeypatch.setattr(stack.engine, "submit", recorded)
-        ranges = [tensor(name, values, "INT32") for name, values in zip(names, ([0], [2], [90]), strict=True)]
-        answers = await ask(stack.client, request("tensorrt_llm", [*token_inputs([3, 4, 5], 2), *ranges]))
+        ranges = [
+            tensor(name, values, "INT32")
+            for name, values in zip(names, ([0], [2], [90]), strict=True)
+        ]
+        answers = await ask(
+            stack.client, request("tensorrt_llm", [*token_inputs([3, 4, 5], 2), *ranges])
+        )
         assert {error for _, error in answers} == {None}
         await until(lambda: stack.engine.outstanding == 0)
     assert [more["retention"] for more in seen] == [Retention((KeptRange(0, 2, Keep(90)),))]

@@ -1,4 +1,6 @@
-"""Beams and samples of one prompt through the server and through `slipstream.LLM`, on a real engine."""
+"""Beams and samples of one prompt through the server and through `slipstream.LLM`, on a real
+engine.
+"""
 
 from __future__ import annotations
 
@@ -70,11 +72,15 @@ def server(engine_folder, tmp_path_factory) -> Iterator[Server]:
         stack.callback(engine.close)
         generator: Any = TextGenerator(Tokenizer.load(engine_folder), engine)
         registry = build_registry(read_repository(repo), {"tensorrt_llm": generator})
-        yield Server(stack.enter_context(RunningServer(create_app(registry, ServerState([engine])))).port)
+        yield Server(
+            stack.enter_context(RunningServer(create_app(registry, ServerState([engine])))).port
+        )
 
 
 def search(engine_folder: Path, **sampling: Any) -> list[Beam]:
-    answers = run_all(engine(engine_folder), [GenerateRequest(1, IDS, SamplingParams(max_tokens=6, **sampling))])
+    answers = run_all(
+        engine(engine_folder), [GenerateRequest(1, IDS, SamplingParams(max_tokens=6, **sampling))]
+    )
     return answers.beams[1]
 
 
@@ -87,7 +93,9 @@ def test_text_output_is_one_text_a_beam_best_first(server, engine_folder, model)
     assert len(set(texts)) == 3
     means = [beam.total_log_prob / 6 for beam in expected]
     assert answer["cum_log_probs"] == pytest.approx(means, abs=1e-4)
-    assert answer["output_log_probs"] == pytest.approx([p for beam in expected for p in beam.log_probs], abs=1e-4)
+    assert answer["output_log_probs"] == pytest.approx(
+        [p for beam in expected for p in beam.log_probs], abs=1e-4
+    )
     (event,) = server.ask(model, "generate_stream", beam_width=3, stream=True)
     assert event["text_output"] == texts
 
@@ -97,8 +105,16 @@ def test_fields_of_the_search_reach_it(server, engine_folder):
     ends = sorted({token for beam in plain for token in beam.tokens[1:4]})[0]
     seen = set()
     for penalty, early in ((0.0, 1), (3.0, 0), (-3.0, 0)):
-        expected = search(engine_folder, beam_width=4, end_ids=(ends,), length_penalty=penalty, early_stopping=early)
-        answer = server.ask("chat", beam_width=4, end_id=ends, length_penalty=penalty, early_stopping=early)
+        expected = search(
+            engine_folder,
+            beam_width=4,
+            end_ids=(ends,),
+            length_penalty=penalty,
+            early_stopping=early,
+        )
+        answer = server.ask(
+            "chat", beam_width=4, end_id=ends, length_penalty=penalty, early_stopping=early
+        )
         assert answer["text_output"] == [" ".join(map(str, beam.tokens)) for beam in expected]
         seen.add(tuple(answer["text_output"]))
     assert len(seen) > 1
@@ -108,14 +124,17 @@ def test_fields_of_the_search_reach_it(server, engine_folder):
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_each_beam_has_the_logits_that_its_tokens_were_chosen_from(server, engine_folder, stop):
-    """[1, beams, tokens, vocabulary]: what the model says after the prompt and the beam up to there."""
+    """[1, beams, tokens, vocabulary]: what the model says after the prompt and the beam up to
+    there.
+    """
     word = server.ask("chat", beam_width=3)["text_output"][0].split()[2]
     fields = {"stop_words": [word]} if stop else {}
     answer = server.ask("chat", beam_width=3, return_generation_logits=True, **fields)
     beams = [[int(token) for token in text.split()] for text in answer["text_output"]]
     if stop:
         assert len({len(beam) for beam in beams}) > 1
-        beams = [[*beam, int(word)] if len(beam) < 6 else beam for beam in beams]  # the logits of its tokens come, too
+        # the logits of its tokens come, too
+        beams = [[*beam, int(word)] if len(beam) < 6 else beam for beam in beams]
     longest = max(map(len, beams))
     logits = np.array(answer["generation_logits"], np.float32).reshape(3, longest, -1)
     expected = all_logits(engine_folder, torch.float32, [IDS + beam for beam in beams])
@@ -131,14 +150,17 @@ def test_a_stop_word_cuts_each_beam(server):
     assert cut == [text[: text.find(word)] if word in text else text for text in whole]
 
 
-@pytest.mark.parametrize(("fields", "words"), [
-    ({"beam_width": 5}, "Requested beam width 5 is larger than configured max beam width 4"),
-    ({"beam_width": 2, "top_k": 5}, "top_k cannot be combined with beam width 2"),
-    ({"beam_width": 2, "top_p": 0.5}, "top_p cannot be combined with beam width 2"),
-    ({"beam_width": 2, "top_p_decay": 0.5}, "top_p_decay cannot be combined with beam width 2"),
-    ({"beam_width": 2, "num_return_sequences": 3}, "3 sequences were asked for"),
-    ({"beam_width": 0}, "beam_width must be over 0"),
-])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"beam_width": 5}, "Requested beam width 5 is larger than configured max beam width 4"),
+        ({"beam_width": 2, "top_k": 5}, "top_k cannot be combined with beam width 2"),
+        ({"beam_width": 2, "top_p": 0.5}, "top_p cannot be combined with beam width 2"),
+        ({"beam_width": 2, "top_p_decay": 0.5}, "top_p_decay cannot be combined with beam width 2"),
+        ({"beam_width": 2, "num_return_sequences": 3}, "3 sequences were asked for"),
+        ({"beam_width": 0}, "beam_width must be over 0"),
+    ],
+)
 def test_what_a_search_cannot_be_is_refused_by_name(server, fields, words):
     assert words in server.ask("chat", status=400, **fields)["error"]
 
@@ -149,7 +171,9 @@ def test_samples_are_those_of_their_own_seeds_and_repeat(server):
     three = server.ask("chat", **drawing, num_return_sequences=3)
     assert three["text_output"][0] == alone
     assert len(set(three["text_output"])) == 3
-    assert server.ask("chat", **drawing, num_return_sequences=3)["text_output"] == three["text_output"]
+    assert (
+        server.ask("chat", **drawing, num_return_sequences=3)["text_output"] == three["text_output"]
+    )
     assert "sequence_index" not in three
 
 
@@ -163,12 +187,18 @@ def test_a_stream_of_samples_says_whose_each_piece_is(server):
 
 
 def test_the_prompts_scores_are_told_once_whatever_comes_of_it(server):
-    asked = {"return_prompt_log_probs": True, "temperature": 1.5, "random_seed": 7, "num_return_sequences": 3}
+    asked = {
+        "return_prompt_log_probs": True,
+        "temperature": 1.5,
+        "random_seed": 7,
+        "num_return_sequences": 3,
+    }
     alone = server.ask("chat", return_prompt_log_probs=True)["prompt_log_probs"]
     assert len(alone) == len(IDS) - 1
     assert server.ask("chat", **asked)["prompt_log_probs"] == pytest.approx(alone, abs=1e-4)
-    assert server.ask("chat", return_prompt_log_probs=True, beam_width=3)["prompt_log_probs"] == pytest.approx(
-        alone, abs=1e-4)
+    assert server.ask("chat", return_prompt_log_probs=True, beam_width=3)[
+        "prompt_log_probs"
+    ] == pytest.approx(alone, abs=1e-4)
     events = server.ask("chat", "generate_stream", stream=True, **asked)
     told = [event for event in events if "prompt_log_probs" in event]
     assert [event["sequence_index"] for event in told] == [0]
@@ -184,7 +214,9 @@ async def test_what_a_request_brings_is_sent_once_for_all_its_sequences(engine_f
             return super().submit(prompt, sampling, **more)
 
     brought = AdapterUse(7, "seven", AdapterSource(weights=b"1234"))
-    request = TextRequest([5, 6], SamplingParams(max_tokens=2, prompt_log_probs=True), sequences=3, adapter=brought)
+    request = TextRequest(
+        [5, 6], SamplingParams(max_tokens=2, prompt_log_probs=True), sequences=3, adapter=brought
+    )
     generator = TextGenerator(Tokenizer.load(engine_folder), Recorder())
     assert len([delta async for delta in generator.generate(request) if delta.finish_reason]) == 3
     assert sent == [(7, True, True), (7, False, False), (7, False, False)]
@@ -194,9 +226,14 @@ async def test_ids_of_beams_and_samples_have_upstreams_shapes(engine_folder, tmp
     monkeypatch.setattr(grpc_stack, "SETTINGS", SETTINGS)
     expected = search(engine_folder, beam_width=3, end_ids=(0,), min_tokens=0)
     async with running(engine_folder, tmp_path) as stack:
-        more = [tensor("beam_width", [3], "INT32"), tensor("return_log_probs", [True], "BOOL"),
-                tensor("end_id", [0], "INT32")]
-        ((result, error),) = await ask(stack.client, request("tensorrt_llm", [*token_inputs(IDS, 6, False), *more]))
+        more = [
+            tensor("beam_width", [3], "INT32"),
+            tensor("return_log_probs", [True], "BOOL"),
+            tensor("end_id", [0], "INT32"),
+        ]
+        ((result, error),) = await ask(
+            stack.client, request("tensorrt_llm", [*token_inputs(IDS, 6, False), *more])
+        )
         assert error is None
         ids, lengths = result.as_numpy("output_ids"), result.as_numpy("sequence_length")
         assert (ids.shape[:2], lengths.shape) == ((1, 3), (1, 3))
@@ -205,12 +242,20 @@ async def test_ids_of_beams_and_samples_have_upstreams_shapes(engine_folder, tmp
             assert row[:length].tolist() == prompt + beam.tokens
             assert (row[length:] == -1).all()
         assert result.as_numpy("cum_log_probs").shape == (1, 3)
-        assert result.as_numpy("output_log_probs").shape == (1, 3, max(len(beam.tokens) for beam in expected))
-        assert np.isclose(result.as_numpy("output_log_probs")[0, 0, 0], expected[0].log_probs[0], atol=1e-4)
+        assert result.as_numpy("output_log_probs").shape == (
+            1,
+            3,
+            max(len(beam.tokens) for beam in expected),
+        )
+        assert np.isclose(
+            result.as_numpy("output_log_probs")[0, 0, 0], expected[0].log_probs[0], atol=1e-4
+        )
 
 
 async def test_a_clients_draft_changes_nothing_but_the_steps(engine_folder, tmp_path):
-    plain = run_all(engine(engine_folder), [GenerateRequest(1, IDS, SamplingParams(max_tokens=6))])[1]
+    plain = run_all(engine(engine_folder), [GenerateRequest(1, IDS, SamplingParams(max_tokens=6))])[
+        1
+    ]
     async with running(engine_folder, tmp_path) as stack:
         for draft, right in ((plain[:4], 4), ([*plain[:2], (plain[2] + 1) % 96], 2)):
             inputs = [*token_inputs(IDS, 6, False), tensor("draft_input_ids", draft, "INT32")]
@@ -225,7 +270,10 @@ async def test_a_clients_draft_changes_nothing_but_the_steps(engine_folder, tmp_
 def test_tenants_of_different_salts_share_no_cached_prompt(server):
     prompt = " ".join(str(number) for number in range(70))
     asked = {"text_input": prompt, "max_tokens": 1, "return_num_cached_tokens": True}
-    cached = [server.ask("chat", **asked, cache_salt=salt)["num_cached_tokens"] for salt in ("a", "a", "b", "b")]
+    cached = [
+        server.ask("chat", **asked, cache_salt=salt)["num_cached_tokens"]
+        for salt in ("a", "a", "b", "b")
+    ]
     assert cached == [0, 64, 0, 64]
 
 
@@ -246,11 +294,17 @@ def test_llm_gives_the_best_first_and_the_others_beside_it(engine_folder):
 
 
 def test_a_batch_of_requests_searches_and_draws_side_by_side(server):
-    """Beams of one request, samples of another and a plain one at the same time are each what they are alone."""
+    """Beams of one request, samples of another and a plain one at the same time are each what they
+    are alone.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
-    kinds = [{"beam_width": 3}, {"num_return_sequences": 3, "temperature": 1.3, "random_seed": 5}, {},
-             {"beam_width": 2, "length_penalty": 1.0}]
+    kinds = [
+        {"beam_width": 3},
+        {"num_return_sequences": 3, "temperature": 1.3, "random_seed": 5},
+        {},
+        {"beam_width": 2, "length_penalty": 1.0},
+    ]
     alone = [server.ask("chat", **kind)["text_output"] for kind in kinds]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda kind: server.ask("chat", **kind)["text_output"], kinds * 4))

@@ -10,7 +10,8 @@ import pytest
 from fuzzing import Attacker, Canary, resident_bytes
 from server_peers import Peer, start_ours
 
-GROWTH_BYTES = 24 << 20  # allocators keep some; two hundred thousand requests of a kilobyte would be ten times that
+# allocators keep some; two hundred thousand requests of a kilobyte would be ten times that
+GROWTH_BYTES = 24 << 20
 
 
 @pytest.fixture
@@ -38,7 +39,9 @@ def attack(server: Peer, folder: Path, cases: int, warm_up: int, seed: int) -> A
     assert canary.streams > 0
     assert grown < GROWTH_BYTES, f"the server grew by {grown >> 20} MiB"
     assert server.process.poll() is None
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/v2/health/ready", timeout=10) as answer:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{server.http_port}/v2/health/ready", timeout=10
+    ) as answer:
         assert answer.status == 200
     return attacker
 
@@ -46,7 +49,15 @@ def attack(server: Peer, folder: Path, cases: int, warm_up: int, seed: int) -> A
 def test_a_few_thousand_damaged_requests(server: Peer, tmp_path: Path) -> None:
     attacker = attack(server, tmp_path, 3000, warm_up=600, seed=11)
     assert sum(attacker.answers.values()) == 3000
-    expected = ("HTTP 200", "HTTP 400", "HTTP 404", "gRPC OK", "gRPC INVALID_ARGUMENT", "config read", "config refused")
+    expected = (
+        "HTTP 200",
+        "HTTP 400",
+        "HTTP 404",
+        "gRPC OK",
+        "gRPC INVALID_ARGUMENT",
+        "config read",
+        "config refused",
+    )
     assert [kind for kind in expected if attacker.answers[kind] < 10] == [], attacker.answers
 
 

@@ -35,7 +35,10 @@ def counted(exporter: SpanExporter) -> dict[str, float]:
 
 
 def figures(exported: int, dropped: int) -> dict[str, int]:
-    return {"slipstream_trace_spans_exported_total": exported, "slipstream_trace_spans_dropped_total": dropped}
+    return {
+        "slipstream_trace_spans_exported_total": exported,
+        "slipstream_trace_spans_dropped_total": dropped,
+    }
 
 
 @contextlib.contextmanager
@@ -57,7 +60,9 @@ def test_batches_are_as_large_as_allowed_and_closing_sends_the_rest() -> None:
         wait_for(lambda: len(collector.spans) == 3)
         assert collector.tries == 1
         exporter.close()
-        assert [len(one.message.resource_spans[0].scope_spans[0].spans) for one in collector.received] == [3, 1]
+        assert [
+            len(one.message.resource_spans[0].scope_spans[0].spans) for one in collector.received
+        ] == [3, 1]
         assert counted(exporter) == figures(4, 0)
         exporter.add(spans(1))  # too late
         assert counted(exporter) == figures(4, 1)
@@ -108,18 +113,28 @@ def test_a_collector_that_does_not_answer_costs_spans_and_nothing_else(capfd) ->
 def test_a_full_queue_before_a_collector_that_is_down_is_given_up_at_the_end() -> None:
     with refused_port() as held:
         url = f"http://127.0.0.1:{held.getsockname()[1]}/v1/traces"
-        exporter = SpanExporter(ExportSettings(url=url, queue_spans=4, batch_spans=4, delay_ms=600_000))
+        exporter = SpanExporter(
+            ExportSettings(url=url, queue_spans=4, batch_spans=4, delay_ms=600_000)
+        )
         exporter.add(spans(4))
         wait_for(lambda: exporter._complained)
         exporter.close()
     assert counted(exporter) == figures(0, 4)
 
 
-@pytest.mark.parametrize(("answer", "told"), [
-    (b"\x1b[31mno\x07\r\nI1115 forged", "cannot be reached, its spans are kept for later: ?[31mno?"),
-    (b"HTTP/1.1 400 \x1b[31mno" + b"o" * 9000 + b"\r\n\r\n", "refuses spans: 400 ?[31mno"),
-])  # fmt: skip
-def test_what_a_collector_says_is_one_short_line_and_its_address_has_no_key(answer: bytes, told: str, capfd) -> None:
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (
+            b"\x1b[31mno\x07\r\nI1115 forged",
+            "cannot be reached, its spans are kept for later: ?[31mno?",
+        ),
+        (b"HTTP/1.1 400 \x1b[31mno" + b"o" * 9000 + b"\r\n\r\n", "refuses spans: 400 ?[31mno"),
+    ],
+)
+def test_what_a_collector_says_is_one_short_line_and_its_address_has_no_key(
+    answer: bytes, told: str, capfd
+) -> None:
     with by_hand("?key=secret") as (exporter, listening, address):
         connection, _ = listening.accept()
         with connection:
@@ -136,14 +151,23 @@ def test_what_a_collector_says_is_one_short_line_and_its_address_has_no_key(answ
     assert "secret" not in str(ExportSettings(url=f"{address}?key=secret").shown())
 
 
-@pytest.mark.parametrize(("says", "exported", "told"), [
-    (b'{"partialSuccess": {"rejectedSpans": "2", "errorMessage": "too old"}}', 3, "rejects spans: too old"),
-    (b'{"partialSuccess": {"rejectedSpans": 99}}', 0, "rejects spans: "),
-    (b'{"partialSuccess": {"errorMessage": "all is well"}}', 5, ""),
-    (b'{"partialSuccess": 7}', 5, ""),
-    (b"", 5, ""),
-])  # fmt: skip
-def test_what_a_collector_rejects_is_not_counted_as_taken(says: bytes, exported: int, told: str, capfd) -> None:
+@pytest.mark.parametrize(
+    ("says", "exported", "told"),
+    [
+        (
+            b'{"partialSuccess": {"rejectedSpans": "2", "errorMessage": "too old"}}',
+            3,
+            "rejects spans: too old",
+        ),
+        (b'{"partialSuccess": {"rejectedSpans": 99}}', 0, "rejects spans: "),
+        (b'{"partialSuccess": {"errorMessage": "all is well"}}', 5, ""),
+        (b'{"partialSuccess": 7}', 5, ""),
+        (b"", 5, ""),
+    ],
+)
+def test_what_a_collector_rejects_is_not_counted_as_taken(
+    says: bytes, exported: int, told: str, capfd
+) -> None:
     with Collector(says=says) as collector:
         exporter = SpanExporter(settings(collector))
         exporter.add(spans(5))
@@ -169,7 +193,8 @@ def test_a_collector_that_took_spans_and_says_no_more_does_not_get_them_twice() 
 def test_a_collector_whose_answer_never_ends_is_broken_off(piece: bytes) -> None:
     with by_hand(timeout_seconds=0.3) as (exporter, listening, _):
         connection, _ = listening.accept()
-        with connection, contextlib.suppress(OSError):  # by which the other end is known to have left
+        # by which the other end is known to have left
+        with connection, contextlib.suppress(OSError):
             for _ in range(2_000):
                 connection.sendall(piece)
                 time.sleep(0.01)
@@ -206,13 +231,18 @@ def test_events_of_a_long_stream_are_bounded_and_its_last_ones_stay() -> None:
         exporter.close()
     assert len(found.events) == MOST_EVENTS + 1
     assert found.events_dropped == 1001 - MOST_EVENTS
-    assert (found.events[0], found.events[-1]) == (("HTTP_RECV_START", 10**18 + 5), ("HTTP_SEND_END", 10**18 + 2000))
+    assert (found.events[0], found.events[-1]) == (
+        ("HTTP_RECV_START", 10**18 + 5),
+        ("HTTP_SEND_END", 10**18 + 2000),
+    )
     assert (found.began, found.ended) == (10**18 + 5, 10**18 + 2000)
 
 
 def test_spans_of_one_call_are_bounded_and_those_left_out_are_counted() -> None:
     exported: list[Sequence[Span]] = []
-    trace = SpanTraces(exported.append, Turn(1, UNLIMITED), itertools.count(1)).next((), TEXT_COMPLETION)
+    trace = SpanTraces(exported.append, Turn(1, UNLIMITED), itertools.count(1)).next(
+        (), TEXT_COMPLETION
+    )
     trace.model("caller", "1", "x" * 1000)
     for _ in range(MOST_SPANS + 6):
         trace.child().model("called", "1", "")

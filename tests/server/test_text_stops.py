@@ -1,4 +1,6 @@
-"""The stop word filter against plain searching, on alphabets small enough for words to overlap all the time."""
+"""The stop word filter against plain searching, on alphabets small enough for words to overlap all
+the time.
+"""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +19,11 @@ def expected(text: str, stops: list[str], shown: bool = False) -> str:
 
 
 @settings(max_examples=500, deadline=None)
-@given(pieces=st.lists(st.text(alphabet="abc", max_size=6), max_size=12), stops=words, shown=st.booleans())
+@given(
+    pieces=st.lists(st.text(alphabet="abc", max_size=6), max_size=12),
+    stops=words,
+    shown=st.booleans(),
+)
 def test_equal_to_searching_the_whole_text(pieces, stops, shown):
     stop_filter = StopWordFilter(StopWords(stops, shown))
     given_out = [stop_filter.push(piece) for piece in pieces]
@@ -30,7 +36,9 @@ def test_equal_to_searching_the_whole_text(pieces, stops, shown):
 @settings(max_examples=500, deadline=None)
 @given(text=st.text(alphabet="abc", max_size=30), stops=words)
 def test_never_too_much_and_never_held_without_cause(text, stops):
-    """After each character, exactly what no continuation can make part of a stop word has been given out."""
+    """After each character, exactly what no continuation can make part of a stop word has been
+    given out.
+    """
     stop_filter, given_out = StopWordFilter(stops), ""
     for position, char in enumerate(text, start=1):
         given_out += stop_filter.push(char)
@@ -38,14 +46,18 @@ def test_never_too_much_and_never_held_without_cause(text, stops):
         if stop_filter.stopped:
             assert given_out == expected(read, stops)
             return
-        possible = [len(read) - n for stop in stops for n in range(1, len(stop)) if read.endswith(stop[:n])]
+        possible = [
+            len(read) - n for stop in stops for n in range(1, len(stop)) if read.endswith(stop[:n])
+        ]
         assert given_out == read[: min(possible, default=len(read))]
 
 
 @settings(deadline=None)
 @given(text=st.text(alphabet="ab", max_size=12), stops=words)
 def test_at_the_same_place_the_word_completed_first_wins(text, stops):
-    """It stops as soon as the earliest match is certain, so a longer word at the same place never delays it."""
+    """It stops as soon as the earliest match is certain, so a longer word at the same place never
+    delays it.
+    """
     stop_filter = StopWordFilter(stops)
     for position, char in enumerate(text, start=1):
         stop_filter.push(char)
@@ -56,7 +68,9 @@ def test_at_the_same_place_the_word_completed_first_wins(text, stops):
 
 
 def test_a_long_stop_word_is_read_in_one_pass():
-    """A word that almost repeats inside itself makes naive searching quadratic; here each character steps once."""
+    """A word that almost repeats inside itself makes naive searching quadratic; here each character
+    steps once.
+    """
     stop = "a" * 2000 + "b"
     stop_filter = StopWordFilter([stop])
     steps = 0
@@ -77,5 +91,10 @@ def test_a_long_stop_word_is_read_in_one_pass():
 def test_texts_that_share_their_words_do_not_share_where_they_are() -> None:
     words = StopWords(["END", "", "STOP"])
     first, second = StopWordFilter(words), StopWordFilter(words)
-    assert [first.push("aEN"), second.push("bST"), first.push("Xc"), second.push("OPx")] == ["a", "b", "ENXc", ""]
+    assert [first.push("aEN"), second.push("bST"), first.push("Xc"), second.push("OPx")] == [
+        "a",
+        "b",
+        "ENXc",
+        "",
+    ]
     assert (first.stopped, second.stopped) == (False, True)

@@ -8,7 +8,11 @@ import text_samples as samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.server.text.detokenizer import ByteFallbackDetokenizer, ByteLevelDetokenizer, WindowDetokenizer
+from slipstream.server.text.detokenizer import (
+    ByteFallbackDetokenizer,
+    ByteLevelDetokenizer,
+    WindowDetokenizer,
+)
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
@@ -63,7 +67,9 @@ def test_joined_pieces_are_the_whole_text(kind, data, sizes, skip):
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), sizes=chunk_sizes)
 def test_bytes_of_broken_and_whole_characters(kind, data, sizes):
-    """Runs of single bytes, valid, cut short and mixed with text: U+FFFD exactly where the whole text has it."""
+    """Runs of single bytes, valid, cut short and mixed with text: U+FFFD exactly where the whole
+    text has it.
+    """
     tokenizer = load(kind)
     spell = functools.partial(byte_ids, kind)
     part = st.one_of(
@@ -116,7 +122,8 @@ def test_no_piece_holds_a_beginning_of_the_stop_word_that_follows(kind, data):
     stream, given_out = TextStream(load(kind), [stop]), ""
     for token in ids:
         given_out += stream.push([token])
-        assert whole[: whole.find(stop)].startswith(given_out)  # at every moment, not only at the end
+        # at every moment, not only at the end
+        assert whole[: whole.find(stop)].startswith(given_out)
 
 
 @functools.cache
@@ -136,7 +143,9 @@ def smollm2() -> Tokenizer | None:
 @given(data=st.data(), text=samples.texts, sizes=chunk_sizes)
 def test_the_embedded_models_tokenizer(data, text, sizes):
     tokenizer = smollm2()
-    ids = data.draw(st.one_of(st.just(tokenizer.encode(text)), st.lists(st.integers(0, 49151), max_size=40)))
+    ids = data.draw(
+        st.one_of(st.just(tokenizer.encode(text)), st.lists(st.integers(0, 49151), max_size=40))
+    )
     assert "".join(run(TextStream(tokenizer), cut(ids, sizes))) == tokenizer.decode(ids)
 
 
@@ -163,7 +172,11 @@ def test_the_space_of_the_first_word_is_cut_once_even_behind_special_tokens():
     tokenizer = load("llama2_json")
     (the,) = tokenizer.encode("the", False)
     stream = TextStream(tokenizer)
-    assert [stream.push([tokenizer.bos_id]), stream.push([the]), stream.push([the])] == ["", "the", " the"]
+    assert [stream.push([tokenizer.bos_id]), stream.push([the]), stream.push([the])] == [
+        "",
+        "the",
+        " the",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -189,8 +202,11 @@ def test_work_per_token_does_not_grow(kind, monkeypatch):
     looked_at: list[int] = []
     original = type(backend).decode
     monkeypatch.setattr(
-        type(backend), "decode", lambda self, ids, skip_special_tokens: looked_at.append(len(ids))
-        or original(self, ids, skip_special_tokens)
+        type(backend),
+        "decode",
+        lambda self, ids, skip_special_tokens: (
+            looked_at.append(len(ids)) or original(self, ids, skip_special_tokens)
+        ),
     )
     ids = tokenizer.encode("the dog ", False) * 300
     stream = TextStream(tokenizer, ["nowhere"])

@@ -62,7 +62,9 @@ def test_sentencepiece_text_is_cut_as_sentencepiece_does(kind, text):
     assert ours(kind).encode(text, add_special_tokens=False) == processor.encode(text)
 
 
-@pytest.mark.parametrize("text", ["hello", "hello world ", "<s>hello", "a</s> world", "日本 🎉</s>日本", "a<tool>b"])
+@pytest.mark.parametrize(
+    "text", ["hello", "hello world ", "<s>hello", "a</s> world", "日本 🎉</s>日本", "a<tool>b"]
+)
 def test_sentencepiece_with_added_tokens_equals_transformers(text):
     """transformers joins a leading space with the prefix; the texts here begin without one."""
     expected = theirs("sentencepiece_bpe").encode(text, add_special_tokens=False)
@@ -104,7 +106,8 @@ def test_added_tokens_file_without_a_configuration():
     (folder / "tokenizer.model").write_bytes(samples.sentencepiece_model("bpe"))
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.encode("<tool>", add_special_tokens=False) == [500]
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, None)  # SentencePiece's own
+    # SentencePiece's own
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, None)
     assert tokenizer.encode("", add_special_tokens=True) == [1]
 
 
@@ -121,10 +124,14 @@ def test_one_beginning_of_text_token_never_two(kind):
     assert tokenizer.bos_id not in tokenizer.encode("hello", add_special_tokens=False)
 
 
-@pytest.mark.parametrize(("setting", "count"), [({}, 0), ({"add_bos_token": False}, 0), ({"add_bos_token": True}, 1)])
+@pytest.mark.parametrize(
+    ("setting", "count"), [({}, 0), ({"add_bos_token": False}, 0), ({"add_bos_token": True}, 1)]
+)
 def test_the_configuration_decides_where_the_file_has_no_template(setting, count):
     config = {"bos_token": "<|endoftext|>", **setting}
-    folder = samples.write_folder(f"bos_{count}_{len(setting)}", samples.byte_level_tokenizer(), config=config)
+    folder = samples.write_folder(
+        f"bos_{count}_{len(setting)}", samples.byte_level_tokenizer(), config=config
+    )
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.encode("hello", add_special_tokens=True).count(tokenizer.bos_id) == count
 
@@ -134,7 +141,9 @@ def test_template_with_tokens_on_both_sides():
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
     )
-    loaded = Tokenizer.load(samples.write_folder("both_sides", tokenizer, config={"bos_token": "<|im_start|>"}))
+    loaded = Tokenizer.load(
+        samples.write_folder("both_sides", tokenizer, config={"bos_token": "<|im_start|>"})
+    )
     plain = loaded.encode("hello", add_special_tokens=False)
     assert loaded.encode("hello") == [1, *plain, 2]
     assert loaded.encode("<|im_start|>hello") == [1, *plain, 2]
@@ -153,7 +162,9 @@ def test_ids_out_of_range_are_named(kind):
 
 
 def test_rows_of_the_model_beyond_the_tokenizer_are_no_text():
-    folder = samples.write_folder("padded", samples.byte_level_tokenizer(), config_json={"vocab_size": 4096})
+    folder = samples.write_folder(
+        "padded", samples.byte_level_tokenizer(), config_json={"vocab_size": 4096}
+    )
     tokenizer = Tokenizer.load(folder)
     plain = tokenizer.encode("hello", False)
     assert tokenizer.decode([*plain, 4095, *plain]) == "hellohello"
@@ -171,9 +182,13 @@ def test_rows_of_the_model_beyond_the_tokenizer_are_no_text():
         ({}, {}, [2]),
     ],
 )
-def test_end_ids_are_the_tokenizers_and_the_generation_configs(tmp_path, generation, model, expected):
+def test_end_ids_are_the_tokenizers_and_the_generation_configs(
+    tmp_path, generation, model, expected
+):
     samples.byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|im_end|>"}})
+    )
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     (tmp_path / "config.json").write_text(json.dumps(model))
     tokenizer = Tokenizer.load(tmp_path)
@@ -196,7 +211,9 @@ def test_gpt2_files_know_their_end_token():
     tokenizer = ours("gpt2_files")
     assert tokenizer.end_ids == [tokenizer.encode("<|endoftext|>", False)[0]]
     assert tokenizer.bos_id == tokenizer.eos_id
-    assert tokenizer.encode("hello", add_special_tokens=True) == tokenizer.encode("hello", add_special_tokens=False)
+    assert tokenizer.encode("hello", add_special_tokens=True) == tokenizer.encode(
+        "hello", add_special_tokens=False
+    )
 
 
 def test_settings_of_a_training_run_do_not_cut_prompts():
@@ -226,7 +243,11 @@ def test_half_a_surrogate_pair_is_refused():
         ({"tokenizer_config.json": "[1]", "tokenizer.json": "{}"}, "must hold a JSON object"),
         ({"tokenizer_config.json": "{,}"}, "is not valid JSON"),
         (
-            {"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": '{"tokenizer_class": "Qwen2Tokenizer"}'},
+            {
+                "vocab.json": "{}",
+                "merges.txt": "",
+                "tokenizer_config.json": '{"tokenizer_class": "Qwen2Tokenizer"}',
+            },
             "a Qwen2Tokenizer needs tokenizer.json",
         ),
     ],

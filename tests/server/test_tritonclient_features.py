@@ -1,5 +1,7 @@
-"""What tritonclient offers beside plain inference, over HTTP and over gRPC, against `tritonserver` with a real engine:
-shared memory, classification, keys, settings, statistics, repository control, priorities and timeouts."""
+"""What tritonclient offers beside plain inference, over HTTP and over gRPC, against `tritonserver`
+with a real engine: shared memory, classification, keys, settings, statistics, repository control,
+priorities and timeouts.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,30 @@ class Places:
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
     folder = tmp_path_factory.mktemp("features")
     flags = [
-        "--http-port=0", "--grpc-port=0", "--metrics-port=0", "--http-address=127.0.0.1", "--grpc-address=127.0.0.1",
-        "--model-control-mode=explicit", "--load-model=ensemble", "--allow-client-shm=true",
-        f"--trace-config=triton,file={folder / 'trace.json'}", "--trace-config=triton,log-frequency=1",
-    ]  # fmt: skip
+        "--http-port=0",
+        "--grpc-port=0",
+        "--metrics-port=0",
+        "--http-address=127.0.0.1",
+        "--grpc-address=127.0.0.1",
+        "--model-control-mode=explicit",
+        "--load-model=ensemble",
+        "--allow-client-shm=true",
+        f"--trace-config=triton,file={folder / 'trace.json'}",
+        "--trace-config=triton,log-frequency=1",
+    ]
     log, repository = folder / "log.txt", make_repository(folder)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SLIPSTREAM_API_KEY": KEY}
-    command = [sys.executable, "-m", "slipstream.cli.tritonserver", f"--model-repository={repository}", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream.cli.tritonserver",
+        f"--model-repository={repository}",
+        *flags,
+    ]
     with log.open("w") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
     try:
         wait_for(lambda: "Started Metrics" in log.read_text() or process.poll() is not None, 90)
         assert process.poll() is None, log.read_text()
@@ -64,7 +81,9 @@ def _place(log: Path, service: str) -> str:
 
 
 class Http:
-    """tritonclient over HTTP, with the key in a plug-in; what the two protocols name differently, named alike."""
+    """tritonclient over HTTP, with the key in a plug-in; what the two protocols name differently,
+    named alike.
+    """
 
     module: Any = http_client
 
@@ -115,8 +134,11 @@ IDS = np.array([[5, 6, 7]], np.int32)
 
 def inputs(module: Any, tokens: int = 4) -> list[Any]:
     made = []
-    arrays = {"input_ids": IDS, "input_lengths": np.array([[3]], np.int32),
-              "request_output_len": np.array([[tokens]], np.int32)}  # fmt: skip
+    arrays = {
+        "input_ids": IDS,
+        "input_lengths": np.array([[3]], np.int32),
+        "request_output_len": np.array([[tokens]], np.int32),
+    }
     for name, array in arrays.items():
         made.append(module.InferInput(name, array.shape, "INT32"))
         made[-1].set_data_from_numpy(array)
@@ -124,14 +146,25 @@ def inputs(module: Any, tokens: int = 4) -> list[Any]:
 
 
 def expected(triton: Any, tokens: int = 4) -> list[int]:
-    return triton.client.infer("tensorrt_llm", inputs(triton.module, tokens)).as_numpy("output_ids").ravel().tolist()
+    return (
+        triton.client.infer("tensorrt_llm", inputs(triton.module, tokens))
+        .as_numpy("output_ids")
+        .ravel()
+        .tolist()
+    )
 
 
 def test_without_the_key_nothing_is_told(places: Places) -> None:
-    with http_client.InferenceServerClient(places.http) as client, pytest.raises(InferenceServerException) as raised:
+    with (
+        http_client.InferenceServerClient(places.http) as client,
+        pytest.raises(InferenceServerException) as raised,
+    ):
         client.get_server_metadata()
     assert "needs an API key" in str(raised.value)
-    with grpc_client.InferenceServerClient(places.grpc) as client, pytest.raises(InferenceServerException) as raised:
+    with (
+        grpc_client.InferenceServerClient(places.grpc) as client,
+        pytest.raises(InferenceServerException) as raised,
+    ):
         client.get_server_metadata()
     assert "StatusCode.UNAUTHENTICATED" in str(raised.value)
 
@@ -169,9 +202,13 @@ def test_tensors_in_shared_memory(triton: Any) -> None:
 def test_classification(triton: Any) -> None:
     ids = expected(triton)
     output = triton.module.InferRequestedOutput("output_ids", class_count=2)
-    found = triton.client.infer("tensorrt_llm", inputs(triton.module), outputs=[output]).as_numpy("output_ids")
+    found = triton.client.infer("tensorrt_llm", inputs(triton.module), outputs=[output]).as_numpy(
+        "output_ids"
+    )
     best = sorted(range(len(ids)), key=lambda index: (-ids[index], index))[:2]
-    texts = [value.decode() if isinstance(value, bytes) else value for value in found.ravel().tolist()]
+    texts = [
+        value.decode() if isinstance(value, bytes) else value for value in found.ravel().tolist()
+    ]
     assert texts == [f"{ids[index]}:{index}" for index in best]
 
 
@@ -205,13 +242,17 @@ def test_traces_are_turned_on_and_off(triton: Any, places: Places) -> None:
 
     before = count()
     triton.client.infer("tensorrt_llm", inputs(triton.module))
-    shown = triton.client.update_trace_settings("tensorrt_llm", {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
+    shown = triton.client.update_trace_settings(
+        "tensorrt_llm", {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"}
+    )
     assert "TIMESTAMPS" in str(triton.json(shown))
     try:
         triton.client.infer("tensorrt_llm", inputs(triton.module), request_id="traced")
         wait_for(lambda: count() == before + 1)
     finally:
-        triton.client.update_trace_settings("tensorrt_llm", {"trace_level": None, "trace_rate": None})
+        triton.client.update_trace_settings(
+            "tensorrt_llm", {"trace_level": None, "trace_rate": None}
+        )
     triton.client.infer("tensorrt_llm", inputs(triton.module))
     newest = json.loads((places.trace_file.parent / f"trace.json.{before}").read_text())
     assert [one["request_id"] for one in newest if "request_id" in one] == ["traced"]
@@ -254,7 +295,9 @@ def test_a_stream_over_grpc(places: Places) -> None:
     triton.client.start_stream(lambda result, error: arrived.put((result, error)))
     try:
         for number in range(3):
-            triton.client.async_stream_infer("tensorrt_llm", inputs(grpc_client), request_id=f"s{number}")
+            triton.client.async_stream_infer(
+                "tensorrt_llm", inputs(grpc_client), request_id=f"s{number}"
+            )
         answers = [arrived.get(timeout=20) for _ in range(3)]
     finally:
         triton.client.stop_stream()

@@ -1,4 +1,6 @@
-"""Stop words end a text and bad words never come in it, for random tokens of every tokenizer that is served."""
+"""Stop words end a text and bad words never come in it, for random tokens of every tokenizer that
+is served.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def cut_at(text: str, stops: list[str]) -> str:
 @given(seed=st.integers(0, 2**32), chunk=st.sampled_from([1, 2, 5, 1000]))
 def test_random_tokens_are_cut_at_random_stop_words(kind, seed, chunk):
     chance, tokenizer = random.Random(seed), load(kind)
-    ordinary = [token for token in range(tokenizer.vocab_size) if token not in tokenizer.special_ids]
+    ordinary = [
+        token for token in range(tokenizer.vocab_size) if token not in tokenizer.special_ids
+    ]
     ids = [chance.choice(ordinary) for _ in range(chance.randrange(1, 50))]
     if chance.random() < 0.5:
         ids = tokenizer.encode(chance.choice(samples.CORPUS), False)[:60]
@@ -75,14 +79,22 @@ def spelling(kind: str) -> Spelling:
 @given(seed=st.integers(0, 2**32))
 def test_bad_words_never_come_whatever_is_drawn(kind, seed):
     chance, tokenizer = random.Random(seed), load(kind)
-    words = chance.sample(["th", "e", "日本", "é", "ab", "aba", " ", "<", "dog", "the d", "o w", "👩‍👧"], 4)
+    words = chance.sample(
+        ["th", "e", "日本", "é", "ab", "aba", " ", "<", "dog", "the d", "o w", "👩‍👧"], 4
+    )
     bad = BadTexts(spelling(kind), [word.encode() for word in words])
-    letters = [token for word in words for letter in word for token in tokenizer.encode(letter, False)]
+    letters = [
+        token for word in words for letter in word for token in tokenizer.encode(letter, False)
+    ]
     tokens: list[int] = []
     for _ in range(80):  # mostly letters of the words, so that they are always about to come
         choices = allowed(bad.mask(tokens), tokenizer.vocab_size)
         likely = [token for token in letters if token in choices]
-        tokens.append(chance.choice(likely) if likely and chance.random() < 0.8 else int(chance.choice(choices)))
+        tokens.append(
+            chance.choice(likely)
+            if likely and chance.random() < 0.8
+            else int(chance.choice(choices))
+        )
     text = tokenizer.decode(tokens)
     assert not [word for word in words if word in text]
 
@@ -94,7 +106,11 @@ def test_only_what_would_complete_a_word_is_forbidden(kind):
     word = "the"
     bad = BadTexts(table, [word.encode()])
     for before in ("", "x", "t", "th", "tht", "a th"):
-        tokens = [token for letter in before for token in tokenizer.encode("x" + letter, False)[1:]] if before else []
+        tokens = (
+            [token for letter in before for token in tokenizer.encode("x" + letter, False)[1:]]
+            if before
+            else []
+        )
         text = b"".join(table.texts[token] for token in tokens)
         free = set(allowed(bad.mask(tokens), tokenizer.vocab_size).tolist())
         for token in range(tokenizer.vocab_size):
@@ -111,9 +127,13 @@ def test_a_stop_word_that_is_a_special_token_ends_the_answer_there(kind):
     assert marks
     for token, word in marks:
         engine = SpokenEngine([Delta(finish_reason="length")])
-        asyncio.run(collect(engine, TextRequest("the dog", stop_words=["dog", word], ignore_end=True), kind))
+        asyncio.run(
+            collect(engine, TextRequest("the dog", stop_words=["dog", word], ignore_end=True), kind)
+        )
         assert engine.sampling.end_ids == (token,)
-        shown = TextRequest("the dog", stop_words=[word], ignore_end=True, skip_special_tokens=False)
+        shown = TextRequest(
+            "the dog", stop_words=[word], ignore_end=True, skip_special_tokens=False
+        )
         asyncio.run(collect(engine, shown, kind))
         assert engine.sampling.end_ids == ()
 

@@ -14,7 +14,16 @@ from typing import Any
 
 import sentencepiece
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. The dog sleeps; the fox doesn't.",
@@ -30,11 +39,19 @@ BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 texts = st.one_of(
     st.text(max_size=60),
-    st.text(alphabet=st.sampled_from("ab <s>▁ Ġé\n日本語中文한👩‍👧🎉🏽❤️e\u0301ن\u200fа0\x00\u2028\ufffd"), max_size=60),
-    st.lists(st.sampled_from([*CORPUS, "👩‍👩‍👧‍👦", "</s>", "<s>", "<|im_end|>", "<0xE6>"]), max_size=3).map("".join),
+    st.text(
+        alphabet=st.sampled_from(
+            "ab <s>▁ Ġé\n日本語中文한👩‍👧🎉🏽❤️e\u0301ن\u200fа0\x00\u2028\ufffd"
+        ),
+        max_size=60,
+    ),
+    st.lists(
+        st.sampled_from([*CORPUS, "👩‍👩‍👧‍👦", "</s>", "<s>", "<|im_end|>", "<0xE6>"]), max_size=3
+    ).map("".join),
 )
 
-# Without what reads as an added token, and without the character that SentencePiece writes for a space.
+# Without what reads as an added token, and without the character that SentencePiece writes for a
+# space.
 plain_texts = texts.map(lambda text: text.replace("<", "").replace("▁", ""))
 
 
@@ -46,7 +63,9 @@ def _root() -> Path:
 
 
 def write_folder(name: str, tokenizer: Tokenizer | None = None, **files: Any) -> Path:
-    """Keyword arguments are files: `config` is tokenizer_config.json, the rest go by their name with `_json`."""
+    """Keyword arguments are files: `config` is tokenizer_config.json, the rest go by their name
+    with `_json`.
+    """
     folder = _root() / name
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
@@ -76,7 +95,11 @@ def byte_level_tokenizer() -> Tokenizer:
 @functools.cache
 def byte_level() -> Path:
     """As GPT-2, Llama 3 and Qwen have it."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "bos_token": "<|endoftext|>",
+    }
     return write_folder("byte_level", byte_level_tokenizer(), config=config)
 
 
@@ -90,7 +113,9 @@ def gpt2_files() -> Path:
 def _merged_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator(CORPUS[:2] * 8, trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    trained.train_from_iterator(
+        CORPUS[:2] * 8, trainers.BpeTrainer(vocab_size=300, show_progress=False)
+    )
     model = json.loads(trained.to_str())["model"]
     learned = sorted(model["vocab"], key=model["vocab"].get)
     tokens = ["<unk>", "<s>", "</s>", *BYTE_TOKENS, *learned]
@@ -103,17 +128,27 @@ def llama2_json() -> Path:
     vocabulary, merges = _merged_vocabulary()
     model = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     tokenizer.decoder = llama_decoder()
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return write_folder("llama2", tokenizer, config={"tokenizer_class": "PreTrainedTokenizerFast", **names})
+    return write_folder(
+        "llama2", tokenizer, config={"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    )
 
 
 def llama_decoder() -> decoders.Decoder:
     strip = decoders.Strip(content=" ", left=1)
-    return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    return decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
 
 
 def sentencepiece_model(kind: str, **options: Any) -> bytes:
@@ -169,7 +204,11 @@ def metaspace_unigram() -> Path:
         vocab_size=300, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
     return write_folder("metaspace", tokenizer, config=config)
 
 
@@ -179,7 +218,8 @@ def word_piece() -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.train_from_iterator(
-        CORPUS, trainers.WordPieceTrainer(vocab_size=400, special_tokens=["[UNK]"], show_progress=False)
+        CORPUS,
+        trainers.WordPieceTrainer(vocab_size=400, special_tokens=["[UNK]"], show_progress=False),
     )
     return write_folder("word_piece", tokenizer, config={"unk_token": "[UNK]"})
 
@@ -187,7 +227,9 @@ def word_piece() -> Path:
 @functools.cache
 def words() -> Path:
     """No decoder at all: tokens are joined by spaces."""
-    vocabulary = {word: i for i, word in enumerate(["[UNK]", *sorted({w for t in CORPUS for w in t.split()})])}
+    vocabulary = {
+        word: i for i, word in enumerate(["[UNK]", *sorted({w for t in CORPUS for w in t.split()})])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return write_folder("words", tokenizer, config={})

@@ -1,4 +1,5 @@
-"""A whole server around the scripted engine. Run as a script it is the `slipstream` command with that engine.
+"""A whole server around the scripted engine. Run as a script it is the `slipstream` command with
+that engine.
 
 The tokenizer knows the words "0" to "999" by their numbers, so the answer to "5" is "6 7 8 …".
 """
@@ -25,7 +26,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MODEL = "counter"
 CLOSE_SECONDS = "TINY_SERVER_CLOSE_SECONDS"
-STARTED = re.compile(r"Started (GRPCInferenceService|HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)")
+STARTED = re.compile(
+    r"Started (GRPCInferenceService|HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)"
+)
 
 
 def make_repository(folder: Path, engine_name: str = "fine") -> Path:
@@ -34,13 +37,21 @@ def make_repository(folder: Path, engine_name: str = "fine") -> Path:
     spec = ModelSpec("LlamaForCausalLM", 1000, 8, 1, 1, 1, 8, 8, 4096)
     limits = BuildLimits(max_input_len=2048, max_seq_len=4096)
     own = {"content_hash": "none", "files": {}, "source": "scripted"}
-    document = config_document(VERSION, spec, "float32", Quantisation(), limits, GenerationDefaults(), own)
+    document = config_document(
+        VERSION, spec, "float32", Quantisation(), limits, GenerationDefaults(), own
+    )
     (engine / "config.json").write_text(json.dumps(document))
     tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
         "model": {"type": "WordLevel", "vocab": {str(n): n for n in range(1000)}, "unk_token": "0"},
-    }  # fmt: skip
+    }
     (engine / "tokenizer.json").write_text(json.dumps(tokenizer))
     (engine / "tokenizer_config.json").write_text("{}")
     write_repository(folder / "repository", MODEL, engine, engine, 64)
@@ -50,15 +61,22 @@ def make_repository(folder: Path, engine_name: str = "fine") -> Path:
 class TinyServer:
     """`slipstream start` on free ports, in a process of its own.
 
-    `close_seconds` takes the place of the time that connections are kept open for those who only listen.
+    `close_seconds` takes the place of the time that connections are kept open for those who only
+    listen.
     """
 
-    def __init__(self, repository: Path, temporary: Path, *options: str, close_seconds: float | None = None) -> None:
+    def __init__(
+        self, repository: Path, temporary: Path, *options: str, close_seconds: float | None = None
+    ) -> None:
         self.temporary = temporary
         self.temporary.mkdir(exist_ok=True)
         ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
         command = [sys.executable, __file__, "start", "--repo", str(repository), *ports, *options]
-        environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {
+            "TMPDIR": str(temporary),
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+        }
         if close_seconds is not None:
             environment[CLOSE_SECONDS] = str(close_seconds)
         self.process = subprocess.Popen(
@@ -81,7 +99,11 @@ class TinyServer:
         return f"http://127.0.0.1:{self.ports['HTTPService']}"
 
     def wait_started(self) -> TinyServer:
-        wait_for(lambda: any("API docs" in line for line in self.lines) or self.process.poll() is not None)
+        wait_for(
+            lambda: (
+                any("API docs" in line for line in self.lines) or self.process.poll() is not None
+            )
+        )
         assert self.process.poll() is None, "\n".join(self.lines)
         return self
 
@@ -91,7 +113,11 @@ class TinyServer:
         return code
 
     def engine_process(self) -> int:
-        children = [found for found in children_of(self.process.pid) if "scripted_engine" in command_of(found)]
+        children = [
+            found
+            for found in children_of(self.process.pid)
+            if "scripted_engine" in command_of(found)
+        ]
         return children[0] if children else 0
 
     def left_behind(self) -> list[str]:
@@ -105,7 +131,10 @@ class TinyServer:
 
 def children_of(process_id: int) -> list[int]:
     try:
-        return [int(word) for word in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
+        return [
+            int(word)
+            for word in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
+        ]
     except FileNotFoundError:
         return []
 
@@ -134,7 +163,8 @@ def wait_for(condition, seconds: float = 30.0) -> None:
 def main() -> None:
     from slipstream.server import engine_child
 
-    engine_child.ENGINE_COMMAND = (sys.executable, str(HERE / "scripted_engine.py"))  # before anyone reads it
+    # before anyone reads it
+    engine_child.ENGINE_COMMAND = (sys.executable, str(HERE / "scripted_engine.py"))
     from slipstream.cli.main import main as slipstream
 
     if CLOSE_SECONDS in os.environ:

@@ -1,4 +1,6 @@
-"""Damaged copies of a config.pbtxt: each of its keys dropped, misspelt, or given a value of another type."""
+"""Damaged copies of a config.pbtxt: each of its keys dropped, misspelt, or given a value of another
+type.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ def mutants(text: str) -> Iterator[Mutant]:
         line = text.count("\n", 0, start) + 1
         comma = re.compile(r"\s*,?").match(text, end)
         assert comma is not None
-        yield Mutant("dropped", name, line, text[:start] + text[comma.end():])
+        yield Mutant("dropped", name, line, text[:start] + text[comma.end() :])
         misspelt = name[:-1] + "x" + name[-1]
-        yield Mutant("misspelt", name, line, text[:start] + misspelt + text[start + len(name):])
-        value = text[match.end():end]
+        yield Mutant("misspelt", name, line, text[:start] + misspelt + text[start + len(name) :])
+        value = text[match.end() : end]
         other = "{ }" if value[0] not in "{[" else '"text"'
         colon = match["colon"] if ":" in match["colon"] else ": "
         yield Mutant("retyped", name, line, text[:start] + name + colon + other + text[end:])
@@ -35,7 +37,9 @@ def mutants(text: str) -> Iterator[Mutant]:
 
 def _fields(text: str) -> Iterator[re.Match[str]]:
     position = 0
-    while match := re.compile(r'"(?:[^"\\]|\\.)*"|#[^\n]*|' + _FIELD.pattern).search(text, position):
+    while match := re.compile(r'"(?:[^"\\]|\\.)*"|#[^\n]*|' + _FIELD.pattern).search(
+        text, position
+    ):
         position = match.end()
         if match["name"]:
             yield match

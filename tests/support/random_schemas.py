@@ -16,9 +16,17 @@ def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
 
 def _integer(chance: random.Random, depth: int) -> dict[str, Any]:
     low = chance.randrange(-500, 500)
-    schema: dict[str, Any] = {"type": "integer", "minimum": low, "maximum": low + chance.randrange(1000)}
+    schema: dict[str, Any] = {
+        "type": "integer",
+        "minimum": low,
+        "maximum": low + chance.randrange(1000),
+    }
     if chance.random() < 0.2:
-        schema = {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": low + 2 + chance.randrange(9)}
+        schema = {
+            "type": "integer",
+            "exclusiveMinimum": low,
+            "exclusiveMaximum": low + 2 + chance.randrange(9),
+        }
     return schema
 
 
@@ -44,14 +52,24 @@ def _nothing(chance: random.Random, depth: int) -> dict[str, Any]:
 def _pattern(chance: random.Random, depth: int) -> dict[str, Any]:
     if chance.random() < 0.4:
         return {"type": "string", "format": chance.choice(["date", "time", "uuid", "ipv4"])}
-    return {"type": "string", "pattern": chance.choice([r"^[a-f0-9]{4}$", r"^(on|off)$", r"^\d{3}-[A-Z]{2}$"])}
+    return {
+        "type": "string",
+        "pattern": chance.choice([r"^[a-f0-9]{4}$", r"^(on|off)$", r"^\d{3}-[A-Z]{2}$"]),
+    }
 
 
 def _object(chance: random.Random, depth: int) -> dict[str, Any]:
-    names = chance.sample([*string.ascii_lowercase, "größe", "a b", "x-y", '"q"'], chance.randrange(1, 5))
+    names = chance.sample(
+        [*string.ascii_lowercase, "größe", "a b", "x-y", '"q"'], chance.randrange(1, 5)
+    )
     properties = {name: random_schema(chance, depth + 1) for name in names}
     required = [name for name in names if chance.random() < 0.6]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
 
 
 def _array(chance: random.Random, depth: int) -> dict[str, Any]:
@@ -59,8 +77,12 @@ def _array(chance: random.Random, depth: int) -> dict[str, Any]:
     if chance.random() < 0.25:
         items = [random_schema(chance, depth + 1) for _ in range(chance.randrange(1, 4))]
         return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
-    return {"type": "array", "items": random_schema(chance, depth + 1), "minItems": low,
-            "maxItems": low + chance.randrange(3)}
+    return {
+        "type": "array",
+        "items": random_schema(chance, depth + 1),
+        "minItems": low,
+        "maxItems": low + chance.randrange(3),
+    }
 
 
 def _any_of(chance: random.Random, depth: int) -> dict[str, Any]:

@@ -16,9 +16,12 @@ from slipstream.repository.generations.render import render_template
 from slipstream.repository.generations.tables import models_of
 
 ROOT = Path(__file__).parents[2]
-# Room for every request of a test at once; unless told, an engine takes 512 MiB, and up to a second to zero them.
+# Room for every request of a test at once; unless told, an engine takes 512 MiB, and up to a second
+# to zero them.
 CACHE_TOKENS = 16384
-_STARTED = re.compile(r"\] Started (GRPCInferenceService|HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)")
+_STARTED = re.compile(
+    r"\] Started (GRPCInferenceService|HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)"
+)
 
 
 def build_engine(model: Path, engine: Path, *flags: str) -> Path:
@@ -28,7 +31,9 @@ def build_engine(model: Path, engine: Path, *flags: str) -> Path:
 
 
 def write_repository(folder: Path, kind: str, generation: str, engine: Path, **values: str) -> Path:
-    """The templates of a generation, filled with the engine and `values`; but for the cache the rest means defaults."""
+    """The templates of a generation, filled with the engine and `values`; but for the cache the
+    rest means defaults.
+    """
     given = {"engine_dir": str(engine), "max_tokens_in_paged_kv_cache": str(CACHE_TOKENS), **values}
     for model in models_of(kind, generation):
         write_model(folder / model, render_template(kind, model, generation), given)
@@ -55,13 +60,25 @@ class RealServer:
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "server.log"
         # 32 bits: which rows are computed together then shows in no answer
-        program = command or ("-m", "slipstream.cli.main", "start", "--repo", str(repository), "--dtype", "float32")
+        program = command or (
+            "-m",
+            "slipstream.cli.main",
+            "start",
+            "--repo",
+            str(repository),
+            "--dtype",
+            "float32",
+        )
         ports = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "SLIPSTREAM_HOME": str(folder / "home"),
-                                    "PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "SLIPSTREAM_HOME": str(folder / "home"),
+            "PYTHONUNBUFFERED": "1",
+        }
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen([sys.executable, *program, *ports], env=environment, stdout=log,
-                                             stderr=log)
+            self._process = subprocess.Popen(
+                [sys.executable, *program, *ports], env=environment, stdout=log, stderr=log
+            )
         self.ports: dict[str, int] = {}
 
     def wait(self) -> RealServer:

@@ -19,8 +19,8 @@ from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.load import start_engine
 
 BLOCK = 16
-# Room for every request of a test at once. What an engine takes unless told is 512 MiB, and longer to zero than most
-# tests run.
+# Room for every request of a test at once. What an engine takes unless told is 512 MiB, and longer
+# to zero than most tests run.
 CACHE_TOKENS = 16384
 
 
@@ -47,7 +47,11 @@ def run_all(loop: EngineLoop, requests: list[GenerateRequest]) -> Answers:
             continue
         tokens, log_probs = iter(outputs.tokens), iter(outputs.log_probs)
         for request_id, count, reason, cached in zip(
-            outputs.request_ids, outputs.token_counts, outputs.finish_reasons, outputs.cached_tokens, strict=True
+            outputs.request_ids,
+            outputs.token_counts,
+            outputs.finish_reasons,
+            outputs.cached_tokens,
+            strict=True,
         ):
             answers.setdefault(request_id, []).extend(itertools.islice(tokens, count))
             answers.log_probs.setdefault(request_id, []).extend(itertools.islice(log_probs, count))
@@ -65,11 +69,15 @@ def run_all(loop: EngineLoop, requests: list[GenerateRequest]) -> Answers:
 
 def generate(loop: EngineLoop, prompts: list[list[int]], **sampling) -> list[list[int]]:
     parameters = SamplingParams(**sampling)
-    answers = run_all(loop, [GenerateRequest(i, prompt, parameters) for i, prompt in enumerate(prompts)])
+    answers = run_all(
+        loop, [GenerateRequest(i, prompt, parameters) for i, prompt in enumerate(prompts)]
+    )
     return [answers[i] for i in range(len(prompts))]
 
 
-def engine(folder: Path, dtype: str = "float32", cache_tokens: int = CACHE_TOKENS, **settings) -> EngineLoop:
+def engine(
+    folder: Path, dtype: str = "float32", cache_tokens: int = CACHE_TOKENS, **settings
+) -> EngineLoop:
     return start_engine(folder, EngineSettings(dtype=dtype, cache_tokens=cache_tokens, **settings))
 
 
@@ -80,7 +88,10 @@ def all_logits(folder: Path, dtype: torch.dtype, sequences: list[list[int]]) -> 
 
 
 def logits_of(
-    spec: ModelSpec, tensors: dict[str, torch.Tensor], dtype: torch.dtype, sequences: list[list[int]]
+    spec: ModelSpec,
+    tensors: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    sequences: list[list[int]],
 ) -> list[torch.Tensor]:
     longest = max(map(len, sequences))
     model = Transformer(spec, tensors, dtype, torch.device("cpu"), positions=longest)
@@ -101,4 +112,6 @@ def logits_of(
 def greedy_choices(model, sequences: list[list[int]]) -> list[list[int]]:
     """What a transformers model would choose after every prefix of every sequence."""
     with torch.inference_mode():
-        return [model(torch.tensor([sequence])).logits[0].argmax(-1).tolist() for sequence in sequences]
+        return [
+            model(torch.tensor([sequence])).logits[0].argmax(-1).tolist() for sequence in sequences
+        ]

@@ -28,7 +28,7 @@ def expected_answer(prompt: list[int], max_tokens: int) -> list[int]:
         if token == END:
             break
         tokens.append(token)
-    return tokens[len(prompt):]
+    return tokens[len(prompt) :]
 
 
 def candidates(history: list[int], count: int) -> list[tuple[int, float]]:
@@ -41,15 +41,17 @@ def candidates(history: list[int], count: int) -> list[tuple[int, float]]:
 def expected_beams(prompt: list[int], sampling: SamplingParams) -> list[Beam]:
     search = BeamSearch(sampling)
     while not search.finished:
-        search.advance([candidates(prompt + list(beam.tokens), sampling.candidates) for beam in search.beams])
+        search.advance(
+            [candidates(prompt + list(beam.tokens), sampling.candidates) for beam in search.beams]
+        )
     return search.results()
 
 
 class Device:
     """Keeps what a rank keeps, from plans alone, and checks that every plan can be carried out.
 
-    A slot of the cache holds the tokens that its key and value were computed from: what a row reads must have been
-    computed from its own tokens.
+    A slot of the cache holds the tokens that its key and value were computed from: what a row reads
+    must have been computed from its own tokens.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -66,7 +68,9 @@ class Device:
         assert 0 < plan.tokens <= self.scheduler.step_tokens
         assert len(set(plan.rows)) == len(plan.rows)
         result = StepResult(tokens=[])
-        columns = zip(plan.rows, plan.positions, plan.counts, plan.samples, plan.drafts, strict=True)
+        columns = zip(
+            plan.rows, plan.positions, plan.counts, plan.samples, plan.drafts, strict=True
+        )
         for row, position, count, samples, drafted in columns:
             self._compute(row, position, count)
             assert samples or not drafted
@@ -113,13 +117,19 @@ class Device:
         held = [block for block in table if block != NULL_BLOCK]
         assert len(set(held)) == len(held)
         for place in self._in_sight(position, count):
-            assert table[place // size] != NULL_BLOCK, "a row reads or writes a block that it has let go"
-            slots, origin = self.cache.setdefault(table[place // size], {}), hash(tuple(tokens[: place + 1]))
+            assert table[place // size] != NULL_BLOCK, (
+                "a row reads or writes a block that it has let go"
+            )
+            slots, origin = (
+                self.cache.setdefault(table[place // size], {}),
+                hash(tuple(tokens[: place + 1])),
+            )
             if place >= position:
                 slots[place % size] = origin
             else:
-                assert slots.get(place % size) == origin, "a row reads what was computed from other tokens"
-
+                assert slots.get(place % size) == origin, (
+                    "a row reads what was computed from other tokens"
+                )
 
     def _in_sight(self, position: int, count: int) -> list[int]:
         """What tokens from `position` on look at, and write."""
@@ -171,8 +181,27 @@ class Harness:
         raise AssertionError("the scheduler makes no progress")
 
 
-def make_scheduler(blocks=24, block_tokens=4, rows=4, budget=16, policy="guaranteed_no_evict", reuse=True,
-                   chunked=True, clock=lambda: 0.0, host_slots=0, **more) -> Scheduler:
+def make_scheduler(
+    blocks=24,
+    block_tokens=4,
+    rows=4,
+    budget=16,
+    policy="guaranteed_no_evict",
+    reuse=True,
+    chunked=True,
+    clock=lambda: 0.0,
+    host_slots=0,
+    **more,
+) -> Scheduler:
     pool = BlockPool(blocks, block_tokens, reuse, host_slots)
-    return Scheduler(pool, rows, budget, max_sequence_tokens=64, vocab_size=VOCABULARY, policy=policy,
-                     chunked=chunked, clock=clock, **more)
+    return Scheduler(
+        pool,
+        rows,
+        budget,
+        max_sequence_tokens=64,
+        vocab_size=VOCABULARY,
+        policy=policy,
+        chunked=chunked,
+        clock=clock,
+        **more,
+    )

@@ -23,7 +23,9 @@ class SourceFile:
 
     @property
     def package(self) -> list[str]:
-        """The package a relative import starts from: ["slipstream", "engine"] for any file of engine/."""
+        """The package a relative import starts from: ["slipstream", "engine"] for any file of
+        engine/.
+        """
         return list(self.path.relative_to(ROOT).parent.parts)
 
     @cached_property

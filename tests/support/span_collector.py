@@ -1,4 +1,6 @@
-"""A collector of OpenTelemetry's on a loopback port. What comes is read by OpenTelemetry's own message types."""
+"""A collector of OpenTelemetry's on a loopback port. What comes is read by OpenTelemetry's own
+message types.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,9 @@ class Received:
 class Collector:
     """`with Collector() as collector:` it listens at `collector.url`.
 
-    `statuses`: what the first posts are answered; then it is 200. `gate`: cleared, nothing is answered at all.
-    `listening=False`: connections are refused until `listen`. `says`: the body of every answer.
+    `statuses`: what the first posts are answered; then it is 200. `gate`: cleared, nothing is
+    answered at all. `listening=False`: connections are refused until `listen`. `says`: the body of
+    every answer.
     """
 
     statuses: Iterable[int] = ()
@@ -64,11 +67,15 @@ class Collector:
     def __enter__(self) -> Collector:
         self._waiting_statuses = list(self.statuses)
         self.gate.set()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self), bind_and_activate=False)
+        self._server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), _handler(self), bind_and_activate=False
+        )
         self._server.daemon_threads = True
         self._server.server_bind()
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
         if self.listening:
             self.listen()
         return self
@@ -94,8 +101,12 @@ class Collector:
 
     @property
     def spans(self) -> list[CollectedSpan]:
-        scopes = [scope for one in list(self.received) for whole in one.message.resource_spans
-                  for scope in whole.scope_spans]
+        scopes = [
+            scope
+            for one in list(self.received)
+            for whole in one.message.resource_spans
+            for scope in whole.scope_spans
+        ]
         return [_collected(span) for scope in scopes for span in scope.spans]
 
     @property
@@ -117,7 +128,9 @@ def _handler(collector: Collector) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            status = collector.answer(self.path, {name.lower(): value for name, value in self.headers.items()}, body)
+            status = collector.answer(
+                self.path, {name.lower(): value for name, value in self.headers.items()}, body
+            )
             answer = collector.says
             self.send_response(status)
             if status in (301, 302, 307):
@@ -140,7 +153,9 @@ def _handler(collector: Collector) -> type[BaseHTTPRequestHandler]:
 
 
 def read_export(body: bytes) -> ExportTraceServiceRequest:
-    """Fails on a name or a value that the protocol does not have. Its JSON writes ids in digits, not in base64."""
+    """Fails on a name or a value that the protocol does not have. Its JSON writes ids in digits,
+    not in base64.
+    """
     return json_format.ParseDict(_with_base64_ids(json.loads(body)), ExportTraceServiceRequest())
 
 
@@ -150,7 +165,9 @@ def _with_base64_ids(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {
-        name: base64.b64encode(bytes.fromhex(one)).decode() if name in _IDS else _with_base64_ids(one)
+        name: base64.b64encode(bytes.fromhex(one)).decode()
+        if name in _IDS
+        else _with_base64_ids(one)
         for name, one in value.items()
     }
 
@@ -164,11 +181,19 @@ def attributes_of(pairs: Any) -> dict[str, Any]:
 def _collected(span: Any) -> CollectedSpan:
     assert (len(span.trace_id), len(span.span_id)) == (16, 8)
     return CollectedSpan(
-        span.name, span.span_id.hex(), span.parent_span_id.hex(), span.trace_id.hex(), span.trace_state, span.kind,
-        span.start_time_unix_nano, span.end_time_unix_nano,
-        [(event.name, event.time_unix_nano) for event in span.events], attributes_of(span.attributes),
-        span.status.code == span.status.STATUS_CODE_ERROR, span.dropped_events_count,
-    )  # fmt: skip
+        span.name,
+        span.span_id.hex(),
+        span.parent_span_id.hex(),
+        span.trace_id.hex(),
+        span.trace_state,
+        span.kind,
+        span.start_time_unix_nano,
+        span.end_time_unix_nano,
+        [(event.name, event.time_unix_nano) for event in span.events],
+        attributes_of(span.attributes),
+        span.status.code == span.status.STATUS_CODE_ERROR,
+        span.dropped_events_count,
+    )
 
 
 def refused_port() -> socket.socket:

@@ -13,12 +13,22 @@ ALL_MODULES = [*ATTENTION, "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def save_adapter(
-    model: Any, folder: Path, *, rank: int = 8, modules: list[str] | None = None, seed: int = 1, **options: Any
+    model: Any,
+    folder: Path,
+    *,
+    rank: int = 8,
+    modules: list[str] | None = None,
+    seed: int = 1,
+    **options: Any,
 ) -> Any:
-    """Save an adapter that changes most of the model's answers; returns the model with its weights merged in."""
+    """Save an adapter that changes most of the model's answers; returns the model with its weights
+    merged in.
+    """
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=rank, target_modules=modules or ATTENTION, **{"lora_alpha": 2 * rank, **options})
+    config = LoraConfig(
+        r=rank, target_modules=modules or ATTENTION, **{"lora_alpha": 2 * rank, **options}
+    )
     torch.manual_seed(seed)
     adapted = get_peft_model(copy.deepcopy(model), config)
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Small real models with a tokenizer, saved as transformers saves them, and what transformers answers with them."""
+"""Small real models with a tokenizer, saved as transformers saves them, and what transformers
+answers with them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from tiny_models import config_of, random_model
 from tokenizers import Tokenizer as TokenizerFile
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-LETTERS = ["Ċ", "Ġ", *map(chr, range(33, 127))]  # newline, space and the visible part of ASCII, byte-level spelling
+# newline, space and the visible part of ASCII, byte-level spelling
+LETTERS = ["Ċ", "Ġ", *map(chr, range(33, 127))]
 BEGIN, END = len(LETTERS), len(LETTERS) + 1
 VOCABULARY = len(LETTERS) + 2
 LETTERS_COUNT = len(LETTERS)
@@ -18,10 +21,14 @@ POSITIONS = 512
 
 
 def save_model(folder: Path, family: str = "llama", **options: Any) -> Path:
-    sizes = {"n_positions": POSITIONS} if family == "gpt2" else {"max_position_embeddings": POSITIONS}
+    sizes = (
+        {"n_positions": POSITIONS} if family == "gpt2" else {"max_position_embeddings": POSITIONS}
+    )
     # no end of text among the likely tokens: answers have the length that was asked for
     options.setdefault("tie_word_embeddings", False)
-    config = config_of(family, vocab_size=VOCABULARY, bos_token_id=BEGIN, eos_token_id=END, **sizes, **options)
+    config = config_of(
+        family, vocab_size=VOCABULARY, bos_token_id=BEGIN, eos_token_id=END, **sizes, **options
+    )
     model = decided_model(config)
     model.generation_config.eos_token_id = END
     model.save_pretrained(folder)
@@ -30,7 +37,8 @@ def save_model(folder: Path, family: str = "llama", **options: Any) -> Path:
 
 
 def decided_model(config: Any) -> Any:
-    """Each token is followed by one far likelier than the rest, so that rounding to 16 bits changes no answer.
+    """Each token is followed by one far likelier than the rest, so that rounding to 16 bits changes
+    no answer.
 
     The layers still have their say: which token that is depends on them at many places.
     """
@@ -51,27 +59,49 @@ def decided_model(config: Any) -> Any:
 
 
 def save_tokenizer(folder: Path) -> None:
-    tokenizer = TokenizerFile(models.BPE({letter: position for position, letter in enumerate(LETTERS)}, []))
+    tokenizer = TokenizerFile(
+        models.BPE({letter: position for position, letter in enumerate(LETTERS)}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BEGIN)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", BEGIN)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
-             "pad_token": "</s>", "clean_up_tokenization_spaces": False}
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "</s>",
+        "clean_up_tokenization_spaces": False,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
-def greedy_text(folder: Path, prompt: str, tokens: int, *, special: bool, dtype: str = "float16") -> str:
-    """What transformers continues a prompt with, its weights rounded as the engine's are, computed in float32."""
+def greedy_text(
+    folder: Path, prompt: str, tokens: int, *, special: bool, dtype: str = "float16"
+) -> str:
+    """What transformers continues a prompt with, its weights rounded as the engine's are, computed
+    in float32.
+    """
     import torch
     import transformers as hf
 
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.load_state_dict({name: tensor.to(getattr(torch, dtype)).float() if tensor.is_floating_point() else tensor
-                           for name, tensor in model.state_dict().items()})
+    model.load_state_dict(
+        {
+            name: tensor.to(getattr(torch, dtype)).float() if tensor.is_floating_point() else tensor
+            for name, tensor in model.state_dict().items()
+        }
+    )
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(prompt, add_special_tokens=special, return_tensors="pt").input_ids
-    answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
-                            pad_token_id=END)
-    return tokenizer.decode(answer[0, ids.shape[1]:], skip_special_tokens=True)
+    answer = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=END,
+    )
+    return tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)

@@ -9,7 +9,12 @@ from tiny_models import VOCABULARY
 from slipstream.engine.messages import Scores, Timing
 from slipstream.engine.request import GenerateRequest
 
-ALL = {"context_logits": True, "generation_logits": True, "prompt_log_probs": True, "log_probs": True}
+ALL = {
+    "context_logits": True,
+    "generation_logits": True,
+    "prompt_log_probs": True,
+    "log_probs": True,
+}
 
 
 class Told:
@@ -30,8 +35,9 @@ def run(loop, requests: list[GenerateRequest]) -> Told:
         if outputs is None:
             continue
         tokens = iter(outputs.tokens)
-        for request_id, count, reason in zip(outputs.request_ids, outputs.token_counts, outputs.finish_reasons,
-                                             strict=True):
+        for request_id, count, reason in zip(
+            outputs.request_ids, outputs.token_counts, outputs.finish_reasons, strict=True
+        ):
             told.tokens.setdefault(request_id, []).extend(next(tokens) for _ in range(count))
             told.reasons[request_id] = reason
         for request_id, scores in outputs.scores.items():

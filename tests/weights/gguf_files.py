@@ -1,4 +1,6 @@
-"""GGUF files written by the gguf package, from transformers models, as llama.cpp's converter lays them out."""
+"""GGUF files written by the gguf package, from transformers models, as llama.cpp's converter lays
+them out.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +14,61 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 _NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
-    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "mlp.gate": "ffn_gate_inp",
-    "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
-    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "self_attention.query_key_value": "attn_qkv", "self_attention.dense": "attn_output", "ln_attn": "attn_norm_2",
-    "ln_mlp": "attn_norm", "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
-    "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output",
-    "attn.q_proj": "attn_q", "attn.k_proj": "attn_k", "attn.v_proj": "attn_v", "attn.out_proj": "attn_output",
-    "mlp.fc_in": "ffn_up", "mlp.fc_out": "ffn_down",
-    "transformer.word_embeddings": "token_embd", "gpt_neox.embed_in": "token_embd",
-    "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output",
-    "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attention.query_key_value": "attn_qkv",
+    "self_attention.dense": "attn_output",
+    "ln_attn": "attn_norm_2",
+    "ln_mlp": "attn_norm",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "attn.q_proj": "attn_q",
+    "attn.k_proj": "attn_k",
+    "attn.v_proj": "attn_v",
+    "attn.out_proj": "attn_output",
+    "mlp.fc_in": "ffn_up",
+    "mlp.fc_out": "ffn_down",
+    "transformer.word_embeddings": "token_embd",
+    "gpt_neox.embed_in": "token_embd",
+    "gpt_neox.final_layer_norm": "output_norm",
+    "embed_out": "output",
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
 }
 
 
-_ARCHITECTURES = {"gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_neox": "gptneox"}
+_ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gpt_neox": "gptneox",
+}
 _OUTPUT_NORM = {"post_attention_layernorm": "post_attention_norm"}  # of Gemma 2 and 3
 
 
@@ -47,11 +83,17 @@ def gguf_name(name: str, output_norms: bool = False) -> str:
 
 def interleave_halves(rows: np.ndarray, heads: int) -> np.ndarray:
     """What the converter does to Llama's q and k: the two halves of a head, row by row in turn."""
-    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    return (
+        rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(rows.shape)
+    )
 
 
 def ungroup_heads(rows: np.ndarray, config: Any) -> np.ndarray:
-    """What the converter does to a joined q, k and v: from each key head's own together to all queries first."""
+    """What the converter does to a joined q, k and v: from each key head's own together to all
+    queries first.
+    """
     size = config.hidden_size // config.num_attention_heads
     groups = (rows.shape[0] // size - config.num_attention_heads) // 2
     by_group = rows.reshape(groups, -1, size, *rows.shape[1:])
@@ -96,11 +138,18 @@ def architecture_of(config: Any) -> str:
     return _ARCHITECTURES.get(config.model_type, config.model_type)
 
 
-def write_gguf(path: Path, model: Any, kind: Kind = Kind.F32, extra: dict[str, np.ndarray] | None = None,
-               metadata: dict[str, Any] | None = None, packed: dict[str, tuple[np.ndarray, Kind]] | None = None,
-               ) -> dict[str, np.ndarray]:
-    """Write the model; matrices in `kind`, vectors in F32, `packed` tensors as they are given. Returns the tensors
-    as a reader should find them. `metadata` comes last and wins over what the model's config says."""
+def write_gguf(
+    path: Path,
+    model: Any,
+    kind: Kind = Kind.F32,
+    extra: dict[str, np.ndarray] | None = None,
+    metadata: dict[str, Any] | None = None,
+    packed: dict[str, tuple[np.ndarray, Kind]] | None = None,
+) -> dict[str, np.ndarray]:
+    """Write the model; matrices in `kind`, vectors in F32, `packed` tensors as they are given.
+    Returns the tensors as a reader should find them. `metadata` comes last and wins over what the
+    model's config says.
+    """
     entries = {**_sizes(model.config), **(metadata or {})}
     writer = gguf.GGUFWriter(path, architecture_of(model.config))
     for key, value in entries.items():
@@ -127,38 +176,62 @@ def _sizes(config: Any) -> dict[str, Any]:
         f"{kind}.attention.head_count": config.num_attention_heads,
     }
     if kind == "gpt2":
-        return {**sizes, "gpt2.feed_forward_length": 4 * config.n_embd,
-                "gpt2.attention.layer_norm_epsilon": config.layer_norm_epsilon}
+        return {
+            **sizes,
+            "gpt2.feed_forward_length": 4 * config.n_embd,
+            "gpt2.attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        }
     if kind == "gptj":
-        return {**sizes, "gptj.feed_forward_length": config.n_inner or 4 * config.n_embd,
-                "gptj.attention.layer_norm_epsilon": config.layer_norm_epsilon,
-                "gptj.rope.dimension_count": config.rotary_dim}
+        return {
+            **sizes,
+            "gptj.feed_forward_length": config.n_inner or 4 * config.n_embd,
+            "gptj.attention.layer_norm_epsilon": config.layer_norm_epsilon,
+            "gptj.rope.dimension_count": config.rotary_dim,
+        }
     if kind == "gptneox":
         turned = config.rope_parameters.get("partial_rotary_factor", 0.25)
-        return {**sizes, "gptneox.feed_forward_length": config.intermediate_size,
-                "gptneox.attention.layer_norm_epsilon": config.layer_norm_eps,
-                "gptneox.rope.dimension_count": int(turned * config.hidden_size // config.num_attention_heads),
-                "gptneox.use_parallel_residual": config.use_parallel_residual}
+        return {
+            **sizes,
+            "gptneox.feed_forward_length": config.intermediate_size,
+            "gptneox.attention.layer_norm_epsilon": config.layer_norm_eps,
+            "gptneox.rope.dimension_count": int(
+                turned * config.hidden_size // config.num_attention_heads
+            ),
+            "gptneox.use_parallel_residual": config.use_parallel_residual,
+        }
     if kind == "falcon":
-        return {**sizes, "falcon.feed_forward_length": config.ffn_hidden_size,
-                "falcon.attention.layer_norm_epsilon": config.layer_norm_epsilon,
-                "falcon.attention.head_count_kv": config.num_kv_heads if config.new_decoder_architecture else 1}
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return {
+            **sizes,
+            "falcon.feed_forward_length": config.ffn_hidden_size,
+            "falcon.attention.layer_norm_epsilon": config.layer_norm_epsilon,
+            "falcon.attention.head_count_kv": config.num_kv_heads
+            if config.new_decoder_architecture
+            else 1,
+        }
+    head_size = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     rope = config.rope_parameters.get("full_attention") or config.rope_parameters
     own = {f"{kind}.attention.sliding_window": getattr(config, "sliding_window", None) or 0}
     if kind == "gemma2":
-        own |= {f"gemma2.{place}_logit_softcapping": getattr(config, f"{place}_logit_softcapping")
-                for place in ("attn", "final")}
+        own |= {
+            f"gemma2.{place}_logit_softcapping": getattr(config, f"{place}_logit_softcapping")
+            for place in ("attn", "final")
+        }
     if getattr(config, "num_experts_per_tok", None):
-        own |= {f"{kind}.expert_count": config.num_local_experts,
-                f"{kind}.expert_used_count": config.num_experts_per_tok,
-                f"{kind}.expert_feed_forward_length": getattr(config, "moe_intermediate_size", 0)}
+        own |= {
+            f"{kind}.expert_count": config.num_local_experts,
+            f"{kind}.expert_used_count": config.num_experts_per_tok,
+            f"{kind}.expert_feed_forward_length": getattr(config, "moe_intermediate_size", 0),
+        }
     if kind == "phi3":
         factor = config.max_position_embeddings / config.original_max_position_embeddings
         original = config.original_max_position_embeddings
         own["phi3.rope.scaling.original_context_length"] = original
         if factor > 1:
-            own["phi3.rope.scaling.attn_factor"] = math.sqrt(1 + math.log(factor) / math.log(original))
+            own["phi3.rope.scaling.attn_factor"] = math.sqrt(
+                1 + math.log(factor) / math.log(original)
+            )
     return {
         **sizes,
         f"{kind}.feed_forward_length": config.intermediate_size,
@@ -186,9 +259,12 @@ def _write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 def plain_tokenizer(vocabulary: int) -> dict[str, Any]:
     """The least a GGUF file must say about its tokenizer."""
-    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
-            "tokenizer.ggml.tokens": [f"t{number}" for number in range(vocabulary)],
-            "tokenizer.ggml.eos_token_id": 5}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [f"t{number}" for number in range(vocabulary)],
+        "tokenizer.ggml.eos_token_id": 5,
+    }
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:

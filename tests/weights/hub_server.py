@@ -24,7 +24,11 @@ class FakeHub:
     url: str = ""
 
     def downloaded(self) -> set[str]:
-        return {line.rpartition("/")[2] for line in self.requests if line.startswith("GET") and "/resolve/" in line}
+        return {
+            line.rpartition("/")[2]
+            for line in self.requests
+            if line.startswith("GET") and "/resolve/" in line
+        }
 
 
 @contextmanager
@@ -60,9 +64,20 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             parts = path.removeprefix("/api/models").strip("/").split("/")
             repository = "/".join(parts[:2])
             if repository not in hub.folders:
-                self._send(401, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository Not Found"})
-            elif repository in hub.gated and self.headers.get("Authorization") != f"Bearer {hub.token}":
-                self._send(403, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+                self._send(
+                    401,
+                    b"{}",
+                    {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository Not Found"},
+                )
+            elif (
+                repository in hub.gated
+                and self.headers.get("Authorization") != f"Bearer {hub.token}"
+            ):
+                self._send(
+                    403,
+                    b"{}",
+                    {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"},
+                )
             else:
                 self._answer_for(hub.folders[repository], parts[2:])
 
@@ -70,13 +85,26 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             if rest[:1] == ["revision"]:
                 siblings = [{"rfilename": str(path.relative_to(folder))} for path in files]
-                self._send_json({"id": "x/y", "sha": COMMIT, "siblings": siblings, "private": False})
+                self._send_json(
+                    {"id": "x/y", "sha": COMMIT, "siblings": siblings, "private": False}
+                )
             elif rest[:1] == ["tree"]:
-                self._send_json([{"type": "file", "path": str(path.relative_to(folder)), "oid": _etag(path),
-                                  "size": path.stat().st_size} for path in files])
+                self._send_json(
+                    [
+                        {
+                            "type": "file",
+                            "path": str(path.relative_to(folder)),
+                            "oid": _etag(path),
+                            "size": path.stat().st_size,
+                        }
+                        for path in files
+                    ]
+                )
             elif rest[:1] == ["resolve"] and (folder / "/".join(rest[2:])).is_file():
                 path = folder / "/".join(rest[2:])
-                self._send(200, path.read_bytes(), {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": COMMIT})
+                self._send(
+                    200, path.read_bytes(), {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": COMMIT}
+                )
             else:
                 self._send(404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
 

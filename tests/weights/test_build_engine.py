@@ -34,16 +34,25 @@ def test_cast(save_model: SaveModel, tmp_path: Path, dtype: str) -> None:
         assert torch.equal(tensors[name], expected.to(getattr(torch, dtype))), name
 
 
-@pytest.mark.parametrize(("stored", "expected"), [
-    (torch.float16, "float16"), (torch.bfloat16, "bfloat16"), (torch.float32, "bfloat16")])
-def test_automatic_type_keeps_16_bits(save_model: SaveModel, tmp_path: Path, stored: Any, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [(torch.float16, "float16"), (torch.bfloat16, "bfloat16"), (torch.float32, "bfloat16")],
+)
+def test_automatic_type_keeps_16_bits(
+    save_model: SaveModel, tmp_path: Path, stored: Any, expected: str
+) -> None:
     folder, _ = save_model("llama", dtype=stored)
-    assert read_engine_config(build_engine(folder, tmp_path / "engine", dtype="auto")).dtype == expected
+    assert (
+        read_engine_config(build_engine(folder, tmp_path / "engine", dtype="auto")).dtype
+        == expected
+    )
 
 
 def test_limits_default_to_the_models_length(save_model: SaveModel, tmp_path: Path) -> None:
     folder, _ = save_model("gpt2")
-    assert read_engine_config(build_engine(folder, tmp_path / "engine")).build == BuildLimits(128, 128, 64, 8192, 1)
+    assert read_engine_config(build_engine(folder, tmp_path / "engine")).build == BuildLimits(
+        128, 128, 64, 8192, 1
+    )
 
 
 def test_blocks_of_rows_join_without_a_seam(
@@ -51,24 +60,42 @@ def test_blocks_of_rows_join_without_a_seam(
 ) -> None:
     folder, model = save_model("gpt2")
     monkeypatch.setattr(source_module, "BLOCK_BYTES", 1000)
-    tensors = read_engine_folder(build_engine(folder, tmp_path / "engine", dtype="float32")).tensors()
+    tensors = read_engine_folder(
+        build_engine(folder, tmp_path / "engine", dtype="float32")
+    ).tensors()
     for name, expected in expected_tensors(model).items():
         assert torch.equal(tensors[name], expected), name
 
 
-@pytest.mark.parametrize(("weight_only", "algorithm", "group", "bound"), [
-    ("int8", "W8A16", 0, 0.008), ("int4", "W4A16", 32, 0.1)])
+@pytest.mark.parametrize(
+    ("weight_only", "algorithm", "group", "bound"),
+    [("int8", "W8A16", 0, 0.008), ("int4", "W4A16", 32, 0.1)],
+)
 @pytest.mark.parametrize("tied", [False, True])
-def test_weight_only(save_model: SaveModel, tmp_path: Path, weight_only: str, algorithm: str, group: int,
-                     bound: float, tied: bool) -> None:
+def test_weight_only(
+    save_model: SaveModel,
+    tmp_path: Path,
+    weight_only: str,
+    algorithm: str,
+    group: int,
+    bound: float,
+    tied: bool,
+) -> None:
     folder, model = save_model("qwen2", tie_word_embeddings=tied)
     engine = read_engine_folder(build_engine(folder, tmp_path / "engine", weight_only=weight_only))
     assert engine.quantisation == Quantisation(algorithm, group)
     tensors = engine.tensors()
     expected = expected_tensors(model)
-    expected["lm_head.weight"] = expected.get("lm_head.weight", expected["transformer.vocab_embedding.weight"])
-    quantised = [name for name in expected if name.endswith((
-        "qkv.weight", "dense.weight", "gate_up.weight", "proj.weight", "lm_head.weight"))]
+    expected["lm_head.weight"] = expected.get(
+        "lm_head.weight", expected["transformer.vocab_embedding.weight"]
+    )
+    quantised = [
+        name
+        for name in expected
+        if name.endswith(
+            ("qkv.weight", "dense.weight", "gate_up.weight", "proj.weight", "lm_head.weight")
+        )
+    ]
     assert len(quantised) == 2 * 4 + 1
     for name, weight in expected.items():
         if name not in quantised:
@@ -77,10 +104,17 @@ def test_weight_only(save_model: SaveModel, tmp_path: Path, weight_only: str, al
         stored, scales = tensors[name], tensors[name.replace(".weight", ".scales")]
         rows, columns = weight.shape
         if weight_only == "int8":
-            assert (stored.dtype, stored.shape, scales.shape) == (torch.int8, (rows, columns), (rows,))
+            assert (stored.dtype, stored.shape, scales.shape) == (
+                torch.int8,
+                (rows, columns),
+                (rows,),
+            )
         else:
             assert (stored.dtype, stored.shape, scales.shape) == (
-                torch.uint8, (rows, columns // 2), (rows, columns // group, 2))
+                torch.uint8,
+                (rows, columns // 2),
+                (rows, columns // group, 2),
+            )
         assert scales.dtype == torch.float32
         assert (dequantise(stored, scales) - weight).norm() < bound * weight.norm(), name
 
@@ -116,17 +150,24 @@ def test_int4_of_sizes_that_do_not_divide_is_refused(save_model: SaveModel, tmp_
     assert not (tmp_path / "engine").exists()
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"dtype": "int8"}, "dtype 'int8' is not one of auto, float32"),
-    ({"weight_only": "int2"}, "not one of int8, int4, fp8"),
-])
-def test_unknown_types_are_refused(save_model: SaveModel, tmp_path: Path, options: Any, message: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype 'int8' is not one of auto, float32"),
+        ({"weight_only": "int2"}, "not one of int8, int4, fp8"),
+    ],
+)
+def test_unknown_types_are_refused(
+    save_model: SaveModel, tmp_path: Path, options: Any, message: str
+) -> None:
     folder, _ = save_model("llama")
     with pytest.raises(ValueError, match=message):
         build_engine(folder, tmp_path / "engine", **options)
 
 
-def test_the_same_build_again_does_nothing_and_another_does(save_model: SaveModel, tmp_path: Path) -> None:
+def test_the_same_build_again_does_nothing_and_another_does(
+    save_model: SaveModel, tmp_path: Path
+) -> None:
     folder, _ = save_model("llama")
     engine = build_engine(folder, tmp_path / "engine")
     inode = (engine / "rank0.engine").stat().st_ino
@@ -138,7 +179,9 @@ def test_the_same_build_again_does_nothing_and_another_does(save_model: SaveMode
     assert (engine / "rank0.engine").stat().st_ino != inode
 
 
-def test_a_changed_source_or_a_damaged_engine_is_built_again(save_model: SaveModel, tmp_path: Path) -> None:
+def test_a_changed_source_or_a_damaged_engine_is_built_again(
+    save_model: SaveModel, tmp_path: Path
+) -> None:
     folder, _ = save_model("llama")
     engine = build_engine(folder, tmp_path / "engine")
     (folder / "tokenizer_config.json").write_text('{"a": 1}')
@@ -154,7 +197,9 @@ def test_a_changed_source_or_a_damaged_engine_is_built_again(save_model: SaveMod
     assert not (engine / "tokenizer_config.json").exists()
 
 
-def test_nothing_to_do_and_refusals_are_found_without_torch(save_model: SaveModel, tmp_path: Path) -> None:
+def test_nothing_to_do_and_refusals_are_found_without_torch(
+    save_model: SaveModel, tmp_path: Path
+) -> None:
     folder, _ = save_model("llama")
     engine = build_engine(folder, tmp_path / "engine")
     code = (
@@ -183,7 +228,10 @@ def test_content_hash_depends_on_content_only(save_model: SaveModel, tmp_path: P
     for path in folder.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     assert read_engine_config(build_engine(copy, tmp_path / "b")).content_hash == first
-    assert read_engine_config(build_engine(folder, tmp_path / "c", dtype="float16")).content_hash != first
+    assert (
+        read_engine_config(build_engine(folder, tmp_path / "c", dtype="float16")).content_hash
+        != first
+    )
 
 
 def test_progress_grows_to_the_total(save_model: SaveModel, tmp_path: Path) -> None:
@@ -215,14 +263,20 @@ def test_a_killed_build_leaves_no_engine_and_the_next_one_cleans_up(
     place = tmp_path / "engines"
     engine = place / "model"
     (engine if exists else place).mkdir(parents=True)
-    result = subprocess.run([sys.executable, "-c", KILLED_BUILD, str(folder), str(engine)], check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", KILLED_BUILD, str(folder), str(engine)], check=False
+    )
     assert result.returncode == -signal.SIGKILL
     staged = engine if exists else place
     assert [path.name.startswith(".slipstream-writing-") for path in staged.iterdir()] == [True]
     assert not (engine / "config.json").exists()
     build_engine(folder, engine)
     assert [path.name for path in place.iterdir()] == ["model"]
-    assert sorted(path.name for path in engine.iterdir()) == ["config.json", "generation_config.json", "rank0.engine"]
+    assert sorted(path.name for path in engine.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "rank0.engine",
+    ]
     assert read_engine_folder(engine).spec.layers == 2
 
 
@@ -239,7 +293,9 @@ def test_a_failed_build_leaves_nothing(save_model: SaveModel, tmp_path: Path) ->
     assert list(place.iterdir()) == []
 
 
-def test_a_running_build_is_not_cleaned_away_by_another(save_model: SaveModel, tmp_path: Path) -> None:
+def test_a_running_build_is_not_cleaned_away_by_another(
+    save_model: SaveModel, tmp_path: Path
+) -> None:
     folder, _ = save_model("llama")
     place = tmp_path / "engines"
 
@@ -248,7 +304,10 @@ def test_a_running_build_is_not_cleaned_away_by_another(save_model: SaveModel, t
             build_engine(folder, place / "other")
 
     build_engine(folder, place / "model", progress=build_beside)
-    assert read_engine_folder(place / "model").content_hash == read_engine_folder(place / "other").content_hash
+    assert (
+        read_engine_folder(place / "model").content_hash
+        == read_engine_folder(place / "other").content_hash
+    )
 
 
 def test_other_files_in_the_place_stay(save_model: SaveModel, tmp_path: Path) -> None:
@@ -270,7 +329,9 @@ def test_a_full_disk_is_noticed_before_the_first_byte(
     save_model: SaveModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = save_model("llama")
-    monkeypatch.setattr(stream.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=10**6))
+    monkeypatch.setattr(
+        stream.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=10**6)
+    )
     with pytest.raises(SourceError, match=r"needs 0\.1 GB of disk, 0\.0 GB are free"):
         build_engine(folder, tmp_path / "new" / "engine")
     assert not (tmp_path / "new").exists()
@@ -283,6 +344,8 @@ def test_files_listed_with_their_checksums(save_model: SaveModel, tmp_path: Path
     (folder / "tokenizer.json").write_text("{}")
     engine = build_engine(folder, tmp_path / "engine")
     listed = json.loads((engine / "config.json").read_text())["slipstream"]["files"]
-    assert listed == {name: hashlib.sha256((engine / name).read_bytes()).hexdigest()
-                      for name in ("tokenizer.json", "generation_config.json", "rank0.engine")}
+    assert listed == {
+        name: hashlib.sha256((engine / name).read_bytes()).hexdigest()
+        for name in ("tokenizer.json", "generation_config.json", "rank0.engine")
+    }
     assert os.access(engine, os.R_OK | os.X_OK)

@@ -13,7 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.engine.settings import EngineSettings
 from slipstream.weights.build import build_engine
-from slipstream.weights.engine_config import BuildLimits, EngineFolderError, GenerationDefaults, read_engine_config
+from slipstream.weights.engine_config import (
+    BuildLimits,
+    EngineFolderError,
+    GenerationDefaults,
+    read_engine_config,
+)
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.load import start_engine
 from slipstream.weights.parameters import Quantisation
@@ -23,7 +28,9 @@ from slipstream.weights.sources import open_source
 @pytest.fixture
 def engine(save_model: Callable[..., Any], tmp_path: Path) -> Path:
     folder, _ = save_model("llama", eos_token_id=[3, 4], bos_token_id=1)
-    limits = BuildLimits(max_input_len=50, max_seq_len=100, max_batch_size=3, max_num_tokens=70, max_beam_width=2)
+    limits = BuildLimits(
+        max_input_len=50, max_seq_len=100, max_batch_size=3, max_num_tokens=70, max_beam_width=2
+    )
     return build_engine(folder, tmp_path / "engine", limits=limits)
 
 
@@ -43,7 +50,11 @@ def test_config_comes_back_as_it_was_built(engine: Path, tmp_path: Path) -> None
     document = json.loads((engine / "config.json").read_text())
     assert document["pretrained_config"]["mapping"] == {"world_size": 1, "tp_size": 1, "pp_size": 1}
     assert document["pretrained_config"]["quantization"] == {
-        "quant_algo": None, "group_size": 0, "kv_cache_quant_algo": None, "exclude_modules": []}
+        "quant_algo": None,
+        "group_size": 0,
+        "kv_cache_quant_algo": None,
+        "exclude_modules": [],
+    }
     assert document["slipstream"]["format"] == 1
     assert document["slipstream"]["source"] == str(tmp_path / "hf-llama")
 
@@ -52,13 +63,17 @@ def test_config_comes_back_as_it_was_built(engine: Path, tmp_path: Path) -> None
 def test_a_step_has_no_more_tokens_than_the_build_allows_unless_it_is_asked_for(
     engine: Path, wanted: int | None, got: int
 ) -> None:
-    settings = EngineSettings(device="cpu", dtype="float32", max_rows=2, cache_tokens=128, step_tokens=wanted)
+    settings = EngineSettings(
+        device="cpu", dtype="float32", max_rows=2, cache_tokens=128, step_tokens=wanted
+    )
     assert start_engine(engine, settings).scheduler.step_tokens == got
 
 
 def test_config_reader_needs_no_torch(engine: Path) -> None:
-    code = ("import sys; from slipstream.weights.engine_config import read_engine_config; "
-            "read_engine_config(sys.argv[1]); assert 'torch' not in sys.modules and 'numpy' not in sys.modules")
+    code = (
+        "import sys; from slipstream.weights.engine_config import read_engine_config; "
+        "read_engine_config(sys.argv[1]); assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code, str(engine)], check=True)
 
 
@@ -70,16 +85,31 @@ def test_gpu_child_and_missing_gpu_child_are_found(engine: Path, tmp_path: Path)
     assert read_engine_config(parent).path == parent / "1-gpu"
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda config: config["slipstream"].update(format=2), "engine format 2, this release reads 1; upgrade"),
-    (lambda config: config.pop("slipstream"), "compiled by TensorRT-LLM"),
-    (lambda config: config.pop("generation"), "damaged: lacks 'generation'"),
-    (lambda config: config["pretrained_config"].pop("hidden_size"), "model config lacks hidden_size"),
-    (lambda config: config["pretrained_config"].update(dtype="float8"), "dtype 'float8'"),
-    (lambda config: config["pretrained_config"]["quantization"].update(quant_algo="NVFP4"), "quantisation 'NVFP4'"),
-    (lambda config: config["build_config"].update(max_seq_len="many"), "damaged.*many"),
-    (lambda config: config["pretrained_config"].update(num_key_value_heads=3), "multiple of kv_heads"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda config: config["slipstream"].update(format=2),
+            "engine format 2, this release reads 1; upgrade",
+        ),
+        (lambda config: config.pop("slipstream"), "compiled by TensorRT-LLM"),
+        (lambda config: config.pop("generation"), "damaged: lacks 'generation'"),
+        (
+            lambda config: config["pretrained_config"].pop("hidden_size"),
+            "model config lacks hidden_size",
+        ),
+        (lambda config: config["pretrained_config"].update(dtype="float8"), "dtype 'float8'"),
+        (
+            lambda config: config["pretrained_config"]["quantization"].update(quant_algo="NVFP4"),
+            "quantisation 'NVFP4'",
+        ),
+        (lambda config: config["build_config"].update(max_seq_len="many"), "damaged.*many"),
+        (
+            lambda config: config["pretrained_config"].update(num_key_value_heads=3),
+            "multiple of kv_heads",
+        ),
+    ],
+)
 def test_a_config_that_cannot_be_used_is_one_line(engine: Path, change: Any, message: str) -> None:
     edit_config(engine, change)
     with pytest.raises(EngineFolderError, match=message) as refusal:
@@ -88,10 +118,16 @@ def test_a_config_that_cannot_be_used_is_one_line(engine: Path, change: Any, mes
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("{", "not JSON"), ("[]", "not a JSON object"), ('{"architectures": ["X"]}', "Hugging Face model"),
-    ('{"architecture": "X"}', "a checkpoint"), ("{}", "another program's"),
-])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        ('{"architectures": ["X"]}', "Hugging Face model"),
+        ('{"architecture": "X"}', "a checkpoint"),
+        ("{}", "another program's"),
+    ],
+)
 def test_a_foreign_config_is_recognised(engine: Path, content: str, message: str) -> None:
     (engine / "config.json").write_text(content)
     with pytest.raises(EngineFolderError, match=message):
@@ -105,13 +141,18 @@ def test_a_folder_without_config_and_no_folder(tmp_path: Path) -> None:
         read_engine_config(tmp_path / "absent")
 
 
-@pytest.mark.parametrize(("damage", "message"), [
-    (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cut short"),
-    (lambda path: path.write_bytes(path.read_bytes()[:100]), "cut short in its header"),
-    (lambda path: path.write_bytes(b"ftrt" + bytes(5000)), "not a safetensors file"),
-    (lambda path: path.unlink(), "missing"),
-])
-def test_damaged_weights_are_one_line(engine: Path, damage: Callable[[Path], object], message: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cut short"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), "cut short in its header"),
+        (lambda path: path.write_bytes(b"ftrt" + bytes(5000)), "not a safetensors file"),
+        (lambda path: path.unlink(), "missing"),
+    ],
+)
+def test_damaged_weights_are_one_line(
+    engine: Path, damage: Callable[[Path], object], message: str
+) -> None:
     damage(engine / "rank0.engine")
     with pytest.raises(EngineFolderError, match=message) as refusal:
         read_engine_folder(engine)
@@ -126,8 +167,11 @@ def test_weights_of_another_model_are_refused_by_name(engine: Path) -> None:
     tensors["stranger"] = torch.zeros(1)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].float()
     save_file(tensors, path)
-    with pytest.raises(EngineFolderError, match=r"lacks transformer\.ln_f\.weight; has unknown stranger; "
-                                                r"has another shape or type for lm_head\.weight"):
+    with pytest.raises(
+        EngineFolderError,
+        match=r"lacks transformer\.ln_f\.weight; has unknown stranger; "
+        r"has another shape or type for lm_head\.weight",
+    ):
         read_engine_folder(engine)
 
 

@@ -32,20 +32,57 @@ def spec_of(config: dict[str, Any]) -> ModelSpec:
 def test_llama_defaults_are_those_of_the_class() -> None:
     spec = spec_of(LLAMA)
     assert spec == ModelSpec(
-        architecture="LlamaForCausalLM", vocab_size=1000, hidden_size=64, layers=3, heads=4, kv_heads=4, head_size=16,
-        ffn_size=160, max_positions=512, norm_epsilon=1e-6, rope_theta=10000.0)
+        architecture="LlamaForCausalLM",
+        vocab_size=1000,
+        hidden_size=64,
+        layers=3,
+        heads=4,
+        kv_heads=4,
+        head_size=16,
+        ffn_size=160,
+        max_positions=512,
+        norm_epsilon=1e-6,
+        rope_theta=10000.0,
+    )
 
 
 def test_llama_options_are_read() -> None:
-    spec = spec_of({**LLAMA, "head_dim": 24, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True,
-                    "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 500000, "hidden_act": "gelu"})
-    assert (spec.head_size, spec.kv_heads, spec.rope_theta, spec.norm_epsilon) == (24, 2, 500000.0, 1e-5)
-    assert (spec.qkv_bias, spec.dense_bias, spec.mlp_bias, spec.tied_embeddings) == (True, True, True, True)
+    spec = spec_of(
+        {
+            **LLAMA,
+            "head_dim": 24,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000,
+            "hidden_act": "gelu",
+        }
+    )
+    assert (spec.head_size, spec.kv_heads, spec.rope_theta, spec.norm_epsilon) == (
+        24,
+        2,
+        500000.0,
+        1e-5,
+    )
+    assert (spec.qkv_bias, spec.dense_bias, spec.mlp_bias, spec.tied_embeddings) == (
+        True,
+        True,
+        True,
+        True,
+    )
     assert spec.activation == "gelu"
 
 
 def test_rope_theta_in_rope_parameters_wins_over_the_top_level() -> None:
-    spec = spec_of({**LLAMA, "rope_theta": 1.0, "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0}})
+    spec = spec_of(
+        {
+            **LLAMA,
+            "rope_theta": 1.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0},
+        }
+    )
     assert spec.rope_theta == 250000.0
     assert spec.rope_scaling is None
 
@@ -65,25 +102,53 @@ def test_dynamic_stretches_the_configs_own_length() -> None:
 
 
 def test_llama3_scaling() -> None:
-    spec = spec_of({**LLAMA, "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 5.0,
-        "original_max_position_embeddings": 64}})
-    assert spec.rope_scaling == RopeScaling("llama3", 8.0, 64, low_frequency_factor=1.5, high_frequency_factor=5.0)
+    spec = spec_of(
+        {
+            **LLAMA,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.5,
+                "high_freq_factor": 5.0,
+                "original_max_position_embeddings": 64,
+            },
+        }
+    )
+    assert spec.rope_scaling == RopeScaling(
+        "llama3", 8.0, 64, low_frequency_factor=1.5, high_frequency_factor=5.0
+    )
     assert spec.max_positions == 512
 
 
 def test_yarn_with_the_trained_length_in_the_config_serves_the_stretched_one() -> None:
-    spec = spec_of({**LLAMA, "rope_scaling": {
-        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16, "mscale": 0.7,
-        "mscale_all_dim": 0.9, "truncate": False}})
+    spec = spec_of(
+        {
+            **LLAMA,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+                "beta_fast": 16,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.9,
+                "truncate": False,
+            },
+        }
+    )
     assert spec.rope_scaling == RopeScaling(
-        "yarn", 4.0, 512, beta_fast=16.0, mscale=0.7, mscale_all_dim=0.9, truncate=False)
+        "yarn", 4.0, 512, beta_fast=16.0, mscale=0.7, mscale_all_dim=0.9, truncate=False
+    )
     assert spec.max_positions == 2048
 
 
 def test_longrope_takes_its_factor_from_the_two_lengths() -> None:
-    spec = spec_of({**LLAMA, "original_max_position_embeddings": 128, "rope_scaling": {
-        "type": "su", "short_factor": [1, 2], "long_factor": [3, 4]}})
+    spec = spec_of(
+        {
+            **LLAMA,
+            "original_max_position_embeddings": 128,
+            "rope_scaling": {"type": "su", "short_factor": [1, 2], "long_factor": [3, 4]},
+        }
+    )
     scaling = spec.rope_scaling
     assert scaling is not None
     assert (scaling.kind, scaling.factor, scaling.original_positions) == ("longrope", 4.0, 128)
@@ -96,23 +161,44 @@ def test_unknown_rope_type_is_refused_by_name() -> None:
         spec_of({**LLAMA, "rope_scaling": {"type": "mrope"}})
 
 
-@pytest.mark.parametrize(("given", "window"), [({}, 4096), ({"sliding_window": None}, None),
-                                               ({"sliding_window": 32}, 32)])
+@pytest.mark.parametrize(
+    ("given", "window"),
+    [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 32}, 32)],
+)
 def test_mistral_window(given: dict[str, Any], window: int | None) -> None:
-    spec = spec_of({**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, **given})
+    spec = spec_of(
+        {**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, **given}
+    )
     assert (spec.sliding_window, spec.sliding_layers) == (window, None)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-@pytest.mark.parametrize(("given", "window", "layers"), [
-    ({"sliding_window": 32}, None, None),
-    ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3}, None, None),
-    ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, 32, (False, True, True)),
-    ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, 32, None),
-    ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0,
-      "layer_types": ["sliding_attention", "full_attention", "full_attention"]}, 32, (True, False, False)),
-])
-def test_qwen_sliding_layers(architecture: str, given: dict[str, Any], window: int | None, layers: Any) -> None:
+@pytest.mark.parametrize(
+    ("given", "window", "layers"),
+    [
+        ({"sliding_window": 32}, None, None),
+        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3}, None, None),
+        (
+            {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1},
+            32,
+            (False, True, True),
+        ),
+        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, 32, None),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 32,
+                "max_window_layers": 0,
+                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            },
+            32,
+            (True, False, False),
+        ),
+    ],
+)
+def test_qwen_sliding_layers(
+    architecture: str, given: dict[str, Any], window: int | None, layers: Any
+) -> None:
     spec = spec_of({**LLAMA, "architectures": [architecture], **given})
     assert (spec.sliding_window, spec.sliding_layers) == (window, layers)
 
@@ -121,33 +207,77 @@ def test_qwen_families_differ_in_biases_norms_and_head_size() -> None:
     two = spec_of({**LLAMA, "architectures": ["Qwen2ForCausalLM"]})
     three = spec_of({**LLAMA, "architectures": ["Qwen3ForCausalLM"]})
     assert (two.qkv_bias, two.dense_bias, two.qk_norm, two.head_size) == (True, False, False, 16)
-    assert (three.qkv_bias, three.dense_bias, three.qk_norm, three.head_size) == (False, False, True, 128)
+    assert (three.qkv_bias, three.dense_bias, three.qk_norm, three.head_size) == (
+        False,
+        False,
+        True,
+        128,
+    )
 
 
 def test_gpt2() -> None:
-    spec = spec_of({"model_type": "gpt2", "vocab_size": 100, "n_embd": 48, "n_layer": 2, "n_head": 3, "n_ctx": 64})
+    spec = spec_of(
+        {
+            "model_type": "gpt2",
+            "vocab_size": 100,
+            "n_embd": 48,
+            "n_layer": 2,
+            "n_head": 3,
+            "n_ctx": 64,
+        }
+    )
     assert spec == ModelSpec(
-        architecture="GPT2LMHeadModel", vocab_size=100, hidden_size=48, layers=2, heads=3, kv_heads=3, head_size=16,
-        ffn_size=192, max_positions=64, activation="gelu_tanh", gated_mlp=False, norm="layer", norm_epsilon=1e-5,
-        position="learned", qkv_bias=True, dense_bias=True, mlp_bias=True, tied_embeddings=True)
+        architecture="GPT2LMHeadModel",
+        vocab_size=100,
+        hidden_size=48,
+        layers=2,
+        heads=3,
+        kv_heads=3,
+        head_size=16,
+        ffn_size=192,
+        max_positions=64,
+        activation="gelu_tanh",
+        gated_mlp=False,
+        norm="layer",
+        norm_epsilon=1e-5,
+        position="learned",
+        qkv_bias=True,
+        dense_bias=True,
+        mlp_bias=True,
+        tied_embeddings=True,
+    )
 
 
 def test_gpt2_option_that_changes_the_mathematics_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="scale_attn_by_inverse_layer_idx"):
-        spec_of({"model_type": "gpt2", "vocab_size": 100, "n_embd": 48, "n_layer": 2, "n_head": 3,
-                 "scale_attn_by_inverse_layer_idx": True})
+        spec_of(
+            {
+                "model_type": "gpt2",
+                "vocab_size": 100,
+                "n_embd": 48,
+                "n_layer": 2,
+                "n_head": 3,
+                "scale_attn_by_inverse_layer_idx": True,
+            }
+        )
 
 
 def test_unsupported_architecture_lists_the_supported_and_the_strange_tensors() -> None:
-    names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.3.w1.weight",
-             "model.layers.1.mlp.experts.7.w1.weight", "model.layers.1.mlp.router.weight"]
+    names = [
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.experts.3.w1.weight",
+        "model.layers.1.mlp.experts.7.w1.weight",
+        "model.layers.1.mlp.router.weight",
+    ]
     with pytest.raises(UnsupportedModel) as refusal:
         find_family({"architectures": ["MambaForCausalLM"]}, names)
     text = str(refusal.value)
     for family in FAMILIES:
         assert family.architectures[0] in text
     assert text.startswith("architecture MambaForCausalLM is not supported")
-    assert text.endswith(": model.layers.N.mlp.experts.N.w1.weight, model.layers.N.mlp.router.weight")
+    assert text.endswith(
+        ": model.layers.N.mlp.experts.N.w1.weight, model.layers.N.mlp.router.weight"
+    )
 
 
 def test_a_missing_size_is_named() -> None:
@@ -155,8 +285,17 @@ def test_a_missing_size_is_named() -> None:
         spec_of({key: value for key, value in LLAMA.items() if key != "intermediate_size"})
 
 
-OTHER_NAMES: dict[str, Any] = {"n_embd": 64, "n_layer": 3, "n_head": 4, "ffn_dim": 160, "attention_bias": True,
-                               "mlp_bias": True, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+OTHER_NAMES: dict[str, Any] = {
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "ffn_dim": 160,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 FAMILY_IDS = [family.name for family in FAMILIES]
 
 
@@ -183,10 +322,28 @@ def test_a_spec_survives_its_config(family: Family) -> None:
 
 def test_a_config_written_before_there_were_experts_or_caps_reads_as_it_did() -> None:
     spec = spec_of(LLAMA)
-    new = ("norm_offset", "inter_layernorms", "parallel_attention", "shared_norm", "embedding_scale", "attention_scale",
-           "attn_logit_softcapping", "final_logit_softcapping", "rope_local_base_freq", "head_bias",
-           "moe", "norms_after", "final_norm", "word_embed_proj_dim")
-    assert ModelSpec.from_config({key: value for key, value in spec.to_config().items() if key not in new}) == spec
+    new = (
+        "norm_offset",
+        "inter_layernorms",
+        "parallel_attention",
+        "shared_norm",
+        "embedding_scale",
+        "attention_scale",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "rope_local_base_freq",
+        "head_bias",
+        "moe",
+        "norms_after",
+        "final_norm",
+        "word_embed_proj_dim",
+    )
+    assert (
+        ModelSpec.from_config(
+            {key: value for key, value in spec.to_config().items() if key not in new}
+        )
+        == spec
+    )
 
 
 def named(architecture: str, **options: Any) -> dict[str, Any]:
@@ -201,48 +358,97 @@ def test_gemma() -> None:
 
 def test_gemma2_defaults_are_those_of_the_class() -> None:
     spec = spec_of(named("Gemma2ForCausalLM"))
-    assert (spec.attention_softcap, spec.final_softcap, spec.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert (spec.attention_softcap, spec.final_softcap, spec.attention_scale) == (
+        50.0,
+        30.0,
+        1 / 16,
+    )
     assert (spec.sliding_window, spec.sliding_layers) == (4096, (True, False, True))
     assert spec.output_norms
 
 
 def test_gemma2_without_caps_or_windows() -> None:
-    spec = spec_of(named("Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None,
-                         sliding_window=None))
+    spec = spec_of(
+        named(
+            "Gemma2ForCausalLM",
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            sliding_window=None,
+        )
+    )
     assert (spec.attention_softcap, spec.final_softcap, spec.sliding_window) == (0.0, 0.0, None)
 
 
-@pytest.mark.parametrize("given", [
-    {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-    {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
-                         "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 2e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            }
+        },
+    ],
+)
 def test_gemma3_rotary_parameters_in_both_spellings(given: dict[str, Any]) -> None:
     spec = spec_of(named("Gemma3ForCausalLM", sliding_window_pattern=3, **given))
-    assert (spec.rope_theta, spec.sliding_rope_theta, spec.rope_scaling) == (5e5, 2e4, RopeScaling("linear", 8.0, 512))
+    assert (spec.rope_theta, spec.sliding_rope_theta, spec.rope_scaling) == (
+        5e5,
+        2e4,
+        RopeScaling("linear", 8.0, 512),
+    )
     assert (spec.max_positions, spec.sliding_layers) == (512, (True, True, False))
     assert [spec.theta_of_layer(layer) for layer in range(3)] == [2e4, 2e4, None]
 
 
 def test_gemma3_that_sees_is_served_by_its_text_config_and_the_classs_defaults() -> None:
-    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "vision_config": {},
-              "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
-                              "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}}
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "vision_config": {},
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "sliding_window": 1024,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    }
     spec = spec_of(config)
     assert (spec.vocab_size, spec.heads, spec.kv_heads, spec.head_size) == (262208, 8, 4, 256)
     assert (spec.max_positions, spec.rope_theta, spec.sliding_rope_theta) == (131072, 1e6, 1e4)
     assert spec.sliding_layers is not None
     assert [layer for layer in range(34) if not spec.sliding_layers[layer]] == [5, 11, 17, 23, 29]
     weights = find_family(config).weights
-    for stored in ("language_model.model.norm.weight", "model.language_model.norm.weight", "model.norm.weight"):
+    for stored in (
+        "language_model.model.norm.weight",
+        "model.language_model.norm.weight",
+        "model.norm.weight",
+    ):
         assert weights.canonical(stored) == "model.norm.weight"
-    for other in ("vision_tower.vision_model.x.weight", "model.vision_tower.y.bias", "multi_modal_projector.z"):
+    for other in (
+        "vision_tower.vision_model.x.weight",
+        "model.vision_tower.y.bias",
+        "multi_modal_projector.z",
+    ):
         assert weights.ignores(weights.canonical(other))
 
 
 def test_phi3() -> None:
-    spec = spec_of(named("Phi3ForCausalLM", sliding_window=2047, partial_rotary_factor=0.75,
-                         original_max_position_embeddings=128,
-                         rope_scaling={"type": "yarn", "short_factor": [1, 2], "long_factor": [3, 4]}))
+    spec = spec_of(
+        named(
+            "Phi3ForCausalLM",
+            sliding_window=2047,
+            partial_rotary_factor=0.75,
+            original_max_position_embeddings=128,
+            rope_scaling={"type": "yarn", "short_factor": [1, 2], "long_factor": [3, 4]},
+        )
+    )
     assert (spec.sliding_window, spec.rotary_fraction, spec.norm_epsilon) == (2047, 0.75, 1e-5)
     assert spec.rope_scaling is not None
     assert (spec.rope_scaling.kind, spec.rope_scaling.original_positions) == ("longrope", 128)
@@ -251,7 +457,9 @@ def test_phi3() -> None:
 def test_the_two_halves_of_phi3_come_from_one_tensor() -> None:
     config = named("Phi3ForCausalLM")
     spec, weights = spec_of(config), find_family(config).weights
-    halves = [weights.recipe(f"transformer.layers.2.mlp.{half}.weight", spec) for half in ("fc", "gate")]
+    halves = [
+        weights.recipe(f"transformer.layers.2.mlp.{half}.weight", spec) for half in ("fc", "gate")
+    ]
     assert [half.sources for half in halves] == [("model.layers.2.mlp.gate_up_proj.weight",)] * 2
     assert [half.rows() for half in halves if half.rows] == [range(160), range(160, 320)]
 
@@ -270,9 +478,12 @@ def test_neighbours_that_turn_together_become_halves() -> None:
 def test_falcon_of_three_generations() -> None:
     seven = spec_of(named("FalconForCausalLM"))
     forty = spec_of(named("FalconForCausalLM", new_decoder_architecture=True, num_kv_heads=2))
-    first = spec_of(named("FalconForCausalLM", multi_query=False, parallel_attn=False, num_kv_heads=4))
-    assert [(spec.kv_heads, spec.parallel_residual, spec.shared_norm) for spec in (seven, forty, first)] == [
-        (1, True, True), (2, True, False), (4, False, False)]
+    first = spec_of(
+        named("FalconForCausalLM", multi_query=False, parallel_attn=False, num_kv_heads=4)
+    )
+    assert [
+        (spec.kv_heads, spec.parallel_residual, spec.shared_norm) for spec in (seven, forty, first)
+    ] == [(1, True, True), (2, True, False), (4, False, False)]
     assert seven.tied_embeddings
 
 
@@ -280,22 +491,35 @@ def test_experts() -> None:
     mixtral = spec_of(named("MixtralForCausalLM", num_local_experts=8))
     qwen = spec_of(named("Qwen3MoeForCausalLM", moe_intermediate_size=32, head_dim=128))
     assert (mixtral.experts, mixtral.rope_theta) == (Experts(8, 2, 160), 1e6)
-    assert (qwen.experts, qwen.head_size, qwen.qk_norm) == (Experts(4, 2, 32, normalised=False), 128, True)
-    shared = spec_of(named("Qwen2MoeForCausalLM", norm_topk_prob=True, shared_expert_intermediate_size=48))
+    assert (qwen.experts, qwen.head_size, qwen.qk_norm) == (
+        Experts(4, 2, 32, normalised=False),
+        128,
+        True,
+    )
+    shared = spec_of(
+        named("Qwen2MoeForCausalLM", norm_topk_prob=True, shared_expert_intermediate_size=48)
+    )
     assert (shared.experts, shared.qkv_bias) == (Experts(4, 2, 1408, shared_ffn_size=48), True)
 
 
-@pytest.mark.parametrize(("options", "layers"), [
-    ({"decoder_sparse_step": 2}, (False, True, False)),
-    ({"mlp_only_layers": [2]}, (True, True, False)),
-    ({"decoder_sparse_step": 1, "mlp_only_layers": []}, None),
-])
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ({"decoder_sparse_step": 2}, (False, True, False)),
+        ({"mlp_only_layers": [2]}, (True, True, False)),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": []}, None),
+    ],
+)
 def test_layers_without_experts(options: dict[str, Any], layers: tuple[bool, ...] | None) -> None:
     spec = spec_of(named("Qwen3MoeForCausalLM", moe_intermediate_size=32, **options))
     assert spec.experts is not None
     assert spec.experts.layers == layers
     assert ModelSpec.from_config(json.loads(json.dumps(spec.to_config()))) == spec
-    dense = [index for index in range(3) if f"transformer.layers.{index}.mlp.fc.weight" in checkpoint_shapes(spec)]
+    dense = [
+        index
+        for index in range(3)
+        if f"transformer.layers.{index}.mlp.fc.weight" in checkpoint_shapes(spec)
+    ]
     assert dense == [index for index, has in enumerate(layers or ()) if not has]
     assert spec.ffn_sizes == ((32,) if layers is None else (32, 160))
 
@@ -304,25 +528,49 @@ def test_opt_with_norms_after_and_narrow_embeddings() -> None:
     spec = spec_of(named("OPTForCausalLM", do_layer_norm_before=False, word_embed_proj_dim=32))
     assert (spec.norms_after, spec.final_norm, spec.embedding_width) == (True, False, 32)
     for other in ("final_norm", "output_norms", "parallel_residual"):
-        with pytest.raises(ValueError, match="norms_after go with layer norm, a plain residual and no final norm"):
+        with pytest.raises(
+            ValueError, match="norms_after go with layer norm, a plain residual and no final norm"
+        ):
             replace(spec, **{other: True})
     assert ModelSpec.from_config(json.loads(json.dumps(spec.to_config()))) == spec
-    assert spec.parameters() == sum(prod(shape) for name, shape in checkpoint_shapes(spec).items()
-                                    if len(shape) == 2 and "position" not in name)
+    assert spec.parameters() == sum(
+        prod(shape)
+        for name, shape in checkpoint_shapes(spec).items()
+        if len(shape) == 2 and "position" not in name
+    )
 
 
 REFUSED = [
     ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
-    ("Gemma2ForCausalLM", {"layer_types": ["chunked_attention"] * 3}, "layer_types.*'chunked_attention'"),
+    (
+        "Gemma2ForCausalLM",
+        {"layer_types": ["chunked_attention"] * 3},
+        "layer_types.*'chunked_attention'",
+    ),
     ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
-    ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}},
-     "rope_type=yarn of sliding_attention"),
-    ("OPTForCausalLM", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
+    (
+        "Gemma3ForCausalLM",
+        {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}},
+        "rope_type=yarn of sliding_attention",
+    ),
+    (
+        "OPTForCausalLM",
+        {"layer_norm_elementwise_affine": False},
+        "layer_norm_elementwise_affine=False",
+    ),
     ("FalconForCausalLM", {"alibi": True}, "alibi=True"),
-    ("FalconForCausalLM", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn=False"),
+    (
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "parallel_attn": False},
+        "parallel_attn=False",
+    ),
     ("Qwen2MoeForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
     ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "9 experts a token, of 8"),
-    ("MixtralForCausalLM", {"num_local_experts": 10**9}, "2 experts a token, of 1000000000; the most are"),
+    (
+        "MixtralForCausalLM",
+        {"num_local_experts": 10**9},
+        "2 experts a token, of 1000000000; the most are",
+    ),
     ("GPTNeoXForCausalLM", {"num_attention_heads": 10**9}, "head_size is 0"),
     ("Phi3ForCausalLM", {"hidden_act": "mish"}, "'mish'"),
 ]

@@ -1,4 +1,6 @@
-"""Eight-bit floating point: what the build stores, and that a machine without the instructions still serves it."""
+"""Eight-bit floating point: what the build stores, and that a machine without the instructions
+still serves it.
+"""
 
 import json
 from dataclasses import replace
@@ -26,8 +28,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def eight_bits(plain: Path) -> Path:
-    return build_engine(plain.parent / "model", plain.parent / "fp8", dtype="float32", weight_only="fp8",
-                        fp8_kv_cache=True)
+    return build_engine(
+        plain.parent / "model",
+        plain.parent / "fp8",
+        dtype="float32",
+        weight_only="fp8",
+        fp8_kv_cache=True,
+    )
 
 
 def test_a_rows_largest_weight_is_exact_and_the_others_within_half_a_step() -> None:
@@ -40,7 +47,9 @@ def test_a_rows_largest_weight_is_exact_and_the_others_within_half_a_step() -> N
     assert torch.equal(dequantise(*quantise_fp8(torch.zeros(2, 8))), torch.zeros(2, 8))
 
 
-def test_linears_are_stored_in_eight_bits_and_the_head_is_not(plain: Path, eight_bits: Path) -> None:
+def test_linears_are_stored_in_eight_bits_and_the_head_is_not(
+    plain: Path, eight_bits: Path
+) -> None:
     folder = read_engine_folder(eight_bits)
     assert (folder.quantisation.algorithm, folder.quantisation.kv_cache) == ("FP8", "FP8")
     tensors, exact = folder.tensors(), read_engine_folder(plain).tensors()
@@ -53,30 +62,54 @@ def test_linears_are_stored_in_eight_bits_and_the_head_is_not(plain: Path, eight
 
 def eight_bit_names(spec: ModelSpec, quantisation: Quantisation) -> set[str]:
     layout = engine_layout(spec, "bfloat16", quantisation)
-    return {name.removeprefix("transformer.layers.") for name, slot in layout.items() if slot.dtype == "F8_E4M3"}
+    return {
+        name.removeprefix("transformer.layers.")
+        for name, slot in layout.items()
+        if slot.dtype == "F8_E4M3"
+    }
 
 
 def test_which_linears_take_eight_bits_depends_on_the_width(eight_bits: Path) -> None:
     spec = read_engine_folder(eight_bits).spec
     last = spec.layers - 1
-    every = {f"{layer}.{part}.weight" for layer in range(spec.layers)
-             for part in ("attention.qkv", "attention.dense", "mlp.gate_up", "mlp.proj")}
+    every = {
+        f"{layer}.{part}.weight"
+        for layer in range(spec.layers)
+        for part in ("attention.qkv", "attention.dense", "mlp.gate_up", "mlp.proj")
+    }
     wide = replace(spec, hidden_size=2048)
     assert eight_bit_names(wide, choose_quantisation(wide, "fp8")) == every
     narrow = replace(spec, hidden_size=2032)
     assert eight_bit_names(narrow, choose_quantisation(narrow, "fp8")) == {
-        name for name in every
-        if name.endswith(("dense.weight", "gate_up.weight")) and not name.startswith(f"{last}.")}
-    assert eight_bit_names(spec, Quantisation("FP8")) == every, "as folders hold them that were built before"
+        name
+        for name in every
+        if name.endswith(("dense.weight", "gate_up.weight")) and not name.startswith(f"{last}.")
+    }
+    assert eight_bit_names(spec, Quantisation("FP8")) == every, (
+        "as folders hold them that were built before"
+    )
     assert choose_quantisation(spec, "int8").excluded == ()
 
 
 def test_experts_of_a_narrow_model_add_in_16_bits() -> None:
     experts = Experts(count=4, per_token=2, ffn_size=32, shared_ffn_size=32)
-    spec = ModelSpec(architecture="Qwen2MoeForCausalLM", vocab_size=64, hidden_size=64, layers=2, heads=2, kv_heads=2,
-                     head_size=16, ffn_size=32, max_positions=64, experts=experts)
+    spec = ModelSpec(
+        architecture="Qwen2MoeForCausalLM",
+        vocab_size=64,
+        hidden_size=64,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        head_size=16,
+        ffn_size=32,
+        max_positions=64,
+        experts=experts,
+    )
     assert eight_bit_names(spec, choose_quantisation(spec, "fp8")) == {
-        "0.attention.dense.weight", "0.mlp.experts.gate_up.weight", "0.mlp.shared.gate_up.weight"}
+        "0.attention.dense.weight",
+        "0.mlp.experts.gate_up.weight",
+        "0.mlp.shared.gate_up.weight",
+    }
 
 
 def test_an_engine_says_what_it_left_in_16_bits(eight_bits: Path) -> None:
@@ -88,7 +121,9 @@ def test_an_engine_says_what_it_left_in_16_bits(eight_bits: Path) -> None:
 
 
 def test_a_cpu_serves_what_the_eight_bits_stand_for(plain: Path, eight_bits: Path) -> None:
-    """The same tokens as an engine whose weights are the rounded ones; another cache type changes nothing here."""
+    """The same tokens as an engine whose weights are the rounded ones; another cache type changes
+    nothing here.
+    """
     settings = EngineSettings(dtype="float32", cache_tokens=512, max_rows=2)
     request = GenerateRequest(0, [5, 9, 17, 30], SamplingParams(max_tokens=24, log_probs=True))
     loop = start_engine(eight_bits, settings)
@@ -99,7 +134,9 @@ def test_a_cpu_serves_what_the_eight_bits_stand_for(plain: Path, eight_bits: Pat
     for index, layer in enumerate(rounded.runner.model.layers[:-1]):  # type: ignore[attr-defined]
         for attribute, part in (("dense", "attention.dense"), ("first", "mlp.gate_up")):
             weight = dequantise(*quantise_fp8(exact[f"transformer.layers.{index}.{part}.weight"]))
-            setattr(layer, attribute, lambda x, weight=weight: torch.nn.functional.linear(x, weight))
+            setattr(
+                layer, attribute, lambda x, weight=weight: torch.nn.functional.linear(x, weight)
+            )
     expected = run_all(rounded, [request])
     assert answers[0] == expected[0]
     assert answers.log_probs[0] == pytest.approx(expected.log_probs[0], abs=1e-5)

@@ -33,14 +33,23 @@ def engine_of(path: Path) -> dict[str, torch.Tensor]:
     return read_engine_folder(build_engine(path, path.parent / "engine", dtype="float32")).tensors()
 
 
-@pytest.mark.parametrize(("family", "options"), [
-    ("llama", {}), ("llama", {"tie_word_embeddings": True}), ("llama", {"attention_bias": True}),
-    ("llama", {"head_dim": 32}), ("qwen2", {}), ("qwen3", {}), ("gpt2", {}),
-])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"head_dim": 32}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("gpt2", {}),
+    ],
+)
 def test_a_file_gives_the_engine_of_the_model_it_was_made_of(
     tmp_path: Path, family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_module, "BLOCK_BYTES", 5000)  # several blocks a tensor, heads kept together
+    # several blocks a tensor, heads kept together
+    monkeypatch.setattr(source_module, "BLOCK_BYTES", 5000)
     model = random_model(config_of(family, **options))
     write_gguf(tmp_path / "model.gguf", model, metadata=TOKENIZER)
     found, expected = engine_of(tmp_path / "model.gguf"), expected_tensors(model)
@@ -60,30 +69,63 @@ def test_spec_is_that_of_the_hugging_face_folder(tmp_path: Path, family: str) ->
     assert {**found.to_config(), "norm_epsilon": 0} == {**expected.to_config(), "norm_epsilon": 0}
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
-            "short_factor": [1.0, 1.25, 1.5, 1.75, 2.0, 2.5], "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.25, 1.5, 1.75, 2.0, 2.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+}
 
 
-@pytest.mark.parametrize(("family", "options"), [
-    ("gemma", {}), ("gemma2", {"query_pre_attn_scalar": 16}),
-    ("gemma3", {"query_pre_attn_scalar": 16, "num_hidden_layers": 7, "layer_types": None}),
-    ("phi3", {"sliding_window": 24}), ("mixtral", {}), ("qwen3_moe", {"norm_topk_prob": True}),
-    ("falcon", {}), ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
-    ("gpt_neox", {}), ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}), ("gptj", {}),
-    ("phi3", {"rope_parameters": LONGROPE, "max_position_embeddings": 160, "original_max_position_embeddings": 64})])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma", {}),
+        ("gemma2", {"query_pre_attn_scalar": 16}),
+        ("gemma3", {"query_pre_attn_scalar": 16, "num_hidden_layers": 7, "layer_types": None}),
+        ("phi3", {"sliding_window": 24}),
+        ("mixtral", {}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
+        ("falcon", {}),
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+        (
+            "falcon",
+            {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        ),
+        ("gpt_neox", {}),
+        ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}),
+        ("gptj", {}),
+        (
+            "phi3",
+            {
+                "rope_parameters": LONGROPE,
+                "max_position_embeddings": 160,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ],
+)
 def test_a_file_of_another_family_computes_what_transformers_does(
     tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
     model = random_model(config_of(family, **options)).eval()
-    factors = {f"rope_factors_{length}.weight": np.array(LONGROPE[f"{length}_factor"], np.float32)
-               for length in ("short", "long") if options.get("rope_parameters")}
+    factors = {
+        f"rope_factors_{length}.weight": np.array(LONGROPE[f"{length}_factor"], np.float32)
+        for length in ("short", "long")
+        if options.get("rope_parameters")
+    }
     write_gguf(tmp_path / "model.gguf", model, metadata=TOKENIZER, extra=factors)
-    engine = read_engine_folder(build_engine(tmp_path / "model.gguf", tmp_path / "engine", dtype="float32"))
+    engine = read_engine_folder(
+        build_engine(tmp_path / "model.gguf", tmp_path / "engine", dtype="float32")
+    )
     model.save_pretrained(tmp_path / "hf")
     expected = HuggingFaceFolder(tmp_path / "hf", "hf").spec
     assert engine.spec.max_positions == expected.max_positions
-    assert (engine.spec.norm_offset, expected.norm_offset) == (0.0, 1.0 if "gemma" in family else 0.0)
+    assert (engine.spec.norm_offset, expected.norm_offset) == (
+        0.0,
+        1.0 if "gemma" in family else 0.0,
+    )
     assert engine.spec.experts == expected.experts
     sequence = torch.randint(0, VOCABULARY, (77,), generator=torch.Generator().manual_seed(3))
     ours = logits_of(engine.spec, engine.tensors(), torch.float32, [sequence.tolist()])[0]
@@ -91,13 +133,17 @@ def test_a_file_of_another_family_computes_what_transformers_does(
         assert (ours - model(sequence[None]).logits[0]).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
+@pytest.mark.parametrize(
+    "kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
+)
 def test_quantised_tensors(tmp_path: Path, kind: Kind) -> None:
     model = random_model(config_of("qwen2"))
     stored = write_gguf(tmp_path / "model.gguf", model, kind, metadata=TOKENIZER)
     found = engine_of(tmp_path / "model.gguf")
     layer = "transformer.layers.1."
-    assert torch.equal(found["transformer.vocab_embedding.weight"], as_tensor(stored["token_embd.weight"]))
+    assert torch.equal(
+        found["transformer.vocab_embedding.weight"], as_tensor(stored["token_embd.weight"])
+    )
     assert torch.equal(found[layer + "mlp.proj.weight"], as_tensor(stored["blk.1.ffn_down.weight"]))
     joined = np.concatenate([stored[f"blk.1.attn_{part}.weight"] for part in "qkv"])
     assert torch.equal(found[layer + "attention.qkv.weight"], as_tensor(joined))
@@ -106,8 +152,9 @@ def test_quantised_tensors(tmp_path: Path, kind: Kind) -> None:
 
 
 def test_q4_1_by_the_formats_own_definition(tmp_path: Path) -> None:
-    """A block: scale and minimum as half floats, then 16 bytes; value i is in the low nibble of byte i for i < 16,
-    in the high nibble of byte i - 16 after that."""
+    """A block: scale and minimum as half floats, then 16 bytes; value i is in the low nibble of
+    byte i for i < 16, in the high nibble of byte i - 16 after that.
+    """
     model = random_model(config_of("qwen2"))
     write_gguf(tmp_path / "model.gguf", model, Kind.Q4_1, metadata=TOKENIZER)
     file = read_gguf(tmp_path / "model.gguf")
@@ -123,9 +170,15 @@ def test_k_quants(tmp_path: Path, kind: Kind) -> None:
     """The package cannot write these; any bytes whose half floats are finite are a valid tensor."""
     path = tmp_path / "model.gguf"
     values, size = gguf.GGML_QUANT_SIZES[kind]
-    blocks = np.random.default_rng(3).integers(0, 60, (VOCABULARY, 256 // values * size), dtype=np.uint8)
-    stored = write_gguf(path, random_model(config_of("qwen2", hidden_size=256)), metadata=TOKENIZER,
-                        packed={"token_embd.weight": (blocks, kind)})
+    blocks = np.random.default_rng(3).integers(
+        0, 60, (VOCABULARY, 256 // values * size), dtype=np.uint8
+    )
+    stored = write_gguf(
+        path,
+        random_model(config_of("qwen2", hidden_size=256)),
+        metadata=TOKENIZER,
+        packed={"token_embd.weight": (blocks, kind)},
+    )
     expected = stored["token_embd.weight"]
     assert np.isfinite(expected).all()
     assert len(np.unique(expected)) > 100
@@ -135,49 +188,96 @@ def test_k_quants(tmp_path: Path, kind: Kind) -> None:
 def test_rope_divisors_become_a_scaling_of_all_lengths(tmp_path: Path) -> None:
     divisors = np.linspace(1, 8, 8, dtype=np.float32)
     model = random_model(config_of("llama"))
-    write_gguf(tmp_path / "model.gguf", model, extra={"rope_freqs.weight": divisors}, metadata=TOKENIZER)
+    write_gguf(
+        tmp_path / "model.gguf", model, extra={"rope_freqs.weight": divisors}, metadata=TOKENIZER
+    )
     source = GgufSource(tmp_path / "model.gguf", "gguf")
     listed = tuple(divisors.tolist())
     assert source.spec.rope_scaling == RopeScaling(
-        "longrope", 1.0, 128, attention_factor=1.0, short_factors=listed, long_factors=listed)
+        "longrope", 1.0, 128, attention_factor=1.0, short_factors=listed, long_factors=listed
+    )
     assert "rope_freqs.weight" not in source.shapes()
 
 
-@pytest.mark.parametrize(("metadata", "scaling", "positions"), [
-    ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, RopeScaling("linear", 4.0, 128), 512),
-    ({"llama.rope.scale_linear": 2.0}, RopeScaling("linear", 2.0, 128), 256),
-    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
-      "llama.rope.scaling.original_context_length": 32}, RopeScaling("yarn", 4.0, 32), 128),
-    ({"llama.rope.scaling.type": "none"}, None, 128),
-])
+@pytest.mark.parametrize(
+    ("metadata", "scaling", "positions"),
+    [
+        (
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+            RopeScaling("linear", 4.0, 128),
+            512,
+        ),
+        ({"llama.rope.scale_linear": 2.0}, RopeScaling("linear", 2.0, 128), 256),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 32,
+            },
+            RopeScaling("yarn", 4.0, 32),
+            128,
+        ),
+        ({"llama.rope.scaling.type": "none"}, None, 128),
+    ],
+)
 def test_rope_scaling_of_the_metadata(
     tmp_path: Path, metadata: dict[str, Any], scaling: RopeScaling | None, positions: int
 ) -> None:
-    write_gguf(tmp_path / "model.gguf", random_model(config_of("llama")), metadata={**TOKENIZER, **metadata})
+    write_gguf(
+        tmp_path / "model.gguf",
+        random_model(config_of("llama")),
+        metadata={**TOKENIZER, **metadata},
+    )
     spec = GgufSource(tmp_path / "model.gguf", "gguf").spec
     assert (spec.rope_scaling, spec.max_positions) == (scaling, positions)
 
 
-@pytest.mark.parametrize(("metadata", "expected"), [
-    ({"tokenizer.ggml.eos_token_id": 5}, GenerationDefaults((5,))),
-    ({"tokenizer.ggml.eot_token_id": 6, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.padding_token_id": 0},
-     GenerationDefaults((5, 6), 1, 0)),
-    ({"tokenizer.ggml.eot_token_id": 5}, GenerationDefaults((5,))),
-    ({"tokenizer.ggml.tokens": ["a", "<|eot_id|>"]}, GenerationDefaults((5, 1))),
-])
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"tokenizer.ggml.eos_token_id": 5}, GenerationDefaults((5,))),
+        (
+            {
+                "tokenizer.ggml.eot_token_id": 6,
+                "tokenizer.ggml.bos_token_id": 1,
+                "tokenizer.ggml.padding_token_id": 0,
+            },
+            GenerationDefaults((5, 6), 1, 0),
+        ),
+        ({"tokenizer.ggml.eot_token_id": 5}, GenerationDefaults((5,))),
+        ({"tokenizer.ggml.tokens": ["a", "<|eot_id|>"]}, GenerationDefaults((5, 1))),
+    ],
+)
 def test_end_ids(tmp_path: Path, metadata: dict[str, Any], expected: GenerationDefaults) -> None:
-    write_gguf(tmp_path / "model.gguf", random_model(config_of("llama")), metadata={**TOKENIZER, **metadata})
+    write_gguf(
+        tmp_path / "model.gguf",
+        random_model(config_of("llama")),
+        metadata={**TOKENIZER, **metadata},
+    )
     assert GgufSource(tmp_path / "model.gguf", "gguf").generation == expected
 
 
-@pytest.mark.parametrize(("metadata", "error", "message"), [
-    ({"llama.expert_count": 8}, SourceError, r"MixtralForCausalLM: tensors missing blk\.N\.ffn_down_exps\.N\.weight"),
-    ({"split.count": 3}, SourceError, "one of several parts"),
-    ({"llama.attention.head_count_kv": [2, 1]}, UnsupportedModel, "differs between layers"),
-    ({"llama.attention.head_count": 5}, SourceError, "contradicts itself: heads"),
-    ({"llama.block_count": 4_000_000_000}, SourceError, "4000000000 layers, the weights are only 21 tensors"),
-])
-def test_what_cannot_be_served_is_refused(tmp_path: Path, metadata: Any, error: Any, message: str) -> None:
+@pytest.mark.parametrize(
+    ("metadata", "error", "message"),
+    [
+        (
+            {"llama.expert_count": 8},
+            SourceError,
+            r"MixtralForCausalLM: tensors missing blk\.N\.ffn_down_exps\.N\.weight",
+        ),
+        ({"split.count": 3}, SourceError, "one of several parts"),
+        ({"llama.attention.head_count_kv": [2, 1]}, UnsupportedModel, "differs between layers"),
+        ({"llama.attention.head_count": 5}, SourceError, "contradicts itself: heads"),
+        (
+            {"llama.block_count": 4_000_000_000},
+            SourceError,
+            "4000000000 layers, the weights are only 21 tensors",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    tmp_path: Path, metadata: Any, error: Any, message: str
+) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, random_model(config_of("llama")), metadata=metadata)
     with pytest.raises(error, match=message):
@@ -193,9 +293,12 @@ def test_unsupported_architecture_names_its_tensors(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match=r"mamba is not supported; supported: llama, qwen2, qwen3, gpt2, gemma, "
-                                               r"gemma2, gemma3, phi3, qwen3moe, falcon, gptneox, gptj; tensors that "
-                                               r"match no known name: blk\.N\.ssm_in\.weight$"):
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"mamba is not supported; supported: llama, qwen2, qwen3, gpt2, gemma, "
+        r"gemma2, gemma3, phi3, qwen3moe, falcon, gptneox, gptj; tensors that "
+        r"match no known name: blk\.N\.ssm_in\.weight$",
+    ):
         GgufSource(path, "gguf")
 
 
@@ -206,8 +309,16 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("keep", "message"), [(0, "not a GGUF"), (3, "not a GGUF"), (12, "cut short"),
-                                               (500, "cut short"), (-1, "cut short: tensor .* ends at byte")])
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (0, "not a GGUF"),
+        (3, "not a GGUF"),
+        (12, "cut short"),
+        (500, "cut short"),
+        (-1, "cut short: tensor .* ends at byte"),
+    ],
+)
 def test_cut_files(tmp_path: Path, small_file: Path, keep: int, message: str) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(small_file.read_bytes()[:keep])
@@ -225,7 +336,9 @@ def test_old_versions_and_big_endian_are_refused(tmp_path: Path, small_file: Pat
 
 
 @settings(max_examples=300, deadline=None)
-@given(changes=st.lists(st.tuples(st.integers(4, 3000), st.integers(0, 255)), min_size=1, max_size=4))
+@given(
+    changes=st.lists(st.tuples(st.integers(4, 3000), st.integers(0, 255)), min_size=1, max_size=4)
+)
 def test_a_mutated_header_is_read_or_refused_never_anything_else(
     small_file: Path, changes: list[tuple[int, int]]
 ) -> None:

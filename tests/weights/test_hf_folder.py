@@ -28,16 +28,19 @@ def assert_engine_equals(source: Path, model: Any, output: Path) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(("family", "options"), [
-    ("llama", {}),
-    ("llama", {"tie_word_embeddings": True}),
-    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
-    ("mistral", {}),
-    ("qwen2", {"tie_word_embeddings": True}),
-    ("qwen3", {}),
-    ("gpt2", {}),
-    ("gpt2", {"n_inner": 80, "tie_word_embeddings": False}),
-])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+        ("mistral", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+        ("gpt2", {}),
+        ("gpt2", {"n_inner": 80, "tie_word_embeddings": False}),
+    ],
+)
 def test_engine_holds_the_models_tensors(
     save_model: SaveModel, tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
@@ -58,7 +61,9 @@ def test_copies_in_other_formats_are_ignored(save_model: SaveModel, tmp_path: Pa
     assert_engine_equals(folder, model, tmp_path / "engine")
 
 
-def test_gpt2_names_without_prefix_and_with_mask_buffers(save_model: SaveModel, tmp_path: Path) -> None:
+def test_gpt2_names_without_prefix_and_with_mask_buffers(
+    save_model: SaveModel, tmp_path: Path
+) -> None:
     folder, model = save_model("gpt2")
     path = folder / "model.safetensors"
     stored = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
@@ -68,7 +73,9 @@ def test_gpt2_names_without_prefix_and_with_mask_buffers(save_model: SaveModel, 
     assert_engine_equals(folder, model, tmp_path / "engine")
 
 
-def test_rotary_buffers_and_a_copy_of_the_tied_head_are_ignored(save_model: SaveModel, tmp_path: Path) -> None:
+def test_rotary_buffers_and_a_copy_of_the_tied_head_are_ignored(
+    save_model: SaveModel, tmp_path: Path
+) -> None:
     folder, model = save_model("llama", tie_word_embeddings=True)
     path = folder / "model.safetensors"
     stored = load_file(path)
@@ -92,8 +99,11 @@ def test_missing_and_unexpected_tensors_are_named(save_model: SaveModel) -> None
     stored["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(64)
     del stored["model.layers.0.mlp.up_proj.weight"]
     save_file(stored, path)
-    with pytest.raises(SourceError, match=r"missing model\.layers\.N\.mlp\.up_proj\.weight; "
-                                          r"unexpected model\.layers\.N\.self_attn\.q_proj\.bias"):
+    with pytest.raises(
+        SourceError,
+        match=r"missing model\.layers\.N\.mlp\.up_proj\.weight; "
+        r"unexpected model\.layers\.N\.self_attn\.q_proj\.bias",
+    ):
         check_source(open_source(str(folder)))
 
 
@@ -101,7 +111,9 @@ def test_a_shape_that_contradicts_the_config_is_named(save_model: SaveModel) -> 
     folder, _ = save_model("llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
-    with pytest.raises(SourceError, match=r"mlp\.gate_proj\.weight has shape \[96, 64\].*\[100, 64\]"):
+    with pytest.raises(
+        SourceError, match=r"mlp\.gate_proj\.weight has shape \[96, 64\].*\[100, 64\]"
+    ):
         check_source(open_source(str(folder)))
 
 
@@ -131,7 +143,9 @@ def test_cut_shard_is_noticed_on_opening(save_model: SaveModel) -> None:
 
 def test_git_lfs_pointer_is_recognised(save_model: SaveModel) -> None:
     folder, _ = save_model("llama")
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    (folder / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+    )
     with pytest.raises(SourceError, match="git lfs pull"):
         open_source(str(folder))
 
@@ -141,21 +155,36 @@ def test_unsupported_architecture_names_its_tensors(save_model: SaveModel) -> No
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["PhiForCausalLM"]}))
     save_file({"model.layers.0.dense.weight": torch.zeros(2)}, folder / "model.safetensors")
-    with pytest.raises(UnsupportedModel, match=r"PhiForCausalLM.*LlamaForCausalLM.*model\.layers\.N\.dense\.weight"):
+    with pytest.raises(
+        UnsupportedModel, match=r"PhiForCausalLM.*LlamaForCausalLM.*model\.layers\.N\.dense\.weight"
+    ):
         open_source(str(folder))
 
 
 def test_quantised_weights_are_refused(save_model: SaveModel) -> None:
     folder, _ = save_model("llama")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
+    )
     with pytest.raises(SourceError, match=r"quantised \(gptq\)"):
         open_source(str(folder))
 
 
-@pytest.mark.parametrize("change", [{"hidden_size": "64"}, {"num_attention_heads": 0}, {"rope_scaling": [1]},
-                                    {"num_key_value_heads": 3}, {"rms_norm_eps": "small"}, {"architectures": 5}])
-def test_a_config_with_nonsense_in_it_is_refused_in_one_line(save_model: SaveModel, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": "64"},
+        {"num_attention_heads": 0},
+        {"rope_scaling": [1]},
+        {"num_key_value_heads": 3},
+        {"rms_norm_eps": "small"},
+        {"architectures": 5},
+    ],
+)
+def test_a_config_with_nonsense_in_it_is_refused_in_one_line(
+    save_model: SaveModel, change: dict[str, Any]
+) -> None:
     folder, _ = save_model("llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
@@ -164,8 +193,12 @@ def test_a_config_with_nonsense_in_it_is_refused_in_one_line(save_model: SaveMod
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "phi3", "opt", "gptj", "gpt_neox", "falcon", "mixtral", "qwen2_moe"])
-def test_any_value_of_a_config_is_read_or_refused_in_one_line(save_model: SaveModel, family: str) -> None:
+@pytest.mark.parametrize(
+    "family", ["gemma3", "phi3", "opt", "gptj", "gpt_neox", "falcon", "mixtral", "qwen2_moe"]
+)
+def test_any_value_of_a_config_is_read_or_refused_in_one_line(
+    save_model: SaveModel, family: str
+) -> None:
     folder, _ = save_model(family)
     config = json.loads((folder / "config.json").read_text())
     refusals = []
@@ -180,14 +213,24 @@ def test_any_value_of_a_config_is_read_or_refused_in_one_line(save_model: SaveMo
     assert not [text for text in refusals if "\n" in text]
 
 
-@pytest.mark.parametrize(("config_end", "generation_end", "expected"), [
-    (2, None, (2,)), ([2, 3], None, (2, 3)), (2, [5, 6, 5], (5, 6)), (None, None, ()), (2, 7, (7,)),
-])
-def test_end_ids(save_model: SaveModel, config_end: Any, generation_end: Any, expected: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("config_end", "generation_end", "expected"),
+    [
+        (2, None, (2,)),
+        ([2, 3], None, (2, 3)),
+        (2, [5, 6, 5], (5, 6)),
+        (None, None, ()),
+        (2, 7, (7,)),
+    ],
+)
+def test_end_ids(
+    save_model: SaveModel, config_end: Any, generation_end: Any, expected: tuple[int, ...]
+) -> None:
     folder, _ = save_model("llama")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": config_end, "bos_token_id": 1,
-                                                    "pad_token_id": -1}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "eos_token_id": config_end, "bos_token_id": 1, "pad_token_id": -1})
+    )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation_end}))
     generation = open_source(str(folder)).generation
     assert (generation.end_ids, generation.bos_id, generation.pad_id) == (expected, 1, None)
@@ -200,7 +243,12 @@ def test_tokenizer_files_go_along_and_others_do_not(save_model: SaveModel, tmp_p
     (folder / "modeling_custom.py").write_text("raise SystemExit")
     engine = build_engine(folder, tmp_path / "engine")
     assert sorted(path.name for path in engine.iterdir()) == [
-        "chat_template.jinja", "config.json", "generation_config.json", "rank0.engine", "tokenizer.json"]
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "rank0.engine",
+        "tokenizer.json",
+    ]
 
 
 def test_prefixes_and_unknown_texts(save_model: SaveModel, tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ SaveModel = Callable[..., tuple[Path, Any]]
 
 
 @pytest.fixture
-def hub(save_model: SaveModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def hub(
+    save_model: SaveModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FakeHub]:
     folder, _ = save_model("llama", shard="40KB")
     (folder / "tokenizer.json").write_text("{}")
     (folder / "consolidated.safetensors").write_bytes(b"a copy in another layout")
@@ -32,13 +34,17 @@ def hub(save_model: SaveModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     for variable in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(variable, raising=False)
-    with serve(FakeHub({"org/tiny": folder, "org/closed": folder}, gated={"org/closed"}, token="secret")) as hub:
+    with serve(
+        FakeHub({"org/tiny": folder, "org/closed": folder}, gated={"org/closed"}, token="secret")
+    ) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         yield hub
 
 
 @pytest.mark.parametrize("text", ["hf:org/tiny", "org/tiny"])
-def test_a_hub_id_is_downloaded_without_what_is_not_needed(hub: FakeHub, tmp_path: Path, text: str) -> None:
+def test_a_hub_id_is_downloaded_without_what_is_not_needed(
+    hub: FakeHub, tmp_path: Path, text: str
+) -> None:
     engine = build_engine(text, tmp_path / "engine", dtype="float32")
     from transformers import AutoModelForCausalLM
 
@@ -70,8 +76,12 @@ def test_a_tokenizer_comes_without_weights(hub: FakeHub) -> None:
 def test_an_unsupported_model_costs_one_small_download(hub: FakeHub) -> None:
     folder = hub.folders["org/tiny"]
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
-    with pytest.raises(UnsupportedModel, match=r"MambaForCausalLM is not supported; supported: LlamaForCausalLM"):
+    (folder / "config.json").write_text(
+        json.dumps({**config, "architectures": ["MambaForCausalLM"]})
+    )
+    with pytest.raises(
+        UnsupportedModel, match=r"MambaForCausalLM is not supported; supported: LlamaForCausalLM"
+    ):
         open_source("hf:org/tiny")
     assert hub.downloaded() == {"config.json"}
 
@@ -79,7 +89,9 @@ def test_an_unsupported_model_costs_one_small_download(hub: FakeHub) -> None:
 def test_a_gated_model_says_how_to_get_in_and_the_token_opens_it(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SourceError, match=r"^org/closed: .*accept its licence.*HF_TOKEN") as refusal:
+    with pytest.raises(
+        SourceError, match=r"^org/closed: .*accept its licence.*HF_TOKEN"
+    ) as refusal:
         open_source("hf:org/closed")
     assert "\n" not in str(refusal.value)
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -87,7 +99,9 @@ def test_a_gated_model_says_how_to_get_in_and_the_token_opens_it(
 
 
 def test_a_model_that_is_not_there(hub: FakeHub) -> None:
-    with pytest.raises(SourceError, match=r"^org/absent: no such model at the hub, or it is private"):
+    with pytest.raises(
+        SourceError, match=r"^org/absent: no such model at the hub, or it is private"
+    ):
         open_source("org/absent")
 
 
@@ -112,7 +126,9 @@ def test_without_a_network_the_copy_serves_and_its_absence_is_said(
     open_source("hf:org/tiny")
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
     assert open_source("hf:org/tiny").spec.layers == 2
-    with pytest.raises(SourceError, match=r"^org/other: the hub cannot be reached .*a folder or a GGUF file"):
+    with pytest.raises(
+        SourceError, match=r"^org/other: the hub cannot be reached .*a folder or a GGUF file"
+    ):
         open_source("hf:org/other")
 
 
@@ -124,7 +140,11 @@ def test_a_known_name_is_found_in_the_cache_without_asking_the_hub(
     assert "config.json" in hub.downloaded()
     hub.requests.clear()
     source = open_source("llama-2-7b")
-    assert (source.label, source.spec.layers, hub.requests) == ("hf:meta-llama/Llama-2-7b-hf", 2, [])
+    assert (source.label, source.spec.layers, hub.requests) == (
+        "hf:meta-llama/Llama-2-7b-hf",
+        2,
+        [],
+    )
 
 
 def test_a_model_folder_mounted_at_the_caches_place_is_used(

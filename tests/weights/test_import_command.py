@@ -40,7 +40,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.delenv("ENGINE_DEST_PATH", raising=False)
 
     def call(*words: object) -> Any:
-        return CliRunner().invoke(app, [*map(str, words), "--repo", str(tmp_path / "models")], prog_name="triton")
+        return CliRunner().invoke(
+            app, [*map(str, words), "--repo", str(tmp_path / "models")], prog_name="triton"
+        )
 
     return call
 
@@ -52,15 +54,21 @@ def test_import_builds_the_engine_and_writes_the_repository(
     result = run("import", "-m", "tiny", "-s", folder, "--backend", "tensorrtllm")
     assert result.exit_code == 0, result.output
     listed = f"triton - INFO - Current repo at {tmp_path / 'models'}:\n{TREE}\n"
-    assert result.stdout.endswith(f"{listed}triton - INFO - Serve it with: triton start --repo {tmp_path / 'models'}\n")
+    assert result.stdout.endswith(
+        f"{listed}triton - INFO - Serve it with: triton start --repo {tmp_path / 'models'}\n"
+    )
     assert re.search(r"triton - INFO - weights: 100%, 0\.\d MB of 0\.\d MB\n", result.stdout)
     engine = tmp_path / "home" / "engines" / "tiny"
     assert read_engine_config(engine).spec.layers == 2
     assert str(engine) in (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text()
     assert run("list").stdout == listed
-    plain = CliRunner().invoke(app, ["list", "--repo", str(tmp_path / "models")], prog_name="slipstream")
+    plain = CliRunner().invoke(
+        app, ["list", "--repo", str(tmp_path / "models")], prog_name="slipstream"
+    )
     assert plain.stdout == f"[INFO] Current repo at {tmp_path / 'models'}:\n{TREE}\n"
-    missing = CliRunner().invoke(app, ["list", "--repo", str(tmp_path / "none")], prog_name="slipstream")
+    missing = CliRunner().invoke(
+        app, ["list", "--repo", str(tmp_path / "none")], prog_name="slipstream"
+    )
     assert missing.stderr == f"error: No model repository exists at {tmp_path / 'none'}\n"
 
 
@@ -69,33 +77,52 @@ def test_engine_place_types_and_quantisation_follow_the_user(
 ) -> None:
     folder, _ = save_model("llama")
     monkeypatch.setenv("ENGINE_DEST_PATH", str(tmp_path / "engines"))
-    result = run("import", "-m", "tiny", "--source", f"local:{folder}", "--dtype", "float16", "--use_weight_only",
-                 "--weight_only_precision", "int4")
+    result = run(
+        "import",
+        "-m",
+        "tiny",
+        "--source",
+        f"local:{folder}",
+        "--dtype",
+        "float16",
+        "--use_weight_only",
+        "--weight_only_precision",
+        "int4",
+    )
     assert result.exit_code == 0, result.output
     config = read_engine_config(tmp_path / "engines" / "tiny")
     assert (config.dtype, config.quantisation) == ("float16", Quantisation("W4A16", 32))
 
 
-def test_a_second_import_finds_the_engine(save_model: SaveModel, tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_a_second_import_finds_the_engine(
+    save_model: SaveModel, tmp_path: Path, run: Callable[..., Any]
+) -> None:
     folder, _ = save_model("llama")
     run("import", "-m", "tiny", "-s", folder)
     again = run("import", "-m", "tiny", "-s", folder)
     assert (again.exit_code, again.stdout) == (1, "")
-    assert again.stderr.startswith(f"triton - ERROR - Found existing model at {tmp_path / 'models' / 'tiny'}")
+    assert again.stderr.startswith(
+        f"triton - ERROR - Found existing model at {tmp_path / 'models' / 'tiny'}"
+    )
     assert run("remove", "-m", "all").exit_code == 0
     third = run("import", "-m", "tiny", "-s", folder)
     assert third.exit_code == 0
-    assert third.stdout.startswith(f"triton - WARNING - Found existing engine(s) at {tmp_path / 'home'}")
+    assert third.stdout.startswith(
+        f"triton - WARNING - Found existing engine(s) at {tmp_path / 'home'}"
+    )
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["-m", "nosuch"], "nosuch is not a known model; known: smollm2-135m"),
-    (["-m", "../up", "-s", "x"], "'../up' cannot be a model's name"),
-    (["-m", "all", "-s", "x"], "'all' cannot be a model's name"),
-    (["-m", "ensemble", "-s", "x"], "'ensemble' cannot be a model's name"),
-    (["-m", "tiny", "-s", "/no/such/place"], "/no/such/place: no such folder or file"),
-    (["-m", "tiny", "--backend", "vllm"], "backend 'vllm' is not supported"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-m", "nosuch"], "nosuch is not a known model; known: smollm2-135m"),
+        (["-m", "../up", "-s", "x"], "'../up' cannot be a model's name"),
+        (["-m", "all", "-s", "x"], "'all' cannot be a model's name"),
+        (["-m", "ensemble", "-s", "x"], "'ensemble' cannot be a model's name"),
+        (["-m", "tiny", "-s", "/no/such/place"], "/no/such/place: no such folder or file"),
+        (["-m", "tiny", "--backend", "vllm"], "backend 'vllm' is not supported"),
+    ],
+)
 def test_refusals_are_one_line_and_exit_code_1(
     tmp_path: Path, run: Callable[..., Any], words: list[str], message: str
 ) -> None:
@@ -106,10 +133,16 @@ def test_refusals_are_one_line_and_exit_code_1(
     assert not (tmp_path / "models").exists()
 
 
-@pytest.mark.parametrize("place", ["slipstream.weights.build.write_tensors",
-                                   "slipstream.repository.templates._write_model"])
+@pytest.mark.parametrize(
+    "place",
+    ["slipstream.weights.build.write_tensors", "slipstream.repository.templates._write_model"],
+)
 def test_an_interrupted_import_leaves_nothing_half_written(
-    save_model: SaveModel, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, place: str
+    save_model: SaveModel,
+    tmp_path: Path,
+    run: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
 ) -> None:
     """While the engine is written nothing is left; after that, a whole engine and no model."""
     folder, _ = save_model("llama")
@@ -144,7 +177,9 @@ def test_remove_one_and_all(save_model: SaveModel, tmp_path: Path, run: Callable
     assert [path.name for path in models.iterdir()] == ["notes"]  # not a model
 
 
-def test_the_last_model_takes_its_helpers_along(save_model: SaveModel, tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_the_last_model_takes_its_helpers_along(
+    save_model: SaveModel, tmp_path: Path, run: Callable[..., Any]
+) -> None:
     folder, _ = save_model("llama")
     run("import", "-m", "tiny", "-s", folder)
     models = tmp_path / "models"
@@ -167,7 +202,9 @@ def test_remove_of_what_is_no_model(tmp_path: Path, run: Callable[..., Any], nam
 def test_list_of_no_repository(tmp_path: Path, run: Callable[..., Any]) -> None:
     result = run("list")
     assert result.exit_code == 1
-    assert result.stderr == f"triton - ERROR - No model repository exists at {tmp_path / 'models'}\n"
+    assert (
+        result.stderr == f"triton - ERROR - No model repository exists at {tmp_path / 'models'}\n"
+    )
 
 
 def test_tree_does_not_follow_links(tmp_path: Path) -> None:

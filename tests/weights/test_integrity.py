@@ -26,7 +26,9 @@ def test_a_flipped_bit_keeps_an_engine_from_starting(engine: Path) -> None:
     weights = bytearray((engine / "rank0.engine").read_bytes())
     weights[-9] ^= 1
     (engine / "rank0.engine").write_bytes(weights)
-    with pytest.raises(EngineFolderError, match=r"rank0\.engine: not the weights that were built: their SHA-256"):
+    with pytest.raises(
+        EngineFolderError, match=r"rank0\.engine: not the weights that were built: their SHA-256"
+    ):
         start_engine(engine, SETTINGS)
 
 

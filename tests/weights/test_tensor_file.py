@@ -12,9 +12,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from slipstream.weights.parameters import TensorSlot
-from slipstream.weights.tensor_file import TensorFileError, file_size, header_bytes, read_header, write_tensors
+from slipstream.weights.tensor_file import (
+    TensorFileError,
+    file_size,
+    header_bytes,
+    read_header,
+    write_tensors,
+)
 
-LAYOUT = {"a": TensorSlot("F32", (2, 3)), "empty": TensorSlot("F32", (0,)), "b": TensorSlot("I8", (5,))}
+LAYOUT = {
+    "a": TensorSlot("F32", (2, 3)),
+    "empty": TensorSlot("F32", (0,)),
+    "b": TensorSlot("I8", (5,)),
+}
 A, B = np.arange(6, dtype=np.float32), np.arange(5, dtype=np.int8)
 
 
@@ -33,18 +43,24 @@ def test_the_library_reads_what_is_streamed_in_pieces(tmp_path: Path) -> None:
 
 def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    save_file({"x": torch.zeros(3, 2, dtype=torch.bfloat16), "y": torch.zeros((), dtype=torch.int64)}, path)
+    save_file(
+        {"x": torch.zeros(3, 2, dtype=torch.bfloat16), "y": torch.zeros((), dtype=torch.int64)},
+        path,
+    )
     header = read_header(path)
     assert header.slots == {"x": TensorSlot("BF16", (3, 2)), "y": TensorSlot("I64", ())}
     assert header.file_bytes == path.stat().st_size
 
 
-@pytest.mark.parametrize("pieces", [
-    [("b", B), ("a", A)],
-    [("a", A), ("a", A), ("b", B)],
-    [("a", A), ("b", np.arange(6, dtype=np.int8))],
-    [("a", A), ("c", B)],
-])
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [("b", B), ("a", A)],
+        [("a", A), ("a", A), ("b", B)],
+        [("a", A), ("b", np.arange(6, dtype=np.int8))],
+        [("a", A), ("c", B)],
+    ],
+)
 def test_out_of_order_twice_too_long_and_unknown_are_errors(tmp_path: Path, pieces: list) -> None:
     with pytest.raises(ValueError, match="twice, out of order or too long"):
         write_tensors(tmp_path / "file", LAYOUT, pieces)
@@ -56,24 +72,29 @@ def test_what_was_not_written_is_named(tmp_path: Path) -> None:
 
 
 def _entry(**change: object) -> bytes:
-    header = json.dumps({"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **change}}).encode()
+    header = json.dumps(
+        {"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **change}}
+    ).encode()
     return len(header).to_bytes(8, "little") + header + bytes(8)
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (b"", "cut short in its header"),
-    (b"PK\x03\x04 a zip file, say", "not a safetensors file"),
-    ((1 << 62).to_bytes(8, "little") + b"{}", "cut short in its header"),
-    (_entry()[:-1], "holds 7 bytes of tensors where its header says 8: cut short"),
-    (_entry() + b"x", "bytes follow the last tensor"),
-    (_entry(shape=[3]), "does not occupy"),
-    (_entry(data_offsets=[1, 9]), "does not occupy"),
-    (_entry(data_offsets=[0]), "entry for t cannot be read"),
-    (_entry(shape=[-2]), "entry for t cannot be read"),
-    (_entry(dtype="F4"), "has type F4"),
-    ((2).to_bytes(8, "little") + b"[]", "not a table"),
-    ((4).to_bytes(8, "little") + b"\xff\xfe{}", "not JSON"),
-])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cut short in its header"),
+        (b"PK\x03\x04 a zip file, say", "not a safetensors file"),
+        ((1 << 62).to_bytes(8, "little") + b"{}", "cut short in its header"),
+        (_entry()[:-1], "holds 7 bytes of tensors where its header says 8: cut short"),
+        (_entry() + b"x", "bytes follow the last tensor"),
+        (_entry(shape=[3]), "does not occupy"),
+        (_entry(data_offsets=[1, 9]), "does not occupy"),
+        (_entry(data_offsets=[0]), "entry for t cannot be read"),
+        (_entry(shape=[-2]), "entry for t cannot be read"),
+        (_entry(dtype="F4"), "has type F4"),
+        ((2).to_bytes(8, "little") + b"[]", "not a table"),
+        ((4).to_bytes(8, "little") + b"\xff\xfe{}", "not JSON"),
+    ],
+)
 def test_damage_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "weights"
     path.write_bytes(content)
@@ -84,13 +105,16 @@ def test_damage_is_named(tmp_path: Path, content: bytes, message: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_a_mutated_file_is_read_or_refused_never_anything_else(tmp_path_factory: pytest.TempPathFactory,
-                                                               data: st.DataObject) -> None:
+def test_a_mutated_file_is_read_or_refused_never_anything_else(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     path = tmp_path_factory.getbasetemp() / "mutated"
-    content = bytearray(header_bytes({"a": TensorSlot("F32", (2,)), "b": TensorSlot("I8", (4,))}) + bytes(12))
+    content = bytearray(
+        header_bytes({"a": TensorSlot("F32", (2,)), "b": TensorSlot("I8", (4,))}) + bytes(12)
+    )
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(content[:data.draw(st.integers(0, len(content)))])
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
     try:
         header = read_header(path)
     except TensorFileError:

@@ -62,6 +62,11 @@ def silu_gated_quantised(x: Tensor) -> Quantised:
     tokens, size = x.shape[0], x.shape[1] // 2
     out = new_quantised(tokens, size, x.device)
     _silu_gated_quantised[(tokens,)](
-        x, *out, size, BLOCK=power_of_two(size), num_warps=min(8, warps_for(size)), **overlapping(x.device)
-    )  # fmt: skip
+        x,
+        *out,
+        size,
+        BLOCK=power_of_two(size),
+        num_warps=min(8, warps_for(size)),
+        **overlapping(x.device),
+    )
     return out

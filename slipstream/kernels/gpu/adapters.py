@@ -1,11 +1,13 @@
 """Low-rank additions on the GPU: the torch twin is `CpuStepAdapters` of kernels/adapters.py.
 
-Two kernels a product. The first makes the middle [tokens, pages, parts * rank] of x and A, the second adds B's share
-to y. Both run over tiles: runs of tokens of one row. Which pages a tile's row has, they read on the device, and the
-grid depends on the number of tiles alone; so a decode step, whose tiles are its tokens, can be captured once for
-whatever adapters its rows will have. Tiles without an adapter, and pages that add nothing to the product, end at once.
+Two kernels a product. The first makes the middle [tokens, pages, parts * rank] of x and A, the
+second adds B's share to y. Both run over tiles: runs of tokens of one row. Which pages a tile's row
+has, they read on the device, and the grid depends on the number of tiles alone; so a decode step,
+whose tiles are its tokens, can be captured once for whatever adapters its rows will have. Tiles
+without an adapter, and pages that add nothing to the product, end at once.
 
-Tokens of a decode step have nothing to share: kernels of their own read each adapter once, as fast as memory gives it.
+Tokens of a decode step have nothing to share: kernels of their own read each adapter once, as fast
+as memory gives it.
 """
 
 from __future__ import annotations
@@ -34,11 +36,28 @@ _MOST_SPLITS = 16  # of the sum over inputs in a decode step
 @Quick
 @triton.jit
 def _shrink(
-    x, memory, middle, starts, counts, rows, row_pages, products,
-    inputs, x_stride, page_stride, row_stride, split_stride, token_stride, first_at,
-    PRODUCT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, INPUTS: tl.constexpr,
+    x,
+    memory,
+    middle,
+    starts,
+    counts,
+    rows,
+    row_pages,
+    products,
+    inputs,
+    x_stride,
+    page_stride,
+    row_stride,
+    split_stride,
+    token_stride,
+    first_at,
+    PRODUCT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
-):  # fmt: skip
+):
     tile, number, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     table = row_pages + tl.load(rows + tile).to(tl.int64) * row_stride
     if number < tl.load(table):
@@ -52,23 +71,58 @@ def _shrink(
             for begin in range(split * share, min(inputs, (split + 1) * share), INPUTS):
                 column = begin + tl.arange(0, INPUTS)
                 held = column < inputs
-                given = tl.load(x + token.to(tl.int64)[:, None] * x_stride + column[None, :],
-                                inside[:, None] & held[None, :], other=0.0)
-                first = tl.load(memory + page * page_stride + first_at + width[None, :] * inputs + column[:, None],
-                                (width < WIDTH)[None, :] & held[:, None], other=0.0)
+                given = tl.load(
+                    x + token.to(tl.int64)[:, None] * x_stride + column[None, :],
+                    inside[:, None] & held[None, :],
+                    other=0.0,
+                )
+                first = tl.load(
+                    memory
+                    + page * page_stride
+                    + first_at
+                    + width[None, :] * inputs
+                    + column[:, None],
+                    (width < WIDTH)[None, :] & held[:, None],
+                    other=0.0,
+                )
                 total = tl.dot(given, first.to(given.dtype), total, input_precision="ieee")
-            place = middle + split * split_stride + token.to(tl.int64)[:, None] * token_stride + number * WIDTH
+            place = (
+                middle
+                + split * split_stride
+                + token.to(tl.int64)[:, None] * token_stride
+                + number * WIDTH
+            )
             tl.store(place + width[None, :], total, inside[:, None] & (width < WIDTH)[None, :])
 
 
 @Quick
 @triton.jit
 def _expand(
-    middle, memory, y, starts, counts, rows, row_pages, products,
-    outputs, y_stride, page_stride, row_stride, split_stride, token_stride, second_at,
-    FIRST_PART: tl.constexpr, SECOND_PART: tl.constexpr, PRODUCT: tl.constexpr, PARTS: tl.constexpr,
-    RANK: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+    middle,
+    memory,
+    y,
+    starts,
+    counts,
+    rows,
+    row_pages,
+    products,
+    outputs,
+    y_stride,
+    page_stride,
+    row_stride,
+    split_stride,
+    token_stride,
+    second_at,
+    FIRST_PART: tl.constexpr,
+    SECOND_PART: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     tile, block = tl.program_id(0), tl.program_id(1)
     table = row_pages + tl.load(rows + tile).to(tl.int64) * row_stride
     pages = tl.load(table)
@@ -83,12 +137,26 @@ def _expand(
             page = tl.load(table + 1 + number).to(tl.int64)
             if (tl.load(products + page) >> PRODUCT) & 1:
                 given = tl.zeros([TILE, PADDED], tl.float32)
-                at = middle + token.to(tl.int64)[:, None] * token_stride + (number * PARTS + part) * RANK
+                at = (
+                    middle
+                    + token.to(tl.int64)[:, None] * token_stride
+                    + (number * PARTS + part) * RANK
+                )
                 for split in tl.static_range(SPLITS):
-                    given += tl.load(at + split * split_stride + rank[None, :],
-                                     inside[:, None] & (rank < RANK)[None, :], other=0.0)
-                second = tl.load(memory + page * page_stride + second_at + rank[:, None] * outputs + column[None, :],
-                                 (rank < RANK)[:, None] & (column < end)[None, :], other=0.0)
+                    given += tl.load(
+                        at + split * split_stride + rank[None, :],
+                        inside[:, None] & (rank < RANK)[None, :],
+                        other=0.0,
+                    )
+                second = tl.load(
+                    memory
+                    + page * page_stride
+                    + second_at
+                    + rank[:, None] * outputs
+                    + column[None, :],
+                    (rank < RANK)[:, None] & (column < end)[None, :],
+                    other=0.0,
+                )
                 total = tl.dot(given.to(second.dtype), second, total, input_precision="ieee")
         place = y + token.to(tl.int64)[:, None] * y_stride + column[None, :]
         held = inside[:, None] & (column < end)[None, :]
@@ -99,11 +167,26 @@ def _expand(
 @Quick
 @triton.jit
 def _shrink_one(
-    x, memory, middle, rows, row_pages, products,
-    inputs, x_stride, page_stride, row_stride, split_stride, token_stride, first_at,
-    PRODUCT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
+    x,
+    memory,
+    middle,
+    rows,
+    row_pages,
+    products,
+    inputs,
+    x_stride,
+    page_stride,
+    row_stride,
+    split_stride,
+    token_stride,
+    first_at,
+    PRODUCT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table = row_pages + tl.load(rows + token).to(tl.int64) * row_stride
     width = tl.arange(0, PADDED)
@@ -116,8 +199,15 @@ def _shrink_one(
             for begin in range(split * share, min(inputs, (split + 1) * share), INPUTS):
                 column = begin + tl.arange(0, INPUTS)
                 held = column < inputs
-                first = tl.load(memory + page * page_stride + first_at + width[:, None] * inputs + column[None, :],
-                                (width < WIDTH)[:, None] & held[None, :], other=0.0)
+                first = tl.load(
+                    memory
+                    + page * page_stride
+                    + first_at
+                    + width[:, None] * inputs
+                    + column[None, :],
+                    (width < WIDTH)[:, None] & held[None, :],
+                    other=0.0,
+                )
                 given = tl.load(x + token * x_stride + column, held, other=0.0)
                 total += tl.sum(first.to(tl.float32) * given.to(tl.float32)[None, :], 1)
             place = middle + split * split_stride + token * token_stride + number * WIDTH
@@ -127,11 +217,29 @@ def _shrink_one(
 @Quick
 @triton.jit
 def _expand_one(
-    middle, memory, y, rows, row_pages, products,
-    outputs, y_stride, page_stride, row_stride, split_stride, token_stride, second_at,
-    FIRST_PART: tl.constexpr, SECOND_PART: tl.constexpr, PRODUCT: tl.constexpr, PARTS: tl.constexpr,
-    RANK: tl.constexpr, PADDED: tl.constexpr, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    middle,
+    memory,
+    y,
+    rows,
+    row_pages,
+    products,
+    outputs,
+    y_stride,
+    page_stride,
+    row_stride,
+    split_stride,
+    token_stride,
+    second_at,
+    FIRST_PART: tl.constexpr,
+    SECOND_PART: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table = row_pages + tl.load(rows + token).to(tl.int64) * row_stride
     pages = tl.load(table)
@@ -140,17 +248,23 @@ def _expand_one(
     rank = tl.arange(0, PADDED)
     held = column < end
     place = memory + second_at + rank[:, None] * outputs + column[None, :]
-    # The pages were there before the step: B comes while the kernel ahead runs out, or the page before is added.
+    # The pages were there before the step: B comes while the kernel ahead runs out, or the page
+    # before is added.
     page = tl.load(table + 1).to(tl.int64)
-    added = (pages > 0).to(tl.int32) * ((tl.load(products + page) >> PRODUCT) & 1) * RANK  # columns of B
+    # columns of B
+    added = (pages > 0).to(tl.int32) * ((tl.load(products + page) >> PRODUCT) & 1) * RANK
     second = tl.load(place + page * page_stride, (rank < added)[:, None] & held[None, :], other=0.0)
     follow(OVERLAP)
     if pages > 0:
         total = tl.load(y + token * y_stride + column, held, other=0.0).to(tl.float32)
         for number in range(pages):
             page = tl.load(table + 1 + tl.minimum(number + 1, pages - 1)).to(tl.int64)
-            next_added = tl.where(number + 1 < pages, (tl.load(products + page) >> PRODUCT) & 1, 0) * RANK
-            next_second = tl.load(place + page * page_stride, (rank < next_added)[:, None] & held[None, :], other=0.0)
+            next_added = (
+                tl.where(number + 1 < pages, (tl.load(products + page) >> PRODUCT) & 1, 0) * RANK
+            )
+            next_second = tl.load(
+                place + page * page_stride, (rank < next_added)[:, None] & held[None, :], other=0.0
+            )
             given = tl.zeros([PADDED], tl.float32)
             at = middle + token * token_stride + (number * PARTS + part) * RANK + rank
             for split in tl.static_range(SPLITS):
@@ -164,14 +278,26 @@ def _expand_one(
 
 
 @triton.jit
-def _columns_of(block, outputs, FIRST_PART: tl.constexpr, SECOND_PART: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Part, first column and end of a block of columns, which lies in one part: each is cut into blocks by itself."""
+def _columns_of(
+    block, outputs, FIRST_PART: tl.constexpr, SECOND_PART: tl.constexpr, OUTPUTS: tl.constexpr
+):
+    """Part, first column and end of a block of columns, which lies in one part: each is cut into
+    blocks by itself.
+    """
     first_blocks: tl.constexpr = (FIRST_PART + OUTPUTS - 1) // OUTPUTS
     second_blocks: tl.constexpr = (SECOND_PART + OUTPUTS - 1) // OUTPUTS
-    part = (block >= first_blocks).to(tl.int32) + (block >= first_blocks + second_blocks).to(tl.int32)
-    begin = tl.where(part == 0, block * OUTPUTS, tl.where(
-        part == 1, FIRST_PART + (block - first_blocks) * OUTPUTS,
-        FIRST_PART + SECOND_PART + (block - first_blocks - second_blocks) * OUTPUTS))
+    part = (block >= first_blocks).to(tl.int32) + (block >= first_blocks + second_blocks).to(
+        tl.int32
+    )
+    begin = tl.where(
+        part == 0,
+        block * OUTPUTS,
+        tl.where(
+            part == 1,
+            FIRST_PART + (block - first_blocks) * OUTPUTS,
+            FIRST_PART + SECOND_PART + (block - first_blocks - second_blocks) * OUTPUTS,
+        ),
+    )
     end = tl.where(part == 0, FIRST_PART, tl.where(part == 1, FIRST_PART + SECOND_PART, outputs))
     return part, begin, end
 
@@ -183,11 +309,15 @@ def _spread(values, runs, page, BLOCK: tl.constexpr):
     start, place, length = tl.load(run), tl.load(run + 1), tl.load(run + 2)
     for begin in range(0, length, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        tl.store(page + place + at, tl.load(values + start + at, at < length, other=0.0), at < length)
+        tl.store(
+            page + place + at, tl.load(values + start + at, at < length, other=0.0), at < length
+        )
 
 
 def spread(values: Tensor, runs: Tensor, page: Tensor) -> None:
-    """Copy runs of values [n] to their places in a page; runs: int32 [runs, (begin in values, in the page, length)]"""
+    """Copy runs of values [n] to their places in a page; runs: int32 [runs, (begin in values, in
+    the page, length)]
+    """
     _spread[(runs.shape[0],)](values, runs, page, BLOCK=1024, num_warps=4)
 
 
@@ -207,18 +337,28 @@ def decode_tiles(rows: Tensor) -> Tiles:
     return Tiles(starts, torch.ones_like(starts), rows, 1)
 
 
-def cut_adapter_tiles(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """rows, counts: of a step's rows, whose tokens lie one row after the other → starts, counts, rows of tiles."""
+def cut_adapter_tiles(
+    rows: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """rows, counts: of a step's rows, whose tokens lie one row after the other → starts, counts,
+    rows of tiles.
+    """
     offsets = np.cumsum(counts) - counts
     tiles = -(-counts // TILE_TOKENS)
     number = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
     starts = np.repeat(offsets, tiles) + number * TILE_TOKENS
-    return starts, np.minimum(np.repeat(offsets + counts, tiles) - starts, TILE_TOKENS), np.repeat(rows, tiles)
+    return (
+        starts,
+        np.minimum(np.repeat(offsets + counts, tiles) - starts, TILE_TOKENS),
+        np.repeat(rows, tiles),
+    )
 
 
 class GpuStepAdapters:
     def __init__(self, pages: AdapterPages, row_pages: Tensor, tiles: Tiles) -> None:
-        """row_pages: int32 [rows of the engine, 1 + most pages]: how many pages a row has, then those."""
+        """row_pages: int32 [rows of the engine, 1 + most pages]: how many pages a row has, then
+        those.
+        """
         self._pages, self._row_pages, self._tiles = pages, row_pages, tiles
 
     def add(self, y: Tensor, x: Tensor, layer: int, product: int) -> None:
@@ -240,18 +380,51 @@ class GpuStepAdapters:
         strides = (memory.stride(0), table.stride(0), middle.stride(0), middle.stride(1))
         first_at, second_at = layout.starts(layer, product)
         _shrink_one[(tokens, splits)](
-            x, memory, middle, *common, inputs, x.stride(0), *strides, first_at, PRODUCT=product, WIDTH=parts * rank,
-            PADDED=width, INPUTS=taken, SPLITS=splits, num_warps=4, **overlapping(x.device),
-        )  # fmt: skip
+            x,
+            memory,
+            middle,
+            *common,
+            inputs,
+            x.stride(0),
+            *strides,
+            first_at,
+            PRODUCT=product,
+            WIDTH=parts * rank,
+            PADDED=width,
+            INPUTS=taken,
+            SPLITS=splits,
+            num_warps=4,
+            **overlapping(x.device),
+        )
         columns = max(64, _HELD // power_of_two(rank))
         _expand_one[(tokens, sum(pieces(width, columns) for width in outputs))](
-            middle, memory, y, *common, sum(outputs), y.stride(0), *strides, second_at,
-            FIRST_PART=outputs[0], SECOND_PART=outputs[1] if parts > 1 else 0, PRODUCT=product, PARTS=parts,
-            RANK=rank, PADDED=power_of_two(rank), OUTPUTS=columns, SPLITS=splits, num_warps=4, **overlapping(x.device),
-        )  # fmt: skip
+            middle,
+            memory,
+            y,
+            *common,
+            sum(outputs),
+            y.stride(0),
+            *strides,
+            second_at,
+            FIRST_PART=outputs[0],
+            SECOND_PART=outputs[1] if parts > 1 else 0,
+            PRODUCT=product,
+            PARTS=parts,
+            RANK=rank,
+            PADDED=power_of_two(rank),
+            OUTPUTS=columns,
+            SPLITS=splits,
+            num_warps=4,
+            **overlapping(x.device),
+        )
 
     def _add_tiles(self, y: Tensor, x: Tensor, layer: int, product: int) -> None:
-        layout, memory, tiles, table = self._pages.layout, self._pages.memory, self._tiles, self._row_pages
+        layout, memory, tiles, table = (
+            self._pages.layout,
+            self._pages.memory,
+            self._tiles,
+            self._row_pages,
+        )
         inputs, outputs = layout.shapes[product]
         parts, rank, count = len(outputs), layout.rank, tiles.starts.shape[0]
         splits = 1 if count > _MANY_TILES else _SPLITS
@@ -261,16 +434,43 @@ class GpuStepAdapters:
         strides = (memory.stride(0), table.stride(0), middle.stride(0), middle.stride(1))
         first_at, second_at = layout.starts(layer, product)
         _shrink[(count, table.shape[1] - 1, splits)](
-            x, memory, middle, *common, inputs, x.stride(0), *strides, first_at,
-            PRODUCT=product, WIDTH=parts * rank, PADDED=_padded(parts * rank), TILE=tile, INPUTS=_INPUTS,
-            SPLITS=splits, num_warps=4,
-        )  # fmt: skip
+            x,
+            memory,
+            middle,
+            *common,
+            inputs,
+            x.stride(0),
+            *strides,
+            first_at,
+            PRODUCT=product,
+            WIDTH=parts * rank,
+            PADDED=_padded(parts * rank),
+            TILE=tile,
+            INPUTS=_INPUTS,
+            SPLITS=splits,
+            num_warps=4,
+        )
         blocks = sum(pieces(width, _OUTPUTS) for width in outputs)
         _expand[(count, blocks)](
-            middle, memory, y, *common, sum(outputs), y.stride(0), *strides, second_at,
-            FIRST_PART=outputs[0], SECOND_PART=outputs[1] if parts > 1 else 0, PRODUCT=product, PARTS=parts,
-            RANK=rank, PADDED=_padded(rank), TILE=tile, OUTPUTS=_OUTPUTS, SPLITS=splits, num_warps=4,
-        )  # fmt: skip
+            middle,
+            memory,
+            y,
+            *common,
+            sum(outputs),
+            y.stride(0),
+            *strides,
+            second_at,
+            FIRST_PART=outputs[0],
+            SECOND_PART=outputs[1] if parts > 1 else 0,
+            PRODUCT=product,
+            PARTS=parts,
+            RANK=rank,
+            PADDED=_padded(rank),
+            TILE=tile,
+            OUTPUTS=_OUTPUTS,
+            SPLITS=splits,
+            num_warps=4,
+        )
 
     def _middle(self, splits: int, x: Tensor, width: int) -> Tensor:
         """Room for what A makes of x: [splits of the sum, tokens, most pages * width]"""

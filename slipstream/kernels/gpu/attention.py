@@ -23,17 +23,29 @@ class GpuAttention:
     decodes: int
     decode: DecodePlan | None
     prefill: PrefillPlan | None
-    prefix: Prefix | None = None  # what the rest looks back at, where it is unpacked beforehand: its tables' rows count
+    # what the rest looks back at, where it is unpacked beforehand: its tables' rows count
+    prefix: Prefix | None = None
 
     def attend(self, heads: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
-        """heads: [tokens, q_heads + 2 * kv_heads, head_size], rotated → [tokens, q_heads, head_size]"""
+        """heads: [tokens, q_heads + 2 * kv_heads, head_size], rotated → [tokens, q_heads,
+        head_size]
+        """
         tokens, all_heads, size = heads.shape
         q_heads = all_heads - 2 * keys.shape[0]
         out = heads.new_empty((tokens, q_heads, size))
         if self.decode is not None:
             first = slice(0, self.decodes)
-            attend_decode(heads[first, :q_heads], keys, values, self.tables, self.decode, self.block_tokens,
-                          self.places, rule, out[first])
+            attend_decode(
+                heads[first, :q_heads],
+                keys,
+                values,
+                self.tables,
+                self.decode,
+                self.block_tokens,
+                self.places,
+                rule,
+                out[first],
+            )
         if self.prefill is not None:
             tables = self.tables
             if self.prefix is not None:

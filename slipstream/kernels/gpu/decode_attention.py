@@ -1,7 +1,8 @@
-"""Attention of rows with one new token each, over the paged cache: as fast as memory, whatever the mix of lengths.
+"""Attention of rows with one new token each, over the paged cache: as fast as memory, whatever the
+mix of lengths.
 
-A program takes one key head of one row. Rows too long for their share of the machine are cut into chunks, and the
-program that is done last with a row merges them.
+A program takes one key head of one row. Rows too long for their share of the machine are cut into
+chunks, and the program that is done last with a row merges them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from slipstream.kernels.gpu.softmax import soften
 
 _TILE = 64  # cached tokens a program looks at at once
 _NARROW_TILE = 32  # the same of a program with one warp
-# By the bytes of a cached number: programs for each that the machine holds from which on they are best narrow, and how
-# far ahead of its arithmetic a narrow program reads.
+# By the bytes of a cached number: programs for each that the machine holds from which on they are
+# best narrow, and how far ahead of its arithmetic a narrow program reads.
 _NARROW_FROM = {1: 1.5, 2: 2.3}
 _NARROW_STAGES = {1: 6, 2: 4}
 _GROUP = 16  # the least number of query rows the matrix units take
@@ -42,33 +43,68 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def _split_pairs(pairs):
-    """int16, two eight-bit numbers each → the low and the high ones as float16, by the hardware's conversion."""
+    """int16, two eight-bit numbers each → the low and the high ones as float16, by the hardware's
+    conversion.
+    """
     return tl.inline_asm_elementwise(
         "{ .reg .b32 a, b; .reg .b16 c, d, e, f; prmt.b32 a, $2, 0, 0x0020; prmt.b32 b, $2, 0, 0x0031;"
         " mov.b32 {c, e}, a; mov.b32 {d, f}, b; cvt.rn.f16x2.e4m3x2 $0, c; cvt.rn.f16x2.e4m3x2 $1, d; }",
-        "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @Quick
 @triton.jit
 def _decode(
-    q, keys, values, tables, chunks, out, partial, statistics, arrivals, scale, softcap, q_stride, cache_slots,
-    table_stride, window, sinks, places,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, COMPUTE: tl.constexpr, PAIRED: tl.constexpr,
+    q,
+    keys,
+    values,
+    tables,
+    chunks,
+    out,
+    partial,
+    statistics,
+    arrivals,
+    scale,
+    softcap,
+    q_stride,
+    cache_slots,
+    table_stride,
+    window,
+    sinks,
+    places,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PAIRED: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
-    # Paired, values are read as pairs of eight-bit numbers: even and odd columns of a head are then two halves of half
-    # the width, each with its own product. Otherwise there is one "half", the whole head.
+):
+    # Paired, values are read as pairs of eight-bit numbers: even and odd columns of a head are then
+    # two halves of half the width, each with its own product. Otherwise there is one "half", the
+    # whole head.
     STEP: tl.constexpr = 2 if PAIRED else 1
     WIDTH: tl.constexpr = PADDED // STEP
     HALF: tl.constexpr = SIZE // STEP
     # The plan was there before the step: what it says is read while the kernel ahead runs out.
-    head, row, table_row, start, end, length, part, first, parts = read_chunk(chunks, tl.program_id(0), KV_HEADS)
+    head, row, table_row, start, end, length, part, first, parts = read_chunk(
+        chunks, tl.program_id(0), KV_HEADS
+    )
     table = tables + table_row.to(tl.int64) * table_stride
-    if parts == 0:  # and no need to wait: another program of the grid does, and the grid is not over before
+    # and no need to wait: another program of the grid does, and the grid is not over before
+    if parts == 0:
         return
     column = tl.arange(0, PADDED)
     value_column = tl.arange(0, WIDTH)
@@ -80,7 +116,9 @@ def _decode(
     room = 2 * tl.num_programs(0) <= places  # for the next kernel beside all programs of this one
     if room:
         let_next(OVERLAP)
-    queries = tl.load(q + at, (query[:, None] < GROUP) & (column[None, :] < SIZE), other=0.0).to(COMPUTE)
+    queries = tl.load(q + at, (query[:, None] < GROUP) & (column[None, :] < SIZE), other=0.0).to(
+        COMPUTE
+    )
     best = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     total = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -90,7 +128,11 @@ def _decode(
     for tile in tl.range(begin, end, TILE):
         seen, slot = slots_of(tile, end, oldest, sinks, table, TILE, BLOCK_TOKENS, WINDOW)
         slot = head * cache_slots + slot
-        k = tl.load(keys + slot[:, None] * SIZE + column[None, :], seen[:, None] & (column[None, :] < SIZE), other=0.0)
+        k = tl.load(
+            keys + slot[:, None] * SIZE + column[None, :],
+            seen[:, None] & (column[None, :] < SIZE),
+            other=0.0,
+        )
         scores = tl.dot(queries, tl.trans(k.to(COMPUTE)), input_precision=PRECISION) * scale
         where = values + slot[:, None] * HALF + value_column[None, :]
         loaded = seen[:, None] & (value_column[None, :] < HALF)
@@ -102,18 +144,37 @@ def _decode(
         total = tl.dot(weights.to(COMPUTE), v, total * shrink[:, None], input_precision=PRECISION)
         if PAIRED:
             odd_total = tl.dot(weights.to(COMPUTE), odd_v, odd_total * shrink[:, None])
-    result = out + row.to(tl.int64) * GROUP * KV_HEADS * SIZE + (head * GROUP + query[:, None]) * SIZE
+    result = (
+        out + row.to(tl.int64) * GROUP * KV_HEADS * SIZE + (head * GROUP + query[:, None]) * SIZE
+    )
     if parts == 1:
         tl.store(result + STEP * value_column[None, :], (total / mass[:, None]).to(kind), held)
         if PAIRED:
-            tl.store(result + 2 * value_column[None, :] + 1, (odd_total / mass[:, None]).to(kind), held)
+            tl.store(
+                result + 2 * value_column[None, :] + 1, (odd_total / mass[:, None]).to(kind), held
+            )
     else:
         place = partial + (part * QUERIES + query[:, None]) * PADDED + STEP * value_column[None, :]
         tl.store(place, total, held)
         if PAIRED:
             tl.store(place + 1, odd_total, held)
-        arrive(partial, statistics, arrivals + row * KV_HEADS + head, result, best, mass, part, first, parts, head,
-                KV_HEADS, GROUP, SIZE, PADDED, QUERIES)
+        arrive(
+            partial,
+            statistics,
+            arrivals + row * KV_HEADS + head,
+            result,
+            best,
+            mass,
+            part,
+            first,
+            parts,
+            head,
+            KV_HEADS,
+            GROUP,
+            SIZE,
+            PADDED,
+            QUERIES,
+        )
     if not room:
         let_next(OVERLAP)
 
@@ -139,15 +200,35 @@ def attend_decode(
     partial = torch.empty((shared, queries, padded), dtype=torch.float32, device=q.device)
     statistics = torch.empty((shared, 2, queries), dtype=torch.float32, device=q.device)
     arguments = (
-        q, keys, values, tables, plan.chunks, out, partial, statistics, counters(rows * kv_heads, q.device),
-        rule.scale * _LOG2_E, rule.softcap * _LOG2_E, q.stride(0), keys.shape[1], tables.stride(0),
-        rule.window if rule.window is not None else 2**30, rule.sinks, places.count,
-    )  # fmt: skip
+        q,
+        keys,
+        values,
+        tables,
+        plan.chunks,
+        out,
+        partial,
+        statistics,
+        counters(rows * kv_heads, q.device),
+        rule.scale * _LOG2_E,
+        rule.softcap * _LOG2_E,
+        q.stride(0),
+        keys.shape[1],
+        tables.stride(0),
+        rule.window if rule.window is not None else 2**30,
+        rule.sinks,
+        places.count,
+    )
     constants: dict[str, Any] = {
-        "GROUP": group, "KV_HEADS": kv_heads, "SIZE": size, "BLOCK_TOKENS": block_tokens, "QUERIES": queries,
-        "SOFTCAP": rule.softcap > 0, "WINDOW": rule.window is not None, "SINKS": rule.sinks > 0,
+        "GROUP": group,
+        "KV_HEADS": kv_heads,
+        "SIZE": size,
+        "BLOCK_TOKENS": block_tokens,
+        "QUERIES": queries,
+        "SOFTCAP": rule.softcap > 0,
+        "WINDOW": rule.window is not None,
+        "SINKS": rule.sinks > 0,
         **overlapping(q.device),
-    }  # fmt: skip
+    }
     load = rows * kv_heads / places.count
     if keys.dtype == packed_cache.DTYPE:
         tuning = _packed_tuning(load, one_warp(group, size))
@@ -161,12 +242,18 @@ def attend_decode(
     # Wide or long numbers need the registers of several warps.
     small = q.element_size() == 2 and padded <= 128 and queries == _GROUP and paired == eight_bits
     _decode[(items,)](
-        *arguments[:2], values, *arguments[3:], **constants, PADDED=padded,
-        # The hardware turns eight bits into float16 in one instruction; bfloat16 would take several.
-        COMPUTE=tl.float16 if eight_bits else _TYPES[q.dtype], PAIRED=paired,
+        *arguments[:2],
+        values,
+        *arguments[3:],
+        **constants,
+        PADDED=padded,
+        # The hardware turns eight bits into float16 in one instruction; bfloat16 would take
+        # several.
+        COMPUTE=tl.float16 if eight_bits else _TYPES[q.dtype],
+        PAIRED=paired,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         **_tuning(load, keys.element_size(), padded, small),
-    )  # fmt: skip
+    )
 
 
 def _tuning(load: float, number: int, padded: int, small: bool) -> dict[str, int]:
@@ -175,11 +262,17 @@ def _tuning(load: float, number: int, padded: int, small: bool) -> dict[str, int
         return {"TILE": _NARROW_TILE, "num_warps": 1, "num_stages": _NARROW_STAGES[number]}
     # Where there are few, each reads further ahead; where there is hardly any, it has no time to.
     stages = 3 if small and number == 2 and 0.25 <= load <= 1 else 2
-    return {"TILE": _TILE if padded * number <= 512 else _TILE // 2, "num_warps": 4, "num_stages": stages}
+    return {
+        "TILE": _TILE if padded * number <= 512 else _TILE // 2,
+        "num_warps": 4,
+        "num_stages": stages,
+    }
 
 
 def one_warp(group: int, size: int) -> bool:
-    """Whether the queries of a key head, over a packed cache, are few enough for the registers of one warp."""
+    """Whether the queries of a key head, over a packed cache, are few enough for the registers of
+    one warp.
+    """
     return max(_GROUP, power_of_two(group)) * size <= _GROUP * 128
 
 

@@ -1,7 +1,8 @@
-"""How rows with one new token each are cut into chunks, one for a program, and how a row's chunks are merged.
+"""How rows with one new token each are cut into chunks, one for a program, and how a row's chunks
+are merged.
 
-The longest chunks go first, so that the short ones fill what is left at the end. The plan lies in device memory and the
-grid never changes, so a graph may hold it.
+The longest chunks go first, so that the short ones fill what is left at the end. The plan lies in
+device memory and the grid never changes, so a graph may hold it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from slipstream.kernels.gpu.launch import processors
 
 _STEP = 64  # tokens that chunks end at a multiple of: the most that a program looks at at once
 _AT_ONCE = 5  # programs of several warps that a processor holds
-# Even shares of all tokens that a chunk holds at least: to begin and to merge one takes its time, which others fill
-# where there are many, and narrow. Of those, with heads of 128, it holds seven.
+# Even shares of all tokens that a chunk holds at least: to begin and to merge one takes its time,
+# which others fill where there are many, and narrow. Of those, with heads of 128, it holds seven.
 _FULL, _FULL_OF_MANY = 1.3, _AT_ONCE / 7
 _MERGED = 32  # chunks that are soon merged
 CHUNK_NUMBERS = 8
@@ -37,11 +38,13 @@ class DecodePlan:
 @dataclass(frozen=True, slots=True)
 class Places:
     count: int  # of programs that the machine holds at once
-    narrow: bool = False  # whether programs may have one warp: where there are many, rows are then cut finer
+    # whether programs may have one warp: where there are many, rows are then cut finer
+    narrow: bool = False
 
 
 def places_of(device: torch.device, narrow: bool = False) -> Places:
-    return Places(processors(device) * _AT_ONCE if device.type == "cuda" else 4, narrow)  # 4: the interpreter
+    # 4: the interpreter
+    return Places(processors(device) * _AT_ONCE if device.type == "cuda" else 4, narrow)
 
 
 def most_chunks(rows: int, kv_heads: int, places: Places) -> int:
@@ -51,8 +54,9 @@ def most_chunks(rows: int, kv_heads: int, places: Places) -> int:
 
 
 def shared_chunks(items: int, rows: int, kv_heads: int, places: Places) -> int:
-    """How many of so many chunks, of all key heads, there are at most that have to be merged: a row that is cut has at
-    most twice as many chunks as it has tokens over those of a chunk."""
+    """How many of so many chunks, of all key heads, there are at most that have to be merged: a row
+    that is cut has at most twice as many chunks as it has tokens over those of a chunk.
+    """
     return min(items, int(2 * places.count / _full(rows * kv_heads, places)))
 
 
@@ -61,15 +65,21 @@ def _full(programs: int, places: Places) -> float:
 
 
 def _most_of_a_row(kv_heads: int, places: Places) -> int:
-    """Chunks of a row, which one program merges: as many as it takes to keep the machine busy, and no more."""
+    """Chunks of a row, which one program merges: as many as it takes to keep the machine busy, and
+    no more.
+    """
     return max(_MERGED, places.count // (4 * kv_heads))
 
 
-def cut_chunks(tables: np.ndarray, lengths: np.ndarray, kv_heads: int, places: Places) -> np.ndarray:
-    """tables: [rows], which one is whose; lengths: [rows] → int32 [chunks, CHUNK_NUMBERS], the longest first.
+def cut_chunks(
+    tables: np.ndarray, lengths: np.ndarray, kv_heads: int, places: Places
+) -> np.ndarray:
+    """tables: [rows], which one is whose; lengths: [rows] → int32 [chunks, CHUNK_NUMBERS], the
+    longest first.
 
-    The numbers of a chunk: the row of the step, its table, the first token and the one behind the last, the row's
-    length, the chunk's place among those of all rows that are cut, that of the row's first, and how many the row has.
+    The numbers of a chunk: the row of the step, its table, the first token and the one behind the
+    last, the row's length, the chunk's place among those of all rows that are cut, that of the
+    row's first, and how many the row has.
     """
     programs = len(lengths) * kv_heads
     least = _STEP * (1 if 10 * programs < places.count else 2 if 5 * programs < places.count else 4)
@@ -83,18 +93,38 @@ def cut_chunks(tables: np.ndarray, lengths: np.ndarray, kv_heads: int, places: P
     number = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]  # of the row's chunks
     start = number * size
     end = np.minimum(start + size, lengths[row])
-    numbers = (row, tables[row], start, end, lengths[row], first[row] + number, first[row], counts[row])
+    numbers = (
+        row,
+        tables[row],
+        start,
+        end,
+        lengths[row],
+        first[row] + number,
+        first[row],
+        counts[row],
+    )
     return np.stack(numbers, axis=1).astype(np.int32)[np.argsort(start - end, kind="stable")]
 
 
 @triton.jit
 def read_chunk(chunks, item, KV_HEADS: tl.constexpr):
-    """→ a program's key head, and the numbers of its chunk, of which the sixth is its place among those of all heads"""
+    """→ a program's key head, and the numbers of its chunk, of which the sixth is its place among
+    those of all heads
+    """
     head = item % KV_HEADS
     chunk = chunks + item // KV_HEADS * _NUMBERS
     place = tl.load(chunk + 5) * KV_HEADS + head
-    return (head, tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3), tl.load(chunk + 4), place,
-            tl.load(chunk + 6), tl.load(chunk + 7))
+    return (
+        head,
+        tl.load(chunk),
+        tl.load(chunk + 1),
+        tl.load(chunk + 2),
+        tl.load(chunk + 3),
+        tl.load(chunk + 4),
+        place,
+        tl.load(chunk + 6),
+        tl.load(chunk + 7),
+    )
 
 
 @triton.jit
@@ -108,7 +138,16 @@ def in_sight(start, length, window, TILE: tl.constexpr, WINDOW: tl.constexpr, SI
 
 
 @triton.jit
-def slots_of(tile, end, oldest, sinks, table, TILE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+def slots_of(
+    tile,
+    end,
+    oldest,
+    sinks,
+    table,
+    TILE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
     """The tokens of a tile → which of them are seen, and their slots"""
     token = tile + tl.arange(0, TILE)
     seen = token < end
@@ -120,9 +159,22 @@ def slots_of(tile, end, oldest, sinks, table, TILE: tl.constexpr, BLOCK_TOKENS: 
 
 @triton.jit
 def arrive(
-    partial, statistics, arrivals, result, best, mass, part, first, parts, head,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
-):  # fmt: skip
+    partial,
+    statistics,
+    arrivals,
+    result,
+    best,
+    mass,
+    part,
+    first,
+    parts,
+    head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
     """A chunk's total is stored; who is the last of its row and head merges them all."""
     at = statistics + part * 2 * QUERIES + tl.arange(0, QUERIES)
     tl.store(at, best)
@@ -130,15 +182,38 @@ def arrive(
     tl.debug_barrier()  # every thread's part is stored before the arrival is told
     if tl.atomic_add(arrivals, 1) == parts - 1:
         tl.store(arrivals, 0)  # for the next layer
-        _merge(partial, statistics, result, first, first + parts, head, KV_HEADS, GROUP, SIZE, PADDED, QUERIES)
+        _merge(
+            partial,
+            statistics,
+            result,
+            first,
+            first + parts,
+            head,
+            KV_HEADS,
+            GROUP,
+            SIZE,
+            PADDED,
+            QUERIES,
+        )
 
 
 @triton.jit
 def _merge(
-    partial, statistics, result, first, last, head,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
-):  # fmt: skip
-    """The chunks of one row and head, always in the same order; other processors may have written them."""
+    partial,
+    statistics,
+    result,
+    first,
+    last,
+    head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """The chunks of one row and head, always in the same order; other processors may have written
+    them.
+    """
     query = tl.arange(0, QUERIES)
     column = tl.arange(0, PADDED)
     best = tl.full([QUERIES], float("-inf"), tl.float32)

@@ -1,5 +1,6 @@
-"""A mixture of experts without a word from the host: pairs of token and expert are sorted by expert on the device,
-cut into tiles of one expert each, and a fixed grid multiplies the tiles. A graph may hold all of it.
+"""A mixture of experts without a word from the host: pairs of token and expert are sorted by expert
+on the device, cut into tiles of one expert each, and a fixed grid multiplies the tiles. A graph may
+hold all of it.
 """
 
 from __future__ import annotations
@@ -48,9 +49,15 @@ def _sort_pairs(chosen, starts, order, pairs, BLOCK: tl.constexpr):
 @Quick
 @triton.jit(do_not_specialize=["most"])
 def _cut_tiles(
-    starts, tile_expert, tile_first, most,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    starts,
+    tile_expert,
+    tile_first,
+    most,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     expert = tl.arange(0, PADDED)
     first = tl.load(starts + expert, expert < EXPERTS, other=0)
     last = tl.load(starts + expert + 1, expert < EXPERTS, other=0)
@@ -68,9 +75,23 @@ def _cut_tiles(
 @Quick
 @triton.jit
 def _grouped_product(
-    x, weight, scales, order, starts, tile_expert, tile_first, out, choices, outputs, inputs,
-    SCALED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    scales,
+    order,
+    starts,
+    tile_expert,
+    tile_first,
+    out,
+    choices,
+    outputs,
+    inputs,
+    SCALED: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     expert = tl.load(tile_expert + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
         place = tl.load(tile_first + tl.program_id(1)) + tl.arange(0, TILE)
@@ -83,41 +104,78 @@ def _grouped_product(
         for begin in tl.range(0, inputs, COLUMNS):
             column = begin + tl.arange(0, COLUMNS)
             inside = column < inputs
-            a = tl.load(x + (pair // choices)[:, None] * inputs + column[None, :], held[:, None] & inside[None, :],
-                        other=0.0)
-            w = tl.load(matrix + row.to(tl.int64)[:, None] * inputs + column[None, :], real[:, None] & inside[None, :],
-                        other=0.0)
+            a = tl.load(
+                x + (pair // choices)[:, None] * inputs + column[None, :],
+                held[:, None] & inside[None, :],
+                other=0.0,
+            )
+            w = tl.load(
+                matrix + row.to(tl.int64)[:, None] * inputs + column[None, :],
+                real[:, None] & inside[None, :],
+                other=0.0,
+            )
             total += tl.dot(a, tl.trans(w.to(a.dtype)), input_precision=PRECISION)
         if SCALED:
             total *= tl.load(scales + expert * outputs + row, real, other=0.0)[None, :]
-        tl.store(out + pair[:, None] * outputs + row[None, :], total.to(out.dtype.element_ty),
-                 held[:, None] & real[None, :])
+        tl.store(
+            out + pair[:, None] * outputs + row[None, :],
+            total.to(out.dtype.element_ty),
+            held[:, None] & real[None, :],
+        )
 
 
 def plan_experts(chosen: Tensor, experts: int) -> ExpertPlan:
     """chosen: [tokens, per_token]"""
     pairs = chosen.numel()
     tile = min(_LARGEST_TILE, max(16, power_of_two(pairs // experts)))
-    most = pairs // tile + min(pairs, experts)  # each expert in use has at most one tile that is not full
+    # each expert in use has at most one tile that is not full
+    most = pairs // tile + min(pairs, experts)
     order, starts, tile_expert, tile_first = (
-        torch.empty(count, dtype=torch.int32, device=chosen.device) for count in (pairs, experts + 1, most, most))
+        torch.empty(count, dtype=torch.int32, device=chosen.device)
+        for count in (pairs, experts + 1, most, most)
+    )
     _sort_pairs[(experts + 1,)](chosen, starts, order, pairs, BLOCK=_BLOCK, num_warps=4)
-    _cut_tiles[(1,)](starts, tile_expert, tile_first, most, EXPERTS=experts, PADDED=power_of_two(experts),
-                     TILE=tile, BLOCK=_BLOCK, num_warps=4)
+    _cut_tiles[(1,)](
+        starts,
+        tile_expert,
+        tile_first,
+        most,
+        EXPERTS=experts,
+        PADDED=power_of_two(experts),
+        TILE=tile,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
     return ExpertPlan(order, starts, tile_expert, tile_first, tile)
 
 
 def grouped_product(x: Tensor, weight: Tensor, scales: Tensor | None, plan: ExpertPlan) -> Tensor:
-    """x: [tokens, in] or [pairs, in], weight: [experts, out, in], scales: [experts, out] of an eight-bit weight
-    → [pairs, out], each pair's row times the weight of its expert."""
+    """x: [tokens, in] or [pairs, in], weight: [experts, out, in], scales: [experts, out] of an
+    eight-bit weight → [pairs, out], each pair's row times the weight of its expert.
+    """
     _, outputs, inputs = weight.shape
     pairs = plan.order.shape[0]
     out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
     rows = 128 if plan.tile >= 64 else 64
     exact = x.dtype == torch.float32
     _grouped_product[(pieces(outputs, rows), plan.tile_expert.shape[0])](
-        x, weight, scales, plan.order, plan.starts, plan.tile_expert, plan.tile_first, out, pairs // x.shape[0],
-        outputs, inputs, SCALED=scales is not None, TILE=plan.tile, ROWS=rows, COLUMNS=32 if exact else 64,
-        PRECISION="ieee" if exact else "tf32", num_warps=8 if plan.tile >= 64 else 4, num_stages=2 if exact else 3,
-    )  # fmt: skip
+        x,
+        weight,
+        scales,
+        plan.order,
+        plan.starts,
+        plan.tile_expert,
+        plan.tile_first,
+        out,
+        pairs // x.shape[0],
+        outputs,
+        inputs,
+        SCALED=scales is not None,
+        TILE=plan.tile,
+        ROWS=rows,
+        COLUMNS=32 if exact else 64,
+        PRECISION="ieee" if exact else "tf32",
+        num_warps=8 if plan.tile >= 64 else 4,
+        num_stages=2 if exact else 3,
+    )
     return out

@@ -1,8 +1,10 @@
-"""The product of a few tokens with a weight of 16, 12 or 8 bits: bound by reading the weight, which is read once.
+"""The product of a few tokens with a weight of 16, 12 or 8 bits: bound by reading the weight, which
+is read once.
 
-Programs take tiles of the weight's rows. Where the rows are too few to keep every processor reading, several
-programs share a tile's columns, and the last of them to finish adds the parts up, always in the same order. Where a
-gate follows, half of a tile's rows are those that the other half's results are multiplied with.
+Programs take tiles of the weight's rows. Where the rows are too few to keep every processor
+reading, several programs share a tile's columns, and the last of them to finish adds the parts up,
+always in the same order. Where a gate follows, half of a tile's rows are those that the other
+half's results are multiplied with.
 """
 
 from __future__ import annotations
@@ -34,18 +36,41 @@ _TILE_BYTES = 256  # of a row in a tile
 _LEAST_PROGRAMS = 64  # programs with deep queues of reads; more of them only take turns
 _LEAST_SHARED = 300  # see _idle
 _MOST_COLUMNS = 8192  # of one program
-_AHEAD = 2  # lines of 128 bytes of each row that a program asks for before it may begin; asking takes time, too
+# lines of 128 bytes of each row that a program asks for before it may begin; asking takes time, too
+_AHEAD = 2
 
 
 @Quick
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def _few_tokens(
-    x, x_scales, weight, weight_scales, bias, out, partial, arrivals, tokens, rows, size, parts,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, X_SCALED: tl.constexpr, WEIGHT_SCALED: tl.constexpr, BIAS: tl.constexpr,
-    GATED: tl.constexpr, TWELVE: tl.constexpr, ON_DEVICE: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    bias,
+    out,
+    partial,
+    arrivals,
+    tokens,
+    rows,
+    size,
+    parts,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    X_SCALED: tl.constexpr,
+    WEIGHT_SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    TWELVE: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     tile = tl.program_id(0)
     part = tl.program_id(1)
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -59,11 +84,17 @@ def _few_tokens(
     last = tl.minimum(first + span, size)
     # While the kernel ahead runs out: lines of the first tiles of the weight, 128 bytes each.
     if TWELVE:
-        row_size, line = size // COLUMNS * WORDS, tl.arange(0, AHEAD) * RUN + first // COLUMNS * WORDS
+        row_size, line = (
+            size // COLUMNS * WORDS,
+            tl.arange(0, AHEAD) * RUN + first // COLUMNS * WORDS,
+        )
     else:
         row_size, line = size, tl.arange(0, AHEAD) * (COLUMNS // 2) + first
     at = weight + row.to(tl.int64)[:, None] * row_size
-    near = tl.minimum(row, rows - 1).to(tl.int64)[:, None] * row_size + tl.minimum(line, row_size - 1)[None, :]
+    near = (
+        tl.minimum(row, rows - 1).to(tl.int64)[:, None] * row_size
+        + tl.minimum(line, row_size - 1)[None, :]
+    )
     prefetch(weight + near, OVERLAP)
     follow(OVERLAP)
     kind = x.dtype.element_ty
@@ -73,7 +104,13 @@ def _few_tokens(
         if TWELVE:
             word = at + (tl.arange(0, RUN) + begin // COLUMNS * WORDS)[None, :]
             y = x + token[None, :] * size + (begin + tl.arange(0, RUN))[:, None]
-            runs = unpacked(tl.load(word), tl.load(word + RUN), tl.load(word + 2 * RUN), x.dtype.element_ty, ON_DEVICE)
+            runs = unpacked(
+                tl.load(word),
+                tl.load(word + RUN),
+                tl.load(word + 2 * RUN),
+                x.dtype.element_ty,
+                ON_DEVICE,
+            )
             for run in tl.static_range(4):
                 z = tl.load(y + run * RUN, here[None, :], other=0.0)
                 total = tl.dot(runs[run], z, total, input_precision=PRECISION)
@@ -82,7 +119,9 @@ def _few_tokens(
             y = tl.load(x + token[None, :] * size + column[:, None], here[None, :], other=0.0)
             total = tl.dot(w.to(kind), y, total, input_precision=PRECISION)
         else:
-            w = tl.load(at + column[None, :], (row < rows)[:, None] & (column < last)[None, :], other=0.0)
+            w = tl.load(
+                at + column[None, :], (row < rows)[:, None] & (column < last)[None, :], other=0.0
+            )
             held = here[None, :] & (column < last)[:, None]
             y = tl.load(x + token[None, :] * size + column[:, None], held, other=0.0)
             total = tl.dot(w.to(kind), y, total, input_precision=PRECISION)
@@ -96,7 +135,9 @@ def _few_tokens(
         if done:
             total = tl.zeros([ROWS, TOKENS], tl.float32)
             for index in range(parts):
-                total += tl.load(partial + (index * tiles + tile) * ROWS * TOKENS + place, cache_modifier=".cg")
+                total += tl.load(
+                    partial + (index * tiles + tile) * ROWS * TOKENS + place, cache_modifier=".cg"
+                )
             tl.store(arrivals + tile, 0)  # for the next product
     if done:
         if WEIGHT_SCALED:
@@ -106,7 +147,9 @@ def _few_tokens(
         if BIAS:
             total += tl.load(bias + row, row < rows, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            halves = tl.permute(tl.reshape(total.to(out.dtype.element_ty), [2, HALF, TOKENS]), (1, 2, 0))
+            halves = tl.permute(
+                tl.reshape(total.to(out.dtype.element_ty), [2, HALF, TOKENS]), (1, 2, 0)
+            )
             activated, multiplied = tl.split(halves)
             column = tile * HALF + tl.arange(0, HALF)
             where = out + token[None, :] * (rows // 2) + column[:, None]
@@ -118,7 +161,9 @@ def _few_tokens(
 
 def few_tokens(
     x: Tensor,  # [tokens, in], contiguous: 16 bits, or e4m3 with x_scales
-    weight: Tensor,  # [out, in]: of x's type, or int8 or e4m3 with weight_scales; TwelveBits' words with their scales
+    # [out, in]: of x's type, or int8 or e4m3 with weight_scales; TwelveBits' words with their
+    # scales
+    weight: Tensor,
     bias: Tensor | None,  # [out]
     x_scales: Tensor | None = None,  # float32 [tokens, 1]
     weight_scales: Tensor | None = None,  # float32 [out]
@@ -135,13 +180,35 @@ def few_tokens(
     tiling = _tiling(rows, size, width, x, weight)
     partial, arrivals = _meeting_place(x.device, tiling, width)
     _few_tokens[(tiling.tiles, tiling.parts)](
-        x.contiguous(), x_scales, weight, weight_scales, bias, out, partial, arrivals, tokens, rows, size, tiling.parts,
-        TOKENS=width, ROWS=_ROWS, COLUMNS=tiling.columns, SPLIT=tiling.parts > 1, STAGES=tiling.stages,
+        x.contiguous(),
+        x_scales,
+        weight,
+        weight_scales,
+        bias,
+        out,
+        partial,
+        arrivals,
+        tokens,
+        rows,
+        size,
+        tiling.parts,
+        TOKENS=width,
+        ROWS=_ROWS,
+        COLUMNS=tiling.columns,
+        SPLIT=tiling.parts > 1,
+        STAGES=tiling.stages,
         EVEN=rows % _ROWS == 0 and size % tiling.columns == 0,
-        X_SCALED=x_scales is not None, WEIGHT_SCALED=weight_scales is not None, BIAS=bias is not None, GATED=gated,
-        TWELVE=weight.dtype == torch.int16, ON_DEVICE=x.device.type == "cuda",
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", AHEAD=_AHEAD, num_warps=4, **overlapping(x.device),
-    )  # fmt: skip
+        X_SCALED=x_scales is not None,
+        WEIGHT_SCALED=weight_scales is not None,
+        BIAS=bias is not None,
+        GATED=gated,
+        TWELVE=weight.dtype == torch.int16,
+        ON_DEVICE=x.device.type == "cuda",
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        AHEAD=_AHEAD,
+        num_warps=4,
+        **overlapping(x.device),
+    )
     return out
 
 
@@ -168,7 +235,9 @@ def _tiling(rows: int, size: int, width: int, x: Tensor, weight: Tensor) -> _Til
     else:
         columns, row_bytes = _TILE_BYTES // weight.element_size(), _TILE_BYTES
     tiles, parts = pieces(rows, _ROWS), 1
-    while size / parts > 2 * columns and (size / parts > _MOST_COLUMNS or _idle(tiles, parts, weight)):
+    while size / parts > 2 * columns and (
+        size / parts > _MOST_COLUMNS or _idle(tiles, parts, weight)
+    ):
         parts *= 2
     # Many programs keep the processors busy by their number, few by the depth of their queues.
     if weight.dtype == torch.int16:
@@ -180,13 +249,18 @@ def _tiling(rows: int, size: int, width: int, x: Tensor, weight: Tensor) -> _Til
 
 
 def _idle(tiles: int, parts: int, weight: Tensor) -> bool:
-    """Whether so many programs leave processors idle for longer than it takes twice as many to share the columns."""
-    if weight.dtype == torch.int16:  # unpacking takes time, too; but the more share them, the less there is to gain
+    """Whether so many programs leave processors idle for longer than it takes twice as many to
+    share the columns.
+    """
+    # unpacking takes time, too; but the more share them, the less there is to gain
+    if weight.dtype == torch.int16:
         return tiles * parts * parts < _LEAST_SHARED
     return tiles * parts < _LEAST_PROGRAMS
 
 
-def _meeting_place(device: torch.device, tiling: _Tiling, width: int) -> tuple[Tensor | None, Tensor | None]:
+def _meeting_place(
+    device: torch.device, tiling: _Tiling, width: int
+) -> tuple[Tensor | None, Tensor | None]:
     if tiling.parts == 1:
         return None, None
     size = tiling.parts * tiling.tiles * _ROWS * width

@@ -1,8 +1,9 @@
 """How kernels are launched: with little work for the host, and before the kernel ahead has ended.
 
-What does not depend on the kernel ahead is done while it runs out. Of every kernel of a step at least one program waits
-for its predecessor, and all do that read or write what others share, so that each kernel also waits, through it, for
-all before. Needs Hopper or later; elsewhere kernels simply follow each other.
+What does not depend on the kernel ahead is done while it runs out. Of every kernel of a step at
+least one program waits for its predecessor, and all do that read or write what others share, so
+that each kernel also waits, through it, for all before. Needs Hopper or later; elsewhere kernels
+simply follow each other.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from torch import Tensor
 
 
 class Quick:
-    """A kernel that Triton is asked for once for each kind of arguments, and that is then launched directly.
+    """A kernel that Triton is asked for once for each kind of arguments, and that is then launched
+    directly.
 
-    Triton searches for the compiled variant at every launch, which costs the host several times what the launch
-    does. Arguments of one kind share a variant: Triton compiles for types, for addresses and numbers that sixteen
-    divides, and for the number one. All kernels of a process run on one device.
+    Triton searches for the compiled variant at every launch, which costs the host several times
+    what the launch does. Arguments of one kind share a variant: Triton compiles for types, for
+    addresses and numbers that sixteen divides, and for the number one. All kernels of a process run
+    on one device.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -34,21 +37,27 @@ class Quick:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        """arguments: those known at run time, in order; constants: the others, and Triton's options."""
+        """arguments: those known at run time, in order; constants: the others, and Triton's
+        options.
+        """
         kind = (*map(_kind, arguments), *constants.values())
         found = self._compiled.get(kind)
         if found is None:
             compiled = self._kernel[grid](*arguments, **constants)
             if compiled is not None:  # the interpreter compiles nothing
-                self._compiled[kind] = compiled, [constants[name] for name in self._names[len(arguments) :]]
+                self._compiled[kind] = (
+                    compiled,
+                    [constants[name] for name in self._names[len(arguments) :]],
+                )
             return
         compiled, rest = found
         compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
 
 
 def counters(least: int, device: torch.device) -> Tensor:
-    """For programs that share work to count who has arrived: int32, zero between any two kernels, because who arrives
-    last resets what it counted."""
+    """For programs that share work to count who has arrived: int32, zero between any two kernels,
+    because who arrives last resets what it counted.
+    """
     return _counters(power_of_two(max(least, 65536)), device)
 
 
@@ -59,7 +68,9 @@ def _counters(count: int, device: torch.device) -> Tensor:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes near a processor that a program may have. Hopper's have 227 KiB, Ampere's 163; those made for games 99."""
+    """Bytes near a processor that a program may have. Hopper's have 227 KiB, Ampere's 163; those
+    made for games 99.
+    """
     if device.type != "cuda":
         return 2**30  # the interpreter
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -109,7 +120,9 @@ def wait(OVERLAP: tl.constexpr):
 
 @triton.jit
 def let_next(OVERLAP: tl.constexpr):
-    """The next kernel may begin once every program has said so, or ended; it takes up room from then on."""
+    """The next kernel may begin once every program has said so, or ended; it takes up room from
+    then on.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -119,9 +132,13 @@ def prefetch(pointers, OVERLAP: tl.constexpr):
     """Ask for memory that nobody writes to come nearer; used before `follow`."""
     if OVERLAP:
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @cache

@@ -1,4 +1,6 @@
-"""Products with weights on the GPU: own kernels for few tokens, the libraries' for many, but for those with a gate."""
+"""Products with weights on the GPU: own kernels for few tokens, the libraries' for many, but for
+those with a gate.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ _FEW_DENSE = 32
 _FEW_EIGHT_BITS = _FEW_SMALL = 64
 _SMALL = 2**23  # numbers of a weight that is read in less time than the library takes to begin
 _NARROW = 1024  # columns up to which a program has too little to read for unpacking to go beside it
-_LIGHT = 192  # tokens up to which cuBLASLt is ahead of cuBLAS, by 1 to 4% on an H200; with thousands it is behind
+# tokens up to which cuBLASLt is ahead of cuBLAS, by 1 to 4% on an H200; with thousands it is behind
+_LIGHT = 192
 
 
 @contextmanager
 def suited_library(tokens: int) -> Iterator[None]:
-    """Meanwhile, products of 16-bit weights use the library that is fastest for so many tokens. For steps that are
-    recorded: the choice is the whole process's, and making it takes time."""
+    """Meanwhile, products of 16-bit weights use the library that is fastest for so many tokens. For
+    steps that are recorded: the choice is the whole process's, and making it takes time.
+    """
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt" if tokens <= _LIGHT else "cublas")
     try:
@@ -39,16 +43,26 @@ def suited_library(tokens: int) -> Iterator[None]:
 
 
 class _Stored:
-    """A weight of the activations' own type, and its copy in twelve bits that few tokens read, where there is one."""
+    """A weight of the activations' own type, and its copy in twelve bits that few tokens read,
+    where there is one.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight  # [out, in]
-        self.few = 1 if weight.dtype == torch.float32 else _FEW_SMALL if weight.numel() <= _SMALL else _FEW_DENSE
+        self.few = (
+            1
+            if weight.dtype == torch.float32
+            else _FEW_SMALL
+            if weight.numel() <= _SMALL
+            else _FEW_DENSE
+        )
         self._copy: TwelveBits | None = None
 
     @property
     def copy_bytes(self) -> int:
-        """What a copy's words would take, beside which its scales are little; none where it would be no faster."""
+        """What a copy's words would take, beside which its scales are little; none where it would
+        be no faster.
+        """
         large = self.weight.numel() > _SMALL and self.weight.shape[1] > _NARROW
         return self.weight.numel() * 3 // 2 if large and takes_twelve_bits(self.weight) else 0
 
@@ -58,7 +72,9 @@ class _Stored:
         return self.copy_bytes if self._copy is not None else 0
 
     def read(self) -> tuple[Tensor, Tensor | None]:
-        """What up to `few` tokens are multiplied with: a weight, and its scales where it has twelve bits."""
+        """What up to `few` tokens are multiplied with: a weight, and its scales where it has twelve
+        bits.
+        """
         return (self.weight, None) if self._copy is None else self._copy
 
 
@@ -92,21 +108,28 @@ class DenseProduct:
             return few_tokens(x, weight, self.bias, weight_scales=scales, gated=True)
         if isinstance(x, Tensor) and self._takes_many and pays(x.shape[0], self.stored.weight):
             return many_tokens(x.contiguous(), self.stored.weight)
-        return silu_gated(self(x))  # among others of a single token, whose product is faster on its own
+        # among others of a single token, whose product is faster on its own
+        return silu_gated(self(x))
 
     def prepare_gate(self) -> None:
         """Have the kernel for many tokens compiled: there is one, whatever their number."""
         if self._takes_many:
-            many_tokens(self.stored.weight.new_zeros((1, self.stored.weight.shape[1])), self.stored.weight)
+            many_tokens(
+                self.stored.weight.new_zeros((1, self.stored.weight.shape[1])), self.stored.weight
+            )
 
     def joined(self, x: Tensor, hidden: Tensor, norm: Norm) -> Unscaled:
-        """Of one token: the result added to `hidden` [1, out], and the sum normalised but for its scale."""
+        """Of one token: the result added to `hidden` [1, out], and the sum normalised but for its
+        scale.
+        """
         weight, scales = self.stored.read()
         return one_token_joined(x, weight, self.bias, hidden, norm, scales)
 
 
 class WideProduct:
-    """Weights of the activations' own type, the result in float32: for logits, whose best must not tie by rounding."""
+    """Weights of the activations' own type, the result in float32: for logits, whose best must not
+    tie by rounding.
+    """
 
     takes_unscaled = True  # of one token
 
@@ -130,7 +153,9 @@ class WideProduct:
 
 
 class WeightOnlyProduct:
-    """Weights of int8 or e4m3 with a scale a row: read as they are for few tokens, expanded for many."""
+    """Weights of int8 or e4m3 with a scale a row: read as they are for few tokens, expanded for
+    many.
+    """
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         self.weight, self.scales, self.bias = weight, scales.float(), bias
@@ -140,7 +165,9 @@ class WeightOnlyProduct:
         if x.dtype != torch.float32 and x.shape[0] <= _FEW_EIGHT_BITS:
             return few_tokens(x, self.weight, self.bias, weight_scales=self.scales)
         # In float32, because the scales of small weights are no numbers that float16 has.
-        return functional.linear(x, (self.weight.float() * self.scales[:, None]).to(x.dtype), self.bias)
+        return functional.linear(
+            x, (self.weight.float() * self.scales[:, None]).to(x.dtype), self.bias
+        )
 
     def gated(self, x: Input) -> Tensor:
         """Of the results, the first half, activated by silu, times the second."""
@@ -151,7 +178,9 @@ class WeightOnlyProduct:
 
 
 class EightBitProduct:
-    """Weights of e4m3 with a scale a row, activations of e4m3 with a scale a token; the result is bfloat16."""
+    """Weights of e4m3 with a scale a row, activations of e4m3 with a scale a token; the result is
+    bfloat16.
+    """
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         self.weight, self.scales, self.bias = weight, scales.contiguous(), bias
@@ -161,6 +190,11 @@ class EightBitProduct:
         if values.shape[0] <= _FEW_EIGHT_BITS:
             return few_tokens(values, self.weight, self.bias, by_token, self.scales)
         return torch._scaled_mm(
-            values, self.weight.t(), by_token, self.scales[None, :], bias=self.bias, out_dtype=torch.bfloat16,
+            values,
+            self.weight.t(),
+            by_token,
+            self.scales[None, :],
+            bias=self.bias,
+            out_dtype=torch.bfloat16,
             use_fast_accum=True,
-        )  # fmt: skip
+        )

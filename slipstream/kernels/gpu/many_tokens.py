@@ -1,8 +1,9 @@
-"""The product of many tokens with the gate of the feed-forward part behind it: what the gate takes never goes through
-memory.
+"""The product of many tokens with the gate of the feed-forward part behind it: what the gate takes
+never goes through memory.
 
-Each processor has one program, which takes tiles one after the other and begins the next while it ends the last. A tile
-has the same rows of both halves of the weight, brought by the copy engine as if they lay together.
+Each processor has one program, which takes tiles one after the other and begins the next while it
+ends the last. A tile has the same rows of both halves of the weight, brought by the copy engine as
+if they lay together.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _COLUMNS = 64  # summed over at once
 _BAND = 8  # tiles of tokens that are taken together, so that the weight's rows come from the cache
 _STAGES = 4
 _SHARED_BYTES = 229_408  # of the stages and a tile of results, as compiled
-# Where tiles leave more of the machine idle than this, the library, whose tiles have other sizes, is faster. With very
-# many tokens, what does not go through memory outweighs some of it.
+# Where tiles leave more of the machine idle than this, the library, whose tiles have other sizes,
+# is faster. With very many tokens, what does not go through memory outweighs some of it.
 _LEAST_BUSY, _LEAST_BUSY_OF_VERY_MANY = 0.95, 0.85
 _VERY_MANY = 2048
 
@@ -30,9 +31,18 @@ _VERY_MANY = 2048
 @Quick
 @triton.jit(do_not_specialize=["tokens", "programs"])
 def _many_tokens(
-    x, weight, out, tokens, rows, size, programs, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x,
+    weight,
+    out,
+    tokens,
+    rows,
+    size,
+    programs,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BAND: tl.constexpr,
-):  # fmt: skip
+):
     high, wide = tl.cdiv(tokens, TOKENS), rows // ROWS  # tiles
     for tile in tl.range(tl.program_id(0), high * wide, programs, flatten=True):
         band = tile // (BAND * wide) * BAND
@@ -49,8 +59,9 @@ def _many_tokens(
 
 
 def many_tokens(x: Tensor, weight: Tensor) -> Tensor:
-    """x: [tokens, in], contiguous; weight: [2 * size, in] → [tokens, size]: the first half of the results, activated by
-    silu, times the second. Sizes are as `takes_many` asks."""
+    """x: [tokens, in], contiguous; weight: [2 * size, in] → [tokens, size]: the first half of the
+    results, activated by silu, times the second. Sizes are as `takes_many` asks.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tokens, columns = x.shape
@@ -60,17 +71,36 @@ def many_tokens(x: Tensor, weight: Tensor) -> Tensor:
     _many_tokens[(programs,)](
         TensorDescriptor.from_tensor(x, [_TOKENS, _COLUMNS]),
         TensorDescriptor.from_tensor(weight.view(2, size, columns), [2, _ROWS, _COLUMNS]),
-        TensorDescriptor.from_tensor(out, [_TOKENS, _ROWS]), tokens, size, columns, programs,
-        TOKENS=_TOKENS, ROWS=_ROWS, COLUMNS=_COLUMNS, BAND=_BAND, num_warps=8, num_stages=_STAGES,
-    )  # fmt: skip
+        TensorDescriptor.from_tensor(out, [_TOKENS, _ROWS]),
+        tokens,
+        size,
+        columns,
+        programs,
+        TOKENS=_TOKENS,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        BAND=_BAND,
+        num_warps=8,
+        num_stages=_STAGES,
+    )
     return out
 
 
 def takes_many(weight: Tensor) -> bool:
-    """Whether a weight [2 * size, in] is one whose halves this multiplies: on Hopper, for which it is made."""
-    fits = weight.element_size() == 2 and weight.shape[0] % (2 * _ROWS) == 0 and weight.shape[1] % _COLUMNS == 0
+    """Whether a weight [2 * size, in] is one whose halves this multiplies: on Hopper, for which it
+    is made.
+    """
+    fits = (
+        weight.element_size() == 2
+        and weight.shape[0] % (2 * _ROWS) == 0
+        and weight.shape[1] % _COLUMNS == 0
+    )
     in_lines = weight.is_contiguous() and weight.data_ptr() % 16 == 0  # as the copy engine wants it
-    if not (fits and in_lines) or not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != 9:
+    if (
+        not (fits and in_lines)
+        or not weight.is_cuda
+        or torch.cuda.get_device_capability(weight.device)[0] != 9
+    ):
         return False
     return shared_memory(weight.device) >= _SHARED_BYTES
 

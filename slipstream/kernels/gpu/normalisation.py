@@ -15,9 +15,20 @@ from slipstream.kernels.normalisation import Norm
 @Quick
 @triton.jit
 def _add_norm(
-    hidden, delta, weight, bias, normal, scales, size, epsilon,
-    ADD: tl.constexpr, CENTRE: tl.constexpr, QUANTISE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    delta,
+    weight,
+    bias,
+    normal,
+    scales,
+    size,
+    epsilon,
+    ADD: tl.constexpr,
+    CENTRE: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -40,7 +51,9 @@ def _add_norm(
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Input:
-    """hidden: float32 [tokens, size], to which delta [tokens, size] is added in place → the sum normalised."""
+    """hidden: float32 [tokens, size], to which delta [tokens, size] is added in place → the sum
+    normalised.
+    """
     if not norm.quantise:
         return _plain(hidden, delta, norm)
     out = new_quantised(hidden.shape[0], hidden.shape[1], hidden.device)
@@ -59,10 +72,23 @@ def _plain(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
     return normal
 
 
-def _launch(hidden: Tensor, delta: Tensor | None, norm: Norm, normal: Tensor, scales: Tensor | None) -> None:
+def _launch(
+    hidden: Tensor, delta: Tensor | None, norm: Norm, normal: Tensor, scales: Tensor | None
+) -> None:
     tokens, size = hidden.shape
     _add_norm[(tokens,)](
-        hidden, delta, norm.weight, norm.bias, normal, scales, size, norm.epsilon,
-        ADD=delta is not None, CENTRE=norm.bias is not None, QUANTISE=scales is not None,
-        BLOCK=power_of_two(size), num_warps=warps_for(size), **overlapping(hidden.device),
-    )  # fmt: skip
+        hidden,
+        delta,
+        norm.weight,
+        norm.bias,
+        normal,
+        scales,
+        size,
+        norm.epsilon,
+        ADD=delta is not None,
+        CENTRE=norm.bias is not None,
+        QUANTISE=scales is not None,
+        BLOCK=power_of_two(size),
+        num_warps=warps_for(size),
+        **overlapping(hidden.device),
+    )

@@ -1,8 +1,10 @@
-"""The product of one token with a weight: a stream through the weight, spread over the whole machine.
+"""The product of one token with a weight: a stream through the weight, spread over the whole
+machine.
 
-Where the results join the residual stream, each program adds its own to it and begins to normalise the sum for the
-product that follows, which ends it: a kernel between the two would take longer to begin and end than to work. (Not so
-with several tokens, where every program of the next product would spend more time on that than the kernel does.)
+Where the results join the residual stream, each program adds its own to it and begins to normalise
+the sum for the product that follows, which ends it: a kernel between the two would take longer to
+begin and end than to work. (Not so with several tokens, where every program of the next product
+would spend more time on that than the kernel does.)
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from slipstream.kernels.inputs import Unscaled
 from slipstream.kernels.normalisation import Norm
 
 _PROGRAMS = 512  # enough for every processor to have reads in flight
-# Of a program, by whether the weight has twelve bits: columns at a time, how many such tiles are under way, and rows,
-# as many as registers hold.
+# Of a program, by whether the weight has twelve bits: columns at a time, how many such tiles are
+# under way, and rows, as many as registers hold.
 _COLUMNS = {False: 512, True: 1024}
 _STAGES = {False: 4, True: 3}
 _MOST_ROWS = {False: 16, True: 8}
-# Of the 2^112 that widened numbers are too small by: what activations get, so that their products, for activations of
-# 2^-57 to 2^63, are float32's normal numbers, and what is left for the sum.
+# Of the 2^112 that widened numbers are too small by: what activations get, so that their products,
+# for activations of 2^-57 to 2^63, are float32's normal numbers, and what is left for the sum.
 _UP = tl.constexpr(2.0**64)
 _REST = tl.constexpr(2.0**48)
 
@@ -31,10 +33,29 @@ _REST = tl.constexpr(2.0**48)
 @Quick
 @triton.jit(do_not_specialize=["pieces_in"])
 def _one_token(
-    x, squares, weight, scales, bias, out, stream, gain, out_squares, rows, size, pieces_in, epsilon,
-    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARES: tl.constexpr, JOINED: tl.constexpr,
-    STAGES: tl.constexpr, TWELVE: tl.constexpr, ON_DEVICE: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    squares,
+    weight,
+    scales,
+    bias,
+    out,
+    stream,
+    gain,
+    out_squares,
+    rows,
+    size,
+    pieces_in,
+    epsilon,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    JOINED: tl.constexpr,
+    STAGES: tl.constexpr,
+    TWELVE: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     at = weight + row.to(tl.int64)[:, None] * (size // GROUP * WORDS if TWELVE else size)
@@ -46,7 +67,10 @@ def _one_token(
         piece = tl.arange(0, SQUARES)
         sums = tl.load(squares + piece, piece < pieces_in, other=0.0)
     if JOINED:
-        before, gains = tl.load(stream + row, inside, other=0.0), tl.load(gain + row, inside, other=0.0)
+        before, gains = (
+            tl.load(stream + row, inside, other=0.0),
+            tl.load(gain + row, inside, other=0.0),
+        )
     total = tl.zeros([ROWS, COLUMNS // 4 if TWELVE else COLUMNS], tl.float32)
     total = _add(total, w, x, 0, size, COLUMNS, TWELVE, ON_DEVICE)
     for begin in tl.range(COLUMNS, size, COLUMNS, num_stages=STAGES):
@@ -74,14 +98,22 @@ def _read(at, begin, size, inside, COLUMNS: tl.constexpr, TWELVE: tl.constexpr):
         place = tl.arange(0, COLUMNS // 4)
         word = at + (place // RUN * WORDS + place % RUN + begin // GROUP * WORDS)[None, :]
         held = inside[:, None] & (begin + place // RUN * GROUP < size)[None, :]
-        return tl.load(word, held, other=0), tl.load(word + RUN, held, other=0), tl.load(word + 2 * RUN, held, other=0)
+        return (
+            tl.load(word, held, other=0),
+            tl.load(word + RUN, held, other=0),
+            tl.load(word + 2 * RUN, held, other=0),
+        )
     else:
         column = begin + tl.arange(0, COLUMNS)
-        return (tl.load(at + column[None, :], inside[:, None] & (column < size)[None, :], other=0.0),)
+        return (
+            tl.load(at + column[None, :], inside[:, None] & (column < size)[None, :], other=0.0),
+        )
 
 
 @triton.jit
-def _add(total, w, x, begin, size, COLUMNS: tl.constexpr, TWELVE: tl.constexpr, ON_DEVICE: tl.constexpr):
+def _add(
+    total, w, x, begin, size, COLUMNS: tl.constexpr, TWELVE: tl.constexpr, ON_DEVICE: tl.constexpr
+):
     """w: what was read of these columns; its products with x are added to the total."""
     if TWELVE:
         place = tl.arange(0, COLUMNS // 4)
@@ -91,7 +123,10 @@ def _add(total, w, x, begin, size, COLUMNS: tl.constexpr, TWELVE: tl.constexpr, 
             total += runs[run] * (_activations(x, column + run * RUN, size) * _UP)[None, :]
         return total
     else:
-        return total + w[0].to(tl.float32) * _activations(x, begin + tl.arange(0, COLUMNS), size)[None, :]
+        return (
+            total
+            + w[0].to(tl.float32) * _activations(x, begin + tl.arange(0, COLUMNS), size)[None, :]
+        )
 
 
 @triton.jit
@@ -100,7 +135,11 @@ def _activations(x, column, size):
 
 
 def one_token(
-    x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, scales: Tensor | None = None
+    x: Tensor | Unscaled,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """x: [1, in]; weight: [out, in], or TwelveBits' words with their scales; bias: [out] or None
     → [1, out], of x's type unless `out` is given"""
@@ -112,30 +151,66 @@ def one_token(
 
 
 def one_token_joined(
-    x: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, norm: Norm, scales: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    hidden: Tensor,
+    norm: Norm,
+    scales: Tensor | None = None,
 ) -> Unscaled:
-    """hidden: float32 [1, out], to which the result is added in place → the sum, normalised but for its scale"""
+    """hidden: float32 [1, out], to which the result is added in place → the sum, normalised but for
+    its scale
+    """
     rows = weight.shape[0]
-    out = Unscaled(x.new_empty((1, rows)), hidden.new_empty(pieces(rows, _rows(rows, scales))), norm.epsilon)
+    out = Unscaled(
+        x.new_empty((1, rows)), hidden.new_empty(pieces(rows, _rows(rows, scales))), norm.epsilon
+    )
     _launch(x, weight, scales, bias, out.values, hidden, norm.weight, out.squares)
     return out
 
 
 def _launch(
-    x: Tensor | Unscaled, weight: Tensor, scales: Tensor | None, bias: Tensor | None, out: Tensor,
-    hidden: Tensor | None = None, gain: Tensor | None = None, out_squares: Tensor | None = None,
-) -> None:  # fmt: skip
+    x: Tensor | Unscaled,
+    weight: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    hidden: Tensor | None = None,
+    gain: Tensor | None = None,
+    out_squares: Tensor | None = None,
+) -> None:
     values, squares, epsilon = x if isinstance(x, Unscaled) else (x, None, 0.0)
     rows, size, twelve = weight.shape[0], values.shape[1], scales is not None
     taken, pieces_in = _rows(rows, scales), squares.shape[0] if squares is not None else 0
     _one_token[(pieces(rows, taken),)](
-        values, squares, weight, scales, bias, out, hidden, gain, out_squares, rows, size, pieces_in, epsilon,
-        BIAS=bias is not None, ROWS=taken, COLUMNS=_COLUMNS[twelve], STAGES=_STAGES[twelve],
-        SQUARES=power_of_two(pieces_in) if pieces_in else 0, JOINED=hidden is not None, TWELVE=twelve,
-        ON_DEVICE=values.device.type == "cuda", num_warps=4, **overlapping(values.device),
-    )  # fmt: skip
+        values,
+        squares,
+        weight,
+        scales,
+        bias,
+        out,
+        hidden,
+        gain,
+        out_squares,
+        rows,
+        size,
+        pieces_in,
+        epsilon,
+        BIAS=bias is not None,
+        ROWS=taken,
+        COLUMNS=_COLUMNS[twelve],
+        STAGES=_STAGES[twelve],
+        SQUARES=power_of_two(pieces_in) if pieces_in else 0,
+        JOINED=hidden is not None,
+        TWELVE=twelve,
+        ON_DEVICE=values.device.type == "cuda",
+        num_warps=4,
+        **overlapping(values.device),
+    )
 
 
 def _rows(rows: int, scales: Tensor | None) -> int:
     """Of a weight with so many, what a program takes."""
-    return max(2, min(_MOST_ROWS[scales is not None], power_of_two(pieces(rows, _PROGRAMS) + 1) // 2))
+    return max(
+        2, min(_MOST_ROWS[scales is not None], power_of_two(pieces(rows, _PROGRAMS) + 1) // 2)
+    )

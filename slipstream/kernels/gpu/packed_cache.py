@@ -1,4 +1,5 @@
-"""Keys and values of twelve bits as kernels read and write them; `kernels/packed_cache.py` says how they are stored.
+"""Keys and values of twelve bits as kernels read and write them; `kernels/packed_cache.py` says how
+they are stored.
 
 RUN is a quarter of a head's size: words of a run, and the columns of each of a head's four parts.
 """
@@ -12,22 +13,27 @@ from slipstream.kernels import packed_cache
 from slipstream.kernels.gpu.twelve_bits import FOUR_RUNS, unpacked, widened
 
 _TOKENS = tl.constexpr(packed_cache.TOKENS)
-# What lies in the cache as a scale is so much too small: float32 has no 2^240. Were it more, sums of products would
-# become too small; less, and large numbers would have no scale.
+# What lies in the cache as a scale is so much too small: float32 has no 2^240. Were it more, sums
+# of products would become too small; less, and large numbers would have no scale.
 UP = tl.constexpr(2.0**64)
 _BY_UNPACKED = tl.constexpr(2.0**64 * 2.0**-112)  # what `unpacked` has done already
-_RAW = tl.constexpr("""{
+_RAW = tl.constexpr(
+    """{
     .reg .b32 a, b, c, d, t;
     mov.b32 a, $4;
     mov.b32 b, $5;
     mov.b32 c, $6;
-""" + FOUR_RUNS + """
+"""
+    + FOUR_RUNS
+    + """
     mov.b32 $0, a;
     mov.b32 $1, b;
     mov.b32 $2, c;
     mov.b32 $3, d;
-}""")  # fmt: skip
-# Two numbers of each run at a time, made smaller in two steps: the whole way may be further than a factor reaches.
+}"""
+)
+# Two numbers of each run at a time, made smaller in two steps: the whole way may be further than a
+# factor reaches.
 _PACKED = tl.constexpr("""{
     .reg .b32 a, b, c, d, t, nothing;
     mov.b32 nothing, 0x80008000;
@@ -47,7 +53,7 @@ _PACKED = tl.constexpr("""{
     lop3.b32 c, t, 0x38003800, c, 0xEA;
     shr.u32 t, d, 1;
     lop3.b32 $2, t, 0x40004000, c, 0xEA;
-}""")  # fmt: skip
+}""")
 
 
 @triton.jit
@@ -58,10 +64,13 @@ def column(part: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def _place(head, cache_slots, slot, RUN: tl.constexpr):
-    """Where a slot's words of the first run begin, and where its scale is. Those of the next run lie _TOKENS * RUN
-    further."""
+    """Where a slot's words of the first run begin, and where its scale is. Those of the next run
+    lie _TOKENS * RUN further.
+    """
     offset = slot % _TOKENS
-    begin = head.to(tl.int64) * cache_slots * (3 * RUN + 2) + slot // _TOKENS * (_TOKENS * (3 * RUN + 2))
+    begin = head.to(tl.int64) * cache_slots * (3 * RUN + 2) + slot // _TOKENS * (
+        _TOKENS * (3 * RUN + 2)
+    )
     return begin + offset * RUN, begin + _TOKENS * 3 * RUN + offset
 
 
@@ -75,24 +84,44 @@ def read_words(cache, head, cache_slots, slot, seen, RUN: tl.constexpr):
     third = tl.load(at + 2 * _TOKENS * RUN, seen[:, None], other=0)
     # By pairs: what is shorter than four bytes is not fetched ahead of its use.
     pairs = tl.load(cache.to(tl.pointer_type(tl.int32)) + scales // 2, seen, other=0)
-    return first, second, third, (pairs >> (scales % 2 * 16).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return (
+        first,
+        second,
+        third,
+        (pairs >> (scales % 2 * 16).to(tl.int32) << 16).to(tl.float32, bitcast=True),
+    )
 
 
 @triton.jit
 def raw(first, second, third, ON_DEVICE: tl.constexpr):
-    """Words of three runs → four parts of bfloat16 (float32 in the interpreter, which has none), to be multiplied by
-    the token's scale and UP. Before that they are tiny: matrix units take them so, other instructions may not."""
+    """Words of three runs → four parts of bfloat16 (float32 in the interpreter, which has none), to
+    be multiplied by the token's scale and UP. Before that they are tiny: matrix units take them so,
+    other instructions may not.
+    """
     if ON_DEVICE:
         return tl.inline_asm_elementwise(
-            _RAW, "=r,=r,=r,=r,r,r,r", [first, second, third],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
+            _RAW,
+            "=r,=r,=r,=r,r,r,r",
+            [first, second, third],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
     else:
         return widened(first, second, third, False)
 
 
 @triton.jit
-def read_whole(cache, head, cache_slots, slot, seen, KIND: tl.constexpr, RUN: tl.constexpr, ON_DEVICE: tl.constexpr):
+def read_whole(
+    cache,
+    head,
+    cache_slots,
+    slot,
+    seen,
+    KIND: tl.constexpr,
+    RUN: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+):
     """The same tokens as they were before they were packed: [tokens, 4 × RUN]"""
     first, second, third, scale = read_words(cache, head, cache_slots, slot, seen, RUN)
     a, b, c, d = unpacked(first, second, third, KIND, ON_DEVICE)
@@ -140,9 +169,13 @@ def _pack(a, b, c, d, down, rest, ON_DEVICE: tl.constexpr):
         down = tl.broadcast_to(down.to(tl.bfloat16), a.shape)
         rest = tl.broadcast_to(rest.to(tl.bfloat16), a.shape)
         return tl.inline_asm_elementwise(
-            _PACKED, "=r,=r,=r,r,r,r,r,r,r", [a, b, c, d, down, rest],
-            dtype=(tl.int16, tl.int16, tl.int16), is_pure=True, pack=2,
-        )  # fmt: skip
+            _PACKED,
+            "=r,=r,=r,r,r,r,r,r,r",
+            [a, b, c, d, down, rest],
+            dtype=(tl.int16, tl.int16, tl.int16),
+            is_pure=True,
+            pack=2,
+        )
     else:
         last = _bits(d, down, rest)
         x = _bits(a, down, rest) | (last & 0x000F) << 11

@@ -1,5 +1,6 @@
-"""Attention of rows with one new token each over a cache of twelve bits a number: `decode_attention.py` with the head
-taken by its four runs, each with products of its own."""
+"""Attention of rows with one new token each over a cache of twelve bits a number:
+`decode_attention.py` with the head taken by its four runs, each with products of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +16,43 @@ from slipstream.kernels.gpu.softmax import soften
 @Quick
 @triton.jit
 def decode_packed(
-    q, keys, values, tables, chunks, out, partial, statistics, arrivals, scale, softcap, q_stride, cache_slots,
-    table_stride, window, sinks, places,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr,
-    QUERIES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    ON_DEVICE: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    q,
+    keys,
+    values,
+    tables,
+    chunks,
+    out,
+    partial,
+    statistics,
+    arrivals,
+    scale,
+    softcap,
+    q_stride,
+    cache_slots,
+    table_stride,
+    window,
+    sinks,
+    places,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     RUN: tl.constexpr = SIZE // 4
     # The plan was there before the step: what it says is read while the kernel ahead runs out.
-    head, row, table_row, start, end, length, part, first, parts = read_chunk(chunks, tl.program_id(0), KV_HEADS)
+    head, row, table_row, start, end, length, part, first, parts = read_chunk(
+        chunks, tl.program_id(0), KV_HEADS
+    )
     table = tables + table_row.to(tl.int64) * table_stride
-    if parts == 0:  # and no need to wait: another program of the grid does, and the grid is not over before
+    # and no need to wait: another program of the grid does, and the grid is not over before
+    if parts == 0:
         return
     query = tl.arange(0, QUERIES)
     mine = q + row.to(tl.int64) * q_stride + head * GROUP * SIZE
@@ -60,7 +87,9 @@ def decode_packed(
         total_1 = tl.dot(weights, v_1, total_1 * shrink[:, None])
         total_2 = tl.dot(weights, v_2, total_2 * shrink[:, None])
         total_3 = tl.dot(weights, v_3, total_3 * shrink[:, None])
-    result = out + row.to(tl.int64) * GROUP * KV_HEADS * SIZE + (head * GROUP + query[:, None]) * SIZE
+    result = (
+        out + row.to(tl.int64) * GROUP * KV_HEADS * SIZE + (head * GROUP + query[:, None]) * SIZE
+    )
     left = tl.interleave(total_0, total_1) * UP  # the head's two halves
     right = tl.interleave(total_2, total_3) * UP
     half = tl.arange(0, 2 * RUN)[None, :]
@@ -73,15 +102,34 @@ def decode_packed(
         place = partial + (part * QUERIES + query[:, None]) * SIZE + half
         tl.store(place, left, held)
         tl.store(place + 2 * RUN, right, held)
-        arrive(partial, statistics, arrivals + row * KV_HEADS + head, result, best, mass, part, first, parts, head,
-                KV_HEADS, GROUP, SIZE, SIZE, QUERIES)
+        arrive(
+            partial,
+            statistics,
+            arrivals + row * KV_HEADS + head,
+            result,
+            best,
+            mass,
+            part,
+            first,
+            parts,
+            head,
+            KV_HEADS,
+            GROUP,
+            SIZE,
+            SIZE,
+            QUERIES,
+        )
     if not room:
         let_next(OVERLAP)
 
 
 @triton.jit
-def _queries(q, query, part: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ON_DEVICE: tl.constexpr):
-    """The columns of one run; zeros where a key head has fewer queries. Cached numbers are as much too small."""
+def _queries(
+    q, query, part: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ON_DEVICE: tl.constexpr
+):
+    """The columns of one run; zeros where a key head has fewer queries. Cached numbers are as much
+    too small.
+    """
     at = q + query[:, None] * SIZE + column(part, SIZE // 4)[None, :]
     numbers = tl.load(at, query[:, None] < GROUP, other=0.0).to(tl.float32) * UP
     return numbers.to(tl.bfloat16) if ON_DEVICE else numbers

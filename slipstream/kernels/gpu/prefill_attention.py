@@ -1,7 +1,9 @@
-"""Attention of rows with several new tokens each: over what the cache holds from before, then over the step's own.
+"""Attention of rows with several new tokens each: over what the cache holds from before, then over
+the step's own.
 
-The step's own keys and values are read from the product that made them, not from the cache: they lie in one
-piece there, so that the hardware copies whole tiles, and they are exact where the cache holds fewer bits.
+The step's own keys and values are read from the product that made them, not from the cache: they
+lie in one piece there, so that the hardware copies whole tiles, and they are exact where the cache
+holds fewer bits.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from slipstream.kernels.gpu.launch import Quick, power_of_two, shared_memory
 from slipstream.kernels.gpu.packed_cache import read_whole
 from slipstream.kernels.gpu.softmax import squeeze
 
-FAR = 3072  # tokens of a row from which large tiles pay: they read keys less often, small ones compute less in vain
+# tokens of a row from which large tiles pay: they read keys less often, small ones compute less in
+# vain
+FAR = 3072
 QUERY_TILE, _FAR_QUERY_TILE = 64, 128
 _FAR_BYTES = 230_400  # of shared memory that large tiles take
 _LOG2_E = 1.4426950408889634
@@ -35,16 +39,23 @@ class PrefillPlan:
     tile_position: Tensor  # [tiles]: its position
     tile_queries: Tensor  # [tiles]
     tile_row: Tensor  # [tiles]: which table
-    tile_prefix: Tensor  # [tiles]: how many of the row's tokens the cache holds from before this step
+    # [tiles]: how many of the row's tokens the cache holds from before this step
+    tile_prefix: Tensor
     far: bool = False  # whether tiles are large
 
 
 def cut_tiles(
-    rows: np.ndarray, positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray, far: bool = False
+    rows: np.ndarray,
+    positions: np.ndarray,
+    counts: np.ndarray,
+    offsets: np.ndarray,
+    far: bool = False,
 ) -> tuple[np.ndarray, ...]:
-    """Columns of PrefillPlan for rows that compute counts[i] tokens from positions[i], at the step's offsets[i].
+    """Columns of PrefillPlan for rows that compute counts[i] tokens from positions[i], at the
+    step's offsets[i].
 
-    Later tiles of a row look at more keys: they go first, so that the last programs to start are short.
+    Later tiles of a row look at more keys: they go first, so that the last programs to start are
+    short.
     """
     size = _query_tile(far)
     tiles = -(-counts // size)
@@ -64,7 +75,9 @@ def far_tiles(longest: int, dtype: torch.dtype, size: int, device: torch.device)
 
 
 def _by_descriptor(dtype: torch.dtype, size: int) -> bool:
-    """The copy engine wants tiles a power of two wide; wider and longer numbers leave no room for its queues."""
+    """The copy engine wants tiles a power of two wide; wider and longer numbers leave no room for
+    its queues.
+    """
     return dtype != torch.float32 and 16 <= size <= 128 and size == power_of_two(size)
 
 
@@ -73,8 +86,20 @@ def _query_tile(far: bool) -> int:
 
 
 @triton.jit
-def _look(queries, k, v, best, mass, total, seen, scale, softcap, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-          PRECISION: tl.constexpr):  # fmt: skip
+def _look(
+    queries,
+    k,
+    v,
+    best,
+    mass,
+    total,
+    seen,
+    scale,
+    softcap,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Take one tile of keys and values into the running softmax."""
     scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
@@ -93,9 +118,22 @@ def _look(queries, k, v, best, mass, total, seen, scale, softcap, MASK: tl.const
 
 
 @triton.jit
-def _cached(keys, values, table, first, end, kv_head, cache_slots, KIND: tl.constexpr, SIZE: tl.constexpr,
-            PADDED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr,
-            ON_DEVICE: tl.constexpr):  # fmt: skip
+def _cached(
+    keys,
+    values,
+    table,
+    first,
+    end,
+    kv_head,
+    cache_slots,
+    KIND: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PACKED: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+):
     """A tile of the row's cached keys and values, from position `first` on; zeros from `end` on."""
     column = tl.arange(0, PADDED)
     key = first + tl.arange(0, KEYS)
@@ -114,10 +152,24 @@ def _cached(keys, values, table, first, end, kv_head, cache_slots, KIND: tl.cons
 
 
 @triton.jit
-def _own(own, heads, first, kv_head, token_stride, end, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-         SIZE: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
-    """A tile of the step's own keys and values, from its token `first` on. A descriptor is for tiles that end before
-    `end`; otherwise zeros stand from there on, because what the row behind has there may be no number."""
+def _own(
+    own,
+    heads,
+    first,
+    kv_head,
+    token_stride,
+    end,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+):
+    """A tile of the step's own keys and values, from its token `first` on. A descriptor is for
+    tiles that end before `end`; otherwise zeros stand from there on, because what the row behind
+    has there may be no number.
+    """
     key_column = (Q_HEADS + kv_head) * SIZE
     value_column = (Q_HEADS + KV_HEADS + kv_head) * SIZE
     if DESCRIPTOR:
@@ -134,13 +186,51 @@ def _own(own, heads, first, kv_head, token_stride, end, Q_HEADS: tl.constexpr, K
 
 
 @triton.jit
-def _look_at_own(own, heads, first, start, prefix, asking, end, queries, best, mass, total, kv_head, token_stride,
-                 scale, softcap, window, sinks, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
-                 PADDED: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-                 PRECISION: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
-    """Take a tile of the row's own keys, from its `first` new one on, of which not every query may see all."""
-    k, v = _own(own, heads, start + first, kv_head, token_stride, end, Q_HEADS, KV_HEADS, SIZE, PADDED, KEYS,
-                DESCRIPTOR)
+def _look_at_own(
+    own,
+    heads,
+    first,
+    start,
+    prefix,
+    asking,
+    end,
+    queries,
+    best,
+    mass,
+    total,
+    kv_head,
+    token_stride,
+    scale,
+    softcap,
+    window,
+    sinks,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+):
+    """Take a tile of the row's own keys, from its `first` new one on, of which not every query may
+    see all.
+    """
+    k, v = _own(
+        own,
+        heads,
+        start + first,
+        kv_head,
+        token_stride,
+        end,
+        Q_HEADS,
+        KV_HEADS,
+        SIZE,
+        PADDED,
+        KEYS,
+        DESCRIPTOR,
+    )
     key = prefix + first + tl.arange(0, KEYS)
     seen = key[None, :] <= asking[:, None]
     if WINDOW:
@@ -151,13 +241,39 @@ def _look_at_own(own, heads, first, start, prefix, asking, end, queries, best, m
 @Quick
 @triton.jit
 def _prefill(
-    own, heads, keys, values, tables, tile_token, tile_position, tile_queries, tile_row, tile_prefix, out, scale,
-    softcap, token_stride, out_stride, cache_slots, table_stride, window, sinks,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DESCRIPTOR: tl.constexpr, PACKED: tl.constexpr,
+    own,
+    heads,
+    keys,
+    values,
+    tables,
+    tile_token,
+    tile_position,
+    tile_queries,
+    tile_row,
+    tile_prefix,
+    out,
+    scale,
+    softcap,
+    token_stride,
+    out_stride,
+    cache_slots,
+    table_stride,
+    window,
+    sinks,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+    PACKED: tl.constexpr,
     ON_DEVICE: tl.constexpr,
-):  # fmt: skip
+):
     tile = tl.program_id(1)
     head = tl.program_id(0)
     kv_head = head // (Q_HEADS // KV_HEADS)
@@ -170,7 +286,9 @@ def _prefill(
     column = tl.arange(0, PADDED)
     held = (query[:, None] < count) & (column[None, :] < SIZE)
     kind = heads.dtype.element_ty
-    at = heads + (token + query).to(tl.int64)[:, None] * token_stride + head * SIZE + column[None, :]
+    at = (
+        heads + (token + query).to(tl.int64)[:, None] * token_stride + head * SIZE + column[None, :]
+    )
     queries = tl.load(at, held, other=0.0)
     asking = position + query  # positions of the queries
     best = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -179,50 +297,148 @@ def _prefill(
     oldest = 0
     if WINDOW:
         oldest = tl.where(sinks > 0, 0, tl.maximum(position - window + 1, 0))
-    # What the cache holds from before this step: every query comes after it. Whole tiles need no mask.
+    # What the cache holds from before this step: every query comes after it. Whole tiles need no
+    # mask.
     begin = oldest // KEYS * KEYS
     if not WINDOW:
         for first in tl.range(0, prefix // KEYS * KEYS, KEYS):
-            k, v = _cached(keys, values, table, first, prefix, kv_head, cache_slots, kind, SIZE, PADDED, BLOCK_TOKENS,
-                           KEYS, PACKED, ON_DEVICE)
-            best, mass, total = _look(queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION)
+            k, v = _cached(
+                keys,
+                values,
+                table,
+                first,
+                prefix,
+                kv_head,
+                cache_slots,
+                kind,
+                SIZE,
+                PADDED,
+                BLOCK_TOKENS,
+                KEYS,
+                PACKED,
+                ON_DEVICE,
+            )
+            best, mass, total = _look(
+                queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION
+            )
         begin = prefix // KEYS * KEYS
     for first in tl.range(begin, prefix, KEYS):
-        k, v = _cached(keys, values, table, first, prefix, kv_head, cache_slots, kind, SIZE, PADDED, BLOCK_TOKENS, KEYS,
-                       PACKED, ON_DEVICE)
+        k, v = _cached(
+            keys,
+            values,
+            table,
+            first,
+            prefix,
+            kv_head,
+            cache_slots,
+            kind,
+            SIZE,
+            PADDED,
+            BLOCK_TOKENS,
+            KEYS,
+            PACKED,
+            ON_DEVICE,
+        )
         key = first + tl.arange(0, KEYS)
         seen = tl.broadcast_to((key < prefix)[None, :], [QUERIES, KEYS])
         if WINDOW:
             seen = seen & ((key[None, :] > asking[:, None] - window) | (key[None, :] < sinks))
-        best, mass, total = _look(queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION)
-    # The step's own tokens: whole tiles before the first query, then those that only later queries see.
+        best, mass, total = _look(
+            queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION
+        )
+    # The step's own tokens: whole tiles before the first query, then those that only later queries
+    # see.
     start = token - (position - prefix)  # the step's token of the row's first one
     own_begin = tl.maximum(oldest - prefix, 0) // KEYS * KEYS
     if not WINDOW:
         own_begin = (position - prefix) // KEYS * KEYS
         for first in tl.range(0, own_begin, KEYS):
-            k, v = _own(own, heads, start + first, kv_head, token_stride, token + count, Q_HEADS, KV_HEADS, SIZE,
-                        PADDED, KEYS, DESCRIPTOR)
-            best, mass, total = _look(queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION)
+            k, v = _own(
+                own,
+                heads,
+                start + first,
+                kv_head,
+                token_stride,
+                token + count,
+                Q_HEADS,
+                KV_HEADS,
+                SIZE,
+                PADDED,
+                KEYS,
+                DESCRIPTOR,
+            )
+            best, mass, total = _look(
+                queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION
+            )
     own_end = position - prefix + count
     whole = own_end
     if DESCRIPTOR:
         whole = own_end // KEYS * KEYS
     for first in tl.range(own_begin, whole, KEYS):
         best, mass, total = _look_at_own(
-            own, heads, first, start, prefix, asking, token + count, queries, best, mass, total, kv_head, token_stride,
-            scale, softcap, window, sinks, Q_HEADS, KV_HEADS, SIZE, PADDED, KEYS, WINDOW, SOFTCAP, PRECISION,
-            DESCRIPTOR)
+            own,
+            heads,
+            first,
+            start,
+            prefix,
+            asking,
+            token + count,
+            queries,
+            best,
+            mass,
+            total,
+            kv_head,
+            token_stride,
+            scale,
+            softcap,
+            window,
+            sinks,
+            Q_HEADS,
+            KV_HEADS,
+            SIZE,
+            PADDED,
+            KEYS,
+            WINDOW,
+            SOFTCAP,
+            PRECISION,
+            DESCRIPTOR,
+        )
     if whole < own_end:
         best, mass, total = _look_at_own(
-            own, heads, whole, start, prefix, asking, token + count, queries, best, mass, total, kv_head, token_stride,
-            scale, softcap, window, sinks, Q_HEADS, KV_HEADS, SIZE, PADDED, KEYS, WINDOW, SOFTCAP, PRECISION, False)
+            own,
+            heads,
+            whole,
+            start,
+            prefix,
+            asking,
+            token + count,
+            queries,
+            best,
+            mass,
+            total,
+            kv_head,
+            token_stride,
+            scale,
+            softcap,
+            window,
+            sinks,
+            Q_HEADS,
+            KV_HEADS,
+            SIZE,
+            PADDED,
+            KEYS,
+            WINDOW,
+            SOFTCAP,
+            PRECISION,
+            False,
+        )
     at = (token + query).to(tl.int64)[:, None] * out_stride + head * SIZE + column[None, :]
     tl.store(out + at, (total / mass[:, None]).to(kind), held)
 
 
 def attend_prefill(
-    heads: Tensor,  # [tokens, q_heads + 2 * kv_heads, head_size], contiguous: rotated queries and keys, values
+    # [tokens, q_heads + 2 * kv_heads, head_size], contiguous: rotated queries and keys, values
+    heads: Tensor,
     keys: Tensor,  # [kv_heads, slots, head_size], or packed
     values: Tensor,
     tables: Tensor,  # int32 [rows of the engine, blocks]
@@ -241,22 +457,59 @@ def attend_prefill(
     if whole:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        own = TensorDescriptor.from_tensor(heads.view(tokens, all_heads * size), [tuning["KEYS"], size])
+        own = TensorDescriptor.from_tensor(
+            heads.view(tokens, all_heads * size), [tuning["KEYS"], size]
+        )
     _prefill[(q_heads, plan.tile_token.shape[0])](
-        own, heads, keys, values, tables, plan.tile_token, plan.tile_position, plan.tile_queries, plan.tile_row,
-        plan.tile_prefix, out, rule.scale * _LOG2_E, rule.softcap * _LOG2_E, heads.stride(0), out.stride(0),
-        keys.shape[1], tables.stride(0), rule.window if rule.window is not None else 2**30, rule.sinks,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, PADDED=max(16, power_of_two(size)),
-        BLOCK_TOKENS=block_tokens, QUERIES=_query_tile(plan.far),
+        own,
+        heads,
+        keys,
+        values,
+        tables,
+        plan.tile_token,
+        plan.tile_position,
+        plan.tile_queries,
+        plan.tile_row,
+        plan.tile_prefix,
+        out,
+        rule.scale * _LOG2_E,
+        rule.softcap * _LOG2_E,
+        heads.stride(0),
+        out.stride(0),
+        keys.shape[1],
+        tables.stride(0),
+        rule.window if rule.window is not None else 2**30,
+        rule.sinks,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        SIZE=size,
+        PADDED=max(16, power_of_two(size)),
+        BLOCK_TOKENS=block_tokens,
+        QUERIES=_query_tile(plan.far),
         PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
-        SOFTCAP=rule.softcap > 0, WINDOW=rule.window is not None, DESCRIPTOR=whole,
-        PACKED=packed, ON_DEVICE=heads.is_cuda, **tuning,
-    )  # fmt: skip
+        SOFTCAP=rule.softcap > 0,
+        WINDOW=rule.window is not None,
+        DESCRIPTOR=whole,
+        PACKED=packed,
+        ON_DEVICE=heads.is_cuda,
+        **tuning,
+    )
 
 
 def _tuning(dtype: torch.dtype, size: int, far: bool, packed: bool) -> dict[str, Any]:
     if _by_descriptor(dtype, size):
-        return {"KEYS": 128 if far else 32, "num_warps": 8 if far else 4, "num_stages": 3, "DESCRIPTOR": True}
+        return {
+            "KEYS": 128 if far else 32,
+            "num_warps": 8 if far else 4,
+            "num_stages": 3,
+            "DESCRIPTOR": True,
+        }
     row_bytes = dtype.itemsize * power_of_two(size)  # of a key
-    keys = max(16, min(128 // dtype.itemsize, 2 ** (13 if packed else 14) // row_bytes))  # words need room, too
-    return {"KEYS": keys, "num_warps": 4, "num_stages": 2 if row_bytes <= 512 else 1, "DESCRIPTOR": False}
+    # words need room, too
+    keys = max(16, min(128 // dtype.itemsize, 2 ** (13 if packed else 14) // row_bytes))
+    return {
+        "KEYS": keys,
+        "num_warps": 4,
+        "num_stages": 2 if row_bytes <= 512 else 1,
+        "DESCRIPTOR": False,
+    }

@@ -15,7 +15,8 @@ from slipstream.kernels.gpu.packed_cache import read_whole
 
 _MOST_BYTES = 2**29  # of unpacked keys and values; rounded up, they may take twice as much
 _WORTH = 128  # new tokens to each cached one: fewer have it unpacked as fast while they look at it
-_WIDTHS = 16  # tables are so many blocks wide, or a multiple: for other widths kernels would be compiled anew
+# tables are so many blocks wide, or a multiple: for other widths kernels would be compiled anew
+_WIDTHS = 16
 _TOKENS = tl.constexpr(packed_cache.TOKENS)
 
 
@@ -33,19 +34,32 @@ class Prefix:
         for packed, plain in ((keys, self.keys), (values, self.values)):
             kv_heads, slots, size = plain.shape
             _unpack[(len(self.blocks), kv_heads)](
-                packed, self.blocks, plain, packed.shape[1], slots, SIZE=size, BLOCK_TOKENS=self.block_tokens,
-                ON_DEVICE=plain.is_cuda, num_warps=2,
-            )  # fmt: skip
+                packed,
+                self.blocks,
+                plain,
+                packed.shape[1],
+                slots,
+                SIZE=size,
+                BLOCK_TOKENS=self.block_tokens,
+                ON_DEVICE=plain.is_cuda,
+                num_warps=2,
+            )
 
 
 def pays(positions: np.ndarray, counts: np.ndarray, block_tokens: int, token_bytes: int) -> bool:
-    """positions, counts: of rows with several new tokens; token_bytes: of one layer's unpacked keys and values"""
+    """positions, counts: of rows with several new tokens; token_bytes: of one layer's unpacked keys
+    and values
+    """
     taken = int((-(-positions // block_tokens)).sum()) * block_tokens * token_bytes
     return 0 < taken <= _MOST_BYTES and int(positions @ counts) >= _WORTH * int(positions.sum())
 
 
-def lay_out(rows: np.ndarray, positions: np.ndarray, block_tokens: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """→ where the rows' blocks stand in tables of this width, [blocks], and tables of places in that: [rows, blocks]"""
+def lay_out(
+    rows: np.ndarray, positions: np.ndarray, block_tokens: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """→ where the rows' blocks stand in tables of this width, [blocks], and tables of places in
+    that: [rows, blocks]
+    """
     blocks = -(-positions // block_tokens)
     row = np.repeat(np.arange(len(rows)), blocks)
     number = np.arange(len(row)) - (np.cumsum(blocks) - blocks)[row]  # of the row's blocks
@@ -58,9 +72,15 @@ def lay_out(rows: np.ndarray, positions: np.ndarray, block_tokens: int, width: i
 @Quick
 @triton.jit
 def _unpack(
-    packed, blocks, plain, packed_slots, plain_slots, SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    packed,
+    blocks,
+    plain,
+    packed_slots,
+    plain_slots,
+    SIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     ON_DEVICE: tl.constexpr,
-):  # fmt: skip
+):
     index, head = tl.program_id(0), tl.program_id(1)
     block = tl.load(blocks + index).to(tl.int64)
     column = tl.arange(0, SIZE)[None, :]
@@ -68,6 +88,10 @@ def _unpack(
         offset = first + tl.arange(0, _TOKENS)
         slot = block * BLOCK_TOKENS + offset
         kind = plain.dtype.element_ty
-        numbers = read_whole(packed, head, packed_slots, slot, slot >= 0, kind, SIZE // 4, ON_DEVICE)
-        place = (head.to(tl.int64) * plain_slots + index * BLOCK_TOKENS + offset)[:, None] * SIZE + column
+        numbers = read_whole(
+            packed, head, packed_slots, slot, slot >= 0, kind, SIZE // 4, ON_DEVICE
+        )
+        place = (head.to(tl.int64) * plain_slots + index * BLOCK_TOKENS + offset)[
+            :, None
+        ] * SIZE + column
         tl.store(plain + place, numbers)

@@ -1,4 +1,6 @@
-"""Activations to eight bits in one pass over memory; the norm and the gate do it in the pass they make anyway."""
+"""Activations to eight bits in one pass over memory; the norm and the gate do it in the pass they
+make anyway.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Normalise and rotate queries and keys, and write keys and values to the cache, one pass over memory."""
+"""Normalise and rotate queries and keys, and write keys and values to the cache, one pass over
+memory.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,40 @@ from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, po
 from slipstream.kernels.gpu.packed_cache import pack, write
 from slipstream.kernels.packed_cache import DTYPE
 
-_HEADS = 8  # heads a program takes; fewer leave it too little to do, more too few programs for one token
+# heads a program takes; fewer leave it too little to do, more too few programs for one token
+_HEADS = 8
 
 
 @Quick
 @triton.jit
 def _rotate_write(
-    heads, positions, slots, cosine, sine, q_weight, k_weight, keys, values, cache_slots, epsilon,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-    REST: tl.constexpr, REST_PADDED: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr,
-    ON_DEVICE: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """A head is two halves that turn into each other, and a rest that does not turn; either may be missing."""
+    heads,
+    positions,
+    slots,
+    cosine,
+    sine,
+    q_weight,
+    k_weight,
+    keys,
+    values,
+    cache_slots,
+    epsilon,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    PACKED: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A head is two halves that turn into each other, and a rest that does not turn; either may be
+    missing.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     real = head < Q_HEADS + 2 * KV_HEADS
@@ -36,7 +60,10 @@ def _rotate_write(
         column = tl.arange(0, HALF_PADDED)[None, :]
         inside = column < HALF
         at = tl.load(positions + token) * (2 * HALF) + column
-        first_cosine, second_cosine = tl.load(cosine + at, inside), tl.load(cosine + at + HALF, inside)
+        first_cosine, second_cosine = (
+            tl.load(cosine + at, inside),
+            tl.load(cosine + at + HALF, inside),
+        )
         first_sine, second_sine = tl.load(sine + at, inside), tl.load(sine + at + HALF, inside)
         if NORM:
             first_weight = _weight(q_weight, k_weight, column, head, inside, Q_HEADS)
@@ -61,7 +88,9 @@ def _rotate_write(
         scale = tl.rsqrt(square / SIZE + epsilon)
         if HALF > 0:
             first = tl.where(turned, (first.to(tl.float32) * scale * first_weight).to(kind), first)
-            second = tl.where(turned, (second.to(tl.float32) * scale * second_weight).to(kind), second)
+            second = tl.where(
+                turned, (second.to(tl.float32) * scale * second_weight).to(kind), second
+            )
         if REST > 0:
             rest = tl.where(turned, (rest.to(tl.float32) * scale * rest_weight).to(kind), rest)
     if HALF > 0:
@@ -70,14 +99,63 @@ def _rotate_write(
         second = tl.where(turned, (other * second_cosine + one * second_sine).to(kind), second)
         tl.debug_barrier()  # where threads are more than numbers, several read one: all have by now
         if PACKED:
-            _write_packed(first, second, base, keys, values, slot, head, cache_slots, Q_HEADS, KV_HEADS, ON_DEVICE)
+            _write_packed(
+                first,
+                second,
+                base,
+                keys,
+                values,
+                slot,
+                head,
+                cache_slots,
+                Q_HEADS,
+                KV_HEADS,
+                ON_DEVICE,
+            )
         else:
-            _write(first, base, keys, values, column, slot, head, real & inside, cache_slots, Q_HEADS, KV_HEADS, SIZE)
-            _write(second, base, keys, values, column + HALF, slot, head, real & inside, cache_slots, Q_HEADS, KV_HEADS,
-                   SIZE)
+            _write(
+                first,
+                base,
+                keys,
+                values,
+                column,
+                slot,
+                head,
+                real & inside,
+                cache_slots,
+                Q_HEADS,
+                KV_HEADS,
+                SIZE,
+            )
+            _write(
+                second,
+                base,
+                keys,
+                values,
+                column + HALF,
+                slot,
+                head,
+                real & inside,
+                cache_slots,
+                Q_HEADS,
+                KV_HEADS,
+                SIZE,
+            )
     if REST > 0:
-        _write(rest, base, keys, values, rest_column, slot, head, real & rest_inside, cache_slots, Q_HEADS, KV_HEADS,
-               SIZE)
+        _write(
+            rest,
+            base,
+            keys,
+            values,
+            rest_column,
+            slot,
+            head,
+            real & rest_inside,
+            cache_slots,
+            Q_HEADS,
+            KV_HEADS,
+            SIZE,
+        )
 
 
 @triton.jit
@@ -89,23 +167,46 @@ def _weight(q_weight, k_weight, column, head, inside, Q_HEADS: tl.constexpr):
 
 @triton.jit
 def _write(
-    x, base, keys, values, column, slot, head, held, cache_slots,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
+    x,
+    base,
+    keys,
+    values,
+    column,
+    slot,
+    head,
+    held,
+    cache_slots,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     """Columns of heads: queries and keys to where they came from, keys and values to the cache."""
     is_value = head >= Q_HEADS + KV_HEADS
     tl.store(base + column, x, held & (head < Q_HEADS + KV_HEADS))
     key_at = ((head - Q_HEADS) * cache_slots + slot) * SIZE + column
-    tl.store(keys + key_at, x.to(keys.dtype.element_ty), held & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS))
+    tl.store(
+        keys + key_at,
+        x.to(keys.dtype.element_ty),
+        held & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS),
+    )
     value_at = ((head - Q_HEADS - KV_HEADS) * cache_slots + slot) * SIZE + column
     tl.store(values + value_at, x.to(values.dtype.element_ty), held & is_value)
 
 
 @triton.jit
 def _write_packed(
-    first, second, base, keys, values, slot, head, cache_slots, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    first,
+    second,
+    base,
+    keys,
+    values,
+    slot,
+    head,
+    cache_slots,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     ON_DEVICE: tl.constexpr,
-):  # fmt: skip
+):
     """The same of whole heads, by their halves, to a cache of twelve bits a number."""
     HALF: tl.constexpr = first.shape[1]
     column = tl.arange(0, HALF)[None, :]
@@ -127,10 +228,12 @@ def turn_at(
 
 
 def rotate_write(
-    heads: Tensor,  # [tokens, q_heads + 2 * kv_heads, head_size]; queries and keys are changed in place
+    # [tokens, q_heads + 2 * kv_heads, head_size]; queries and keys are changed in place
+    heads: Tensor,
     positions: Tensor,  # [tokens]
     slots: Tensor,  # [tokens]
-    turn: tuple[Tensor, Tensor] | None,  # cosine and signed sine of every position: float32 [positions, rotary_size]
+    # cosine and signed sine of every position: float32 [positions, rotary_size]
+    turn: tuple[Tensor, Tensor] | None,
     q_norm: Tensor | None,  # [head_size]
     k_norm: Tensor | None,
     epsilon: float,
@@ -144,9 +247,29 @@ def rotate_write(
     cosine, sine = turn if turn is not None else (heads, heads)
     half = cosine.shape[-1] // 2 if turn is not None else 0
     _rotate_write[(tokens, pieces(all_heads, _HEADS))](
-        heads, positions, slots, cosine, sine, q_norm, k_norm, keys, values, keys.shape[1], epsilon,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, SIZE=size, HALF=half, HALF_PADDED=power_of_two(max(1, half)),
-        REST=size - 2 * half, REST_PADDED=power_of_two(max(1, size - 2 * half)), NORM=q_norm is not None,
-        HEADS=_HEADS, PACKED=keys.dtype == DTYPE, ON_DEVICE=heads.is_cuda, num_warps=4, **overlapping(heads.device),
-    )  # fmt: skip
+        heads,
+        positions,
+        slots,
+        cosine,
+        sine,
+        q_norm,
+        k_norm,
+        keys,
+        values,
+        keys.shape[1],
+        epsilon,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        SIZE=size,
+        HALF=half,
+        HALF_PADDED=power_of_two(max(1, half)),
+        REST=size - 2 * half,
+        REST_PADDED=power_of_two(max(1, size - 2 * half)),
+        NORM=q_norm is not None,
+        HEADS=_HEADS,
+        PACKED=keys.dtype == DTYPE,
+        ON_DEVICE=heads.is_cuda,
+        num_warps=4,
+        **overlapping(heads.device),
+    )
     return heads

@@ -8,7 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def squeeze(x):
-    """tanh, from the one power the hardware has; near zero, where that would cancel, from its series."""
+    """tanh, from the one power the hardware has; near zero, where that would cancel, from its
+    series.
+    """
     square = x * x
     near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0))))
     return tl.where(square < 0.04, near, 1.0 - 2.0 / (tl.exp2(x * 2.885390081777927) + 1.0))
@@ -16,8 +18,9 @@ def squeeze(x):
 
 @triton.jit
 def soften(scores, seen, best, mass, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Take a tile's scores into the running softmax → the best so far, the mass, the tile's weights, and by how much
-    what was summed before shrinks"""
+    """Take a tile's scores into the running softmax → the best so far, the mass, the tile's
+    weights, and by how much what was summed before shrinks
+    """
     if SOFTCAP:
         scores = softcap * squeeze(scores / softcap)
     scores = tl.where(seen[None, :], scores, float("-inf"))

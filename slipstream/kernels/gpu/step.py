@@ -1,4 +1,6 @@
-"""The small kernels around a step: what to compute is read from the rows, what was drawn is written to them."""
+"""The small kernels around a step: what to compute is read from the rows, what was drawn is written
+to them.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,19 @@ _PARTS = 32  # programs that share a row of logits
 @Quick
 @triton.jit(do_not_specialize=["count"])
 def _step_inputs(
-    rows, positions, tokens, tables, ids, slots, count, tokens_stride, tables_stride,
-    BLOCK_TOKENS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    rows,
+    positions,
+    tokens,
+    tables,
+    ids,
+    slots,
+    count,
+    tokens_stride,
+    tables_stride,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     follow(OVERLAP)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -41,15 +53,28 @@ def step_inputs(
     ids = torch.empty(count, dtype=torch.int64, device=rows.device)
     slots = torch.empty(count, dtype=torch.int32, device=rows.device)
     _step_inputs[(pieces(count, _BLOCK),)](
-        rows, positions, tokens, tables, ids, slots, count, tokens.stride(0), tables.stride(0),
-        BLOCK_TOKENS=block_tokens, BLOCK=_BLOCK, num_warps=4, **overlapping(rows.device),
-    )  # fmt: skip
+        rows,
+        positions,
+        tokens,
+        tables,
+        ids,
+        slots,
+        count,
+        tokens.stride(0),
+        tables.stride(0),
+        BLOCK_TOKENS=block_tokens,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **overlapping(rows.device),
+    )
     return ids, slots
 
 
 @Quick
 @triton.jit(do_not_specialize=["count"])
-def _write_back(rows, lengths, drawn, tokens, count, tokens_stride, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _write_back(
+    rows, lengths, drawn, tokens, count, tokens_stride, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     follow(OVERLAP)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -59,18 +84,36 @@ def _write_back(rows, lengths, drawn, tokens, count, tokens_stride, BLOCK: tl.co
 
 
 def write_back(rows: Tensor, lengths: Tensor, drawn: Tensor, tokens: Tensor) -> None:
-    """drawn: int64 [samples] becomes the token after the `lengths` known ones of each of `rows` (int32 both)."""
+    """drawn: int64 [samples] becomes the token after the `lengths` known ones of each of `rows`
+    (int32 both).
+    """
     count = rows.shape[0]
     _write_back[(pieces(count, _BLOCK),)](
-        rows, lengths, drawn, tokens, count, tokens.stride(0), BLOCK=_BLOCK, num_warps=4, **overlapping(rows.device)
+        rows,
+        lengths,
+        drawn,
+        tokens,
+        count,
+        tokens.stride(0),
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **overlapping(rows.device),
     )
 
 
 @Quick
 @triton.jit
 def _likeliest_of_parts(
-    logits, best, tokens, vocab, stride, span, BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr
-):  # fmt: skip
+    logits,
+    best,
+    tokens,
+    vocab,
+    stride,
+    span,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -103,17 +146,34 @@ def _likeliest(best, tokens, best_out, tokens_out, PARTS: tl.constexpr, OVERLAP:
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits: [rows, vocab] → the largest of each row in float32 (nan where one is) and its token, the first of
-    equals."""
+    """logits: [rows, vocab] → the largest of each row in float32 (nan where one is) and its token,
+    the first of equals.
+    """
     rows, vocab = logits.shape
     span = pieces(vocab, _PARTS * 16) * 16
     part_best = torch.empty((rows, _PARTS), dtype=torch.float32, device=logits.device)
     part_tokens = torch.empty((rows, _PARTS), dtype=torch.int32, device=logits.device)
     _likeliest_of_parts[(rows, _PARTS)](
-        logits, part_best, part_tokens, vocab, logits.stride(0), span, BLOCK=2048, PARTS=_PARTS, num_warps=4,
+        logits,
+        part_best,
+        part_tokens,
+        vocab,
+        logits.stride(0),
+        span,
+        BLOCK=2048,
+        PARTS=_PARTS,
+        num_warps=4,
         **overlapping(logits.device),
-    )  # fmt: skip
+    )
     best = torch.empty(rows, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _likeliest[(rows,)](part_best, part_tokens, best, tokens, PARTS=_PARTS, num_warps=1, **overlapping(logits.device))
+    _likeliest[(rows,)](
+        part_best,
+        part_tokens,
+        best,
+        tokens,
+        PARTS=_PARTS,
+        num_warps=1,
+        **overlapping(logits.device),
+    )
     return best, tokens

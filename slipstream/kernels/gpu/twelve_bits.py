@@ -11,7 +11,8 @@ RUN = tl.constexpr(twelve_bits.RUN)
 GROUP = tl.constexpr(twelve_bits.GROUP)
 WORDS = tl.constexpr(3 * twelve_bits.RUN)  # of a group
 
-# Two numbers of each run at a time; a, b and c: words of the three runs, then numbers of the first three.
+# Two numbers of each run at a time; a, b and c: words of the three runs, then numbers of the first
+# three.
 FOUR_RUNS = """
     shr.u32 d, a, 11;
     and.b32 d, d, 0x000F000F;
@@ -25,25 +26,32 @@ FOUR_RUNS = """
     and.b32 b, b, 0x87FF87FF;
     and.b32 c, c, 0x87FF87FF;
 """
-_SCALED = tl.constexpr("""{
+_SCALED = tl.constexpr(
+    """{
     .reg .b32 a, b, c, d, t, up, nothing;
     mov.b32 a, $4;
     mov.b32 b, $5;
     mov.b32 c, $6;
-""" + FOUR_RUNS + """
+"""
+    + FOUR_RUNS
+    + """
     mov.b32 up, 0x77807780;
     mov.b32 nothing, 0x80008000;
     fma.rn.bf16x2 $0, a, up, nothing;
     fma.rn.bf16x2 $1, b, up, nothing;
     fma.rn.bf16x2 $2, c, up, nothing;
     fma.rn.bf16x2 $3, d, up, nothing;
-}""")  # fmt: skip
-_WIDENED = tl.constexpr("""{
+}"""
+)
+_WIDENED = tl.constexpr(
+    """{
     .reg .b32 a, b, c, d, t;
     mov.b32 a, $8;
     mov.b32 b, $9;
     mov.b32 c, $10;
-""" + FOUR_RUNS + """
+"""
+    + FOUR_RUNS
+    + """
     shl.b32 $0, a, 16;
     and.b32 $1, a, 0xFFFF0000;
     shl.b32 $2, b, 16;
@@ -52,18 +60,24 @@ _WIDENED = tl.constexpr("""{
     and.b32 $5, c, 0xFFFF0000;
     shl.b32 $6, d, 16;
     and.b32 $7, d, 0xFFFF0000;
-}""")  # fmt: skip
+}"""
+)
 
 
 @triton.jit
 def unpacked(first, second, third, KIND: tl.constexpr, ON_DEVICE: tl.constexpr):
-    """Words of three runs → numbers of four runs, without their row's scale: bfloat16, or in the interpreter, which
-    has none, of KIND."""
+    """Words of three runs → numbers of four runs, without their row's scale: bfloat16, or in the
+    interpreter, which has none, of KIND.
+    """
     if ON_DEVICE:
         return tl.inline_asm_elementwise(
-            _SCALED, "=r,=r,=r,=r,r,r,r", [first, second, third],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
+            _SCALED,
+            "=r,=r,=r,=r,r,r,r",
+            [first, second, third],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
     else:
         a, b, c, d = widened(first, second, third, ON_DEVICE)
         up = 5.192296858534828e33  # 2^112
@@ -72,12 +86,18 @@ def unpacked(first, second, third, KIND: tl.constexpr, ON_DEVICE: tl.constexpr):
 
 @triton.jit
 def widened(first, second, third, ON_DEVICE: tl.constexpr):
-    """The same in float32, and smaller by 2^112: what is left to do takes a product with many numbers less time."""
+    """The same in float32, and smaller by 2^112: what is left to do takes a product with many
+    numbers less time.
+    """
     if ON_DEVICE:
         return tl.inline_asm_elementwise(
-            _WIDENED, "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r", [first, second, third],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=2,
-        )  # fmt: skip
+            _WIDENED,
+            "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r",
+            [first, second, third],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=2,
+        )
     else:
         a, b, c = first.to(tl.int32), second.to(tl.int32), third.to(tl.int32)
         d = a >> 11 & 0x000F | b >> 7 & 0x00F0 | c >> 3 & 0x0700 | c << 1 & 0x8000

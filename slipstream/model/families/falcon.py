@@ -1,4 +1,6 @@
-"""Falcon 7B, 11B, 40B and 180B: attention and the feed-forward part side by side, few or one key head."""
+"""Falcon 7B, 11B, 40B and 180B: attention and the feed-forward part side by side, few or one key
+head.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,17 @@ WEIGHTS = WeightMap(
     },
     rows={"attention.qkv": grouped_heads},
     ignored=(r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
-    aliases=((".ln_attn.", ".input_layernorm."), (".ln_mlp.", ".post_attention_layernorm.")),  # of the larger ones
+    # of the larger ones
+    aliases=((".ln_attn.", ".input_layernorm."), (".ln_mlp.", ".post_attention_layernorm.")),
 )
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     refuse_unusual("Falcon", config, {"alibi": False})
-    heads, new = required(config, "num_attention_heads"), bool(config.get("new_decoder_architecture", False))
+    heads, new = (
+        required(config, "num_attention_heads"),
+        bool(config.get("new_decoder_architecture", False)),
+    )
     parallel = bool(config.get("parallel_attn", True))
     if new:
         refuse_unusual("Falcon of the new decoder architecture", config, {"parallel_attn": True})
@@ -47,9 +53,16 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         "tie_word_embeddings": config.get("tie_word_embeddings", True),
     }
     return decoder_spec(
-        "FalconForCausalLM", {**config, **named}, default_positions=2048, gated_mlp=False, norm="layer",
-        parallel_residual=parallel, shared_norm=parallel and norms == 1,
-        qkv_bias=bias, dense_bias=bias, mlp_bias=bias,
+        "FalconForCausalLM",
+        {**config, **named},
+        default_positions=2048,
+        gated_mlp=False,
+        norm="layer",
+        parallel_residual=parallel,
+        shared_norm=parallel and norms == 1,
+        qkv_bias=bias,
+        dense_bias=bias,
+        mlp_bias=bias,
     )
 
 

@@ -1,4 +1,5 @@
-"""What a model family is: the architectures it serves, how its config reads, and where its tensors go.
+"""What a model family is: the architectures it serves, how its config reads, and where its tensors
+go.
 
 A family is data and one function. Adding one is a file like `llama.py` and a line in `registry.py`.
 """
@@ -28,9 +29,10 @@ RowOrder = Callable[[ModelSpec], Sequence[int]]
 class Recipe:
     """How one parameter is made: source tensors in order, their rows joined.
 
-    `transposed`: the source stores [in_features, out_features], as GPT-2's Conv1D does.
-    `rows` tells which of the joined rows are taken, in which order; None: all of them as they come. It is called only
-    once the sizes were found to fit, because a damaged config may have a list without end.
+    `transposed`: the source stores [in_features, out_features], as GPT-2's Conv1D does. `rows`
+    tells which of the joined rows are taken, in which order; None: all of them as they come. It is
+    called only once the sizes were found to fit, because a damaged config may have a list without
+    end.
     """
 
     sources: tuple[str, ...]
@@ -40,13 +42,15 @@ class Recipe:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Where a family keeps the tensors of `model/spec.py`. Names here carry no `.weight` or `.bias`.
+    """Where a family keeps the tensors of `model/spec.py`. Names here carry no `.weight` or
+    `.bias`.
 
-    `layer_prefix` holds `{layer}`; `layers` maps a module of a layer to the source modules whose rows it joins,
-    once for every expert where they hold `{expert}`; `outer` does the same outside the layers. `rows` gives the
-    order of a module's rows where it is not the source's own. `ignored` are patterns of whole names that are not
-    parameters. Files may lack `optional_prefix` on all their names; `aliases` are pairs of an other beginning or
-    part of a name and what stands for it here.
+    `layer_prefix` holds `{layer}`; `layers` maps a module of a layer to the source modules whose
+    rows it joins, once for every expert where they hold `{expert}`; `outer` does the same outside
+    the layers. `rows` gives the order of a module's rows where it is not the source's own.
+    `ignored` are patterns of whole names that are not parameters. Files may lack `optional_prefix`
+    on all their names; `aliases` are pairs of an other beginning or part of a name and what stands
+    for it here.
     """
 
     layer_prefix: str
@@ -76,13 +80,19 @@ class WeightMap:
         sources = self.layers[module]
         if spec.experts is None or not any("{expert}" in source for source in sources):
             return sources
-        return [source.format(expert=expert) for expert in range(spec.experts.count) for source in sources]
+        return [
+            source.format(expert=expert)
+            for expert in range(spec.experts.count)
+            for source in sources
+        ]
 
     def ignores(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def canonical(self, name: str) -> str:
-        """The name with its aliases replaced and the optional prefix put back, outside which `lm_head` stands."""
+        """The name with its aliases replaced and the optional prefix put back, outside which
+        `lm_head` stands.
+        """
         for alias, ours in self.aliases:
             name = name.replace(alias, ours, 1)
         if not self.optional_prefix or name.startswith((self.optional_prefix, "lm_head.")):
@@ -98,7 +108,11 @@ class WeightMap:
     def _known_names(self) -> set[str]:
         modules = list(self.outer.values())
         prefix = self.layer_prefix.format(layer="N")
-        modules += [prefix + source.format(expert="N") for sources in self.layers.values() for source in sources]
+        modules += [
+            prefix + source.format(expert="N")
+            for sources in self.layers.values()
+            for source in sources
+        ]
         return {f"{module}.{kind}" for module in modules for kind in ("weight", "bias")}
 
 

@@ -1,4 +1,6 @@
-"""Gemma: Llama with norms around 1, a scaled embedding that is the head as well, and the tanh form of GELU."""
+"""Gemma: Llama with norms around 1, a scaled embedding that is the head as well, and the tanh form
+of GELU.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,20 @@ def gemma_spec(architecture: str, config: dict[str, Any], **options: Any) -> Mod
     attention_bias = bool(config.get("attention_bias", False))
     options.setdefault("default_positions", 8192)
     # a hidden_act of gelu in old configs always meant the tanh form
-    config = {"tie_word_embeddings": True, "head_dim": 256, **config,
-              "hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh"}
+    config = {
+        "tie_word_embeddings": True,
+        "head_dim": 256,
+        **config,
+        "hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh",
+    }
     return decoder_spec(
-        architecture, config, norm_offset=1.0, embedding_scale=math.sqrt(required(config, "hidden_size")),
-        qkv_bias=attention_bias, dense_bias=attention_bias, **options,
+        architecture,
+        config,
+        norm_offset=1.0,
+        embedding_scale=math.sqrt(required(config, "hidden_size")),
+        qkv_bias=attention_bias,
+        dense_bias=attention_bias,
+        **options,
     )
 
 

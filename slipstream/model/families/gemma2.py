@@ -1,4 +1,6 @@
-"""Gemma 2: Gemma with norms on both sides of every part, soft caps, and a window over every other layer."""
+"""Gemma 2: Gemma with norms on both sides of every part, soft caps, and a window over every other
+layer.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,22 @@ from slipstream.model.families.hf_config import chosen_layers, layer_numbers
 from slipstream.model.families.llama import WEIGHTS as LLAMA_WEIGHTS
 from slipstream.model.spec import ModelSpec
 
-WEIGHTS = replace(LLAMA_WEIGHTS, layers={
-    **LLAMA_WEIGHTS.layers,
-    "pre_feedforward_layernorm": ("pre_feedforward_layernorm",),
-    "post_feedforward_layernorm": ("post_feedforward_layernorm",),
-})
+WEIGHTS = replace(
+    LLAMA_WEIGHTS,
+    layers={
+        **LLAMA_WEIGHTS.layers,
+        "pre_feedforward_layernorm": ("pre_feedforward_layernorm",),
+        "post_feedforward_layernorm": ("post_feedforward_layernorm",),
+    },
+)
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     slides = tuple(layer % 2 == 0 for layer in layer_numbers(config))
     return gemma_spec(
-        "Gemma2ForCausalLM", config, output_norms=True,
+        "Gemma2ForCausalLM",
+        config,
+        output_norms=True,
         attention_scale=(config.get("query_pre_attn_scalar") or 256) ** -0.5,
         # absent means the class's default, null means no cap
         attention_softcap=float(config.get("attn_logit_softcapping", 50.0) or 0.0),

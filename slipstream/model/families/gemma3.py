@@ -1,5 +1,6 @@
-"""Gemma 3, the text part: Gemma 2 with q and k normalised in place of caps, and a rotary base of its own in the
-layers that slide, five of six. Of a model that also sees, the language model is served.
+"""Gemma 3, the text part: Gemma 2 with q and k normalised in place of caps, and a rotary base of
+its own in the layers that slide, five of six. Of a model that also sees, the language model is
+served.
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ WEIGHTS = replace(
         "attention.k_layernorm": ("self_attn.k_norm",),
     },
     ignored=(*GEMMA2_WEIGHTS.ignored, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
-    aliases=(("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", "")),
+    aliases=(
+        ("model.language_model.", "model."),
+        ("language_model.model.", "model."),
+        ("language_model.", ""),
+    ),
 )
 # what the configs of the models that see leave to the class
-_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4,
-             "max_position_embeddings": 131072}
+_DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -35,9 +44,13 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     slides = tuple((layer + 1) % pattern != 0 for layer in layer_numbers(config))
     rope, sliding_theta = _rotary(config)
     spec = gemma_spec(
-        "Gemma3ForCausalLM", {**config, "rope_parameters": rope, "rope_scaling": None}, output_norms=True, qk_norm=True,
+        "Gemma3ForCausalLM",
+        {**config, "rope_parameters": rope, "rope_scaling": None},
+        output_norms=True,
+        qk_norm=True,
         attention_scale=(config.get("query_pre_attn_scalar") or 256) ** -0.5,
-        final_softcap=float(config.get("final_logit_softcapping") or 0.0), sliding_rope_theta=sliding_theta,
+        final_softcap=float(config.get("final_logit_softcapping") or 0.0),
+        sliding_rope_theta=sliding_theta,
         **chosen_layers(config, config.get("sliding_window", 4096), slides),
     )
     # the stretch of the layers that see everything is part of the length that the config gives
@@ -49,11 +62,21 @@ def _rotary(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
     given = config.get("rope_parameters") or {}
     full, sliding = given.get("full_attention"), given.get("sliding_attention") or {}
     if sliding.get("rope_type", "default") != "default":
-        raise UnsupportedModel(f"Gemma 3 with rope_type={sliding['rope_type']} of sliding_attention is not supported")
+        raise UnsupportedModel(
+            f"Gemma 3 with rope_type={sliding['rope_type']} of sliding_attention is not supported"
+        )
     if full is None:  # configs from before the two had a place each
-        full = {"rope_theta": config.get("rope_theta") or 1_000_000.0, **(config.get("rope_scaling") or {})}
+        full = {
+            "rope_theta": config.get("rope_theta") or 1_000_000.0,
+            **(config.get("rope_scaling") or {}),
+        }
     return full, float(sliding.get("rope_theta") or config.get("rope_local_base_freq") or 10000.0)
 
 
-FAMILY = Family("gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), spec, WEIGHTS,
-                ("gemma3_text", "gemma3"))
+FAMILY = Family(
+    "gemma3",
+    ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    spec,
+    WEIGHTS,
+    ("gemma3_text", "gemma3"),
+)

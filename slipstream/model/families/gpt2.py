@@ -25,14 +25,22 @@ WEIGHTS = WeightMap(
         "lm_head": "lm_head",
     },
     transposed=frozenset({"attention.qkv", "attention.dense", "mlp.fc", "mlp.proj"}),
-    ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask, saved as a buffer
+    # the causal mask, saved as a buffer
+    ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
     optional_prefix="transformer.",
 )
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    refuse_unusual("GPT-2", config, {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True,
-                                     "add_cross_attention": False})
+    refuse_unusual(
+        "GPT-2",
+        config,
+        {
+            "scale_attn_by_inverse_layer_idx": False,
+            "scale_attn_weights": True,
+            "add_cross_attention": False,
+        },
+    )
     hidden, heads = required(config, "n_embd"), required(config, "n_head")
     return ModelSpec(
         architecture="GPT2LMHeadModel",

@@ -1,4 +1,6 @@
-"""GPT-NeoX and Pythia: attention and the feed-forward part side by side, a norm each, a quarter of a head turned."""
+"""GPT-NeoX and Pythia: attention and the feed-forward part side by side, a norm each, a quarter of
+a head turned.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ WEIGHTS = WeightMap(
         "lm_head": "embed_out",
     },
     rows={"attention.qkv": grouped_heads},
-    ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),  # saved as buffers
+    # saved as buffers
+    ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
 )
 
 
@@ -35,12 +38,20 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         "hidden_act": config.get("hidden_act") or "gelu",
         "rms_norm_eps": config.get("layer_norm_eps") or 1e-5,
         "rope_theta": config.get("rope_theta") or config.get("rotary_emb_base"),
-        "partial_rotary_factor": config.get("partial_rotary_factor") or config.get("rotary_pct") or 0.25,
+        "partial_rotary_factor": config.get("partial_rotary_factor")
+        or config.get("rotary_pct")
+        or 0.25,
     }
     return decoder_spec(
-        "GPTNeoXForCausalLM", {**config, **named}, default_positions=2048, gated_mlp=False, norm="layer",
+        "GPTNeoXForCausalLM",
+        {**config, **named},
+        default_positions=2048,
+        gated_mlp=False,
+        norm="layer",
         parallel_residual=bool(config.get("use_parallel_residual", True)),
-        qkv_bias=bias, dense_bias=bias, mlp_bias=True,
+        qkv_bias=bias,
+        dense_bias=bias,
+        mlp_bias=True,
     )
 
 

@@ -1,5 +1,6 @@
-"""GPT-J: attention and the feed-forward part side by side behind one norm, and rotary positions that turn neighbours
-of the first part of a head; its rows are stored anew so that halves are turned instead.
+"""GPT-J: attention and the feed-forward part side by side behind one norm, and rotary positions
+that turn neighbours of the first part of a head; its rows are stored anew so that halves are turned
+instead.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ WEIGHTS = WeightMap(
         "lm_head": "lm_head",
     },
     rows={"attention.qkv": paired_rotation},
-    ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)",),  # tables, saved as buffers
+    # tables, saved as buffers
+    ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)",),
 )
 
 
@@ -44,8 +46,15 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         "partial_rotary_factor": turned / (hidden // heads),
     }
     return decoder_spec(
-        "GPTJForCausalLM", {**config, **named}, default_positions=2048, gated_mlp=False, norm="layer",
-        parallel_residual=True, shared_norm=True, mlp_bias=True, head_bias=True,
+        "GPTJForCausalLM",
+        {**config, **named},
+        default_positions=2048,
+        gated_mlp=False,
+        norm="layer",
+        parallel_residual=True,
+        shared_norm=True,
+        mlp_bias=True,
+        head_bias=True,
     )
 
 

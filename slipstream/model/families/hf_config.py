@@ -1,5 +1,5 @@
-"""What the Hugging Face configs of all families share: sizes, activations and rotary positions, in every
-generation of their spelling.
+"""What the Hugging Face configs of all families share: sizes, activations and rotary positions, in
+every generation of their spelling.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-_ROPE_KINDS = {"su": "longrope", "longrope": "longrope", "linear": "linear", "dynamic": "dynamic",
-               "yarn": "yarn", "llama3": "llama3"}
+_ROPE_KINDS = {
+    "su": "longrope",
+    "longrope": "longrope",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "yarn": "yarn",
+    "llama3": "llama3",
+}
 
 
 def required(config: dict[str, Any], key: str) -> Any:
@@ -41,16 +47,22 @@ def refuse_unusual(name: str, config: dict[str, Any], usual: dict[str, Any]) -> 
     """Refuse options that change the mathematics; an absent one, or none, is the usual one."""
     for option, value in usual.items():
         if config.get(option) not in (None, value):
-            raise UnsupportedModel(f"{name} with {option}={config[option]} is not supported; {value} is")
+            raise UnsupportedModel(
+                f"{name} with {option}={config[option]} is not supported; {value} is"
+            )
 
 
 def activation(name: str) -> Any:
     if name not in _ACTIVATIONS:
-        raise UnsupportedModel(f"activation {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+        raise UnsupportedModel(
+            f"activation {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+        )
     return _ACTIVATIONS[name]
 
 
-def decoder_spec(architecture: str, config: dict[str, Any], *, default_positions: int, **options: Any) -> ModelSpec:
+def decoder_spec(
+    architecture: str, config: dict[str, Any], *, default_positions: int, **options: Any
+) -> ModelSpec:
     """A rotary, RMS-normed, gated decoder; `options` are the family's own values of `ModelSpec`."""
     heads = required(config, "num_attention_heads")
     hidden = required(config, "hidden_size")
@@ -71,27 +83,34 @@ def decoder_spec(architecture: str, config: dict[str, Any], *, default_positions
         norm_epsilon=float(config.get("rms_norm_eps") or 1e-6),
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
         rope_scaling=scaling,
-        rotary_fraction=float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0),
+        rotary_fraction=float(
+            rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        ),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         **options,
     )
 
 
 def sliding_options(config: dict[str, Any]) -> dict[str, Any]:
-    """`sliding_window` and `sliding_layers` as the Qwen configs say it: by `layer_types` where it is given,
-    otherwise the layers from `max_window_layers` on."""
+    """`sliding_window` and `sliding_layers` as the Qwen configs say it: by `layer_types` where it
+    is given, otherwise the layers from `max_window_layers` on.
+    """
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
     return chosen_layers(config, window, tuple(layer >= first for layer in layer_numbers(config)))
 
 
-def chosen_layers(config: dict[str, Any], window: int | None, otherwise: tuple[bool, ...]) -> dict[str, Any]:
+def chosen_layers(
+    config: dict[str, Any], window: int | None, otherwise: tuple[bool, ...]
+) -> dict[str, Any]:
     """The same from `layer_types`, or from the layers that slide when it is not given."""
     kinds = config.get("layer_types")
     known = ("sliding_attention", "full_attention")
     unknown = [kind for kind in kinds or () if kind not in known]
     if unknown:
-        raise UnsupportedModel(f"layer_types with {unknown[0]!r} is not supported; {' and '.join(known)} are")
+        raise UnsupportedModel(
+            f"layer_types with {unknown[0]!r} is not supported; {' and '.join(known)} are"
+        )
     slides = otherwise if kinds is None else tuple(kind == "sliding_attention" for kind in kinds)
     if window is None or not any(slides):
         return {}
@@ -105,18 +124,26 @@ def _rope_dictionary(config: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _rope_scaling(rope: dict[str, Any], config: dict[str, Any], positions: int) -> RopeScaling | None:
+def _rope_scaling(
+    rope: dict[str, Any], config: dict[str, Any], positions: int
+) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
     if kind not in _ROPE_KINDS:
-        raise UnsupportedModel(f"rope type {kind!r} is not supported; supported: default, {', '.join(_ROPE_KINDS)}")
+        raise UnsupportedModel(
+            f"rope type {kind!r} is not supported; supported: default, {', '.join(_ROPE_KINDS)}"
+        )
     kind = _ROPE_KINDS[kind]
-    # linear and dynamic stretch the config's own max_position_embeddings; the others say what was trained
+    # linear and dynamic stretch the config's own max_position_embeddings; the others say what was
+    # trained
     original = positions
     if kind in ("llama3", "yarn", "longrope"):
-        original = (config.get("original_max_position_embeddings")
-                    or rope.get("original_max_position_embeddings") or positions)
+        original = (
+            config.get("original_max_position_embeddings")
+            or rope.get("original_max_position_embeddings")
+            or positions
+        )
     factor = rope.get("factor") or positions / original
     return RopeScaling(
         kind=kind,  # type: ignore[arg-type]  # the table above holds the literal's values only
@@ -135,8 +162,12 @@ def _rope_scaling(rope: dict[str, Any], config: dict[str, Any], positions: int) 
     )
 
 
-def _attention_factor(kind: str, rope: dict[str, Any], factor: float, original: int) -> float | None:
-    """longrope's own formula needs the factor that the config gives, or the ratio of the two lengths."""
+def _attention_factor(
+    kind: str, rope: dict[str, Any], factor: float, original: int
+) -> float | None:
+    """longrope's own formula needs the factor that the config gives, or the ratio of the two
+    lengths.
+    """
     given = rope.get("attention_factor")
     if kind != "longrope" or given is not None:
         return given
@@ -144,7 +175,9 @@ def _attention_factor(kind: str, rope: dict[str, Any], factor: float, original: 
 
 
 def _stretched_positions(positions: int, scaling: RopeScaling | None) -> int:
-    """The context the model serves: configs with linear, dynamic or yarn scaling often give the trained one."""
+    """The context the model serves: configs with linear, dynamic or yarn scaling often give the
+    trained one.
+    """
     if scaling is None or scaling.kind in ("llama3", "longrope"):
         return int(positions)
     return max(int(positions), int(scaling.original_positions * scaling.factor))

@@ -1,4 +1,6 @@
-"""Llama 1, 2, 3, 3.1, 3.2 and the many models that share its architecture (SmolLM2, TinyLlama, Yi, ...)."""
+"""Llama 1, 2, 3, 3.1, 3.2 and the many models that share its architecture (SmolLM2, TinyLlama, Yi,
+...).
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ WEIGHTS = WeightMap(
 def spec(config: dict[str, Any]) -> ModelSpec:
     attention_bias = bool(config.get("attention_bias", False))
     return decoder_spec(
-        "LlamaForCausalLM", config, default_positions=2048,
-        qkv_bias=attention_bias, dense_bias=attention_bias, mlp_bias=bool(config.get("mlp_bias", False)),
+        "LlamaForCausalLM",
+        config,
+        default_positions=2048,
+        qkv_bias=attention_bias,
+        dense_bias=attention_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
     )
 
 

@@ -1,6 +1,7 @@
 """OPT: learned positions behind two that were kept for padding, layer norm, biases, ReLU.
 
-The one of 350 million parameters has its norms after the sums, and embeddings that are narrower than what it computes.
+The one of 350 million parameters has its norms after the sums, and embeddings that are narrower
+than what it computes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ WEIGHTS = WeightMap(
         "transformer.ln_f": "model.decoder.final_layer_norm",
         "lm_head": "lm_head",
     },
-    rows={"transformer.position_embedding":
-          lambda spec: range(_KEPT_POSITIONS, spec.max_positions + _KEPT_POSITIONS)},
+    rows={
+        "transformer.position_embedding": lambda spec: range(
+            _KEPT_POSITIONS, spec.max_positions + _KEPT_POSITIONS
+        )
+    },
     optional_prefix="model.",
 )
 
@@ -42,11 +46,24 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     embedding = config.get("word_embed_proj_dim") or hidden
     norms_after = not config.get("do_layer_norm_before", True)
     bias = bool(config.get("enable_bias", True))
-    config = {"tie_word_embeddings": True, **config, "intermediate_size": required(config, "ffn_dim"),
-              "hidden_act": config.get("activation_function") or "relu", "rms_norm_eps": 1e-5}
+    config = {
+        "tie_word_embeddings": True,
+        **config,
+        "intermediate_size": required(config, "ffn_dim"),
+        "hidden_act": config.get("activation_function") or "relu",
+        "rms_norm_eps": 1e-5,
+    }
     return decoder_spec(
-        "OPTForCausalLM", config, default_positions=2048, gated_mlp=False, norm="layer", position="learned",
-        qkv_bias=bias, dense_bias=bias, mlp_bias=bias, norms_after=norms_after,
+        "OPTForCausalLM",
+        config,
+        default_positions=2048,
+        gated_mlp=False,
+        norm="layer",
+        position="learned",
+        qkv_bias=bias,
+        dense_bias=bias,
+        mlp_bias=bias,
+        norms_after=norms_after,
         final_norm=not norms_after and not config.get("_remove_final_layer_norm"),
         embedding_size=embedding if embedding != hidden else 0,
     )

@@ -1,4 +1,6 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama with q, k, v and the two halves of the feed-forward part stored as one each."""
+"""Phi-3, Phi-3.5 and Phi-4: Llama with q, k, v and the two halves of the feed-forward part stored
+as one each.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     if "yarn" in (rope.get("type"), rope.get("rope_type")):  # an early name of what became longrope
         rope["rope_type"] = "longrope"
     config = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, **config, place: rope}
-    return decoder_spec("Phi3ForCausalLM", config, default_positions=4096, sliding_window=config.get("sliding_window"))
+    return decoder_spec(
+        "Phi3ForCausalLM",
+        config,
+        default_positions=4096,
+        sliding_window=config.get("sliding_window"),
+    )
 
 
 FAMILY = Family("phi3", ("Phi3ForCausalLM",), spec, WEIGHTS, ("phi3",))

@@ -1,4 +1,6 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a sliding window over some layers on request."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a sliding window over some layers on
+request.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from slipstream.model.spec import ModelSpec
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     sliding = sliding_options(config)
-    return decoder_spec("Qwen2ForCausalLM", config, default_positions=32768, qkv_bias=True, **sliding)
+    return decoder_spec(
+        "Qwen2ForCausalLM", config, default_positions=32768, qkv_bias=True, **sliding
+    )
 
 
 FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), spec, WEIGHTS, ("qwen2",))

@@ -10,19 +10,28 @@ from slipstream.model.families.hf_config import decoder_spec, sliding_options
 from slipstream.model.families.llama import WEIGHTS as LLAMA_WEIGHTS
 from slipstream.model.spec import ModelSpec
 
-WEIGHTS = replace(LLAMA_WEIGHTS, layers={
-    **LLAMA_WEIGHTS.layers,
-    "attention.q_layernorm": ("self_attn.q_norm",),
-    "attention.k_layernorm": ("self_attn.k_norm",),
-})
+WEIGHTS = replace(
+    LLAMA_WEIGHTS,
+    layers={
+        **LLAMA_WEIGHTS.layers,
+        "attention.q_layernorm": ("self_attn.q_norm",),
+        "attention.k_layernorm": ("self_attn.k_norm",),
+    },
+)
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     attention_bias = bool(config.get("attention_bias", False))
     sliding = sliding_options(config)
     return decoder_spec(
-        "Qwen3ForCausalLM", config, default_positions=32768, head_size=config.get("head_dim") or 128,
-        qk_norm=True, qkv_bias=attention_bias, dense_bias=attention_bias, **sliding,
+        "Qwen3ForCausalLM",
+        config,
+        default_positions=32768,
+        head_size=config.get("head_dim") or 128,
+        qk_norm=True,
+        qkv_bias=attention_bias,
+        dense_bias=attention_bias,
+        **sliding,
     )
 
 

@@ -11,31 +11,46 @@ from slipstream.model.families.qwen3 import WEIGHTS as QWEN3_WEIGHTS
 from slipstream.model.spec import Experts, ModelSpec
 
 _EXPERT = "mlp.experts.{expert}."
-WEIGHTS = replace(QWEN3_WEIGHTS, layers={
-    **QWEN3_WEIGHTS.layers,  # some layers may have one feed-forward part instead
-    "mlp.router": ("mlp.gate",),
-    "mlp.experts.gate_up": (f"{_EXPERT}gate_proj", f"{_EXPERT}up_proj"),
-    "mlp.experts.proj": (f"{_EXPERT}down_proj",),
-})
+WEIGHTS = replace(
+    QWEN3_WEIGHTS,
+    layers={
+        **QWEN3_WEIGHTS.layers,  # some layers may have one feed-forward part instead
+        "mlp.router": ("mlp.gate",),
+        "mlp.experts.gate_up": (f"{_EXPERT}gate_proj", f"{_EXPERT}up_proj"),
+        "mlp.experts.proj": (f"{_EXPERT}down_proj",),
+    },
+)
 
 
 def expert_layers(config: dict[str, Any]) -> tuple[bool, ...] | None:
     """Every so many layers have experts, but those that are named do not; None: all have."""
     step, without = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
-    chosen = tuple(layer not in without and (layer + 1) % step == 0 for layer in layer_numbers(config))
+    chosen = tuple(
+        layer not in without and (layer + 1) % step == 0 for layer in layer_numbers(config)
+    )
     return None if all(chosen) else chosen
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     attention_bias = bool(config.get("attention_bias", False))
-    experts = Experts(config.get("num_experts") or config.get("num_local_experts") or 128,
-                      config.get("num_experts_per_tok") or 8, config.get("moe_intermediate_size") or 768,
-                      normalised=bool(config.get("norm_topk_prob", False)), layers=expert_layers(config))
+    experts = Experts(
+        config.get("num_experts") or config.get("num_local_experts") or 128,
+        config.get("num_experts_per_tok") or 8,
+        config.get("moe_intermediate_size") or 768,
+        normalised=bool(config.get("norm_topk_prob", False)),
+        layers=expert_layers(config),
+    )
     # one window for all layers here, not the choice of layers that the dense Qwen3 has
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     return decoder_spec(
-        "Qwen3MoeForCausalLM", config, default_positions=32768, qk_norm=True, qkv_bias=attention_bias,
-        dense_bias=attention_bias, sliding_window=window, experts=experts,
+        "Qwen3MoeForCausalLM",
+        config,
+        default_positions=32768,
+        qk_norm=True,
+        qkv_bias=attention_bias,
+        dense_bias=attention_bias,
+        sliding_window=window,
+        experts=experts,
     )
 
 

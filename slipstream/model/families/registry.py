@@ -25,9 +25,27 @@ from slipstream.model.families import (
 )
 from slipstream.model.families.family import Family, UnsupportedModel, collapse_layer
 
-FAMILIES: tuple[Family, ...] = tuple(family.FAMILY for family in (
-    llama, mistral, mixtral, qwen2, qwen3, qwen2_moe, qwen3_moe, gemma, gemma2, gemma3, phi3, gpt2, gptj, gpt_neox, opt,
-    falcon))
+FAMILIES: tuple[Family, ...] = tuple(
+    family.FAMILY
+    for family in (
+        llama,
+        mistral,
+        mixtral,
+        qwen2,
+        qwen3,
+        qwen2_moe,
+        qwen3_moe,
+        gemma,
+        gemma2,
+        gemma3,
+        phi3,
+        gpt2,
+        gptj,
+        gpt_neox,
+        opt,
+        falcon,
+    )
+)
 _NAMES_SHOWN = 8
 
 
@@ -36,7 +54,9 @@ def supported_architectures() -> list[str]:
 
 
 def find_family(config: dict[str, Any], tensor_names: Iterable[str] = ()) -> Family:
-    """The family of a Hugging Face config. `tensor_names` only make the refusal of an unknown one say more."""
+    """The family of a Hugging Face config. `tensor_names` only make the refusal of an unknown one
+    say more.
+    """
     architectures = config.get("architectures") or []
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
@@ -54,7 +74,10 @@ def _unmatched_text(names: list[str]) -> str:
     """The names no supported family has a place for, judged by the family that comes nearest."""
     examples = {collapse_layer(name): name for name in names}
     unmatched = min(
-        ([shape for shape, name in examples.items() if not family.weights.knows(name)] for family in FAMILIES),
+        (
+            [shape for shape, name in examples.items() if not family.weights.knows(name)]
+            for family in FAMILIES
+        ),
         key=len,
     )
     if not unmatched:

@@ -1,10 +1,12 @@
-"""The tensors and parameters of `all_models/gpt`, the Python repository of fixed batches, generation by generation.
+"""The tensors and parameters of `all_models/gpt`, the Python repository of fixed batches,
+generation by generation.
 
-The columns are those of `tables.GENERATIONS`; `=` is what the column before says, `-` is absent. A tensor's cell is its
-type and dims, without the batch dimension, then after a slash: o optional, r a scalar to the model, g ragged.
+The columns are those of `tables.GENERATIONS`; `=` is what the column before says, `-` is absent. A
+tensor's cell is its type and dims, without the batch dimension, then after a slash: o optional, r a
+scalar to the model, g ragged.
 
-`end_id` and `pad_id` are optional here, and `beam_search_diversity_rate` is declared: the generator of requests of
-the same era leaves the first two out and sends the third.
+`end_id` and `pad_id` are optional here, and `beam_search_diversity_rate` is declared: the generator
+of requests of the same era leaves the first two out and sends the third.
 """
 
 TABLE = """

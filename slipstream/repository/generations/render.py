@@ -15,8 +15,11 @@ _WHAT = {
     "tensorrt_llm_bls": "Text in, text out, in one model.",
 }
 _FIXED_BATCH = {"inflight_batcher_llm": "128", "gpt": "1024"}  # before the size was a variable
-_INSTANCE_COUNTS = {"preprocessing": "preprocessing_instance_count", "postprocessing": "postprocessing_instance_count",
-                    "tensorrt_llm_bls": "bls_instance_count"}
+_INSTANCE_COUNTS = {
+    "preprocessing": "preprocessing_instance_count",
+    "postprocessing": "postprocessing_instance_count",
+    "tensorrt_llm_bls": "bls_instance_count",
+}
 
 
 def render_template(repository: str, model: str, generation: str) -> str:
@@ -31,12 +34,18 @@ def render_template(repository: str, model: str, generation: str) -> str:
     blocks.append(_tensor_list("output", table.outputs))
     if model == "ensemble":
         names = REPOSITORIES[repository][:4]
-        blocks.append(_steps(ensemble_steps(*(read_model(repository, name, generation) for name in names))))
+        blocks.append(
+            _steps(ensemble_steps(*(read_model(repository, name, generation) for name in names)))
+        )
     else:
         blocks.append(_instances(repository, model, generation))
     if table.parameters:
-        blocks.append("\n".join(f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
-                                for key, value in table.parameters))
+        blocks.append(
+            "\n".join(
+                f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+                for key, value in table.parameters
+            )
+        )
     return "\n\n".join(blocks) + "\n"
 
 
@@ -88,7 +97,11 @@ def _tensor_list(kind: str, tensors: tuple[Tensor, ...]) -> str:
 
 def _tensor(tensor: Tensor) -> str:
     data_type = tensor.data_type if tensor.data_type.startswith("$") else f"TYPE_{tensor.data_type}"
-    parts = [f'name: "{tensor.name}"', f"data_type: {data_type}", f"dims: [ {', '.join(map(str, tensor.dims))} ]"]
+    parts = [
+        f'name: "{tensor.name}"',
+        f"data_type: {data_type}",
+        f"dims: [ {', '.join(map(str, tensor.dims))} ]",
+    ]
     if tensor.scalar:
         parts.append("reshape { shape: [ ] }")
     if tensor.optional:
@@ -99,7 +112,9 @@ def _tensor(tensor: Tensor) -> str:
 
 
 def _steps(steps: tuple[Step, ...]) -> str:
-    return "ensemble_scheduling {\n  step [\n" + ",\n".join(_step(step) for step in steps) + "\n  ]\n}"
+    return (
+        "ensemble_scheduling {\n  step [\n" + ",\n".join(_step(step) for step in steps) + "\n  ]\n}"
+    )
 
 
 def _step(step: Step) -> str:

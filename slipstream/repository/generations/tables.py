@@ -1,4 +1,6 @@
-"""Reading the tables of the repositories' generations: which tensors and parameters a model had, and when."""
+"""Reading the tables of the repositories' generations: which tensors and parameters a model had,
+and when.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,23 @@ from slipstream.repository.generations import gpt, inflight_batcher_llm
 
 GENERATIONS = ("2023-09", "v0.5", "2024-01", "v0.9", "v0.10", "v0.18")
 REPOSITORIES = {
-    "inflight_batcher_llm": ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls"),
+    "inflight_batcher_llm": (
+        "preprocessing",
+        "tensorrt_llm",
+        "postprocessing",
+        "ensemble",
+        "tensorrt_llm_bls",
+    ),
     "gpt": ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble"),
 }
 # releases between the ones above look like the one they came after
-_SAME_AS = {"v0.6": "v0.5", "v0.7": "2024-01", "v0.8": "2024-01", **{f"v0.{n}": "v0.10" for n in range(11, 14)},
-            **{f"v0.{n}": "v0.18" for n in (14, 15, 16, 17, 19)}}
+_SAME_AS = {
+    "v0.6": "v0.5",
+    "v0.7": "2024-01",
+    "v0.8": "2024-01",
+    **{f"v0.{n}": "v0.10" for n in range(11, 14)},
+    **{f"v0.{n}": "v0.18" for n in (14, 15, 16, 17, 19)},
+}
 _TABLES = {"inflight_batcher_llm": inflight_batcher_llm.TABLE, "gpt": gpt.TABLE}
 _TENSOR = re.compile(r"(?P<type>[^\[]+)\[(?P<dims>[-\d,]+)\](?:/(?P<marks>[org]+))?")
 
@@ -53,18 +66,26 @@ def find_generation(text: str) -> str:
     name = ".".join(name.split(".")[:2])
     name = _SAME_AS.get(name, name)
     if name not in GENERATIONS:
-        raise ValueError(f"'{text}' is not a known generation; known: {', '.join(GENERATIONS)}, and releases between")
+        raise ValueError(
+            f"'{text}' is not a known generation; known: {', '.join(GENERATIONS)}, and releases between"
+        )
     return name
 
 
 def models_of(repository: str, generation: str) -> tuple[str, ...]:
-    return tuple(model for model in REPOSITORIES[repository] if read_model(repository, model, generation).inputs)
+    return tuple(
+        model
+        for model in REPOSITORIES[repository]
+        if read_model(repository, model, generation).inputs
+    )
 
 
 def read_model(repository: str, model: str, generation: str) -> ModelTable:
     column = GENERATIONS.index(generation)
-    cells = {kind: [(name, columns[column]) for name, columns in rows if columns[column] != "-"]
-             for kind, rows in _sections(repository)[model].items()}
+    cells = {
+        kind: [(name, columns[column]) for name, columns in rows if columns[column] != "-"]
+        for kind, rows in _sections(repository)[model].items()
+    }
     return ModelTable(
         inputs=tuple(_tensor(name, cell) for name, cell in cells.get("input", [])),
         outputs=tuple(_tensor(name, cell) for name, cell in cells.get("output", [])),

@@ -1,6 +1,8 @@
-"""How models write a call of a function: the two formats that are read, each told by what a chat template shows.
+"""How models write a call of a function: the two formats that are read, each told by what a chat
+template shows.
 
-Marked, as Hermes, Qwen2.5, Qwen3 and others were trained on; there may be text and further calls around it:
+Marked, as Hermes, Qwen2.5, Qwen3 and others were trained on; there may be text and further calls
+around it:
 
     <tool_call>
     {"name": "f", "arguments": {…}}
@@ -10,8 +12,8 @@ Bare, as Llama 3.1 to 3.3 were; the call is the whole answer:
 
     {"name": "f", "parameters": {…}}
 
-A guide lets nothing but a whole call of a given function, with arguments by its schema, follow the beginning of one,
-so that what is read as a call is one.
+A guide lets nothing but a whole call of a given function, with arguments by its schema, follow the
+beginning of one, so that what is read as a call is one.
 """
 
 from __future__ import annotations
@@ -25,11 +27,16 @@ from typing import Any
 from slipstream.engine.request import Guide
 
 # Some room to lay the arguments out, but not for ever.
-_LAYOUT = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,16}", "lenient": False,
-           "coerce_one_of": False}  # fmt: skip
+_LAYOUT = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"[ \n\t]{0,16}",
+    "lenient": False,
+    "coerce_one_of": False,
+}
 _NO_ARGUMENTS = {"properties": {}, "additionalProperties": False}
 
-Tag = dict[str, Any]  # how a call of one function begins and ends, and the schema of what is between
+# how a call of one function begins and ends, and the schema of what is between
+Tag = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,11 @@ class CallFormat:
     def tag(self, function: dict[str, Any]) -> Tag:
         begin = f'{self.open}{self.before_name}{function["name"]}", "{self.arguments}": '
         schema = function.get("parameters") or _NO_ARGUMENTS
-        return {"begin": begin, "schema": {**schema, "type": "object", "x-guidance": _LAYOUT}, "end": self.end}
+        return {
+            "begin": begin,
+            "schema": {**schema, "type": "object", "x-guidance": _LAYOUT},
+            "end": self.end,
+        }
 
 
 def forced(tags: Sequence[Tag]) -> Guide:
@@ -69,13 +80,25 @@ def _any_of(tags: Sequence[Tag]) -> str:
 
 
 def _rules(tags: Sequence[Tag]) -> list[str]:
-    return [f"call_{number}: {json.dumps(tag['begin'])} arguments_{number} {json.dumps(tag['end'])}\n"
-            f"arguments_{number}: %json {json.dumps(tag['schema'])}" for number, tag in enumerate(tags)]
+    return [
+        f"call_{number}: {json.dumps(tag['begin'])} arguments_{number} {json.dumps(tag['end'])}\n"
+        f"arguments_{number}: %json {json.dumps(tag['schema'])}"
+        for number, tag in enumerate(tags)
+    ]
 
 
-MARKED = CallFormat("<tool_call>", '\n{"name": "', "arguments", "}\n</tool_call>", "</tool_call>",
-                    ("tools", "<tool_call>", '"name"', '"arguments"'), _text_and_calls)  # fmt: skip
-BARE = CallFormat('{"name": "', "", "parameters", "}", "", ("tools", '{"name": ', '"parameters": '), _text_or_call)
+MARKED = CallFormat(
+    "<tool_call>",
+    '\n{"name": "',
+    "arguments",
+    "}\n</tool_call>",
+    "</tool_call>",
+    ("tools", "<tool_call>", '"name"', '"arguments"'),
+    _text_and_calls,
+)
+BARE = CallFormat(
+    '{"name": "', "", "parameters", "}", "", ("tools", '{"name": ', '"parameters": '), _text_or_call
+)
 
 
 def format_of(template: str) -> CallFormat | None:

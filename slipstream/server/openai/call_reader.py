@@ -1,4 +1,5 @@
-"""An answer taken apart, as it comes, into text and calls. Whoever reads it whole gets the same parts.
+"""An answer taken apart, as it comes, into text and calls. Whoever reads it whole gets the same
+parts.
 
 What is no whole call is text, whole.
 """
@@ -23,7 +24,11 @@ class ToolCall:
     arguments: str  # JSON
 
     def document(self) -> dict[str, object]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
 
 
 class Reader(Protocol):
@@ -99,11 +104,17 @@ class CallReader:
         return text
 
     def _call(self) -> ToolCall | None:
-        """The end mark may also stand in an argument: a call ends at the first one that makes it whole."""
+        """The end mark may also stand in an argument: a call ends at the first one that makes it
+        whole.
+        """
         end = self._held.find(CLOSE)
         while end >= 0:
             if (call := _parsed(self._held[:end], MARKED.arguments)) is not None:
-                self._held, self._inside, self._after_call = self._held[end + len(CLOSE) :], False, True
+                self._held, self._inside, self._after_call = (
+                    self._held[end + len(CLOSE) :],
+                    False,
+                    True,
+                )
                 self.calls += 1
                 return call
             end = self._held.find(CLOSE, end + 1)
@@ -122,7 +133,14 @@ class CallReader:
 
 def _begun(text: str) -> int:
     """How many of the last characters may be the beginning of a call's mark."""
-    return next((size for size in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:size])), 0)
+    return next(
+        (
+            size
+            for size in range(min(len(OPEN) - 1, len(text)), 0, -1)
+            if text.endswith(OPEN[:size])
+        ),
+        0,
+    )
 
 
 def _parsed(block: str, key: str) -> ToolCall | None:
@@ -133,4 +151,6 @@ def _parsed(block: str, key: str) -> ToolCall | None:
     name, arguments = (call.get("name"), call.get(key)) if isinstance(call, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return ToolCall(f"call_{secrets.token_hex(12)}", name, json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(
+        f"call_{secrets.token_hex(12)}", name, json.dumps(arguments, ensure_ascii=False)
+    )

@@ -20,7 +20,9 @@ FINGERPRINT = f"slipstream-{VERSION}"
 
 
 class Form(Protocol):
-    """How one API writes a choice: whole, or in a stream as what opens it, what is new, and what ends it."""
+    """How one API writes a choice: whole, or in a stream as what opens it, what is new, and what
+    ends it.
+    """
 
     @property
     def object(self) -> str: ...
@@ -46,16 +48,34 @@ class Call:
 
     @staticmethod
     def of(
-        fields: Fields, ignored: Sequence[str], prefix: str, model: NamedModel, form: Form,
-        texts: Sequence[TextRequest], guided_by: str = "",
+        fields: Fields,
+        ignored: Sequence[str],
+        prefix: str,
+        model: NamedModel,
+        form: Form,
+        texts: Sequence[TextRequest],
+        guided_by: str = "",
     ) -> Call:
         usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
-        return Call(model, form, texts, ignored, bool(fields.stream), usage, f"{prefix}-{secrets.token_hex(12)}",
-                    guided_by)
+        return Call(
+            model,
+            form,
+            texts,
+            ignored,
+            bool(fields.stream),
+            usage,
+            f"{prefix}-{secrets.token_hex(12)}",
+            guided_by,
+        )
 
     def head(self, kind: str) -> Document:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model.id,
-                "system_fingerprint": FINGERPRINT}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model.id,
+            "system_fingerprint": FINGERPRINT,
+        }
 
     def document(self, answers: CallAnswers) -> Document:
         choices = [self.form.whole(place, choice) for place, choice in enumerate(answers.choices)]

@@ -46,9 +46,13 @@ async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
     sampling = sampling_of(fields, model.vocab_size, _max_tokens(fields), log_probs, top, guide)
     stop_words = [*stop_words_of(fields), *(tools.stop_words if tools else ())]
     tokens = await chat_tokens(fields, len(body), model, tools.shown if tools else None)
-    text = text_request(fields, tokens, sampling, stop_words, answers_of(fields), model, model.adapter())
+    text = text_request(
+        fields, tokens, sampling, stop_words, answers_of(fields), model, model.adapter()
+    )
     ignored += unknown_fields(fields.messages)
-    form = ChatForm(model.tokenizer, log_probs, bool(stop_words), calls=tools.format if tools else None)
+    form = ChatForm(
+        model.tokenizer, log_probs, bool(stop_words), calls=tools.format if tools else None
+    )
     return Call.of(fields, ignored, "chatcmpl", model, form, [text], guided_by)
 
 
@@ -56,7 +60,10 @@ def _max_tokens(fields: ChatFields) -> int:
     """None given: as many as the context holds."""
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     if name == "max_completion_tokens" and fields.max_tokens is not None:
-        raise refused("max_tokens", "cannot be given together with max_completion_tokens, which it is an older name of")
+        raise refused(
+            "max_tokens",
+            "cannot be given together with max_completion_tokens, which it is an older name of",
+        )
     value = getattr(fields, name)
     return LARGEST_INT if value is None else max_tokens_of(name, value)
 
@@ -76,9 +83,17 @@ class ChatForm:
         parts = list(self._parts(place, choice.text, last=True))
         calls = [part.document() for part in parts if isinstance(part, ToolCall)]
         text = "".join([part for part in parts if isinstance(part, str)])
-        message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-        return {"index": place, "message": message | ({"tool_calls": calls} if calls else {}),
-                "logprobs": self._scores(place, choice), "finish_reason": self._reason(place, choice)}
+        message = {
+            "role": "assistant",
+            "content": text if text or not calls else None,
+            "refusal": None,
+        }
+        return {
+            "index": place,
+            "message": message | ({"tool_calls": calls} if calls else {}),
+            "logprobs": self._scores(place, choice),
+            "finish_reason": self._reason(place, choice),
+        }
 
     def opening(self, place: int, news: TextDelta) -> Document:
         return _chunk(place, {"role": "assistant", "content": "", "refusal": None})
@@ -121,5 +136,7 @@ class ChatForm:
         return chat_log_probs(self.tokenizer, self._scored[place].push(news))
 
 
-def _chunk(place: int, delta: Document, scores: Document | None = None, reason: str | None = None) -> Document:
+def _chunk(
+    place: int, delta: Document, scores: Document | None = None, reason: str | None = None
+) -> Document:
     return {"index": place, "delta": delta, "logprobs": scores, "finish_reason": reason}

@@ -39,22 +39,43 @@ async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
     if fields.best_of not in (None, answers):
         raise refused("best_of", f"must be n, here {answers}: every answer is returned")
     if fields.echo and fields.logprobs is not None:
-        raise refused("echo", "cannot be combined with logprobs: those of the prompt are not told here")
+        raise refused(
+            "echo", "cannot be combined with logprobs: those of the prompt are not told here"
+        )
     guided_by, guide = guide_of(fields)
     sampling = sampling_of(
-        fields, model.vocab_size,
-        max_tokens_of("max_tokens", DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens),
-        fields.logprobs is not None, top_of("logprobs", fields.logprobs), guide,
-    )  # fmt: skip
+        fields,
+        model.vocab_size,
+        max_tokens_of(
+            "max_tokens", DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens
+        ),
+        fields.logprobs is not None,
+        top_of("logprobs", fields.logprobs),
+        guide,
+    )
     stop_words, adapter = stop_words_of(fields), model.adapter()
     texts = [
-        text_request(fields, await prompt_tokens(prompt, fields, model), sampling, stop_words, answers, model, adapter)
+        text_request(
+            fields,
+            await prompt_tokens(prompt, fields, model),
+            sampling,
+            stop_words,
+            answers,
+            model,
+            adapter,
+        )
         for prompt in prompts
     ]
     if fields.seed is None:  # the same prompt twice is two answers
-        texts = [replace(text, sampling=replace(sampling, seed=secrets.randbits(64))) for text in texts]
+        texts = [
+            replace(text, sampling=replace(sampling, seed=secrets.randbits(64))) for text in texts
+        ]
     form = CompletionForm(
-        model.tokenizer, prompts if fields.echo else [], answers, fields.logprobs is not None, bool(fields.logprobs),
+        model.tokenizer,
+        prompts if fields.echo else [],
+        answers,
+        fields.logprobs is not None,
+        bool(fields.logprobs),
         bool(stop_words),
     )
     return Call.of(fields, ignored, "cmpl", model, form, texts, guided_by)
@@ -74,7 +95,9 @@ class CompletionForm:
 
     def whole(self, place: int, choice: Progress) -> Document:
         text = self._echo(place, choice.tokens) + choice.text
-        return _choice(place, text, self._scores(place, choice), finish_reason(choice.finish_reason))
+        return _choice(
+            place, text, self._scores(place, choice), finish_reason(choice.finish_reason)
+        )
 
     def opening(self, place: int, news: TextDelta) -> Document | None:
         return _choice(place, self._echo(place, news.tokens)) if self.echoed else None
@@ -92,7 +115,8 @@ class CompletionForm:
             return ""
         prompt = self.echoed[place // self.answers]
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-        return text + joint(self.tokenizer, text, tokens[:1])  # by the first alone: a stream knows no more
+        # by the first alone: a stream knows no more
+        return text + joint(self.tokenizer, text, tokens[:1])
 
     def _scores(self, place: int, news: TextDelta | Progress) -> Document | None:
         if not self.log_probs:
@@ -104,5 +128,7 @@ class CompletionForm:
         return log_probs.document(tokens.push(news))
 
 
-def _choice(place: int, text: str, scores: Document | None = None, reason: str | None = None) -> Document:
+def _choice(
+    place: int, text: str, scores: Document | None = None, reason: str | None = None
+) -> Document:
     return {"index": place, "text": text, "logprobs": scores, "finish_reason": reason}

@@ -11,27 +11,56 @@ from slipstream.server.openai.models import text_models
 from slipstream.server.registry import ModelRegistry
 
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
-_ERROR = {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": {
-    "type": "object", "required": ["message", "type", "param", "code"]}}}}}  # fmt: skip
+_ERROR = {
+    "application/json": {
+        "schema": {
+            "type": "object",
+            "required": ["error"],
+            "properties": {
+                "error": {"type": "object", "required": ["message", "type", "param", "code"]}
+            },
+        }
+    }
+}
 _PROBLEMS = {
-    "400": "A field is wrong, or not supported: param names it", "401": "The key is missing or wrong",
-    "404": "No such model", "429": "The queue is full", "503": "Shutting down or restarting",
-}  # fmt: skip
+    "400": "A field is wrong, or not supported: param names it",
+    "401": "The key is missing or wrong",
+    "404": "No such model",
+    "429": "The queue is full",
+    "503": "Shutting down or restarting",
+}
 
 
 def openai_paths(registry: ModelRegistry) -> dict[str, Any]:
     model = next((model.id for model in text_models(registry)), "ensemble")
-    chat = {"model": model, "messages": [{"role": "user", "content": "Name three colours."}], "max_tokens": 32}
+    chat = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Name three colours."}],
+        "max_tokens": 32,
+    }
     completion = {"model": model, "prompt": "One, two, three,", "max_tokens": 16}
     return {
-        "/v1/models": {"get": {"summary": "The models of text, as OpenAI lists them", "responses": _answers()}},
-        "/v1/models/{model}": {"get": {
-            "summary": "One model of text", "responses": _answers("404"),
-            "parameters": [{"name": "model", "in": "path", "required": True, "example": model,
-                            "schema": {"type": "string"}}]}},
+        "/v1/models": {
+            "get": {"summary": "The models of text, as OpenAI lists them", "responses": _answers()}
+        },
+        "/v1/models/{model}": {
+            "get": {
+                "summary": "One model of text",
+                "responses": _answers("404"),
+                "parameters": [
+                    {
+                        "name": "model",
+                        "in": "path",
+                        "required": True,
+                        "example": model,
+                        "schema": {"type": "string"},
+                    }
+                ],
+            }
+        },
         "/v1/chat/completions": _post("Chat, whole or as a stream", ChatFields, chat),
         "/v1/completions": _post("Complete, whole or as a stream", CompletionFields, completion),
-    }  # fmt: skip
+    }
 
 
 def _answers(*problems: str) -> dict[str, Any]:
@@ -41,8 +70,13 @@ def _answers(*problems: str) -> dict[str, Any]:
 
 def _post(summary: str, kind: type[Fields], example: dict[str, Any]) -> dict[str, Any]:
     content = {"application/json": {"schema": _schema(kind), "example": example}}
-    return {"post": {"summary": summary, "requestBody": {"required": True, "content": content},
-                     "responses": _answers(*_PROBLEMS)}}
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {"required": True, "content": content},
+            "responses": _answers(*_PROBLEMS),
+        }
+    }
 
 
 def _schema(kind: type[Fields]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Errors as OpenAI's clients expect them: a status, and an object that says what it is, and about which field."""
+"""Errors as OpenAI's clients expect them: a status, and an object that says what it is, and about
+which field.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,13 @@ from slipstream.server import logging
 from slipstream.server.asgi import RETRY_AFTER, Headers, Refused
 from slipstream.server.errors import Code, InferenceError, QueueFull, Unavailable
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 500: "server_error",
-          503: "service_unavailable_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded", 503: "service_unavailable"}
 
 
@@ -20,7 +27,12 @@ class ApiError(Exception):
     """A request that is answered with an error. `param` is the field it is about."""
 
     def __init__(
-        self, message: str, param: str | None = None, status: int = 400, code: str | None = None, headers: Headers = ()
+        self,
+        message: str,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        headers: Headers = (),
     ) -> None:
         super().__init__(message)
         self.message, self.param, self.status, self.headers = message, param, status, headers
@@ -38,7 +50,9 @@ def refused(name: str, problem: str) -> ApiError:
 
 
 def as_api_error(error: Exception, where: str, guided_by: str = "") -> ApiError:
-    """What a model, or the door, said; what nobody meant to say is for the log. `guided_by`: what a guide came in."""
+    """What a model, or the door, said; what nobody meant to say is for the log. `guided_by`: what a
+    guide came in.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Refused):

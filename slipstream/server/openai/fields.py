@@ -1,8 +1,10 @@
-"""The bodies of requests: which fields there are, which are refused by name, and what is wrong with the others.
+"""The bodies of requests: which fields there are, which are refused by name, and what is wrong with
+the others.
 
-A field that OpenAI has and this server has not is refused, and so is one of the other API, unless its value asks for
-nothing. What other servers take besides, and their clients send, is taken where the engine has the same, else refused.
-A field that nobody has is left alone, and the answer names it in a header. `null` is the same as nothing.
+A field that OpenAI has and this server has not is refused, and so is one of the other API, unless
+its value asks for nothing. What other servers take besides, and their clients send, is taken where
+the engine has the same, else refused. A field that nobody has is left alone, and the answer names
+it in a header. `null` is the same as nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class Fields(msgspec.Struct, kw_only=True):
-    """What both APIs have. `user` and the two after it are the caller's own marks: every request is treated alike."""
+    """What both APIs have. `user` and the two after it are the caller's own marks: every request is
+    treated alike.
+    """
 
     model: str
     stream: bool | None = None
@@ -86,14 +90,20 @@ _TEXT_ONLY = "it answers with text alone"
 _NOT_KEPT = "it keeps no conversations"
 # By either API: why, and the values that ask for nothing.
 _REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
-    "functions": (_TOOLS, ([],)), "function_call": (_TOOLS, ("none",)),
-    "modalities": (_TEXT_ONLY, (["text"],)), "audio": (_TEXT_ONLY, ()),
+    "functions": (_TOOLS, ([],)),
+    "function_call": (_TOOLS, ("none",)),
+    "modalities": (_TEXT_ONLY, (["text"],)),
+    "audio": (_TEXT_ONLY, ()),
     "prediction": ("it takes no draft from a request here", ()),
     "reasoning_effort": ("how long a model thinks is its chat template's to say", ("none",)),
     "verbosity": ("models have no such setting", ("medium",)),
     "web_search_options": ("it fetches nothing", ()),
-    "store": (_NOT_KEPT, (False,)), "metadata": (_NOT_KEPT, ({},)),
-    "prompt_cache_retention": ("what stays in the cache is the engine's to say", ("in_memory", "in-memory")),
+    "store": (_NOT_KEPT, (False,)),
+    "metadata": (_NOT_KEPT, ({},)),
+    "prompt_cache_retention": (
+        "what stays in the cache is the engine's to say",
+        ("in_memory", "in-memory"),
+    ),
     "service_tier": ("there is one", ("auto", "default")),
     "suffix": ("it writes on from the prompt, and fills no gaps", ("",)),
     "chat_template": ("a template comes with its model, never with a request", ()),
@@ -107,12 +117,24 @@ _REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "continue_final_message": ("/v1/completions goes on from a text", (False,)),
     "guided_whitespace_pattern": ("how much space JSON may have is fixed", ()),
     "priority": ("/v2/models/NAME/generate takes it", (0,)),
-    "structured_outputs": ("response_format and the guided_ fields say what an answer must look like", ({},)),
-}  # fmt: skip
-_PATHS: Mapping[type[Fields], str] = {ChatFields: "/v1/chat/completions", CompletionFields: "/v1/completions"}
+    "structured_outputs": (
+        "response_format and the guided_ fields say what an answer must look like",
+        ({},),
+    ),
+}
+_PATHS: Mapping[type[Fields], str] = {
+    ChatFields: "/v1/chat/completions",
+    CompletionFields: "/v1/completions",
+}
 # Of fields that one API alone has, the values that ask for nothing in the other.
-_NOTHING: Mapping[str, Any] = {"tools": [], "tool_choice": "none", "parallel_tool_calls": False, "echo": False,
-                                "chat_template_kwargs": {}, "add_special_tokens": False}
+_NOTHING: Mapping[str, Any] = {
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": False,
+    "echo": False,
+    "chat_template_kwargs": {},
+    "add_special_tokens": False,
+}
 
 Kind = TypeVar("Kind", bound=Fields)
 
@@ -131,15 +153,25 @@ def read_fields(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
     options = given.get("stream_options", {})
     return fields, [
         *(name for name in given if name not in known),
-        *(f"stream_options.{name}" for name in options if name not in StreamOptions.__struct_fields__),
+        *(
+            f"stream_options.{name}"
+            for name in options
+            if name not in StreamOptions.__struct_fields__
+        ),
     ]
 
 
 def _check_place(given: Mapping[str, Any], kind: type[Fields]) -> None:
     for other, path in _PATHS.items():
         for name in other.__struct_fields__:
-            if name in given and name not in kind.__struct_fields__ and not _same(given[name], _NOTHING.get(name)):
-                raise ApiError(f"{name} is not supported by {_PATHS[kind]}: it belongs to {path}", name)
+            if (
+                name in given
+                and name not in kind.__struct_fields__
+                and not _same(given[name], _NOTHING.get(name))
+            ):
+                raise ApiError(
+                    f"{name} is not supported by {_PATHS[kind]}: it belongs to {path}", name
+                )
 
 
 def _check_stream_options(fields: Fields) -> None:
@@ -176,7 +208,9 @@ def _converted(given: dict[str, Any], kind: type[Kind]) -> Kind:
         if found is None:
             raise ApiError(str(error)) from error
         problem = found["problem"].replace(" | null", "")
-        raise ApiError(f"{found['place']}: {problem[0].lower()}{problem[1:]}", found["place"]) from error
+        raise ApiError(
+            f"{found['place']}: {problem[0].lower()}{problem[1:]}", found["place"]
+        ) from error
 
 
 def ignored_header(names: Sequence[str]) -> tuple[tuple[bytes, bytes], ...]:

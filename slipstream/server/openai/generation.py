@@ -29,11 +29,18 @@ class CallAnswers:
         self.choices = [Progress(frozenset(), normalise=False) for _ in range(count)]
 
     async def news(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """What is new, with the place of its choice. InferenceError ends it; closing it cancels what still runs."""
+        """What is new, with the place of its choice. InferenceError ends it; closing it cancels
+        what still runs.
+        """
         async with AsyncExitStack() as stack:
             infer = self.model.entry.model.infer
-            sources = [await stack.enter_async_context(aclosing(infer(request))) for request in self.requests]
-            arrivals = await stack.enter_async_context(aclosing(merged([aiter(source) for source in sources])))
+            sources = [
+                await stack.enter_async_context(aclosing(infer(request)))
+                for request in self.requests
+            ]
+            arrivals = await stack.enter_async_context(
+                aclosing(merged([aiter(source) for source in sources]))
+            )
             async for prompt, response in arrivals:
                 if response.error is not None:
                     raise response.error
@@ -43,14 +50,17 @@ class CallAnswers:
                     yield place, news
 
     def usage(self) -> dict[str, Any]:
-        firsts = self.choices[:: self.answers]  # of each prompt; the prompt is counted once, however many answer it
+        # of each prompt; the prompt is counted once, however many answer it
+        firsts = self.choices[:: self.answers]
         prompt = sum(choice.prompt_tokens for choice in firsts)
         completion = sum(len(choice.tokens) for choice in self.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(choice.cached_tokens for choice in firsts)
+            },
         }
 
 
@@ -63,5 +73,7 @@ def infer_request(
 
 
 def finish_reason(reason: str) -> str:
-    """A deadline of the model's configuration cuts an answer short, too; the API has one word for that."""
+    """A deadline of the model's configuration cuts an answer short, too; the API has one word for
+    that.
+    """
     return "stop" if reason == "stop" else "length"

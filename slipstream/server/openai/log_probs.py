@@ -14,12 +14,19 @@ from slipstream.server.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for a token that cannot come: JSON has no infinity
 
-Scored = tuple[int, float, list[tuple[int, float]]]  # a token, its log-probability, and those of the likeliest
+# a token, its log-probability, and those of the likeliest
+Scored = tuple[int, float, list[tuple[int, float]]]
 
 
 def spelled(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
-    """What a token writes. One that is a part of a character only is shown as its bytes, as OpenAI shows it."""
-    if tokenizer.token_bytes is None or token in tokenizer.special_ids or token >= tokenizer.vocab_size:
+    """What a token writes. One that is a part of a character only is shown as its bytes, as OpenAI
+    shows it.
+    """
+    if (
+        tokenizer.token_bytes is None
+        or token in tokenizer.special_ids
+        or token >= tokenizer.vocab_size
+    ):
         text = tokenizer.decode([token], skip_special_tokens=False)
         return text, text.encode()
     raw = tokenizer.token_bytes(token)
@@ -34,9 +41,11 @@ def _told(value: float) -> float:
 
 
 class ScoredTokens:
-    """Of one answer, bit by bit: the tokens that its text is made of, not those of the stop word that ended it.
+    """Of one answer, bit by bit: the tokens that its text is made of, not those of the stop word
+    that ended it.
 
-    Where there are stop words, a token is told once some of its text is, as it may yet prove to be a stop word's.
+    Where there are stop words, a token is told once some of its text is, as it may yet prove to be
+    a stop word's.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_words: bool) -> None:
@@ -58,7 +67,9 @@ class ScoredTokens:
         return told
 
     def _begin(self, detokenizer: Detokenizer, token: int) -> int:
-        """Never too late. Too early by as much as is still held of a run of bytes, which may make a character."""
+        """Never too late. Too early by as much as is still held of a run of bytes, which may make a
+        character.
+        """
         before = self._written
         if token in self._tokenizer.special_ids:
             return before
@@ -81,8 +92,12 @@ def chat_log_probs(tokenizer: Tokenizer, scored: Sequence[Scored]) -> dict[str, 
 
 
 def _tops(news: TextDelta | Progress) -> Sequence[list[tuple[int, float]]]:
-    """One list a token, empty where none were asked for; the end mark's, which is no token here, left out."""
-    return news.top_log_probs[: len(news.tokens)] if news.top_log_probs else [[] for _ in news.tokens]
+    """One list a token, empty where none were asked for; the end mark's, which is no token here,
+    left out.
+    """
+    return (
+        news.top_log_probs[: len(news.tokens)] if news.top_log_probs else [[] for _ in news.tokens]
+    )
 
 
 class CompletionLogProbs:
@@ -102,11 +117,18 @@ class CompletionLogProbs:
             text, raw = spelled(self._tokenizer, token)
             texts.append(text)
             offsets.append(self._offset)
-            tops.append({spelled(self._tokenizer, other)[0]: _told(told) for other, told in top} | {text: _told(value)})
+            tops.append(
+                {spelled(self._tokenizer, other)[0]: _told(told) for other, told in top}
+                | {text: _told(value)}
+            )
             self._advance(raw)
         values = [_told(value) for _, value, _ in scored]
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops if self._top else None,
-                "text_offset": offsets}
+        return {
+            "tokens": texts,
+            "token_logprobs": values,
+            "top_logprobs": tops if self._top else None,
+            "text_offset": offsets,
+        }
 
     def _advance(self, raw: bytes) -> None:
         if not self._begun and self._tokenizer.strips_space and raw.startswith(b" "):

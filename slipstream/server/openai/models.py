@@ -1,4 +1,6 @@
-"""The models that OpenAI's clients can name: those that make text from text, and the adapters of their engines."""
+"""The models that OpenAI's clients can name: those that make text from text, and the adapters of
+their engines.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +45,28 @@ class NamedModel:
 
     def document(self, created: int) -> dict[str, Any]:
         parent = {"parent": self.entry.name} if self.is_adapter else {}
-        return {"id": self.id, "object": "model", "created": created, "owned_by": "slipstream", **parent}
+        return {
+            "id": self.id,
+            "object": "model",
+            "created": created,
+            "owned_by": "slipstream",
+            **parent,
+        }
 
 
 def text_models(registry: ModelRegistry) -> list[NamedModel]:
     """Without adapters."""
-    return [NamedModel(name, *found) for name in sorted({entry.name for entry in registry})
-            if (found := _text_model(registry, name)) is not None]
+    return [
+        NamedModel(name, *found)
+        for name in sorted({entry.name for entry in registry})
+        if (found := _text_model(registry, name)) is not None
+    ]
 
 
 async def named_models(registry: ModelRegistry) -> list[NamedModel]:
-    """Each name once; a model's name goes before an adapter's, and an adapter belongs to the first that has it."""
+    """Each name once; a model's name goes before an adapter's, and an adapter belongs to the first
+    that has it.
+    """
     models, taken = text_models(registry), {entry.name for entry in registry}
     books = {model.text.generator.adapters for model in models}
     # In a thread: there may be thousands of folders to look into.
@@ -62,7 +75,9 @@ async def named_models(registry: ModelRegistry) -> list[NamedModel]:
     for model in models:
         for name in listed[model.text.generator.adapters]:
             if name not in taken:
-                adapters.setdefault(name, NamedModel(name, model.entry, model.text, is_adapter=True))
+                adapters.setdefault(
+                    name, NamedModel(name, model.entry, model.text, is_adapter=True)
+                )
     return [*models, *adapters.values()]
 
 
@@ -75,8 +90,12 @@ async def find_model(registry: ModelRegistry, name: str) -> NamedModel:
     elif (found := _text_model(registry, name)) is not None:
         return NamedModel(name, *found)
     there = ", ".join([model.id for model in await named_models(registry)]) or "none"
-    raise ApiError(f"The model '{name[:200]}' does not exist or makes no text from text. There are: {there}",
-                   "model", 404, "model_not_found")
+    raise ApiError(
+        f"The model '{name[:200]}' does not exist or makes no text from text. There are: {there}",
+        "model",
+        404,
+        "model_not_found",
+    )
 
 
 def _text_model(registry: ModelRegistry, name: str) -> tuple[ModelVersion, TextModel] | None:

@@ -1,4 +1,6 @@
-"""What a model is to go on from, as tokens: a conversation by its chat template, or texts and tokens as they are."""
+"""What a model is to go on from, as tokens: a conversation by its chat template, or texts and
+tokens as they are.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _MOST_VARIABLES, _LARGEST_VALUE = 32, 1024
 
 
 async def chat_tokens(fields: ChatFields, size: int, model: NamedModel, tools: Tools) -> list[int]:
-    """size: of the body. What is long is looked at in threads: others' streams must not wait for it."""
+    """size: of the body. What is long is looked at in threads: others' streams must not wait for
+    it.
+    """
     template = model.tokenizer.chat_template or ""
     variables = _variables_of(fields)
     try:
@@ -37,13 +41,28 @@ async def chat_tokens(fields: ChatFields, size: int, model: NamedModel, tools: T
 
 def _variables_of(fields: ChatFields) -> dict[str, Any]:
     """A template's own switches, such as enable_thinking. What a template could loop over is none."""
-    given = {name: value for name, value in (fields.chat_template_kwargs or {}).items() if value is not None}
+    given = {
+        name: value
+        for name, value in (fields.chat_template_kwargs or {}).items()
+        if value is not None
+    }
     if len(given) > _MOST_VARIABLES:
-        raise refused("chat_template_kwargs", f"must hold at most {_MOST_VARIABLES} switches, got {len(given)}")
+        raise refused(
+            "chat_template_kwargs",
+            f"must hold at most {_MOST_VARIABLES} switches, got {len(given)}",
+        )
     for name, value in given.items():
-        size = len(value) if isinstance(value, str) else value.bit_length() if isinstance(value, int) else 0
+        size = (
+            len(value)
+            if isinstance(value, str)
+            else value.bit_length()
+            if isinstance(value, int)
+            else 0
+        )
         if not isinstance(value, int | float | str) or size > _LARGEST_VALUE:
-            what = f"must be true, false, a number, or a text of at most {_LARGEST_VALUE} characters"
+            what = (
+                f"must be true, false, a number, or a text of at most {_LARGEST_VALUE} characters"
+            )
             raise refused(f"chat_template_kwargs.{name[:40]}", what)
     return given
 
@@ -70,7 +89,9 @@ def _is_tokens(value: Any) -> bool:
 
 
 async def prompt_tokens(prompt: Prompt, fields: CompletionFields, model: NamedModel) -> list[int]:
-    """A text with or without special tokens, as the request or the model's repository says; ids as they are."""
+    """A text with or without special tokens, as the request or the model's repository says; ids as
+    they are.
+    """
     tokenizer, special = model.tokenizer, fields.add_special_tokens
     try:
         if isinstance(prompt, str):
@@ -89,9 +110,14 @@ async def prompt_tokens(prompt: Prompt, fields: CompletionFields, model: NamedMo
 
 
 def _last(tokens: list[int], fields: Fields, model: NamedModel, begun: bool = False) -> list[int]:
-    """The end of a prompt, as many tokens of it as truncate_prompt_tokens says. begun: with special tokens, of which
-    that of a beginning stays, as models were taught that a text has one."""
-    most = model.longest_prompt if fields.truncate_prompt_tokens == -1 else fields.truncate_prompt_tokens
+    """The end of a prompt, as many tokens of it as truncate_prompt_tokens says. begun: with special
+    tokens, of which that of a beginning stays, as models were taught that a text has one.
+    """
+    most = (
+        model.longest_prompt
+        if fields.truncate_prompt_tokens == -1
+        else fields.truncate_prompt_tokens
+    )
     if most is None:
         return tokens
     bounded("truncate_prompt_tokens", most, Range(1))

@@ -1,4 +1,6 @@
-"""The routes under /v1. They guard, count, trace and cancel as those of Triton's protocol do; errors are OpenAI's."""
+"""The routes under /v1. They guard, count, trace and cancel as those of Triton's protocol do;
+errors are OpenAI's.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ class OpenAIRoutes:
         else:
             self._check("metadata", scope["method"], scope)
             there = ", ".join((_MODELS, *_CALLS))
-            raise ApiError(f"There is no {path[:200]} here. There are: {there}", status=404, code="unknown_url")
+            raise ApiError(
+                f"There is no {path[:200]} here. There are: {there}", status=404, code="unknown_url"
+            )
 
     def _check(self, api: str, method: str, scope: Scope) -> None:
         check_access(self._context.access, api, scope)
@@ -94,14 +98,18 @@ class OpenAIRoutes:
             operation = CHAT if path == "/v1/chat/completions" else TEXT_COMPLETION
             trace = self._context.trace.begin(call.model.entry.name, scope["headers"], operation)
             with Finishing(trace):
-                await self._answer(call, trace, send if trace is None else StampedSend(send, trace, began))
+                await self._answer(
+                    call, trace, send if trace is None else StampedSend(send, trace, began)
+                )
 
     async def _answer(self, call: Call, trace: RequestTrace | None, send: Send) -> None:
         if trace is not None:
             trace.stamp("HTTP_RECV_END")
         traces = [trace, *[trace and trace.beside() for _ in call.texts[1:]]]
-        requests = [infer_request(call.model, text, call.id, trace)
-                    for text, trace in zip(call.texts, traces, strict=True)]
+        requests = [
+            infer_request(call.model, text, call.id, trace)
+            for text, trace in zip(call.texts, traces, strict=True)
+        ]
         answers = CallAnswers(call.model, requests, call.texts[0].sequences)
         try:
             await (answer_stream if call.stream else answer_whole)(call, answers, send)

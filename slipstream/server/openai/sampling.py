@@ -1,4 +1,6 @@
-"""How an answer is written, from the fields that both APIs have: OpenAI's defaults, and the bounds of generate."""
+"""How an answer is written, from the fields that both APIs have: OpenAI's defaults, and the bounds
+of generate.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from slipstream.server.openai.models import NamedModel
 from slipstream.server.tensors import single
 from slipstream.server.text.pipeline import TextRequest
 
-_GUIDES = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice",
-           "guided_grammar": "ebnf_grammar"}  # fmt: skip
+_GUIDES = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "ebnf_grammar",
+}
 _SEEDS = 2**64
 _SEED = Range(-(2**63), _SEEDS - 1)  # OpenAI's are signed
 
@@ -35,7 +41,9 @@ def answers_of(fields: Fields, prompts: int = 1) -> int:
     bounded("n", count, most)
     assert most.high is not None
     if count * prompts > most.high:
-        raise refused("n", f"times the number of prompts must be at most {most.high:g}, got {count * prompts}")
+        raise refused(
+            "n", f"times the number of prompts must be at most {most.high:g}, got {count * prompts}"
+        )
     return count
 
 
@@ -45,13 +53,20 @@ def stop_words_of(fields: Fields) -> list[str]:
 
 def stop_ids_of(fields: Fields, model: NamedModel) -> list[int]:
     """Tokens that end an answer as the model's own end marks do: they are no part of it."""
-    given, most, vocabulary = fields.stop_token_ids or [], LISTS["stop_words"].count, model.vocab_size
+    given, most, vocabulary = (
+        fields.stop_token_ids or [],
+        LISTS["stop_words"].count,
+        model.vocab_size,
+    )
     if len(given) > most:
         raise refused("stop_token_ids", f"must hold at most {most} tokens, got {len(given)}")
     for token in given:
         bounded("stop_token_ids", token, Range(0, vocabulary - 1))
     if fields.include_stop_str_in_output and not model.tokenizer.special_ids.issuperset(given):
-        raise refused("include_stop_str_in_output", "cannot show a token of stop_token_ids: give its text as stop")
+        raise refused(
+            "include_stop_str_in_output",
+            "cannot show a token of stop_token_ids: give its text as stop",
+        )
     return given
 
 
@@ -66,21 +81,35 @@ def _words(name: str, given: str | list[str] | None, bound: Words) -> list[str]:
 
 
 def text_request(
-    fields: Fields, tokens: list[int], sampling: SamplingParams, stop_words: Sequence[str], answers: int,
-    model: NamedModel, adapter: AdapterUse | None,
+    fields: Fields,
+    tokens: list[int],
+    sampling: SamplingParams,
+    stop_words: Sequence[str],
+    answers: int,
+    model: NamedModel,
+    adapter: AdapterUse | None,
 ) -> TextRequest:
     return TextRequest(
-        tokens, sampling, stop_words=stop_words, sequences=answers, adapter=adapter,
+        tokens,
+        sampling,
+        stop_words=stop_words,
+        sequences=answers,
+        adapter=adapter,
         stop_ids=stop_ids_of(fields, model),
         bad_words=_words("bad_words", fields.bad_words, LISTS["bad_words"]),
         show_stop_word=bool(fields.include_stop_str_in_output),
         ignore_end=bool(fields.ignore_eos),
         cache_salt="".join(_words("cache_salt", fields.cache_salt, LISTS["cache_salt"])),
-    )  # fmt: skip
+    )
 
 
 def sampling_of(
-    fields: Fields, vocab_size: int, max_tokens: int, log_probs: bool, top: int, guide: Guide | None = None
+    fields: Fields,
+    vocab_size: int,
+    max_tokens: int,
+    log_probs: bool,
+    top: int,
+    guide: Guide | None = None,
 ) -> SamplingParams:
     if fields.seed is not None:
         bounded("seed", fields.seed, _SEED)
@@ -127,16 +156,26 @@ def _logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int,
     if len(given) > most:
         raise refused("logit_bias", f"must hold at most {most} tokens, got {len(given)}")
     for token, weight in given.items():
-        if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
-            raise refused("logit_bias", f"must have ids of tokens (0 to {vocab_size - 1}) as keys, got '{token[:40]}'")
+        if not (
+            token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size
+        ):
+            raise refused(
+                "logit_bias",
+                f"must have ids of tokens (0 to {vocab_size - 1}) as keys, got '{token[:40]}'",
+            )
         bounded("logit_bias", weight, NUMBERS["embedding_bias_weights"])
     return tuple((int(token), weight) for token, weight in given.items())
 
 
 def guide_of(fields: Fields) -> tuple[str, Guide | None]:
-    """What `response_format` or one of the `guided_` fields asks for, and which: it is enforced token by token."""
-    guides = {name: Guide(kind, value if isinstance(value, str) else json.dumps(value))
-              for name, kind in _GUIDES.items() if (value := getattr(fields, name)) is not None}
+    """What `response_format` or one of the `guided_` fields asks for, and which: it is enforced
+    token by token.
+    """
+    guides = {
+        name: Guide(kind, value if isinstance(value, str) else json.dumps(value))
+        for name, kind in _GUIDES.items()
+        if (value := getattr(fields, name)) is not None
+    }
     given = fields.response_format if isinstance(fields, ChatFields) else None
     if given is not None and (guide := _format_guide(given)) is not None:
         guides["response_format"] = guide
@@ -148,9 +187,13 @@ def guide_of(fields: Fields) -> tuple[str, Guide | None]:
 def _format_guide(given: Mapping[str, Any]) -> Guide | None:
     kind = given.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise refused("response_format.type", f"must be text, json_object or json_schema, got {json.dumps(kind)[:40]}")
+        raise refused(
+            "response_format.type",
+            f"must be text, json_object or json_schema, got {json.dumps(kind)[:40]}",
+        )
     for name in given:
-        if name != "type" and name != kind:  # what looks like a promise and is none is not passed over
+        # what looks like a promise and is none is not passed over
+        if name != "type" and name != kind:
             raise refused(f"response_format.{name[:40]}", f"does not go with type {kind}")
     if kind != "json_schema":
         return Guide("json", "") if kind == "json_object" else None
@@ -172,4 +215,3 @@ def top_of(name: str, value: int | None) -> int:
 def max_tokens_of(name: str, value: int) -> int:
     bounded(name, value, NUMBERS["max_tokens"])
     return value
-

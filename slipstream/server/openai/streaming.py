@@ -7,7 +7,15 @@ from contextlib import aclosing
 
 import msgspec
 
-from slipstream.server.asgi import EVENTS, JSON, Send, end_chunks, send_chunk, send_whole, start_chunked
+from slipstream.server.asgi import (
+    EVENTS,
+    JSON,
+    Send,
+    end_chunks,
+    send_chunk,
+    send_whole,
+    start_chunked,
+)
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.errors import as_api_error
 from slipstream.server.openai.fields import ignored_header
@@ -21,7 +29,9 @@ async def answer_whole(call: Call, answers: CallAnswers, send: Send) -> None:
     async with aclosing(answers.news()) as arrivals:
         async for _ in arrivals:
             pass
-    scores = sum(len(choice.log_probs) + sum(map(len, choice.top_log_probs)) for choice in answers.choices)
+    scores = sum(
+        len(choice.log_probs) + sum(map(len, choice.top_log_probs)) for choice in answers.choices
+    )
     body = await in_thread_if_long(scores, lambda: msgspec.json.encode(call.document(answers)))
     await send_whole(send, 200, body, JSON, ignored_header(call.ignored))
 
@@ -40,7 +50,9 @@ async def answer_stream(call: Call, answers: CallAnswers, send: Send) -> None:
     except Exception as error:
         if not started:
             raise
-        await end_chunks(send, b"data: " + as_api_error(error, call.id, call.guided_by).body() + b"\n\n")
+        await end_chunks(
+            send, b"data: " + as_api_error(error, call.id, call.guided_by).body() + b"\n\n"
+        )
         return
     await end_chunks(send, events.end())
 
@@ -52,7 +64,11 @@ class EventWriter:
         self._call = call
         self._answers = answers
         self._opened: set[int] = set()
-        self._begin = b"data: " + msgspec.json.encode(call.head(call.form.chunk_object))[:-1] + b',"choices":['
+        self._begin = (
+            b"data: "
+            + msgspec.json.encode(call.head(call.form.chunk_object))[:-1]
+            + b',"choices":['
+        )
         self._end = (b'],"usage":null}' if call.include_usage else b"]}") + b"\n\n"
 
     def write(self, place: int, news: TextDelta) -> bytes:

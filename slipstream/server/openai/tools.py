@@ -48,24 +48,39 @@ async def tools_of(fields: ChatFields, model: NamedModel) -> CallableTools | Non
 
 
 def _function(name: str, tool: Any) -> dict[str, Any]:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    function = (
+        tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    )
     if not isinstance(function, dict):
         raise refused(name, "must be an object with type function and the function")
     if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
         raise refused(f"{name}.function.name", "must be 1 to 64 letters, digits, _ and -")
     schema = function.get("parameters") or {}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise refused(f"{name}.function.parameters", "must be the JSON schema of an object, which holds the arguments")
+        raise refused(
+            f"{name}.function.parameters",
+            "must be the JSON schema of an object, which holds the arguments",
+        )
     return function
 
 
 def _callable(functions: Sequence[dict[str, Any]], choice: Any) -> Sequence[dict[str, Any]]:
     if choice in ("auto", "required") and functions:
         return functions
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    chosen = [given for given in functions if isinstance(function, dict) and given["name"] == function.get("name")]
+    function = (
+        choice.get("function")
+        if isinstance(choice, dict) and choice.get("type") == "function"
+        else None
+    )
+    chosen = [
+        given
+        for given in functions
+        if isinstance(function, dict) and given["name"] == function.get("name")
+    ]
     if not chosen:
-        raise refused("tool_choice", "must be none, auto, required or one of the functions in tools")
+        raise refused(
+            "tool_choice", "must be none, auto, required or one of the functions in tools"
+        )
     return chosen
 
 
@@ -73,9 +88,17 @@ def _format_of(model: NamedModel) -> CallFormat:
     templates = model.tokenizer.chat_templates
     found = format_of(templates.get("tool_use", templates.get("default", "")))
     if found is None:
-        formats = f'{MARKED.open}{{"name", "arguments"}}{MARKED.close} nor as {{"name", "parameters"}}'
-        raise ApiError(f"tools is not supported for this model: its chat template shows calls neither as {formats}, "
-                       "the formats that are read", "tools")
+        formats = (
+            f'{MARKED.open}{{"name", "arguments"}}{MARKED.close} nor as {{"name", "parameters"}}'
+        )
+        raise ApiError(
+            f"tools is not supported for this model: its chat template shows calls neither as {formats}, "
+            "the formats that are read",
+            "tools",
+        )
     if set(model.tokenizer.encode(found.open, False)) & set(model.tokenizer.special_ids):
-        raise ApiError(f"tools is not supported for this model: {found.open} is no text to its tokenizer", "tools")
+        raise ApiError(
+            f"tools is not supported for this model: {found.open} is no text to its tokenizer",
+            "tools",
+        )
     return found

@@ -26,7 +26,9 @@ def compile_proto() -> str:
 
 def render(serialised: bytes) -> str:
     packed = base64.b85encode(zlib.compress(serialised, 9)).decode()
-    lines = [packed[start : start + LINE_CHARACTERS] for start in range(0, len(packed), LINE_CHARACTERS)]
+    lines = [
+        packed[start : start + LINE_CHARACTERS] for start in range(0, len(packed), LINE_CHARACTERS)
+    ]
     body = "\n".join(f'    "{line}"' for line in lines)
     return (
         '"""Written by compile_proto.py from the .proto files; do not edit. A FileDescriptorSet, compressed."""\n\n'

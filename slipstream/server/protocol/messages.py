@@ -1,7 +1,8 @@
 """The protocol's message classes, made from the compiled descriptor.
 
-They live in a descriptor pool of their own, so that a process may also import Triton's client library, which
-registers messages of the same names; and no protoc-generated code ties us to one release of protobuf.
+They live in a descriptor pool of their own, so that a process may also import Triton's client
+library, which registers messages of the same names; and no protoc-generated code ties us to one
+release of protobuf.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def _message(name: str) -> Any:
 def method_messages(name: str) -> tuple[Any, Any]:
     """The classes of a call's request and answer."""
     method = POOL.FindServiceByName(SERVICE).methods_by_name[name]
-    return message_factory.GetMessageClass(method.input_type), message_factory.GetMessageClass(method.output_type)
+    return message_factory.GetMessageClass(method.input_type), message_factory.GetMessageClass(
+        method.output_type
+    )
 
 
 ModelConfig = _message("ModelConfig")

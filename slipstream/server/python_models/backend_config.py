@@ -27,17 +27,23 @@ class ModelConfig:
     def set_dynamic_batching(self) -> None:
         for other in ("sequence_batching", "ensemble_scheduling"):
             if other in self._document:
-                raise ValueError(f"configuration specified {other}, so the model cannot ask for dynamic_batching")
+                raise ValueError(
+                    f"configuration specified {other}, so the model cannot ask for dynamic_batching"
+                )
         self._document.setdefault("dynamic_batching", {})
 
     def set_model_transaction_policy(self, transaction_policy: Mapping[str, Any]) -> None:
         unknown = set(transaction_policy) - {"decoupled"}
         if unknown:
-            raise ValueError(f"unknown fields of the transaction policy: {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"unknown fields of the transaction policy: {', '.join(sorted(unknown))}"
+            )
         wanted = bool(transaction_policy.get("decoupled", False))
         given = self._document.get("model_transaction_policy", {}).get("decoupled")
         if given is not None and given != wanted:
-            raise ValueError(f"configuration specified decoupled: {given}, but the model asks for {wanted}")
+            raise ValueError(
+                f"configuration specified decoupled: {given}, but the model asks for {wanted}"
+            )
         self._document["model_transaction_policy"] = {"decoupled": wanted}
 
     def add_input(self, tensor: Mapping[str, Any]) -> None:
@@ -51,7 +57,9 @@ class ModelConfig:
         missing = {"name", "data_type", "dims"} - set(tensor)
         if unknown or missing:
             names = ", ".join(sorted(unknown | missing))
-            raise ValueError(f"an {group} must have name, data_type and dims and no unknown fields: {names}")
+            raise ValueError(
+                f"an {group} must have name, data_type and dims and no unknown fields: {names}"
+            )
         existing = self._document.setdefault(group, [])
         given = next((other for other in existing if other["name"] == tensor["name"]), None)
         if given is None:
@@ -60,4 +68,6 @@ class ModelConfig:
         for field in ("data_type", "dims"):
             if given[field] != tensor[field]:
                 asked = f"the model asks for {tensor[field]}"
-                raise ValueError(f"configuration specified {field} {given[field]} for '{tensor['name']}', but {asked}")
+                raise ValueError(
+                    f"configuration specified {field} {given[field]} for '{tensor['name']}', but {asked}"
+                )

@@ -9,9 +9,20 @@ from typing import Any
 
 import msgspec
 
-from slipstream.server.python_models.backend_tensors import InferenceResponse, Tensor, TritonError, TritonModelException
+from slipstream.server.python_models.backend_tensors import (
+    InferenceResponse,
+    Tensor,
+    TritonError,
+    TritonModelException,
+)
 from slipstream.server.python_models.channel import Channel, PendingCall
-from slipstream.server.python_models.frames import Call, CallCancel, CallRead, RequestFrame, Response
+from slipstream.server.python_models.frames import (
+    Call,
+    CallCancel,
+    CallRead,
+    RequestFrame,
+    Response,
+)
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
@@ -23,7 +34,9 @@ TRITONSERVER_MEMORY_GPU = 2
 
 
 class PreferredMemory:
-    """Where a model would like the answer of another one to be. There is only the CPU's memory here."""
+    """Where a model would like the answer of another one to be. There is only the CPU's memory
+    here.
+    """
 
     def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
@@ -42,7 +55,9 @@ class InferenceTrace:
 
 
 class ResponseSender:
-    """The way out for the answers to one request; any thread may use it, also after `execute` has returned."""
+    """The way out for the answers to one request; any thread may use it, also after `execute` has
+    returned.
+    """
 
     def __init__(self, channel: Channel, number: int) -> None:
         self._channel = channel
@@ -50,7 +65,9 @@ class ResponseSender:
         self.closed = False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Waits while more than enough of what was sent before is unread (see `unread.py`); the last one never does."""
+        """Waits while more than enough of what was sent before is unread (see `unread.py`); the
+        last one never does.
+        """
         frame = self.frame(response, bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL))
         if frame.final:
             self._channel.send(frame)
@@ -64,7 +81,9 @@ class ResponseSender:
         if response is not None and not isinstance(response, InferenceResponse):
             raise TypeError(f"send takes an InferenceResponse, not {type(response).__name__}")
         if response is None and not final:
-            raise TritonModelException("a response may be left out only with TRITONSERVER_RESPONSE_COMPLETE_FINAL")
+            raise TritonModelException(
+                "a response may be left out only with TRITONSERVER_RESPONSE_COMPLETE_FINAL"
+            )
         frame = Response(self._number, None if response is None else response.frame(), final)
         self.closed = final
         if final:
@@ -123,7 +142,14 @@ class InferenceRequest:
             raise TypeError("inputs of an InferenceRequest must be Tensor objects")
         written = parameters if isinstance(parameters, str) else json.dumps(dict(parameters or {}))
         self._frame = RequestFrame(
-            0, request_id, correlation_id, flags, timeout, written, tuple(requested_output_names), []
+            0,
+            request_id,
+            correlation_id,
+            flags,
+            timeout,
+            written,
+            tuple(requested_output_names),
+            [],
         )
         self._inputs = list(inputs)
         self._flags = flags
@@ -191,7 +217,9 @@ class InferenceRequest:
             return answers
         responses = list(answers)
         if len(responses) != 1:
-            text = f"model '{self._model_name}' gave {len(responses)} responses where one was expected"
+            text = (
+                f"model '{self._model_name}' gave {len(responses)} responses where one was expected"
+            )
             return InferenceResponse([], TritonError(text))
         return responses[0]
 
@@ -205,6 +233,7 @@ class InferenceRequest:
         inputs = [tensor.frame() for tensor in self._inputs]
         trace = self._trace.number if self._trace is not None else 0
         frame = msgspec.structs.replace(
-            self._frame, number=call.number, flags=self._flags, inputs=inputs, trace=trace)
+            self._frame, number=call.number, flags=self._flags, inputs=inputs, trace=trace
+        )
         channel.send(Call(frame, self._model_name, self._model_version, decoupled))
         return call

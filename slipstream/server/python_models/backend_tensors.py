@@ -1,4 +1,6 @@
-"""Tensors, errors and responses as a `model.py` handles them. Part of `triton_python_backend_utils`."""
+"""Tensors, errors and responses as a `model.py` handles them. Part of
+`triton_python_backend_utils`.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,20 @@ import numpy as np
 from slipstream.server.python_models.frames import ErrorFrame, ResponseFrame, TensorFrame
 
 NUMPY_TYPES: dict[str, Any] = {
-    "BOOL": np.bool_, "UINT8": np.uint8, "UINT16": np.uint16, "UINT32": np.uint32, "UINT64": np.uint64,
-    "INT8": np.int8, "INT16": np.int16, "INT32": np.int32, "INT64": np.int64, "FP16": np.float16,
-    "FP32": np.float32, "FP64": np.float64, "BYTES": np.object_,
-}  # fmt: skip
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+    "BYTES": np.object_,
+}
 WIRE_TYPES = {np.dtype(numpy_type): name for name, numpy_type in NUMPY_TYPES.items()}
 
 
@@ -22,7 +34,8 @@ class TritonModelException(Exception):
     """What a model raises to fail a request, and what this module raises."""
 
 
-TritonModelException.__module__ = "c_python_backend_utils"  # tracebacks that models send as errors name it so
+# tracebacks that models send as errors name it so
+TritonModelException.__module__ = "c_python_backend_utils"
 
 
 class TritonError:
@@ -95,7 +108,9 @@ class Tensor:
         """From a capsule, or from anything that can give one; only memory of the CPU."""
         source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
         if source.__dlpack_device__()[0] not in (1, 3):  # plain or pinned memory
-            raise TritonModelException("DLPack tensors must be in the CPU's memory; copy the tensor there first")
+            raise TritonModelException(
+                "DLPack tensors must be in the CPU's memory; copy the tensor there first"
+            )
         return Tensor(name, np.from_dlpack(source))
 
     def name(self) -> str:
@@ -125,10 +140,14 @@ class Tensor:
         return (1, 0)
 
     def frame(self) -> TensorFrame:
-        """For the socket. The array wins over the bytes it was made of: the model may have written to it."""
+        """For the socket. The array wins over the bytes it was made of: the model may have written
+        to it.
+        """
         if self._array is None:
             return self._require_frame()
-        return TensorFrame(self._name, self._datatype, self._array.shape, _data(self._array, self._datatype))
+        return TensorFrame(
+            self._name, self._datatype, self._array.shape, _data(self._array, self._datatype)
+        )
 
     def _require_frame(self) -> TensorFrame:
         assert self._frame is not None
@@ -137,13 +156,17 @@ class Tensor:
 
 def _array(frame: TensorFrame) -> np.ndarray[Any, Any]:
     if frame.datatype not in NUMPY_TYPES:
-        raise TritonModelException(f"NumPy has no type for the {frame.datatype} tensor '{frame.name}'")
+        raise TritonModelException(
+            f"NumPy has no type for the {frame.datatype} tensor '{frame.name}'"
+        )
     if isinstance(frame.data, list):
         items = np.empty(len(frame.data), dtype=np.object_)
         items[:] = frame.data
         return items if len(frame.shape) == 1 else items.reshape(frame.shape)
     # A bytearray, because models write to their inputs and an array over bytes is read-only.
-    return np.frombuffer(bytearray(frame.data), dtype=NUMPY_TYPES[frame.datatype]).reshape(frame.shape)
+    return np.frombuffer(bytearray(frame.data), dtype=NUMPY_TYPES[frame.datatype]).reshape(
+        frame.shape
+    )
 
 
 def _data(array: np.ndarray[Any, Any], datatype: str) -> bytes | list[bytes]:
@@ -160,7 +183,10 @@ def _item(item: Any) -> bytes:
 
 class InferenceResponse:
     def __init__(
-        self, output_tensors: Sequence[Tensor] = (), error: TritonError | None = None, parameters: str | None = None
+        self,
+        output_tensors: Sequence[Tensor] = (),
+        error: TritonError | None = None,
+        parameters: str | None = None,
     ) -> None:
         self._outputs = list(output_tensors)
         for tensor in self._outputs:
@@ -172,7 +198,11 @@ class InferenceResponse:
     @classmethod
     def from_frame(cls, frame: ResponseFrame) -> InferenceResponse:
         error = None if frame.error is None else TritonError(frame.error.message, frame.error.code)
-        return cls([Tensor.from_frame(tensor) for tensor in frame.outputs], error, json.dumps(frame.parameters))
+        return cls(
+            [Tensor.from_frame(tensor) for tensor in frame.outputs],
+            error,
+            json.dumps(frame.parameters),
+        )
 
     def output_tensors(self) -> list[Tensor]:
         return self._outputs

@@ -31,25 +31,63 @@ from slipstream.server.python_models.backend_tensors import (
     numpy_to_triton_type,
 )
 from slipstream.server.python_models.channel import Channel
-from slipstream.server.python_models.frames import ControlAnswer, Log, MetricFamilyFrame, MetricFrame
+from slipstream.server.python_models.frames import (
+    ControlAnswer,
+    Log,
+    MetricFamilyFrame,
+    MetricFrame,
+)
 
 __all__ = [
-    "TRITONSERVER_MEMORY_CPU", "TRITONSERVER_MEMORY_GPU", "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
-    "TRITONSERVER_REQUEST_FLAG_SEQUENCE_START", "TRITONSERVER_REQUEST_RELEASE_ALL",
-    "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE", "TRITONSERVER_RESPONSE_COMPLETE_FINAL", "TRITON_STRING_TO_NUMPY",
-    "InferenceRequest", "InferenceResponse", "InferenceTrace", "Logger", "Metric", "MetricFamily", "ModelConfig",
-    "PreferredMemory", "ResponseSender", "Tensor", "TritonError", "TritonModelException", "get_input_config_by_name",
-    "get_input_tensor_by_name", "get_model_dir", "get_output_config_by_name", "get_output_tensor_by_name",
-    "is_model_ready", "load_model", "numpy_to_triton_type", "triton_string_to_numpy", "triton_to_numpy_type",
-    "unload_model", "using_decoupled_model_transaction_policy",
-]  # fmt: skip
+    "TRITONSERVER_MEMORY_CPU",
+    "TRITONSERVER_MEMORY_GPU",
+    "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
+    "TRITONSERVER_REQUEST_FLAG_SEQUENCE_START",
+    "TRITONSERVER_REQUEST_RELEASE_ALL",
+    "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE",
+    "TRITONSERVER_RESPONSE_COMPLETE_FINAL",
+    "TRITON_STRING_TO_NUMPY",
+    "InferenceRequest",
+    "InferenceResponse",
+    "InferenceTrace",
+    "Logger",
+    "Metric",
+    "MetricFamily",
+    "ModelConfig",
+    "PreferredMemory",
+    "ResponseSender",
+    "Tensor",
+    "TritonError",
+    "TritonModelException",
+    "get_input_config_by_name",
+    "get_input_tensor_by_name",
+    "get_model_dir",
+    "get_output_config_by_name",
+    "get_output_tensor_by_name",
+    "is_model_ready",
+    "load_model",
+    "numpy_to_triton_type",
+    "triton_string_to_numpy",
+    "triton_to_numpy_type",
+    "unload_model",
+    "using_decoupled_model_transaction_policy",
+]
 
 TRITON_STRING_TO_NUMPY: dict[str, Any] = {
-    "TYPE_BOOL": bool, "TYPE_UINT8": np.uint8, "TYPE_UINT16": np.uint16, "TYPE_UINT32": np.uint32,
-    "TYPE_UINT64": np.uint64, "TYPE_INT8": np.int8, "TYPE_INT16": np.int16, "TYPE_INT32": np.int32,
-    "TYPE_INT64": np.int64, "TYPE_FP16": np.float16, "TYPE_FP32": np.float32, "TYPE_FP64": np.float64,
+    "TYPE_BOOL": bool,
+    "TYPE_UINT8": np.uint8,
+    "TYPE_UINT16": np.uint16,
+    "TYPE_UINT32": np.uint32,
+    "TYPE_UINT64": np.uint64,
+    "TYPE_INT8": np.int8,
+    "TYPE_INT16": np.int16,
+    "TYPE_INT32": np.int32,
+    "TYPE_INT64": np.int64,
+    "TYPE_FP16": np.float16,
+    "TYPE_FP32": np.float32,
+    "TYPE_FP64": np.float64,
     "TYPE_STRING": np.object_,
-}  # fmt: skip
+}
 _NUMBERED_TYPES = dict(enumerate(TRITON_STRING_TO_NUMPY.values(), start=1))
 
 
@@ -77,7 +115,9 @@ def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> Any
 
 
 def _config_by_name(model_config: Mapping[str, Any], group: str, name: str) -> Any:
-    return next((tensor for tensor in model_config.get(group, ()) if tensor.get("name") == name), None)
+    return next(
+        (tensor for tensor in model_config.get(group, ()) if tensor.get("name") == name), None
+    )
 
 
 def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) -> bool:
@@ -143,7 +183,9 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
     """Load, or load again; `files` override the repository's, by `file:` paths."""
-    contents = {name.removeprefix("file:"): bytes(content) for name, content in (files or {}).items()}
+    contents = {
+        name.removeprefix("file:"): bytes(content) for name, content in (files or {}).items()
+    }
     _checked(Channel.current().control("load", model_name, config=config, files=contents))
 
 
@@ -154,7 +196,9 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
 class Metric:
     """One line (or histogram) of a family."""
 
-    def __init__(self, family: str, kind: str, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
+    def __init__(
+        self, family: str, kind: str, labels: Mapping[str, str], buckets: Sequence[float]
+    ) -> None:
         self._family, self._kind, self._labels = family, kind, dict(labels)
         self._send("create", buckets=tuple(float(bound) for bound in buckets))
 
@@ -179,7 +223,9 @@ class Metric:
         return _checked(Channel.current().control("metric", self._family, labels=self._labels))
 
     def _send(self, action: str, value: float = 0.0, buckets: tuple[float, ...] = ()) -> None:
-        Channel.current().send(MetricFrame(self._family, self._labels, action, float(value), buckets))
+        Channel.current().send(
+            MetricFrame(self._family, self._labels, action, float(value), buckets)
+        )
 
 
 class MetricFamily:
@@ -189,5 +235,7 @@ class MetricFamily:
         self._name, self._kind = name, kind
         Channel.current().send(MetricFamilyFrame(name, description, kind))
 
-    def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] = ()) -> Metric:
+    def Metric(
+        self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] = ()
+    ) -> Metric:
         return Metric(self._name, self._kind, labels or {}, buckets)

@@ -1,4 +1,6 @@
-"""What a Python model asks of the server: other models, repository control, the values of its metrics."""
+"""What a Python model asks of the server: other models, repository control, the values of its
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from slipstream.server.errors import Code, InferenceError
 from slipstream.server.input_checks import check_request
 from slipstream.server.python_models.convert import error_frame, request_of, response_frame
 from slipstream.server.python_models.custom_metrics import CustomMetrics
-from slipstream.server.python_models.frames import Call, CallAnswer, Control, ControlAnswer, ErrorFrame, ToWorker
+from slipstream.server.python_models.frames import (
+    Call,
+    CallAnswer,
+    Control,
+    ControlAnswer,
+    ErrorFrame,
+    ToWorker,
+)
 from slipstream.server.python_models.unread import Unread
 from slipstream.server.rate_limiter import RateLimiter
 from slipstream.server.repository_control import NoControl, RepositoryControl, load_model
@@ -28,12 +37,14 @@ if TYPE_CHECKING:
 class Surroundings:
     """The server as its Python models see it."""
 
-    find: Callable[[str, str], ModelVersion]  # by name and version (empty: the latest); InferenceError for none
+    # by name and version (empty: the latest); InferenceError for none
+    find: Callable[[str, str], ModelVersion]
     control: RepositoryControl = field(default_factory=NoControl)
     metrics: CustomMetrics = field(default_factory=CustomMetrics)
     limiter: RateLimiter | None = None  # where instances share resources
     complete_config: bool = True  # models may complete their own configuration
-    trace_of: Callable[[int], RequestTrace | None] = lambda number: None  # of a request that the model works on
+    # of a request that the model works on
+    trace_of: Callable[[int], RequestTrace | None] = lambda number: None
 
 
 Send = Callable[[ToWorker], Awaitable[int]]  # tells how many bytes it took
@@ -84,7 +95,8 @@ class Calls:
             task.cancel()
 
     def _run(self, number: int, work: Coroutine[Any, Any, None]) -> None:
-        # Not in the context of the model's connection, which is that of whoever had it loaded: this is nobody's.
+        # Not in the context of the model's connection, which is that of whoever had it loaded: this
+        # is nobody's.
         task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
         self._tasks[number] = task
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
@@ -100,7 +112,9 @@ class Calls:
             await self._send(CallAnswer(number, error_frame(cancelled), True))
             raise
         except Exception as error:
-            logging.error(f"a call of model '{call.model_name}' failed: {error!r}", model=call.model_name)
+            logging.error(
+                f"a call of model '{call.model_name}' failed: {error!r}", model=call.model_name
+            )
             failed = InferenceError(f"model '{call.model_name}' failed: {error}", Code.INTERNAL)
             await self._send(CallAnswer(number, error_frame(failed), False))
         await self._send(CallAnswer(number, None, True))
@@ -110,7 +124,9 @@ class Calls:
         entry = self._surroundings.find(call.model_name, version)
         model = entry.model
         if model.decoupled and not call.decoupled:
-            text = f"model '{call.model_name}' is decoupled: pass decoupled=True to exec or async_exec"
+            text = (
+                f"model '{call.model_name}' is decoupled: pass decoupled=True to exec or async_exec"
+            )
             raise InferenceError(text, Code.UNSUPPORTED)
         request = request_of(call.request, entry.name, entry.version)
         check_request(request, model.config)

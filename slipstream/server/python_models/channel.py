@@ -1,4 +1,6 @@
-"""A model process's ends of its sockets: its main thread reads orders, another reads news, any thread may write."""
+"""A model process's ends of its sockets: its main thread reads orders, another reads news, any
+thread may write.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from slipstream.server.python_models.frames import (
 from slipstream.server.python_models.unread import PATIENCE_SECONDS, Unread
 
 _READ_BYTES = 1 << 20
-_UNREAD = ErrorFrame(f"given up: none of its answers was read for {PATIENCE_SECONDS:.0f} seconds", "CANCELLED")
+_UNREAD = ErrorFrame(
+    f"given up: none of its answers was read for {PATIENCE_SECONDS:.0f} seconds", "CANCELLED"
+)
 
 
 class PendingCall:
@@ -110,7 +114,9 @@ class Channel:
         return wanted
 
     def answer(self, message: Response) -> None:
-        """Send an answer that others follow, once enough of those before it are read. Nobody's answers go nowhere."""
+        """Send an answer that others follow, once enough of those before it are read. Nobody's
+        answers go nowhere.
+        """
         number, frame = message.number, encode(message)
         with self._marking:
             if not self._is_wanted(number):
@@ -131,7 +137,9 @@ class Channel:
         return self._cancelled.get(number) is False
 
     def _wait_for_room(self, number: int, unread: Unread) -> bool:
-        """False where the request was given up or answered meanwhile, or nothing is read for too long."""
+        """False where the request was given up or answered meanwhile, or nothing is read for too
+        long.
+        """
         while unread.full:
             before = unread.total
 
@@ -174,7 +182,8 @@ class Channel:
 def _messages(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> Iterator[Any]:
     """What the server sends. When it is gone, so is every reason to be here."""
     reader = FrameReader(decoder)
-    room = memoryview(bytearray(_READ_BYTES))  # kept: to get and give back that much each time is slow
+    # kept: to get and give back that much each time is slow
+    room = memoryview(bytearray(_READ_BYTES))
     try:
         while count := connection.recv_into(room):
             yield from reader.feed(room[:count])

@@ -11,14 +11,21 @@ from slipstream.repository.sequences import sequence_batching
 from slipstream.server.errors import InferenceError
 
 _INPUT = {
-    "format": "FORMAT_NONE", "is_shape_tensor": False, "allow_ragged_batch": False, "optional": False,
+    "format": "FORMAT_NONE",
+    "is_shape_tensor": False,
+    "allow_ragged_batch": False,
+    "optional": False,
     "is_non_linear_format_io": False,
-}  # fmt: skip
+}
 _OUTPUT = {"label_filename": "", "is_shape_tensor": False, "is_non_linear_format_io": False}
 _BATCHING = {
-    "preferred_batch_size": [], "max_queue_delay_microseconds": 0, "preserve_ordering": False, "priority_levels": 0,
-    "default_priority_level": 0, "priority_queue_policy": {},
-}  # fmt: skip
+    "preferred_batch_size": [],
+    "max_queue_delay_microseconds": 0,
+    "preserve_ordering": False,
+    "priority_levels": 0,
+    "default_priority_level": 0,
+    "priority_queue_policy": {},
+}
 
 
 def completed(config: ModelConfig, document: dict[str, Any]) -> ModelConfig:
@@ -26,7 +33,11 @@ def completed(config: ModelConfig, document: dict[str, Any]) -> ModelConfig:
     inputs = [_described(tensor, _INPUT) for tensor in document.get("input", ())]
     outputs = [_described(tensor, _OUTPUT) for tensor in document.get("output", ())]
     policy = document.get("model_transaction_policy", {})
-    changed = {"input": inputs, "output": outputs, "max_batch_size": document.get("max_batch_size", 0)}
+    changed = {
+        "input": inputs,
+        "output": outputs,
+        "max_batch_size": document.get("max_batch_size", 0),
+    }
     batching = config.dynamic_batching
     if batching is None and "dynamic_batching" in document:
         batching, changed["dynamic_batching"] = DynamicBatching(), dict(_BATCHING)
@@ -51,12 +62,17 @@ def _described(tensor: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
     return {"name": tensor["name"], "data_type": tensor["data_type"], **defaults, **tensor}
 
 
-def _tensors(described: list[dict[str, Any]], known: tuple[TensorConfig, ...]) -> tuple[TensorConfig, ...]:
+def _tensors(
+    described: list[dict[str, Any]], known: tuple[TensorConfig, ...]
+) -> tuple[TensorConfig, ...]:
     names = {tensor.name: tensor for tensor in known}
     return tuple(
         names.get(tensor["name"])
         or TensorConfig(
-            tensor["name"], tensor["data_type"], tuple(tensor["dims"]), optional=tensor.get("optional", False)
+            tensor["name"],
+            tensor["data_type"],
+            tuple(tensor["dims"]),
+            optional=tensor.get("optional", False),
         )
         for tensor in described
     )

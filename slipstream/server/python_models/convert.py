@@ -9,7 +9,12 @@ import msgspec
 
 from slipstream.server.errors import Code, InferenceError
 from slipstream.server.inference import InferRequest, InferResponse, Parameter
-from slipstream.server.python_models.frames import ErrorFrame, RequestFrame, ResponseFrame, TensorFrame
+from slipstream.server.python_models.frames import (
+    ErrorFrame,
+    RequestFrame,
+    ResponseFrame,
+    TensorFrame,
+)
 from slipstream.server.tensor_bytes import SIZES, pack, unpack
 from slipstream.server.tensors import Tensor
 
@@ -28,7 +33,9 @@ def tensor_of(frame: TensorFrame) -> Tensor:
     if isinstance(frame.data, list):
         return Tensor(frame.name, frame.datatype, frame.shape, frame.data)
     if frame.datatype not in SIZES:
-        raise InferenceError(f"a Python model sent the unknown datatype '{frame.datatype}'", Code.INTERNAL)
+        raise InferenceError(
+            f"a Python model sent the unknown datatype '{frame.datatype}'", Code.INTERNAL
+        )
     return Tensor(frame.name, frame.datatype, frame.shape, unpack(frame.datatype, frame.data))
 
 
@@ -53,7 +60,9 @@ def request_of(frame: RequestFrame, model_name: str, model_version: str) -> Infe
     try:
         parameters: dict[str, Parameter] = _PARAMETERS.decode(frame.parameters)
     except msgspec.MsgspecError as error:
-        raise InferenceError(f"parameters must be a JSON object of strings, numbers and booleans: {error}") from error
+        raise InferenceError(
+            f"parameters must be a JSON object of strings, numbers and booleans: {error}"
+        ) from error
     return InferRequest(
         model_name,
         model_version,
@@ -72,14 +81,20 @@ def response_of(frame: ResponseFrame, final: bool) -> InferResponse:
     if frame.error is not None:
         code = Code.__members__.get(frame.error.code, Code.INTERNAL)
         return InferResponse(error=InferenceError(frame.error.message, code), final=final)
-    return InferResponse([tensor_of(tensor) for tensor in frame.outputs], frame.parameters, final=final)
+    return InferResponse(
+        [tensor_of(tensor) for tensor in frame.outputs], frame.parameters, final=final
+    )
 
 
 def response_frame(response: InferResponse, wanted: Sequence[str]) -> ResponseFrame:
-    """An answer of another model, with the outputs it was asked for (all when it was asked for none)."""
+    """An answer of another model, with the outputs it was asked for (all when it was asked for
+    none).
+    """
     if response.error is not None:
         return error_frame(response.error)
-    outputs = [tensor_frame(tensor) for tensor in response.outputs if not wanted or tensor.name in wanted]
+    outputs = [
+        tensor_frame(tensor) for tensor in response.outputs if not wanted or tensor.name in wanted
+    ]
     return ResponseFrame(outputs, None, dict(response.parameters))
 
 

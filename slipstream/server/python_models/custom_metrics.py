@@ -1,4 +1,6 @@
-"""Metrics that Python models define themselves, kept in the server so that every instance adds to the same one."""
+"""Metrics that Python models define themselves, kept in the server so that every instance adds to
+the same one.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,15 @@ class CustomMetrics:
     def value(self, family: str, labels: dict[str, str]) -> float:
         found = self._metrics[family].values.get(tuple(sorted(labels.items())))
         if found is None:
-            raise InferenceError(f"there is no such metric of the family '{family}'", Code.NOT_FOUND)
+            raise InferenceError(
+                f"there is no such metric of the family '{family}'", Code.NOT_FOUND
+            )
         return found
 
     def families(self) -> Iterator[Family]:
         for name, family in self._metrics.items():
             samples = [(dict(labels), value) for labels, value in family.values.items()]
-            histograms = [(dict(labels), histogram) for labels, histogram in family.histograms.items()]
+            histograms = [
+                (dict(labels), histogram) for labels, histogram in family.histograms.items()
+            ]
             yield Family(name, family.kind, family.description, samples, histograms)

@@ -1,4 +1,6 @@
-"""The way from a repository's Python model to a served one. Only a server that was told to allows it."""
+"""The way from a repository's Python model to a served one. Only a server that was told to allows
+it.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,12 @@ if TYPE_CHECKING:
     from slipstream.server.registry import ModelRegistry
 
 
-async def open_python_model(config: ModelConfig, version_folder: Path, surroundings: Surroundings) -> PythonModel:
-    """A model with all its processes running; InferenceError with the model's own reason where it cannot start."""
+async def open_python_model(
+    config: ModelConfig, version_folder: Path, surroundings: Surroundings
+) -> PythonModel:
+    """A model with all its processes running; InferenceError with the model's own reason where it
+    cannot start.
+    """
     if config.parameters.get("EXECUTION_ENV_PATH"):
         text = "EXECUTION_ENV_PATH is not supported: install what the model needs beside the server"
         raise InferenceError(f"model '{config.name}': {text}", Code.UNSUPPORTED)
@@ -33,24 +39,34 @@ async def open_python_model(config: ModelConfig, version_folder: Path, surroundi
 class PythonModels:
     """A `ModelFactory` for every model of the backend `python` that brings its own code.
 
-    The engine itself is never one of them: upstream's `model.py` for it drives an engine that is not here.
+    The engine itself is never one of them: upstream's `model.py` for it drives an engine that is
+    not here.
     """
 
     def __init__(self, limiter: RateLimiter | None = None, complete_config: bool = True) -> None:
         self._limiter = limiter
         self._complete_config = complete_config
         self.metrics = CustomMetrics()  # what the models measure
-        self.control: RepositoryControl = NoControl()  # what their load_model and unload_model reach
+        # what their load_model and unload_model reach
+        self.control: RepositoryControl = NoControl()
 
     def claims(self, model: RepositoryModel) -> bool:
         if model.config.backend != "python" or model.role is Role.ENGINE:
             return False
         return any(_file(model, version).is_file() for version in model.versions)
 
-    async def load(self, model: RepositoryModel, version: int, registry: ModelRegistry) -> ServedModel:
-        surroundings = Surroundings(registry.find, self.control, self.metrics, self._limiter, self._complete_config)
+    async def load(
+        self, model: RepositoryModel, version: int, registry: ModelRegistry
+    ) -> ServedModel:
+        surroundings = Surroundings(
+            registry.find, self.control, self.metrics, self._limiter, self._complete_config
+        )
         return await open_python_model(model.config, _file(model, version).parent, surroundings)
 
 
 def _file(model: RepositoryModel, version: int) -> Path:
-    return model.folder / str(version) / (model.config.document.get("default_model_filename") or "model.py")
+    return (
+        model.folder
+        / str(version)
+        / (model.config.document.get("default_model_filename") or "model.py")
+    )

@@ -1,10 +1,12 @@
 """What goes over the two sockets between the server and the process of a Python model.
 
-Orders come over one, which the thread that runs the model reads itself: to be handed each by another thread costs
-more than most orders do. What a model may have to hear while it runs comes over the other.
+Orders come over one, which the thread that runs the model reads itself: to be handed each by
+another thread costs more than most orders do. What a model may have to hear while it runs comes
+over the other.
 
-A frame is four bytes of length and the msgpack form of one of the structures below. Both ends decode into these
-types and refuse anything else; tensors travel as raw bytes and nothing here can name code to run.
+A frame is four bytes of length and the msgpack form of one of the structures below. Both ends
+decode into these types and refuse anything else; tensors travel as raw bytes and nothing here can
+name code to run.
 """
 
 from __future__ import annotations
@@ -105,7 +107,9 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True, tag="response"):
-    """One that is neither a response nor the end is a mark: whoever sent it wants to know when it is reached."""
+    """One that is neither a response nor the end is a mark: whoever sent it wants to know when it
+    is reached.
+    """
 
     number: int
     response: ResponseFrame | None
@@ -208,7 +212,9 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> list[Any]:
-        """The messages that are complete now. Most often they come whole, and are read where they are."""
+        """The messages that are complete now. Most often they come whole, and are read where they
+        are.
+        """
         if self._buffer:
             self._buffer += data
         view = memoryview(self._buffer or data)

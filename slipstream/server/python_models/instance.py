@@ -55,7 +55,9 @@ _LAST_WORDS_SECONDS = 0.5  # to read what a process sent before it ended
 class _Link(asyncio.Protocol):
     """The server's end of a socket."""
 
-    def __init__(self, on_message: Callable[[FromWorker], None], on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, on_message: Callable[[FromWorker], None], on_lost: Callable[[], None]
+    ) -> None:
         self._reader = FrameReader(FROM_WORKER)
         self._on_message = on_message
         self._on_lost = on_lost
@@ -68,7 +70,9 @@ class _Link(asyncio.Protocol):
         self._writable.set()
 
     def data_received(self, data: bytes) -> None:
-        """What the messages lead to goes out together: a system call, and waking the model, cost more than to wait."""
+        """What the messages lead to goes out together: a system call, and waking the model, cost
+        more than to wait.
+        """
         self._held = []
         try:
             for message in self._reader.feed(data):
@@ -112,7 +116,9 @@ class _Link(asyncio.Protocol):
 
 
 class Instance:
-    """One process. `depth` is how many batches it may hold: the one it executes and those it takes up next."""
+    """One process. `depth` is how many batches it may hold: the one it executes and those it takes
+    up next.
+    """
 
     def __init__(
         self,
@@ -128,7 +134,8 @@ class Instance:
         self._model = model
         self._depth = depth
         self._serving = False
-        self._batches: deque[list[int]] = deque()  # that it has and has not executed, as numbers of requests
+        # that it has and has not executed, as numbers of requests
+        self._batches: deque[list[int]] = deque()
         self._surroundings = surroundings
         self._on_response, self._on_free, self._on_end = on_response, on_free, on_end
         self._process: subprocess.Popen[bytes] | None = None
@@ -153,7 +160,9 @@ class Instance:
         return {number for batch in list(self._batches)[1:] for number in batch}
 
     async def start(self, order: Start) -> str:
-        """Returns the configuration as the model completed it (empty: it did not); InferenceError if it failed."""
+        """Returns the configuration as the model completed it (empty: it did not); InferenceError
+        if it failed.
+        """
         event_loop = asyncio.get_running_loop()
         self._started = event_loop.create_future()
         (orders, their_orders), (news, their_news) = socket.socketpair(), socket.socketpair()
@@ -172,7 +181,8 @@ class Instance:
         descriptor = self._process.stdout.fileno()
         os.set_blocking(descriptor, False)
         event_loop.add_reader(descriptor, self._read_output, event_loop, descriptor)
-        if hasattr(os, "pidfd_open"):  # processes that the model has forked may hold the sockets open
+        # processes that the model has forked may hold the sockets open
+        if hasattr(os, "pidfd_open"):
             watched = os.pidfd_open(self._process.pid)
             event_loop.add_reader(watched, self._exited, event_loop, watched)
 
@@ -226,9 +236,12 @@ class Instance:
         assert self._news is not None
         assert self._started is not None
         if message.action in ("load", "unload") and not self._started.done():
-            # Whoever loads this model holds the repository until it has started: it would wait for itself.
+            # Whoever loads this model holds the repository until it has started: it would wait for
+            # itself.
             text = "models cannot be loaded or unloaded while this one is being initialized"
-            self._news.write(ControlAnswer(message.call, 0.0, ErrorFrame(text, Code.UNAVAILABLE.name)))
+            self._news.write(
+                ControlAnswer(message.call, 0.0, ErrorFrame(text, Code.UNAVAILABLE.name))
+            )
         else:
             self._calls.begin_control(message)
 
@@ -269,7 +282,9 @@ class Instance:
             self._calls.close()
         self.kill()
         event_loop = asyncio.get_running_loop()
-        event_loop.run_in_executor(None, self._reap).add_done_callback(lambda done: self._end(done.result()))
+        event_loop.run_in_executor(None, self._reap).add_done_callback(
+            lambda done: self._end(done.result())
+        )
 
     def _reap(self) -> str:
         assert self._process is not None
@@ -283,7 +298,9 @@ class Instance:
         self._on_end(self, reason)
 
     def _kill_group(self) -> None:
-        """The process leads a group of its own, to which its helpers belong; they would outlive the server."""
+        """The process leads a group of its own, to which its helpers belong; they would outlive the
+        server.
+        """
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -300,12 +317,16 @@ class Instance:
         try:
             await asyncio.wait_for(self._ended.wait(), STOP_SECONDS)
         except TimeoutError:
-            logging.warning(f"model instance '{self.name}' does not finish and is killed", model=self._model)
+            logging.warning(
+                f"model instance '{self.name}' does not finish and is killed", model=self._model
+            )
             self.kill()
             await self._ended.wait()
 
 
-async def _linked(end: socket.socket, on_message: Callable[[FromWorker], None], on_lost: Callable[[], None]) -> _Link:
+async def _linked(
+    end: socket.socket, on_message: Callable[[FromWorker], None], on_lost: Callable[[], None]
+) -> _Link:
     link = _Link(on_message, on_lost)
     end.setblocking(False)
     await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=end)

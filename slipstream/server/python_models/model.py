@@ -49,7 +49,9 @@ class _Place:
     def needs(self) -> dict[tuple[str, Device], int]:
         """The resources that one execution takes."""
         resources = self.group.resources if self.group is not None else ()
-        return {(one.name, GLOBAL if one.of_machine else self.device): one.count for one in resources}
+        return {
+            (one.name, GLOBAL if one.of_machine else self.device): one.count for one in resources
+        }
 
 
 class PythonModel:
@@ -101,7 +103,13 @@ class PythonModel:
 
     async def _start(self, place: _Place, complete: bool = False) -> str:
         instance = Instance(
-            place.name, self.config.name, self._depth(), self._surroundings, self._take, self._freed, self._ended
+            place.name,
+            self.config.name,
+            self._depth(),
+            self._surroundings,
+            self._take,
+            self._freed,
+            self._ended,
         )
         self._instances[place] = instance
         self._contend(instance, place)
@@ -115,7 +123,9 @@ class PythonModel:
             "model_version": self._version_folder.name,
             "model_name": self.config.name,
         }
-        file = self._version_folder / (self.config.document.get("default_model_filename") or "model.py")
+        file = self._version_folder / (
+            self.config.document.get("default_model_filename") or "model.py"
+        )
         folder = str(self._version_folder.parent)
         try:
             order = Start(str(file), folder, place.name, self.config.decoupled, arguments, complete)
@@ -158,10 +168,14 @@ class PythonModel:
             self._dispatch()
 
     def _depth(self) -> int:
-        """A lone process may be handed requests ahead, which saves it the wait for each next one. Several would
-        take them from each other, and with batching those that wait are better executed together."""
+        """A lone process may be handed requests ahead, which saves it the wait for each next one.
+        Several would take them from each other, and with batching those that wait are better
+        executed together.
+        """
         alone = len(_places(self.config)) == 1
-        batched = self.config.dynamic_batching is not None or self.config.sequence_batching is not None
+        batched = (
+            self.config.dynamic_batching is not None or self.config.sequence_batching is not None
+        )
         return HANDED_AHEAD if alone and not batched and self._surroundings.limiter is None else 1
 
     def infer(self, request: InferRequest) -> Answers:
@@ -230,7 +244,9 @@ class PythonModel:
                 self._dispatch()
 
     def _ended(self, instance: Instance, reason: str) -> None:
-        """An instance's process is gone. Its requests are told, and it is started again unless it died too often."""
+        """An instance's process is gone. Its requests are told, and it is started again unless it
+        died too often.
+        """
         place = next((place for place, other in self._instances.items() if other is instance), None)
         if place is not None:
             del self._instances[place]
@@ -271,7 +287,9 @@ class PythonModel:
         self._dispatch()
 
     def _refuse_all(self, text: str) -> None:
-        """Where no instance is left nor on its way (a restart that just failed still counts as running)."""
+        """Where no instance is left nor on its way (a restart that just failed still counts as
+        running).
+        """
         if not self._instances and not self._restarting - {asyncio.current_task()}:
             for pending in self._waiting.clear():
                 pending.fail(Unavailable(text))
@@ -294,7 +312,9 @@ class PythonModel:
 
     async def _drain(self) -> None:
         deadline = time.monotonic() + DRAIN_SECONDS
-        while (self._running or (self._waiting and self._instances)) and time.monotonic() < deadline:
+        while (
+            self._running or (self._waiting and self._instances)
+        ) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
 
@@ -339,7 +359,9 @@ def _waiting(config: ModelConfig) -> Waiting | Sequences:
 
 
 def _places(config: ModelConfig) -> list[_Place]:
-    """One for each process, named as upstream names them: with the group's position only where groups are given."""
+    """One for each process, named as upstream names them: with the group's position only where
+    groups are given.
+    """
     places = []
     groups = config.instance_groups
     for position, group in enumerate(groups):
@@ -349,5 +371,3 @@ def _places(config: ModelConfig) -> list[_Place]:
         for number in range(max(1, group.count) * len(devices)):
             places.append(_Place(f"{name}_{number}", kind, devices[number % len(devices)], group))
     return places or [_Place(f"{config.name}_0", "CPU", 0)]
-
-

@@ -1,4 +1,6 @@
-"""Requests of sequences that wait for a Python model: each sequence keeps to one instance, and to its order."""
+"""Requests of sequences that wait for a Python model: each sequence keeps to one instance, and to
+its order.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,19 @@ from slipstream.server.python_models.instance import Instance
 from slipstream.server.python_models.waiting import Pending
 from slipstream.server.tensors import Tensor
 
-_BOUNDS = {"UINT64": (0, 2**64), "INT64": (-(2**63), 2**63), "UINT32": (0, 2**32), "INT32": (-(2**31), 2**31)}
+_BOUNDS = {
+    "UINT64": (0, 2**64),
+    "INT64": (-(2**63), 2**63),
+    "UINT32": (0, 2**32),
+    "INT32": (-(2**31), 2**31),
+}
 
 
 @dataclass(eq=False, slots=True)
 class _Sequence:
     identity: int | str
-    queue: OrderedDict[Pending, None] = field(default_factory=OrderedDict)  # its own, then that of its instance
+    # its own, then that of its instance
+    queue: OrderedDict[Pending, None] = field(default_factory=OrderedDict)
     instance: Instance | None = None
     open: int = 0  # requests that wait or run
     ended: bool = False  # no more will come
@@ -38,7 +46,9 @@ class _Held:
 
 
 class Sequences:
-    """In place of `Waiting`. A sequence that no instance has room for waits until another ends, or is idle too long."""
+    """In place of `Waiting`. A sequence that no instance has room for waits until another ends, or
+    is idle too long.
+    """
 
     def __init__(self, config: ModelConfig, batching: SequenceBatching) -> None:
         self._config = config
@@ -64,8 +74,12 @@ class Sequences:
         check_sequence(request, self._config)  # `generate` names none
         self._check_rows(request)
         self._drop_idle()
-        pending = Pending(replace(request, inputs={**request.inputs, **self._controls(request)}), time.monotonic())
-        pending.shapes = tuple((tensor.name, tensor.shape) for _, tensor in sorted(pending.request.inputs.items()))
+        pending = Pending(
+            replace(request, inputs={**request.inputs, **self._controls(request)}), time.monotonic()
+        )
+        pending.shapes = tuple(
+            (tensor.name, tensor.shape) for _, tensor in sorted(pending.request.inputs.items())
+        )
         sequence = self._sequence(request)
         self._idle.pop(sequence, None)
         self._of[pending] = sequence
@@ -100,12 +114,18 @@ class Sequences:
     def _controls(self, request: InferRequest) -> dict[str, Tensor]:
         flags = {START: request.sequence_start, END: request.sequence_end, READY: True}
         return {
-            control.name: Tensor(control.name, control.datatype, self._one, [
-                self._identity(control, request.sequence_id) if control.kind == IDENTITY
-                else control.false_true[flags[control.kind]]
-            ])
+            control.name: Tensor(
+                control.name,
+                control.datatype,
+                self._one,
+                [
+                    self._identity(control, request.sequence_id)
+                    if control.kind == IDENTITY
+                    else control.false_true[flags[control.kind]]
+                ],
+            )
             for control in self._batching.controls
-        }  # fmt: skip
+        }
 
     def _identity(self, control: Control, given: int | str) -> Any:
         if isinstance(given, str):
@@ -115,7 +135,9 @@ class Sequences:
             low, high = _BOUNDS[control.datatype]
             if low <= given < high:
                 return given
-        raise InferenceError(f"sequence_id does not fit the {control.datatype} of '{control.name}', got {given!r:.80}")
+        raise InferenceError(
+            f"sequence_id does not fit the {control.datatype} of '{control.name}', got {given!r:.80}"
+        )
 
     def take(self, instance: Instance) -> list[Pending]:
         """What it is to execute next: the oldest, and what fits to it of other sequences."""
@@ -137,12 +159,18 @@ class Sequences:
         return batch
 
     def _take_up(self, instance: Instance, held: _Held) -> None:
-        """As many sequences as it has room and work for; none waits longer than what the instance has already."""
+        """As many sequences as it has room and work for; none waits longer than what the instance
+        has already.
+        """
         busy = {self._of[pending] for pending in held.queue} if self._backlog else set()
         while self._backlog and len(held.sequences) < self._batching.sequences:
             sequence = next(iter(self._backlog))
             first, waits = next(iter(sequence.queue)), next(iter(held.queue), None)
-            if waits is not None and len(busy) >= self._batching.together and waits.came < first.came:
+            if (
+                waits is not None
+                and len(busy) >= self._batching.together
+                and waits.came < first.came
+            ):
                 return
             del self._backlog[sequence]
             held.sequences.add(sequence)

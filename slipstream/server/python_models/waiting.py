@@ -20,8 +20,9 @@ from slipstream.server.queue_policy import level_of
 class Pending:
     """A request on its way through the model, and what came back so far that nobody has read.
 
-    An answer is a response and whether it is the end. None is only the end, or else a mark: the process that gave it
-    wants to know when it is reached, and gives no more where too much is unread.
+    An answer is a response and whether it is the end. None is only the end, or else a mark: the
+    process that gave it wants to know when it is reached, and gives no more where too much is
+    unread.
     """
 
     request: InferRequest
@@ -53,7 +54,9 @@ class Pending:
 
 
 class _Queue:
-    """By level; first come, first served within one. Those in the midst of it may leave, many at once."""
+    """By level; first come, first served within one. Those in the midst of it may leave, many at
+    once.
+    """
 
     def __init__(self) -> None:
         self._levels: list[int] = []  # of those that are here, in order
@@ -94,7 +97,9 @@ class Waiting:
         self._batching: DynamicBatching | None = config.dynamic_batching
         self._max_rows = max(1, config.max_batch_size)
         self._batched = config.max_batch_size > 0
-        self._ragged = frozenset(tensor.name for tensor in config.inputs if tensor.allow_ragged_batch)
+        self._ragged = frozenset(
+            tensor.name for tensor in config.inputs if tensor.allow_ragged_batch
+        )
         self._queue = _Queue()
 
     def __len__(self) -> int:
@@ -108,7 +113,9 @@ class Waiting:
             limit = self._batching.queue_policy.max_queue_size
             if limit and len(self._queue) >= limit:
                 name = request.id or "<id_unknown>"
-                raise InferenceError(f"[request id: {name}] Exceeds maximum queue size", Code.UNAVAILABLE)
+                raise InferenceError(
+                    f"[request id: {name}] Exceeds maximum queue size", Code.UNAVAILABLE
+                )
             pending.rows, pending.shapes = self._rows(request), self._shapes(request)
         self._queue.add(pending)
         return pending
@@ -178,18 +185,27 @@ class Waiting:
         rows = 0
         for pending in self._queue:
             rows += pending.rows
-            if batch and (self._batching is None or pending.shapes != batch[0].shapes or rows > self._max_rows):
+            if batch and (
+                self._batching is None or pending.shapes != batch[0].shapes or rows > self._max_rows
+            ):
                 break
             batch.append(pending)
         return batch
 
     def delay(self) -> float:
-        """Seconds that those at the head may still wait for company, the one among them that came first."""
-        allowed = self._batching.max_queue_delay_microseconds / 1e6 if self._batching is not None else 0.0
+        """Seconds that those at the head may still wait for company, the one among them that came
+        first.
+        """
+        allowed = (
+            self._batching.max_queue_delay_microseconds / 1e6 if self._batching is not None else 0.0
+        )
         if not allowed or not self._queue:
             return 0.0
         return max(0.0, min(pending.came for pending in self._batch()) + allowed - time.monotonic())
 
     def _enough(self) -> int:
         assert self._batching is not None
-        return min((size for size in self._batching.preferred_batch_size if size > 0), default=self._max_rows)
+        return min(
+            (size for size in self._batching.preferred_batch_size if size > 0),
+            default=self._max_rows,
+        )

@@ -1,7 +1,8 @@
-"""One instance of a Python model: `python -m slipstream.server.python_models.worker ORDERS NEWS PARENT`.
+"""One instance of a Python model: `python -m slipstream.server.python_models.worker ORDERS NEWS
+PARENT`.
 
-The server starts and watches it. ORDERS and NEWS are the numbers of inherited sockets, PARENT the server's process id.
-This is the only place where code of a repository runs.
+The server starts and watches it. ORDERS and NEWS are the numbers of inherited sockets, PARENT the
+server's process id. This is the only place where code of a repository runs.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Worker:
         self._model: Any = None
 
     def begin(self) -> bool:
-        """Import the model and initialize it. False where that failed, which the server has been told."""
+        """Import the model and initialize it. False where that failed, which the server has been
+        told.
+        """
         try:
             model_class = load_model_class(self._start)
             arguments, config = self._complete(model_class)
@@ -95,7 +98,9 @@ class Worker:
             if not self._start.decoupled:
                 return _frames(requests, answers)
             if answers is not None:
-                raise TypeError("execute of a decoupled model must return None; responses go through the senders")
+                raise TypeError(
+                    "execute of a decoupled model must return None; responses go through the senders"
+                )
             return []
         except Exception as error:
             self._log("execute failed", requests)
@@ -107,19 +112,30 @@ class Worker:
     def _log(self, what: str, requests: Sequence[InferenceRequest] = ()) -> None:
         """The exception of this moment, to the server's log."""
         ids = ", ".join(request.request_id() for request in requests if request.request_id())
-        self._channel.send(Log("E", f"{what}:\n{traceback.format_exc().rstrip()}", self._start.instance, ids))
+        self._channel.send(
+            Log("E", f"{what}:\n{traceback.format_exc().rstrip()}", self._start.instance, ids)
+        )
 
     def describe(self, error: Exception) -> str:
         """Kind, text and the lines it came through, innermost first; paths begin at the repository."""
         text = f"{type(error).__name__}: {error}"
-        frames = [entry for entry in traceback.extract_tb(error.__traceback__) if not _is_ours(entry.filename)]
+        frames = [
+            entry
+            for entry in traceback.extract_tb(error.__traceback__)
+            if not _is_ours(entry.filename)
+        ]
         if not frames:
             return text
-        lines = [f"  {self._place(entry.filename)}({entry.lineno}): {entry.name}\n" for entry in reversed(frames)]
+        lines = [
+            f"  {self._place(entry.filename)}({entry.lineno}): {entry.name}\n"
+            for entry in reversed(frames)
+        ]
         return text + "\n\nAt:\n" + "".join(lines)
 
     def _place(self, filename: str) -> str:
-        """Where in the repository; of a file elsewhere only the name, the rest is nobody's business."""
+        """Where in the repository; of a file elsewhere only the name, the rest is nobody's
+        business.
+        """
         try:
             return str(Path(filename).relative_to(self._repository))
         except ValueError:
@@ -131,15 +147,21 @@ def _frames(requests: list[InferenceRequest], answers: Any) -> list[Response]:
     if answers is None:
         answers = [None] * len(requests)
     if not isinstance(answers, list):
-        raise TypeError(f"execute must return a list of InferenceResponse, not {type(answers).__name__}")
+        raise TypeError(
+            f"execute must return a list of InferenceResponse, not {type(answers).__name__}"
+        )
     if len(answers) != len(requests):
-        raise ValueError(f"execute got {len(requests)} requests but returned {len(answers)} responses")
+        raise ValueError(
+            f"execute got {len(requests)} requests but returned {len(answers)} responses"
+        )
     left: list[tuple[ResponseSender, InferenceResponse]] = []
     for request, answer in zip(requests, answers, strict=True):
         sender = request.get_response_sender()
         if not sender.closed:
             if not isinstance(answer, InferenceResponse):
-                raise TypeError(f"execute must return InferenceResponse objects, not {type(answer).__name__}")
+                raise TypeError(
+                    f"execute must return InferenceResponse objects, not {type(answer).__name__}"
+                )
             left.append((sender, answer))
     return [sender.frame(answer, final=True) for sender, answer in left]
 
@@ -158,7 +180,9 @@ def load_model_class(start: Start) -> Any:
     sys.path = [str(SEARCH_PATH), *sys.path, str(file.parent), start.model_folder]
     specification = importlib.util.spec_from_file_location("model", file)
     if specification is None or specification.loader is None or not file.is_file():
-        raise FileNotFoundError(f"there is no {file.name} in version {file.parent.name} of the model")
+        raise FileNotFoundError(
+            f"there is no {file.name} in version {file.parent.name} of the model"
+        )
     module = importlib.util.module_from_spec(specification)
     sys.modules["model"] = module
     specification.loader.exec_module(module)
@@ -171,7 +195,9 @@ def load_model_class(start: Start) -> Any:
 
 
 def _die_with(parent_process: int) -> bool:
-    """Ask the kernel to kill this process when its parent ends. False when the parent has ended already."""
+    """Ask the kernel to kill this process when its parent ends. False when the parent has ended
+    already.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -179,7 +205,12 @@ def _die_with(parent_process: int) -> bool:
 
 
 def _show_warning(
-    channel: Channel, message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any
+    channel: Channel,
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    *more: Any,
 ) -> None:
     channel.send(Log("W", f"{category.__name__}: {message}", f"{Path(filename).name}:{lineno}"))
 

@@ -18,12 +18,16 @@ WORD_MARK = "▁"  # how SentencePiece writes a space
 
 
 class Backend(Protocol):
-    """Tokens of one vocabulary. Ids are checked by the caller; `encode` adds nothing to the text's own tokens."""
+    """Tokens of one vocabulary. Ids are checked by the caller; `encode` adds nothing to the text's
+    own tokens.
+    """
 
     special_ids: frozenset[int]
     id_limit: int  # one more than the largest id
-    affixes: tuple[list[int], list[int]]  # what the files put before and after a text; ([], []) when nothing
-    default_names: dict[str, str]  # "bos_token" and the like, for what the folder's configuration does not name
+    # what the files put before and after a text; ([], []) when nothing
+    affixes: tuple[list[int], list[int]]
+    # "bos_token" and the like, for what the folder's configuration does not name
+    default_names: dict[str, str]
 
     @property
     def decoder(self) -> decoders.Decoder | None: ...
@@ -56,16 +60,24 @@ def _gpt2_backend(folder: TokenizerFolder) -> JsonBackend:
     name = folder.config.get("tokenizer_class", "GPT2Tokenizer")
     if name not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
         # Others cut the text differently before the merges apply, and vocab.json does not say how.
-        raise TokenizerError(f"{folder.path}: a {name} needs tokenizer.json; vocab.json and merges.txt do not suffice")
+        raise TokenizerError(
+            f"{folder.path}: a {name} needs tokenizer.json; vocab.json and merges.txt do not suffice"
+        )
     try:
-        model = models.BPE.from_file(str(folder.path / "vocab.json"), str(folder.path / "merges.txt"))
+        model = models.BPE.from_file(
+            str(folder.path / "vocab.json"), str(folder.path / "merges.txt")
+        )
     except Exception as problem:  # as above
-        raise TokenizerError(f"{folder.path}: vocab.json or merges.txt is damaged: {problem}") from problem
+        raise TokenizerError(
+            f"{folder.path}: vocab.json or merges.txt is damaged: {problem}"
+        ) from problem
     tokenizer = tokenizers.Tokenizer(model)
     prefix_space = bool(folder.config.get("add_prefix_space", False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
-    unnamed = [name for name in ("bos_token", "eos_token", "unk_token") if name not in folder.named_tokens]
+    unnamed = [
+        name for name in ("bos_token", "eos_token", "unk_token") if name not in folder.named_tokens
+    ]
     if unnamed:
         tokenizer.add_special_tokens([_GPT2_END])
     return JsonBackend(tokenizer, folder, dict.fromkeys(unnamed, _GPT2_END))
@@ -88,7 +100,9 @@ class JsonBackend:
         added = tokenizer.get_added_tokens_decoder()
         self.decoder = tokenizer.decoder
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.id_limit = max([tokenizer.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
+        self.id_limit = max(
+            [tokenizer.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)]
+        )
         self.affixes = self._find_affixes()
 
     def _add_tokens(self, folder: TokenizerFolder) -> None:
@@ -136,10 +150,11 @@ def _library_token(token: AddedToken) -> tokenizers.AddedToken:
 
 
 class SentencePieceBackend:
-    """A tokenizer.model, as Llama's: added tokens are cut out first, SentencePiece does the text between.
+    """A tokenizer.model, as Llama's: added tokens are cut out first, SentencePiece does the text
+    between.
 
-    SentencePiece puts a space before a text. Only the text's very beginning gets one; after an added token
-    the text goes on as it is, unless the configuration says `legacy`.
+    SentencePiece puts a space before a text. Only the text's very beginning gets one; after an
+    added token the text goes on as it is, unless the configuration says `legacy`.
     """
 
     def __init__(self, folder: TokenizerFolder) -> None:
@@ -148,7 +163,9 @@ class SentencePieceBackend:
         self._continuing = _load_sentencepiece(model, folder.path)
         self._continuing.override_normalizer_spec(add_dummy_prefix=False)
         self._legacy = bool(folder.config.get("legacy", False))
-        self._tokens = [self._processor.id_to_piece(i) for i in range(self._processor.get_piece_size())]
+        self._tokens = [
+            self._processor.id_to_piece(i) for i in range(self._processor.get_piece_size())
+        ]
         self._ids = {token: token_id for token_id, token in enumerate(self._tokens)}
         self.default_names = self._names()
         specials = self._control_ids()
@@ -157,11 +174,19 @@ class SentencePieceBackend:
         self.special_ids = frozenset(specials)
         self.id_limit = len(self._tokens)
         self.decoder = _llama_decoder(strips_space=self._prefixes_space(folder))
-        self.affixes = (self._affix(folder, "bos", default=True), self._affix(folder, "eos", default=False))
+        self.affixes = (
+            self._affix(folder, "bos", default=True),
+            self._affix(folder, "eos", default=False),
+        )
 
     def _names(self) -> dict[str, str]:
         sp = self._processor
-        ids = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id(), "unk_token": sp.unk_id(), "pad_token": sp.pad_id()}
+        ids = {
+            "bos_token": sp.bos_id(),
+            "eos_token": sp.eos_id(),
+            "unk_token": sp.unk_id(),
+            "pad_token": sp.pad_id(),
+        }
         return {name: self._tokens[token_id] for name, token_id in ids.items() if token_id >= 0}
 
     def _affix(self, folder: TokenizerFolder, name: str, default: bool) -> list[int]:
@@ -175,7 +200,11 @@ class SentencePieceBackend:
 
     def _prefixes_space(self, folder: TokenizerFolder) -> bool:
         configured = folder.config.get("add_prefix_space")
-        return self._processor.normalize("a") == WORD_MARK + "a" if configured is None else bool(configured)
+        return (
+            self._processor.normalize("a") == WORD_MARK + "a"
+            if configured is None
+            else bool(configured)
+        )
 
     def _place_added_tokens(self, folder: TokenizerFolder, specials: set[int]) -> list[AddedToken]:
         """Give every added token its id: the files' own, the vocabulary's, or the next free one."""
@@ -188,7 +217,9 @@ class SentencePieceBackend:
                 self._place(token, len(self._tokens))
             placed[token.content] = token
         specials |= {self._ids[token.content] for token in placed.values() if token.special}
-        return sorted((t for t in placed.values() if t.content), key=lambda token: -len(token.content))
+        return sorted(
+            (t for t in placed.values() if t.content), key=lambda token: -len(token.content)
+        )
 
     def _place(self, token: AddedToken, token_id: int) -> None:
         self._tokens.extend([""] * (token_id + 1 - len(self._tokens)))
@@ -201,7 +232,9 @@ class SentencePieceBackend:
         for match in self._splitter.finditer(text) if self._splitter else ():
             token = self._added[(match.lastindex or 1) - 1]
             before = text[position : match.start()]
-            ids += self._encode_between(before.rstrip() if token.strips_left else before, first=position == 0)
+            ids += self._encode_between(
+                before.rstrip() if token.strips_left else before, first=position == 0
+            )
             ids.append(self._ids[token.content])
             position = match.end()
         return ids + self._encode_between(text[position:], first=position == 0)
@@ -227,15 +260,21 @@ def _load_sentencepiece(model: bytes, path: Path) -> SentencePieceProcessor:
     try:
         return SentencePieceProcessor(model_proto=model)
     except RuntimeError as problem:
-        raise TokenizerError(f"{path / 'tokenizer.model'} is not a SentencePiece model: {problem}") from problem
+        raise TokenizerError(
+            f"{path / 'tokenizer.model'} is not a SentencePiece model: {problem}"
+        ) from problem
 
 
 def _splitter(added: list[AddedToken]) -> re.Pattern[str] | None:
     """One group a token, so that a match tells which. The space on the left is cut by the caller."""
-    groups = [f"({re.escape(token.content)})" + (r"\s*" if token.strips_right else "") for token in added]
+    groups = [
+        f"({re.escape(token.content)})" + (r"\s*" if token.strips_right else "") for token in added
+    ]
     return re.compile("|".join(groups)) if groups else None
 
 
 def _llama_decoder(strips_space: bool) -> decoders.Decoder:
     steps = [decoders.Replace(WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    return decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if strips_space else steps)
+    return decoders.Sequence(
+        [*steps, decoders.Strip(content=" ", left=1)] if strips_space else steps
+    )

@@ -13,7 +13,9 @@ from slipstream.server.text.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None  # what the model may call
 
-_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
+_OWN_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
+)
 
 
 class ChatError(ValueError):
@@ -53,7 +55,9 @@ def render_chat(
 
 
 def encode_chat(tokenizer: Tokenizer, rendered: str) -> list[int]:
-    """The tokens of a rendered conversation. The template has written the special tokens; none are added."""
+    """The tokens of a rendered conversation. The template has written the special tokens; none are
+    added.
+    """
     return tokenizer.encode(rendered, add_special_tokens=False)
 
 
@@ -84,9 +88,13 @@ def _render(template: str, variables: dict[str, Any]) -> str:
     except BudgetExceeded as problem:
         raise ChatError(f"the chat template wants too much: {problem.message}") from problem
     except TemplateSyntaxError as problem:
-        raise ChatError(f"the chat template is not valid at line {problem.lineno}: {problem.message}") from problem
+        raise ChatError(
+            f"the chat template is not valid at line {problem.lineno}: {problem.message}"
+        ) from problem
     except RecursionError as problem:
         raise ChatError("the chat template wants too much: endless recursion") from problem
-    except Exception as problem:  # a template is a foreign program and may fail in any way a program can
+    except (
+        Exception
+    ) as problem:  # a template is a foreign program and may fail in any way a program can
         reason = " ".join(str(problem).split()) or type(problem).__name__
         raise ChatError(f"the chat template failed: {reason}") from problem

@@ -1,7 +1,7 @@
 """Tokens to text bit by bit: what the pieces give when joined is what decoding the whole gives.
 
-Three ways, one per kind of decoder a model's files ask for. Each does work in proportion to the new tokens
-only, and gives out a character when, and only when, no later token can change it.
+Three ways, one per kind of decoder a model's files ask for. Each does work in proportion to the new
+tokens only, and gives out a character when, and only when, no later token can change it.
 """
 
 from __future__ import annotations
@@ -64,8 +64,12 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
     return description["decoders"] if description["type"] == "Sequence" else [description]
 
 
-def _byte_fallback_steps(steps: list[dict[str, Any]]) -> tuple[list[tuple[str, str]], tuple[str, int]] | None:
-    """Replacements in tokens, bytes, fuse, and perhaps a strip on the left, as Llama 2's; None for other shapes."""
+def _byte_fallback_steps(
+    steps: list[dict[str, Any]],
+) -> tuple[list[tuple[str, str]], tuple[str, int]] | None:
+    """Replacements in tokens, bytes, fuse, and perhaps a strip on the left, as Llama 2's; None for
+    other shapes.
+    """
     kinds = [step["type"] for step in steps]
     if "ByteFallback" not in kinds:
         return None
@@ -73,7 +77,9 @@ def _byte_fallback_steps(steps: list[dict[str, Any]]) -> tuple[list[tuple[str, s
     before, after = steps[:middle], steps[middle + 1 :]
     if any(step["type"] != "Replace" or "String" not in step["pattern"] for step in before):
         return None
-    if [step["type"] for step in after] not in (["Fuse"], ["Fuse", "Strip"]) or after[-1].get("stop"):
+    if [step["type"] for step in after] not in (["Fuse"], ["Fuse", "Strip"]) or after[-1].get(
+        "stop"
+    ):
         return None
     strip = (after[-1]["content"], after[-1]["start"]) if len(after) == 2 else (" ", 0)
     return [(step["pattern"]["String"], step["content"]) for step in before], strip
@@ -81,9 +87,15 @@ def _byte_fallback_steps(steps: list[dict[str, Any]]) -> tuple[list[tuple[str, s
 
 def _byte_level_alphabet() -> dict[str, int]:
     """GPT-2's way to write any byte as a visible character: those that show stand for themselves."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    visible = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     hidden = [byte for byte in range(256) if byte not in set(visible)]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in visible} | {
+        chr(256 + i): byte for i, byte in enumerate(hidden)
+    }
 
 
 class _TokenBytes:
@@ -146,11 +158,13 @@ class _TokenParts:
 class ByteFallbackDetokenizer:
     """SentencePiece with byte tokens (Llama 2, Mistral).
 
-    A run of byte tokens is text only when the whole run is valid UTF-8; else each of its bytes is one U+FFFD.
-    So a run is held until the token after it.
+    A run of byte tokens is text only when the whole run is valid UTF-8; else each of its bytes is
+    one U+FFFD. So a run is held until the token after it.
     """
 
-    def __init__(self, token_parts: Callable[[int], str | int], strip_char: str, strip_count: int) -> None:
+    def __init__(
+        self, token_parts: Callable[[int], str | int], strip_char: str, strip_count: int
+    ) -> None:
         self._token_parts = token_parts
         self._run = bytearray()
         self._strip_char = strip_char
@@ -214,7 +228,9 @@ class WindowDetokenizer:
 
     def _new_text(self) -> str:
         old = self._backend.decode(self._context, skip_special_tokens=False)
-        return self._backend.decode(self._context + self._pending, skip_special_tokens=False)[len(old) :]
+        return self._backend.decode(self._context + self._pending, skip_special_tokens=False)[
+            len(old) :
+        ]
 
     def _take(self, text: str) -> str:
         self._context = (self._context + self._pending)[-self._CONTEXT_TOKENS :]

@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The names under which Hugging Face files give a special token; chat templates see them as variables.
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# The names under which Hugging Face files give a special token; chat templates see them as
+# variables.
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class TokenizerError(ValueError):
@@ -17,7 +26,9 @@ class TokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token matched as a whole before the text is cut up. `strips_*`: it swallows the space beside it."""
+    """A token matched as a whole before the text is cut up. `strips_*`: it swallows the space
+    beside it.
+    """
 
     content: str
     special: bool
@@ -31,7 +42,8 @@ class AddedToken:
 class TokenizerFolder:
     path: Path
     config: dict[str, Any]  # tokenizer_config.json
-    named_tokens: dict[str, AddedToken]  # bos_token, eos_token, ... and a model's own, such as image_token
+    # bos_token, eos_token, ... and a model's own, such as image_token
+    named_tokens: dict[str, AddedToken]
     extra_special_tokens: tuple[AddedToken, ...]
     added_tokens: dict[int, AddedToken]  # by id; files that give no id are not here
     chat_templates: dict[str, str]  # "default" and a model's other ones
@@ -102,14 +114,20 @@ def _named_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict[s
     values = {name: config.get(name) or special_map.get(name) for name in NAMED_TOKENS}
     for source in (special_map, config):
         values.update(
-            {k: v for k, v in source.items() if k.endswith("_token") and k not in values and isinstance(v, str)}
+            {
+                k: v
+                for k, v in source.items()
+                if k.endswith("_token") and k not in values and isinstance(v, str)
+            }
         )
         extra = source.get("extra_special_tokens")
         values.update(extra if isinstance(extra, dict) else {})
     return {name: _token(value, special=True) for name, value in values.items() if value}
 
 
-def _extra_special_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> tuple[AddedToken, ...]:
+def _extra_special_tokens(
+    config: dict[str, Any], special_map: dict[str, Any]
+) -> tuple[AddedToken, ...]:
     found: dict[str, AddedToken] = {}
     for source in (config, special_map):
         for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -123,12 +141,16 @@ def _extra_special_tokens(config: dict[str, Any], special_map: dict[str, Any]) -
 def _added_tokens(
     config: dict[str, Any], added_file: dict[str, Any], specials: set[str]
 ) -> dict[int, AddedToken]:
-    """`added_tokens_decoder` (id → token) of the configuration, or the older added_tokens.json (token → id)."""
+    """`added_tokens_decoder` (id → token) of the configuration, or the older added_tokens.json
+    (token → id).
+    """
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         return {int(token_id): _token(value, special=False) for token_id, value in decoder.items()}
     return {
-        token_id: AddedToken(content, special=content in specials, normalized=content not in specials)
+        token_id: AddedToken(
+            content, special=content in specials, normalized=content not in specials
+        )
         for content, token_id in added_file.items()
     }
 
@@ -136,18 +158,25 @@ def _added_tokens(
 def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     """A template file goes before the configuration's entry, as in transformers."""
     files = {"default": path / "chat_template.jinja"}
-    files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
-    templates = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    files |= {
+        file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))
+    }
+    templates = {
+        name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()
+    }
     if templates:
         return templates
-    value = _read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
+    value = _read_json(path / "chat_template.json").get("chat_template") or config.get(
+        "chat_template"
+    )
     if isinstance(value, list):
         return {entry["name"]: entry["template"] for entry in value}
     return {"default": value} if value else {}
 
 
 def _end_ids(generation_config: dict[str, Any], model_config: dict[str, Any]) -> tuple[int, ...]:
-    engine_defaults = model_config.get("generation")  # an engine folder keeps them in its config.json
+    # an engine folder keeps them in its config.json
+    engine_defaults = model_config.get("generation")
     candidates = (
         generation_config.get("eos_token_id"),
         engine_defaults.get("end_ids") if isinstance(engine_defaults, dict) else None,

@@ -1,4 +1,6 @@
-"""A conversation as clients send it (OpenAI's, or in the field `messages`), made into what chat templates expect."""
+"""A conversation as clients send it (OpenAI's, or in the field `messages`), made into what chat
+templates expect.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _KNOWN = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", *_E
 
 
 class MessageError(ChatError):
-    """A part of a conversation that cannot be. The text begins with `field`, which is where it stands."""
+    """A part of a conversation that cannot be. The text begins with `field`, which is where it
+    stands.
+    """
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field} {problem}")
@@ -25,15 +29,23 @@ class MessageError(ChatError):
 def template_messages(
     messages: Sequence[dict[str, Any]], template: str, name: str = "messages"
 ) -> list[dict[str, Any]]:
-    """Contents as text, the arguments of calls as objects; a developer is the system to a model that knows none."""
+    """Contents as text, the arguments of calls as objects; a developer is the system to a model
+    that knows none.
+    """
     if not messages:
         raise MessageError(name, "must hold at least one message")
-    return [_message(f"{name}[{number}]", message, template) for number, message in enumerate(messages)]
+    return [
+        _message(f"{name}[{number}]", message, template) for number, message in enumerate(messages)
+    ]
 
 
 def unknown_fields(messages: Sequence[dict[str, Any]], name: str = "messages") -> list[str]:
-    return [f"{name}[{number}].{key}" for number, message in enumerate(messages)
-            for key, value in message.items() if value is not None and key not in _KNOWN]
+    return [
+        f"{name}[{number}].{key}"
+        for number, message in enumerate(messages)
+        for key, value in message.items()
+        if value is not None and key not in _KNOWN
+    ]
 
 
 def _message(name: str, given: dict[str, Any], template: str) -> dict[str, Any]:
@@ -43,13 +55,18 @@ def _message(name: str, given: dict[str, Any], template: str) -> dict[str, Any]:
             raise MessageError(f"{name}.{key}", "is not supported by this server")
     role = message.get("role")
     if role not in _ROLES:
-        raise MessageError(f"{name}.role", f"must be one of {', '.join(_ROLES)}, got {json.dumps(role)[:40]}")
+        raise MessageError(
+            f"{name}.role", f"must be one of {', '.join(_ROLES)}, got {json.dumps(role)[:40]}"
+        )
     calls = message.get("tool_calls")
     if calls and role != "assistant":
         raise MessageError(f"{name}.tool_calls", "belongs to messages of the assistant")
     if role == "developer" and "developer" not in template:
         role = "system"
-    made = {"role": role, "content": _content(f"{name}.content", message.get("content"), optional=bool(calls))}
+    made = {
+        "role": role,
+        "content": _content(f"{name}.content", message.get("content"), optional=bool(calls)),
+    }
     for key in ("name", "tool_call_id"):
         if key in message:
             made[key] = _text(f"{name}.{key}", message[key])
@@ -83,18 +100,28 @@ def _part(name: str, part: Any) -> str:
 
 
 def _calls(name: str, calls: Any) -> list[dict[str, Any]]:
-    """Calls that the model made earlier. Templates write the arguments out themselves, so they get the object."""
+    """Calls that the model made earlier. Templates write the arguments out themselves, so they get
+    the object.
+    """
     if not isinstance(calls, list):
         raise MessageError(name, "must be a list")
     made = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or call.get("type", "function") != "function":
-            raise MessageError(f"{name}[{number}]", "must be an object with type function and the function")
+            raise MessageError(
+                f"{name}[{number}]", "must be an object with type function and the function"
+            )
         place = f"{name}[{number}].function"
         arguments = _arguments(f"{place}.arguments", function.get("arguments"))
         function = {"name": _text(f"{place}.name", function.get("name")), "arguments": arguments}
-        made.append({"id": _text(f"{name}[{number}].id", call.get("id")), "type": "function", "function": function})
+        made.append(
+            {
+                "id": _text(f"{name}[{number}].id", call.get("id")),
+                "type": "function",
+                "function": function,
+            }
+        )
     return made
 
 

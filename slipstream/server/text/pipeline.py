@@ -1,4 +1,6 @@
-"""Text in, text out: the path that HTTP, gRPC and `slipstream.LLM` share, over any engine with this surface."""
+"""Text in, text out: the path that HTTP, gRPC and `slipstream.LLM` share, over any engine with this
+surface.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from slipstream.server.adapters import AdapterBook, AdapterUse
 from slipstream.server.generation import Delta
 from slipstream.server.submission import Submission
 from slipstream.server.text.chat import Message, Tools, encode_chat, render_chat
-from slipstream.server.text.sequences import TextBeam, beam_problem, merged, sampling_of_sequence, write_beams
+from slipstream.server.text.sequences import (
+    TextBeam,
+    beam_problem,
+    merged,
+    sampling_of_sequence,
+    write_beams,
+)
 from slipstream.server.text.stops import StopWords
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
@@ -63,26 +71,32 @@ class TextRequest:
     bad_words: Sequence[str] = ()  # besides those that `sampling` has as tokens
     stop_words: Sequence[str] = ()
     show_stop_word: bool = False  # the one that ends the text, behind it
-    stop_ids: Sequence[int] = ()  # tokens that end the text besides its end ids, also where those are ignored
+    # tokens that end the text besides its end ids, also where those are ignored
+    stop_ids: Sequence[int] = ()
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     ignore_end: bool = False  # go on past the model's end-of-text token
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
-    sequences: int = 1  # samples of the one prompt; of a beam search, how many of its beams are wanted
+    # samples of the one prompt; of a beam search, how many of its beams are wanted
+    sequences: int = 1
     draft: Sequence[int] = ()  # a guess at how the answer begins
     adapter: AdapterUse | None = None
-    prompt_table: PromptTable | None = None  # for a prompt of tokens, some of them beyond the vocabulary
+    # for a prompt of tokens, some of them beyond the vocabulary
+    prompt_table: PromptTable | None = None
     retention: Retention | None = None  # how dear the blocks are that it leaves in the cache
-    submitted: Callable[[EngineGeneration], None] | None = None  # told of the generation, to stop it from elsewhere
+    # told of the generation, to stop it from elsewhere
+    submitted: Callable[[EngineGeneration], None] | None = None
 
 
 @dataclass(slots=True)
 class TextDelta:
-    """What is new of one sequence. A non-empty `finish_reason` makes it the last one of that sequence.
+    """What is new of one sequence. A non-empty `finish_reason` makes it the last one of that
+    sequence.
 
-    The last delta of a beam search has all there is: `beams`, and the best of them as text and tokens.
+    The last delta of a beam search has all there is: `beams`, and the best of them as text and
+    tokens.
     """
 
     text: str
@@ -101,7 +115,9 @@ class TextDelta:
 
 
 class TextGenerator:
-    def __init__(self, tokenizer: Tokenizer, engine: Engine, adapters: AdapterBook | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, engine: Engine, adapters: AdapterBook | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.engine = engine
         self.adapters = adapters or AdapterBook()
@@ -118,11 +134,16 @@ class TextGenerator:
         if sampling.guide is not None:
             await _check_guide(sampling)
         letters = sum(map(len, request.stop_words))
-        stop_words = await in_thread_if_long(letters, StopWords, request.stop_words, request.show_stop_word)
+        stop_words = await in_thread_if_long(
+            letters, StopWords, request.stop_words, request.show_stop_word
+        )
         generations = self._submit(request, prompt, sampling)
-        streams = [TextStream(self.tokenizer, stop_words, request.skip_special_tokens) for _ in generations]
+        streams = [
+            TextStream(self.tokenizer, stop_words, request.skip_special_tokens) for _ in generations
+        ]
         running = set(range(len(generations)))
-        held: dict[int, TextDelta] = {}  # ended at a stop word, and wait for the times the engine tells at its end
+        # ended at a stop word, and wait for the times the engine tells at its end
+        held: dict[int, TextDelta] = {}
         try:
             async with aclosing(merged(generations)) as arrivals:
                 async for index, delta in arrivals:
@@ -152,8 +173,12 @@ class TextGenerator:
             for index in running:
                 generations[index].cancel()
 
-    def _submit(self, request: TextRequest, prompt: list[int], sampling: SamplingParams) -> list[EngineGeneration]:
-        """One generation for each sequence; those after the first share its prompt. Beams are one generation."""
+    def _submit(
+        self, request: TextRequest, prompt: list[int], sampling: SamplingParams
+    ) -> list[EngineGeneration]:
+        """One generation for each sequence; those after the first share its prompt. Beams are one
+        generation.
+        """
         generations: list[EngineGeneration] = []
         try:
             self._submit_each(request, prompt, sampling, generations)
@@ -164,14 +189,24 @@ class TextGenerator:
         return generations
 
     def _submit_each(
-        self, request: TextRequest, prompt: list[int], sampling: SamplingParams, generations: list[EngineGeneration]
+        self,
+        request: TextRequest,
+        prompt: list[int],
+        sampling: SamplingParams,
+        generations: list[EngineGeneration],
     ) -> None:
         table = request.prompt_table
         more = Submission(
-            priority=request.priority, deadline=request.deadline, draft=request.draft, adapter=request.adapter,
-            retention=request.retention, prompt_table=table,
-            cache_salt=request.cache_salt if table is None else f"{request.cache_salt}\0{table.digest}",
-        )  # fmt: skip
+            priority=request.priority,
+            deadline=request.deadline,
+            draft=request.draft,
+            adapter=request.adapter,
+            retention=request.retention,
+            prompt_table=table,
+            cache_salt=request.cache_salt
+            if table is None
+            else f"{request.cache_salt}\0{table.digest}",
+        )
         for index in range(1 if sampling.beams else request.sequences):
             if generations:
                 more["prompt_of"] = generations[0].request_id
@@ -215,27 +250,39 @@ class TextGenerator:
     async def _prompt(self, request: TextRequest) -> list[int]:
         prompt = request.prompt
         if isinstance(prompt, str):
-            ids = await in_thread_if_long(len(prompt), self.tokenizer.encode, prompt, request.add_special_tokens)
+            ids = await in_thread_if_long(
+                len(prompt), self.tokenizer.encode, prompt, request.add_special_tokens
+            )
         else:
             ids = list(prompt)
             table = request.prompt_table
-            self.tokenizer.check_ids(ids if table is None else [token for token in ids if token < table.first_token])
+            self.tokenizer.check_ids(
+                ids if table is None else [token for token in ids if token < table.first_token]
+            )
         if not ids:
             raise PromptError("The prompt is empty: it has no tokens.")
         if self.engine.info is not None:
             longest = self.engine.info.max_sequence_tokens - 1
             if len(ids) > longest:
-                raise PromptError(f"Prompt length ({len(ids)}) exceeds maximum input length ({longest}).")
+                raise PromptError(
+                    f"Prompt length ({len(ids)}) exceeds maximum input length ({longest})."
+                )
         return ids
 
     def _check_logits(self, sampling: SamplingParams, prompt_tokens: int, sequences: int) -> None:
-        """Logits are a number for every token of the vocabulary, so a long request can ask for gigabytes."""
+        """Logits are a number for every token of the vocabulary, so a long request can ask for
+        gigabytes.
+        """
         if self.engine.info is None:
             return
-        wanted = {"context_logits": prompt_tokens * sampling.context_logits,
-                  "generation_logits": sampling.max_tokens * sampling.generation_logits * sequences}
+        wanted = {
+            "context_logits": prompt_tokens * sampling.context_logits,
+            "generation_logits": sampling.max_tokens * sampling.generation_logits * sequences,
+        }
         if sum(wanted.values()) * 4 * self.engine.info.vocab_size > MOST_LOGITS_BYTES:
-            named = " and ".join(f"{name} of {count} tokens" for name, count in wanted.items() if count)
+            named = " and ".join(
+                f"{name} of {count} tokens" for name, count in wanted.items() if count
+            )
             most = MOST_LOGITS_BYTES // (4 * self.engine.info.vocab_size)
             raise PromptError(
                 f"{named} exceed the bound of {MOST_LOGITS_BYTES >> 20} MiB a request, which is {most} tokens "
@@ -256,25 +303,42 @@ class TextGenerator:
         sampling = replace(
             given,
             max_tokens=min(given.max_tokens, room),
-            end_ids=(*(() if request.ignore_end else end_ids), *self._stop_marks(request), *request.stop_ids),
+            end_ids=(
+                *(() if request.ignore_end else end_ids),
+                *self._stop_marks(request),
+                *request.stop_ids,
+            ),
             bad_words=tuple(dict.fromkeys(bad_words)),
             bad_texts=self._bad_texts(request),
             stop_texts=self._stop_texts(request),
             timing=True,  # the time in the queue is counted, whoever asks
         )
-        return sampling if self.engine.info is None else within(sampling, self.engine.info.vocab_size)
+        return (
+            sampling if self.engine.info is None else within(sampling, self.engine.info.vocab_size)
+        )
 
     def _bad_texts(self, request: TextRequest) -> tuple[str, ...]:
-        """The words themselves, where what a token writes is known; otherwise their likely tokens must do."""
+        """The words themselves, where what a token writes is known; otherwise their likely tokens
+        must do.
+        """
         if self.tokenizer.token_bytes is None:
             return ()
         return tuple(dict.fromkeys(word for word in request.bad_words if word))
 
     def _stop_marks(self, request: TextRequest) -> tuple[int, ...]:
         """Stop words that are special tokens, which do not show in a text that leaves those out."""
-        found = [self.tokenizer.encode(word, False) for word in request.stop_words
-                 if word and request.skip_special_tokens]
-        return tuple({ids[0]: None for ids in found if len(ids) == 1 and ids[0] in self.tokenizer.special_ids})
+        found = [
+            self.tokenizer.encode(word, False)
+            for word in request.stop_words
+            if word and request.skip_special_tokens
+        ]
+        return tuple(
+            {
+                ids[0]: None
+                for ids in found
+                if len(ids) == 1 and ids[0] in self.tokenizer.special_ids
+            }
+        )
 
     def _stop_texts(self, request: TextRequest) -> tuple[str, ...]:
         """Nobody sees a beam's text before its end, so that the engine must know where it stops."""
@@ -284,7 +348,9 @@ class TextGenerator:
 
 
 def within(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Without what concerns tokens that the model cannot say: a tokenizer may know more than its model has."""
+    """Without what concerns tokens that the model cannot say: a tokenizer may know more than its
+    model has.
+    """
 
     def known(token: int) -> bool:
         if token < 0:
@@ -344,18 +410,26 @@ def _kept(scores: Scores, kept: int, tokens: int) -> Scores:
 
 
 def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[tuple[int, ...]]:
-    """The token sequences of words: as they stand at the beginning of a text, inside it, and after a space."""
+    """The token sequences of words: as they stand at the beginning of a text, inside it, and after
+    a space.
+    """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         if word:
-            for ids in (tokenizer.encode(word, False), _inside(tokenizer, word), _inside(tokenizer, " " + word)):
+            for ids in (
+                tokenizer.encode(word, False),
+                _inside(tokenizer, word),
+                _inside(tokenizer, " " + word),
+            ):
                 found[tuple(ids)] = None
     found.pop((), None)
     return list(found)
 
 
 def _inside(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text that follows another: some tokenizers put a space before the first word only."""
+    """The tokens of a text that follows another: some tokenizers put a space before the first word
+    only.
+    """
     before = tokenizer.encode("\n", False)
     both = tokenizer.encode("\n" + text, False)
     return both[len(before) :] if both[: len(before)] == before else tokenizer.encode(text, False)

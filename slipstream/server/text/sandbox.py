@@ -1,8 +1,9 @@
-"""Chat templates are programs that come with a model: here they run without reach and within a budget.
+"""Chat templates are programs that come with a model: here they run without reach and within a
+budget.
 
-Jinja's own sandbox keeps a template from Python's internals. What it does not bound is time and memory, so
-every loop turn, call and piece of output is charged to a `Budget`, and an operation that would make a huge
-value is refused before it runs. A sandbox lives for one rendering.
+Jinja's own sandbox keeps a template from Python's internals. What it does not bound is time and
+memory, so every loop turn, call and piece of output is charged to a `Budget`, and an operation that
+would make a huge value is refused before it runs. A sandbox lives for one rendering.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ MAX_TEMPLATE_CHARS = 1_000_000
 MAX_INTEGER_BITS = 4096
 
 # Methods that make long text out of short and that no chat template needs.
-_REFUSED_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "translate", "format_map"})
+_REFUSED_METHODS = frozenset(
+    {"center", "ljust", "rjust", "zfill", "expandtabs", "translate", "format_map"}
+)
 # Filters that write a whole nested value as text: its size is looked at first.
-_WRITING_FILTERS = frozenset({"tojson", "string", "pprint", "escape", "e", "urlencode", "xmlattr", "upper", "lower"})
+_WRITING_FILTERS = frozenset(
+    {"tojson", "string", "pprint", "escape", "e", "urlencode", "xmlattr", "upper", "lower"}
+)
 _REFUSED_FILTERS = frozenset({"center", "wordwrap", "urlize", "format"})
 # Filters whose other arguments are widths and counts.
 _SIZED_FILTERS = {"indent": 64, "tojson": 64, "batch": 10_000, "slice": 10_000}
@@ -72,8 +77,9 @@ def check_size(size: int) -> None:
 
 
 def check_weight(value: Any) -> None:
-    """Refuse a value whose text would be huge. A list that holds itself twice, many times over, is small in
-    memory and endless on paper, so parts are counted as often as they would be written."""
+    """Refuse a value whose text would be huge. A list that holds itself twice, many times over, is
+    small in memory and endless on paper, so parts are counted as often as they would be written.
+    """
     chars, parts, waiting = 0, 0, [value]
     while waiting:
         part = waiting.pop()
@@ -127,13 +133,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # the optimizer would compute constant expressions before they can be refused
+            # the optimizer would compute constant expressions before they can be refused
+            optimized=False,
             extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
             finalize=self._written,
         )
         self.budget = Budget()
-        self.filters = {name: _guarded(name, f) for name, f in self.filters.items() if name not in _REFUSED_FILTERS}
-        self.filters |= {"tojson": _guarded("tojson", _to_json), "replace": _replace, "join": self._join}
+        self.filters = {
+            name: _guarded(name, f)
+            for name, f in self.filters.items()
+            if name not in _REFUSED_FILTERS
+        }
+        self.filters |= {
+            "tojson": _guarded("tojson", _to_json),
+            "replace": _replace,
+            "join": self._join,
+        }
         self.filters |= {"_counted": self._counted, "_joined": _joined, "_plain": lambda text: text}
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
@@ -153,7 +168,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.budget.output(len(text))
         return text
 
-    def _join(self, values: Iterable[Any], separator: str = "", attribute: str | int | None = None) -> str:
+    def _join(
+        self, values: Iterable[Any], separator: str = "", attribute: str | int | None = None
+    ) -> str:
         parts: list[str] = []
         size = 0
         for value in values:
@@ -174,7 +191,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "*":
             check_size(_product_size(left, right))
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            check_size(0 if left.bit_length() * max(right, 0) <= MAX_INTEGER_BITS else MAX_CHARS + 1)
+            check_size(
+                0 if left.bit_length() * max(right, 0) <= MAX_INTEGER_BITS else MAX_CHARS + 1
+            )
         elif operator == "%" and isinstance(left, str):
             _check_format(left, right)
         return super().call_binop(context, operator, left, right)
@@ -191,7 +210,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return checked
 
     def call(__self, __context: Any, __callable: Any, *args: Any, **kwargs: Any) -> Any:
-        """Jinja's name for every call a template makes; the odd names leave the template's own keywords free."""
+        """Jinja's name for every call a template makes; the odd names leave the template's own
+        keywords free.
+        """
         __self.budget.step()
         owner = getattr(__callable, "__self__", None)
         if isinstance(owner, str):
@@ -250,7 +271,12 @@ def _check_format(pattern: str, values: Any) -> None:
 
 
 def _check_text_method(owner: str, name: str, args: tuple[Any, ...]) -> None:
-    if name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
+    if (
+        name == "replace"
+        and len(args) >= 2
+        and isinstance(args[0], str)
+        and isinstance(args[1], str)
+    ):
         check_size(len(owner) + owner.count(args[0]) * len(args[1]))
     elif name == "join" and args and hasattr(args[0], "__len__"):
         check_weight(args[0])
@@ -277,7 +303,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own escapes characters for HTML, which a prompt must not have."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:

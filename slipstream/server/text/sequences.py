@@ -41,13 +41,28 @@ def write_beams(
         text = stream.push(beam.tokens) + stream.finish()
         count = stream.tokens_used if stream.stopped else len(beam.tokens)
         reason = "stop" if stream.stopped else beam.finish_reason
-        logits = beam.generation_logits[: len(beam.generation_logits) // max(1, len(beam.tokens)) * count]
-        written.append(TextBeam(text, beam.tokens[:count], beam.log_probs[:count], beam.total_log_prob, reason, logits))
+        logits = beam.generation_logits[
+            : len(beam.generation_logits) // max(1, len(beam.tokens)) * count
+        ]
+        written.append(
+            TextBeam(
+                text,
+                beam.tokens[:count],
+                beam.log_probs[:count],
+                beam.total_log_prob,
+                reason,
+                logits,
+            )
+        )
     return written
 
 
-def beam_problem(sampling: SamplingParams, sequences: int, drafted: bool, info: EngineInfo | None) -> str:
-    """Why a beam search cannot be what the rest of the request asks for; empty when it can, or there is none."""
+def beam_problem(
+    sampling: SamplingParams, sequences: int, drafted: bool, info: EngineInfo | None
+) -> str:
+    """Why a beam search cannot be what the rest of the request asks for; empty when it can, or
+    there is none.
+    """
     width = sampling.beam_width
     if not sampling.beams:
         return ""
@@ -56,17 +71,21 @@ def beam_problem(sampling: SamplingParams, sequences: int, drafted: bool, info: 
     if sequences > width:
         return f"{sequences} sequences were asked for, and a search of beam width {width} has no more than {width}"
     other = {
-        "top_k": sampling.top_k > 1, "top_p": sampling.top_p < 1.0, "min_p": sampling.min_p > 0.0,
+        "top_k": sampling.top_k > 1,
+        "top_p": sampling.top_p < 1.0,
+        "min_p": sampling.min_p > 0.0,
         "top_p_decay": sampling.top_p_decay < 1.0,
         "top_log_probs": sampling.top_log_probs > 0,
-        "a guide": sampling.guide is not None, "a draft": drafted,
-    }  # fmt: skip
+        "a guide": sampling.guide is not None,
+        "a draft": drafted,
+    }
     named = next((name for name, asked in other.items() if asked), "")
     return f"{named} cannot be combined with beam width {width}" if named else ""
 
 
 def sampling_of_sequence(sampling: SamplingParams, index: int) -> SamplingParams:
-    """The first sequence is what the request alone would be; each has a seed of its own that follows from it.
+    """The first sequence is what the request alone would be; each has a seed of its own that
+    follows from it.
 
     Scores of the prompt are the same for all, and come with the first.
     """

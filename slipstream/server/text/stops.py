@@ -1,4 +1,6 @@
-"""Stop words in a text that comes in pieces: found wherever the pieces are cut, never given out in part."""
+"""Stop words in a text that comes in pieces: found wherever the pieces are cut, never given out in
+part.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from collections.abc import Sequence
 class StopWords:
     """Aho-Corasick: a state is the longest end of the text so far that begins some stop word.
 
-    Its depth is therefore exactly how much of the text must be held back. Any number of texts may use one.
+    Its depth is therefore exactly how much of the text must be held back. Any number of texts may
+    use one.
     """
 
     def __init__(self, words: Sequence[str], shown: bool = False) -> None:
@@ -17,7 +20,8 @@ class StopWords:
         self.shown = shown
         self.children: list[dict[str, int]] = [{}]
         self.depth = [0]
-        self.longest_word = [0]  # length of the longest stop word that ends in this state, 0 for none
+        # length of the longest stop word that ends in this state, 0 for none
+        self.longest_word = [0]
         self.shorter = [0]  # the next longest end of the text that begins a stop word
         self.first_chars = frozenset(word[0] for word in words if word)
         for word in words:
@@ -42,7 +46,9 @@ class StopWords:
             state = queue.popleft()
             for char, child in self.children[state].items():
                 self.shorter[child] = self.step(self.shorter[state], char)
-                self.longest_word[child] = self.longest_word[child] or self.longest_word[self.shorter[child]]
+                self.longest_word[child] = (
+                    self.longest_word[child] or self.longest_word[self.shorter[child]]
+                )
                 queue.append(child)
 
     def step(self, state: int, char: str) -> int:
@@ -54,8 +60,8 @@ class StopWords:
 class StopWordFilter:
     """Lets text through up to the first stop word, or up to its end where those are shown.
 
-    The match that begins earliest wins. A word found inside a longer one that is still possible waits for it:
-    with "bc" and "abcd", the text "abc" is undecided.
+    The match that begins earliest wins. A word found inside a longer one that is still possible
+    waits for it: with "bc" and "abcd", the text "abc" is undecided.
     """
 
     def __init__(self, words: Sequence[str] | StopWords) -> None:
@@ -64,7 +70,8 @@ class StopWordFilter:
         self._read = 0  # characters the automaton has seen
         self._given = 0  # characters given out
         self._held = ""  # the characters after those
-        self.match_start: int | None = None  # of the earliest stop word found; may still move to the left
+        # of the earliest stop word found; may still move to the left
+        self.match_start: int | None = None
         self._match_end = 0  # of the same
         self.stopped = False
 

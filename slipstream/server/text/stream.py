@@ -1,4 +1,6 @@
-"""The text of one request as it is written: whole characters, and no part of a stop word that is not to be shown."""
+"""The text of one request as it is written: whole characters, and no part of a stop word that is
+not to be shown.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,18 @@ from slipstream.server.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Tokens in, text out. Joined, the pieces are the decoded tokens up to the first stop word, or with it.
+    """Tokens in, text out. Joined, the pieces are the decoded tokens up to the first stop word, or
+    with it.
 
-    `stopped` says that a stop word was met; `tokens_used` how many tokens it took to complete it, and
-    otherwise how many there were.
+    `stopped` says that a stop word was met; `tokens_used` how many tokens it took to complete it,
+    and otherwise how many there were.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop_words: Sequence[str] | StopWords = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        stop_words: Sequence[str] | StopWords = (),
+        skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer()
@@ -24,7 +30,8 @@ class TextStream:
         words = stop_words if isinstance(stop_words, StopWords) else StopWords(stop_words)
         self._filter = StopWordFilter(words) if words.first_chars else None
         self._seen = 0  # tokens
-        self._match: tuple[int, int] | None = None  # where the stop word begins, and the tokens seen by then
+        # where the stop word begins, and the tokens seen by then
+        self._match: tuple[int, int] | None = None
 
     @property
     def stopped(self) -> bool:

@@ -11,13 +11,16 @@ from slipstream.server.text.folder import TokenizerError, TokenizerFolder, read_
 
 
 class Tokenizer:
-    """What a model's tokenizer files say. Everything is worked out at load; calls cost only their text."""
+    """What a model's tokenizer files say. Everything is worked out at load; calls cost only their
+    text.
+    """
 
     def __init__(self, folder: TokenizerFolder, backend: Backend) -> None:
         self._backend = backend
         self._new_detokenizer = detokenizer_factory(backend)
         spelled = spelling(backend)
-        self.token_bytes = spelled[0] if spelled else None  # what a token writes; None: its neighbours have a say
+        # what a token writes; None: its neighbours have a say
+        self.token_bytes = spelled[0] if spelled else None
         self.strips_space = bool(spelled and spelled[1])  # of a text's first space
         # Chat templates see these by name: bos_token, eos_token, ...
         configured = {name: token.content for name, token in folder.named_tokens.items()}
@@ -25,10 +28,13 @@ class Tokenizer:
         self.bos_id = self._id_of("bos_token")
         self.eos_id = self._id_of("eos_token")
         self.pad_id = self._id_of("pad_token")
-        self.end_ids = list(dict.fromkeys([*([] if self.eos_id is None else [self.eos_id]), *folder.end_ids]))
+        self.end_ids = list(
+            dict.fromkeys([*([] if self.eos_id is None else [self.eos_id]), *folder.end_ids])
+        )
         self.special_ids = backend.special_ids
         self.vocab_size = backend.id_limit
-        # A model may have more output rows than its tokenizer has tokens; those ids stand for no text.
+        # A model may have more output rows than its tokenizer has tokens; those ids stand for no
+        # text.
         self._id_limit = max(backend.id_limit, folder.model_vocab_size)
         self._prefix, self._suffix = self._affixes(folder)
         self.chat_templates = folder.chat_templates
@@ -44,7 +50,11 @@ class Tokenizer:
 
     def _affixes(self, folder: TokenizerFolder) -> tuple[list[int], list[int]]:
         prefix, suffix = self._backend.affixes
-        if folder.config.get("add_bos_token") and self.bos_id is not None and self.bos_id not in prefix:
+        if (
+            folder.config.get("add_bos_token")
+            and self.bos_id is not None
+            and self.bos_id not in prefix
+        ):
             prefix = [self.bos_id, *prefix]
         return prefix, suffix
 
@@ -53,11 +63,15 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The text's tokens; a beginning-of-text token that the text brings itself is not added again."""
+        """The text's tokens; a beginning-of-text token that the text brings itself is not added
+        again.
+        """
         try:
             text.encode()  # half a surrogate pair is the one thing the libraries cannot take
         except UnicodeEncodeError as problem:
-            raise TokenizerError(f"the text is not valid Unicode at character {problem.start}") from problem
+            raise TokenizerError(
+                f"the text is not valid Unicode at character {problem.start}"
+            ) from problem
         ids = self._backend.encode(text)
         if not add_special_tokens:
             return ids
@@ -71,10 +85,14 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens)
 
     def detokenizer(self) -> Detokenizer:
-        """A decoder that takes the tokens of one text bit by bit; special tokens are the caller's to skip."""
+        """A decoder that takes the tokens of one text bit by bit; special tokens are the caller's
+        to skip.
+        """
         return self._new_detokenizer()
 
     def check_ids(self, ids: Sequence[int]) -> None:
         for token_id in ids:
             if not 0 <= token_id < self._id_limit:
-                raise TokenizerError(f"token id {token_id} is not in the vocabulary (0 to {self._id_limit - 1})")
+                raise TokenizerError(
+                    f"token id {token_id} is not in the vocabulary (0 to {self._id_limit - 1})"
+                )

@@ -1,4 +1,6 @@
-"""What each token of a model's tokenizer writes, for whatever must know the text of an answer before it is there."""
+"""What each token of a model's tokenizer writes, for whatever must know the text of an answer
+before it is there.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ def read_vocabulary(folder: str | Path, size: int) -> Vocabulary | None:
     try:
         tokenizer = Tokenizer.load(Path(folder))
     except TokenizerError as error:
-        logging.warning(f"no constraints on answers: {error}")  # a client need not know where files lie
+        # a client need not know where files lie
+        logging.warning(f"no constraints on answers: {error}")
         return None
     return vocabulary_of(tokenizer, size)
 

@@ -51,7 +51,9 @@ def request_of(request: dict[str, Any]) -> bytes:
     if body is None and request["method"] == "POST":
         body = b""
     version, host = request.get("ver", "HTTP/1.1"), request.get("auto", True)
-    return request_bytes(request["method"], request["path"], request["headers"], body, version, host)
+    return request_bytes(
+        request["method"], request["path"], request["headers"], body, version, host
+    )
 
 
 def ask(port: int, request: dict[str, Any]) -> Shown:
@@ -68,4 +70,11 @@ def _shown(answer: Answer) -> Shown:
     elif encoding == "deflate":
         body = zlib.decompress(body)
     body = _PLACE.sub(b"", _NUMBERS.sub(rb'"\1":0', body))
-    return Shown(answer.status, answer.header("content-type"), answer.framing, encoding, len(answer.chunks), body)
+    return Shown(
+        answer.status,
+        answer.header("content-type"),
+        answer.framing,
+        encoding,
+        len(answer.chunks),
+        body,
+    )

@@ -1,7 +1,7 @@
 """The real Triton server, where there is one: found, started on a repository, stopped.
 
-`nvidia-pytriton` brings the server and the Python backend, but not together: the backend needs the stub for the
-Python it is to run, in a folder of backends that is put together here.
+`nvidia-pytriton` brings the server and the Python backend, but not together: the backend needs the
+stub for the Python it is to run, in a folder of backends that is put together here.
 """
 
 from __future__ import annotations
@@ -61,17 +61,25 @@ def triton_command(
 class RealTriton:
     """`with RealTriton(binary, repository, folder) as server:` answers on `server.http_port`."""
 
-    def __init__(self, binary: Path, repository: Path, folder: Path, *options: str, seconds: float = 120.0) -> None:
+    def __init__(
+        self, binary: Path, repository: Path, folder: Path, *options: str, seconds: float = 120.0
+    ) -> None:
         ports = free_ports(3)
         self.http_port, self.grpc_port, self.metrics_port = ports
         self._seconds = seconds
         self._log = (folder / "tritonserver.log").open("wb")
-        self._command, self._environment = triton_command(binary, repository, folder, ports, *options)
+        self._command, self._environment = triton_command(
+            binary, repository, folder, ports, *options
+        )
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> RealTriton:
         self._process = subprocess.Popen(
-            self._command, env=self._environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+            self._command,
+            env=self._environment,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         deadline = time.monotonic() + self._seconds
         while not self._ready():
@@ -84,7 +92,9 @@ class RealTriton:
 
     def _ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/v2/health/ready", timeout=5):
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.http_port}/v2/health/ready", timeout=5
+            ):
                 return True
         except (urllib.error.URLError, OSError):
             return False
@@ -102,7 +112,11 @@ class RealTriton:
 
 def _backends(backends: Path, stubs: Path, packages: Path, folder: Path) -> Path:
     """A folder with the Python backend and the stub for the Python that the packages belong to."""
-    version = packages.parent.name.removeprefix("python") if "python" in packages.parent.name else _own_version()
+    version = (
+        packages.parent.name.removeprefix("python")
+        if "python" in packages.parent.name
+        else _own_version()
+    )
     target = folder / "backends"
     shutil.copytree(backends / "python", target / "python", dirs_exist_ok=True)
     shutil.copy2(stubs / version / "triton_python_backend_stub", target / "python")
