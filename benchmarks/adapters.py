@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation
 
-from slipstream.engine.adapters import AdapterSource
+from slipstream.engine.adapters.adapters import AdapterSource
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.model.spec import ModelSpec
@@ -124,7 +124,7 @@ def main() -> None:
         threads=options.threads,
     )
     if not Path("/dev/nvidiactl").exists():
-        from slipstream.server import cpu_probe
+        from slipstream.engine_worker import cpu_probe
 
         settings = cpu_probe.prepare(settings)  # before torch is loaded, which reads what it sets
     import torch

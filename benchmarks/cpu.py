@@ -29,8 +29,8 @@ from limits import Machine, Work
 from models import Models, prepare_models
 from table import OURS, Row, medians, render
 
-from slipstream.server import cpu_probe
-from slipstream.server.engine_child import child_environment
+from slipstream.engine_worker import cpu_probe
+from slipstream.server.engine_link.child import child_environment
 from slipstream.weights.home import slipstream_home
 
 LLAMA, VLLM = "llama.cpp", "vllm"

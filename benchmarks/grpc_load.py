@@ -166,7 +166,7 @@ async def grpc_rate(port: int, body: bytes, concurrency: int, seconds: float) ->
 
 
 def grpc_body(text: bytes) -> bytes:
-    from slipstream.server.protocol import messages
+    from slipstream.server.grpc.protocol import messages
 
     message = messages.ModelInferRequest(model_name="echo")
     message.inputs.add(name="text_input", datatype="BYTES", shape=[1])

@@ -13,7 +13,7 @@ import time
 from slipstream.engine.messages import EngineInfo, EngineStats, StepOutputs
 from slipstream.engine.request import FinishReason, GenerateRequest
 from slipstream.engine.settings import EngineSettings
-from slipstream.server.engine_process import run
+from slipstream.engine_worker.process import run
 
 WORDS = 1000
 

@@ -14,15 +14,15 @@ from tokenizers import Tokenizer
 
 from slipstream.model.spec import ModelSpec
 from slipstream.weights.build import build_engine
-from slipstream.weights.gguf_source import GgufSource
 from slipstream.weights.home import slipstream_home
-from slipstream.weights.known_models import (
+from slipstream.weights.parameters import checkpoint_shapes
+from slipstream.weights.sources.gguf_source import GgufSource
+from slipstream.weights.sources.known_models import (
     DEFAULT_MODEL,
     KNOWN_MODELS,
     PackagedModel,
     packaged_file,
 )
-from slipstream.weights.parameters import checkpoint_shapes
 from slipstream.weights.stream import parameter_rows
 
 

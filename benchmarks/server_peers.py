@@ -119,8 +119,8 @@ class Echo:
         self.config = model.config
 
     async def infer(self, request: Any) -> AsyncGenerator[Any, None]:
-        from slipstream.server.inference import InferResponse
-        from slipstream.server.tensors import Tensor
+        from slipstream.server.kserve.inference import InferResponse
+        from slipstream.server.kserve.tensors import Tensor
 
         given = request.inputs["text_input"]
         yield InferResponse([Tensor("text_output", "BYTES", given.shape, given.data)], final=True)

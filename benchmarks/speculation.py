@@ -17,8 +17,8 @@ import time
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
+from slipstream.engine_worker import cpu_probe
 from slipstream.llm import engine_folder
-from slipstream.server import cpu_probe
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.load import start_engine
 

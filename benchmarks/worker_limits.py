@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from slipstream.engine.settings import EngineSettings
-from slipstream.server import cpu_probe
+from slipstream.engine_worker import cpu_probe
 
 READ_BYTES = 1 << 30  # far beyond any cache
 MATRIX = 2048

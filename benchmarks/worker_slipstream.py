@@ -11,8 +11,8 @@ from worker_protocol import Generate, Timed, serve
 
 from slipstream.engine.request import SamplingParams
 from slipstream.engine.settings import EngineSettings
-from slipstream.server.engine_client import EngineClient
-from slipstream.server.generation import Generation
+from slipstream.server.engine_link.client import EngineClient
+from slipstream.server.engine_link.mailbox import Generation
 
 
 def start(options: dict[str, Any]) -> Generate:

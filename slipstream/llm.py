@@ -28,9 +28,9 @@ import numpy as np
 from slipstream.engine.messages import Scores
 from slipstream.engine.request import SamplingParams
 from slipstream.engine.settings import EngineSettings
+from slipstream.engine_worker.process import start_real_engine
 from slipstream.sampling_options import Prompt, SamplingOptions
-from slipstream.server.engine_process import start_real_engine
-from slipstream.server.in_process import InProcessEngine
+from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.text.chat import Message
 from slipstream.server.text.pipeline import TextDelta, TextGenerator, TextRequest
 from slipstream.server.text.sequences import TextBeam

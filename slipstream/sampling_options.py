@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.engine.guided import KINDS
+from slipstream.engine.constraints.guided import KINDS
 from slipstream.engine.request import Guide, SamplingParams
-from slipstream.server.adapters import AdapterBook, AdapterUse
-from slipstream.server.limits import MIN_P, NUMBERS, Range
+from slipstream.server.fields.adapters import AdapterBook, AdapterUse
+from slipstream.server.fields.limits import MIN_P, NUMBERS, Range
 from slipstream.server.text.pipeline import TextRequest
 from slipstream.weights.home import expanded
 

@@ -6,17 +6,19 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.metadata import packages_distributions
 
 import pytest
 from source_tree import PACKAGE, ROOT, SourceFile, source, source_files
 
-# A folder may import from those in later rows only; folders of one row do not know each other.
+# A folder may import from those in later rows only. Folders of one row do not import each other.
 ORDER = (
     ("cli",),
-    ("deploy", "bench", "llm"),
+    ("bench", "llm"),
     ("sampling_options",),
     ("client",),  # speaks the server's protocol
+    ("engine_worker",),  # runs the engine's end of the server's link
     ("server",),
     ("repository",),
     ("weights",),
@@ -26,10 +28,29 @@ ORDER = (
     ("version",),
 )
 RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}
-# what engine/, model/ and kernels/ may need
-BARE_MACHINE = {"torch", "numpy", "safetensors", "triton"}
-MOST_LINES = 400
-GENERATED = {"slipstream/server/protocol/descriptor.py"}
+
+# The same rule inside server/. Modules at its top level may import every folder.
+SERVER_ORDER = (
+    "openai",
+    "grpc",
+    "http",
+    "python_models",
+    "models",
+    "fields",
+    "text",
+    "engine_link",
+    "metrics",
+    "tracing",
+    "kserve",
+    "log",
+)
+SERVER_RANK = {folder: rank for rank, folder in enumerate(SERVER_ORDER)}
+
+BARE_MACHINE = {"torch", "numpy", "safetensors", "triton"}  # all that the engine may need
+MAX_LINES = 500
+MAX_MODULES = 25  # in one folder
+MAX_SERVER_TOP = 8
+GENERATED = {"slipstream/server/grpc/protocol/descriptor.py"}
 
 FILES = source_files()
 
@@ -56,6 +77,27 @@ def upward_imports(file: SourceFile) -> list[str]:
     return found
 
 
+def server_folder_of(parts: list[str] | tuple[str, ...]) -> str | None:
+    """Return the sub-folder of server/ in ["slipstream", "server", folder, ...], if there is one."""
+    if list(parts[:2]) != ["slipstream", "server"] or len(parts) < 3:
+        return None
+    return parts[2] if parts[2] in SERVER_RANK else None
+
+
+def upward_imports_in_server(file: SourceFile) -> list[str]:
+    own = server_folder_of(file.path.relative_to(ROOT).parts)
+    if own is None:
+        return []
+    found = []
+    for line, module in file.imports():
+        parts = module.split(".")
+        if parts[:2] != ["slipstream", "server"] or len(parts) < 3 or parts[2] == own:
+            continue
+        if SERVER_RANK.get(parts[2], -1) <= SERVER_RANK[own]:
+            found.append(f"{file.name}:{line} imports {module}")
+    return found
+
+
 def test_every_folder_has_its_place_in_the_order():
     folders = {folder_of(file) for file in FILES} - {"__init__"}
     assert folders <= set(RANK), "a new folder: say in ORDER what it may import"
@@ -66,11 +108,45 @@ def test_folders_import_only_from_those_below_them():
     assert [found for file in files for found in upward_imports(file)] == []
 
 
+def test_server_folders_import_only_from_those_below_them():
+    assert [found for file in FILES for found in upward_imports_in_server(file)] == []
+
+
+def test_every_server_folder_has_its_place_in_the_order():
+    folders = {path.name for path in (PACKAGE / "server").iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} == set(SERVER_RANK)
+
+
+def test_folders_stay_small():
+    sizes = Counter(file.path.parent for file in FILES if file.path.name != "__init__.py")
+    large = {
+        folder.relative_to(ROOT).as_posix(): count
+        for folder, count in sizes.items()
+        if count > MAX_MODULES
+    }
+    assert large == {}
+    assert len(list((PACKAGE / "server").glob("*.py"))) <= MAX_SERVER_TOP
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from slipstream.server.models.batches import BatchedModel", 1),
+        ("from slipstream.server import lifecycle", 1),
+        ("from slipstream.server.log import log", 0),
+        ("from slipstream.server.text.stops import StopWords", 0),
+    ],
+)
+def test_an_upward_import_inside_server_is_found(text, found):
+    file = source(text, "slipstream/server/text/example.py")
+    assert len(upward_imports_in_server(file)) == found
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("slipstream/engine/example.py", "from slipstream.weights.load import start_engine"),
-        ("slipstream/engine/example.py", "def late():\n    import slipstream.server.http"),
+        ("slipstream/engine/example.py", "def late():\n    import slipstream.server.http.routes"),
         ("slipstream/kernels/example.py", "from ..model import spec"),
         ("slipstream/weights/example.py", "from slipstream import server"),
         ("slipstream/server/example.py", "from slipstream.client import command"),
@@ -97,11 +173,13 @@ def test_the_engine_runs_on_a_bare_machine(folder):
     assert files
     extras = {file.name: extra for file in files if (extra := foreign_imports(file) - BARE_MACHINE)}
     # imported when a request needs it, and told of where it is not installed
-    assert extras == ({"slipstream/engine/guided.py": {"llguidance"}} if folder == "engine" else {})
+    assert extras == (
+        {"slipstream/engine/constraints/guided.py": {"llguidance"}} if folder == "engine" else {}
+    )
 
 
 def test_optional_libraries_are_not_imported_with_the_engine():
-    code = "import sys, slipstream.engine.guided; sys.exit('llguidance' in sys.modules)"
+    code = "import sys, slipstream.engine.constraints.guided; sys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
@@ -128,7 +206,9 @@ def test_every_package_that_is_imported_is_declared():
         for line in wanted
     }
     names |= {"starlette", "triton"}  # what fastapi and torch are made of
-    builds = {"slipstream/server/protocol/compile_proto.py"}  # run by those who change the protocol
+    builds = {
+        "slipstream/server/grpc/protocol/compile_proto.py"
+    }  # run by those who change the protocol
     distributions = packages_distributions()
     missing = {}
     for file in FILES:
@@ -148,9 +228,9 @@ def test_the_server_process_loads_no_torch():
         "slipstream.cli.infer",
         "slipstream.server.lifecycle",
         "slipstream.server.services",
-        "slipstream.server.engine_client",
-        "slipstream.server.http",
-        "slipstream.server.registry",
+        "slipstream.server.engine_link.client",
+        "slipstream.server.http.routes",
+        "slipstream.server.kserve.registry",
     ]
     code = f"import sys, {', '.join(modules)}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -174,4 +254,4 @@ def _docstring(file: SourceFile) -> list[ast.stmt]:
 
 def test_no_file_is_too_long_to_read():
     long = {file.name: len(file.text.splitlines()) for file in FILES if file.name not in GENERATED}
-    assert {name: lines for name, lines in long.items() if lines > MOST_LINES} == {}
+    assert {name: lines for name, lines in long.items() if lines > MAX_LINES} == {}

@@ -8,7 +8,7 @@ import tomllib
 
 from source_tree import ROOT
 
-from slipstream.cli.classic import COMMANDS
+from slipstream.cli.compat.classic import COMMANDS
 from slipstream.repository.engine_parameters import PARAMETERS
 from slipstream.repository.workspace import SCRIPTS
 

@@ -25,8 +25,8 @@ def test_every_data_file_is_shipped():
     }
     assert {
         "py.typed",
-        "server/docs.html",
-        "server/chat.html",
+        "server/http/docs.html",
+        "server/http/chat.html",
         "repository/templates/ensemble.pbtxt",
     } <= data
     assert data - shipped_data() == set()

@@ -7,7 +7,7 @@ from argparse import Namespace
 from slipstream.cli.arguments import Parser
 from slipstream.cli.keys import read_api_key
 from slipstream.client.connection import Connection, GrpcConnection, HttpConnection, Tls
-from slipstream.server.protocol import messages
+from slipstream.server.grpc.protocol import messages
 
 _DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
 

@@ -23,8 +23,8 @@ from slipstream.repository.templates import FIXED_NAMES, RepositoryExists, write
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import read_engine_config
 from slipstream.weights.home import expanded, slipstream_home
-from slipstream.weights.known_models import KNOWN_MODELS
-from slipstream.weights.source import SourceError
+from slipstream.weights.sources.known_models import KNOWN_MODELS
+from slipstream.weights.sources.source import SourceError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 

@@ -77,7 +77,7 @@ def stream_grpc(
 ) -> Iterator[str]:
     import grpc
 
-    from slipstream.server.protocol import messages
+    from slipstream.server.grpc.protocol import messages
 
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         call = channel.stream_stream(

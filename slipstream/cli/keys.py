@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.cli.log import fail
-from slipstream.server.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, Access, Restriction
+from slipstream.server.kserve.access import (
+    ADMIN_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+    Access,
+    Restriction,
+)
 
 
 def read_access(

@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from slipstream.server import logging
+from slipstream.server.log import log as logging
 
 # what others write must not steer the terminal
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from slipstream.cli import classic
+from slipstream.cli.compat import classic
 from slipstream.cli.log import running_as
 from slipstream.version import VERSION
 

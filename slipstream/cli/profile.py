@@ -151,7 +151,7 @@ def _words(given: Namespace, connection: GrpcConnection) -> Words:
 
     folder = expanded(given.tokenizer, "--tokenizer")
     if not folder.is_dir():
-        from slipstream.weights.hub import fetch_tokenizer
+        from slipstream.weights.sources.hub import fetch_tokenizer
 
         folder = fetch_tokenizer(given.tokenizer)
     return OwnWords(Tokenizer.load(folder))

@@ -23,7 +23,7 @@ from slipstream.cli.log import fail, log
 from slipstream.cli.progress import ProgressLines
 from slipstream.repository.config import CONFIG_NAME
 from slipstream.repository.templates import FIXED_NAMES, write_repository
-from slipstream.server.engine_child import child_environment
+from slipstream.server.engine_link.child import child_environment
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import EngineFolderError, read_engine_config
 from slipstream.weights.home import expanded, slipstream_home

@@ -15,12 +15,12 @@ import typer
 from slipstream.cli.keys import read_access
 from slipstream.cli.list_models import DEFAULT_REPOSITORY, repository_folder
 from slipstream.cli.log import VerboseOption, fail, log
-from slipstream.server import logging
-from slipstream.server.engine_child import child_environment
-from slipstream.server.log_capture import one_log
+from slipstream.server.engine_link.child import child_environment
+from slipstream.server.log import log as logging
+from slipstream.server.log.capture import one_log
 
 if TYPE_CHECKING:
-    from slipstream.cli.tritonserver_settings import Tracing
+    from slipstream.cli.compat.tritonserver_settings import Tracing
     from slipstream.server.options import ServerOptions
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -137,7 +137,7 @@ def start(
         tracing = _tracing(trace_config or [])
         access = read_access(api_key, admin_key)  # before a model is built, which may take long
         repository = _repository(model, repo)
-        from slipstream.server.engine_client import Supervision
+        from slipstream.server.engine_link.client import Supervision
         from slipstream.server.options import Port, ServerOptions
 
         options = ServerOptions(
@@ -167,8 +167,8 @@ def _serve(options: ServerOptions) -> int:
 
 
 def _tracing(texts: list[str]) -> Tracing:
-    from slipstream.cli.tritonserver_flags import FlagError, parse_flags
-    from slipstream.cli.tritonserver_settings import trace_settings
+    from slipstream.cli.compat.tritonserver_flags import FlagError, parse_flags
+    from slipstream.cli.compat.tritonserver_settings import trace_settings
 
     try:
         return trace_settings(parse_flags([f"--trace-config={text}" for text in texts]))

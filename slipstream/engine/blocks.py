@@ -17,8 +17,8 @@ import heapq
 from array import array
 from collections.abc import Iterable, Sequence
 
-from slipstream.engine.host_blocks import HostBlocks
-from slipstream.engine.retention import IdleBlocks, Keep
+from slipstream.engine.cache.host_blocks import HostBlocks
+from slipstream.engine.cache.retention import IdleBlocks, Keep
 
 NULL_BLOCK = 0
 

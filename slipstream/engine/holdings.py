@@ -14,13 +14,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from slipstream.engine.adapters import Adapters
+from slipstream.engine.adapters.adapters import Adapters
 from slipstream.engine.blocks import NULL_BLOCK, BlockPool, next_name, root_name
+from slipstream.engine.cache.window import Window
 from slipstream.engine.forecast import Forecast, at_own_pace
 from slipstream.engine.plan import RowFork, RowStart, StepPlan
 from slipstream.engine.request import Request
 from slipstream.engine.settings import Policy
-from slipstream.engine.window import Window
 
 
 class Holdings:

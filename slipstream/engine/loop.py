@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from slipstream.engine.constraints import Constraints
+from slipstream.engine.constraints.constraints import Constraints
 from slipstream.engine.messages import EngineInfo, EngineStats, StepOutputs
 from slipstream.engine.plan import StepFailed, StepPlan, StepResult
 from slipstream.engine.request import Constraint, FinishReason, GenerateRequest
@@ -17,8 +17,8 @@ from slipstream.engine.scheduler import Scheduler
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slipstream.engine.adapter_loader import AdapterLoader
-    from slipstream.engine.host_cache import HostCache
+    from slipstream.engine.adapters.loader import AdapterLoader
+    from slipstream.engine.cache.host_cache import HostCache
     from slipstream.kernels.adapters import AdapterPages
 
 _LOADING_SECONDS = 0.005  # of sleep while there is nothing to do but wait for an adapter

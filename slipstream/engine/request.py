@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from slipstream.engine.adapters import AdapterSource
-from slipstream.engine.retention import Keep, Retention
+from slipstream.engine.adapters.adapters import AdapterSource
+from slipstream.engine.cache.retention import Keep, Retention
 
 if TYPE_CHECKING:
-    from slipstream.engine.beams import BeamGroup
+    from slipstream.engine.beams.beams import BeamGroup
     from slipstream.engine.speculation import Drafter
 
 COLDEST = 1e-6  # temperatures below are as good as 0, and logits divided by them beyond all numbers

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from slipstream.engine.beams import BeamGroup
+from slipstream.engine.beams.beams import BeamGroup
 from slipstream.engine.counters import Counters
-from slipstream.engine.news import News
+from slipstream.engine.outputs import News
 from slipstream.engine.plan import StepResult
 from slipstream.engine.request import FinishReason, Request
 from slipstream.engine.speculation import accepted

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engine import sampler, scores
-from slipstream.engine.host_cache import HostCache, blocks_of
+from slipstream.engine.cache.host_cache import HostCache, blocks_of
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.rows import Rows
 from slipstream.engine.transfer import to_device

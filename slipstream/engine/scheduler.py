@@ -11,18 +11,19 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from slipstream.engine.adapter_gate import AdapterGate
-from slipstream.engine.adapters import Adapters
-from slipstream.engine.beam_rows import bring_up
-from slipstream.engine.beams import BeamGroup
+from slipstream.engine.adapters.adapters import Adapters
+from slipstream.engine.adapters.admission import AdapterGate
+from slipstream.engine.beams.beam_rows import bring_up
+from slipstream.engine.beams.beams import BeamGroup
 from slipstream.engine.blocks import BlockPool
+from slipstream.engine.cache.window import Window
 from slipstream.engine.capacity import Capacity
 from slipstream.engine.columns import add_column, strike
 from slipstream.engine.counters import Counters
 from slipstream.engine.followers import follow, release_followers, source_of
 from slipstream.engine.holdings import Holdings
 from slipstream.engine.messages import EngineStats, StepOutputs
-from slipstream.engine.news import News
+from slipstream.engine.outputs import News
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.queue_times import QueueTimes, timing_of
 from slipstream.engine.request import Constraint, FinishReason, GenerateRequest, Request
@@ -30,7 +31,6 @@ from slipstream.engine.results import Results
 from slipstream.engine.settings import Policy
 from slipstream.engine.speculation import Drafter, guesses_of
 from slipstream.engine.waiting import Waiting
-from slipstream.engine.window import Window
 
 
 class Scheduler:

@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.engine.adapter_loader import ReadFolder, create_adapters
-from slipstream.engine.adapters import Adapters
+from slipstream.engine.adapters.adapters import Adapters
+from slipstream.engine.adapters.loader import ReadFolder, create_adapters
 from slipstream.engine.blocks import BlockPool
-from slipstream.engine.host_cache import HostCache
+from slipstream.engine.cache.host_cache import HostCache
+from slipstream.engine.cache.window import Window
 from slipstream.engine.loop import AnyRunner, EngineLoop
 from slipstream.engine.messages import EngineInfo
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settings import EngineSettings
-from slipstream.engine.window import Window
 from slipstream.kernels import packed_cache
 from slipstream.model.position import rotary_size
 from slipstream.model.spec import ModelSpec
 from slipstream.model.transformer import Transformer
 
 if TYPE_CHECKING:
-    from slipstream.engine.gpu_runner import GpuRunner
+    from slipstream.engine.gpu.runner import GpuRunner
 
 # A CPU computes about this many prompt tokens before the requests beside them notice the wait.
 _CPU_STEP_TOKENS = 512
@@ -130,7 +130,7 @@ def _prepare_runner(
     sizes = (blocks, settings.block_tokens, settings.max_rows, longest)
     if model.device.type == "cuda":
         # needs Triton, which a CPU installation lacks
-        from slipstream.engine.gpu_runner import GpuRunner
+        from slipstream.engine.gpu.runner import GpuRunner
 
         gpu_runner = GpuRunner(model, *sizes)
         taken = _prepare_gpu(
@@ -211,8 +211,8 @@ def _prepare_gpu(
     """Compile kernels, run a step of the full budget, capture decode steps → bytes of that step, of
     the graphs.
     """
-    from slipstream.engine.graphs import ladder  # these need Triton
-    from slipstream.engine.mixed_graphs import PROMPTS
+    from slipstream.engine.gpu.graphs import ladder  # these need Triton
+    from slipstream.engine.gpu.mixed_graphs import PROMPTS
     from slipstream.kernels.gpu.prefill_attention import FAR
 
     runner.model.prepare_gates()

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.repository.models import Repository, inspect_repository
 from slipstream.repository.reading import Reading
-from slipstream.server import logging
-from slipstream.server.engine_pool import EnginePool
+from slipstream.server.engine_link.memory_table import memory_table
+from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.garbage import spare_what_is_there
-from slipstream.server.health import ServerState
-from slipstream.server.memory_table import memory_table
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.log import log as logging
 from slipstream.server.options import ALL_MODELS, Port, ServerOptions
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _factories(options: ServerOptions) -> list[ModelFactory]:
     if not options.allow_python_models:
         return []
     from slipstream.server.python_models.factory import PythonModels
-    from slipstream.server.rate_limiter import RateLimiter
+    from slipstream.server.python_models.rate_limiter import RateLimiter
 
     limiter = None if options.rate_limits is None else RateLimiter(options.rate_limits)
     return [PythonModels(limiter, options.complete_config)]

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.repository.models import RepositoryModel
-from slipstream.server.inference import ServedModel
+from slipstream.server.kserve.inference import ServedModel
 
 if TYPE_CHECKING:
-    from slipstream.server.registry import ModelRegistry
+    from slipstream.server.kserve.registry import ModelRegistry
 
 
 class ModelFactory(Protocol):

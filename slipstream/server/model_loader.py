@@ -21,17 +21,18 @@ from slipstream.repository.models import (
     inspect_repository,
 )
 from slipstream.repository.reading import Reading
-from slipstream.server import logging
-from slipstream.server.adapters import AdapterBook
-from slipstream.server.engine_client import EngineClient, EngineStartFailed
-from slipstream.server.engine_pool import EnginePool
-from slipstream.server.errors import Code, InferenceError, Unavailable
-from slipstream.server.inference import ServedModel
-from slipstream.server.llm_models import Generator
+from slipstream.server.engine_link.client import EngineClient, EngineStartFailed
+from slipstream.server.engine_link.pool import EnginePool
+from slipstream.server.fields.adapters import AdapterBook
+from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
+from slipstream.server.kserve.inference import ServedModel
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.repository_control import NOT_EXPLICIT, cannot_poll
+from slipstream.server.log import log as logging
 from slipstream.server.model_factories import ModelFactory, claiming
+from slipstream.server.models.build import served_model
+from slipstream.server.models.llm_models import Generator
 from slipstream.server.options import ControlMode
-from slipstream.server.registry import ModelRegistry, served_model
-from slipstream.server.repository_control import NOT_EXPLICIT, cannot_poll
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.server.warmup import warm_up

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.server.access import Access
-from slipstream.server.engine_child import ENGINE_COMMAND
-from slipstream.server.engine_client import Supervision
-from slipstream.server.export_settings import ExportSettings
+from slipstream.server.engine_link.child import ENGINE_COMMAND
+from slipstream.server.engine_link.client import Supervision
+from slipstream.server.kserve.access import Access
+from slipstream.server.tracing.export_settings import ExportSettings
 
 ControlMode = Literal["none", "poll", "explicit"]
 ALL_MODELS = "*"

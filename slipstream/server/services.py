@@ -11,22 +11,22 @@ from typing import Any
 import uvicorn
 
 from slipstream.repository.reading import Reading
-from slipstream.server import logging
-from slipstream.server.context import ServerContext
-from slipstream.server.engine_pool import EnginePool
-from slipstream.server.grpc_options import GrpcOptions, add_port
-from slipstream.server.grpc_service import create_grpc_server
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app, uvicorn_config
-from slipstream.server.latency_metrics import MetricsConfig
-from slipstream.server.metrics import ServerMetrics, metrics_app
+from slipstream.server.engine_link.pool import EnginePool
+from slipstream.server.grpc.options import GrpcOptions, add_port
+from slipstream.server.grpc.service import create_grpc_server
+from slipstream.server.http.routes import create_app, uvicorn_config
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.shared_memory import SharedMemory
+from slipstream.server.log import log as logging
+from slipstream.server.metrics.latency_metrics import MetricsConfig
+from slipstream.server.metrics.metrics import ServerMetrics, metrics_app
 from slipstream.server.model_factories import ModelFactory
 from slipstream.server.model_loader import ModelLoader
+from slipstream.server.models.response_cache import ResponseCache
 from slipstream.server.options import ServerOptions
-from slipstream.server.registry import ModelRegistry
-from slipstream.server.response_cache import ResponseCache
-from slipstream.server.shared_memory import SharedMemory
-from slipstream.server.trace_settings import TraceSettings
+from slipstream.server.tracing.settings import TraceSettings
 
 # Answers that are complete need this long at most to reach their readers.
 CLOSE_SECONDS = 5.0

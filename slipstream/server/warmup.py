@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.repository.config import ModelConfig
-from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import InferRequest, ServedModel
-from slipstream.server.tensor_bytes import SIZES, IncompleteString, unpack
-from slipstream.server.tensors import Tensor
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import InferRequest, ServedModel
+from slipstream.server.kserve.tensor_bytes import SIZES, IncompleteString, unpack
+from slipstream.server.kserve.tensors import Tensor
 
 MOST_VALUES = 1 << 24
 WARMUP_FOLDER = "warmup"

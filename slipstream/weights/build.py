@@ -31,8 +31,8 @@ from slipstream.weights.parameters import (
     engine_parameters,
     scales_name,
 )
-from slipstream.weights.source import Source, check_source, stored_dtype
-from slipstream.weights.sources import open_source
+from slipstream.weights.sources.open_source import open_source
+from slipstream.weights.sources.source import Source, check_source, stored_dtype
 from slipstream.weights.stream import (
     ByteMeter,
     Progress,

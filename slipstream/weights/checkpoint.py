@@ -18,7 +18,6 @@ from slipstream.model.families.family import Recipe
 from slipstream.model.spec import ModelSpec
 from slipstream.version import VERSION
 from slipstream.weights.engine_config import CONFIG_NAME, GenerationDefaults
-from slipstream.weights.hf_folder import read_json
 from slipstream.weights.parameters import (
     DTYPE_CODES,
     Quantisation,
@@ -36,7 +35,8 @@ from slipstream.weights.rank_split import (
     rank_file,
     rank_parameters,
 )
-from slipstream.weights.source import (
+from slipstream.weights.sources.hf_folder import read_json
+from slipstream.weights.sources.source import (
     Source,
     SourceError,
     check_source,

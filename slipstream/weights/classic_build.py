@@ -14,8 +14,8 @@ from slipstream.model.spec import ModelSpec
 from slipstream.weights.build import build_engine
 from slipstream.weights.checkpoint import CheckpointSource
 from slipstream.weights.engine_config import BuildLimits
-from slipstream.weights.source import SourceError
-from slipstream.weights.sources import open_source
+from slipstream.weights.sources.open_source import open_source
+from slipstream.weights.sources.source import SourceError
 from slipstream.weights.stream import Progress, no_progress
 
 DEFAULT_OUTPUT = "engine_outputs"

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from slipstream.weights.checkpoint import CheckpointPlan, write_checkpoint, write_checkpoint_config
 from slipstream.weights.engine_config import CONFIG_NAME
 from slipstream.weights.rank_split import RankMapping
-from slipstream.weights.source import Source
-from slipstream.weights.sources import open_source
+from slipstream.weights.sources.open_source import open_source
+from slipstream.weights.sources.source import Source
 from slipstream.weights.stream import Progress, no_progress
 from slipstream.weights.whole_folder import whole_folder
 

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slipstream.engine.adapters import AdapterSource, ModuleMatrices
+from slipstream.engine.adapters.adapters import AdapterSource, ModuleMatrices
 from slipstream.weights.engine_config import CONFIG_NAME
-from slipstream.weights.hf_folder import read_json
-from slipstream.weights.source import SourceError
+from slipstream.weights.sources.hf_folder import read_json
+from slipstream.weights.sources.source import SourceError
 from slipstream.weights.whole_folder import whole_folder
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.model.spec import ModelSpec
-from slipstream.weights.mapped_tensors import MappedTensors
 from slipstream.weights.parameters import Shape, checkpoint_shapes
+from slipstream.weights.sources.mapped_tensors import MappedTensors
 
 if TYPE_CHECKING:
     import torch

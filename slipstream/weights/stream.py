@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.weights.source import Source, SourceError
+from slipstream.weights.sources.source import Source, SourceError
 
 if TYPE_CHECKING:
     import torch

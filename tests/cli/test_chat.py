@@ -20,20 +20,17 @@ from typing import Any
 
 import httpx
 import pytest
+from http_support import RunningServer, wait_until
 from real_server import ROOT, RealServer, build_engine, limit_cache
 from tiny_hf_folder import save_model
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
-from http_support import RunningServer, wait_until
 from tiny_text import EchoEngine, text_registry, write_engine_folder
 
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
-from slipstream.server.access import Access
-from slipstream.server.context import ServerContext
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.access import Access
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.health import ServerState
 
 # The echo of such a prompt is the conversation, and then its end.
 TEMPLATE = (

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tiny_hf_folder import save_model
 from typer.testing import CliRunner
 
-from slipstream.cli import classic, launch
 from slipstream.cli import main as command
+from slipstream.cli.compat import classic, launch
 from slipstream.cli.progress import ProgressLines
 from slipstream.weights.engine_config import BuildLimits, read_engine_config
 from slipstream.weights.flags import BUILD_FLAGS, CONVERT_FLAGS, Flag

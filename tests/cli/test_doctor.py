@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli import doctor, doctor_machine, doctor_ports
-from slipstream.cli.classic import run_command
-from slipstream.cli.doctor_machine import TorchReport, gpus, processor, versions
-from slipstream.cli.doctor_report import HIDDEN, Finding, Report, Section, hide_in, hider
-from slipstream.server import cpu_probe
-from slipstream.server.cpu_probe import CpuChoice
+from slipstream.cli.compat.classic import run_command
+from slipstream.cli.doctor import command as doctor
+from slipstream.cli.doctor import machine as doctor_machine
+from slipstream.cli.doctor import ports as doctor_ports
+from slipstream.cli.doctor.machine import TorchReport, gpus, processor, versions
+from slipstream.cli.doctor.report import HIDDEN, Finding, Report, Section, hide_in, hider
+from slipstream.engine_worker import cpu_probe
+from slipstream.engine_worker.cpu_probe import CpuChoice
 from slipstream.version import VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -359,13 +361,13 @@ def test_torch_is_asked_in_another_process() -> None:
     """The command itself never loads it, and the kernel it tries is one that gives right results."""
     found = doctor_machine.ask_torch()
     assert (found.failure, found.found["torch"]) == ("", metadata.version("torch"))
-    code = "import sys; from slipstream.cli import doctor; sys.exit('torch' in sys.modules)"
+    code = "import sys; from slipstream.cli.doctor import command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_the_kernel_that_is_tried_works() -> None:
     pytest.importorskip("triton")
-    code = "import torch; from slipstream.cli.doctor_torch import try_kernel; try_kernel(torch.device('cpu'))"
+    code = "import torch; from slipstream.cli.doctor.torch_probe import try_kernel; try_kernel(torch.device('cpu'))"
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment).returncode == 0
 

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli import doctor, doctor_machine, doctor_ports
-from slipstream.cli.doctor_report import HIDDEN, Report, hide_in, hider, is_secret
+from slipstream.cli.doctor import command as doctor
+from slipstream.cli.doctor import machine as doctor_machine
+from slipstream.cli.doctor import ports as doctor_ports
+from slipstream.cli.doctor.report import HIDDEN, Report, hide_in, hider, is_secret
 
 # -- secrets
 

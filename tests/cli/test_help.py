@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from slipstream.cli import main as command
 from slipstream.cli.arguments import Parser
-from slipstream.cli.classic import COMMANDS, SCRIPTS
+from slipstream.cli.compat.classic import COMMANDS, SCRIPTS
 
 MODULES = sorted({module for module, _ in COMMANDS.values()} | set(SCRIPTS.values()))
 

@@ -11,8 +11,8 @@ import pytest
 from real_server import CACHE_TOKENS, RealServer, build_engine, write_model, write_repository
 from tiny_hf_folder import END, VOCABULARY, greedy_text, save_model
 
-from slipstream.cli import benchmark_core_model
-from slipstream.cli.classic import run_command
+from slipstream.cli.compat import benchmark_core_model
+from slipstream.cli.compat.classic import run_command
 from slipstream.repository.generations.render import render_template
 
 STREAMING = "streaming_llm"

@@ -18,8 +18,8 @@ from slipstream.cli.served_model import find_named_model, make
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
 from slipstream.server import lifecycle
-from slipstream.weights import hub
 from slipstream.weights.engine_config import read_engine_config
+from slipstream.weights.sources import hub
 
 runner = CliRunner()
 

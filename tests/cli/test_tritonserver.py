@@ -15,10 +15,6 @@ import httpx
 import pytest
 import tritonclient.grpc
 from span_collector import Collector, attributes_of
-from tritonclient.utils import InferenceServerException
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-
 from tiny_server import (
     HERE,
     MODEL,
@@ -29,19 +25,20 @@ from tiny_server import (
     make_repository,
     wait_for,
 )
+from tritonclient.utils import InferenceServerException
 
-from slipstream.cli import tritonserver
-from slipstream.cli.classic import run_command
-from slipstream.cli.tritonserver_flags import FLAGS, FlagError, parse_flags
-from slipstream.server.export_settings import ExportSettings
-from slipstream.server.grpc_options import GrpcOptions
+from slipstream.cli.compat import tritonserver
+from slipstream.cli.compat.classic import run_command
+from slipstream.cli.compat.tritonserver_flags import FLAGS, FlagError, parse_flags
+from slipstream.server.grpc.options import GrpcOptions
+from slipstream.server.tracing.export_settings import ExportSettings
 
 SCRIPT = """
 import sys
 sys.path.insert(0, {here!r})
-from slipstream.server import engine_child
+from slipstream.server.engine_link import child as engine_child
 engine_child.ENGINE_COMMAND = (sys.executable, {here!r} + "/scripted_engine.py")
-from slipstream.cli.tritonserver import main
+from slipstream.cli.compat.tritonserver import main
 main()
 """
 OPENTELEMETRY = [

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli import main as command
-from slipstream.cli.tritonserver import run
+from slipstream.cli.compat.tritonserver import run
 
 PATH = "~no.such.user/x"
 UNKNOWN = "the home folder that it begins with is not known here"

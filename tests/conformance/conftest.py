@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from slipstream.server import logging
+from slipstream.server.log import log as logging
 
 
 @pytest.fixture(scope="module", autouse=True)

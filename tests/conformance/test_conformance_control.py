@@ -24,9 +24,9 @@ from grpc_support import (
 )
 from http_support import wait_until
 
-from slipstream.server.errors import InferenceError
-from slipstream.server.health import ServerState
-from slipstream.server.statistics import model_statistics
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.metrics.statistics import model_statistics
 
 
 def test_statistics_have_the_recorded_shape() -> None:

@@ -28,13 +28,13 @@ from http_support import wait_until
 from tiny_text import EchoEngine, text_registry, write_engine_folder, write_recorded_repository
 
 from slipstream.repository.models import read_repository
-from slipstream.server.access import Access, parse_restrictions
-from slipstream.server.context import ServerContext
-from slipstream.server.health import ServerState
-from slipstream.server.registry import ModelRegistry
-from slipstream.server.shared_memory import SharedMemory
-from slipstream.server.tensor_bytes import pack
-from slipstream.server.tensors import Tensor
+from slipstream.server.kserve.access import Access, parse_restrictions
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.shared_memory import SharedMemory
+from slipstream.server.kserve.tensor_bytes import pack
+from slipstream.server.kserve.tensors import Tensor
 
 # Where this server means to differ, and why. The tests below still send most of them.
 DIFFERENT = {

@@ -14,13 +14,13 @@ from grpc_support import recorded_registry
 from http_support import RunningServer
 from test_conformance_http import HERE, PHRASES, recorded_bytes, send
 
-from slipstream.server import logging
-from slipstream.server.context import ServerContext
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.registry import ModelRegistry
-from slipstream.server.repository_control import NoControl
-from slipstream.server.shared_memory import PLACE, SharedMemory
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.repository_control import NoControl
+from slipstream.server.kserve.shared_memory import PLACE, SharedMemory
+from slipstream.server.log import log as logging
 
 CASES = {
     case["case"]: case

@@ -13,17 +13,17 @@ import pytest
 from grpc_support import recorded_registry
 from http_support import Connection, RunningServer, request_bytes, wait_until
 
-from slipstream.server import http_protocol
-from slipstream.server.access import Access
-from slipstream.server.context import ServerContext
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.http_protocol import (
+from slipstream.server.http import connection as http_protocol
+from slipstream.server.http.connection import (
     MAX_JOINED_BYTES,
     Departure,
     JoiningTransport,
     PipelineFlow,
 )
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.access import Access
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.health import ServerState
 
 
 class Noting(asyncio.Transport):

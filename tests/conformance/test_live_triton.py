@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compared import ask, requests
 from http_support import RunningServer
-from live.compared import ask, requests
-from live.real_triton import VARIABLE, RealTriton, find_tritonserver
+from real_triton import VARIABLE, RealTriton, find_tritonserver
 
-from slipstream.server.context import ServerContext
-from slipstream.server.engine_child import ENGINE_COMMAND
-from slipstream.server.engine_client import Supervision
-from slipstream.server.engine_pool import EnginePool
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.metrics import ServerMetrics
+from slipstream.server.engine_link.child import ENGINE_COMMAND
+from slipstream.server.engine_link.client import Supervision
+from slipstream.server.engine_link.pool import EnginePool
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.python_models.factory import PythonModels
-from slipstream.server.registry import ModelRegistry
 
 MODELS = Path(__file__).parents[1] / "python_models" / "repos" / "mimic"
 TRITONSERVER = find_tritonserver()

@@ -15,11 +15,11 @@ import pytest
 from grpc_support import Client, RunningGrpc, message, recorded_registry
 from http_support import RunningServer, get, post
 
-from slipstream.server.context import ServerContext
-from slipstream.server.errors import InferenceError
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.trace_settings import TraceSettings
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.tracing.settings import TraceSettings
 
 COMPUTE = {"COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"}
 REQUEST = {"REQUEST_START", "QUEUE_START", "INFER_RESPONSE_COMPLETE", "REQUEST_END"}

@@ -18,11 +18,11 @@ from grpc_support import Client, RunningGrpc, message, recorded_registry
 from http_support import RunningServer, get, post, wait_until
 from span_collector import CollectedSpan, Collector, attributes_of, refused_port
 
-from slipstream.server.context import ServerContext
-from slipstream.server.export_settings import ExportSettings
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.trace_settings import TraceSettings
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.tracing.export_settings import ExportSettings
+from slipstream.server.tracing.settings import TraceSettings
 
 RECORDED = {
     case["case"]: case["spans"]

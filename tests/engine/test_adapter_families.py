@@ -8,7 +8,7 @@ from run_engine import engine, greedy_choices, run_all
 from tiny_adapters import save_adapter
 from tiny_models import VOCABULARY, config_of, positions_of, random_model
 
-from slipstream.engine.adapters import AdapterSource
+from slipstream.engine.adapters.adapters import AdapterSource
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.weights.build import build_engine
 

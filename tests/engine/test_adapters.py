@@ -13,8 +13,8 @@ from run_engine import engine, greedy_choices, run_all
 from tiny_adapters import ALL_MODULES, save_adapter
 from tiny_models import VOCABULARY, config_of, random_model
 
-from slipstream.engine import adapter_loader
-from slipstream.engine.adapters import Adapters, AdapterSource
+from slipstream.engine.adapters import loader as adapter_loader
+from slipstream.engine.adapters.adapters import Adapters, AdapterSource
 from slipstream.engine.plan import StepFailed
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.weights.build import build_engine

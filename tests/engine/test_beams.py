@@ -10,10 +10,10 @@ import torch
 from run_engine import engine, run_all
 from tiny_models import VOCABULARY, config_of, random_model
 
-from slipstream.engine.beams import BeamSearch
-from slipstream.engine.constraints import Constraints
+from slipstream.engine.beams.beams import BeamSearch
+from slipstream.engine.constraints.constraints import Constraints
+from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.request import GenerateRequest, SamplingParams
-from slipstream.engine.vocabulary import Vocabulary
 from slipstream.weights.build import build_engine
 
 LETTERS = "abcd"

@@ -11,12 +11,12 @@ import torch
 from run_engine import all_logits, engine, generate, run_all
 from tiny_models import VOCABULARY, config_of, random_model
 
-from slipstream.engine.bad_texts import BadTexts, Spelling
-from slipstream.engine.constraints import Constraints
+from slipstream.engine.constraints.bad_words import BadTexts, Spelling
+from slipstream.engine.constraints.constraints import Constraints
+from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.messages import Scores
 from slipstream.engine.request import GenerateRequest, Guide, PromptTable, SamplingParams
 from slipstream.engine.speculation import Drafter
-from slipstream.engine.vocabulary import Vocabulary
 from slipstream.weights.build import build_engine
 
 HIDDEN = 64

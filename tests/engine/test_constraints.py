@@ -7,7 +7,7 @@ from run_engine import engine
 from tiny_models import VOCABULARY, config_of, random_model
 from told_scores import run
 
-from slipstream.engine.constraints import All, Constraints
+from slipstream.engine.constraints.constraints import All, Constraints
 from slipstream.engine.request import GenerateRequest, Guide, SamplingParams
 from slipstream.weights.build import build_engine
 

@@ -12,7 +12,7 @@ from run_engine import greedy_choices, run_all
 from tiny_adapters import ALL_MODULES, save_adapter
 from tiny_models import VOCABULARY, config_of, expected_tensors, random_model
 
-from slipstream.engine.adapters import AdapterSource
+from slipstream.engine.adapters.adapters import AdapterSource
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine

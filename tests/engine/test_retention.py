@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from scheduler_harness import Harness, make_scheduler
 
 from slipstream.engine.blocks import BlockPool
+from slipstream.engine.cache.retention import USUAL_PRIORITY, IdleBlocks, Keep, KeptRange, Retention
 from slipstream.engine.request import GenerateRequest, SamplingParams
-from slipstream.engine.retention import USUAL_PRIORITY, IdleBlocks, Keep, KeptRange, Retention
 
 keeps = st.one_of(
     st.none(), st.builds(Keep, st.integers(0, 100), st.one_of(st.none(), st.integers(0, 5000)))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from scheduler_harness import END, Harness, expected_answer, make_scheduler, next_token
 
 from slipstream.engine.blocks import NULL_BLOCK, BlockPool, next_name, root_name
+from slipstream.engine.cache.window import Window
 from slipstream.engine.request import GenerateRequest, SamplingParams
-from slipstream.engine.window import Window
 
 prompts = st.lists(st.integers(0, 3), min_size=1, max_size=30)  # few values: prefixes often meet
 events = st.lists(

@@ -16,9 +16,9 @@ from scheduler_harness import (
     next_token,
 )
 
+from slipstream.engine.cache.window import Window
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.speculation import Drafter, accepted
-from slipstream.engine.window import Window
 
 
 def beams(max_tokens: int, width: int, **more) -> SamplingParams:

@@ -81,7 +81,7 @@ def test_what_a_failed_step_was_to_bring_from_the_host_is_found_by_nobody() -> N
 def test_blocks_move_although_the_gpu_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a plan copies, or keeps in the host's memory, others find from then on."""
     pytest.importorskip("triton", reason="what runs on a GPU needs it")
-    from slipstream.engine.gpu_runner import GpuRunner
+    from slipstream.engine.gpu.runner import GpuRunner
 
     def no_room(plan: StepPlan) -> None:
         raise torch.OutOfMemoryError("none left")

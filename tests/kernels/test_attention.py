@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.window import Window
+from slipstream.engine.cache.window import Window
 from slipstream.kernels import attention
 from slipstream.kernels.attention import cache_shape, plan_attention
 from slipstream.kernels.attention_rule import AttentionRule

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_steps import DEVICE, GPU, MIXES, gpu_plan, slots_of, tables_of
 
-from slipstream.engine.window import Window
+from slipstream.engine.cache.window import Window
 from slipstream.kernels import activation, normalisation, rotary
 from slipstream.kernels.attention import cache_shape, plan_attention
 from slipstream.kernels.attention_rule import AttentionRule

@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels below are defined
 
-from slipstream.engine.mixed_graphs import MixedBuffers
+from slipstream.engine.gpu.mixed_graphs import MixedBuffers
 from slipstream.kernels.gpu import decode_attention
 from slipstream.kernels.gpu.decode_chunks import Places, cut_chunks, most_chunks, shared_chunks
 

@@ -10,7 +10,7 @@ import torch
 from attention_steps import DEVICE, tables_of
 from test_packed_cache import BLOCK, DTYPE, RULES, TOLERANCE, new_cache, pack, read
 
-from slipstream.engine.gpu_runner import GpuRunner
+from slipstream.engine.gpu.runner import GpuRunner
 from slipstream.engine.rows import Rows
 from slipstream.kernels.gpu import prefix
 from slipstream.kernels.gpu.decode_chunks import places_of

@@ -14,8 +14,8 @@ pytest.importorskip(
     "triton", reason="the kernels need Triton, which a CPU installation of torch does not bring"
 )
 
-from slipstream.engine.gpu_runner import GpuRunner
-from slipstream.engine.graphs import DecodeGraphs
+from slipstream.engine.gpu.graphs import DecodeGraphs
+from slipstream.engine.gpu.runner import GpuRunner
 
 
 def runner_of(sizes, logits):

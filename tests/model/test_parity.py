@@ -18,7 +18,7 @@ from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import BuildLimits
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.quantise import dequantise
-from slipstream.weights.sources import open_source
+from slipstream.weights.sources.open_source import open_source
 
 LENGTH = 320
 ROPE = {"rope_theta": 10000.0}

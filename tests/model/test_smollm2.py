@@ -9,7 +9,7 @@ import torch
 from run_engine import all_logits, engine, generate, greedy_choices
 
 from slipstream.weights.build import build_engine
-from slipstream.weights.known_models import DEFAULT_MODEL, KNOWN_MODELS, packaged_file
+from slipstream.weights.sources.known_models import DEFAULT_MODEL, KNOWN_MODELS, packaged_file
 
 PROMPTS = [
     "The capital of France is",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from openai_serving import Serving, running
+from openai_server import Serving, running
 
 
 @pytest.fixture(scope="module")

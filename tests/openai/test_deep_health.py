@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from http_support import Connection, request_bytes, wait_until
 
-from slipstream.server import deep_health
-from slipstream.server.generation import EngineUnavailable
+from slipstream.server.engine_link.mailbox import EngineUnavailable
+from slipstream.server.http import deep_health
 
 
 def probe(serving, path: str, method: str = "GET") -> tuple[int, Any]:

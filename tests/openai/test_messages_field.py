@@ -5,7 +5,6 @@ prompt.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,19 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
-from openai_serving import Serving
-from optional_tensors import write_declared
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from grpc_support import RunningGrpc
 from http_support import RunningServer, post
+from openai_server import Serving
+from optional_tensors import write_declared
 
 from slipstream.repository.config import read_model_config
 from slipstream.repository.models import read_repository
 from slipstream.repository.problems import Problems
-from slipstream.server.generate_request import generate_request
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.registry import ModelRegistry, build_registry
+from slipstream.server.http.generate_request import generate_request
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.models.build import build_registry
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},

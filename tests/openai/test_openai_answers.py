@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
-from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
 import pydantic
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from http_support import post
 
 from slipstream.engine.request import SamplingParams
@@ -444,7 +439,7 @@ def test_an_adapter_is_a_model(serving):
 
 
 def test_an_adapter_is_found_without_a_look_at_the_others(serving, monkeypatch):
-    from slipstream.server.adapters import AdapterBook
+    from slipstream.server.fields.adapters import AdapterBook
 
     threads, names = [], AdapterBook.names
     monkeypatch.setattr(

@@ -5,16 +5,11 @@ streamed alike.
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 
 import pytest
+import text_samples as samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-
-import text_samples as samples
 
 from slipstream.server.openai.log_probs import ScoredTokens
 from slipstream.server.text.pipeline import TextDelta

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from http_support import Connection, RunningServer, get, post, request_bytes, wait_until
-from openai_serving import MOST_WAITING, SETTINGS, sdk
+from openai_server import MOST_WAITING, SETTINGS, sdk
 
-from slipstream.server.access import Access, Restriction
-from slipstream.server.context import ServerContext
-from slipstream.server.http import create_app
-from slipstream.server.in_process import InProcessEngine
-from slipstream.server.llm_models import TextModel
-from slipstream.server.statistics import model_statistics
+from slipstream.server.engine_link.in_process import InProcessEngine
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.access import Access, Restriction
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.metrics.statistics import model_statistics
+from slipstream.server.models.llm_models import TextModel
 
 CALL = {"model": "ensemble", "prompt": "Say: ", "max_tokens": 4, "temperature": 0}
 
@@ -131,8 +126,8 @@ def test_tokens_are_counted_with_the_model(serving):
 
 
 async def test_a_reader_that_stops_between_two_pieces_has_left():
-    from slipstream.server.inference import InferRequest, InferResponse
-    from slipstream.server.statistics import ModelCounters
+    from slipstream.server.kserve.inference import InferRequest, InferResponse
+    from slipstream.server.metrics.statistics import ModelCounters
     from slipstream.server.text.pipeline import TextDelta
 
     async def answers():
@@ -173,7 +168,7 @@ def test_a_full_queue_is_429_and_a_server_that_leaves_503(serving, monkeypatch):
 def test_an_engine_that_is_lost_is_told_before_or_within_the_stream(
     serving, monkeypatch, lost_after
 ):
-    from slipstream.server.generation import EngineUnavailable
+    from slipstream.server.engine_link.mailbox import EngineUnavailable
 
     generate = serving.generator.generate
 
@@ -202,7 +197,7 @@ def test_an_engine_that_is_lost_is_told_before_or_within_the_stream(
 
 
 def test_a_traced_call_is_written_as_a_request_of_its_model(serving, tmp_path):
-    from slipstream.server.trace_settings import TraceSettings
+    from slipstream.server.tracing.settings import TraceSettings
 
     file = tmp_path / "trace.json"
     settings = TraceSettings(

@@ -5,24 +5,19 @@ come.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from http_support import Connection, RunningServer, post, request_bytes
-from openai_serving import sdk
+from openai_server import sdk
 from span_collector import CollectedSpan, Collector
 
-from slipstream.server.context import ServerContext
-from slipstream.server.export_settings import ExportSettings
-from slipstream.server.http import create_app
-from slipstream.server.trace_settings import TraceSettings
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.tracing.export_settings import ExportSettings
+from slipstream.server.tracing.settings import TraceSettings
 
 CALL = {"model": "ensemble", "prompt": "Say: ", "max_tokens": 4, "temperature": 0}
 STEPS = {"preprocessing", "tensorrt_llm", "postprocessing"}

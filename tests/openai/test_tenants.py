@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from http_support import RunningServer
 
 from slipstream.cli.keys import read_access, read_api_key
-from slipstream.server.access import TENANT, Access
-from slipstream.server.context import ServerContext
-from slipstream.server.errors import InferenceError
-from slipstream.server.grpc_errors import check_access
-from slipstream.server.http import create_app
+from slipstream.server.grpc.errors import check_access
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.access import TENANT, Access
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.python_models.calls import Calls, Surroundings
 from slipstream.server.python_models.frames import Control
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from python_model_support import MIMIC, ask, models_of, open_models, said, text_tensor, write_model
+from python_model_harness import MIMIC, ask, models_of, open_models, said, text_tensor, write_model
 
-from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import InferRequest
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.kserve.registry import ModelVersion
 from slipstream.server.python_models.calls import Surroundings
 from slipstream.server.python_models.model import PythonModel
-from slipstream.server.registry import ModelVersion
 
 HEAD = """
 import asyncio, json, numpy as np
@@ -99,7 +99,7 @@ return [
     pb_utils.get_output_tensor_by_name(answer("y"), "text_output").as_numpy()[0].decode(),
     request.requested_output_names(), request.is_cancelled(), given.as_numpy()[0].decode(),
 ]
-"""  # noqa: E501
+"""
     assert await examined(tmp_path, body) == [
         "TYPE_STRING",
         "text_output",

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from python_model_support import (
+from python_model_harness import (
     MIMIC,
     ask,
     models_of,
@@ -28,11 +28,11 @@ from python_model_support import (
 
 from slipstream.repository.models import read_repository
 from slipstream.repository.problems import RepositoryError
-from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import InferRequest
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.kserve.registry import ModelVersion
 from slipstream.server.python_models.calls import Surroundings
 from slipstream.server.python_models.model import Forgiveness, PythonModel
-from slipstream.server.registry import ModelVersion
 
 SLEEPER = """
 import time, numpy as np, triton_python_backend_utils as pb_utils
@@ -259,7 +259,7 @@ async def test_finalize_runs_and_nothing_is_left(tmp_path: Path) -> None:
 PARENT = """
 import asyncio, os, signal, sys
 sys.path.insert(0, {here!r})
-from python_model_support import open_models, MIMIC
+from python_model_harness import open_models, MIMIC
 async def main():
     async with open_models(MIMIC, "echo") as models:
         print(models["echo"].process_ids[0], flush=True)
@@ -269,7 +269,7 @@ asyncio.run(main())
 
 
 async def test_a_model_dies_with_its_server() -> None:
-    command = [sys.executable, "-c", PARENT.format(here=str(Path(__file__).parent))]
+    command = [sys.executable, "-c", PARENT.format(here=str(Path(__file__).parents[1] / "support"))]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     process = int(parent.stdout.readline())

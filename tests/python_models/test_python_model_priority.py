@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from python_model_support import models_of, open_models, said, text_request, write_model
+from python_model_harness import models_of, open_models, said, text_request, write_model
 
-from slipstream.server.inference import InferRequest
+from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.python_models.waiting import Pending, Waiting
 
 NOTING = """

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from python_model_support import ask, models_of, open_models, said, text_tensor, write_model
+from python_model_harness import ask, models_of, open_models, said, text_tensor, write_model
 
-from slipstream.server.errors import InferenceError
-from slipstream.server.inference import InferRequest
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.models.response_cache import ResponseCache
 from slipstream.server.python_models import sequences as sequences_module
 from slipstream.server.python_models.sequences import Sequences
 from slipstream.server.python_models.waiting import Pending
-from slipstream.server.response_cache import ResponseCache
 from slipstream.server.warmup import warm_up
 
 CONTROLS = """control_input [

@@ -8,17 +8,17 @@ import asyncio
 import json
 from pathlib import Path
 
-from python_model_support import CONFORMANCE, models_of, write_model
+from python_model_harness import CONFORMANCE, models_of, write_model
 from span_collector import Collector
 
-from slipstream.server.context import ServerContext
-from slipstream.server.export_settings import ExportSettings
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.metrics import ServerMetrics
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.python_models.factory import PythonModels
-from slipstream.server.registry import ModelRegistry
-from slipstream.server.trace_settings import TraceSettings
+from slipstream.server.tracing.export_settings import ExportSettings
+from slipstream.server.tracing.settings import TraceSettings
 
 from http_support import RunningServer, post  # isort: skip  (its folder was just added)
 

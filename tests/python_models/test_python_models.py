@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from python_model_support import (
+from python_model_harness import (
     HERE,
     MIMIC,
     ask,
@@ -20,11 +20,11 @@ from python_model_support import (
     write_model,
 )
 
-from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import InferRequest
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.python_models.factory import PythonModels
-from slipstream.server.registry import ModelRegistry
-from slipstream.server.tensors import Tensor
 
 OOPS = {
     "hello": ["hello"],

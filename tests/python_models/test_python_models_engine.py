@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from python_model_support import ask, open_models, said, text_tensor, write_model
+from python_model_harness import ask, open_models, said, text_tensor, write_model
 
 from slipstream.engine.settings import EngineSettings
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
-from slipstream.server.in_process import InProcessEngine
-from slipstream.server.inference import InferRequest
-from slipstream.server.registry import ModelRegistry, build_registry
-from slipstream.server.tensors import Tensor
+from slipstream.server.engine_link.in_process import InProcessEngine
+from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.models.build import build_registry
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 
@@ -59,7 +60,7 @@ max_batch_size: 8
 model_transaction_policy { decoupled: True }
 input [ { name: "text_input" data_type: TYPE_STRING dims: [ -1 ] }, { name: "max_tokens" data_type: TYPE_INT32 dims: [ -1 ] } ]
 output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
-"""  # noqa: E501
+"""
 
 
 def build(folder: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from python_model_support import write_model
-
-sys.path.append(str(Path(__file__).parents[1] / "server"))
+from python_model_harness import write_model
 from tiny_server import TinyServer, children_of, command_of, is_running, make_repository, wait_for
 
 CODE = """

@@ -6,13 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from python_model_support import ask, models_of, said, write_model
+from python_model_harness import ask, models_of, said, write_model
 
-from slipstream.server.errors import InferenceError
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.python_models.factory import PythonModels
 from slipstream.server.python_models.model import PythonModel
-from slipstream.server.rate_limiter import GLOBAL, RateLimiter
-from slipstream.server.registry import ModelRegistry
+from slipstream.server.python_models.rate_limiter import GLOBAL, RateLimiter
 
 CODE = """
 import os, time

@@ -17,12 +17,12 @@ import grpc
 import pytest
 import tritonclient.grpc as triton
 import uvicorn
-from python_model_support import Opened, ask, open_models, said, text_request, write_model
+from python_model_harness import Opened, ask, open_models, said, text_request, write_model
 
-from slipstream.server.grpc_options import GrpcOptions, add_port
-from slipstream.server.grpc_service import create_grpc_server
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app, uvicorn_config
+from slipstream.server.grpc.options import GrpcOptions, add_port
+from slipstream.server.grpc.service import create_grpc_server
+from slipstream.server.http.routes import create_app, uvicorn_config
+from slipstream.server.kserve.health import ServerState
 from slipstream.server.python_models import instance as instances
 from slipstream.server.python_models import model as models
 from slipstream.server.python_models.unread import MOST_BYTES, Unread

@@ -4,13 +4,9 @@ are.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from tiny_text import write_engine_folder
 
 from slipstream.repository.check import check_repository

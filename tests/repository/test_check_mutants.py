@@ -4,13 +4,9 @@ key.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from pbtxt_mutants import Mutant, mutants
 from tiny_text import write_engine_folder
 

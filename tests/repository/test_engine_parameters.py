@@ -4,14 +4,10 @@ that names it.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-
 from tiny_server import make_repository
 
 from slipstream.repository.engine_parameters import ENGINE_PARAMETERS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli import fill as command
+from slipstream.cli.compat import fill as command
 from slipstream.repository.fill import FillError, fill_text, parse_substitutions, report
 
 

@@ -77,7 +77,9 @@ def tutorial(
 
 @pytest.mark.parametrize("file", sorted(HERE.glob("*.txt")), ids=lambda file: file.stem)
 def test_every_block_is_run_or_says_why_it_is_not(file: Path) -> None:
-    source = (HERE / "test_tutorials.py").read_text() + (HERE / "tutorial.py").read_text()
+    source = (HERE / "test_tutorials.py").read_text() + (
+        HERE.parent / "support" / "tutorial.py"
+    ).read_text()
     for name, commands in blocks_of(file):
         assert commands.strip()
         if not re.fullmatch(r"skipped: \S.{10,}", name):

@@ -5,13 +5,13 @@ import asyncio
 import numpy
 import pytest
 
-from slipstream.engine.adapters import AdapterSource
-from slipstream.server.adapters import AdapterBook
-from slipstream.server.errors import InferenceError
-from slipstream.server.inference import InferRequest
-from slipstream.server.input_checks import read_raw
-from slipstream.server.limits import Given, given_fields
-from slipstream.server.tensors import Tensor
+from slipstream.engine.adapters.adapters import AdapterSource
+from slipstream.server.fields.adapters import AdapterBook
+from slipstream.server.fields.limits import Given, given_fields
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.kserve.input_checks import read_raw
+from slipstream.server.kserve.tensors import Tensor
 
 HALF = numpy.arange(6, dtype=numpy.float16)
 

@@ -10,24 +10,20 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from grpc_support import recorded_registry
 from http_support import Answer, RunningServer, get
 
-from slipstream.server.access import Access, Restriction
-from slipstream.server.context import ServerContext
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.access import Access, Restriction
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.openai.fields import ChatFields, CompletionFields
-from slipstream.server.registry import ModelRegistry
 
 FILE = Path(__file__).parents[2] / "slipstream" / "server" / "chat.html"
 CONTROLS = {"input", "select", "textarea"}

@@ -5,7 +5,6 @@ try again.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,9 +13,6 @@ from typing import Any
 
 import pytest
 import tritonclient.grpc.aio as triton
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from grpc_stack import ask, request, tensor, text_inputs, token_inputs
 from http_support import Answer, RunningServer, post
 from optional_tensors import write_declared
@@ -24,12 +20,13 @@ from test_pipeline_text import SpokenEngine
 from tiny_text import BEGIN, write_engine_folder
 
 from slipstream.repository.models import read_repository
-from slipstream.server.generation import Delta
-from slipstream.server.grpc_options import GrpcOptions, add_port
-from slipstream.server.grpc_service import create_grpc_server
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.registry import ModelRegistry, build_registry
+from slipstream.server.engine_link.mailbox import Delta
+from slipstream.server.grpc.options import GrpcOptions, add_port
+from slipstream.server.grpc.service import create_grpc_server
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.models.build import build_registry
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from grpc_stack import SETTINGS
 from http_support import RunningServer, post
 from tiny_engine import VOCABULARY, build_tiny_engine
@@ -21,13 +17,13 @@ from tiny_engine import VOCABULARY, build_tiny_engine
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.models import inspect_repository, read_repository
 from slipstream.repository.templates import write_repository
-from slipstream.server.adapters import AdapterUse
-from slipstream.server.drafting import DraftedGenerator
-from slipstream.server.errors import InferenceError
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.in_process import InProcessEngine
-from slipstream.server.registry import build_registry
+from slipstream.server.engine_link.in_process import InProcessEngine
+from slipstream.server.fields.adapters import AdapterUse
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.models.build import build_registry
+from slipstream.server.models.drafting import DraftedGenerator
 from slipstream.server.text.pipeline import PromptError, TextDelta, TextGenerator, TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.load import start_engine

@@ -10,8 +10,8 @@ from contextlib import aclosing
 from typing import Any
 
 from slipstream.engine.messages import Timing
-from slipstream.server.inference import InferRequest, InferResponse
-from slipstream.server.statistics import ModelCounters
+from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.metrics.statistics import ModelCounters
 
 
 async def spent(

@@ -13,11 +13,11 @@ import pytest
 from slipstream.repository.config import ModelConfig, read_model_config
 from slipstream.repository.ensembles import check_graph, needed_steps, run_order
 from slipstream.repository.problems import Problems
-from slipstream.server.ensemble import EnsembleModel
-from slipstream.server.errors import InferenceError
-from slipstream.server.inference import InferRequest, InferResponse
-from slipstream.server.registry import ModelRegistry
-from slipstream.server.tensors import Tensor
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.models.ensemble import EnsembleModel
 
 Answer = Callable[[dict[str, int]], list[dict[str, int]]]
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from slipstream.server.errors import InferenceError
-from slipstream.server.generate_response import EventWriter, write_response
-from slipstream.server.inference import InferRequest, InferResponse
-from slipstream.server.tensors import Tensor
+from slipstream.server.http.generate_response import EventWriter, write_response
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.kserve.tensors import Tensor
 
 NAMES = ["text_output", "a", "zz", "id", "model_name", "é", 'qu"ote']
 VALUES: list[list[Any]] = [[b" 7"], [b"a", b'"b"'], [], [0.0, 1.5], [True], [3]]

@@ -26,11 +26,12 @@ from tiny_engine import build_tiny_engine
 from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import InferenceServerException
 
-from slipstream.server import grpc_reflection, logging
-from slipstream.server.access import Access
-from slipstream.server.context import ServerContext
-from slipstream.server.grpc_options import GrpcOptions
-from slipstream.server.protocol import messages
+from slipstream.server.grpc import reflection as grpc_reflection
+from slipstream.server.grpc.options import GrpcOptions
+from slipstream.server.grpc.protocol import messages
+from slipstream.server.kserve.access import Access
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.log import log as logging
 
 SERVICE = "/inference.GRPCInferenceService/"
 
@@ -451,6 +452,6 @@ def test_messages_are_those_of_tritons_client(ours, theirs):
 
 def test_the_descriptor_is_what_the_proto_files_say():
     pytest.importorskip("grpc_tools")
-    from slipstream.server.protocol import compile_proto
+    from slipstream.server.grpc.protocol import compile_proto
 
     assert (compile_proto.HERE / "descriptor.py").read_text() == compile_proto.compile_proto()

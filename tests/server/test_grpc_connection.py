@@ -7,7 +7,7 @@ import pytest
 from grpc_stack import running
 from tiny_engine import build_tiny_engine
 
-from slipstream.server.grpc_options import GrpcOptions
+from slipstream.server.grpc.options import GrpcOptions
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ from google.protobuf.message import DecodeError
 
 from slipstream.repository.config import read_model_config
 from slipstream.repository.problems import Problems
-from slipstream.server.errors import InferenceError
-from slipstream.server.grpc_tensors import read_call, write_response
-from slipstream.server.inference import InferResponse
-from slipstream.server.protocol import messages
-from slipstream.server.shared_memory import SharedMemory
+from slipstream.server.grpc.protocol import messages
+from slipstream.server.grpc.tensors import read_call, write_response
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.inference import InferResponse
+from slipstream.server.kserve.shared_memory import SharedMemory
 
 CONFIG = """
 name: "m" max_batch_size: 4 backend: "python"

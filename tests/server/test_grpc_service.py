@@ -16,11 +16,11 @@ from tiny_server import MODEL, make_repository
 from tritonclient.utils import InferenceServerException
 
 from slipstream.repository.models import read_repository
-from slipstream.server.grpc_service import create_grpc_server
-from slipstream.server.health import ServerState
-from slipstream.server.in_process import InProcessEngine
-from slipstream.server.protocol import messages
-from slipstream.server.registry import build_registry
+from slipstream.server.engine_link.in_process import InProcessEngine
+from slipstream.server.grpc.protocol import messages
+from slipstream.server.grpc.service import create_grpc_server
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.models.build import build_registry
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 

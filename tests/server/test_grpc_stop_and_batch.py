@@ -13,9 +13,9 @@ from grpc_stack import ask, request, running, running_coupled, tensor, token_inp
 from tiny_engine import build_tiny_engine
 
 from slipstream.repository.templates import write_repository
-from slipstream.server.errors import InferenceError
-from slipstream.server.inference import InferRequest
-from slipstream.server.stop_requests import StopRequests
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.models.stop_requests import StopRequests
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ import pytest
 from grpc_stack import until
 
 from slipstream.repository.models import inspect_repository
-from slipstream.server.context import ServerContext
-from slipstream.server.grpc_infer import Inference
-from slipstream.server.grpc_service import create_grpc_server
-from slipstream.server.grpc_transport import ClientGone, GrpcServer, StreamCall, Streaming
-from slipstream.server.health import ServerState
-from slipstream.server.inference import InferResponse
-from slipstream.server.protocol import messages
-from slipstream.server.registry import ModelRegistry
+from slipstream.server.grpc.infer import Inference
+from slipstream.server.grpc.protocol import messages
+from slipstream.server.grpc.service import create_grpc_server
+from slipstream.server.grpc.transport import ClientGone, GrpcServer, StreamCall, Streaming
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.inference import InferResponse
+from slipstream.server.kserve.registry import ModelRegistry
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 CONFIG = """name: "gate" backend: "python" model_transaction_policy { decoupled: true }

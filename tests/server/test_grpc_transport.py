@@ -3,19 +3,14 @@ client gets.
 """
 
 import asyncio
-import sys
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import grpc
 import pytest
-
-from slipstream.server.grpc_options import GrpcOptions
-from slipstream.server.grpc_transport import INTERNAL, GrpcServer, Status, Streaming, Unary
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 from grpc_load import PATH, grpc_rate
+
+from slipstream.server.grpc.options import GrpcOptions
+from slipstream.server.grpc.transport import INTERNAL, GrpcServer, Status, Streaming, Unary
 
 ARGUMENTS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1 << 20)]
 

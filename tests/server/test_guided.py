@@ -16,7 +16,7 @@ import torch
 from random_schemas import random_schema
 from tiny_models import config_of, random_model
 
-from slipstream.engine.guided import GuideError, check_guide
+from slipstream.engine.constraints.guided import GuideError, check_guide
 from slipstream.engine.request import Guide
 from slipstream.llm import LLM, SamplingOptions
 from slipstream.server.text.pipeline import PromptError
@@ -243,7 +243,7 @@ def test_a_tokenizer_whose_tokens_have_no_text_of_their_own_is_refused(tmp_path)
 def test_cancelled_while_its_grammar_is_made():
     from concurrent.futures import Future
 
-    from slipstream.engine.constraints import Constraints
+    from slipstream.engine.constraints.constraints import Constraints
     from slipstream.engine.request import GenerateRequest, SamplingParams
 
     constraints = Constraints()

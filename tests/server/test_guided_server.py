@@ -5,25 +5,21 @@ behind a link.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from grpc_stack import SETTINGS, ask, request, running, tensor, text_inputs, token_inputs
 from http_support import RunningServer, post
 from optional_tensors import write_declared
 from tiny_hf_folder import save_model
 
+from slipstream.engine_worker.process import start_real_engine
 from slipstream.repository.models import read_repository
-from slipstream.server.engine_process import start_real_engine
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.in_process import InProcessEngine
-from slipstream.server.registry import build_registry
+from slipstream.server.engine_link.in_process import InProcessEngine
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.models.build import build_registry
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.build import build_engine
@@ -119,8 +115,8 @@ async def test_an_engine_without_a_tokenizer_says_so_over_grpc(engine_folder, tm
 
 
 async def test_the_engine_model_obeys_a_guide(engine_folder, tmp_path):
-    from slipstream.server.inference import InferRequest
-    from slipstream.server.tensors import Tensor
+    from slipstream.server.kserve.inference import InferRequest
+    from slipstream.server.kserve.tensors import Tensor
 
     engine = InProcessEngine(start_real_engine(str(engine_folder), SETTINGS))
     repo = write_declared(tmp_path / "repo", engine_folder)
@@ -165,7 +161,7 @@ async def test_all_of_it_crosses_the_link_to_an_engine_process(engine_folder):
 
     from slipstream.engine.messages import Scores
     from slipstream.engine.request import Guide, PromptTable, SamplingParams
-    from slipstream.server.engine_client import EngineClient
+    from slipstream.server.engine_link.client import EngineClient
 
     width = json.loads((engine_folder / "config.json").read_text())["pretrained_config"][
         "hidden_size"

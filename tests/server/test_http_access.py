@@ -4,22 +4,24 @@ protocols.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from http_support import Connection, RunningServer, request_bytes
 
 from slipstream.cli.keys import read_access
-from slipstream.server.access import ADMIN_APIS, APIS, Access, Restriction, parse_restrictions
-from slipstream.server.context import ServerContext
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.registry import ModelRegistry
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.access import (
+    ADMIN_APIS,
+    APIS,
+    Access,
+    Restriction,
+    parse_restrictions,
+)
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.registry import ModelRegistry
 
 ROUTES = {
     ("GET", "/v2"): 200,

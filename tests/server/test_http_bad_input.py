@@ -5,24 +5,19 @@ byte.
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from http_support import Connection, RunningServer, post, request_bytes
 from tiny_text import EchoEngine, text_registry, write_engine_folder
 
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
-from slipstream.server.asgi import MAX_BODY_BYTES
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
+from slipstream.server.http.asgi import MAX_BODY_BYTES
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.health import ServerState
 
 GENERATE = "/v2/models/ensemble/generate"
 CANARY = json.dumps({"text_input": "canary 🐤 ", "max_tokens": 150, "stream": True}).encode()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from slipstream.server.http_exchange import Exchange, read_target
+from slipstream.server.http.exchange import Exchange, read_target
 
 
 class Written(asyncio.Transport):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 import threading
 import time
 from array import array
@@ -18,22 +17,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from http_support import Answer, RunningServer, post
 from tiny_text import EchoEngine, EchoGeneration, text_registry, write_engine_folder
 
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import fill, template
-from slipstream.server import batches
-from slipstream.server.batches import BatchedModel, join, split
-from slipstream.server.context import ServerContext
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.inference import InferRequest, InferResponse
-from slipstream.server.tensors import Tensor
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.models import batches
+from slipstream.server.models.batches import BatchedModel, join, split
 
 MAX_BYTES = 1 << 16
 

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from grpc_support import recorded_registry
 from test_conformance_http import recorded_bytes
 from test_conformance_infer import CASES
@@ -18,9 +13,9 @@ from test_conformance_infer import CASES
 from slipstream.repository.json_config import message_from_json
 from slipstream.repository.problems import Problems
 from slipstream.repository.schema import FileReading
-from slipstream.server.errors import InferenceError
-from slipstream.server.infer_request import read_infer_call
-from slipstream.server.shared_memory import SharedMemory
+from slipstream.server.http.infer_request import read_infer_call
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.shared_memory import SharedMemory
 
 PIECES = [
     b"{",

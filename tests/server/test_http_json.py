@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slipstream.server import json_errors
-from slipstream.server.errors import InferenceError
-from slipstream.server.json_errors import MAX_DEPTH, Members, _Reader, parse_json
-from slipstream.server.json_text import write_double, write_string, write_values
+from slipstream.server.http import json_reader as json_errors
+from slipstream.server.http.json_reader import MAX_DEPTH, Members, _Reader, parse_json
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.json_writer import write_double, write_string, write_values
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))  # half a surrogate pair is no text
 values = st.recursive(

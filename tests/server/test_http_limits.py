@@ -11,19 +11,26 @@ from slipstream.repository.generations.tables import GENERATIONS, read_model
 from slipstream.repository.pbtxt import Message, Scalar, parse_pbtxt
 from slipstream.repository.roles import ENGINE_FIELDS
 from slipstream.repository.templates import template
-from slipstream.server.errors import InferenceError
-from slipstream.server.inference import InferRequest
-from slipstream.server.limits import LISTS, NUMBERS, REFUSED, TAKEN_AS_THEY_ARE, Given, given_fields
-from slipstream.server.prompt_tables import table_salt
-from slipstream.server.sampling import (
+from slipstream.server.fields.limits import (
+    LISTS,
+    NUMBERS,
+    REFUSED,
+    TAKEN_AS_THEY_ARE,
+    Given,
+    given_fields,
+)
+from slipstream.server.fields.prompt_tables import table_salt
+from slipstream.server.fields.sampling import (
     cache_salt_of,
     never_ends,
     pack_words,
     sampling_params,
     word_ids,
 )
-from slipstream.server.tensors import Tensor
-from slipstream.server.token_requests import word_lists
+from slipstream.server.fields.token_requests import word_lists
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.kserve.tensors import Tensor
 
 # an ensemble's wires say which fields they are
 FIRST_NAMES = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
 from http_support import Answer, Connection, RunningServer, get, post, request_bytes, wait_until
 from tiny_text import BEGIN, END, MAX_TOKENS, EchoEngine, text_registry, write_engine_folder
 
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import fill, template
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.inference import InferRequest
-from slipstream.server.llm_models import joint
-from slipstream.server.tensors import Tensor
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.models.llm_models import joint
 
 TEXT_MODELS = ["ensemble", "llama"]
 

@@ -112,7 +112,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             [
                 sys.executable,
                 "-m",
-                "slipstream.cli.tritonserver",
+                "slipstream.cli.compat.tritonserver",
                 f"--model-repository={repository}",
                 *flags,
             ],

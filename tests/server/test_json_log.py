@@ -20,13 +20,13 @@ import httpx
 import pytest
 from tiny_server import MODEL, ROOT, TinyServer, make_repository, wait_for
 
-from slipstream.server import logging
-from slipstream.server.errors import InferenceError
-from slipstream.server.inference import InferRequest, InferResponse
-from slipstream.server.log_capture import Relay
-from slipstream.server.log_settings import log_settings, update_log_settings
-from slipstream.server.logging import Record, as_relayed, format_json, read_relayed
-from slipstream.server.statistics import ModelCounters
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.log import log as logging
+from slipstream.server.log.capture import Relay
+from slipstream.server.log.log import Record, as_relayed, format_json, read_relayed
+from slipstream.server.log.settings import log_settings, update_log_settings
+from slipstream.server.metrics.statistics import ModelCounters
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 PROMPT = "a prompt that no log may hold"
@@ -230,7 +230,7 @@ def test_a_port_in_use_is_told_in_the_last_object(tmp_path: Path, busy_port: int
 
 def test_tritonserver_fails_in_objects_too(tmp_path: Path) -> None:
     missing = run(
-        "slipstream.cli.tritonserver",
+        "slipstream.cli.compat.tritonserver",
         "--log-format=json",
         f"--model-repository={tmp_path / 'none'}",
     )
@@ -239,17 +239,17 @@ def test_tritonserver_fails_in_objects_too(tmp_path: Path) -> None:
     assert objects[-1]["message"] == "error: creating server: Internal - failed to load all models"
     assert {line["level"] for line in objects} == {"error"}
     (wrong,) = parsed(
-        run("slipstream.cli.tritonserver", "--log-format", "json").stderr.splitlines()
+        run("slipstream.cli.compat.tritonserver", "--log-format", "json").stderr.splitlines()
     )
     assert "--model-repository is missing" in wrong["message"]
     words = ["--log-format=json", f"--model-repository={tmp_path}", "--api-key=/none"]
-    keyless = run("slipstream.cli.tritonserver", *words)
+    keyless = run("slipstream.cli.compat.tritonserver", *words)
     (unread,) = parsed(keyless.stderr.splitlines())
     assert (keyless.returncode, unread["message"].partition(":")[0]) == (1, "--api-key")
 
 
 def test_an_unknown_format_is_refused() -> None:
-    result = run("slipstream.cli.tritonserver", "--log-format=yaml", "--model-repository=/x")
+    result = run("slipstream.cli.compat.tritonserver", "--log-format=yaml", "--model-repository=/x")
     assert result.returncode == 1
     assert result.stderr == (
         "tritonserver: error: --log-format must be one of default, ISO8601, json, not 'yaml'\n"
@@ -261,8 +261,8 @@ def test_an_unknown_format_is_refused() -> None:
 STRANGERS = """
 import os, subprocess, sys, threading, warnings
 import logging as standard
-from slipstream.server import logging
-from slipstream.server.log_capture import one_log
+from slipstream.server.log import log as logging
+from slipstream.server.log.capture import one_log
 logging.configure(format="json")
 with one_log():
     print("printed")

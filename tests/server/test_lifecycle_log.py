@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from slipstream.server import logging
+from slipstream.server.log import log as logging
 
 LINE = re.compile(r"[IWE]\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ [\w.]+:\d+\] .*")
 

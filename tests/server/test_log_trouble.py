@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.server import logging
-from slipstream.server.lines import MOST_BYTES, LineCutter
-from slipstream.server.log_capture import Relay, told_by_python
-from slipstream.server.logging import Record, as_relayed, read_relayed
+from slipstream.server.log import log as logging
+from slipstream.server.log.capture import Relay, told_by_python
+from slipstream.server.log.lines import MOST_BYTES, LineCutter
+from slipstream.server.log.log import Record, as_relayed, read_relayed
 from slipstream.server.python_models.instance import Instance
 
 ROOT = Path(__file__).parents[2]
@@ -194,8 +194,8 @@ def test_neither_reader_holds_a_line_without_an_end(
 
 LAST_WORDS = """
 import ctypes, os, sys
-from slipstream.server import logging
-from slipstream.server.log_capture import one_log
+from slipstream.server.log import log as logging
+from slipstream.server.log.capture import one_log
 logging.configure(format="json")
 def fall():
     ctypes.PyDLL(None).write(2, b"y" * 300_000, 300_000)  # while it holds the interpreter's lock
@@ -225,7 +225,7 @@ def test_the_stack_of_a_crash_is_shown_in_plain_lines(number: int, words: str) -
 
 def test_a_server_that_ends_leaves_faulthandler_as_it_was() -> None:
     code = (
-        "import faulthandler, sys; from slipstream.server import logging; from slipstream.server.log_capture import"
+        "import faulthandler, sys; from slipstream.server import logging; from slipstream.server.log.capture import"
         " one_log; logging.configure(format='json')\nfor enabled in (False, True):\n"
         " faulthandler.enable() if enabled else faulthandler.disable()\n with one_log():\n"
         "  assert faulthandler.is_enabled()\n print(faulthandler.is_enabled())\n"

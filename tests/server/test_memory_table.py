@@ -5,8 +5,8 @@ model's reach.
 from dataclasses import replace
 
 from slipstream.engine.messages import EngineInfo
-from slipstream.server.engine_metrics import _memory_metrics
-from slipstream.server.memory_table import memory_table
+from slipstream.server.engine_link.memory_table import memory_table
+from slipstream.server.metrics.engine_metrics import _memory_metrics
 
 INFO = EngineInfo(
     vocab_size=100,

@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import ScriptedLoop
 
 from slipstream.engine.messages import EngineStats
-from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import InferRequest, InferResponse
-from slipstream.server.metric_families import Family
-from slipstream.server.metrics import ModelCounters, ServerMetrics, metrics_app
-from slipstream.server.registry import ModelVersion
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.kserve.registry import ModelVersion
+from slipstream.server.metrics.families import Family
+from slipstream.server.metrics.metrics import ModelCounters, ServerMetrics, metrics_app
 
 GOLDEN = Path(__file__).parents[1] / "conformance" / "golden"
 

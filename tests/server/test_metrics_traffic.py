@@ -15,11 +15,11 @@ from tiny_engine import build_tiny_engine
 from tritonclient.utils import InferenceServerException
 
 import slipstream
-from slipstream.server.gpu_metrics import Gpus
-from slipstream.server.machine_metrics import Machine
-from slipstream.server.metrics import ServerMetrics
+from slipstream.server.metrics.gpu import Gpus
+from slipstream.server.metrics.machine import Machine
+from slipstream.server.metrics.metrics import ServerMetrics
 
-DASHBOARD = Path(slipstream.__file__).parent / "deploy" / "grafana" / "slipstream.json"
+DASHBOARD = Path(slipstream.__file__).parent / "server" / "metrics" / "grafana.json"
 
 
 class Driver:

@@ -14,12 +14,12 @@ import pytest
 
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.models import RepositoryModel
-from slipstream.server.engine_client import Supervision
-from slipstream.server.engine_pool import EnginePool
-from slipstream.server.errors import InferenceError, Unavailable
-from slipstream.server.inference import InferRequest, InferResponse
+from slipstream.server.engine_link.client import Supervision
+from slipstream.server.engine_link.pool import EnginePool
+from slipstream.server.kserve.errors import InferenceError, Unavailable
+from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.model_loader import ModelLoader
-from slipstream.server.registry import ModelRegistry
 
 CONFIG = """
 name: "{name}"

@@ -4,8 +4,8 @@ a real engine.
 
 from __future__ import annotations
 
+import itertools
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,11 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
-import itertools
-
 from grpc_stack import ask, request, running, tensor, text_inputs, token_inputs
 from http_support import RunningServer, post
 from optional_tensors import OUTPUTS, write_declared
@@ -26,10 +21,10 @@ from run_engine import all_logits
 from tiny_engine import VOCABULARY, build_tiny_engine
 
 from slipstream.repository.models import read_repository
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.in_process import InProcessEngine
-from slipstream.server.registry import build_registry
+from slipstream.server.engine_link.in_process import InProcessEngine
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.models.build import build_registry
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.load import start_engine

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from slipstream.engine.messages import EngineInfo
 from slipstream.engine.request import SamplingParams
-from slipstream.server.generation import Delta
+from slipstream.server.engine_link.mailbox import Delta
 from slipstream.server.text import pipeline
 from slipstream.server.text.chat import ChatError
 from slipstream.server.text.folder import TokenizerError

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from slipstream.engine.settings import EngineSettings
-from slipstream.server import cpu_probe
-from slipstream.server.cpu_probe import CpuChoice, choose
+from slipstream.engine_worker import cpu_probe
+from slipstream.engine_worker.cpu_probe import CpuChoice, choose
 
 NATIVE = ("Some CPU", frozenset({"avx512f", "avx512_bf16"}))
 PLAIN = ("Some CPU", frozenset({"avx2"}))

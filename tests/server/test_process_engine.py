@@ -13,14 +13,14 @@ import pytest
 import scripted_engine as scripted
 
 from slipstream.engine.request import SamplingParams
-from slipstream.server.engine_client import (
+from slipstream.server.engine_link.client import (
     EngineClient,
     EngineStartFailed,
     EngineUnavailable,
     Supervision,
 )
-from slipstream.server.engine_pool import EnginePool
-from slipstream.server.metrics import ServerMetrics
+from slipstream.server.engine_link.pool import EnginePool
+from slipstream.server.metrics.metrics import ServerMetrics
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("scripted_engine.py")))
 LONG = SamplingParams(max_tokens=100_000, seed=5)
@@ -290,7 +290,7 @@ async def test_stop_leaves_no_process_and_no_file(launch, tmp_path, monkeypatch)
 
 def test_the_process_dies_with_its_parent_however_that_ends(tmp_path):
     parent = (
-        "import asyncio, sys; from slipstream.server.engine_client import EngineClient\n"
+        "import asyncio, sys; from slipstream.server.engine_link.client import EngineClient\n"
         "async def main():\n"
         f"    engine = EngineClient({str(tmp_path / 'fine')!r}, command={COMMAND!r})\n"
         "    await engine.start(); print(engine._child.process_id, flush=True); await asyncio.sleep(60)\n"
@@ -310,7 +310,7 @@ def test_the_process_dies_with_its_parent_however_that_ends(tmp_path):
 
 def test_the_server_side_never_loads_torch():
     code = (
-        "import sys, slipstream.server.engine_client, slipstream.server.in_process, slipstream.server.cpu_probe;"
+        "import sys, slipstream.server.engine_link.client, slipstream.server.engine_link.in_process, slipstream.engine_worker.cpu_probe;"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,8 +8,8 @@ import pytest
 import scripted_engine as scripted
 
 from slipstream.engine.request import SamplingParams
-from slipstream.server.generation import EngineUnavailable
-from slipstream.server.in_process import InProcessEngine
+from slipstream.server.engine_link.in_process import InProcessEngine
+from slipstream.server.engine_link.mailbox import EngineUnavailable
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
 from slipstream.engine.request import GenerateRequest, SamplingParams
-from slipstream.server.link import (
+from slipstream.server.engine_link.link import (
     EngineEnd,
     EngineFailed,
     LinkError,

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 from slipstream.engine.request import SamplingParams
 from slipstream.engine.settings import EngineSettings
-from slipstream.server.engine_client import EngineClient, EngineStartFailed
-from slipstream.server.in_process import InProcessEngine
+from slipstream.server.engine_link.client import EngineClient, EngineStartFailed
+from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.weights.build import build_engine
 from slipstream.weights.load import start_engine
 

@@ -6,8 +6,13 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.server.errors import InferenceError
-from slipstream.server.rate_limiter import GLOBAL, Contender, RateLimiter, parse_resources
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.python_models.rate_limiter import (
+    GLOBAL,
+    Contender,
+    RateLimiter,
+    parse_resources,
+)
 
 SHARED = {("R", GLOBAL): 1}
 

@@ -12,15 +12,20 @@ import pytest
 
 from slipstream.repository.config import ModelConfig, read_model_config
 from slipstream.repository.problems import Problems
-from slipstream.server.errors import InferenceError
-from slipstream.server.inference import InferRequest, InferResponse
-from slipstream.server.latency_metrics import MetricsConfig
-from slipstream.server.metrics import ServerMetrics
-from slipstream.server.registry import ModelRegistry, ModelVersion
-from slipstream.server.response_cache import ENTRY_BYTES, CachedModel, ResponseCache, request_key
-from slipstream.server.statistics import model_statistics
-from slipstream.server.summaries import Summary
-from slipstream.server.tensors import Tensor
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
+from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.metrics.latency_metrics import MetricsConfig
+from slipstream.server.metrics.metrics import ServerMetrics
+from slipstream.server.metrics.statistics import model_statistics
+from slipstream.server.metrics.summaries import Summary
+from slipstream.server.models.response_cache import (
+    ENTRY_BYTES,
+    CachedModel,
+    ResponseCache,
+    request_key,
+)
 
 CONFIG = """name: "upper" backend: "python"
 input [ { name: "text_input" data_type: TYPE_STRING dims: [ -1 ] } ]

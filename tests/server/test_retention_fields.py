@@ -4,13 +4,13 @@ import pytest
 from grpc_stack import ask, request, running, tensor, token_inputs, until
 from tiny_engine import build_tiny_engine
 
-from slipstream.engine.retention import Keep, KeptRange, Retention
+from slipstream.engine.cache.retention import Keep, KeptRange, Retention
 from slipstream.repository.templates import write_repository
-from slipstream.server.errors import InferenceError
-from slipstream.server.inference import InferRequest
-from slipstream.server.limits import given_fields
-from slipstream.server.retention_fields import retention_of
-from slipstream.server.tensors import Tensor
+from slipstream.server.fields.limits import given_fields
+from slipstream.server.fields.retention import retention_of
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.kserve.tensors import Tensor
 
 LISTS = ("starts", "ends", "priorities", "durations_ms")
 

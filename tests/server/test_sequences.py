@@ -5,20 +5,16 @@ engine.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc_stack
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-
-import grpc_stack
 from grpc_stack import ask, request, running, tensor, token_inputs
 from http_support import RunningServer, post
 from run_engine import all_logits, engine, run_all
@@ -26,16 +22,16 @@ from tiny_engine import build_tiny_engine
 from tiny_text import EchoEngine
 
 from slipstream import LLM
-from slipstream.engine.adapters import AdapterSource
+from slipstream.engine.adapters.adapters import AdapterSource
 from slipstream.engine.messages import Beam
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
-from slipstream.server.adapters import AdapterUse
-from slipstream.server.health import ServerState
-from slipstream.server.http import create_app
-from slipstream.server.in_process import InProcessEngine
-from slipstream.server.registry import build_registry
+from slipstream.server.engine_link.in_process import InProcessEngine
+from slipstream.server.fields.adapters import AdapterUse
+from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.models.build import build_registry
 from slipstream.server.text.pipeline import TextGenerator, TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.load import start_engine

@@ -12,11 +12,11 @@ import pytest
 from span_collector import Collector, refused_port
 from tiny_server import wait_for
 
-from slipstream.server.export_settings import ExportSettings
-from slipstream.server.otlp import SpanExporter, encode
-from slipstream.server.spans import MOST_EVENTS, MOST_SPANS, Span, SpanTraces
-from slipstream.server.trace_context import read_context
-from slipstream.server.tracing import TEXT_COMPLETION, UNLIMITED, Turn
+from slipstream.server.tracing.context import read_context
+from slipstream.server.tracing.export_settings import ExportSettings
+from slipstream.server.tracing.otlp import SpanExporter, encode
+from slipstream.server.tracing.spans import MOST_EVENTS, MOST_SPANS, Span, SpanTraces
+from slipstream.server.tracing.tracing import TEXT_COMPLETION, UNLIMITED, Turn
 
 
 def spans(count: int, name: str = "InferRequest") -> list[Span]:

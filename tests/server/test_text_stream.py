@@ -16,8 +16,8 @@ from slipstream.server.text.detokenizer import (
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
-from slipstream.weights.gguf_source import GgufSource
 from slipstream.weights.home import slipstream_home
+from slipstream.weights.sources.gguf_source import GgufSource
 
 
 @functools.cache

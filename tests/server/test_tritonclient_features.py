@@ -57,7 +57,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
     command = [
         sys.executable,
         "-m",
-        "slipstream.cli.tritonserver",
+        "slipstream.cli.compat.tritonserver",
         f"--model-repository={repository}",
         *flags,
     ]

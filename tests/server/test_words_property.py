@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pipeline_text import SpokenEngine, collect
 
-from slipstream.engine.bad_texts import BadTexts, Spelling
-from slipstream.server.generation import Delta
+from slipstream.engine.constraints.bad_words import BadTexts, Spelling
+from slipstream.server.engine_link.mailbox import Delta
 from slipstream.server.text.pipeline import TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.server.text.vocabulary import vocabulary_of

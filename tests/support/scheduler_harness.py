@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 
-from slipstream.engine.beams import BeamSearch
+from slipstream.engine.beams.beams import BeamSearch
 from slipstream.engine.blocks import NULL_BLOCK, BlockPool
 from slipstream.engine.messages import Beam
 from slipstream.engine.plan import StepPlan, StepResult

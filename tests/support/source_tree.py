@@ -48,8 +48,8 @@ class SourceFile:
     def _imported_from(self, node: ast.ImportFrom) -> list[str]:
         parent = self.package[: len(self.package) - node.level + 1] if node.level else []
         module = ".".join([*parent, *([node.module] if node.module else [])])
-        if module == "slipstream":  # `from slipstream import server` names a folder
-            return [f"slipstream.{alias.name}" for alias in node.names]
+        if module in ("slipstream", "slipstream.server"):  # `from slipstream import server`
+            return [f"{module}.{alias.name}" for alias in node.names]
         return [module]
 
 

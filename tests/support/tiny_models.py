@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from slipstream.model.spec import ModelSpec
-from slipstream.weights.hf_folder import HuggingFaceFolder
 from slipstream.weights.parameters import Quantisation, engine_parameters
+from slipstream.weights.sources.hf_folder import HuggingFaceFolder
 from slipstream.weights.stream import parameter_rows
 
 VOCABULARY = 96

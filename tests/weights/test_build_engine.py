@@ -14,14 +14,14 @@ import pytest
 import torch
 from tiny_models import expected_tensors
 
-from slipstream.weights import source as source_module
 from slipstream.weights import stream
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import BuildLimits, read_engine_config
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.parameters import Quantisation
 from slipstream.weights.quantise import dequantise, quantise_rows
-from slipstream.weights.source import SourceError
+from slipstream.weights.sources import source as source_module
+from slipstream.weights.sources.source import SourceError
 
 SaveModel = Callable[..., tuple[Path, Any]]
 

@@ -14,8 +14,8 @@ from slipstream.weights.checkpoint import write_checkpoint
 from slipstream.weights.engine_config import read_engine_config
 from slipstream.weights.parameters import checkpoint_shapes
 from slipstream.weights.rank_split import RankMapping
-from slipstream.weights.source import SourceError, check_source
-from slipstream.weights.sources import open_source
+from slipstream.weights.sources.open_source import open_source
+from slipstream.weights.sources.source import SourceError, check_source
 
 SaveModel = Callable[..., tuple[Path, Any]]
 

@@ -22,7 +22,7 @@ from slipstream.weights.engine_config import (
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.load import start_engine
 from slipstream.weights.parameters import Quantisation
-from slipstream.weights.sources import open_source
+from slipstream.weights.sources.open_source import open_source
 
 
 @pytest.fixture

@@ -17,14 +17,14 @@ from tiny_models import VOCABULARY, config_of, expected_tensors, random_model
 
 from slipstream.model.families.family import UnsupportedModel
 from slipstream.model.spec import RopeScaling
-from slipstream.weights import source as source_module
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import GenerationDefaults
 from slipstream.weights.engine_folder import read_engine_folder
-from slipstream.weights.gguf_file import read_gguf
-from slipstream.weights.gguf_source import GgufSource
-from slipstream.weights.hf_folder import HuggingFaceFolder
-from slipstream.weights.source import SourceError
+from slipstream.weights.sources import source as source_module
+from slipstream.weights.sources.gguf_file import read_gguf
+from slipstream.weights.sources.gguf_source import GgufSource
+from slipstream.weights.sources.hf_folder import HuggingFaceFolder
+from slipstream.weights.sources.source import SourceError
 
 TOKENIZER = plain_tokenizer(VOCABULARY)
 

@@ -23,8 +23,8 @@ from tokenizers import (
 )
 
 from slipstream.weights.engine_config import GenerationDefaults
-from slipstream.weights.gguf_tokenizer import build_tokenizer, tokenizer_files
-from slipstream.weights.source import SourceError
+from slipstream.weights.sources.gguf_tokenizer import build_tokenizer, tokenizer_files
+from slipstream.weights.sources.source import SourceError
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog, 12345 times; it's what they'll do, I'LL too.",

@@ -14,8 +14,8 @@ from tiny_models import expected_tensors
 from slipstream.model.families.family import UnsupportedModel
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_folder import read_engine_folder
-from slipstream.weights.source import SourceError, check_source
-from slipstream.weights.sources import open_source
+from slipstream.weights.sources.open_source import open_source
+from slipstream.weights.sources.source import SourceError, check_source
 
 SaveModel = Callable[..., tuple[Path, Any]]
 

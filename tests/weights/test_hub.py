@@ -13,10 +13,10 @@ from tiny_models import expected_tensors
 from slipstream.model.families.family import UnsupportedModel
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_folder import read_engine_folder
-from slipstream.weights.hub import fetch_tokenizer
-from slipstream.weights.known_models import open_known_model
-from slipstream.weights.source import SourceError
-from slipstream.weights.sources import open_source
+from slipstream.weights.sources.hub import fetch_tokenizer
+from slipstream.weights.sources.known_models import open_known_model
+from slipstream.weights.sources.open_source import open_source
+from slipstream.weights.sources.source import SourceError
 
 SaveModel = Callable[..., tuple[Path, Any]]
 

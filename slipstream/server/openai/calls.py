@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from slipstream.server.generation_outputs import Progress
+from slipstream.server.models.generation_outputs import Progress
 from slipstream.server.openai.fields import Fields
 from slipstream.server.openai.generation import CallAnswers
 from slipstream.server.openai.models import NamedModel

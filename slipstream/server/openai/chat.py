@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from slipstream.server.generation_outputs import Progress
-from slipstream.server.limits import LARGEST_INT
+from slipstream.server.fields.limits import LARGEST_INT
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.models.generation_outputs import Progress
 from slipstream.server.openai.call_formats import CallFormat
 from slipstream.server.openai.call_reader import Reader, ToolCall, reader_of
 from slipstream.server.openai.calls import Call, Document
@@ -26,7 +27,6 @@ from slipstream.server.openai.sampling import (
     top_of,
 )
 from slipstream.server.openai.tools import tools_of
-from slipstream.server.registry import ModelRegistry
 from slipstream.server.text.messages import unknown_fields
 from slipstream.server.text.pipeline import TextDelta, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer

@@ -6,8 +6,9 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from slipstream.server.generation_outputs import Progress
-from slipstream.server.llm_models import joint
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.models.generation_outputs import Progress
+from slipstream.server.models.llm_models import joint
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.errors import refused
 from slipstream.server.openai.fields import CompletionFields, read_fields
@@ -24,7 +25,6 @@ from slipstream.server.openai.sampling import (
     text_request,
     top_of,
 )
-from slipstream.server.registry import ModelRegistry
 from slipstream.server.text.pipeline import TextDelta, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
+from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
 from slipstream.server.openai.models import text_models
-from slipstream.server.registry import ModelRegistry
 
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
 _ERROR = {

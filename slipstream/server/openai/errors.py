@@ -8,10 +8,10 @@ import traceback
 
 import msgspec
 
-from slipstream.engine.guided import FIELD as GUIDE
-from slipstream.server import logging
-from slipstream.server.asgi import RETRY_AFTER, Headers, Refused
-from slipstream.server.errors import Code, InferenceError, QueueFull, Unavailable
+from slipstream.engine.constraints.guided import FIELD as GUIDE
+from slipstream.server.http.asgi import RETRY_AFTER, Headers, Refused
+from slipstream.server.kserve.errors import Code, InferenceError, QueueFull, Unavailable
+from slipstream.server.log import log as logging
 
 _TYPES = {
     401: "authentication_error",

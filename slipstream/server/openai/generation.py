@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.server.generation_outputs import Progress
-from slipstream.server.inference import InferRequest
+from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.models.generation_outputs import Progress
 from slipstream.server.openai.models import NamedModel
 from slipstream.server.text.pipeline import TextDelta, TextRequest
 from slipstream.server.text.sequences import merged
-from slipstream.server.tracing import RequestTrace
+from slipstream.server.tracing.tracing import RequestTrace
 
 
 @dataclass

@@ -6,8 +6,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.server.generation_outputs import Progress
-from slipstream.server.tensors import single
+from slipstream.server.kserve.tensors import single
+from slipstream.server.models.generation_outputs import Progress
 from slipstream.server.text.detokenizer import Detokenizer
 from slipstream.server.text.pipeline import TextDelta
 from slipstream.server.text.tokenizer import Tokenizer

@@ -8,11 +8,11 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.server.adapters import AdapterUse
-from slipstream.server.inference import ServedModel, WrappedModel
-from slipstream.server.llm_models import TextModel
+from slipstream.server.fields.adapters import AdapterUse
+from slipstream.server.kserve.inference import ServedModel, WrappedModel
+from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
+from slipstream.server.models.llm_models import TextModel
 from slipstream.server.openai.errors import ApiError
-from slipstream.server.registry import ModelRegistry, ModelVersion
 from slipstream.server.text.tokenizer import Tokenizer
 
 

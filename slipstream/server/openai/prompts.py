@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.server.limits import LONGEST_TOKEN_CHARACTERS, NUMBERS, Range
+from slipstream.server.fields.limits import LONGEST_TOKEN_CHARACTERS, NUMBERS, Range
 from slipstream.server.openai.errors import ApiError, refused
 from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
 from slipstream.server.openai.models import NamedModel

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from slipstream.server.asgi import (
+from slipstream.server.http.asgi import (
     JSON,
     ClientGone,
     Receive,
@@ -23,9 +23,10 @@ from slipstream.server.asgi import (
     read_body,
     send_whole,
 )
-from slipstream.server.context import ServerContext
-from slipstream.server.errors import InferenceError, Unavailable
-from slipstream.server.http_trace import StampedSend
+from slipstream.server.http.trace import StampedSend
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.errors import InferenceError, Unavailable
+from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.openai.calls import Call
 from slipstream.server.openai.chat import chat_call
 from slipstream.server.openai.completions import completion_call
@@ -33,11 +34,10 @@ from slipstream.server.openai.errors import ApiError, as_api_error
 from slipstream.server.openai.generation import CallAnswers, infer_request
 from slipstream.server.openai.models import find_model, named_models
 from slipstream.server.openai.streaming import answer_stream, answer_whole
-from slipstream.server.registry import ModelRegistry
-from slipstream.server.tracing import CHAT, TEXT_COMPLETION, Finishing, RequestTrace
+from slipstream.server.tracing.tracing import CHAT, TEXT_COMPLETION, Finishing, RequestTrace
 
 if TYPE_CHECKING:
-    from slipstream.server.http import State
+    from slipstream.server.http.routes import State
 
 _MODELS = "/v1/models"
 _CALLS: dict[str, Callable[[bytes, ModelRegistry], Awaitable[Call]]] = {

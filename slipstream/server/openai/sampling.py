@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.engine.request import Guide, SamplingParams
-from slipstream.server.adapters import AdapterUse
-from slipstream.server.limits import LISTS, MIN_P, NUMBERS, Range, Words
+from slipstream.server.fields.adapters import AdapterUse
+from slipstream.server.fields.limits import LISTS, MIN_P, NUMBERS, Range, Words
+from slipstream.server.kserve.tensors import single
 from slipstream.server.openai.errors import refused
 from slipstream.server.openai.fields import ChatFields, Fields
 from slipstream.server.openai.models import NamedModel
-from slipstream.server.tensors import single
 from slipstream.server.text.pipeline import TextRequest
 
 _GUIDES = {

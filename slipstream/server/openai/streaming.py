@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from slipstream.server.asgi import (
+from slipstream.server.http.asgi import (
     EVENTS,
     JSON,
     Send,

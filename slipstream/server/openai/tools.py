@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.engine.guided import GuideError, check_guide
+from slipstream.engine.constraints.guided import GuideError, check_guide
 from slipstream.engine.request import Guide
 from slipstream.server.openai.call_formats import MARKED, CallFormat, forced, format_of
 from slipstream.server.openai.errors import ApiError, refused

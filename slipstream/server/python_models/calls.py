@@ -11,9 +11,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slipstream.server import logging
-from slipstream.server.errors import Code, InferenceError
-from slipstream.server.input_checks import check_request
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.input_checks import check_request
+from slipstream.server.kserve.repository_control import NoControl, RepositoryControl, load_model
+from slipstream.server.log import log as logging
 from slipstream.server.python_models.convert import error_frame, request_of, response_frame
 from slipstream.server.python_models.custom_metrics import CustomMetrics
 from slipstream.server.python_models.frames import (
@@ -24,13 +25,12 @@ from slipstream.server.python_models.frames import (
     ErrorFrame,
     ToWorker,
 )
+from slipstream.server.python_models.rate_limiter import RateLimiter
 from slipstream.server.python_models.unread import Unread
-from slipstream.server.rate_limiter import RateLimiter
-from slipstream.server.repository_control import NoControl, RepositoryControl, load_model
-from slipstream.server.tracing import RequestTrace
+from slipstream.server.tracing.tracing import RequestTrace
 
 if TYPE_CHECKING:
-    from slipstream.server.registry import ModelVersion
+    from slipstream.server.kserve.registry import ModelVersion
 
 
 @dataclass(frozen=True)

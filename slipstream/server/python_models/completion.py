@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.repository.config import DynamicBatching, ModelConfig, TensorConfig
 from slipstream.repository.sequences import sequence_batching
-from slipstream.server.errors import InferenceError
+from slipstream.server.kserve.errors import InferenceError
 
 _INPUT = {
     "format": "FORMAT_NONE",

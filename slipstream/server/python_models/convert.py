@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import InferRequest, InferResponse, Parameter
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter
+from slipstream.server.kserve.tensor_bytes import SIZES, pack, unpack
+from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.python_models.frames import (
     ErrorFrame,
     RequestFrame,
     ResponseFrame,
     TensorFrame,
 )
-from slipstream.server.tensor_bytes import SIZES, pack, unpack
-from slipstream.server.tensors import Tensor
 
 _PARAMETERS = msgspec.json.Decoder(dict[str, str | int | float | bool])
 _WRITER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)

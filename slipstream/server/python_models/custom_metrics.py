@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from slipstream.server.errors import Code, InferenceError
-from slipstream.server.latencies import Histogram
-from slipstream.server.metric_families import Family
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.metrics.families import Family
+from slipstream.server.metrics.histograms import Histogram
 from slipstream.server.python_models.frames import MetricFamilyFrame, MetricFrame
 
 Labels = tuple[tuple[str, str], ...]

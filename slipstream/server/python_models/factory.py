@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.models import RepositoryModel
 from slipstream.repository.roles import Role
-from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import ServedModel
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import ServedModel
+from slipstream.server.kserve.repository_control import NoControl, RepositoryControl
 from slipstream.server.python_models.calls import Surroundings
 from slipstream.server.python_models.custom_metrics import CustomMetrics
 from slipstream.server.python_models.model import PythonModel
-from slipstream.server.rate_limiter import RateLimiter
-from slipstream.server.repository_control import NoControl, RepositoryControl
+from slipstream.server.python_models.rate_limiter import RateLimiter
 
 if TYPE_CHECKING:
-    from slipstream.server.registry import ModelRegistry
+    from slipstream.server.kserve.registry import ModelRegistry
 
 
 async def open_python_model(

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from slipstream.server import logging
-from slipstream.server.engine_child import child_environment, describe_exit
-from slipstream.server.errors import Code, InferenceError
-from slipstream.server.lines import LineCutter
+from slipstream.server.engine_link.child import child_environment, describe_exit
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.log import log as logging
+from slipstream.server.log.lines import LineCutter
 from slipstream.server.python_models.calls import Calls, Surroundings
 from slipstream.server.python_models.frames import (
     FROM_WORKER,

@@ -11,18 +11,18 @@ from typing import Any
 
 from slipstream.repository.config import InstanceGroup, ModelConfig
 from slipstream.repository.describe import config_document
-from slipstream.server import logging
-from slipstream.server.errors import Code, InferenceError, Unavailable
-from slipstream.server.inference import Answers, InferRequest, InferResponse
+from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
+from slipstream.server.kserve.inference import Answers, InferRequest, InferResponse
+from slipstream.server.log import log as logging
 from slipstream.server.python_models.calls import Surroundings
 from slipstream.server.python_models.completion import completed
 from slipstream.server.python_models.convert import request_frame, response_of
 from slipstream.server.python_models.frames import Response, Start
 from slipstream.server.python_models.instance import Instance
+from slipstream.server.python_models.rate_limiter import GLOBAL, Contender, Device
 from slipstream.server.python_models.sequences import Sequences
 from slipstream.server.python_models.waiting import Pending, Waiting
-from slipstream.server.rate_limiter import GLOBAL, Contender, Device
-from slipstream.server.tracing import RequestTrace
+from slipstream.server.tracing.tracing import RequestTrace
 
 HANDED_AHEAD = 4
 DRAIN_SECONDS = 30.0  # for the requests of a model that is unloaded

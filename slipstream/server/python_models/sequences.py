@@ -11,13 +11,13 @@ from typing import Any
 
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.sequences import END, IDENTITY, READY, START, Control, SequenceBatching
-from slipstream.server import logging
-from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import InferRequest
-from slipstream.server.input_checks import check_sequence
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.kserve.input_checks import check_sequence
+from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.log import log as logging
 from slipstream.server.python_models.instance import Instance
 from slipstream.server.python_models.waiting import Pending
-from slipstream.server.tensors import Tensor
 
 _BOUNDS = {
     "UINT64": (0, 2**64),

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from slipstream.repository.config import DynamicBatching, ModelConfig
-from slipstream.server.errors import Code, InferenceError
-from slipstream.server.inference import InferRequest, InferResponse
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.models.queue_policy import level_of
 from slipstream.server.python_models.instance import Instance
-from slipstream.server.queue_policy import level_of
 
 
 @dataclass(eq=False, slots=True)

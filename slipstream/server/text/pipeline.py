@@ -10,13 +10,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, Unpack
 
-from slipstream.engine.guided import GuideError, check_guide
+from slipstream.engine.cache.retention import Retention
+from slipstream.engine.constraints.guided import GuideError, check_guide
 from slipstream.engine.messages import Beam, EngineInfo, Scores, Timing
 from slipstream.engine.request import PromptTable, SamplingParams
-from slipstream.engine.retention import Retention
-from slipstream.server.adapters import AdapterBook, AdapterUse
-from slipstream.server.generation import Delta
-from slipstream.server.submission import Submission
+from slipstream.server.engine_link.mailbox import Delta
+from slipstream.server.engine_link.submission import Submission
+from slipstream.server.fields.adapters import AdapterBook, AdapterUse
 from slipstream.server.text.chat import Message, Tools, encode_chat, render_chat
 from slipstream.server.text.sequences import (
     TextBeam,

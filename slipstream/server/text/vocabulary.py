@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.engine.vocabulary import Vocabulary
-from slipstream.server import logging
+from slipstream.engine.constraints.vocabulary import Vocabulary
+from slipstream.server.log import log as logging
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.tokenizer import Tokenizer
 

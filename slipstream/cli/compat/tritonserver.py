@@ -1,0 +1,255 @@
+"""`tritonserver`: the command people's scripts start, with its flags, its log lines and its exit
+codes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.cli.compat.tritonserver_flags import FLAGS, FlagError, Given, parse_flags
+from slipstream.cli.compat.tritonserver_settings import (
+    metrics_settings,
+    rate_limits,
+    response_cache_bytes,
+    trace_settings,
+)
+from slipstream.server.log import log as logging
+from slipstream.server.log.capture import one_log
+from slipstream.version import VERSION
+from slipstream.weights.home import expanded
+
+PROCESS_NAME = b"tritonserver"
+_PR_SET_NAME = 15
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+MODES = ("none", "poll", "explicit")
+_API_FLAGS = {
+    "allow-sagemaker": "SageMaker",
+    "allow-vertex-ai": "Vertex AI",
+    "model-namespacing": "model namespaces",
+}
+# Those of Triton's command line, and the field of GrpcOptions that each sets.
+_GRPC_SETTINGS = {
+    "grpc-infer-response-compression-level": "response_compression",
+    "grpc-keepalive-time": "keepalive_time_ms",
+    "grpc-keepalive-timeout": "keepalive_timeout_ms",
+    "grpc-keepalive-permit-without-calls": "keepalive_permit_without_calls",
+    "grpc-http2-max-pings-without-data": "http2_max_pings_without_data",
+    "grpc-http2-min-recv-ping-interval-without-data": "http2_min_recv_ping_interval_without_data_ms",
+    "grpc-http2-max-ping-strikes": "http2_max_ping_strikes",
+    "grpc-max-connection-age": "max_connection_age_ms",
+    "grpc-max-connection-age-grace": "max_connection_age_grace_ms",
+}
+_COMPRESSION = {"none": "none", "low": "deflate", "medium": "gzip", "high": "gzip"}
+
+
+def main() -> None:
+    name_process()
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    try:
+        given = parse_flags(arguments)
+        if given["help"]:
+            print(_help())
+            return 0
+        if given["version"]:
+            print(f"tritonserver (slipstream {VERSION})")
+            return 0
+        if given["log-format"] not in logging.FORMATS:
+            known = ", ".join(logging.FORMATS)
+            raise FlagError(f"--log-format must be one of {known}, not '{given['log-format']}'")
+        logging.configure(format=given["log-format"])
+        _check(given)
+        if rank() != 0:
+            return wait_quietly()
+        with one_log():
+            return _serve(given)
+    except FlagError as error:
+        logging.say("E", f"tritonserver: error: {error}")
+        return 1
+
+
+def name_process() -> None:
+    """`pgrep tritonserver` and `pkill tritonserver` go by this name."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, PROCESS_NAME, 0, 0, 0)
+
+
+def rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Which of several copies that one launcher started this is; 0 where nothing says otherwise."""
+    for name in RANK_VARIABLES:
+        value = environment.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 0
+
+
+def wait_quietly() -> int:
+    """A rank other than the first: the first one serves, and starts what it needs by itself."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    return 0
+
+
+def _check(given: Given) -> None:
+    if not given["model-repository"]:
+        raise FlagError("--model-repository is missing: it names the folder that holds the models")
+    if given["model-control-mode"] not in MODES:
+        raise FlagError(
+            f"--model-control-mode must be one of {', '.join(MODES)}, not '{given['model-control-mode']}'"
+        )
+    if given["load-model"] and given["model-control-mode"] != "explicit":
+        raise FlagError("--load-model can only be given with --model-control-mode=explicit")
+    for flag, what in _API_FLAGS.items():
+        if given[flag]:
+            raise FlagError(f"--{flag} is not supported: this server has no {what}")
+
+
+def _serve(given: Given) -> int:
+    from slipstream.server.lifecycle import ModelsFailed, StartFailed, run_server
+
+    options = server_options(given)
+    try:
+        logging.configure(
+            file=given["log-file"],
+            info=given["log-info"],
+            warning=given["log-warning"],
+            error=given["log-error"],
+            verbose_level=given["log-verbose"],
+        )
+    except OSError as error:
+        raise FlagError(
+            f"--log-file: cannot write {given['log-file']}: {error.strerror}"
+        ) from error
+    if given.ignored:
+        names = ", ".join(f"--{name}" for name in given.ignored)
+        logging.info(f"taken, without an effect in this server: {names}")
+    try:
+        return run_server(options)
+    except ModelsFailed as error:
+        logging.error(str(error))
+        logging.say("E", "error: creating server: Internal - failed to load all models")
+    except StartFailed as error:
+        logging.say("E", f"error: creating server: {error}")
+    return 1
+
+
+def server_options(given: Given) -> Any:
+    from slipstream.server.options import Port, ServerOptions
+
+    tracing = trace_settings(given)
+    return ServerOptions(
+        repositories=_repositories(given),
+        http=Port(given["http-port"], given["http-address"], given["allow-http"]),
+        grpc=Port(given["grpc-port"], given["grpc-address"], given["allow-grpc"]),
+        metrics=Port(
+            given["metrics-port"],
+            given["metrics-address"] or given["http-address"],
+            given["allow-metrics"],
+        ),
+        control_mode=given["model-control-mode"],
+        load_models=tuple(given["load-model"]),
+        poll_seconds=max(1.0, given["repository-poll-secs"]),
+        strict_readiness=given["strict-readiness"],
+        exit_on_error=given["exit-on-error"],
+        exit_timeout_seconds=given["exit-timeout-secs"],
+        server_name=given["id"],
+        allow_python_models=given["allow-python-models"],
+        complete_config=not (given["disable-auto-complete-config"] or given["strict-model-config"]),
+        allow_client_shared_memory=given["allow-client-shm"],
+        access=_access(given),
+        http_max_input_bytes=given["http-max-input-size"],
+        http_forwarded_headers=_pattern(given, "http-header-forward-pattern"),
+        grpc_forwarded_headers=_pattern(given, "grpc-header-forward-pattern"),
+        grpc_settings=_grpc_settings(given),
+        trace_settings=tracing.settings,
+        trace_export=tracing.export,
+        response_cache_bytes=response_cache_bytes(given),
+        rate_limits=rate_limits(given),
+        metrics_settings=metrics_settings(given),
+        announce=False,
+    )
+
+
+def _repositories(given: Given) -> tuple[Path, ...]:
+    try:
+        return tuple(expanded(path, "--model-repository") for path in given["model-repository"])
+    except ValueError as error:
+        raise FlagError(str(error)) from error
+
+
+def _access(given: Given) -> Any:
+    import typer
+
+    from slipstream.cli.keys import read_access
+
+    restricted = (
+        _restrictions(given, "http-restricted-api"),
+        _restrictions(given, "grpc-restricted-protocol"),
+    )
+    try:
+        return read_access(_file(given["api-key"]), _file(given["admin-key"]), *restricted)
+    except typer.Exit as refusal:  # it has been said why
+        raise SystemExit(refusal.exit_code) from refusal
+
+
+def _file(value: str) -> Path | None:
+    return Path(value) if value else None
+
+
+def _restrictions(given: Given, flag: str) -> Any:
+    from slipstream.server.kserve.access import parse_restrictions
+
+    try:
+        return parse_restrictions(given[flag])
+    except ValueError as error:
+        raise FlagError(f"--{flag}: {error}") from error
+
+
+def _pattern(given: Given, flag: str) -> re.Pattern[str] | None:
+    try:
+        return re.compile(given[flag]) if given[flag] else None
+    except re.error as error:
+        raise FlagError(f"--{flag}: '{given[flag]}' is no regular expression: {error}") from error
+
+
+def _grpc_settings(given: Given) -> dict[str, Any]:
+    settings = {field: given[flag] for flag, field in _GRPC_SETTINGS.items()}
+    level = given["grpc-infer-response-compression-level"]
+    if level not in _COMPRESSION:
+        text = f"must be one of {', '.join(_COMPRESSION)}, not '{level}'"
+        raise FlagError(f"--grpc-infer-response-compression-level {text}")
+    settings["response_compression"] = _COMPRESSION[level]
+    if given["grpc-use-ssl"] or given["grpc-use-ssl-mutual"]:
+        for flag in ("grpc-server-cert", "grpc-server-key"):
+            if not given[flag]:
+                raise FlagError(f"--grpc-use-ssl needs --{flag}")
+        settings["server_certificate"] = Path(given["grpc-server-cert"])
+        settings["server_key"] = Path(given["grpc-server-key"])
+        if given["grpc-use-ssl-mutual"]:
+            if not given["grpc-root-cert"]:
+                raise FlagError("--grpc-use-ssl-mutual needs --grpc-root-cert")
+            settings["root_certificate"] = Path(given["grpc-root-cert"])
+    return settings
+
+
+def _help() -> str:
+    lines = ["Usage: tritonserver --model-repository=<folder> [flags]", ""]
+    for name, flag in sorted(FLAGS.items()):
+        notes = [f"default {flag.default}"] if flag.default not in (None, "", [], False) else []
+        notes += ["may be repeated"] if flag.many else []
+        notes += [] if flag.honoured else ["taken, without an effect here"]
+        lines.append(f"  --{name} <{flag.kind}>" + (f"  ({', '.join(notes)})" if notes else ""))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

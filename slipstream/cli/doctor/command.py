@@ -1,0 +1,122 @@
+"""`slipstream doctor`: what a bug report needs, and what to look at first when something does not
+work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slipstream.cli.arguments import Parser
+from slipstream.cli.compat.tritonserver import RANK_VARIABLES, rank
+from slipstream.cli.doctor.machine import ask_torch, disks, gpus, processor, system, versions
+from slipstream.cli.doctor.ports import ports
+from slipstream.cli.doctor.report import Finding, Report, Section, hide_in_variable, hider, is_proxy
+from slipstream.cli.list_models import DEFAULT_REPOSITORY
+from slipstream.repository.check import check_repository
+from slipstream.weights.home import expanded
+
+_VARIABLES = frozenset(
+    {
+        "GLIBC_TUNABLES",
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "PYTHONPATH",
+        "TMPDIR",
+        "VIRTUAL_ENV",
+        "XDG_CACHE_HOME",
+        *RANK_VARIABLES,
+    }
+)
+_BEGINNINGS = (
+    "CUDA_",
+    "GOMP_",
+    "GRPC_",
+    "HF_",
+    "HUGGING_FACE_",
+    "HUGGINGFACE_",
+    "KMP_",
+    "MKL_",
+    "NVIDIA_",
+    "OMP_",
+    "ONEDNN_",
+    "DNNL_",
+    "PYTORCH_",
+    "SLIPSTREAM_",
+    "TOKENIZERS_",
+    "TORCH_",
+    "TRITON_",
+    "TRANSFORMERS_",
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        "slipstream doctor",
+        description="Describe this machine and say what stands in the way of serving.",
+    )
+    parser.add_argument(
+        "--model-repository",
+        "--repo",
+        "--model-store",
+        type=Path,
+        dest="repository",
+        help="The folder that holds the models; default ~/models.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print the same as one JSON object.")
+    given = parser.parse(arguments)
+    report = examine(given.repository)
+    print(json.dumps(report.document(), indent=2) if given.json else report.text())
+    return 0 if report.ready else 1
+
+
+def examine(repository: Path | None) -> Report:
+    folder = expanded(repository or DEFAULT_REPOSITORY, "--model-repository")
+    torch = ask_torch()
+    sections = [versions(torch), system(), processor(torch), gpus(torch), disks(folder), ports()]
+    sections += [models(folder, asked_for=repository is not None), variables(os.environ)]
+    return Report(sections, hider())
+
+
+def models(repository: Path, asked_for: bool) -> Section:
+    """The repository as `slipstream check` sees it."""
+    # which raises nothing, whatever is in the way
+    if not asked_for and not os.path.isdir(repository):
+        found = "not there: slipstream start brings in a small model"
+        return Section("model repository", {"folder": str(repository), "found": found})
+    try:
+        problems = check_repository(repository)
+    except OSError as error:
+        remedy = f"let this user read all of {repository}"
+        facts = {"folder": str(repository), "found": "it cannot be read"}
+        return Section(
+            "model repository", facts, [Finding(f"the repository cannot be read: {error}", remedy)]
+        )
+    facts = {
+        "folder": str(repository),
+        "found": f"{len(problems.errors)} errors, {len(problems.warnings)} warnings (slipstream check {repository})",
+    }
+    remedy = f"correct it, then: slipstream check {repository}"
+    return Section(
+        "model repository", facts, [Finding(str(problem), remedy) for problem in problems.errors]
+    )
+
+
+def variables(environment: Mapping[str, str]) -> Section:
+    """Those that change what Slipstream, its libraries or its downloads do."""
+    known = sorted((name, value) for name, value in environment.items() if _matters(name))
+    facts = {name: hide_in_variable(name, " ".join(value.split())) for name, value in known}
+    findings = []
+    if rank(environment) != 0:
+        name = next(name for name in RANK_VARIABLES if environment.get(name, "").isdigit())
+        what = f"{name} is {environment[name]}: tritonserver takes itself for one of several copies and only waits"
+        findings.append(
+            Finding(what, f"unset {name} where nothing like mpirun starts it", blocks=False)
+        )
+    return Section("environment", facts, findings)
+
+
+def _matters(name: str) -> bool:
+    return name in _VARIABLES or name.startswith(_BEGINNINGS) or is_proxy(name)

@@ -1,0 +1,127 @@
+"""The engine process: `python -m slipstream.engine_worker.process ORDER`. The server starts and
+watches it.
+
+ORDER is the JSON form of `link.StartOrder`. Torch is loaded here, and only
+after the CPU probe has set the environment that torch reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from slipstream.engine.settings import EngineSettings
+from slipstream.engine_worker import cpu_probe
+from slipstream.server.engine_link.link import (
+    EXIT_WITH_REASON,
+    EngineEnd,
+    EngineFailed,
+    StartOrder,
+)
+from slipstream.server.engine_link.serve import Loop, describe, serve
+from slipstream.server.garbage import spare_what_is_there
+from slipstream.server.log import log as logging
+from slipstream.server.log.capture import told_by_python
+
+_PR_SET_PDEATHSIG = 1
+
+
+StartLoop = Callable[[str, EngineSettings], Loop]
+
+
+def start_real_engine(engine_folder: str, settings: EngineSettings) -> Loop:
+    settings = cpu_probe.prepare(settings)
+    from slipstream.engine.constraints.constraints import Constraints
+    from slipstream.server.text.vocabulary import read_vocabulary
+    from slipstream.weights.load import start_engine
+
+    loop = start_engine(engine_folder, settings, show_capture)
+    loop.constraints = Constraints(partial(read_vocabulary, engine_folder, loop.info.vocab_size))
+    return loop
+
+
+def show_capture(done: int, total: int) -> None:
+    """How far the capture of decode steps has come: a bar on a terminal, a line each quarter
+    elsewhere.
+    """
+    if sys.stderr.isatty():
+        bar = "#" * (30 * done // total)
+        sys.stderr.write(
+            f"\r  capturing decode steps [{bar:<30}] {done}/{total}" + "\n" * (done == total)
+        )
+        sys.stderr.flush()
+    elif 4 * done // total > 4 * (done - 1) // total:
+        logging.info(f"captured {done} of {total} decode steps")
+
+
+def main(start_loop: StartLoop = start_real_engine) -> int:
+    """Serve as the order on the command line says. Returns the exit code."""
+    order = msgspec.json.decode(sys.argv[1], type=StartOrder)
+    if not _die_with(order.parent_process):
+        return 1
+    _prepare_signals()
+    link = EngineEnd(order.socket)
+    try:
+        loop = start_loop(order.engine_folder, EngineSettings.from_json(order.settings))
+    except Exception as error:
+        expected = isinstance(error, OSError | ValueError)  # their text is meant for the user
+        return _leave(link, error, with_traceback=not expected)
+    spare_what_is_there()
+    try:
+        link.send(loop.info)
+        serve(loop, link)
+    except Exception as error:
+        return _leave(link, error, with_traceback=True)
+    link.close()
+    return 0
+
+
+def _leave(link: EngineEnd, error: Exception, with_traceback: bool) -> int:
+    reason = describe(error)
+    trace = "\n" + "".join(traceback.format_exception(error)).rstrip() if with_traceback else ""
+    logging.error(f"the engine process leaves: {reason}{trace}")
+    link.send(EngineFailed(reason))
+    link.close()
+    return EXIT_WITH_REASON
+
+
+def _die_with(parent_process: int) -> bool:
+    """Ask the kernel to kill this process when its parent ends. False when the parent has ended
+    already.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    return os.getppid() == parent_process
+
+
+def _prepare_signals() -> None:
+    # Ctrl-C and a supervisor's SIGTERM reach the whole group, but admitted work has to finish
+    # first: the server decides when the engine leaves.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def run(start_loop: StartLoop = start_real_engine) -> None:
+    """`main`, then leave at once: tearing down torch's thread pools takes long and can crash."""
+    if not sys.stderr.isatty():  # it is the server's pipe
+        logging.configure(format=logging.RELAYED)
+    with told_by_python():
+        code = main(start_loop)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,310 @@
+"""The server's handle on its engine process: start it, talk to it, notice when it dies, start it
+again.
+
+    engine = EngineClient(folder, settings)
+    engine.spawn()                 # the process begins to load; no event loop is needed yet
+    await engine.start()           # returns when it serves; EngineStartFailed says why it does not
+    async for delta in engine.submit(prompt, sampling): ...
+
+A process that dies fails its requests at once with the reason and is started again, a bounded
+number of times; then `wait_failed` returns and the server leaves. A process that gives no sign of
+life while it has work is asked for its stacks, killed and treated as dead. No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Unpack
+
+from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
+from slipstream.engine.request import SamplingParams
+from slipstream.engine.settings import EngineSettings
+from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
+from slipstream.server.engine_link.link import EngineFailed, FromEngine
+from slipstream.server.engine_link.mailbox import Delta, EngineUnavailable, Generation, Mailboxes
+from slipstream.server.engine_link.submission import Submission, engine_request
+from slipstream.server.log import log as logging
+
+__all__ = [
+    "Delta",
+    "EngineClient",
+    "EngineStartFailed",
+    "EngineUnavailable",
+    "Generation",
+    "Supervision",
+]
+
+
+class EngineStartFailed(Exception):
+    """The engine never came to serve. The text is the cause."""
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """How much is forgiven."""
+
+    restarts: int = 3  # within the window; one more and the engine has failed for good
+    window_seconds: float = 600.0
+    silence_seconds: float = 60.0  # without a sign of life while there is work
+    start_seconds: float = 300.0  # from the process's start until it serves
+
+
+class EngineClient:
+    def __init__(
+        self,
+        engine_folder: str | Path,
+        settings: EngineSettings = EngineSettings(),
+        supervision: Supervision = Supervision(),
+        command: Sequence[str] = ENGINE_COMMAND,
+        name: str = "",
+    ) -> None:
+        """`name`: of the engine model, for the log."""
+        self.info: EngineInfo | None = None
+        self.failure: str | None = None  # why it does not serve; None while it does or first loads
+        self._process_stats = EngineStats()  # what the process of now has told last
+        self._past_stats = EngineStats()  # of those before it
+        self._before: EngineClient | None = None  # the one whose place this one took
+        self._engine_folder = str(engine_folder)
+        self._settings = settings
+        self._supervision = supervision
+        self._command = command
+        self._name = name
+        self._mailboxes = Mailboxes()
+        self._child: EngineChild | None = None
+        self._serving = False
+        self._lost = False  # this process has failed, though it may not have ended yet
+        self._draining = False
+        self._stopping = False
+        self._restarts: deque[float] = deque()
+        self._silent_seconds = 0.0
+        self._loading_seconds = 0.0
+        self._started: asyncio.Future[None] | None = None
+        self._failed: asyncio.Future[str] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+
+    # -- for those who serve requests
+
+    @property
+    def ready(self) -> bool:
+        """It serves, takes new work and makes progress with what it has."""
+        stalled = self._silent_seconds > self._supervision.silence_seconds / 4
+        return self._serving and not self._draining and not stalled
+
+    @property
+    def stats(self) -> EngineStats:
+        """Its totals never fall, though each process counts from zero."""
+        before = self._before
+        # it has ended: what it counted is known for good
+        if before is not None and before.info is None:
+            self._past_stats, self._before, before = (
+                self._past_stats.after(before.stats),
+                None,
+                None,
+            )
+        past = self._past_stats if before is None else self._past_stats.after(before.stats)
+        return self._process_stats.after(past)
+
+    def count_on_from(self, before: EngineClient) -> None:
+        """This engine comes in the place of another, which may still finish what it has."""
+        self._before = before
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._mailboxes)
+
+    def submit(
+        self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]
+    ) -> Generation:
+        if self._draining or self._stopping:
+            raise EngineUnavailable("the server is shutting down")
+        if not self._serving or self._child is None:
+            raise EngineUnavailable(
+                f"the engine is not running: {self.failure or 'it is still loading'}"
+            )
+        generation = self._mailboxes.open(sampling, self._cancel)
+        try:
+            self._child.link.send(engine_request(generation.request_id, prompt, sampling, more))
+        except Exception:
+            # otherwise it would count as work that the engine never ends
+            self._mailboxes.withdraw(generation)
+            raise
+        return generation
+
+    def _cancel(self, request_id: int, reason: str) -> None:
+        if self._child is not None:
+            self._child.link.send(Cancel([request_id], reason))
+
+    # -- for the one who runs it
+
+    def spawn(self) -> None:
+        """Start the process. The kernel kills it when the calling thread ends, so call from the
+        main one.
+        """
+        self._child = EngineChild(self._command, self._engine_folder, self._settings, self._name)
+        self._loading_seconds, self._lost = 0.0, False
+
+    async def start(self) -> None:
+        if self._child is None:
+            self.spawn()
+        event_loop = asyncio.get_running_loop()
+        self._started, self._failed = event_loop.create_future(), event_loop.create_future()
+        self._watchdog = event_loop.create_task(self._watch())
+        self._attach()
+        await self._started
+
+    async def wait_failed(self) -> str:
+        """Returns, with the reason, when the engine is down for good."""
+        assert self._failed is not None, "start() comes first"
+        return await asyncio.shield(self._failed)
+
+    def begin_drain(self) -> None:
+        """Refuse new work; what was admitted goes on."""
+        self._draining = True
+
+    async def wait_drained(self) -> None:
+        await self._mailboxes.wait_empty()
+
+    async def stop(self, patience_seconds: float = 5.0) -> None:
+        """End the process, whatever it is doing. Requests still in flight fail."""
+        self._stopping = True
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._mailboxes.fail_all("the server is shutting down")
+        child = self._child
+        if child is None:
+            return
+        if self._serving and child.link.send(Shutdown()):
+            await child.wait(patience_seconds)
+        self._serving = False
+        child.kill()
+        await child.wait(patience_seconds)
+        child.close()
+        self._child = None
+
+    def kill(self) -> None:
+        """End the process now, without an event loop."""
+        self._stopping = True
+        self._serving = False
+        if self._child is not None:
+            self._child.kill()
+            self._child.close()
+            self._child = None
+
+    # -- what the process tells, and what is done about it
+
+    def _attach(self) -> None:
+        assert self._child is not None
+        self._child.attach(self._on_message, self._on_exit)
+
+    def _on_message(self, message: FromEngine) -> None:
+        self._silent_seconds = 0.0
+        if isinstance(message, StepOutputs):
+            self._mailboxes.deliver(message)
+        elif isinstance(message, EngineStats):
+            self._process_stats = message
+        elif isinstance(message, EngineInfo):
+            self._on_serving(message)
+        elif isinstance(message, EngineFailed):
+            self._lose(message.reason)
+
+    def _on_serving(self, info: EngineInfo) -> None:
+        assert self._child is not None
+        assert self._started is not None
+        self._child.link.hide()
+        self.info, self.failure, self._serving = info, None, True
+        if not self._started.done():
+            self._started.set_result(None)
+        else:
+            seconds = time.monotonic() - self._restarts[-1]
+            logging.info(f"the engine serves again, after {seconds:.1f} s", model=self._name)
+
+    def _lose(self, reason: str) -> None:
+        """It serves no more: say so to everybody who waits. The first reason is the cause."""
+        if not self._lost:
+            self.failure, self._lost = reason, True
+        self._serving = False
+        self._silent_seconds = 0.0
+        self._mailboxes.fail_all(f"the engine process failed: {self.failure}")
+
+    def _on_exit(self, how: str) -> None:
+        if self._stopping or self._child is None:
+            return
+        limits = self._supervision
+        self._lose(how)
+        self._child.close()
+        self._child = None
+        self._past_stats, self._process_stats = (
+            self._process_stats.after(self._past_stats),
+            EngineStats(),
+        )
+        logging.error(f"the engine process is gone: {self.failure}", model=self._name)
+        if self.info is None:
+            self._give_up(f"{self.failure}")
+        elif self._may_restart():
+            times = f"{len(self._restarts)} of {limits.restarts} times"
+            logging.warning(f"starting the engine again, {times}", model=self._name)
+            self.spawn()
+            self._attach()
+        else:
+            times = f"more than {limits.restarts} times in {limits.window_seconds / 60:g} minutes"
+            self._give_up(f"it died {times}, the last time because: {self.failure}")
+
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > self._supervision.window_seconds:
+            self._restarts.popleft()
+        if len(self._restarts) >= self._supervision.restarts:
+            return False
+        self._restarts.append(now)
+        return True
+
+    def _give_up(self, reason: str) -> None:
+        assert self._started is not None
+        assert self._failed is not None
+        if not self._started.done():
+            self._started.set_exception(EngineStartFailed(reason))
+        if not self._failed.done():
+            self._failed.set_result(reason)
+
+    # -- the watchdog
+
+    async def _watch(self) -> None:
+        """Count seconds of silence. Counted in ticks of our own, so that a server that was itself
+        stopped or starved does not blame the engine for it.
+        """
+        limits = self._supervision
+        tick = min(1.0, limits.silence_seconds / 10)
+        while True:
+            await asyncio.sleep(tick)
+            if self._child is None:
+                continue
+            self._child.link.receive_waiting()
+            if self._serving:
+                self._silent_seconds = self._silent_seconds + tick if self.outstanding else 0.0
+                if self._silent_seconds >= limits.silence_seconds:
+                    await self._put_down(
+                        f"no sign of life for {limits.silence_seconds:g} s while it had work"
+                    )
+            else:
+                self._loading_seconds += tick
+                if self._loading_seconds >= limits.start_seconds:
+                    await self._put_down(f"not ready {limits.start_seconds:g} s after its start")
+
+    async def _put_down(self, reason: str) -> None:
+        assert self._child is not None
+        logging.error(
+            f"the engine process is killed: {reason}; its stacks follow", model=self._name
+        )
+        child = self._child
+        self._lose(reason)
+        # faulthandler writes all stacks to stderr, even amid a hung step
+        child.signal(signal.SIGUSR1)
+        await asyncio.sleep(0.5)
+        child.kill()
+        await child.wait(5.0)

@@ -1,0 +1,79 @@
+"""The loop of an engine's process: receive the waiting messages, run one step, send its outputs.
+
+The in-process engine runs the same loop on a thread, over a queue instead of a socket.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol, cast
+
+from slipstream.engine.messages import EngineInfo, EngineStats, Shutdown, StepOutputs
+from slipstream.engine.request import FinishReason, GenerateRequest
+from slipstream.server.engine_link.link import FromEngine, ToEngine
+
+STATS_SECONDS = 0.1
+INTEGRITY_SECONDS = 1.0
+
+
+class Loop(Protocol):
+    """What `engine.loop.EngineLoop` offers."""
+
+    info: EngineInfo
+
+    def submit(self, request: GenerateRequest) -> None: ...
+    def cancel(self, request_ids: list[int], reason: FinishReason = "cancelled") -> None: ...
+    def has_work(self) -> bool: ...
+    def step(self) -> StepOutputs | None: ...
+    def stats(self) -> EngineStats: ...
+    def check_integrity(self) -> None: ...
+
+
+class LoopLink(Protocol):
+    """The engine's side of a link, to another process or to another thread."""
+
+    def send(self, message: FromEngine) -> None: ...
+    def wait(self, seconds: float | None) -> bool: ...
+    def receive_waiting(self) -> list[ToEngine]: ...
+
+
+def serve(loop: Loop, link: LoopLink) -> None:
+    """Run until told to shut down: all waiting messages, one step, one message with its news."""
+    next_stats = next_check = 0.0
+    while True:
+        if not loop.has_work():
+            next_check = _rest(loop, link, next_check)
+        for message in link.receive_waiting():
+            if isinstance(message, Shutdown):
+                return
+            _apply(loop, message)
+        outputs = loop.step()
+        if outputs is not None:
+            link.send(outputs)
+        if time.monotonic() >= next_stats:
+            link.send(loop.stats())
+            next_stats = time.monotonic() + STATS_SECONDS
+
+
+def _apply(loop: Loop, message: ToEngine) -> None:
+    if isinstance(message, GenerateRequest):
+        loop.submit(message)
+    elif not isinstance(message, Shutdown):
+        loop.cancel(message.request_ids, cast(FinishReason, message.reason))
+
+
+def _rest(loop: Loop, link: LoopLink, next_check: float) -> float:
+    """Sleep until there is a message. Check the books meanwhile, at most once a second."""
+    link.send(loop.stats())
+    if link.wait(max(0.0, next_check - time.monotonic())):
+        return next_check
+    loop.check_integrity()
+    checked = time.monotonic()
+    link.wait(None)
+    return checked + INTEGRITY_SECONDS
+
+
+def describe(error: Exception) -> str:
+    """One line a client may see: the kind and the first line of the text."""
+    text = str(error).strip().partition("\n")[0][:500]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

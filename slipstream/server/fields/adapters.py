@@ -1,0 +1,168 @@
+"""Which adapter a request asks for: by the tensors it brings, by a task id, or by the name of a
+folder.
+
+An adapter's number is made of its content, so that the engine tells two apart whatever they are
+called, and the same one sent twice is the same. A task id stands for what was last sent with it, as
+long as the engine has that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.engine.adapters.adapters import AdapterSource
+from slipstream.server.fields.limits import Given
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.tensor_bytes import pack
+
+FIELDS = ("lora_name", "lora_task_id", "lora_weights", "lora_config")
+_DATATYPES = {"FP16": "float16", "FP32": "float32", "BF16": "bfloat16"}
+_MOST_TASKS = 100_000
+_WEIGHT_FILES = ("adapter_model.safetensors", "model.lora_weights.npy", "adapter_config.json")
+
+
+@dataclass(frozen=True)
+class AdapterUse:
+    number: int
+    name: str  # what errors call it
+    source: AdapterSource | None = None  # None: the engine has it, or has had it
+
+    def fields(self) -> dict[str, Any]:
+        """As `GenerateRequest` has it."""
+        return {"adapter": self.number, "adapter_name": self.name, "adapter_source": self.source}
+
+    def explains(self, error: str) -> bool:
+        """Whether an error of the engine is this adapter's."""
+        return error.startswith(self.name)
+
+
+class AdapterBook:
+    """The adapters that requests to one engine may name."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: holds a folder for each adapter that can be asked for by name."""
+        self._folder = folder
+        self._tasks: OrderedDict[int, int] = OrderedDict()  # task id → the adapter's number
+
+    async def chosen(self, fields: Mapping[str, Given]) -> AdapterUse | None:
+        given = [field for field in FIELDS if field in fields and fields[field].tensor.data]
+        if not given:
+            return None
+        if "lora_name" in given:
+            return self._by_name(fields, given)
+        task = int(fields["lora_task_id"].value) if "lora_task_id" in given else 0
+        if "lora_weights" in given or "lora_config" in given:
+            return await self._by_tensors(fields, given, task)
+        return self._by_task(task) if task else None
+
+    def from_folder(self, folder: Path, name: str) -> AdapterUse:
+        """The adapter in this folder as it is now; one that has changed since is another."""
+        if not folder.is_dir():
+            raise InferenceError(f"{name}: there is no folder {folder}", Code.NOT_FOUND)
+        stamps = [
+            f"{file}:{(folder / file).stat().st_mtime_ns}"
+            for file in _WEIGHT_FILES
+            if (folder / file).is_file()
+        ]
+        number = _number(str(folder.resolve()).encode(), *(stamp.encode() for stamp in stamps))
+        return AdapterUse(number, name, AdapterSource(folder=str(folder.resolve())))
+
+    def _by_name(self, fields: Mapping[str, Given], given: list[str]) -> AdapterUse | None:
+        name = fields["lora_name"].tensor.text()
+        if not name:
+            return None
+        if len(given) > 1:
+            raise InferenceError(f"lora_name does not go with {given[1]}: each names an adapter")
+        return self.named(name)
+
+    def named(self, name: str) -> AdapterUse:
+        folder = self._named_folder(name)
+        if folder is None:
+            where = (
+                ": no folder of adapters is configured (lora_prefetch_dir)"
+                if self._folder is None
+                else ""
+            )
+            raise InferenceError(f"adapter '{name[:200]}' not found{where}", Code.NOT_FOUND)
+        return self.from_folder(folder, f"adapter '{name}'")
+
+    def names(self) -> list[str]:
+        """Those that can be asked for by name now."""
+        if self._folder is None or not self._folder.is_dir():
+            return []
+        return sorted(path.name for path in self._folder.iterdir() if _holds_adapter(path))
+
+    def has(self, name: str) -> bool:
+        """Whether it is one of `names`, which need not all be looked at for that."""
+        folder = self._named_folder(name)
+        return folder is not None and _holds_adapter(folder)
+
+    def _named_folder(self, name: str) -> Path | None:
+        """The folder of that name; a name is never a path."""
+        if self._folder is None or name in ("", ".", "..") or "/" in name or "\0" in name:
+            return None
+        if len(name.encode(errors="replace")) > 255:  # longer than a folder's name can be
+            return None
+        folder = self._folder / name
+        return folder if folder.is_dir() else None
+
+    async def _by_tensors(
+        self, fields: Mapping[str, Given], given: list[str], task: int
+    ) -> AdapterUse:
+        for field in ("lora_weights", "lora_config"):
+            if field not in given:
+                raise InferenceError(
+                    f"{field} is missing: lora_weights and lora_config come together"
+                )
+        weights, config = fields["lora_weights"].tensor, fields["lora_config"].tensor
+        if weights.datatype not in _DATATYPES:
+            raise InferenceError(f"lora_weights must be FP16, BF16 or FP32, got {weights.datatype}")
+        if len(config.data) % 3:
+            raise InferenceError(
+                f"lora_config must hold three numbers a module, got {len(config.data)}"
+            )
+        numbers = [int(number) for number in config.data]
+        modules = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+        raw = pack(weights)
+        # Beside the event loop: these may be hundreds of megabytes.
+        number = await asyncio.to_thread(_number, raw, weights.datatype.encode(), pack(config))
+        source = AdapterSource(weights=raw, datatype=_DATATYPES[weights.datatype], modules=modules)  # type: ignore[arg-type]
+        if task:
+            self._remember(task, number)
+        return AdapterUse(
+            number, f"LoRA task {task}" if task else "the adapter of the request", source
+        )
+
+    def _by_task(self, task: int) -> AdapterUse:
+        name = f"LoRA task {task}"
+        if task in self._tasks:
+            self._tasks.move_to_end(task)
+            return AdapterUse(self._tasks[task], name)
+        folder = self._named_folder(str(task))
+        if folder is not None:
+            return self.from_folder(folder, name)
+        raise InferenceError(f"{name} not found in cache. Please send LoRA weights with request")
+
+    def _remember(self, task: int, number: int) -> None:
+        self._tasks[task] = number
+        self._tasks.move_to_end(task)
+        while len(self._tasks) > _MOST_TASKS:
+            self._tasks.popitem(last=False)
+
+
+def _holds_adapter(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in _WEIGHT_FILES)
+
+
+def _number(*parts: bytes) -> int:
+    """63 bits of the content's hash, and never 0, which means no adapter."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + hashlib.sha256(part).digest())
+    return int.from_bytes(digest.digest()[:8], "little") >> 1 or 1

@@ -1,0 +1,160 @@
+"""The calls around inference: what is served and how it does, the repository, logs, traces and
+shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf import json_format
+
+from slipstream.server.grpc.infer import version_number
+from slipstream.server.grpc.protocol.messages import method_messages
+from slipstream.server.http.routes import EXTENSIONS, TRITON_VERSION
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.repository_control import (
+    RepositoryControl,
+    check_repository_name,
+    load_model,
+)
+from slipstream.server.kserve.shared_memory import SharedMemory
+from slipstream.server.log.settings import log_settings, update_log_settings
+from slipstream.server.metrics.statistics import model_statistics
+from slipstream.server.tracing.settings import TraceSettings
+
+
+def _answer(name: str, /, **fields: Any) -> Any:
+    return method_messages(name)[1](**fields)
+
+
+class Description:
+    """The server and its models."""
+
+    def __init__(self, registry: ModelRegistry, state: ServerState, server_name: str) -> None:
+        self._registry = registry
+        self._state = state
+        self._server_name = server_name
+
+    async def server_live(self, request: Any) -> Any:
+        return _answer("ServerLive", live=self._state.live)
+
+    async def server_ready(self, request: Any) -> Any:
+        return _answer("ServerReady", ready=self._state.ready)
+
+    async def model_ready(self, request: Any) -> Any:
+        ready = self._registry.is_ready(request.name, version_number(request.version))
+        return _answer("ModelReady", ready=ready)
+
+    async def server_metadata(self, request: Any) -> Any:
+        return _answer(
+            "ServerMetadata", name=self._server_name, version=TRITON_VERSION, extensions=EXTENSIONS
+        )
+
+    async def model_metadata(self, request: Any) -> Any:
+        return _answer(
+            "ModelMetadata",
+            **self._registry.metadata(request.name, version_number(request.version)),
+        )
+
+    async def model_config(self, request: Any) -> Any:
+        document = self._registry.configuration(request.name, version_number(request.version))
+        answer = _answer("ModelConfig")
+        json_format.ParseDict(document, answer.config)
+        return answer
+
+    async def model_statistics(self, request: Any) -> Any:
+        found = model_statistics(self._registry, request.name, version_number(request.version))
+        return _answer("ModelStatistics", model_stats=found)
+
+
+class RepositoryCalls:
+    def __init__(self, control: RepositoryControl) -> None:
+        self._control = control
+
+    async def index(self, request: Any) -> Any:
+        check_repository_name(request.repository_name)
+        return _answer("RepositoryIndex", models=self._control.index(request.ready))
+
+    async def load(self, request: Any) -> Any:
+        check_repository_name(request.repository_name)
+        await load_model(self._control, request.model_name, _chosen(request.parameters))
+        return _answer("RepositoryModelLoad")
+
+    async def unload(self, request: Any) -> Any:
+        check_repository_name(request.repository_name)
+        dependents = bool(_chosen(request.parameters).get("unload_dependents", False))
+        await self._control.unload(request.model_name, dependents)
+        return _answer("RepositoryModelUnload")
+
+
+def _chosen(parameters: Any) -> dict[str, Any]:
+    """Of each parameter the value it has, whichever type that is; one that has none is left out."""
+    choices = (
+        (name, parameter, parameter.WhichOneof("parameter_choice"))
+        for name, parameter in parameters.items()
+    )
+    return {
+        name: getattr(parameter, choice)
+        for name, parameter, choice in choices
+        if choice is not None
+    }
+
+
+class SharedMemoryCalls:
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+
+    async def system_status(self, request: Any) -> Any:
+        regions = {region["name"]: region for region in self._memory.status(request.name)}
+        return _answer("SystemSharedMemoryStatus", regions=regions)
+
+    async def system_register(self, request: Any) -> Any:
+        self._memory.register(request.name, request.key, request.offset, request.byte_size)
+        return _answer("SystemSharedMemoryRegister")
+
+    async def system_unregister(self, request: Any) -> Any:
+        self._memory.unregister(request.name)
+        return _answer("SystemSharedMemoryUnregister")
+
+    async def cuda_status(self, request: Any) -> Any:
+        regions = {region["name"]: region for region in self._memory.cuda_status(request.name)}
+        return _answer("CudaSharedMemoryStatus", regions=regions)
+
+    async def cuda_register(self, request: Any) -> Any:
+        self._memory.register_cuda(
+            request.name, request.raw_handle, request.device_id, request.byte_size
+        )
+        return _answer("CudaSharedMemoryRegister")
+
+    async def cuda_unregister(self, request: Any) -> Any:
+        self._memory.unregister_cuda(request.name)
+        return _answer("CudaSharedMemoryUnregister")
+
+
+class SettingCalls:
+    """Logs and traces."""
+
+    def __init__(self, registry: ModelRegistry, traces: TraceSettings) -> None:
+        self._registry = registry
+        self._traces = traces
+
+    async def trace_setting(self, request: Any) -> Any:
+        name = request.model_name
+        if name and not any(entry.name == name for entry in self._registry):
+            raise InferenceError(f"Request for unknown model : {name}")
+        wanted = {key: list(setting.value) or None for key, setting in request.settings.items()}
+        found = self._traces.update(wanted, name) if wanted else self._traces.get(name)
+        answer = _answer("TraceSetting")
+        for key, value in found.items():
+            answer.settings[key].value.extend(value if isinstance(value, list) else [value])
+        return answer
+
+    async def log_settings(self, request: Any) -> Any:
+        wanted = _chosen(request.settings)
+        answer = _answer("LogSettings")
+        for key, value in (update_log_settings(wanted) if wanted else log_settings()).items():
+            field = {bool: "bool_param", int: "uint32_param"}.get(type(value), "string_param")
+            setattr(answer.settings[key], field, value)
+        return answer

@@ -1,0 +1,247 @@
+"""The two calls that run models: one request and one answer, and a stream of both."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from slipstream.server.grpc.errors import STATUS
+from slipstream.server.grpc.protocol import messages
+from slipstream.server.grpc.tensors import (
+    FINAL,
+    read_call,
+    set_parameters,
+    wants_empty_final,
+    write_response,
+)
+from slipstream.server.grpc.transport import INTERNAL, Call, ClientGone, Status, StreamCall
+from slipstream.server.http.infer_request import InferCall
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter
+from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
+from slipstream.server.log import log as logging
+from slipstream.server.tracing.tracing import Finishing, Headers, RequestTrace
+
+DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+# A client that sends this metadata wants a stream to end at its first error, with a real status.
+ERRORS_END_STREAM = "triton_grpc_error"
+
+_MOST_UNDER_WAY = 1024  # requests of one stream
+
+
+def version_number(text: str) -> str:
+    if text and not (text.isascii() and text.isdecimal()):
+        raise InferenceError(
+            f"failed to get model version from specified version string '{text}' (details: stol), "
+            "version should be an integral value > 0"
+        )
+    return text
+
+
+class Admitted(NamedTuple):
+    """A request that may run."""
+
+    entry: ModelVersion
+    call: InferCall
+
+
+class Inference:
+    def __init__(self, registry: ModelRegistry, state: ServerState, shared: ServerContext) -> None:
+        self._registry = registry
+        self._state = state
+        self._memory = shared.memory
+        self._trace = shared.trace
+        self._forwarded = shared.grpc_forwarded_headers
+
+    async def model_infer(self, message: Any, call: Call) -> Any:
+        entry = self._find(message)
+        if entry.model.decoupled:
+            raise InferenceError(DECOUPLED, Code.UNSUPPORTED)
+        asked = read_call(message, entry.model.config, entry.version, self._memory)
+        asked.request.parameters |= self.forwarded(call)
+        asked.request.peer = call.peer
+        if (trace := self._trace.begin(entry.name, call.metadata)) is None:
+            return await self._only_answer(entry, asked)
+        begin_grpc(trace, asked.request)
+        with Finishing(trace, "GRPC_SEND_START", "GRPC_SEND_END"):
+            return await self._only_answer(entry, asked)
+
+    async def _only_answer(self, entry: ModelVersion, call: InferCall) -> Any:
+        answer = InferResponse()
+        # A client that leaves, or whose deadline passes, cancels this call, which closes the
+        # model's generator.
+        async with aclosing(entry.model.infer(call.request)) as responses:
+            async for answer in responses:
+                if answer.error is not None:
+                    raise answer.error
+        return self.write(Admitted(entry, call), answer)
+
+    async def model_stream_infer(self, call: StreamCall) -> None:
+        """Any number of requests, answered side by side. An error is an answer; the stream goes on."""
+        stream, room = _Stream(call, self.forwarded(call)), asyncio.Semaphore(_MOST_UNDER_WAY)
+        try:
+            # the client's leaving cancels this call, and so all of them
+            async with asyncio.TaskGroup() as answering:
+                ordered: asyncio.Task[None] | None = None
+                async for data in call:
+                    try:
+                        message = messages.ModelInferRequest.FromString(data)
+                    except DecodeError:
+                        break  # what cannot be read ends the stream, as with Triton
+                    answers = _Answers(self, message, stream)
+                    # meanwhile the library's flow control holds the client back
+                    await room.acquire()
+                    task = answering.create_task(answers.run(after=ordered))
+                    task.add_done_callback(lambda _: room.release())
+                    if answers.keep_order:
+                        ordered = task
+        except* Status as group:
+            raise group.exceptions[0] from None  # the others' answers have ended with the stream
+        except* ClientGone:
+            pass  # while it was told of an error
+
+    def forwarded(self, call: Call) -> dict[str, Parameter]:
+        """The metadata that models are to see as parameters."""
+        if self._forwarded is None:
+            return {}
+        return {
+            key: value
+            for key, value in call.metadata
+            if isinstance(value, str) and self._forwarded.fullmatch(key)
+        }
+
+    def admit(self, message: Any, forwarded: dict[str, Parameter], headers: Headers) -> Admitted:
+        entry = self._find(message)
+        call = read_call(message, entry.model.config, entry.version, self._memory)
+        call.request.parameters |= forwarded
+        if (trace := self._trace.begin(entry.name, headers)) is not None:
+            begin_grpc(trace, call.request)
+        return Admitted(entry, call)
+
+    def write(self, admitted: Admitted, answer: InferResponse) -> Any:
+        entry = admitted.entry
+        version = "" if answer.error is not None else entry.version
+        return write_response(
+            admitted.call, entry.name, version, answer, entry.model.config, self._memory
+        )
+
+    def _find(self, message: Any) -> ModelVersion:
+        if self._state.draining:
+            raise Unavailable("the server is shutting down and takes no new requests")
+        return self._registry.find(message.model_name, version_number(message.model_version))
+
+
+def begin_grpc(trace: RequestTrace, request: InferRequest) -> None:
+    """gRPC has read the message by the time anybody here hears of it."""
+    now = time.monotonic_ns()
+    trace.stamp("GRPC_WAITREAD_START", now)
+    trace.stamp("GRPC_WAITREAD_END", now)
+    request.trail.trace = trace
+
+
+class _Stream:
+    """The way out of one stream; gRPC takes one message at a time."""
+
+    def __init__(self, call: StreamCall, forwarded: dict[str, Parameter]) -> None:
+        self.forwarded = forwarded
+        self.peer = call.peer
+        self.metadata = call.metadata
+        self._call = call
+        self._errors_end = any(
+            key == ERRORS_END_STREAM and value == "true" for key, value in call.metadata
+        )
+        self._ended = False
+        self._turn = asyncio.Lock()
+
+    async def write(self, response: Any) -> None:
+        async with self._turn:
+            await self._send(messages.ModelStreamInferResponse(infer_response=response))
+
+    async def _send(self, answer: Any) -> None:
+        if self._ended:
+            raise ClientGone
+        await self._call.write(answer.SerializeToString())
+
+    async def fail(self, message: str, code: Code, response: Any) -> None:
+        async with self._turn:
+            if self._errors_end:
+                self._ended = True
+                raise Status(STATUS[code], message)
+            await self._send(
+                messages.ModelStreamInferResponse(error_message=message, infer_response=response)
+            )
+
+
+class _Answers:
+    """The answers to one request of a stream."""
+
+    def __init__(self, inference: Inference, message: Any, stream: _Stream) -> None:
+        self._inference = inference
+        self._message = message
+        self._stream = stream
+        self._refusal: InferenceError | None = None
+        self._admitted: Admitted | None = None
+        try:
+            self._admitted = inference.admit(message, stream.forwarded, stream.metadata)
+            self._admitted.call.request.peer = stream.peer
+        except InferenceError as error:
+            self._refusal = error
+
+    @property
+    def keep_order(self) -> bool:
+        """Models that answer exactly once are answered in the order of their requests."""
+        return self._admitted is not None and not self._admitted.entry.model.decoupled
+
+    async def run(self, after: asyncio.Task[None] | None) -> None:
+        try:
+            if self._admitted is None:
+                assert self._refusal is not None
+                raise self._refusal
+            await self._answer_traced(self._admitted, after if self.keep_order else None)
+        except InferenceError as error:
+            await self._refuse(error.message, error.code)
+        except Status:
+            raise
+        except ClientGone:
+            return  # its model's generator is closed by now, and with it the request
+        except Exception:
+            logging.error(f"gRPC: {traceback.format_exc().rstrip()}")
+            await self._refuse(INTERNAL, Code.INTERNAL)
+
+    async def _refuse(self, message: str, code: Code) -> None:
+        await self._stream.fail(message, code, messages.ModelInferResponse(id=self._message.id))
+
+    async def _answer_traced(self, admitted: Admitted, after: asyncio.Task[None] | None) -> None:
+        with Finishing(admitted.call.request.trail.trace, "GRPC_SEND_END"):
+            await self._answer(admitted, after)
+
+    async def _answer(self, admitted: Admitted, after: asyncio.Task[None] | None) -> None:
+        model, request = admitted.entry.model, admitted.call.request
+        final = False
+        async with aclosing(model.infer(request)) as responses:
+            async for response in responses:
+                if after is not None:
+                    await asyncio.wait([after])
+                final = response.final or not model.decoupled
+                await self._send(admitted, response, final)
+        if not final and wants_empty_final(self._message):
+            end = messages.ModelInferResponse(model_name=admitted.entry.name, id=request.id)
+            set_parameters(end, [(FINAL, True)])
+            await self._stream.write(end)
+
+    async def _send(self, admitted: Admitted, response: InferResponse, final: bool) -> None:
+        message = self._inference.write(admitted, response)
+        set_parameters(message, [(FINAL, final)])
+        if (trace := admitted.call.request.trail.trace) is not None:
+            trace.stamp("GRPC_SEND_START")
+        if response.error is not None:
+            await self._stream.fail(response.error.message, response.error.code, message)
+        else:
+            await self._stream.write(message)

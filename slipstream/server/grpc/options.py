@@ -1,0 +1,80 @@
+"""How the gRPC port is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import grpc
+
+from slipstream.server.grpc.transport import GrpcServer
+
+UNLIMITED = -1
+Compression = Literal["none", "deflate", "gzip"]
+_COMPRESSION = {"none": 0, "deflate": 1, "gzip": 2}  # the library's numbers
+
+
+@dataclass(frozen=True)
+class GrpcOptions:
+    """Triton's defaults, but for the size of a request: nobody fills this server's memory with one."""
+
+    largest_request_bytes: int = 256 << 20  # requests carry whole tensors (adapters, embeddings)
+    response_compression: Compression = "none"
+    keepalive_time_ms: int = 7_200_000
+    keepalive_timeout_ms: int = 20_000
+    keepalive_permit_without_calls: bool = False
+    http2_max_pings_without_data: int = 2
+    http2_min_recv_ping_interval_without_data_ms: int = 300_000
+    http2_max_ping_strikes: int = 2
+    max_connection_age_ms: int = 0  # 0: a connection may last for ever
+    max_connection_age_grace_ms: int = 0  # 0: for ever
+    server_certificate: Path | None = None  # with these two, the port speaks TLS
+    server_key: Path | None = None
+    root_certificate: Path | None = None  # with this one, clients show certificates too
+
+    def __post_init__(self) -> None:
+        if (self.server_certificate is None) != (self.server_key is None):
+            raise ValueError("TLS needs both a certificate and its key")
+        if self.root_certificate is not None and self.server_certificate is None:
+            raise ValueError("clients can only show certificates where the server has one")
+
+    def channel_arguments(self) -> list[tuple[str, int]]:
+        arguments = [
+            ("grpc.max_receive_message_length", self.largest_request_bytes),
+            ("grpc.max_send_message_length", UNLIMITED),
+            ("grpc.default_compression_algorithm", _COMPRESSION[self.response_compression]),
+            ("grpc.so_reuseport", 0),  # two servers on one port must not look like success
+            ("grpc.keepalive_time_ms", self.keepalive_time_ms),
+            ("grpc.keepalive_timeout_ms", self.keepalive_timeout_ms),
+            ("grpc.keepalive_permit_without_calls", int(self.keepalive_permit_without_calls)),
+            ("grpc.http2.max_pings_without_data", self.http2_max_pings_without_data),
+            (
+                "grpc.http2.min_ping_interval_without_data_ms",
+                self.http2_min_recv_ping_interval_without_data_ms,
+            ),
+            ("grpc.http2.max_ping_strikes", self.http2_max_ping_strikes),
+        ]
+        if self.max_connection_age_ms:
+            arguments.append(("grpc.max_connection_age_ms", self.max_connection_age_ms))
+        if self.max_connection_age_grace_ms:
+            arguments.append(("grpc.max_connection_age_grace_ms", self.max_connection_age_grace_ms))
+        return arguments
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """None: without TLS. Raises OSError where a file cannot be read."""
+        if self.server_certificate is None or self.server_key is None:
+            return None
+        pair = (self.server_key.read_bytes(), self.server_certificate.read_bytes())
+        root = self.root_certificate.read_bytes() if self.root_certificate is not None else None
+        return grpc.ssl_server_credentials([pair], root, require_client_auth=root is not None)
+
+
+def add_port(server: GrpcServer, address: str, options: GrpcOptions) -> int:
+    """Listen at an address ("127.0.0.1:8001"), with TLS where it is asked for; the port that it
+    became.
+    """
+    credentials = options.credentials()
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)

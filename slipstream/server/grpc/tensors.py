@@ -1,0 +1,237 @@
+"""gRPC messages to requests of tensors, and answers back to messages.
+
+What the real server checks is checked here, in its order and with its words. Data comes raw in the
+order of the inputs, as typed contents, or from shared memory; answers are raw, or go into shared
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+from slipstream.repository.config import ModelConfig
+from slipstream.server.grpc.protocol import messages
+from slipstream.server.http.infer_request import InferCall, SharedPlace, WantedOutput
+from slipstream.server.http.infer_response import classify
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter
+from slipstream.server.kserve.input_checks import check_request, read_raw, refused
+from slipstream.server.kserve.shared_memory import SharedMemory
+from slipstream.server.kserve.tensor_bytes import SIZES, pack
+from slipstream.server.kserve.tensors import Tensor
+
+EMPTY_FINAL = "triton_enable_empty_final_response"
+FINAL = "triton_final_response"
+
+# The field that carries each datatype, and the datatype a filled field stands for in an error text.
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+_FIELD_TYPES = {
+    "bool_contents": "BOOL",
+    "int_contents": "INT32",
+    "int64_contents": "INT64",
+    "uint_contents": "UINT32",
+    "uint64_contents": "UINT64",
+    "fp32_contents": "FP32",
+    "fp64_contents": "FP64",
+    "bytes_contents": "BYTES",
+}
+_BITS = {
+    "INT8": (-128, 127),
+    "INT16": (-(2**15), 2**15 - 1),
+    "UINT8": (0, 255),
+    "UINT16": (0, 2**16 - 1),
+}
+
+
+def read_call(message: Any, config: ModelConfig, version: str, memory: SharedMemory) -> InferCall:
+    """A ModelInferRequest as the model may see it. Raises InferenceError."""
+    request = InferRequest(config.name, version, {}, id=message.id)
+    for name, parameter in message.parameters.items():
+        _read_parameter(request, name, parameter)
+    call = InferCall(request, [_wanted(output) for output in message.outputs])
+    request.outputs = tuple(output.name for output in call.outputs)
+    in_raw = 0  # inputs in shared memory have no raw contents
+    for given in message.inputs:
+        if given.name in request.inputs:
+            raise refused(request, f"input '{given.name}' already exists in request")
+        if (place := _place(given.parameters)) is not None:
+            data = memory.read(place.region, place.offset, place.byte_size)
+            tensor = _from_bytes(request, given, data)
+        elif given.HasField("contents") and not message.raw_input_contents:
+            tensor = Tensor(
+                given.name, given.datatype, tuple(given.shape), _explicit(given, config)
+            )
+        else:
+            tensor = _from_bytes(request, given, _raw_contents(message, in_raw, given.name))
+            in_raw += 1
+        request.inputs[given.name] = tensor
+    check_request(request, config)
+    for tensor in request.inputs.values():
+        _check_filled(request, tensor)
+    return call
+
+
+def _read_parameter(request: InferRequest, name: str, parameter: Any) -> None:
+    choice = parameter.WhichOneof("parameter_choice")
+    if choice is None:
+        raise InferenceError(f"parameter '{name}' has no value")
+    value = getattr(parameter, choice)
+    if name == EMPTY_FINAL:
+        return  # for whoever writes the answers, not for the model
+    if name.startswith("triton_"):
+        raise InferenceError(
+            "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
+            f"starting with 'triton_' are allowed: {EMPTY_FINAL}"
+        )
+    expected = _RESERVED.get(name)
+    if expected is None:
+        request.parameters[name] = value
+    elif choice not in expected.choices:
+        raise InferenceError(
+            f"invalid value type for '{name}' parameter, expected {expected.text}."
+        )
+    else:
+        setattr(request, expected.field, value)
+
+
+def wants_empty_final(message: Any) -> bool:
+    return EMPTY_FINAL in message.parameters and bool(message.parameters[EMPTY_FINAL].bool_param)
+
+
+class _Reserved:
+    """A parameter that is a field of the request."""
+
+    def __init__(self, field: str, *choices: str) -> None:
+        self.field = field
+        self.choices = choices
+        self.text = " or ".join(choices)
+
+
+_RESERVED = {
+    "sequence_id": _Reserved("sequence_id", "int64_param", "uint64_param", "string_param"),
+    "sequence_start": _Reserved("sequence_start", "bool_param"),
+    "sequence_end": _Reserved("sequence_end", "bool_param"),
+    "priority": _Reserved("priority", "int64_param", "uint64_param"),
+    "timeout": _Reserved("timeout_microseconds", "int64_param", "uint64_param"),
+}
+
+
+def _wanted(output: Any) -> WantedOutput:
+    classes = (
+        output.parameters["classification"].int64_param
+        if "classification" in output.parameters
+        else 0
+    )
+    return WantedOutput(output.name, classes=classes, place=_place(output.parameters))
+
+
+def _place(parameters: Any) -> SharedPlace | None:
+    if "shared_memory_region" not in parameters:
+        return None
+    offset = (
+        parameters["shared_memory_offset"].int64_param
+        if "shared_memory_offset" in parameters
+        else 0
+    )
+    if "shared_memory_byte_size" not in parameters:
+        raise InferenceError("'shared_memory_byte_size' must be given with 'shared_memory_region'")
+    size = parameters["shared_memory_byte_size"].int64_param
+    return SharedPlace(parameters["shared_memory_region"].string_param, offset, size)
+
+
+def _raw_contents(message: Any, position: int, name: str) -> bytes:
+    if position >= len(message.raw_input_contents):
+        text = f"unable to find data for input tensor '{name}' for model '{message.model_name}' in request."
+        raise InferenceError(text)
+    return bytes(message.raw_input_contents[position])
+
+
+def _from_bytes(request: InferRequest, given: Any, raw: bytes) -> Tensor:
+    shape = tuple(given.shape)
+    if given.datatype not in SIZES and given.datatype != "BYTES":
+        # unknown; the check against the model's tells
+        return Tensor(given.name, given.datatype, shape, [])
+    return read_raw(request, given.name, given.datatype, shape, raw)
+
+
+def _explicit(given: Any, config: ModelConfig) -> list[Any]:
+    expected = _CONTENTS.get(given.datatype)
+    for field, _ in given.contents.ListFields():
+        if field.name != expected:
+            raise InferenceError(
+                f"unexpected explicit tensor data for input tensor '{given.name}' for model '{config.name}' of "
+                f"type '{_FIELD_TYPES[field.name]}', expected datatype '{given.datatype}'"
+            )
+    values = list(getattr(given.contents, expected)) if expected else []
+    lowest, highest = _BITS.get(given.datatype, (None, None))
+    if lowest is not None and any(not lowest <= value <= highest for value in values):
+        text = f"input tensor '{given.name}' for model '{config.name}' holds values that {given.datatype} cannot"
+        raise InferenceError(text)
+    return values
+
+
+def _check_filled(request: InferRequest, tensor: Tensor) -> None:
+    if prod(tensor.shape) != len(tensor.data) or any(dim < 0 for dim in tensor.shape):
+        place = f"for input '{tensor.name}' for model '{request.model_name}'"
+        shape = "[" + ",".join(str(dim) for dim in tensor.shape) + "]"
+        raise refused(request, f"{len(tensor.data)} values {place} do not fill its shape {shape}")
+
+
+def write_response(
+    call: InferCall,
+    name: str,
+    version: str,
+    response: InferResponse,
+    config: ModelConfig,
+    memory: SharedMemory,
+) -> Any:
+    """The ModelInferResponse to a request, with the outputs it asked for (all when it named none)."""
+    message = messages.ModelInferResponse(
+        model_name=name, model_version=version, id=call.request.id
+    )
+    set_parameters(message, response.parameters.items())
+    for tensor in response.outputs:
+        wanted = call.wanted(tensor.name)
+        if wanted is None:
+            continue
+        if wanted.classes:
+            tensor = classify(tensor, wanted.classes, config)
+        output = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        if wanted.place is None:
+            message.raw_output_contents.append(pack(tensor))
+        else:
+            _write_shared(output, tensor, wanted.place, memory)
+    return message
+
+
+def _write_shared(output: Any, tensor: Tensor, place: SharedPlace, memory: SharedMemory) -> None:
+    data = pack(tensor)
+    memory.write(place.region, place.offset, place.byte_size, data, tensor.name)
+    set_parameters(
+        output, [("shared_memory_region", place.region), ("shared_memory_byte_size", len(data))]
+    )
+    if place.offset:
+        set_parameters(output, [("shared_memory_offset", place.offset)])
+
+
+def set_parameters(message: Any, parameters: Iterable[tuple[str, Parameter]]) -> None:
+    for name, value in parameters:
+        field = {bool: "bool_param", int: "int64_param", float: "double_param"}.get(
+            type(value), "string_param"
+        )
+        setattr(message.parameters[name], field, value)

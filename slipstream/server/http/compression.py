@@ -1,0 +1,62 @@
+"""gzip and deflate, both ways, within a limit on what a small body may become."""
+
+from __future__ import annotations
+
+import zlib
+
+from slipstream.server.kserve.errors import Code, InferenceError
+
+_WINDOW = {"gzip": 31, "deflate": 15}
+
+
+def decompress(encoding: str, body: bytes, most: int) -> bytes:
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in _WINDOW:
+        raise InferenceError("Unsupported compression type", Code.UNSUPPORTED)
+    reader = zlib.decompressobj(_WINDOW[encoding])
+    try:
+        data = reader.decompress(body, most + 1)
+    except zlib.error as error:
+        raise InferenceError(f"the request's body is not {encoding} data: {error}") from error
+    if len(data) > most:
+        raise InferenceError(
+            f"the request's body has more than {most} bytes when it is decompressed"
+        )
+    if not reader.eof or reader.unused_data:
+        raise InferenceError(
+            f"the request's body is not {encoding} data: it is cut short or followed by other data"
+        )
+    return data
+
+
+def compress(encoding: str, body: bytes) -> bytes:
+    writer = zlib.compressobj(wbits=_WINDOW[encoding])
+    return writer.compress(body) + writer.flush()
+
+
+def chosen_encoding(accepted: str) -> str:
+    """What an Accept-Encoding header likes best of gzip and deflate; empty where it prefers the
+    body as it is.
+    """
+    qualities: dict[str, float] = {}
+    for part in accepted.split(","):
+        name, _, parameters = part.strip().partition(";")
+        qualities.setdefault(name.strip().lower(), _quality(parameters))
+    known = [
+        name
+        for name in ("gzip", "deflate")
+        if qualities.get(name, 0.0) > qualities.get("identity", 0.0)
+    ]
+    return max(known, key=lambda name: qualities[name], default="")
+
+
+def _quality(parameters: str) -> float:
+    for parameter in parameters.split(";"):
+        name, _, value = parameter.strip().partition("=")
+        if name.strip().lower() == "q":
+            try:
+                return float(value)
+            except ValueError:
+                return 0.0
+    return 1.0

@@ -1,0 +1,103 @@
+"""`POST /v2/models/M/infer`: one request, one answer, tensors as JSON or as bytes."""
+
+from __future__ import annotations
+
+import re
+
+from slipstream.server.http.asgi import JSON, OCTETS, TEXT, Headers, Scope, Send, header, send_whole
+from slipstream.server.http.compression import chosen_encoding, compress, decompress
+from slipstream.server.http.connection import RAW_HEADERS
+from slipstream.server.http.infer_request import InferCall, read_infer_call
+from slipstream.server.http.infer_response import InferBody, values_as_text, write_infer_response
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import InferResponse, Parameter
+from slipstream.server.kserve.json_writer import write_error
+from slipstream.server.kserve.registry import ModelVersion
+from slipstream.server.kserve.shared_memory import SharedMemory
+from slipstream.server.text.pipeline import in_thread_if_long
+
+DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
+NO_RESPONSE = "the model ended without an answer"
+HEADER_LENGTH = b"inference-header-content-length"
+
+
+class EarlyError(InferenceError):
+    """Said before the request is looked into, or by the model: Triton labels these texts
+    text/plain.
+    """
+
+
+def check_coupled(entry: ModelVersion) -> None:
+    if entry.model.decoupled:
+        raise EarlyError(DECOUPLED, Code.UNSUPPORTED)
+
+
+def read_call(
+    scope: Scope, body: bytes, entry: ModelVersion, memory: SharedMemory, most: int
+) -> InferCall:
+    if encoding := header(scope, b"content-encoding"):
+        body = decompress(encoding.decode("latin-1").lower(), body, most)
+    given = header(scope, HEADER_LENGTH)
+    size = _header_bytes(given, len(body)) if given else None
+    return read_infer_call(body, size, entry.model.config, entry.version, memory)
+
+
+def _header_bytes(given: bytes, body_bytes: int) -> int:
+    digits = given.removeprefix(b"-")
+    # as C reads a number that is none
+    value = int(given) if digits.isdigit() and len(digits) < 20 else 0
+    if value < 0 or value > body_bytes:
+        text = f"inference header size should be in range (0, {body_bytes}), got: {value}"
+        raise EarlyError(text)
+    return value
+
+
+def forwarded_headers(scope: Scope, names: re.Pattern[str]) -> dict[str, Parameter]:
+    """The headers a model may see, as parameters. Their names are as the client wrote them."""
+    given = scope.get("state", {}).get(RAW_HEADERS) or scope["headers"]
+    pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in given]
+    return {name: value for name, value in pairs if names.fullmatch(name)}
+
+
+async def answer_infer(
+    entry: ModelVersion, call: InferCall, memory: SharedMemory, scope: Scope, send: Send
+) -> None:
+    response = await _only_response(entry, call)
+    if response.error is not None:
+        await send_whole(send, response.error.status, write_error(response.error.message), TEXT)
+        return
+    written = await in_thread_if_long(
+        values_as_text(call, response),
+        write_infer_response,
+        call,
+        response,
+        entry.model.config,
+        memory,
+    )
+    await _send(written, header(scope, b"accept-encoding").decode("latin-1"), send)
+
+
+async def _only_response(entry: ModelVersion, call: InferCall) -> InferResponse:
+    """The first answer; the model is heard to its end, because one that is cut off counts as
+    cancelled.
+    """
+    first: InferResponse | None = None
+    responses = entry.model.infer(call.request)
+    try:
+        async for response in responses:
+            first = first or response
+    finally:
+        await responses.aclose()
+    return first or InferResponse(error=InferenceError(NO_RESPONSE, Code.INTERNAL))
+
+
+async def _send(written: InferBody, accepted: str, send: Send) -> None:
+    body = written.header + written.tensors
+    headers: Headers = ()
+    if written.tensors:
+        headers = [(b"inference-header-content-length", b"%d" % len(written.header))]
+    encoding = chosen_encoding(accepted) if accepted else ""
+    if encoding:
+        body = compress(encoding, body)
+        headers = [*headers, (b"content-encoding", encoding.encode())]
+    await send_whole(send, 200, body, OCTETS if written.tensors else JSON, headers)

@@ -1,0 +1,304 @@
+"""The body of `/infer`: a JSON header, then the raw tensors it announces, in the order of its
+inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from slipstream.repository.config import ModelConfig
+from slipstream.server.http.json_reader import Members, parse_json
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import InferRequest, Parameter
+from slipstream.server.kserve.input_checks import check_request, read_raw, refused
+from slipstream.server.kserve.shared_memory import SharedMemory
+from slipstream.server.kserve.tensor_bytes import DATATYPES, SIZES
+from slipstream.server.kserve.tensors import Tensor, read_values, unreadable
+
+Object = dict[str, Any]  # of JSON
+
+MAX_DIMENSIONS = 64
+_ONE_SOURCE = (
+    "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+    "'shared_memory_region' in 'parameters'. But "
+)
+_RESERVED = "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
+_NON_STRING = "attempt to access JSON non-string as string"
+_NON_UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
+
+
+@dataclass(frozen=True)
+class SharedPlace:
+    region: str
+    offset: int
+    byte_size: int
+
+
+@dataclass(frozen=True)
+class WantedOutput:
+    name: str
+    binary: bool = False
+    classes: int = 0  # 0: the values themselves
+    place: SharedPlace | None = None
+
+
+@dataclass
+class InferCall:
+    """A request, and how its answer is to be written."""
+
+    request: InferRequest
+    outputs: list[WantedOutput] = field(default_factory=list)
+    binary_output: bool = False  # of the outputs nobody said more about
+
+    def wanted(self, name: str) -> WantedOutput | None:
+        if not self.outputs:
+            return _unnamed_output(name, self.binary_output)
+        return next((output for output in self.outputs if output.name == name), None)
+
+
+@lru_cache(maxsize=256)
+def _unnamed_output(name: str, binary: bool) -> WantedOutput:
+    return WantedOutput(name, binary)
+
+
+def read_infer_call(
+    body: bytes, header_bytes: int | None, config: ModelConfig, version: str, memory: SharedMemory
+) -> InferCall:
+    """`header_bytes`: how much of the body is JSON; None means all of it and 0 that there is none."""
+    request = InferRequest(config.name, version, {})
+    if header_bytes == 0:
+        _read_bare(request, body, config)
+        call = InferCall(request, binary_output=True)
+    else:
+        written = parse_json(body[:header_bytes])
+        if not isinstance(written, Members):
+            raise InferenceError(
+                "attempt to access non-existing object member 'inputs'", Code.INTERNAL
+            )
+        call, document = InferCall(request), written.first()
+        if "id" in document:
+            request.id = _string(document, "id")
+        if "parameters" in document:
+            _read_parameters(call, document["parameters"])
+        raw = b"" if header_bytes is None else body[header_bytes:]
+        _read_inputs(request, document, raw, memory)
+        if document.get("outputs") is not None:
+            _read_outputs(call, document)
+    check_request(request, config)
+    return call
+
+
+def _read_bare(request: InferRequest, body: bytes, config: ModelConfig) -> None:
+    """No header at all: the body is the one input of a model that has one."""
+    if len(config.inputs) != 1:
+        text = f"Raw request must only have 1 input (found 1) to be deduced but got {len(config.inputs)} inputs"
+        raise refused(request, f"{text} in '{config.name}' model configuration")
+    tensor = config.inputs[0]
+    fixed = prod(dim for dim in tensor.dims if dim > 0)
+    open_dims = sum(dim < 0 for dim in tensor.dims)
+    batch = (1,) if config.max_batch_size > 0 else ()
+    if tensor.datatype == "BYTES":
+        if open_dims or fixed != 1:
+            text = (
+                f"For BYTE datatype raw input '{tensor.name}', the model must have input shape [1]"
+            )
+            raise refused(request, text)
+        request.inputs[tensor.name] = Tensor(tensor.name, "BYTES", (*batch, *tensor.dims), [body])
+        return
+    if open_dims > 1:
+        text = f"The shape of the raw input '{tensor.name}' can not be deduced because there are more than one"
+        raise refused(request, f"{text} variable-sized dimension")
+    left = len(body) // (fixed * SIZES[tensor.datatype])
+    shape = (*batch, *(dim if dim > 0 else left for dim in tensor.dims))
+    request.inputs[tensor.name] = read_raw(request, tensor.name, tensor.datatype, shape, body)
+
+
+def _read_parameters(call: InferCall, parameters: Any) -> None:
+    if not isinstance(parameters, Members):
+        raise InferenceError(
+            "failed to get request params.: attempt to get members for non-object", Code.INTERNAL
+        )
+    for name, value in parameters:
+        _read_parameter(call, name, value)
+
+
+def _read_parameter(call: InferCall, name: str, value: Any) -> None:
+    request = call.request
+    if name == "sequence_id":
+        request.sequence_id = value if isinstance(value, str) else _unsigned(name, value)
+    elif name == "sequence_start":
+        request.sequence_start = _boolean(name, value)
+    elif name == "sequence_end":
+        request.sequence_end = _boolean(name, value)
+    elif name == "priority":
+        request.priority = _unsigned(name, value)
+    elif name == "timeout":
+        request.timeout_microseconds = _unsigned(name, value)
+    elif name == "binary_data_output":
+        call.binary_output = _boolean(name, value)
+    elif name.startswith("triton_"):
+        raise InferenceError(_RESERVED)
+    else:
+        request.parameters[name] = _parameter(name, value)
+
+
+def _parameter(name: str, value: Any) -> Parameter:
+    if not isinstance(value, (str, bool, int, float)):
+        text = (
+            f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'."
+        )
+        raise InferenceError(text)
+    return value
+
+
+def _read_inputs(request: InferRequest, document: Object, raw: bytes, memory: SharedMemory) -> None:
+    position = 0
+    for given in _objects(document, "inputs"):
+        name, shape, datatype = _string(given, "name"), _shape(given), _string(given, "datatype")
+        if datatype not in DATATYPES:
+            raise InferenceError(f"invalid datatype for input {name}")
+        if name in request.inputs:
+            raise refused(request, f"input '{name}' already exists in request")
+        size, place = _sources(given)
+        if size is not None:
+            piece = raw[position : position + size]
+            if len(piece) < size:
+                text = f"unexpected size for input '{name}', expecting {size - len(piece)} additional bytes"
+                raise InferenceError(f"{text} for model '{request.model_name}'")
+            position += size
+            tensor = read_raw(request, name, datatype, shape, piece)
+        elif place is not None:
+            data = memory.read(place.region, place.offset, place.byte_size)
+            tensor = read_raw(request, name, datatype, shape, data)
+        else:
+            tensor = _from_json(name, datatype, shape, given["data"])
+        request.inputs[name] = tensor
+    if position < len(raw):
+        raise InferenceError(f"unexpected additional input data for model '{request.model_name}'")
+
+
+def _from_json(name: str, datatype: str, shape: tuple[int, ...], value: Any) -> Tensor:
+    values = read_values(name, datatype, value)
+    if datatype != "BYTES" and len(values) != prod(shape):  # of BYTES, the core's own check tells
+        raise unreadable("Shape does not match true shape of 'data' field")
+    return Tensor(name, datatype, shape, values)
+
+
+def _sources(given: Object) -> tuple[int | None, SharedPlace | None]:
+    """Where an input's data is: so many bytes after the header, a place in shared memory, or else
+    the JSON itself.
+    """
+    if "data" in given and "parameters" not in given:
+        return None, None
+    parameters = _parameters(given)
+    size = parameters.get("binary_data_size")
+    place = _place(parameters)
+    count = (size is not None) + (place is not None) + ("data" in given)
+    if count != 1:
+        raise InferenceError(
+            _ONE_SOURCE + ("no field is set" if count == 0 else "multiple fields are set")
+        )
+    return None if size is None else _unsigned("binary_data_size", size), place
+
+
+def _parameters(given: Object) -> Object:
+    parameters = given.get("parameters")
+    return parameters.first() if isinstance(parameters, Members) else {}
+
+
+def _place(parameters: Object) -> SharedPlace | None:
+    region = parameters.get("shared_memory_region")
+    if region is None:
+        return None
+    if not isinstance(region, str):
+        raise InferenceError(
+            f"Unable to parse 'shared_memory_region': {_NON_STRING}", Code.INTERNAL
+        )
+    size = parameters.get("shared_memory_byte_size")
+    if size is None:
+        raise InferenceError(
+            f"Unable to parse 'shared_memory_byte_size': {_missing('shared_memory_byte_size')}",
+            Code.INTERNAL,
+        )
+    offset = parameters.get("shared_memory_offset") or 0
+    return SharedPlace(
+        region,
+        _unsigned("shared_memory_offset", offset),
+        _unsigned("shared_memory_byte_size", size),
+    )
+
+
+def _read_outputs(call: InferCall, document: Object) -> None:
+    for given in _objects(document, "outputs"):
+        parameters = _parameters(given)
+        binary = parameters.get("binary_data")
+        classes = parameters.get("classification")
+        call.outputs.append(
+            WantedOutput(
+                name=_string(given, "name"),
+                binary=call.binary_output if binary is None else _boolean("binary_data", binary),
+                classes=0 if classes is None else _unsigned("classification", classes),
+                place=_place(parameters),
+            )
+        )
+    call.request.outputs = tuple(output.name for output in call.outputs)
+
+
+def _missing(name: str) -> str:
+    return f"attempt to access non-existing object member '{name}'"
+
+
+def _unlike(given: Object, name: str, text: str) -> InferenceError:
+    """A member that is not there, or not what it must be."""
+    return InferenceError(
+        f"Unable to parse '{name}': {text if name in given else _missing(name)}", Code.INTERNAL
+    )
+
+
+def _string(given: Object, name: str) -> str:
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise _unlike(given, name, _NON_STRING)
+    return value
+
+
+def _array(given: Object, name: str) -> list[Any]:
+    value = given.get(name)
+    if type(value) is not list:
+        raise _unlike(given, name, "attempt to access JSON non-array as array")
+    return value
+
+
+def _objects(given: Object, name: str) -> Iterator[Object]:
+    """Those of an array, one by one: what is wrong with one is said before the next is looked at."""
+    for item in _array(given, name):
+        if not isinstance(item, Members):
+            raise InferenceError(f"Unable to parse 'name': {_missing('name')}", Code.INTERNAL)
+        yield item.first()
+
+
+def _shape(given: Object) -> tuple[int, ...]:
+    dims = _array(given, "shape")
+    if len(dims) > MAX_DIMENSIONS:
+        raise InferenceError(f"a shape has at most {MAX_DIMENSIONS} dimensions, got {len(dims)}")
+    for dim in dims:
+        if type(dim) is not int or not 0 <= dim < 2**63:
+            raise _unlike(given, "shape", _NON_UNSIGNED)
+    return tuple(dims)
+
+
+def _unsigned(name: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise InferenceError(f"Unable to parse '{name}': {_NON_UNSIGNED}", Code.INTERNAL)
+    return value
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        text = f"Unable to parse '{name}': attempt to access JSON non-boolean as boolean"
+        raise InferenceError(text, Code.INTERNAL)
+    return value

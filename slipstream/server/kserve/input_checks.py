@@ -1,0 +1,205 @@
+"""What Triton's core checks about the inputs of an infer request, whatever the protocol that
+brought them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any, cast
+
+from slipstream.repository.config import ModelConfig, TensorConfig
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.kserve.tensor_bytes import (
+    DATATYPES,
+    SIZES,
+    IncompleteString,
+    left_packed,
+    unpack,
+)
+from slipstream.server.kserve.tensors import Tensor
+
+_BATCH_NOTE = (
+    " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
+    "input shape. If you want to specify the full shape including the batch dim in your input dims config, try "
+    "setting max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+)
+
+_LEFT_PACKED = frozenset({"lora_weights"})  # megabytes of numbers that nobody here looks at
+
+_ONCE_UNSIGNED = frozenset(
+    {
+        "INPUT_1",
+        "REQUEST_OUTPUT_LEN",
+        "max_tokens",
+        "request_output_len",
+        "input_lengths",
+        "end_id",
+        "pad_id",
+        "beam_width",
+        "runtime_top_k",
+        "top_k",
+        "min_length",
+        "random_seed",
+        "lora_task_id",
+    }
+)
+
+
+def refused(request: InferRequest, text: str) -> InferenceError:
+    return InferenceError(f"[request id: {request.id or '<id_unknown>'}] {text}")
+
+
+def read_raw(
+    request: InferRequest, name: str, datatype: str, shape: tuple[int, ...], raw: bytes
+) -> Tensor:
+    """A tensor from its bytes, which must be as many as its shape needs."""
+    place, count = f"'{name}' for model '{request.model_name}'", prod(shape)
+    if datatype == "BYTES":
+        try:
+            items = unpack(datatype, raw)
+        except IncompleteString as error:
+            text = f"incomplete string data for inference input {place}, expecting string of length {error.length}"
+            raise refused(request, text) from error
+        if len(items) != count:
+            raise refused(
+                request,
+                f"expected {count} string elements for inference input {place}, got {len(items)}",
+            )
+        return Tensor(name, datatype, shape, items)
+    expected = count * SIZES[datatype]
+    if len(raw) != expected:
+        raise refused(
+            request,
+            f"input byte size mismatch for input {place}. Expected {expected}, got {len(raw)}",
+        )
+    if name in _LEFT_PACKED:
+        return Tensor(name, datatype, shape, cast(list[Any], left_packed(datatype, raw)))
+    return Tensor(name, datatype, shape, unpack(datatype, raw))
+
+
+def check_request(request: InferRequest, config: ModelConfig) -> None:
+    check_inputs(request, config)
+    for tensor in request.inputs.values():
+        expected = config.inputs_by_name.get(tensor.name)
+        if expected is None:
+            raise InferenceError(
+                f"unexpected inference input '{tensor.name}' for model '{config.name}'"
+            )
+        _check_tensor(request, tensor, expected, config)
+    if request.outputs:
+        check_outputs(request.outputs, config)
+    if config.sequence_batching is not None:
+        check_sequence(request, config)
+
+
+def check_sequence(request: InferRequest, config: ModelConfig) -> None:
+    if not request.sequence_id:
+        text = "must specify a non-zero or non-empty correlation ID"
+        raise InferenceError(f"inference request to model '{config.name}' {text}")
+
+
+def check_inputs(request: InferRequest, config: ModelConfig) -> None:
+    """What Triton's core checks before a model sees a request, whatever the protocol."""
+    if not len(config.required_inputs) <= len(request.inputs) <= len(config.inputs):
+        raise _wrong_count(request, config)
+    if config.max_batch_size > 0:
+        _check_batch(request, config)
+    for tensor in request.inputs.values():
+        expected = 1
+        for dim in tensor.shape:
+            expected *= dim
+        if tensor.datatype == "BYTES" and len(tensor.data) != expected:
+            text = (
+                f"unexpected number of string elements {len(tensor.data)} for inference input '{tensor.name}' "
+                f"for model '{config.name}', expecting {expected}"
+            )
+            raise refused(request, text)
+
+
+def _wrong_count(request: InferRequest, config: ModelConfig) -> InferenceError:
+    """Only the number of inputs is checked, so that an optional one can hide a missing one. That is
+    Triton's way.
+    """
+    required = config.required_inputs
+    given, total = len(request.inputs), len(config.inputs)
+    expected = (
+        f"number of inputs between {len(required)} and {total}"
+        if len(required) < total
+        else f"{total} inputs"
+    )
+    got = ",".join(f"'{name}'" for name in reversed(request.inputs))
+    names = ",".join(_missing(request, config))
+    missing = f"[{names}]" if names else "]"  # the bracket is missing in Triton's text
+    text = (
+        f"expected {expected} but got {given} inputs for model '{config.name}'. Got input(s) [{got}], "
+        f"but missing required input(s) {missing}. Please provide all required input(s)."
+    )
+    return refused(request, text)
+
+
+def _missing(request: InferRequest, config: ModelConfig) -> list[str]:
+    """The required inputs that are not there. Where a model takes conversations, either is enough."""
+    either = (
+        {"text_input": "'text_input' or 'messages'"} if "messages" in config.inputs_by_name else {}
+    )
+    given = {*request.inputs, *(either if "messages" in request.inputs else ())}
+    return [either.get(name, f"'{name}'") for name in config.required_inputs if name not in given]
+
+
+def _check_batch(request: InferRequest, config: ModelConfig) -> None:
+    size: int | None = None
+    # Triton walks a hash map that has the last one first
+    for tensor in reversed(request.inputs.values()):
+        if not tensor.shape:
+            text = f"input '{tensor.name}' has no shape but model requires batch dimension for '{config.name}'"
+            raise refused(request, text)
+        if size is None:
+            size = tensor.shape[0]
+        elif tensor.shape[0] != size:
+            raise refused(
+                request,
+                f"input '{tensor.name}' batch size does not match other inputs for '{config.name}'",
+            )
+    if size is not None and size > config.max_batch_size:
+        raise refused(
+            request,
+            f"inference request batch-size must be <= {config.max_batch_size} for '{config.name}'",
+        )
+
+
+def check_outputs(names: Iterable[str], config: ModelConfig) -> None:
+    for name in names:
+        if name not in config.output_names:
+            raise InferenceError(f"unexpected inference output '{name}' for model '{config.name}'")
+
+
+def _check_tensor(
+    request: InferRequest, tensor: Tensor, expected: TensorConfig, config: ModelConfig
+) -> None:
+    if tensor.datatype != expected.datatype and not _another_generation(tensor, expected):
+        given = tensor.datatype if tensor.datatype in DATATYPES else "<invalid>"
+        kinds = f"data-type is '{given}', but model '{config.name}' expects '{expected.datatype}'"
+        raise refused(request, f"inference input '{tensor.name}' {kinds}")
+    wanted = ((-1,) if config.max_batch_size > 0 else ()) + expected.dims
+    if len(wanted) != len(tensor.shape) or any(map(_differ, wanted, tensor.shape)):
+        shapes = f"Expected {_shape(wanted)}, got {_shape(tensor.shape)}."
+        text = f"unexpected shape for input '{tensor.name}' for model '{config.name}'. {shapes}"
+        raise refused(request, text + (_BATCH_NOTE if config.max_batch_size > 0 else ""))
+
+
+def _differ(wanted: int, given: int) -> bool:
+    return wanted not in (-1, given)
+
+
+def _another_generation(tensor: Tensor, expected: TensorConfig) -> bool:
+    """Lengths, ids and counts were unsigned in the repositories and clients of 2023 and signed in
+    all later ones.
+    """
+    pair = {tensor.datatype, expected.datatype}
+    return tensor.name in _ONCE_UNSIGNED and pair in ({"INT32", "UINT32"}, {"INT64", "UINT64"})
+
+
+def _shape(dims: Iterable[int]) -> str:
+    return "[" + ",".join(str(dim) for dim in dims) + "]"

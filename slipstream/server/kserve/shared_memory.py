@@ -1,0 +1,141 @@
+"""Memory that clients on the same machine share with the server: registered by name, read and
+written in place.
+
+System regions are POSIX shared memory, files under /dev/shm. Registering is off unless the server
+was told to allow it: a region is a path into this machine, and whoever registers one can read it
+through a model.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.server.kserve.errors import Code, InferenceError
+
+PLACE = Path("/dev/shm")
+REFUSED = "shared memory registration is not allowed; start the server with --allow-client-shm=true to allow it"
+_CUDA_HANDLE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Region:
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+    memory: mmap.mmap = field(repr=False)
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "key": self.key,
+            "offset": self.offset,
+            "byte_size": self.byte_size,
+        }
+
+
+class SharedMemory:
+    """The regions clients have registered."""
+
+    def __init__(self, allowed: bool = False) -> None:
+        self.allowed = allowed
+        self._regions: dict[str, Region] = {}
+
+    def status(self, name: str = "") -> list[dict[str, Any]]:
+        if name and name not in self._regions:
+            raise InferenceError(
+                f"Unable to find system shared memory region: '{name}'", Code.NOT_FOUND
+            )
+        return [
+            region.document() for key, region in sorted(self._regions.items()) if name in ("", key)
+        ]
+
+    def cuda_status(self, name: str = "") -> list[dict[str, Any]]:
+        if name:
+            raise InferenceError(
+                f"Unable to find cuda shared memory region: '{name}'", Code.NOT_FOUND
+            )
+        return []
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        self._check_allowed()
+        if name in self._regions:
+            raise InferenceError(
+                f"shared memory region '{name}' already in manager", Code.ALREADY_EXISTS
+            )
+        self._regions[name] = Region(
+            name, key, offset, byte_size, _open(key, offset, byte_size, name)
+        )
+
+    def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
+        if len(handle) != _CUDA_HANDLE_BYTES:
+            raise InferenceError("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t")
+        self._check_allowed()
+        raise InferenceError("cuda shared memory is not supported by this server", Code.UNSUPPORTED)
+
+    def unregister(self, name: str = "") -> None:
+        """One region, or all. A name nobody registered is no error, as with Triton."""
+        for key in [name] if name else list(self._regions):
+            region = self._regions.pop(key, None)
+            if region is not None:
+                region.memory.close()
+
+    def unregister_cuda(self, name: str = "") -> None:
+        """There are none: CUDA regions cannot be registered."""
+
+    def read(self, name: str, offset: int, byte_size: int) -> bytes:
+        region = self._find(name, offset, byte_size)
+        start = region.offset + offset
+        return region.memory[start : start + byte_size]
+
+    def write(self, name: str, offset: int, byte_size: int, data: bytes, tensor: str) -> None:
+        region = self._find(name, offset, byte_size)
+        if len(data) > byte_size:
+            text = f"shared memory size specified with the request for output '{tensor}' ({byte_size} bytes)"
+            raise InferenceError(
+                f"{text} should be at least {len(data)} bytes to hold the results", Code.INTERNAL
+            )
+        start = region.offset + offset
+        region.memory[start : start + len(data)] = data
+
+    def close(self) -> None:
+        self.unregister()
+
+    def _check_allowed(self) -> None:
+        if not self.allowed:
+            raise InferenceError(REFUSED, Code.UNSUPPORTED)
+
+    def _find(self, name: str, offset: int, byte_size: int) -> Region:
+        region = self._regions.get(name)
+        if region is None:
+            raise InferenceError(f"Unable to find shared memory region: '{name}'", Code.NOT_FOUND)
+        if offset < 0 or byte_size < 0 or offset + byte_size > region.byte_size:
+            raise InferenceError(f"Invalid offset + byte size for shared memory region: '{name}'")
+        return region
+
+
+def _open(key: str, offset: int, byte_size: int, name: str) -> mmap.mmap:
+    cannot = InferenceError(f"Unable to open shared memory region: '{key}'", Code.INTERNAL)
+    file_name = key.lstrip("/")
+    # Names of ours and of the Python backend are not for clients, and a name is one file, never a
+    # path.
+    if (
+        not file_name
+        or "/" in file_name
+        or file_name.startswith((".", "triton_python_backend_shm"))
+    ):
+        raise cannot
+    try:
+        descriptor = os.open(PLACE / file_name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise cannot from error
+    try:
+        if offset < 0 or byte_size <= 0 or os.fstat(descriptor).st_size < offset + byte_size:
+            raise InferenceError(f"failed to register shared memory region '{name}': invalid args")
+        return mmap.mmap(descriptor, offset + byte_size)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,281 @@
+"""The engine's own figures: upstream's `nv_trt_llm_*` gauges, and ours under `slipstream_*`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Protocol
+
+from slipstream.engine.messages import QUEUE_SECONDS_BOUNDS, EngineInfo, EngineStats
+from slipstream.server.metrics.families import Family
+from slipstream.server.metrics.histograms import Histogram
+
+
+class Engine(Protocol):
+    info: EngineInfo | None
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+
+# by the name and version of the model that stands for it
+Engines = Mapping[tuple[str, str], Engine]
+
+
+def engine_families(engines: Engines, whole_batches: Collection[str] = ()) -> Iterator[Family]:
+    """`whole_batches`: the models whose repository asks for batches that run as a whole (upstream's
+    V1).
+    """
+    loaded = {
+        key: (engine.info, engine.stats)
+        for key, engine in engines.items()
+        if engine.info is not None
+    }
+    if not loaded:
+        return
+    for name, text, label, read in _UPSTREAM:
+        samples: list[tuple[Mapping[str, str], float]] = []
+        for key, (info, stats) in loaded.items():
+            if name == (_INFLIGHT if key[0] in whole_batches else _V1):
+                continue  # has the figures of its own kind of batches only
+            samples += [
+                (_labels(key) | {label: category}, value)
+                for category, value in read(info, stats).items()
+            ]
+        if samples:
+            yield Family(name, "gauge", text, samples)
+    load = [(_labels(key), info.load_seconds) for key, (info, _) in loaded.items()]
+    yield Family("nv_model_load_duration_secs", "gauge", "Model load time in seconds", load)
+    for name, kind, text, value in _OWN:
+        yield Family(
+            name, kind, text, [(_labels(key), value(stats)) for key, (_, stats) in loaded.items()]
+        )
+    if any(stats.adapter_loads for _, stats in loaded.values()):
+        for name, kind, text, value in _ADAPTERS:
+            yield Family(
+                name,
+                kind,
+                text,
+                [(_labels(key), value(stats)) for key, (_, stats) in loaded.items()],
+            )
+    queue = [(_labels(key), _queue_histogram(stats)) for key, (_, stats) in loaded.items()]
+    yield Family(
+        "slipstream_queue_seconds",
+        "histogram",
+        "From a request's arrival in the engine to its first step",
+        histograms=queue,
+    )
+
+
+def _labels(key: tuple[str, str]) -> dict[str, str]:
+    return {"model": key[0], "version": key[1]}
+
+
+def _queue_histogram(stats: EngineStats) -> Histogram:
+    histogram = Histogram(QUEUE_SECONDS_BOUNDS)
+    histogram.counts, histogram.sum = stats.queue_counts, stats.queue_seconds
+    return histogram
+
+
+def _request_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
+    return {
+        "active": stats.running + stats.waiting,
+        "max": info.max_rows,
+        "scheduled": stats.running,
+        "context": stats.context_requests,
+        "waiting": stats.waiting,
+    }
+
+
+def _memory_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
+    taken = info.weight_bytes + info.copy_bytes + info.cache_bytes
+    on_cpu = info.device.startswith("cpu")
+    return {"cpu": taken if on_cpu else 0, "gpu": 0 if on_cpu else taken, "pinned": 0}
+
+
+def _block_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
+    used = stats.total_blocks - stats.free_blocks
+    return {
+        "max": stats.total_blocks,
+        "free": stats.free_blocks,
+        "used": used,
+        "tokens_per": info.block_tokens,
+        "reused": stats.reused_blocks,
+        "fraction": used / stats.total_blocks if stats.total_blocks else 0.0,
+    }
+
+
+def _batcher_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
+    return {
+        "total_context_tokens": stats.context_tokens,
+        "generation_requests": stats.generation_requests,
+        "micro_batch_id": 0,  # one batch at a time, number 0
+        "paused_requests": stats.paused,
+    }
+
+
+def _v1_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
+    return {
+        "total_context_tokens": stats.context_tokens,
+        "total_generation_tokens": stats.generation_requests,  # one of each
+        # a place whose request has ended does not wait for the others: the next has it
+        "empty_generation_slots": 0,
+    }
+
+
+def _disaggregated_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
+    # prompts and answers are computed in one place
+    return {"kv_cache_transfer_ms": 0, "request_count": 0}
+
+
+def _general_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
+    return {"timestamp": int(time.time()), "iteration_counter": stats.steps}
+
+
+_INFLIGHT, _V1 = "nv_trt_llm_inflight_batcher_metrics", "nv_trt_llm_v1_metrics"
+_ReadGauges = Callable[[EngineInfo, EngineStats], dict[str, float]]
+_UPSTREAM: tuple[tuple[str, str, str, _ReadGauges], ...] = (
+    ("nv_trt_llm_request_metrics", "TRT LLM request metrics", "request_type", _request_metrics),
+    (
+        "nv_trt_llm_runtime_memory_metrics",
+        "TRT LLM runtime memory metrics",
+        "memory_type",
+        _memory_metrics,
+    ),
+    (
+        "nv_trt_llm_kv_cache_block_metrics",
+        "TRT LLM KV cache block metrics",
+        "kv_cache_block_type",
+        _block_metrics,
+    ),
+    (
+        _INFLIGHT,
+        "TRT LLM inflight_batcher-specific metrics",
+        "inflight_batcher_specific_metric",
+        _batcher_metrics,
+    ),
+    (_V1, "TRT LLM v1-specific metrics", "v1_specific_metric", _v1_metrics),
+    ("nv_trt_llm_general_metrics", "General TRT LLM metrics", "general_type", _general_metrics),
+    (
+        "nv_trt_llm_disaggregated_serving_metrics",
+        "TRT LLM disaggregated serving metrics",
+        "disaggregated_serving_type",
+        _disaggregated_metrics,
+    ),
+)
+
+
+def _hit_rate(stats: EngineStats) -> float:
+    return stats.cached_prompt_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
+
+
+_OWN: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
+    (
+        "slipstream_requests_running",
+        "gauge",
+        "Requests that hold a row of the batch",
+        lambda s: s.running,
+    ),
+    (
+        "slipstream_requests_waiting",
+        "gauge",
+        "Requests that wait for a row or for blocks",
+        lambda s: s.waiting,
+    ),
+    (
+        "slipstream_requests_preempted",
+        "gauge",
+        "Requests that ran and wait again",
+        lambda s: s.paused,
+    ),
+    (
+        "slipstream_preemptions_total",
+        "counter",
+        "Times a request gave way to another",
+        lambda s: s.preemptions,
+    ),
+    (
+        "slipstream_requests_finished_total",
+        "counter",
+        "Requests that ended, in any way",
+        lambda s: s.finished,
+    ),
+    (
+        "slipstream_requests_cancelled_total",
+        "counter",
+        "Requests whose client left or that it cancelled",
+        lambda s: s.cancelled,
+    ),
+    (
+        "slipstream_requests_failed_total",
+        "counter",
+        "Requests that ended with an error",
+        lambda s: s.failed,
+    ),
+    (
+        "slipstream_prompt_tokens_total",
+        "counter",
+        "Prompt tokens of requests that started",
+        lambda s: s.prompt_tokens,
+    ),
+    (
+        "slipstream_prompt_tokens_cached_total",
+        "counter",
+        "Prompt tokens that the cache already had",
+        lambda s: s.cached_prompt_tokens,
+    ),
+    ("slipstream_output_tokens_total", "counter", "Tokens sampled", lambda s: s.output_tokens),
+    ("slipstream_steps_total", "counter", "Steps of the engine", lambda s: s.steps),
+    (
+        "slipstream_kv_blocks_used",
+        "gauge",
+        "Blocks of the KV cache that requests hold",
+        lambda s: s.total_blocks - s.free_blocks,
+    ),
+    (
+        "slipstream_kv_blocks_free",
+        "gauge",
+        "Blocks that can be handed out",
+        lambda s: s.free_blocks,
+    ),
+    (
+        "slipstream_kv_blocks_cached",
+        "gauge",
+        "Free blocks whose contents can be reused",
+        lambda s: s.cached_blocks,
+    ),
+    (
+        "slipstream_kv_blocks_reused_total",
+        "counter",
+        "Blocks found in the cache",
+        lambda s: s.reused_blocks,
+    ),
+    (
+        "slipstream_kv_cache_hit_rate",
+        "gauge",
+        "Share of prompt tokens that the cache already had, since the start",
+        _hit_rate,
+    ),
+)
+# once there has been one
+_ADAPTERS: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
+    ("slipstream_adapters", "gauge", "Adapters in the host's memory", lambda s: s.adapters),
+    (
+        "slipstream_adapter_bytes",
+        "gauge",
+        "Host memory that adapters take",
+        lambda s: s.adapter_bytes,
+    ),
+    (
+        "slipstream_adapter_loads_total",
+        "counter",
+        "Adapters that were loaded",
+        lambda s: s.adapter_loads,
+    ),
+    (
+        "slipstream_adapter_pages_free",
+        "gauge",
+        "Pages of the device's memory for adapters that nobody uses",
+        lambda s: s.free_adapter_pages,
+    ),
+)

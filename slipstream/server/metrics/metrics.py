@@ -1,0 +1,259 @@
+"""The metrics port: Triton's names and labels, our own histograms, and only values that are true.
+
+What happened to requests is read from the models' counters (`statistics.py`), the engine's figures
+from its last `EngineStats`, the machine's from the system, all when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, Protocol
+
+from slipstream.server.metrics.engine_metrics import Engine, engine_families
+from slipstream.server.metrics.families import Family
+from slipstream.server.metrics.histograms import Histogram
+from slipstream.server.metrics.latency_metrics import (
+    MetricsConfig,
+    cache_families,
+    labels,
+    summary_families,
+)
+from slipstream.server.metrics.machine import Machine
+from slipstream.server.metrics.statistics import CountedModel, ModelCounters, Part
+from slipstream.server.metrics.summaries import Summaries
+from slipstream.server.models.response_cache import CachedModel
+
+__all__ = ["CountedModel", "Engine", "ModelCounters", "ServerMetrics", "metrics_app"]
+
+_COUNTERS: tuple[tuple[str, str, Callable[[ModelCounters], int]], ...] = (
+    (
+        "nv_inference_count",
+        "Number of inferences performed (does not include cached requests)",
+        lambda counters: counters.inferences,
+    ),
+    (
+        "nv_inference_exec_count",
+        "Number of model executions performed (does not include cached requests)",
+        lambda counters: counters.executions,
+    ),
+    (
+        "nv_inference_request_duration_us",
+        "Cumulative inference request duration in microseconds (includes cached requests)",
+        lambda counters: counters.success.ns // 1000,
+    ),
+    (
+        "nv_inference_queue_duration_us",
+        "Cumulative inference queuing duration in microseconds (includes cached requests)",
+        lambda counters: counters.queue.ns // 1000,
+    ),
+    (
+        "nv_inference_compute_input_duration_us",
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+        lambda counters: counters.phases.compute_input // 1000,
+    ),
+    (
+        "nv_inference_compute_infer_duration_us",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        lambda counters: counters.phases.compute_infer // 1000,
+    ),
+    (
+        "nv_inference_compute_output_duration_us",
+        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+        lambda counters: counters.phases.compute_output // 1000,
+    ),
+)
+# Name, help, a label besides model and version, and which of a model's histograms it is.
+_HISTOGRAMS: tuple[tuple[str, str, dict[str, str], Callable[[ModelCounters], Histogram]], ...] = (
+    (
+        "nv_inference_first_response_histogram_ms",
+        "Duration from request to first response in milliseconds",
+        {},
+        lambda counters: counters.tokens.first_response_ms,
+    ),
+    (
+        "nv_llm_input_token_len",
+        "TRT LLM response metrics",
+        {"response_metric_type": "total_input_tokens"},
+        lambda counters: counters.tokens.input_tokens,
+    ),
+    (
+        "nv_llm_output_token_len",
+        "TRT LLM response metrics",
+        {"response_metric_type": "total_output_tokens"},
+        lambda counters: counters.tokens.output_tokens,
+    ),
+    (
+        "slipstream_time_to_first_token_seconds",
+        "From a request's arrival to its first token",
+        {},
+        lambda counters: counters.tokens.first_token_s,
+    ),
+    (
+        "slipstream_inter_token_latency_seconds",
+        "Between one token of a request and the next",
+        {},
+        lambda counters: counters.tokens.between_tokens_s,
+    ),
+    (
+        "slipstream_request_seconds",
+        "From a request's arrival to the end of its answer, successful requests",
+        {},
+        lambda counters: counters.tokens.whole_answer_s,
+    ),
+)
+
+
+class Entry(Protocol):
+    """A `ModelVersion` of the registry."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def model(self) -> Any: ...
+
+
+class ServerMetrics:
+    def __init__(
+        self, machine: Machine | None = None, config: MetricsConfig = MetricsConfig()
+    ) -> None:
+        self._config = config
+        self._models: dict[tuple[str, str], ModelCounters] = {}
+        self._engines: dict[tuple[str, str], Engine] = {}
+        self._whole_batches: set[str] = set()  # names of the models that ask for upstream's V1
+        self._machine = machine or Machine()
+        self._sources: list[Callable[[], Iterable[Family]]] = []
+
+    def model(self, name: str, version: str = "1") -> ModelCounters:
+        if (name, version) not in self._models:
+            summaries = Summaries() if self._config.summary_latencies else None
+            self._models[name, version] = ModelCounters(summaries=summaries)
+        return self._models[name, version]
+
+    def count(self, entry: Entry) -> CountedModel:
+        """This model, with its requests counted, and those of the models it does the work of."""
+        parts = {phase: self._latest(name) for phase, name in _parts(entry.model).items()}
+        counters = self.model(entry.name, entry.version)
+        counters.cached = isinstance(entry.model, CachedModel)
+        if entry.model.config.parameter("gpt_model_type") in ("V1", "v1"):
+            self._whole_batches.add(entry.name)
+        return CountedModel(entry.model, counters, parts)
+
+    def _latest(self, name: str) -> Callable[[], Part]:
+        def find() -> Part:
+            versions = [version for model, version in self._models if model == name]
+            if not versions:
+                return Part(name, "", ModelCounters())  # not loaded: nobody's
+            latest = max(versions, key=int)
+            return Part(name, latest, self.model(name, latest))
+
+        return find
+
+    def watch_engine(self, name: str, engine: Engine, version: str = "1") -> None:
+        """`name` is the model that stands for this engine in the repository."""
+        self._engines[name, version] = engine
+
+    def forget(self, name: str) -> None:
+        """A model is gone, and its figures with it, as with Triton; one that comes back begins at
+        zero.
+        """
+        self._models = {key: found for key, found in self._models.items() if key[0] != name}
+        self._engines = {key: found for key, found in self._engines.items() if key[0] != name}
+        self._whole_batches.discard(name)
+
+    def add_source(self, source: Callable[[], Iterable[Family]]) -> None:
+        """More families, asked for at every scrape: those that models define themselves."""
+        self._sources.append(source)
+
+    def render(self) -> str:
+        families = [*self._model_families(), *engine_families(self._engines, self._whole_batches)]
+        families += self._machine.families()
+        families += [family for source in self._sources for family in source()]
+        return "".join(family.render() for family in families)
+
+    def _model_families(self) -> Iterator[Family]:
+        def family(
+            name: str, kind: str, text: str, value: Callable[[ModelCounters], int]
+        ) -> Family:
+            return Family(
+                name,
+                kind,
+                text,
+                [(labels(key), value(found)) for key, found in self._models.items()],
+            )
+
+        success = "Number of successful inference requests, all batch sizes"
+        yield family(
+            "nv_inference_request_success",
+            "counter",
+            success,
+            lambda counters: counters.success.count,
+        )
+        yield Family(
+            "nv_inference_request_failure",
+            "counter",
+            "Number of failed inference requests, all batch sizes",
+            [
+                (labels(key) | {"reason": reason}, count)
+                for key, counters in self._models.items()
+                for reason, count in counters.failures.items()
+            ],
+        )
+        for name, text, value in _COUNTERS:
+            if name.endswith("_us") and not self._config.counter_latencies:
+                continue
+            yield family(name, "counter", text, value)
+        pending = "Instantaneous number of pending requests awaiting execution per-model."
+        yield family(
+            "nv_inference_pending_request_count",
+            "gauge",
+            pending,
+            lambda counters: counters.pending,
+        )
+        yield from cache_families(self._models)
+        yield from summary_families(self._models, self._config)
+        yield from self._histogram_families()
+
+    def _histogram_families(self) -> Iterator[Family]:
+        """Those that some model fills: only models that decode tokens have figures of tokens."""
+        for name, text, label, read in _HISTOGRAMS:
+            if name.startswith("nv_inference_") and not self._config.histogram_latencies:
+                continue
+            found = [
+                (labels(key) | label, read(counters)) for key, counters in self._models.items()
+            ]
+            filled = [(labels, histogram) for labels, histogram in found if histogram.count]
+            if filled:
+                yield Family(name, "histogram", text, histograms=filled)
+
+
+def _parts(model: Any) -> Mapping[str, str]:
+    """The models whose work a model does, also where something stands around it."""
+    while model is not None:
+        if hasattr(model, "parts"):
+            return dict(model.parts)
+        model = getattr(model, "inner", None)
+    return {}
+
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def metrics_app(metrics: ServerMetrics) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    """The ASGI application of the metrics port. As with Triton, any other path is an empty 200."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        status, content_type, body = 200, b"text/plain; charset=utf-8", b""
+        if scope["method"] != "GET":
+            status, content_type, body = 405, b"text/plain", b'{"error":"Method Not Allowed"}'
+        elif scope["path"] == "/metrics":
+            body = metrics.render().encode()
+        headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return app

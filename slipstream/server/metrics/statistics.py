@@ -1,0 +1,405 @@
+"""What happened to the requests of each model: the one set of counters behind the statistics and
+the metrics.
+
+`CountedModel` stands around a model and fills them. The counting is Triton's: a success counts
+requests, `inferences` counts the batch items of successes, `executions` every run of the model,
+also one that failed (an ensemble runs nothing itself, so its failures are no executions).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from slipstream.server.kserve.errors import Code, InferenceError, error_type
+from slipstream.server.kserve.inference import (
+    Answers,
+    InferRequest,
+    InferResponse,
+    RequestTrail,
+    ServedModel,
+    WrappedModel,
+    batch_size,
+)
+from slipstream.server.log import log as logging
+from slipstream.server.metrics.histograms import TokenLatencies
+from slipstream.server.metrics.summaries import Summaries
+from slipstream.server.tracing.tracing import RequestTrace
+
+if TYPE_CHECKING:
+    from slipstream.server.kserve.registry import ModelRegistry
+
+FAILURE_REASONS = ("OTHER", "BACKEND", "CANCELED", "REJECTED")
+_COUNTS = ("prompt_tokens", "output_tokens")
+PHASES = ("compute_input", "compute_infer", "compute_output")
+
+
+@dataclass(slots=True)
+class Duration:
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int) -> None:
+        self.count += 1
+        self.ns += ns
+
+    def document(self) -> dict[str, int]:
+        return {"count": self.count, "ns": self.ns}
+
+
+class _Spent(NamedTuple):
+    """Where the time of one request went, in nanoseconds."""
+
+    queue: int
+    compute_input: int
+    compute_infer: int
+    compute_output: int
+
+    @staticmethod
+    def between(began: int, ended: int, trail: RequestTrail) -> _Spent:
+        """A phase that the model said nothing of took no time; what is left over is computing. A
+        model waits in its own queue, before it begins, or in its engine's, after its inputs are
+        ready.
+        """
+        queue_end = trail.queue_ended_ns or began
+        input_end = max(trail.input_ended_ns, queue_end)
+        infer_end = trail.infer_ended_ns or ended
+        inferring = max(infer_end - input_end, 0)
+        waited = min(max(part.engine_queue_ns for part in (trail, *trail.branches)), inferring)
+        return _Spent(
+            queue_end - began + waited, input_end - queue_end, inferring - waited, ended - infer_end
+        )
+
+
+@dataclass(slots=True)
+class Phases:
+    """What some executions spent, each of which went through every phase, in nanoseconds."""
+
+    count: int = 0
+    compute_input: int = 0
+    compute_infer: int = 0
+    compute_output: int = 0
+
+    def add(self, spent: _Spent) -> None:
+        self.count += 1
+        self.compute_input += spent.compute_input
+        self.compute_infer += spent.compute_infer
+        self.compute_output += spent.compute_output
+
+    def documents(self) -> dict[str, dict[str, int]]:
+        return {phase: {"count": self.count, "ns": getattr(self, phase)} for phase in PHASES}
+
+
+@dataclass
+class ModelCounters:
+    """One version of one model."""
+
+    ensemble: bool = False
+    decoupled: bool = False
+    success: Duration = field(default_factory=Duration)
+    fail: Duration = field(default_factory=Duration)
+    cached: bool = False  # served from the response cache where it can be
+    cache_hit: Duration = field(default_factory=Duration)
+    cache_miss: Duration = field(default_factory=Duration)
+    summaries: Summaries | None = None  # where somebody asked for them
+    queue: Duration = field(default_factory=Duration)
+    phases: Phases = field(default_factory=Phases)
+    batches: dict[int, Phases] = field(default_factory=dict)  # by batch size
+    failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAILURE_REASONS, 0))
+    inferences: int = 0
+    executions: int = 0
+    last_inference_ms: int = 0  # since 1970
+    pending: int = 0  # came in, and the model has not begun to answer
+    tokens: TokenLatencies = field(default_factory=TokenLatencies)
+
+    def record(
+        self,
+        request: InferRequest,
+        responses: Answers,
+        batch_size: int = 1,
+        parts: Parts | None = None,
+    ) -> Answers:
+        """Pass on the answers to one request and count how it went."""
+        return _Counted(self, request, responses, batch_size, parts or {})
+
+    def succeed(self, spent: _Spent, batch_size: int) -> None:
+        self._answered(spent)
+        self.phases.add(spent)
+        if self.summaries is not None:
+            self.summaries.compute(spent.compute_input, spent.compute_infer, spent.compute_output)
+        self.inferences += batch_size
+        self._execute(spent, batch_size)
+
+    def _answered(self, spent: _Spent) -> None:
+        total = sum(spent)
+        self.success.add(total)
+        self.queue.add(spent.queue)
+        self.last_inference_ms = time.time_ns() // 1_000_000
+        if self.summaries is not None:
+            self.summaries.request(None if self.cached else total, spent.queue)
+
+    def succeed_from_cache(self, spent: _Spent, ns: int) -> None:
+        """The model did nothing for it, so it is neither an inference nor an execution."""
+        self._answered(spent)
+        self.cache_hit.add(ns)
+        if self.summaries is not None:
+            self.summaries.cache_hit.observe(ns // 1000)
+
+    def miss_cache(self, ns: int) -> None:
+        self.cache_miss.add(ns)
+        if self.summaries is not None:
+            self.summaries.cache_miss.observe(ns // 1000)
+
+    def failed(self, reason: str, spent: _Spent, batch_size: int) -> None:
+        if self.ensemble and reason == "BACKEND":
+            reason = "OTHER"  # an ensemble has no backend that could fail
+        self.failures[reason] += 1
+        self.fail.add(sum(spent))
+        if not self.ensemble and reason != "REJECTED":
+            self._execute(spent, batch_size)
+
+    def _execute(self, spent: _Spent, batch_size: int) -> None:
+        self.executions += 1
+        if batch_size not in self.batches:
+            self.batches[batch_size] = Phases()
+        self.batches[batch_size].add(spent)
+
+    def document(self, name: str, version: str) -> dict[str, Any]:
+        """Triton's JSON for one version of a model, in its order."""
+        asked = _documents({"success": self.success, "fail": self.fail, "queue": self.queue})
+        cached = _documents({"cache_hit": self.cache_hit, "cache_miss": self.cache_miss})
+        return {
+            "name": name,
+            "version": version,
+            "last_inference": self.last_inference_ms,
+            "inference_count": self.inferences,
+            "execution_count": self.executions,
+            "inference_stats": {**asked, **self.phases.documents(), **cached},
+            "response_stats": {},
+            "batch_stats": [
+                {"batch_size": size, **phases.documents()}
+                for size, phases in sorted(self.batches.items())
+            ],
+            "memory_usage": [],
+        }
+
+
+def _documents(durations: dict[str, Duration]) -> dict[str, dict[str, int]]:
+    return {name: duration.document() for name, duration in durations.items()}
+
+
+class Part(NamedTuple):
+    """A model whose work another one does in its place."""
+
+    name: str
+    version: str  # empty where it is not loaded
+    counters: ModelCounters
+
+
+Parts = Mapping[str, Callable[[], Part]]  # by the phase that each of them is
+
+
+class _Counted:
+    """The answers to one request, counted as they pass."""
+
+    def __init__(
+        self,
+        counters: ModelCounters,
+        request: InferRequest,
+        responses: Answers,
+        batch_size: int,
+        parts: Parts,
+    ) -> None:
+        self._counters = counters
+        self._responses = responses
+        self._parts = parts
+        self._trail = request.trail
+        self._about = request.model_name, request.id
+        self._batch_size = batch_size
+        self._began = time.monotonic_ns()
+        self._waiting = True
+        if self._trail.trace is not None:
+            self._begin_trace(self._trail.trace, request)
+        self._failure: str | None = None
+        self._complete = False  # otherwise the reader has left
+        self._ended = False
+        counters.pending += 1
+        self._trail.attend(self._begin_answering, counters.tokens, self._began)
+
+    def __aiter__(self) -> _Counted:
+        return self
+
+    async def __anext__(self) -> InferResponse:
+        try:
+            response = await self._responses.__anext__()
+        except StopAsyncIteration:
+            self._complete = True
+            self._end()
+            raise
+        except BaseException as error:
+            self._fail(error)
+            logging.concern(error, *self._about)
+            self._end()
+            raise
+        self._answer(response)
+        return response
+
+    async def aclose(self) -> None:
+        if not self._ended:
+            try:
+                await self._responses.aclose()
+            finally:
+                self._end()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = failure_reason(error)
+        if self._trail.trace is not None:
+            self._trail.trace.fail(error_type(error))
+
+    def _begin_answering(self) -> None:
+        if self._waiting:
+            self._counters.pending -= 1
+            self._waiting = False
+
+    def _begin_trace(self, trace: RequestTrace, request: InferRequest) -> None:
+        trace.model(request.model_name, request.model_version, request.id)
+        trace.stamp("REQUEST_START", self._began)
+        trace.stamp("QUEUE_START", self._began)
+        trace.tensors("TENSOR_QUEUE_INPUT", request.inputs.values())
+
+    def _end_trace(self, trace: RequestTrace, spent: _Spent, ended: int) -> None:
+        computing = self._began + spent.queue
+        if self._counters.ensemble:  # computes nothing itself
+            self._trace_parts(trace, spent)
+        else:
+            trace.stamp("COMPUTE_START", computing)
+            trace.stamp("COMPUTE_INPUT_END", computing + spent.compute_input)
+            trace.stamp("COMPUTE_OUTPUT_START", ended - spent.compute_output)
+            trace.stamp("COMPUTE_END", ended)
+        trace.stamp("REQUEST_END", ended)
+        if generated := self._trail.generated:
+            firsts = [part.first_token_ns for part in generated if part.first_token_ns]
+            prompt, output = (sum(getattr(part, name) for part in generated) for name in _COUNTS)
+            trace.generated(prompt, output, min(firsts, default=0))
+        if not self._complete and self._failure is None:
+            trace.fail(Code.CANCELLED.name)
+
+    def _trace_parts(self, trace: RequestTrace, spent: _Spent) -> None:
+        began = self._began
+        reached = (began, self._trail.input_ended_ns, self._trail.infer_ended_ns)
+        for phase, came in zip(PHASES, reached, strict=True):
+            computing = began + (spent.queue if phase == "compute_infer" else 0)
+            ended = computing + getattr(spent, phase)
+            part = self._parts[phase]() if phase in self._parts else None
+            if part is not None and part.version and came:
+                child = trace.child()
+                child.model(part.name, part.version, self._about[1])
+                for name in ("REQUEST_START", "QUEUE_START"):
+                    child.stamp(name, began)
+                for name in ("COMPUTE_START", "COMPUTE_INPUT_END"):
+                    child.stamp(name, computing)
+                for name in ("COMPUTE_OUTPUT_START", "COMPUTE_END", "REQUEST_END"):
+                    child.stamp(name, ended)
+            began = ended
+
+    def _answer(self, response: InferResponse) -> None:
+        if self._trail.trace is not None:
+            self._trail.trace.tensors("TENSOR_BACKEND_OUTPUT", response.outputs)
+            self._trail.trace.stamp("INFER_RESPONSE_COMPLETE")
+        # Nothing can follow these, so a reader that stops here has all of it.
+        only = not self._counters.decoupled and response.news is None
+        self._complete = self._complete or response.final or only
+        if response.error is not None:
+            self._fail(response.error)
+        elif not self._trail.first_answer_ns:
+            if self._waiting:
+                self._begin_answering()
+            self._trail.first_answer_ns = time.monotonic_ns()
+            if self._counters.decoupled:
+                waited = (self._trail.first_answer_ns - self._began) / 1e6
+                self._counters.tokens.first_response_ms.observe(waited)
+
+    def _end(self) -> None:
+        self._ended = True
+        if self._waiting:
+            self._begin_answering()
+        ended = time.monotonic_ns()
+        spent = _Spent.between(self._began, ended, self._trail)
+        succeeded = self._complete and self._failure is None
+        if self._trail.cache_miss_ns:
+            self._counters.miss_cache(self._trail.cache_miss_ns)
+        if succeeded and self._trail.cache_hit_ns:
+            self._counters.succeed_from_cache(spent, self._trail.cache_hit_ns)
+        elif succeeded:
+            self._counters.succeed(spent, self._batch_size)
+        else:
+            self._counters.failed(self._failure or "CANCELED", spent, self._batch_size)
+        if succeeded and (self._trail.prompt_tokens or self._trail.branches):
+            self._counters.tokens.finish(self._trail, (ended - self._began) / 1e9)
+        if self._parts:
+            self._end_parts(spent, succeeded)
+        if self._trail.trace is not None:
+            self._end_trace(self._trail.trace, spent, ended)
+        self._trail.part()
+
+    def _end_parts(self, spent: _Spent, succeeded: bool) -> None:
+        for phase, find in self._parts.items():
+            share = _Spent(
+                spent.queue if phase == "compute_infer" else 0, 0, getattr(spent, phase), 0
+            )
+            if succeeded:
+                find().counters.succeed(share, self._batch_size)
+            elif phase == "compute_infer" and self._trail.input_ended_ns:
+                find().counters.failed(self._failure or "CANCELED", share, self._batch_size)
+
+
+def failure_reason(error: BaseException) -> str:
+    """Which of Triton's four reasons for a failure this one is."""
+    if isinstance(error, asyncio.CancelledError):
+        return "CANCELED"
+    if not isinstance(error, InferenceError):
+        return "OTHER"
+    return {Code.UNAVAILABLE: "REJECTED", Code.CANCELLED: "CANCELED"}.get(error.code, "BACKEND")
+
+
+class CountedModel(WrappedModel):
+    """A model whose requests are counted. `parts`: the models whose work this one does in their
+    place.
+    """
+
+    def __init__(
+        self, model: ServedModel, counters: ModelCounters, parts: Parts | None = None
+    ) -> None:
+        super().__init__(model)
+        self.counters = counters
+        self._parts = parts
+        counters.ensemble = bool(model.config.ensemble_steps)
+
+    def infer(self, request: InferRequest) -> Answers:
+        # of an ensemble, its steps tell, which may come and go
+        self.counters.decoupled = self.inner.decoupled
+        items = batch_size(request, self.config)
+        return _Counted(self.counters, request, self.inner.infer(request), items, self._parts or {})
+
+
+def model_statistics(
+    registry: ModelRegistry, name: str = "", version: str = ""
+) -> list[dict[str, Any]]:
+    """The `model_stats` of one model, or of all when none is named. Raises InferenceError for an
+    unknown one.
+    """
+    found = [entry for entry in registry if not name or entry.name == name]
+    if name and not found:
+        raise InferenceError(f"requested model '{name}' is not available")
+    if version:
+        found = [entry for entry in found if entry.version == version]
+        if not found:
+            raise InferenceError(f"requested model version is not available for model '{name}'")
+    return [_counters_of(entry.model).document(entry.name, entry.version) for entry in found]
+
+
+def _counters_of(model: ServedModel) -> ModelCounters:
+    return model.counters if isinstance(model, CountedModel) else ModelCounters()

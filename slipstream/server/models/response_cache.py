@@ -1,0 +1,132 @@
+"""Answers kept for the next request with the same inputs (`--cache-config`, `response_cache {
+enable: true }`).
+
+As with Triton, a model must ask for it, and only models that answer exactly once are served from
+it. Models that generate never are: what they say to the same prompt depends on chance and on what
+is sampled. The least recently used answers make room for new ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import NamedTuple
+
+from slipstream.repository.config import ModelConfig
+from slipstream.server.kserve.inference import (
+    InferRequest,
+    InferResponse,
+    ServedModel,
+    WrappedModel,
+)
+from slipstream.server.kserve.registry import ModelVersion
+from slipstream.server.kserve.tensor_bytes import pack
+from slipstream.server.log import log as logging
+from slipstream.server.models.batches import BatchedModel
+from slipstream.server.models.step_models import PostprocessingModel
+
+ENTRY_BYTES = 256  # what an answer takes besides its tensors' data
+SMALLEST_BYTES, LARGEST_BYTES = 128, 1 << 40
+
+
+class _Entry(NamedTuple):
+    response: InferResponse
+    byte_size: int
+
+
+class ResponseCache:
+    """Answers by the hash of their requests, within so many bytes."""
+
+    def __init__(self, byte_size: int) -> None:
+        self._room = byte_size
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+
+    def find(self, key: bytes) -> InferResponse | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._entries.move_to_end(key)
+        return entry.response
+
+    def add(self, key: bytes, response: InferResponse) -> None:
+        size = ENTRY_BYTES + sum(len(pack(tensor)) for tensor in response.outputs)
+        if key in self._entries or size > self._room + self.byte_size:
+            return  # somebody was faster, or it would not fit an empty cache
+        while size > self._room:
+            self._room += self._entries.popitem(last=False)[1].byte_size
+        self._entries[key] = _Entry(response, size)
+        self._room -= size
+
+    @property
+    def byte_size(self) -> int:
+        """Of what is in it."""
+        return sum(entry.byte_size for entry in self._entries.values())
+
+    def wrap(self, entry: ModelVersion) -> ServedModel:
+        """This model, served from the cache where it asks for that and can be."""
+        model = entry.model
+        if not wants_cache(model.config):
+            return model
+        stateful = model.config.sequence_batching is not None
+        if model.decoupled or stateful or isinstance(model, (BatchedModel, PostprocessingModel)):
+            why = (
+                "decoupled"
+                if model.decoupled
+                else "one of sequences"
+                if stateful
+                else "one that generates"
+            )
+            text = f"model '{entry.name}' asks for the response cache, which serves no model that is {why}"
+            logging.warning(text, model=entry.name)
+            return model
+        return CachedModel(model, self)
+
+
+def wants_cache(config: ModelConfig) -> bool:
+    return bool((config.document.get("response_cache") or {}).get("enable"))
+
+
+class CachedModel(WrappedModel):
+    def __init__(self, model: ServedModel, cache: ResponseCache) -> None:
+        super().__init__(model)
+        self._cache = cache
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        began = time.monotonic_ns()
+        key = request_key(request)
+        found = self._cache.find(key)
+        looked_up = time.monotonic_ns()
+        if found is not None:
+            request.trail.cache_hit_ns = looked_up - began
+            yield found
+            return
+        request.trail.cache_miss_ns = looked_up - began
+        async with aclosing(self.inner.infer(request)) as responses:
+            async for response in responses:
+                if response.error is None:
+                    began = time.monotonic_ns()
+                    self._cache.add(key, response)
+                    request.trail.cache_miss_ns += time.monotonic_ns() - began
+                yield response
+
+
+def request_key(request: InferRequest) -> bytes:
+    """Two requests with the same key get the same answer: model, inputs, wanted outputs and
+    parameters are equal.
+    """
+    parameters = sorted(request.parameters.items(), key=repr)
+    sequence = (request.sequence_id, request.sequence_start, request.sequence_end)
+    whole = (request.model_name, request.model_version, request.outputs, parameters, sequence)
+    digest = hashlib.sha256(repr(whole).encode("utf-8", "surrogateescape"))
+    for name, tensor in sorted(request.inputs.items()):
+        data = pack(tensor)
+        digest.update(
+            repr((name, tensor.datatype, tensor.shape, len(data))).encode(
+                "utf-8", "surrogateescape"
+            )
+        )
+        digest.update(data)
+    return digest.digest()

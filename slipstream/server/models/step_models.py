@@ -1,0 +1,170 @@
+"""The models around the engine, when a client calls them by themselves: text to ids, and ids to
+text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+
+from slipstream.repository.config import ModelConfig
+from slipstream.repository.models import EngineModel, RepositoryModel
+from slipstream.repository.roles import PREPROCESSING_FIELDS, takes_comma_words
+from slipstream.server.fields.limits import (
+    Given,
+    check_batch,
+    check_prompt_length,
+    given_fields,
+    require,
+)
+from slipstream.server.fields.prompts import MESSAGES, check_prompt, conversation_tokens
+from slipstream.server.fields.sampling import pack_words, sampling_params, words_of
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.kserve.tensors import Tensor, single
+from slipstream.server.models.generation_outputs import named
+from slipstream.server.models.llm_models import Generator
+from slipstream.server.text.folder import TokenizerError
+
+PASSED_THROUGH = {
+    "CUM_LOG_PROBS": (1, 1),
+    "OUTPUT_LOG_PROBS": (1, 1, 1),
+    "CONTEXT_LOGITS": (1, 1, 1),
+    "GENERATION_LOGITS": (1, 1, 1, 1),
+}
+
+
+class PreprocessingModel:
+    decoupled = False
+
+    def __init__(self, model: RepositoryModel, engine: EngineModel, generator: Generator) -> None:
+        self.config: ModelConfig = model.config
+        self._engine = engine
+        self._generator = generator
+        self._names = {name: name for name in model.config.output_names}
+        self._fields = {
+            field: name
+            for name, field in PREPROCESSING_FIELDS.items()
+            if name in model.config.input_names
+        }
+        self._comma_words = takes_comma_words(model.config)
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    def fillers(self, request: InferRequest) -> Mapping[str, int]:
+        """The prompts of a batch are filled up with the padding token."""
+        tokenizer, given = self._generator.tokenizer, request.inputs.get("PAD_ID")
+        return {
+            "INPUT_ID": _pad(tokenizer.pad_id if given is None else given.first, tokenizer.eos_id)
+        }
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        try:
+            check_batch(request, self.config)
+            fields = given_fields(request, PREPROCESSING_FIELDS)
+            # an ensemble's parameters may be meant for another of its steps
+            check_prompt(fields, self._fields, {})
+            ids = await self._prompt(fields)
+            yield InferResponse(named(self._outputs(fields, ids), self._names))
+        except (InferenceError, TokenizerError) as error:
+            yield InferResponse(error=InferenceError(str(error)))
+
+    async def _prompt(self, fields: Mapping[str, Given]) -> list[int]:
+        longest = self._engine.engine.build.max_input_len
+        if MESSAGES in fields:
+            return await conversation_tokens(fields[MESSAGES], self._generator, longest)
+        check_prompt_length(fields["text_input"], longest)
+        return self._generator.tokenizer.encode(
+            fields["text_input"].tensor.text(), self._engine.add_special_tokens
+        )
+
+    def _outputs(self, fields: Mapping[str, Given], ids: list[int]) -> list[Tensor]:
+        tokenizer = self._generator.tokenizer
+        length = require(fields, "max_tokens", "REQUEST_OUTPUT_LEN")
+        end_id = fields["end_id"].value if "end_id" in fields else tokenizer.eos_id
+        pad_id = fields["pad_id"].value if "pad_id" in fields else tokenizer.pad_id
+        return [
+            Tensor("INPUT_ID", "INT32", (1, len(ids)), ids),
+            Tensor("REQUEST_INPUT_LEN", "INT32", (1, 1), [len(ids)]),
+            self._word_ids(fields, "bad_words", "BAD_WORDS_IDS"),
+            self._word_ids(fields, "stop_words", "STOP_WORDS_IDS"),
+            Tensor("REQUEST_OUTPUT_LEN", length.tensor.datatype, (1, 1), [length.value]),
+            self._bias(fields),
+            Tensor("OUT_END_ID", "INT32", (1, 1), [-1 if end_id is None else end_id]),
+            Tensor("OUT_PAD_ID", "INT32", (1, 1), [_pad(pad_id, tokenizer.eos_id)]),
+        ]
+
+    def _word_ids(self, fields: Mapping[str, Given], field: str, name: str) -> Tensor:
+        if field not in fields:
+            return Tensor(name, "INT32", (1, 2, 0), [])
+        words = [
+            self._generator.tokenizer.encode(word, False)
+            for word in words_of(fields, field, self._comma_words)
+        ]
+        length, data = pack_words(words)
+        return Tensor(name, "INT32", (1, 2, length), data)
+
+    def _bias(self, fields: Mapping[str, Given]) -> Tensor:
+        tokenizer = self._generator.tokenizer
+        pairs = sampling_params(fields, lambda word: tokenizer.encode(word, False)).logit_bias
+        data = [0.0] * (self._engine.engine.spec.vocab_size if pairs else 0)
+        for token, weight in pairs:
+            if token < len(data):  # a tokenizer may have more tokens than the model has outputs
+                data[token] = single(weight)
+        return Tensor("EMBEDDING_BIAS", "FP32", (1, len(data)), data)
+
+
+def _pad(pad_id: int | None, eos_id: int | None) -> int:
+    """Upstream pads with the end-of-text token where a tokenizer has no padding token."""
+    return next((token for token in (pad_id, eos_id) if token is not None), 0)
+
+
+class PostprocessingModel:
+    decoupled = False
+
+    def __init__(self, model: RepositoryModel, engine: EngineModel, generator: Generator) -> None:
+        self.config: ModelConfig = model.config
+        self._engine = engine
+        self._generator = generator
+        self._names = {name: name for name in model.config.output_names}
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        try:
+            yield InferResponse(named(self._outputs(request), self._names))
+        except (InferenceError, TokenizerError) as error:
+            yield InferResponse(error=InferenceError(str(error)))
+
+    def _outputs(self, request: InferRequest) -> list[Tensor]:
+        rows = self._rows(request)
+        texts = [
+            self._generator.tokenizer.decode(row, self._engine.skip_special_tokens).encode()
+            for row in rows
+        ]
+        outputs = [Tensor("OUTPUT", "BYTES", (len(texts),), list(texts))]
+        for name, shape in PASSED_THROUGH.items():
+            given = request.inputs.get(name)
+            data, shape = (given.data, given.shape) if given else ([0.0], shape)
+            outputs.append(Tensor(f"OUT_{name}", "FP32", shape, data))
+        return outputs
+
+    def _rows(self, request: InferRequest) -> list[list[int]]:
+        """The ids of each beam of each batch item, without padding."""
+        tokens = request.inputs.get("TOKENS_BATCH")
+        if tokens is None:
+            raise InferenceError("TOKENS_BATCH is required")
+        width = tokens.shape[-1]
+        count = len(tokens.data) // width if width else 0
+        rows = [tokens.data[row * width : (row + 1) * width] for row in range(count)]
+        lengths = request.inputs.get("SEQUENCE_LENGTH")
+        if lengths is None:
+            return rows
+        if len(lengths.data) != count or any(not 0 <= length <= width for length in lengths.data):
+            raise InferenceError(
+                f"SEQUENCE_LENGTH must hold {count} numbers from 0 to {width}, got {lengths.data[:8]}"
+            )
+        return [row[:length] for row, length in zip(rows, lengths.data, strict=True)]

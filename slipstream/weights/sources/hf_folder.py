@@ -1,0 +1,156 @@
+"""A Hugging Face model folder: config.json, safetensors in one or many shards, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.model.families.family import Family, Recipe, UnsupportedModel, WeightMap
+from slipstream.model.families.registry import find_family
+from slipstream.weights.engine_config import GenerationDefaults
+from slipstream.weights.parameters import Shape
+from slipstream.weights.sources.mapped_tensors import MappedTensors
+from slipstream.weights.sources.source import SourceError, fingerprint_of, read_tokenizer_files
+
+if TYPE_CHECKING:
+    import torch
+
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+
+
+class HuggingFaceFolder:
+    """Opening reads the config and the shards' headers; tensors are mapped when asked for."""
+
+    def __init__(self, folder: Path, label: str) -> None:
+        self.label = label
+        self.folder = folder
+        self._config = read_json(folder / "config.json")
+        try:
+            family = _find_family(folder, self._config)
+            method = (self._config.get("quantization_config") or {}).get("quant_method")
+            if method:
+                raise SourceError(
+                    f"{label}: the weights are quantised ({method}); import the unquantised model, "
+                    "and ask for --use_weight_only"
+                )
+            self.spec = family.spec(self._config)
+        except (SourceError, UnsupportedModel):
+            raise
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise SourceError(f"{folder / 'config.json'}: damaged: {error}") from error
+        self._map = family.weights
+        self.generation = _generation(folder, self._config)
+        self._tensors = MappedTensors(
+            _shard_paths(folder), lambda name: _offered_name(self._map, name)
+        )
+
+    @property
+    def dtype(self) -> str | None:
+        return self._tensors.dtype
+
+    def shapes(self) -> Mapping[str, Shape]:
+        return {name: slot.shape for name, slot in self._tensors.slots.items()}
+
+    def recipe(self, parameter: str) -> Recipe:
+        return self._map.recipe(parameter, self.spec)
+
+    def read_rows(self, name: str) -> Iterator[torch.Tensor]:
+        return self._tensors.read_rows(name)
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        return read_tokenizer_files(self.folder)
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(
+            json.dumps(self._config), self.tokenizer_files(), self._tensors.fingerprint()
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise SourceError(f"{path}: damaged: not JSON") from error
+    if not isinstance(document, dict):
+        raise SourceError(f"{path}: damaged: not a JSON object")
+    return document
+
+
+def _offered_name(weights: WeightMap, stored: str) -> str | None:
+    name = weights.canonical(stored)
+    return None if weights.ignores(name) else name
+
+
+def _find_family(folder: Path, config: dict[str, Any]) -> Family:
+    try:
+        return find_family(config)
+    except UnsupportedModel:
+        try:
+            names = list(MappedTensors(_shard_paths(folder), lambda name: name).slots)
+        except SourceError:
+            names = []  # the architecture is refused either way; the names only say more
+        return find_family(config, names)
+
+
+def _generation(folder: Path, config: dict[str, Any]) -> GenerationDefaults:
+    """What generation_config.json says, and config.json where it says nothing. End ids are one or a
+    list.
+    """
+    path = folder / "generation_config.json"
+    preferred = read_json(path) if path.is_file() else {}
+
+    def value(key: str) -> Any:
+        return preferred[key] if preferred.get(key) is not None else config.get(key)
+
+    ends = value("eos_token_id")
+    end_ids = [_token_id(end) for end in (ends if isinstance(ends, list) else [ends])]
+    return GenerationDefaults(
+        tuple(dict.fromkeys(end for end in end_ids if end is not None)),
+        _token_id(value("bos_token_id")),
+        _token_id(value("pad_token_id")),
+    )
+
+
+def _token_id(value: Any) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None  # some configs say "none" as -1
+
+
+def _shard_paths(folder: Path) -> list[Path]:
+    """The shards the index names, or the one whole file; any other file is a copy in another
+    layout.
+    """
+    if (folder / _INDEX).is_file():
+        return _indexed_shards(folder)
+    if (folder / _WHOLE).is_file():
+        return [folder / _WHOLE]
+    pickled = sorted(
+        path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern)
+    )
+    if pickled:
+        raise SourceError(
+            f"{folder}: holds only pickled weights ({pickled[0]}), which can run code when loaded; "
+            "convert them to safetensors (transformers' save_pretrained does) and import that"
+        )
+    raise SourceError(f"{folder}: has no {_WHOLE} and no {_INDEX}")
+
+
+def _indexed_shards(folder: Path) -> list[Path]:
+    table = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise SourceError(f"{folder / _INDEX}: damaged: it has no weight_map")
+    names = sorted(set(table.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise SourceError(f"{folder / _INDEX}: names a file outside the folder: {outside[0]}")
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise SourceError(
+            f"{folder}: {len(absent)} of {len(names)} shards are missing ({', '.join(absent[:4])}); "
+            "download them again"
+        )
+    return [folder / name for name in names]

@@ -1,0 +1,164 @@
+"""A model on the Hugging Face hub: its config first, so that a refusal costs no download, then the
+rest.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from slipstream.model.families.registry import find_family
+from slipstream.weights.home import hugging_face_cache, hugging_face_home
+from slipstream.weights.sources.hf_folder import HuggingFaceFolder, read_json
+from slipstream.weights.sources.source import SourceError
+from slipstream.weights.stream import Progress, no_progress
+
+_WANTED = [
+    "*.json",
+    "*.jinja",
+    "tokenizer.model",
+    "vocab.txt",
+    "merges.txt",
+    "model.safetensors",
+    "model-*.safetensors",
+]
+_SUBFOLDERS = ["*/*"]  # copies in other formats, such as original/ and onnx/
+
+
+def open_hub_model(
+    repository: str, label: str, progress: Progress = no_progress
+) -> HuggingFaceFolder:
+    """Download what is new of `org/name` into the shared cache and open it there. Without a network
+    a copy that was downloaded before is used.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    options = _options()
+    try:
+        config = Path(hf_hub_download(repository, "config.json", **options))
+        find_family(read_json(config))
+        progress(f"fetching {repository} from the hub", 0, 0)
+        folder = snapshot_download(
+            repository, allow_patterns=_WANTED, ignore_patterns=_SUBFOLDERS, **options
+        )
+    except Exception as error:
+        text = _explanation(error)
+        if text is None:
+            raise
+        raise SourceError(f"{repository}: {text}") from error
+    return HuggingFaceFolder(Path(folder), label)
+
+
+def _options() -> dict[str, Any]:
+    return {
+        "cache_dir": hugging_face_cache(),
+        "endpoint": os.environ.get("HF_ENDPOINT") or None,
+        "token": os.environ.get("HF_TOKEN") or None,
+        "local_files_only": not _name_resolves(),
+    }
+
+
+def fetch_tokenizer(repository: str) -> Path:
+    """The folder of a hub model's tokenizer; its weights are not downloaded."""
+    from huggingface_hub import snapshot_download
+
+    wanted = [pattern for pattern in _WANTED if not pattern.endswith(".safetensors")]
+    try:
+        return Path(
+            snapshot_download(
+                repository, allow_patterns=wanted, ignore_patterns=_SUBFOLDERS, **_options()
+            )
+        )
+    except Exception as error:
+        text = _explanation(error)
+        if text is None:
+            raise
+        raise SourceError(f"{repository}: {text}") from error
+
+
+def find_local_copy(repository: str, model_type: str) -> Path | None:
+    """A usable copy on this machine: in the hub's cache, or as a plain model folder mounted at the
+    cache's place.
+
+    The plain folder does not say which model it is; it must at least be of the same kind.
+    """
+    from huggingface_hub import snapshot_download
+
+    for cache in (hugging_face_cache(), hugging_face_home()):
+        try:
+            folder = Path(
+                snapshot_download(
+                    repository,
+                    cache_dir=cache,
+                    local_files_only=True,
+                    allow_patterns=_WANTED,
+                    ignore_patterns=_SUBFOLDERS,
+                )
+            )
+        except (FileNotFoundError, ValueError):
+            continue  # not in this cache
+        if _has_weights(folder):
+            return folder
+    for folder in (hugging_face_home(), hugging_face_home() / repository.rpartition("/")[2]):
+        if (
+            _has_weights(folder)
+            and read_json(folder / "config.json").get("model_type") == model_type
+        ):
+            return folder
+    return None
+
+
+def _name_resolves() -> bool:
+    """Whether the hub's address can be looked up: without a network the library would try for half
+    a minute.
+    """
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if getproxies():
+        return True  # the proxy looks it up
+    try:
+        socket.getaddrinfo(address.hostname, address.port or 443)
+    except OSError:
+        return False
+    return True
+
+
+def _has_weights(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def _explanation(error: Exception) -> str | None:
+    """What to do about an error of the hub's; None for one that is not."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            "access to this model must be asked for: accept its licence on its page at the hub, then set HF_TOKEN "
+            "to a token of that account (or run `hf auth login`)"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "no such model at the hub, or it is private: check the name; for a private one set HF_TOKEN "
+            "(or run `hf auth login`)"
+        )
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return "the repository has no config.json: it is not a model in Hugging Face's format"
+    if isinstance(error, errors.HfHubHTTPError):
+        status = getattr(error.response, "status_code", "?")
+        reason = (
+            "the token in HF_TOKEN was refused"
+            if status == 401
+            else "the hub did not answer as it should"
+        )
+        return f"{reason} (HTTP status {status})"
+    if isinstance(
+        error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | ConnectionError
+    ):
+        return (
+            "the hub cannot be reached and no copy is on this machine: check the network and HF_ENDPOINT, "
+            "or use a folder or a GGUF file that is here"
+        )
+    return None

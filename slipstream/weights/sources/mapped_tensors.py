@@ -1,0 +1,80 @@
+"""Tensors of one or many safetensors files, mapped and read by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from slipstream.weights.parameters import DTYPE_CODES, TensorSlot
+from slipstream.weights.sources.source import SourceError, row_blocks
+from slipstream.weights.tensor_file import TensorFileError, TensorHeader, read_header
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Place(NamedTuple):
+    path: Path
+    stored_name: str
+    slot: TensorSlot
+
+
+class MappedTensors:
+    """`rename` gives the name under which a stored tensor is offered, or None for one to leave out."""
+
+    def __init__(self, paths: Sequence[Path], rename: Callable[[str], str | None]) -> None:
+        self._headers = {path: _read_header(path) for path in paths}
+        self._places: dict[str, _Place] = {}
+        for path, header in self._headers.items():
+            for stored, slot in header.slots.items():
+                name = rename(stored)
+                if name in self._places:
+                    raise SourceError(
+                        f"{path}: tensor {stored} is in {self._places[name].path.name}, too"
+                    )
+                if name is not None:
+                    self._places[name] = _Place(path, stored, slot)
+
+    @property
+    def slots(self) -> dict[str, TensorSlot]:
+        return {name: place.slot for name, place in self._places.items()}
+
+    @property
+    def dtype(self) -> str | None:
+        """The 16-bit type most of the bytes have, where any do."""
+        counts = dict.fromkeys(("float16", "bfloat16"), 0)
+        for slot in self.slots.values():
+            for dtype in counts:
+                counts[dtype] += slot.nbytes if slot.dtype == DTYPE_CODES[dtype] else 0
+        most = max(counts, key=counts.__getitem__)
+        return most if counts[most] else None
+
+    def read_rows(
+        self, name: str, first: int = 0, last: int | None = None
+    ) -> Iterator[torch.Tensor]:
+        """The rows from `first` on, to the end or up to `last`."""
+        from safetensors import safe_open
+
+        path, stored, slot = self._places[name]
+        rows = (slot.shape[0] if last is None else last) - first
+        with safe_open(path, framework="pt") as file:
+            part = file.get_slice(stored)
+            for start, stop in row_blocks(rows, slot.nbytes // slot.shape[0]):
+                yield part[first + start : first + stop]
+
+    def fingerprint(self) -> str:
+        """Of each file its header, size and time of change: enough to notice another file, without
+        reading it.
+        """
+        return "\n".join(
+            f"{path.name}:{header.digest}:{header.file_bytes}:{path.stat().st_mtime_ns}"
+            for path, header in self._headers.items()
+        )
+
+
+def _read_header(path: Path) -> TensorHeader:
+    try:
+        return read_header(path)
+    except TensorFileError as error:
+        raise SourceError(f"{error}; download the file again") from error

@@ -1,0 +1,47 @@
+"""From what a user names to a source: a folder, a GGUF file, a hub id or a known name."""
+
+from __future__ import annotations
+
+import re
+
+from slipstream.weights.checkpoint import CheckpointSource, is_checkpoint
+from slipstream.weights.home import expanded
+from slipstream.weights.sources.gguf_source import GgufSource
+from slipstream.weights.sources.hf_folder import HuggingFaceFolder
+from slipstream.weights.sources.hub import open_hub_model
+from slipstream.weights.sources.known_models import KNOWN_MODELS, open_known_model
+from slipstream.weights.sources.source import Source, SourceError
+from slipstream.weights.stream import Progress, no_progress
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def open_source(text: str, progress: Progress = no_progress) -> Source:
+    """Open what `text` names: `hf:org/name`, `local:path`, a path, a known name, or `org/name` at
+    the hub.
+
+    Only headers are read of local files; a model at the hub is downloaded, after its config was
+    found servable. SourceError and UnsupportedModel say in one line what is wrong.
+    """
+    if text.startswith("hf:"):
+        return open_hub_model(text.removeprefix("hf:"), text, progress)
+    if text.startswith("ngc:"):
+        raise SourceError(
+            f"{text}: sources of NGC are not supported; use hf:org/name, a folder or a GGUF file"
+        )
+    path = expanded(text.removeprefix("local:"))
+    if path.is_file():
+        return GgufSource(path, text)
+    if path.is_dir():
+        return (
+            CheckpointSource(path, text) if is_checkpoint(path) else HuggingFaceFolder(path, text)
+        )
+    if text.startswith("local:"):
+        raise SourceError(f"{path}: no such folder or file")
+    if text in KNOWN_MODELS:
+        return open_known_model(text, progress)
+    if _HUB_ID.fullmatch(text):
+        return open_hub_model(text, f"hf:{text}", progress)
+    raise SourceError(
+        f"{text}: no such folder or file, and not a known model; known: {', '.join(KNOWN_MODELS)}"
+    )

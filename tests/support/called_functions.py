@@ -1,0 +1,138 @@
+"""Functions to be called, templates that have them called in either format, and what tests of both
+formats do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.engine.constraints.guided import Guided, Guides
+from slipstream.engine.constraints.vocabulary import Vocabulary
+from slipstream.engine.request import Guide
+from slipstream.server.openai.call_reader import Reader, ToolCall
+from slipstream.server.text.pipeline import TextDelta
+
+MESSAGES: Any = [{"role": "user", "content": "What is the weather?"}]
+WEATHER = {
+    "type": "object",
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "properties": {
+        "city": {"enum": ["Rome", "Bonn"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "Of a city", "parameters": WEATHER},
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+MARKED_TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }}: {{ tool.function.parameters | length }}\n"
+    '{% if loop.last %}Call <tool_call>{"name": N, "arguments": A}</tool_call>\n{% endif %}{% endfor %}'
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+BARE_TEMPLATE = (
+    '{{ bos_token }}{% if tools %}{{ \'Say {"name": N, "parameters": P}.\' }}'
+    "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
+    "{% for message in messages %}[{{ message.role }}] {% if message.tool_calls %}"
+    "{% set call = message.tool_calls[0].function %}{{ '{\"name\": \"' + call.name + '\", ' }}{{ '\"parameters\": ' }}"
+    "{{ call.arguments | tojson }}{{ '}' }}{% else %}{{ message.content }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def called_by(serving, monkeypatch, template: str):
+    """The server, whose model has this template from now on."""
+    monkeypatch.setattr(serving.generator.tokenizer, "chat_templates", {"default": template})
+    return serving
+
+
+def chat(serving, **fields):
+    given = {
+        "model": "chat",
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "temperature": 0,
+        "max_tokens": 300,
+        **fields,
+    }
+    return serving.client.chat.completions.create(**given)
+
+
+def prompt_ids(serving, messages, tools=TOOLS) -> list[int]:
+    """What transformers makes of the template."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(serving.model_folder)
+    template = serving.generator.tokenizer.chat_templates["default"]
+    return tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=template, add_generation_prompt=True, return_dict=False
+    )
+
+
+def say(serving, monkeypatch, pieces: list[str]) -> list[Any]:
+    """The model says this from now on; the requests it gets."""
+    requests = []
+
+    async def generate(request):
+        requests.append(request)
+        for number, piece in enumerate(pieces):
+            yield TextDelta(
+                piece,
+                [5],
+                finish_reason="stop" if number == len(pieces) - 1 else "",
+                prompt_tokens=9,
+            )
+
+    monkeypatch.setattr(serving.generator, "generate", generate)
+    return requests
+
+
+def check_read(reader_of: Callable[[], Reader], said: str, parts: list[Any]) -> None:
+    """At once these parts are read, a call as its name and arguments; letter by letter the same
+    text and calls.
+    """
+
+    def told(found: list[Any]) -> list[Any]:
+        return [
+            (part.name, json.loads(part.arguments)) if isinstance(part, ToolCall) else part
+            for part in found
+        ]
+
+    assert told(list(reader_of().push(said, last=True))) == parts
+    reader = reader_of()
+    bits = told(
+        [part for letter in said for part in reader.push(letter)] + list(reader.push("", last=True))
+    )
+    assert "".join(part for part in bits if isinstance(part, str)) == "".join(
+        part for part in parts if isinstance(part, str)
+    )
+    assert [part for part in bits if not isinstance(part, str)] == [
+        part for part in parts if not isinstance(part, str)
+    ]
+
+
+class GuidedText:
+    """A guide over a vocabulary in which every ASCII letter is a token."""
+
+    def __init__(self, guide: Guide) -> None:
+        letters = [bytes([code]) for code in range(128)]
+        self._guided: Guided = Guides(Vocabulary(letters, frozenset(), False)).open(guide, [])
+
+    def allows(self, text: str) -> bool:
+        """Its last letter, after the others."""
+        mask = int.from_bytes(self._guided.mask(list(text[:-1].encode())), "little")
+        return bool(mask >> ord(text[-1]) & 1)
+
+    def allows_each_letter(self, text: str) -> bool:
+        return all(self.allows(text[: end + 1]) for end in range(len(text)))
+
+    def complete(self, text: str) -> bool:
+        return self._guided.complete(list(text.encode()))

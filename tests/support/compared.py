@@ -1,0 +1,80 @@
+"""The requests that go to both servers, and their answers with what changes from run to run masked."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from http_support import Answer, Connection, request_bytes
+
+REQUESTS = Path(__file__).parents[1] / "conformance" / "live_requests.jsonl"
+_NUMBERS = re.compile(rb'"(ns|count|last_inference|inference_count|execution_count)":\d+')
+_PLACE = re.compile(rb"(?<=At:\\n  )[^()]*/(?=\w+/\d+/model\.py)")  # the machine's part of a path
+
+
+def requests() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in REQUESTS.read_text("utf-8").splitlines()]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What two answers are compared by."""
+
+    status: int  # 0: the connection was closed without an answer
+    content_type: str | None = None
+    framing: str = ""
+    encoding: str | None = None
+    chunks: int = 0
+    body: bytes = b""
+
+
+def _content(part: dict[str, Any]) -> bytes | None:
+    if "body_b64" in part:
+        return base64.b64decode(part["body_b64"])
+    return part["body"].encode() if "body" in part else None
+
+
+def request_of(request: dict[str, Any]) -> bytes:
+    if "raw" in request:
+        return _content(request["raw"]) or b""
+    if "body_repeat" in request:
+        before, piece, times, after = request["body_repeat"]
+        body: bytes | None = (before + piece * times + after).encode()
+    else:
+        body = _content(request)
+    if body is None and request["method"] == "POST":
+        body = b""
+    version, host = request.get("ver", "HTTP/1.1"), request.get("auto", True)
+    return request_bytes(
+        request["method"], request["path"], request["headers"], body, version, host
+    )
+
+
+def ask(port: int, request: dict[str, Any]) -> Shown:
+    with Connection(port, timeout=60.0) as connection:
+        connection.send(request_of(request))
+        answer = connection.answer(head_only=request["method"] == "HEAD")
+    return Shown(0) if answer is None else _shown(answer)
+
+
+def _shown(answer: Answer) -> Shown:
+    encoding, body = answer.header("content-encoding"), answer.body
+    if encoding == "gzip":
+        body = gzip.decompress(body)
+    elif encoding == "deflate":
+        body = zlib.decompress(body)
+    body = _PLACE.sub(b"", _NUMBERS.sub(rb'"\1":0', body))
+    return Shown(
+        answer.status,
+        answer.header("content-type"),
+        answer.framing,
+        encoding,
+        len(answer.chunks),
+        body,
+    )

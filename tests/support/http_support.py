@@ -1,0 +1,206 @@
+"""A real server on a loopback port, and a client that shows the bytes: status line, headers, chunk
+by chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from slipstream.server.http.routes import uvicorn_config
+
+
+class PromptServer(uvicorn.Server):
+    """Ends when it is told to: uvicorn looks every tenth of a second whether it is, and then sleeps
+    for another.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.told_to_stop = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.told_to_stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
+
+class RunningServer:
+    """`with RunningServer(app) as server:` the app is served on `server.port` by uvicorn in a
+    thread.
+    """
+
+    def __init__(self, app: Any, **settings: Any) -> None:
+        self._server = PromptServer(uvicorn_config(app, port=0, **settings))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.port = 0
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self.loop = asyncio.get_running_loop()
+            await self._server.serve()
+
+        asyncio.run(serve())
+
+    def __enter__(self) -> RunningServer:
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self._server.told_to_stop.set)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+def wait_until(condition: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+@dataclass
+class Answer:
+    status: int
+    reason: str
+    headers: list[tuple[str, str]]  # names in lower case
+    framing: str  # content-length, chunked, close
+    body: bytes
+    chunks: list[bytes] = field(default_factory=list)
+    interim: bytes = b""  # an answer before the answer: 100 Continue
+    closed: bool = False  # by the server, after the answer
+
+    def header(self, name: str) -> str | None:
+        return dict(self.headers).get(name)
+
+
+class Connection:
+    def __init__(self, port: int, timeout: float = 20.0) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout)
+        self._buffer = b""
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def _more(self) -> bool:
+        try:
+            data = self.socket.recv(1 << 20)
+        except ConnectionResetError:
+            data = b""
+        self._buffer += data
+        return bool(data)
+
+    def _until(self, mark: bytes) -> bytes | None:
+        while mark not in self._buffer:
+            if not self._more():
+                return None
+        found, self._buffer = self._buffer.split(mark, 1)
+        return found
+
+    def _exactly(self, count: int) -> bytes:
+        while len(self._buffer) < count:
+            assert self._more(), "the connection ended inside a body"
+        found, self._buffer = self._buffer[:count], self._buffer[count:]
+        return found
+
+    def head(self) -> Answer | None:
+        """Status line and headers, or None when the server closes without an answer."""
+        head = self._until(b"\r\n\r\n")
+        if head is None:
+            return None
+        first, *lines = head.decode("latin-1").split("\r\n")
+        _, status, reason = first.split(" ", 2)
+        if status == "100":
+            answer = self.head()
+            if answer is not None:
+                answer.interim = head + b"\r\n\r\n"
+            return answer
+        headers = [(name.lower(), value) for name, value in (line.split(": ", 1) for line in lines)]
+        names = dict(headers)
+        chunked = names.get("transfer-encoding") == "chunked"
+        framing = (
+            "chunked" if chunked else "content-length" if "content-length" in names else "close"
+        )
+        return Answer(int(status), reason, headers, framing, b"")
+
+    def chunk(self) -> bytes:
+        """One chunk; empty at the end of the body."""
+        size = self._until(b"\r\n")
+        assert size is not None, "the connection ended between chunks"
+        data = self._exactly(int(size, 16))
+        assert self._exactly(2) == b"\r\n"
+        return data
+
+    def answer(self, head_only: bool = False) -> Answer | None:
+        answer = self.head()
+        if answer is None or head_only:
+            return answer
+        if answer.framing == "chunked":
+            while data := self.chunk():
+                answer.chunks.append(data)
+            answer.body = b"".join(answer.chunks)
+        else:
+            answer.body = self._exactly(int(answer.header("content-length") or 0))
+        return answer
+
+    def is_closed(self, wait: float) -> bool:
+        """The server has closed, or does within `wait` seconds."""
+        self.socket.settimeout(wait)
+        try:
+            return not self._more()
+        except TimeoutError:
+            return False
+
+
+def request_bytes(
+    method: str,
+    path: str,
+    headers: list[list[str]],
+    body: bytes | None,
+    version: str = "HTTP/1.1",
+    host: bool = True,
+) -> bytes:
+    lines = [f"{method} {path} {version}"]
+    if host:
+        lines.append("Host: localhost")
+    lines += [f"{name}: {value}" for name, value in headers]
+    if body is not None:
+        lines.append(f"Content-Length: {len(body)}")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + (body or b"")
+
+
+def post(port: int, path: str, body: bytes, headers: list[list[str]] | None = None) -> Answer:
+    with Connection(port) as connection:
+        connection.send(request_bytes("POST", path, headers or [], body))
+        answer = connection.answer()
+        assert answer is not None
+        return answer
+
+
+def get(port: int, path: str, method: str = "GET") -> Answer:
+    with Connection(port) as connection:
+        connection.send(request_bytes(method, path, [], None))
+        answer = connection.answer(head_only=method == "HEAD")
+        assert answer is not None
+        return answer

@@ -1,0 +1,138 @@
+"""An engine without a model, for tests of what stands around it. Run as a script it is an engine
+process.
+
+Each request gets its last known token + 1, one a step, until `max_tokens`. `sampling.seed` is how
+many milliseconds each step takes at least (a seed over 10,000 is one that the server drew). A first
+prompt token of 900 and above is an order, and the name of the engine folder says how starting goes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slipstream.engine.messages import EngineInfo, EngineStats, StepOutputs
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.settings import EngineSettings
+from slipstream.engine_worker.process import run
+
+RAISE, HANG, DIE, REFUSE, SPARED = 900, 901, 902, 903, 904
+
+
+@dataclass
+class _Running:
+    request: GenerateRequest
+    last: int
+    given: int = 0
+
+
+@dataclass
+class ScriptedLoop:
+    info: EngineInfo = field(
+        default_factory=lambda: EngineInfo(
+            vocab_size=1000,
+            max_sequence_tokens=4096,
+            max_rows=64,
+            total_blocks=128,
+            block_tokens=32,
+            device="cpu",
+            dtype="float32",
+            weight_bytes=0,
+            cache_bytes=0,
+            load_seconds=0.0,
+        )
+    )
+    running: dict[int, _Running] = field(default_factory=dict)
+    news: StepOutputs = field(default_factory=StepOutputs)
+    steps: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    checks: int = 0
+
+    def submit(self, request: GenerateRequest) -> None:
+        if request.prompt[0] == REFUSE:
+            self.news.errors[request.request_id] = "refused by order"
+            self._tell(request.request_id, [], "error")
+        elif request.prompt[0] == SPARED:
+            self._tell(request.request_id, [gc.get_freeze_count()], "length")
+        else:
+            self.running[request.request_id] = _Running(request, request.prompt[-1])
+
+    def cancel(self, request_ids: list[int], reason: str = "cancelled") -> None:
+        for request_id in request_ids:
+            if self.running.pop(request_id, None) is not None:
+                self.cancelled += 1
+                self._tell(request_id, [], reason)
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.news.request_ids)
+
+    def step(self) -> StepOutputs | None:
+        self.steps += 1
+        for running in list(self.running.values()):
+            self._obey(running.request.prompt[0])
+        seeds = [running.request.sampling.seed for running in self.running.values()]
+        time.sleep(max((seed for seed in seeds if seed < 10_000), default=0) / 1000)
+        for request_id, running in list(self.running.items()):
+            self._advance(request_id, running)
+        news, self.news = self.news, StepOutputs()
+        return news if news.request_ids else None
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self.running),
+            free_blocks=128 - len(self.running),
+            total_blocks=128,
+            steps=self.steps,
+            finished=self.finished,
+            cancelled=self.cancelled,
+        )
+
+    def check_integrity(self) -> None:
+        self.checks += 1
+
+    def _obey(self, order: int) -> None:
+        if order == RAISE:
+            raise RuntimeError("raised by order")
+        if order == HANG:
+            time.sleep(3600)
+        if order == DIE:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _advance(self, request_id: int, running: _Running) -> None:
+        running.last = (running.last + 1) % 900
+        running.given += 1
+        done = running.given >= running.request.sampling.max_tokens
+        if done:
+            del self.running[request_id]
+            self.finished += 1
+        self._tell(request_id, [running.last], "length" if done else "")
+
+    def _tell(self, request_id: int, tokens: list[int], finish_reason: str) -> None:
+        self.news.request_ids.append(request_id)
+        self.news.token_counts.append(len(tokens))
+        self.news.finish_reasons.append(finish_reason)
+        self.news.cached_tokens.append(0)
+        self.news.tokens += tokens
+
+
+def start_scripted(engine_folder: str, settings: EngineSettings) -> ScriptedLoop:
+    """`bad…` is refused, `slow…` never gets ready, `once…` starts only while no file of that name
+    exists.
+    """
+    name = Path(engine_folder).name
+    if name.startswith("bad"):
+        raise ValueError("this engine folder is bad by order")
+    if name.startswith("slow"):
+        time.sleep(3600)
+    if name.startswith("once"):
+        Path(engine_folder).touch(exist_ok=False)
+    return ScriptedLoop()
+
+
+if __name__ == "__main__":
+    run(start_scripted)

@@ -1,0 +1,178 @@
+"""A whole server around the scripted engine. Run as a script it is the `slipstream` command with
+that engine.
+
+The tokenizer knows the words "0" to "999" by their numbers, so the answer to "5" is "6 7 8 …".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from slipstream.model.spec import ModelSpec
+from slipstream.repository.templates import write_repository
+from slipstream.version import VERSION
+from slipstream.weights.engine_config import BuildLimits, GenerationDefaults, config_document
+from slipstream.weights.parameters import Quantisation
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MODEL = "counter"
+CLOSE_SECONDS = "TINY_SERVER_CLOSE_SECONDS"
+STARTED = re.compile(
+    r"Started (GRPCInferenceService|HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)"
+)
+
+
+def make_repository(folder: Path, engine_name: str = "fine") -> Path:
+    engine = folder / "engines" / engine_name
+    engine.mkdir(parents=True)
+    spec = ModelSpec("LlamaForCausalLM", 1000, 8, 1, 1, 1, 8, 8, 4096)
+    limits = BuildLimits(max_input_len=2048, max_seq_len=4096)
+    own = {"content_hash": "none", "files": {}, "source": "scripted"}
+    document = config_document(
+        VERSION, spec, "float32", Quantisation(), limits, GenerationDefaults(), own
+    )
+    (engine / "config.json").write_text(json.dumps(document))
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {str(n): n for n in range(1000)}, "unk_token": "0"},
+    }
+    (engine / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (engine / "tokenizer_config.json").write_text("{}")
+    write_repository(folder / "repository", MODEL, engine, engine, 64)
+    return folder / "repository"
+
+
+class TinyServer:
+    """`slipstream start` on free ports, in a process of its own.
+
+    `close_seconds` takes the place of the time that connections are kept open for those who only
+    listen.
+    """
+
+    def __init__(
+        self, repository: Path, temporary: Path, *options: str, close_seconds: float | None = None
+    ) -> None:
+        self.temporary = temporary
+        self.temporary.mkdir(exist_ok=True)
+        ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+        command = [sys.executable, __file__, "start", "--repo", str(repository), *ports, *options]
+        environment = os.environ | {
+            "TMPDIR": str(temporary),
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if close_seconds is not None:
+            environment[CLOSE_SECONDS] = str(close_seconds)
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.lines: list[str] = []
+        self.ports: dict[str, int] = {}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if found := STARTED.search(line):
+                self.ports[found.group(1)] = int(found.group(2))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports['HTTPService']}"
+
+    def wait_started(self) -> TinyServer:
+        wait_for(
+            lambda: (
+                any("API docs" in line for line in self.lines) or self.process.poll() is not None
+            )
+        )
+        assert self.process.poll() is None, "\n".join(self.lines)
+        return self
+
+    def wait_exit(self) -> int:
+        code = self.process.wait(30)
+        self._reader.join(30)
+        return code
+
+    def engine_process(self) -> int:
+        children = [
+            found
+            for found in children_of(self.process.pid)
+            if "scripted_engine" in command_of(found)
+        ]
+        return children[0] if children else 0
+
+    def left_behind(self) -> list[str]:
+        return [path.name for path in self.temporary.iterdir()]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.wait_exit()
+
+
+def children_of(process_id: int) -> list[int]:
+    try:
+        return [
+            int(word)
+            for word in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
+        ]
+    except FileNotFoundError:
+        return []
+
+
+def command_of(process_id: int) -> str:
+    try:
+        return Path(f"/proc/{process_id}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except FileNotFoundError:
+        return ""
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process_id}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not happen"
+        time.sleep(0.01)
+
+
+def main() -> None:
+    from slipstream.server.engine_link import child as engine_child
+
+    # before anyone reads it
+    engine_child.ENGINE_COMMAND = (sys.executable, str(HERE / "scripted_engine.py"))
+    from slipstream.cli.main import main as slipstream
+
+    if CLOSE_SECONDS in os.environ:
+        from slipstream.server import services
+
+        services.CLOSE_SECONDS = float(os.environ[CLOSE_SECONDS])
+    slipstream()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Runs a tutorial's command lines as pasted: only places and ports are changed, and the model is a
+tiny one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parents[1] / "seeds"
+ROOT = HERE.parents[1]
+_PROGRAMS = {
+    "python3": "",
+    "python": "",
+    "slipstream": "-m slipstream.cli.main",
+    "triton": "-c \"import sys; sys.argv[0] = 'triton'; from slipstream.cli.main import main; main()\"",
+    "genai-perf": '-c "from slipstream.cli.compat.classic import genai_perf; genai_perf()"',
+    "perf_analyzer": '-c "from slipstream.cli.compat.classic import perf_analyzer; perf_analyzer()"',
+    "trtllm-build": '-c "from slipstream.cli.compat.classic import trtllm_build; trtllm_build()"',
+    "tritonserver": "-m slipstream.cli.compat.tritonserver",
+}
+
+
+def blocks_of(file: Path) -> list[tuple[str, str]]:
+    """Name and commands of each block of a tutorial, in order; `skipped: …` says why one is not
+    run.
+    """
+    blocks = file.read_text().split("#### ")[1:]
+    return [(block.partition("\n")[0], block.partition("\n")[2]) for block in blocks]
+
+
+class Tutorial:
+    """A folder to work in, programs of the names the tutorial uses, and free ports in place of its
+    own.
+    """
+
+    def __init__(self, name: str, folder: Path, places: Mapping[str, str], like: str) -> None:
+        self.folder, self.places = folder, places
+        self.printed = ""  # by the commands before the server
+        self.blocks = dict(blocks_of(HERE / f"{name}.txt"))
+        self.server: subprocess.Popen[bytes] | None = None
+        self._log = folder / "server.log"
+        self._write_programs()
+        self.run(f"slipstream workspace tensorrtllm_backend --like {like}")
+
+    @functools.cached_property
+    def ports(self) -> dict[int, int]:
+        """Chosen when the first is asked for: what is free long before a server takes it may be
+        somebody's by then.
+        """
+        return {port: _free_port() for port in (8000, 8001, 8002)}
+
+    def _write_programs(self) -> None:
+        programs = self.folder / "bin"
+        programs.mkdir(parents=True)
+        for name, arguments in _PROGRAMS.items():
+            (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+            (programs / name).chmod(0o755)
+
+    def text(self, block: str) -> str:
+        places = re.compile("|".join(re.escape(old) for old in self.places))
+        text = places.sub(lambda match: self.places[match.group()], self.blocks[block])
+        return re.sub(
+            r"localhost:(800\d)", lambda match: f"localhost:{self.ports[int(match.group(1))]}", text
+        )
+
+    def run(self, script: str, cwd: Path | None = None) -> str:
+        done = subprocess.run(
+            ["bash", "-e", "-c", script],
+            cwd=cwd or self.folder,
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}\n{self.log()[-2000:]}"
+        return done.stdout
+
+    def _environment(self) -> dict[str, str]:
+        keep = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("HF_", "SLIPSTREAM"))
+        }
+        return keep | {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(self.folder / "home"),
+            "HF_HUB_OFFLINE": "1",
+        }
+
+    def prepare(self, block: str = "before", cwd: Path | None = None) -> Tutorial:
+        self.printed = self.run(self.text(block), cwd)
+        return self
+
+    def serve(self, extra: str, cwd: Path | None = None) -> None:
+        """Run the server block with ports of its own; a launcher returns and its server goes on."""
+        script = self.text("server").rstrip() + f" {extra}"
+        with self._log.open("wb") as log:
+            self.server = subprocess.Popen(
+                ["bash", "-e", "-c", script],
+                cwd=cwd or self.folder,
+                env=self._environment(),
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + 60
+        while not self._is_ready():
+            assert time.monotonic() < deadline, self.log()
+            assert self.server.poll() in (None, 0), self.log()
+            time.sleep(0.1)
+
+    def _is_ready(self) -> bool:
+        try:
+            url = f"http://localhost:{self.ports[8000]}/v2/health/ready"
+            return urllib.request.urlopen(url, timeout=5).status == 200
+        except OSError:
+            return False
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.is_file() else ""
+
+    def ask(self, cwd: Path | None = None) -> str:
+        return self.run(self.text("ask"), cwd)
+
+    def _processes(self) -> list[Path]:
+        """What this tutorial started, and nothing else: all of it has the tutorial's home, launched
+        or not.
+        """
+        mark = f"HOME={self.folder / 'home'}".encode()
+        return [place for place in Path("/proc").glob("[0-9]*") if mark in _environment_of(place)]
+
+    def process_names(self) -> set[str]:
+        return {(place / "comm").read_text().strip() for place in self._processes()}
+
+    def close(self) -> None:
+        for _ in range(300):
+            left = self._processes()
+            if not left:
+                return
+            for place in left:
+                subprocess.run(["kill", place.name], check=False, capture_output=True)
+            if self.server is not None:
+                self.server.poll()  # its entry among the processes goes when it is waited for
+            time.sleep(0.1)
+        raise AssertionError(f"still running: {left}")
+
+
+def _environment_of(process: Path) -> list[bytes]:
+    try:
+        return (process / "environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended meanwhile, or is somebody else's
+        return []
+
+
+def long_port_flags(tutorial: Tutorial, style: str) -> str:
+    """`--http_port=…` in the launcher's style, or `--http-port=…` in the server's."""
+    return " ".join(
+        f"--{name}{style}port={tutorial.ports[port]}"
+        for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002))
+    )
+
+
+def answer_of(output: str) -> dict[str, Any]:
+    """The JSON object that `curl` printed last."""
+    return json.loads(output[output.index('{"') :])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
