@@ -25,7 +25,7 @@ from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.openai.fields import ChatFields, CompletionFields
 
-FILE = Path(__file__).parents[2] / "slipstream" / "server" / "chat.html"
+FILE = Path(__file__).parents[2] / "slipstream" / "server" / "http" / "chat.html"
 CONTROLS = {"input", "select", "textarea"}
 
 

@@ -225,7 +225,7 @@ def test_the_stack_of_a_crash_is_shown_in_plain_lines(number: int, words: str) -
 
 def test_a_server_that_ends_leaves_faulthandler_as_it_was() -> None:
     code = (
-        "import faulthandler, sys; from slipstream.server import logging; from slipstream.server.log.capture import"
+        "import faulthandler, sys; from slipstream.server.log import log as logging; from slipstream.server.log.capture import"
         " one_log; logging.configure(format='json')\nfor enabled in (False, True):\n"
         " faulthandler.enable() if enabled else faulthandler.disable()\n with one_log():\n"
         "  assert faulthandler.is_enabled()\n print(faulthandler.is_enabled())\n"

@@ -22,7 +22,7 @@ from slipstream.server.engine_link.client import (
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.metrics.metrics import ServerMetrics
 
-COMMAND = (sys.executable, str(Path(__file__).with_name("scripted_engine.py")))
+COMMAND = (sys.executable, str(Path(scripted.__file__)))
 LONG = SamplingParams(max_tokens=100_000, seed=5)
 
 
