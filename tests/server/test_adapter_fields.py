@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.engine.adapters.adapters import AdapterSource
 from slipstream.server.fields.adapters import AdapterBook
-from slipstream.server.fields.limits import Given, given_fields
+from slipstream.server.fields.limits import FieldValue, given_fields
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.input_checks import read_raw
@@ -16,7 +16,7 @@ from slipstream.server.kserve.tensors import Tensor
 HALF = numpy.arange(6, dtype=numpy.float16)
 
 
-def fields(**values) -> dict[str, Given]:
+def fields(**values) -> dict[str, FieldValue]:
     request = InferRequest("tensorrt_llm", "1", {})
     types = {
         "lora_weights": "FP16",

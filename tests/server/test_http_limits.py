@@ -16,7 +16,7 @@ from slipstream.server.fields.limits import (
     NUMBERS,
     REFUSED,
     TAKEN_AS_THEY_ARE,
-    Given,
+    FieldValue,
     given_fields,
 )
 from slipstream.server.fields.prompt_tables import table_salt
@@ -292,7 +292,7 @@ def test_word_lists_in_the_engines_layout() -> None:
 def test_words_of_ids_are_bounded_in_number_and_length(ids: list[list[int]], message: str) -> None:
     length, flat = pack_words(ids)
     fields = {
-        "bad_words_list": Given(
+        "bad_words_list": FieldValue(
             "bad_words_list", Tensor("bad_words_list", "INT32", (1, 2, length), flat)
         )
     }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.engine.adapters.adapters import AdapterSource
-from slipstream.server.fields.limits import Given
+from slipstream.server.fields.limits import FieldValue
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.tensor_bytes import pack
 
@@ -50,7 +50,7 @@ class AdapterBook:
         self._folder = folder
         self._tasks: OrderedDict[int, int] = OrderedDict()  # task id → the adapter's number
 
-    async def chosen(self, fields: Mapping[str, Given]) -> AdapterUse | None:
+    async def chosen(self, fields: Mapping[str, FieldValue]) -> AdapterUse | None:
         given = [field for field in FIELDS if field in fields and fields[field].tensor.data]
         if not given:
             return None
@@ -73,7 +73,7 @@ class AdapterBook:
         number = _number(str(folder.resolve()).encode(), *(stamp.encode() for stamp in stamps))
         return AdapterUse(number, name, AdapterSource(folder=str(folder.resolve())))
 
-    def _by_name(self, fields: Mapping[str, Given], given: list[str]) -> AdapterUse | None:
+    def _by_name(self, fields: Mapping[str, FieldValue], given: list[str]) -> AdapterUse | None:
         name = fields["lora_name"].tensor.text()
         if not name:
             return None
@@ -113,7 +113,7 @@ class AdapterBook:
         return folder if folder.is_dir() else None
 
     async def _by_tensors(
-        self, fields: Mapping[str, Given], given: list[str], task: int
+        self, fields: Mapping[str, FieldValue], given: list[str], task: int
     ) -> AdapterUse:
         for field in ("lora_weights", "lora_config"):
             if field not in given:

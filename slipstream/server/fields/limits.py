@@ -226,8 +226,8 @@ _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A field a request brought: the client's name for it, and its tensor."""
+class FieldValue:
+    """A field of a request: the name that the client used and its tensor."""
 
     name: str
     tensor: Tensor
@@ -245,13 +245,15 @@ def check_batch(request: InferRequest, config: ModelConfig) -> None:
         raise InferenceError("Inflight batching backend expects requests with batch size of 1.")
 
 
-def given_fields(request: InferRequest, names: Mapping[str, str]) -> dict[str, Given]:
+def given_fields(request: InferRequest, names: Mapping[str, str]) -> dict[str, FieldValue]:
     """The request's fields, each within its bounds. `names`: the wire's name → the field."""
-    fields = {names.get(name, name): Given(name, tensor) for name, tensor in request.inputs.items()}
+    fields = {
+        names.get(name, name): FieldValue(name, tensor) for name, tensor in request.inputs.items()
+    }
     for name, value in request.parameters.items():
         field = LATER_SPELLINGS.get(name, name)
         if name in BY_PARAMETER and field not in fields:
-            fields[field] = Given(name, _tensor_of(name, BY_PARAMETER[name], value))
+            fields[field] = FieldValue(name, _tensor_of(name, BY_PARAMETER[name], value))
     for field, given in fields.items():
         _check(field, given)
     if request.parameters.get("request_type", _WHOLE) != _WHOLE:
@@ -269,7 +271,7 @@ def _tensor_of(name: str, datatype: str, value: Any) -> Tensor:
     return Tensor(name, datatype, (1, 1), [value.encode() if isinstance(value, str) else value])
 
 
-def _check(field: str, given: Given) -> None:
+def _check(field: str, given: FieldValue) -> None:
     if field in NUMBERS:
         _check_numbers(NUMBERS[field], given)
     elif field in LISTS:
@@ -283,7 +285,7 @@ def _check(field: str, given: Given) -> None:
         raise InferenceError(f"{given.name} is not supported by this server", Code.UNSUPPORTED)
 
 
-def _check_numbers(bound: Range, given: Given) -> None:
+def _check_numbers(bound: Range, given: FieldValue) -> None:
     data = given.tensor.data
     if (
         len(data) > 16
@@ -298,7 +300,7 @@ def _check_numbers(bound: Range, given: Given) -> None:
             raise InferenceError(f"{given.name} {rule}, got {value}")
 
 
-def _check_words(bound: Words, given: Given) -> None:
+def _check_words(bound: Words, given: FieldValue) -> None:
     words = given.tensor.data
     if len(words) > bound.count:
         raise InferenceError(
@@ -311,7 +313,7 @@ def _check_words(bound: Words, given: Given) -> None:
         )
 
 
-def require(fields: Mapping[str, Given], field: str, name: str) -> Given:
+def require(fields: Mapping[str, FieldValue], field: str, name: str) -> FieldValue:
     """Triton counts inputs only, so that a required one may still be missing."""
     given = fields.get(field)
     if given is None or not given.tensor.data:
@@ -326,7 +328,7 @@ def check_tokens(prompt: list[int], longest: int) -> None:
         )
 
 
-def check_prompt_length(given: Given, max_input_tokens: int) -> None:
+def check_prompt_length(given: FieldValue, max_input_tokens: int) -> None:
     """Refuse, without reading it, a text that no tokenizer could make short enough."""
     size = len(given.value)
     if size > max_input_tokens * LONGEST_TOKEN_CHARACTERS:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from slipstream.engine.request import PromptTable
 from slipstream.model.spec import ModelSpec
-from slipstream.server.fields.limits import Given
+from slipstream.server.fields.limits import FieldValue
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.tensors import Tensor
 
@@ -18,7 +18,7 @@ LARGEST_VALUE = 65504.0  # of a half; a model's own embeddings are near 1
 
 
 def prompt_table(
-    fields: Mapping[str, Given], spec: ModelSpec, sequences: int = 1
+    fields: Mapping[str, FieldValue], spec: ModelSpec, sequences: int = 1
 ) -> PromptTable | None:
     given, size = fields.get("prompt_embedding_table"), fields.get("prompt_vocab_size")
     rows = int(size.value) if size is not None and size.tensor.data else 0
@@ -50,7 +50,7 @@ def prompt_table(
     return PromptTable(spec.vocab_size, rows or there, values)
 
 
-def refuse_table(fields: Mapping[str, Given], engine: str) -> None:
+def refuse_table(fields: Mapping[str, FieldValue], engine: str) -> None:
     """A text has only tokens of the vocabulary, so that a table could have no effect on it."""
     for field in ("prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id"):
         given = fields.get(field)
@@ -59,7 +59,7 @@ def refuse_table(fields: Mapping[str, Given], engine: str) -> None:
             raise InferenceError(text + f"the ids to '{engine}'")
 
 
-def table_salt(fields: Mapping[str, Given]) -> str:
+def table_salt(fields: Mapping[str, FieldValue]) -> str:
     """The ids that tell prompts with the same table apart; the table itself is told apart by its
     content.
 

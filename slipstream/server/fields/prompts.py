@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from slipstream.server.fields.limits import Given, check_prompt_length
+from slipstream.server.fields.limits import FieldValue, check_prompt_length
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.text.chat import ChatError
 from slipstream.server.text.folder import TokenizerError
@@ -31,7 +31,7 @@ _WANTED = 'must be a JSON list of messages, such as [{"role": "user", "content":
 
 
 def check_prompt(
-    fields: Mapping[str, Given], names: Mapping[str, str], parameters: Mapping[str, Any]
+    fields: Mapping[str, FieldValue], names: Mapping[str, str], parameters: Mapping[str, Any]
 ) -> None:
     """Exactly one field must have the prompt. `names`: those of the model's inputs, by their
     fields.
@@ -49,7 +49,7 @@ def check_prompt(
         raise InferenceError(f"{' or '.join(either)} is required")
 
 
-async def conversation_tokens(given: Given, generator: Generator, longest: int) -> list[int]:
+async def conversation_tokens(given: FieldValue, generator: Generator, longest: int) -> list[int]:
     """The prompt of a conversation; `longest` is in tokens. What is long is read in a thread."""
     tensor = given.tensor
     if tensor.datatype != "BYTES" or len(tensor.data) != 1:

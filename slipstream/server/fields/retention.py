@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slipstream.engine.cache.retention import Keep, KeptRange, Retention
-from slipstream.server.fields.limits import Given
+from slipstream.server.fields.limits import FieldValue
 from slipstream.server.kserve.errors import InferenceError
 
 _RANGES = "retention_token_range_"
@@ -15,7 +15,7 @@ _UNSET = -1
 _MOST_RANGES = 64  # each is looked at for every block
 
 
-def retention_of(fields: Mapping[str, Given]) -> Retention | None:
+def retention_of(fields: Mapping[str, FieldValue]) -> Retention | None:
     """None where nothing is said."""
     starts, ends, priorities, durations = (
         _numbers(fields, f"{_RANGES}{name}")
@@ -42,7 +42,7 @@ def retention_of(fields: Mapping[str, Given]) -> Retention | None:
     return Retention(tuple(ranges), answer) if ranges or answer is not None else None
 
 
-def _answer(fields: Mapping[str, Given]) -> Keep | None:
+def _answer(fields: Mapping[str, FieldValue]) -> Keep | None:
     priority, duration = (
         _numbers(fields, f"retention_decode_{name}") for name in ("priority", "duration_ms")
     )
@@ -51,7 +51,7 @@ def _answer(fields: Mapping[str, Given]) -> Keep | None:
     return _keep(priority[0], duration[0] if duration else _UNSET) if priority else None
 
 
-def _numbers(fields: Mapping[str, Given], field: str) -> list[int]:
+def _numbers(fields: Mapping[str, FieldValue], field: str) -> list[int]:
     return list(fields[field].tensor.data) if field in fields else []
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from slipstream.engine.constraints.guided import KINDS
 from slipstream.engine.request import Guide, SamplingParams
-from slipstream.server.fields.limits import Given
+from slipstream.server.fields.limits import FieldValue
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.tensors import Tensor
 
@@ -20,7 +20,7 @@ NEVER = -1  # as end_id: no token ends the text
 
 
 def sampling_params(
-    fields: Mapping[str, Given], encode_word: Callable[[str], list[int]]
+    fields: Mapping[str, FieldValue], encode_word: Callable[[str], list[int]]
 ) -> SamplingParams:
     def value(field: str, default: float) -> float:
         return (
@@ -58,12 +58,12 @@ def sampling_params(
     )
 
 
-def sequences_of(fields: Mapping[str, Given]) -> int:
+def sequences_of(fields: Mapping[str, FieldValue]) -> int:
     """How many answers to the one prompt are wanted."""
     return int(fields["num_return_sequences"].value) if "num_return_sequences" in fields else 1
 
 
-def _guide(fields: Mapping[str, Given]) -> Guide | None:
+def _guide(fields: Mapping[str, FieldValue]) -> Guide | None:
     def text(field: str) -> str:
         return fields[field].tensor.text() if field in fields else ""
 
@@ -81,16 +81,16 @@ def _guide(fields: Mapping[str, Given]) -> Guide | None:
     return Guide(kind, guide)
 
 
-def cache_salt_of(fields: Mapping[str, Given]) -> str:
+def cache_salt_of(fields: Mapping[str, FieldValue]) -> str:
     """Requests of different salts share nothing in the KV cache."""
     return fields["cache_salt"].tensor.text() if "cache_salt" in fields else ""
 
 
-def never_ends(fields: Mapping[str, Given]) -> bool:
+def never_ends(fields: Mapping[str, FieldValue]) -> bool:
     return "end_id" in fields and fields["end_id"].value == NEVER
 
 
-def _how_to_choose(fields: Mapping[str, Given]) -> tuple[float, int, float]:
+def _how_to_choose(fields: Mapping[str, FieldValue]) -> tuple[float, int, float]:
     """(temperature, top_k, top_p) of SamplingParams, where 0, 0 and 1 mean greedy, off and off."""
     temperature = fields["temperature"].value if "temperature" in fields else None
     top_k = int(fields["top_k"].value or 0) if "top_k" in fields else 0
@@ -104,7 +104,7 @@ def _how_to_choose(fields: Mapping[str, Given]) -> tuple[float, int, float]:
 
 
 def _logit_bias(
-    fields: Mapping[str, Given], encode_word: Callable[[str], list[int]]
+    fields: Mapping[str, FieldValue], encode_word: Callable[[str], list[int]]
 ) -> tuple[tuple[int, float], ...]:
     """Each word's weight is added at each of its tokens, as upstream's preprocessing does it."""
     words, weights = fields.get("embedding_bias_words"), fields.get("embedding_bias_weights")
@@ -126,13 +126,13 @@ def _logit_bias(
     return tuple(bias.items())
 
 
-def words_size(fields: Mapping[str, Given]) -> int:
+def words_size(fields: Mapping[str, FieldValue]) -> int:
     """Bytes of the words that are cut into tokens when the request is read."""
     given = fields.get("embedding_bias_words")
     return sum(map(len, given.tensor.data)) if given is not None else 0
 
 
-def words_of(fields: Mapping[str, Given], field: str, comma_separated: bool) -> list[str]:
+def words_of(fields: Mapping[str, FieldValue], field: str, comma_separated: bool) -> list[str]:
     """The words of a list; the first releases had one text for all of them, with commas between."""
     texts = fields[field].tensor.texts() if field in fields else []
     if comma_separated:

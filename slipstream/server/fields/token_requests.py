@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from slipstream.engine.request import PromptTable
 from slipstream.repository.models import EngineModel
-from slipstream.server.fields.limits import LISTS, Given, Words, check_tokens, require
+from slipstream.server.fields.limits import LISTS, FieldValue, Words, check_tokens, require
 from slipstream.server.fields.prompt_tables import prompt_table, table_salt
 from slipstream.server.fields.retention import retention_of
 from slipstream.server.fields.sampling import cache_salt_of, sampling_params, sequences_of, word_ids
@@ -17,7 +17,7 @@ from slipstream.server.text.tokenizer import Tokenizer
 
 
 def token_request(
-    fields: Mapping[str, Given], engine: EngineModel, tokenizer: Tokenizer
+    fields: Mapping[str, FieldValue], engine: EngineModel, tokenizer: Tokenizer
 ) -> TextRequest:
     spec = engine.engine.spec
     refuse_texts(fields, engine.name)
@@ -43,7 +43,7 @@ def token_request(
     )
 
 
-def refuse_texts(fields: Mapping[str, Given], model: str) -> None:
+def refuse_texts(fields: Mapping[str, FieldValue], model: str) -> None:
     for field in ("text_input", "messages"):
         if field in fields:
             raise InferenceError(
@@ -52,7 +52,7 @@ def refuse_texts(fields: Mapping[str, Given], model: str) -> None:
 
 
 def prompt_ids(
-    fields: Mapping[str, Given], engine: EngineModel, table: PromptTable | None
+    fields: Mapping[str, FieldValue], engine: EngineModel, table: PromptTable | None
 ) -> list[int]:
     given = require(fields, "input_ids", "input_ids")
     ids = given.tensor.data
@@ -73,7 +73,7 @@ def prompt_ids(
     return list(ids)
 
 
-def draft_ids(fields: Mapping[str, Given], engine: EngineModel) -> list[int]:
+def draft_ids(fields: Mapping[str, FieldValue], engine: EngineModel) -> list[int]:
     given = fields.get("draft_input_ids")
     if given is None or not given.tensor.data:
         return []
@@ -91,7 +91,7 @@ def draft_ids(fields: Mapping[str, Given], engine: EngineModel) -> list[int]:
     return ids
 
 
-def check_bias(fields: Mapping[str, Given], vocabulary: int) -> None:
+def check_bias(fields: Mapping[str, FieldValue], vocabulary: int) -> None:
     given = fields.get("embedding_bias")
     if given is not None and len(given.tensor.data) not in (0, vocabulary):
         count = len(given.tensor.data)
@@ -101,7 +101,7 @@ def check_bias(fields: Mapping[str, Given], vocabulary: int) -> None:
 
 
 def word_lists(
-    fields: Mapping[str, Given], field: str, bound: Words, vocabulary: int
+    fields: Mapping[str, FieldValue], field: str, bound: Words, vocabulary: int
 ) -> list[tuple[int, ...]]:
     if field not in fields:
         return []

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from slipstream.engine.messages import Scores, Timing
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.config import ModelConfig
-from slipstream.server.fields.limits import Given
+from slipstream.server.fields.limits import FieldValue
 from slipstream.server.kserve.joining import LONG
 from slipstream.server.kserve.tensor_bytes import left_packed
 from slipstream.server.kserve.tensors import Tensor, single
@@ -77,7 +77,7 @@ class Asked:
 
 
 def asked_of(
-    fields: Mapping[str, Given],
+    fields: Mapping[str, FieldValue],
     sampling: SamplingParams,
     inputs: Collection[str],
     outputs: Collection[str],

@@ -22,7 +22,7 @@ from slipstream.server.engine_link.mailbox import EngineUnavailable
 from slipstream.server.fields.adapters import FIELDS as ADAPTER_FIELDS
 from slipstream.server.fields.adapters import AdapterBook, AdapterUse
 from slipstream.server.fields.limits import (
-    Given,
+    FieldValue,
     check_batch,
     check_prompt_length,
     check_tokens,
@@ -125,7 +125,9 @@ async def run(generator: Generates, request: TextRequest) -> AsyncGenerator[Text
         raise Unavailable(str(error)) from error
 
 
-async def chosen_adapter(generator: Generator, fields: Mapping[str, Given]) -> AdapterUse | None:
+async def chosen_adapter(
+    generator: Generator, fields: Mapping[str, FieldValue]
+) -> AdapterUse | None:
     return (
         await generator.adapters.chosen(fields)
         if any(field in fields for field in ADAPTER_FIELDS)
@@ -133,7 +135,7 @@ async def chosen_adapter(generator: Generator, fields: Mapping[str, Given]) -> A
     )
 
 
-def is_true(fields: Mapping[str, Given], field: str, otherwise: bool = False) -> bool:
+def is_true(fields: Mapping[str, FieldValue], field: str, otherwise: bool = False) -> bool:
     return bool(fields[field].value) if field in fields else otherwise
 
 
@@ -239,7 +241,7 @@ class TextModel:
         given.trail.end_infer()
 
     async def _answer(
-        self, fields: Mapping[str, Given], given: InferRequest
+        self, fields: Mapping[str, FieldValue], given: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
         trail, urgent = given.trail, urgency(given, self.engine)
         text_request = await in_thread_if_long(words_size(fields), self._text_request, fields)
@@ -288,7 +290,7 @@ class TextModel:
             ]
             yield await made(self._response, texts, asked, parts, True)
 
-    def _guessing(self, fields: Mapping[str, Given]) -> Generates:
+    def _guessing(self, fields: Mapping[str, FieldValue]) -> Generates:
         """The generator of a request: with the draft model's guesses where it asks for them."""
         count = int(fields["num_draft_tokens"].value or 0) if "num_draft_tokens" in fields else 0
         if not count:
@@ -298,7 +300,7 @@ class TextModel:
             raise InferenceError(text)
         return DraftedGenerator(self.generator, self.generator.tokenizer, self._draft, count)
 
-    def _text_request(self, fields: Mapping[str, Given]) -> TextRequest:
+    def _text_request(self, fields: Mapping[str, FieldValue]) -> TextRequest:
         """All but the prompt, which takes longest to read and so comes last."""
         tokenizer = self.generator.tokenizer
         require(fields, "max_tokens", self._name("max_tokens"))
@@ -316,7 +318,7 @@ class TextModel:
             cache_salt=cache_salt_of(fields),
         )
 
-    async def _prompt(self, fields: Mapping[str, Given]) -> str | list[int]:
+    async def _prompt(self, fields: Mapping[str, FieldValue]) -> str | list[int]:
         """As tokens where they had to be counted: the engine may be built for less than its
         context.
         """
@@ -358,7 +360,7 @@ class TextModel:
         return self._names.get(field, field)
 
     def _whole(
-        self, fields: Mapping[str, Given], prompt: str | list[int], progress: Progress
+        self, fields: Mapping[str, FieldValue], prompt: str | list[int], progress: Progress
     ) -> str:
         """With the prompt, unless it is to be left out: as it was sent or, of a conversation, as
         its tokens read.
@@ -456,7 +458,7 @@ class TokenModel:
             yield InferResponse(error=error, final=True)
 
     async def _answer(
-        self, fields: Mapping[str, Given], given: InferRequest
+        self, fields: Mapping[str, FieldValue], given: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
         trail, urgent = given.trail, urgency(given, self._engine)
         request = replace(

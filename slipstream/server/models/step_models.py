@@ -10,7 +10,7 @@ from slipstream.repository.config import ModelConfig
 from slipstream.repository.models import EngineModel, RepositoryModel
 from slipstream.repository.roles import PREPROCESSING_FIELDS, takes_comma_words
 from slipstream.server.fields.limits import (
-    Given,
+    FieldValue,
     check_batch,
     check_prompt_length,
     given_fields,
@@ -70,7 +70,7 @@ class PreprocessingModel:
         except (InferenceError, TokenizerError) as error:
             yield InferResponse(error=InferenceError(str(error)))
 
-    async def _prompt(self, fields: Mapping[str, Given]) -> list[int]:
+    async def _prompt(self, fields: Mapping[str, FieldValue]) -> list[int]:
         longest = self._engine.engine.build.max_input_len
         if MESSAGES in fields:
             return await conversation_tokens(fields[MESSAGES], self._generator, longest)
@@ -79,7 +79,7 @@ class PreprocessingModel:
             fields["text_input"].tensor.text(), self._engine.add_special_tokens
         )
 
-    def _outputs(self, fields: Mapping[str, Given], ids: list[int]) -> list[Tensor]:
+    def _outputs(self, fields: Mapping[str, FieldValue], ids: list[int]) -> list[Tensor]:
         tokenizer = self._generator.tokenizer
         length = require(fields, "max_tokens", "REQUEST_OUTPUT_LEN")
         end_id = fields["end_id"].value if "end_id" in fields else tokenizer.eos_id
@@ -95,7 +95,7 @@ class PreprocessingModel:
             Tensor("OUT_PAD_ID", "INT32", (1, 1), [_pad(pad_id, tokenizer.eos_id)]),
         ]
 
-    def _word_ids(self, fields: Mapping[str, Given], field: str, name: str) -> Tensor:
+    def _word_ids(self, fields: Mapping[str, FieldValue], field: str, name: str) -> Tensor:
         if field not in fields:
             return Tensor(name, "INT32", (1, 2, 0), [])
         words = [
@@ -105,7 +105,7 @@ class PreprocessingModel:
         length, data = pack_words(words)
         return Tensor(name, "INT32", (1, 2, length), data)
 
-    def _bias(self, fields: Mapping[str, Given]) -> Tensor:
+    def _bias(self, fields: Mapping[str, FieldValue]) -> Tensor:
         tokenizer = self._generator.tokenizer
         pairs = sampling_params(fields, lambda word: tokenizer.encode(word, False)).logit_bias
         data = [0.0] * (self._engine.engine.spec.vocab_size if pairs else 0)
