@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from slipstream.engine.constraints.guided import KINDS
 from slipstream.engine.request import Guide, SamplingParams
-from slipstream.server.fields.adapters import AdapterBook, AdapterUse
+from slipstream.server.fields.adapters import AdapterRegistry, AdapterUse
 from slipstream.server.fields.limits import MIN_P, NUMBERS, Range
 from slipstream.server.text.pipeline import TextRequest
 from slipstream.weights.home import expanded
@@ -184,4 +184,4 @@ def _adapter(folder: str | Path | None) -> AdapterUse | None:
     path = expanded(folder, "adapter")
     if not path.is_dir():
         raise ValueError(f"adapter must be the folder of an adapter, got '{folder}'")
-    return AdapterBook().from_folder(path, f"adapter '{path.name}'")
+    return AdapterRegistry().from_folder(path, f"adapter '{path.name}'")

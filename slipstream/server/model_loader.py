@@ -23,7 +23,7 @@ from slipstream.repository.models import (
 from slipstream.repository.reading import Reading
 from slipstream.server.engine_link.client import EngineClient, EngineStartFailed
 from slipstream.server.engine_link.pool import EnginePool
-from slipstream.server.fields.adapters import AdapterBook
+from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
 from slipstream.server.kserve.inference import ServedModel
 from slipstream.server.kserve.registry import ModelRegistry
@@ -399,7 +399,7 @@ class ModelLoader:
 
 def text_generator(model: EngineModel, engine: EngineClient) -> Generator:
     # Its type does not say that its engine knows whether it is ready; this one does.
-    adapters = AdapterBook(model.adapter_folder)
+    adapters = AdapterRegistry(model.adapter_folder)
     return cast(Generator, TextGenerator(Tokenizer.load(model.tokenizer_folder), engine, adapters))
 
 

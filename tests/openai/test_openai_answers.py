@@ -439,11 +439,13 @@ def test_an_adapter_is_a_model(serving):
 
 
 def test_an_adapter_is_found_without_a_look_at_the_others(serving, monkeypatch):
-    from slipstream.server.fields.adapters import AdapterBook
+    from slipstream.server.fields.adapters import AdapterRegistry
 
-    threads, names = [], AdapterBook.names
+    threads, names = [], AdapterRegistry.names
     monkeypatch.setattr(
-        AdapterBook, "names", lambda book: threads.append(threading.current_thread()) or names(book)
+        AdapterRegistry,
+        "names",
+        lambda registry: threads.append(threading.current_thread()) or names(registry),
     )
     assert complete(serving, model="french").model == "french"
     assert serving.client.models.retrieve("french").id == "french"

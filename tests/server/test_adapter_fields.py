@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from slipstream.engine.adapters.adapters import AdapterSource
-from slipstream.server.fields.adapters import AdapterBook
+from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.fields.limits import FieldValue, given_fields
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest
@@ -35,12 +35,12 @@ def fields(**values) -> dict[str, FieldValue]:
     return given_fields(request, {})
 
 
-def chosen(book: AdapterBook, **values):
-    return asyncio.run(book.chosen(fields(**values)))
+def chosen(registry: AdapterRegistry, **values):
+    return asyncio.run(registry.chosen(fields(**values)))
 
 
 def test_tensors_travel_as_the_bytes_they_came_as():
-    use = chosen(AdapterBook(), lora_weights=HALF, lora_config=[1, 0, 3, 2, 1, 4])
+    use = chosen(AdapterRegistry(), lora_weights=HALF, lora_config=[1, 0, 3, 2, 1, 4])
     assert use.source == AdapterSource(
         weights=HALF.tobytes(), datatype="float16", modules=[(1, 0, 3), (2, 1, 4)]
     )
@@ -48,16 +48,18 @@ def test_tensors_travel_as_the_bytes_they_came_as():
 
 
 def test_an_adapter_is_known_by_its_content():
-    book = AdapterBook()
-    first = chosen(book, lora_weights=HALF, lora_config=[1, 0, 3])
+    registry = AdapterRegistry()
+    first = chosen(registry, lora_weights=HALF, lora_config=[1, 0, 3])
     assert (
-        chosen(book, lora_weights=HALF, lora_config=[1, 0, 3], lora_task_id=5).number
+        chosen(registry, lora_weights=HALF, lora_config=[1, 0, 3], lora_task_id=5).number
         == first.number
     )
-    assert chosen(AdapterBook(), lora_weights=HALF, lora_config=[1, 0, 3]).number == first.number
+    assert (
+        chosen(AdapterRegistry(), lora_weights=HALF, lora_config=[1, 0, 3]).number == first.number
+    )
     others = {
-        chosen(book, lora_weights=HALF + 1, lora_config=[1, 0, 3]).number,
-        chosen(book, lora_weights=HALF, lora_config=[1, 1, 3]).number,
+        chosen(registry, lora_weights=HALF + 1, lora_config=[1, 0, 3]).number,
+        chosen(registry, lora_weights=HALF, lora_config=[1, 1, 3]).number,
         first.number,
         0,
     }
@@ -65,17 +67,17 @@ def test_an_adapter_is_known_by_its_content():
 
 
 def test_a_task_stands_for_what_was_last_sent_with_it():
-    book = AdapterBook()
-    first = chosen(book, lora_weights=HALF, lora_config=[1, 0, 3], lora_task_id=5)
+    registry = AdapterRegistry()
+    first = chosen(registry, lora_weights=HALF, lora_config=[1, 0, 3], lora_task_id=5)
     assert (
         first.name,
-        chosen(book, lora_task_id=5).number,
-        chosen(book, lora_task_id=5).source,
+        chosen(registry, lora_task_id=5).number,
+        chosen(registry, lora_task_id=5).source,
     ) == ("LoRA task 5", first.number, None)
-    second = chosen(book, lora_weights=HALF + 1, lora_config=[1, 0, 3], lora_task_id=5)
-    assert chosen(book, lora_task_id=5).number == second.number != first.number
+    second = chosen(registry, lora_weights=HALF + 1, lora_config=[1, 0, 3], lora_task_id=5)
+    assert chosen(registry, lora_task_id=5).number == second.number != first.number
     with pytest.raises(InferenceError) as caught:
-        chosen(book, lora_task_id=6)
+        chosen(registry, lora_task_id=6)
     assert (
         caught.value.message
         == "LoRA task 6 not found in cache. Please send LoRA weights with request"
@@ -83,9 +85,9 @@ def test_a_task_stands_for_what_was_last_sent_with_it():
 
 
 def test_nothing_asked_for_is_no_adapter():
-    assert chosen(AdapterBook()) is None
-    assert chosen(AdapterBook(), lora_task_id=0) is None
-    assert chosen(AdapterBook(), lora_name=b"") is None
+    assert chosen(AdapterRegistry()) is None
+    assert chosen(AdapterRegistry(), lora_task_id=0) is None
+    assert chosen(AdapterRegistry(), lora_name=b"") is None
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_nothing_asked_for_is_no_adapter():
 )
 def test_what_makes_no_sense_is_refused(values, text):
     with pytest.raises(InferenceError) as caught:
-        chosen(AdapterBook(), **values)
+        chosen(AdapterRegistry(), **values)
     assert caught.value.message == text
 
 
@@ -123,30 +125,30 @@ def test_names_are_folders_and_never_paths(tmp_path):
     (tmp_path / "adapters" / "french").mkdir(parents=True)
     (tmp_path / "adapters" / "7").mkdir()
     (tmp_path / "secret").mkdir()
-    book = AdapterBook(tmp_path / "adapters")
-    use = chosen(book, lora_name=b"french")
+    registry = AdapterRegistry(tmp_path / "adapters")
+    use = chosen(registry, lora_name=b"french")
     assert (use.name, use.source) == (
         "adapter 'french'",
         AdapterSource(folder=str(tmp_path / "adapters" / "french")),
     )
-    by_task = chosen(book, lora_task_id=7)
+    by_task = chosen(registry, lora_task_id=7)
     assert (by_task.name, by_task.source.folder) == (
         "LoRA task 7",
         str(tmp_path / "adapters" / "7"),
     )
     for name in (b"german", b"../secret", b"..", b".", b"french/..", b"a\0b", b"x" * 5000, b"/etc"):
         with pytest.raises(InferenceError, match=r"not found$") as caught:
-            chosen(book, lora_name=name)
+            chosen(registry, lora_name=name)
         assert caught.value.status == 404
 
 
 def test_a_folder_whose_files_changed_is_another_adapter(tmp_path):
     (tmp_path / "french").mkdir()
-    book = AdapterBook(tmp_path)
-    first = chosen(book, lora_name=b"french").number
-    assert chosen(book, lora_name=b"french").number == first
+    registry = AdapterRegistry(tmp_path)
+    first = chosen(registry, lora_name=b"french").number
+    assert chosen(registry, lora_name=b"french").number == first
     (tmp_path / "french" / "adapter_model.safetensors").write_bytes(b"new")
-    assert chosen(book, lora_name=b"french").number != first
+    assert chosen(registry, lora_name=b"french").number != first
 
 
 def test_a_name_may_come_as_a_parameter():

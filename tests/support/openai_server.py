@@ -17,7 +17,7 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.process import start_real_engine
 from slipstream.repository.models import read_repository
 from slipstream.server.engine_link.in_process import InProcessEngine
-from slipstream.server.fields.adapters import AdapterBook
+from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
@@ -65,7 +65,7 @@ def running(folder: Path) -> Iterator[Serving]:
     (folder / "adapters" / "notes").mkdir()  # holds no adapter
     engine = InProcessEngine(start_real_engine(str(engine_folder), SETTINGS))
     generator = TextGenerator(
-        Tokenizer.load(engine_folder), engine, AdapterBook(folder / "adapters")
+        Tokenizer.load(engine_folder), engine, AdapterRegistry(folder / "adapters")
     )
     registry = build_registry(read_repository(repository), {"tensorrt_llm": generator})
     registry.wrap(ServerMetrics().count)

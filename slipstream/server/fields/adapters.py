@@ -42,7 +42,7 @@ class AdapterUse:
         return error.startswith(self.name)
 
 
-class AdapterBook:
+class AdapterRegistry:
     """The adapters that requests to one engine may name."""
 
     def __init__(self, folder: Path | None = None) -> None:

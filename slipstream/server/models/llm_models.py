@@ -20,7 +20,7 @@ from slipstream.repository.models import EngineModel, RepositoryModel, TextChain
 from slipstream.repository.roles import engine_fields, engine_outputs
 from slipstream.server.engine_link.mailbox import EngineUnavailable
 from slipstream.server.fields.adapters import FIELDS as ADAPTER_FIELDS
-from slipstream.server.fields.adapters import AdapterBook, AdapterUse
+from slipstream.server.fields.adapters import AdapterRegistry, AdapterUse
 from slipstream.server.fields.limits import (
     FieldValue,
     check_batch,
@@ -85,7 +85,7 @@ class Generator(Protocol):
     def engine(self) -> Engine: ...
 
     @property
-    def adapters(self) -> AdapterBook: ...
+    def adapters(self) -> AdapterRegistry: ...
 
     def generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]: ...
     async def chat_prompt(

@@ -68,9 +68,9 @@ async def named_models(registry: ModelRegistry) -> list[NamedModel]:
     that has it.
     """
     models, taken = text_models(registry), {entry.name for entry in registry}
-    books = {model.text.generator.adapters for model in models}
+    registries = {model.text.generator.adapters for model in models}
     # In a thread: there may be thousands of folders to look into.
-    listed = await asyncio.to_thread(lambda: {book: book.names() for book in books})
+    listed = await asyncio.to_thread(lambda: {found: found.names() for found in registries})
     adapters: dict[str, NamedModel] = {}
     for model in models:
         for name in listed[model.text.generator.adapters]:

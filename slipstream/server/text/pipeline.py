@@ -16,7 +16,7 @@ from slipstream.engine.messages import Beam, EngineInfo, Scores, Timing
 from slipstream.engine.request import PromptTable, SamplingParams
 from slipstream.server.engine_link.mailbox import Delta
 from slipstream.server.engine_link.submission import Submission
-from slipstream.server.fields.adapters import AdapterBook, AdapterUse
+from slipstream.server.fields.adapters import AdapterRegistry, AdapterUse
 from slipstream.server.text.chat import Message, Tools, encode_chat, render_chat
 from slipstream.server.text.sequences import (
     TextBeam,
@@ -116,11 +116,11 @@ class TextDelta:
 
 class TextGenerator:
     def __init__(
-        self, tokenizer: Tokenizer, engine: Engine, adapters: AdapterBook | None = None
+        self, tokenizer: Tokenizer, engine: Engine, adapters: AdapterRegistry | None = None
     ) -> None:
         self.tokenizer = tokenizer
         self.engine = engine
-        self.adapters = adapters or AdapterBook()
+        self.adapters = adapters or AdapterRegistry()
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
         """Run a request. Closing the iterator early cancels it in the engine at once.
