@@ -11,34 +11,23 @@ from typing import Any, Literal
 
 from slipstream.engine.constraints.guided import KINDS
 from slipstream.engine.request import Guide, SamplingParams
+from slipstream.request_fields.field import Range
+from slipstream.request_fields.table import FIELDS, number_range
 from slipstream.server.fields.adapters import AdapterRegistry, AdapterUse
-from slipstream.server.fields.limits import MIN_P, NUMBERS, Range
 from slipstream.server.text.pipeline import TextRequest
 from slipstream.weights.home import expanded
 
 Prompt = str | Sequence[int]
 
+# `early_stopping` is checked by its type alone, which is not a number here.
 _BOUNDS: Mapping[str, Range] = {
-    "max_tokens": NUMBERS["max_tokens"],
-    "temperature": NUMBERS["temperature"],
-    "top_k": NUMBERS["top_k"],
-    "top_p": NUMBERS["top_p"],
-    "min_p": MIN_P,
-    "seed": NUMBERS["random_seed"],
-    "repetition_penalty": NUMBERS["repetition_penalty"],
-    "presence_penalty": NUMBERS["presence_penalty"],
-    "frequency_penalty": NUMBERS["frequency_penalty"],
-    "min_tokens": NUMBERS["min_length"],
-    "no_repeat_ngram": NUMBERS["no_repeat_ngram_size"],
-    "top_p_decay": NUMBERS["top_p_decay"],
-    "top_p_min": NUMBERS["top_p_min"],
-    "top_p_reset_id": NUMBERS["top_p_reset_ids"],
-    "top_log_probs": NUMBERS["top_log_probs"],
-    "n": NUMBERS["num_return_sequences"],
-    "beam_width": NUMBERS["beam_width"],
-    "length_penalty": NUMBERS["length_penalty"],
-    "diversity_rate": NUMBERS["beam_search_diversity_rate"],
-}
+    field.llm: field.bound
+    for field in FIELDS.values()
+    if field.llm
+    and isinstance(field.bound, Range)
+    and field.copied
+    and field.llm != "early_stopping"
+} | {"n": number_range("num_return_sequences")}
 
 
 @dataclass(frozen=True)
@@ -115,7 +104,7 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         for name, bound in _BOUNDS.items():
             value = getattr(self, name)
-            rule = bound.refuses(value) if value is not None else ""
+            rule = bound.problem(value) if value is not None else ""
             if rule:
                 raise ValueError(f"{name} {rule}, got {value}")
         if self.guide_type not in ("", *KINDS) or (self.guide and not self.guide_type):

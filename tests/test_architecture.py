@@ -21,6 +21,7 @@ ORDER = (
     ("engine_worker",),  # runs the engine's end of the server's link
     ("server",),
     ("repository",),
+    ("request_fields",),  # read by repository and server
     ("weights",),
     ("engine",),
     ("model",),

@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from slipstream.repository.config import ModelConfig
+from slipstream.request_fields.table import (
+    ALIASES,
+    BLS_INPUTS,
+    ENGINE_FIELDS,
+    PREPROCESSING_FIELDS,
+)
 
 ENGINE_BACKENDS = ("tensorrtllm", "inflight_batcher_llm")
 
@@ -26,39 +32,6 @@ class Role(StrEnum):
     OTHER = "other"  # somebody's own model
 
 
-PREPROCESSING_FIELDS = {
-    "QUERY": "text_input",
-    "MESSAGES": "messages",
-    "REQUEST_OUTPUT_LEN": "max_tokens",
-    "BAD_WORDS_DICT": "bad_words",
-    "STOP_WORDS_DICT": "stop_words",
-    "EMBEDDING_BIAS_WORDS": "embedding_bias_words",
-    "EMBEDDING_BIAS_WEIGHTS": "embedding_bias_weights",
-    "END_ID": "end_id",
-    "PAD_ID": "pad_id",
-    "DECODER_QUERY": "decoder_text_input",
-    "IMAGE_BYTES": "image_bytes_input",
-    "IMAGE_URL": "image_url_input",
-    "VIDEO_BYTES": "video_bytes_input",
-    "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
-}
-
-# Engine tensors that are spelled differently from the field; all others have the field's name.
-ENGINE_FIELDS = {
-    "request_output_len": "max_tokens",
-    "runtime_top_k": "top_k",
-    "runtime_top_p": "top_p",
-    "runtime_top_p_min": "top_p_min",
-    "runtime_top_p_decay": "top_p_decay",
-    "runtime_top_p_reset_ids": "top_p_reset_ids",
-    "len_penalty": "length_penalty",
-    "streaming": "stream",
-    "min_tokens": "min_length",
-    "seed": "random_seed",
-    # a question in the gpt repository, an answer in all others
-    "output_log_probs": "return_log_probs",
-}
-
 POSTPROCESSING_FIELDS = {
     "OUTPUT": "text_output",
     "OUT_CUM_LOG_PROBS": "cum_log_probs",
@@ -66,69 +39,6 @@ POSTPROCESSING_FIELDS = {
     "OUT_CONTEXT_LOGITS": "context_logits",
     "OUT_GENERATION_LOGITS": "generation_logits",
 }
-
-LATER_SPELLINGS = {"min_tokens": "min_length", "seed": "random_seed"}
-
-BLS_INPUTS = frozenset(
-    {
-        "text_input",
-        "messages",
-        "decoder_text_input",
-        "image_input",
-        "image_bytes_input",
-        "image_url_input",
-        "video_bytes_input",
-        "max_tokens",
-        "bad_words",
-        "stop_words",
-        "exclude_input_in_output",
-        "end_id",
-        "pad_id",
-        "top_k",
-        "top_p",
-        "temperature",
-        "length_penalty",
-        "repetition_penalty",
-        "min_length",
-        "min_tokens",
-        "presence_penalty",
-        "frequency_penalty",
-        "random_seed",
-        "seed",
-        "return_log_probs",
-        "return_context_logits",
-        "return_generation_logits",
-        "num_return_sequences",
-        "beam_width",
-        "stream",
-        "prompt_embedding_table",
-        "prompt_vocab_size",
-        "prompt_table_extra_id",
-        "embedding_bias_words",
-        "embedding_bias_weights",
-        "num_draft_tokens",
-        "use_draft_logits",
-        "lora_task_id",
-        "lora_weights",
-        "lora_config",
-        "return_kv_cache_reuse_stats",
-        "return_perf_metrics",
-        "guided_decoding_guide_type",
-        "guided_decoding_guide",
-        "return_num_input_tokens",
-        "return_num_output_tokens",
-        "return_num_cached_tokens",
-        "return_finish_reason",
-        "return_prompt_log_probs",
-        "top_log_probs",
-        "no_repeat_ngram_size",
-        "top_p_min",
-        "top_p_decay",
-        "top_p_reset_ids",
-        "early_stopping",
-        "beam_search_diversity_rate",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -183,7 +93,7 @@ def takes_comma_words(preprocessing: ModelConfig) -> bool:
 
 
 def bls_fields(config: ModelConfig) -> TextFields:
-    inputs = {name: LATER_SPELLINGS.get(name, name) for name in config.input_names}
+    inputs = {name: ALIASES.get(name, name) for name in config.input_names}
     return TextFields(inputs, {name: name for name in config.output_names})
 
 

@@ -12,8 +12,9 @@ from tiny_text import write_engine_folder
 from slipstream.engine.settings import EngineSettings
 from slipstream.repository.models import Repository, inspect_repository, read_repository
 from slipstream.repository.problems import RepositoryError
-from slipstream.repository.roles import BLS_INPUTS, Role
+from slipstream.repository.roles import Role
 from slipstream.repository.templates import fill, template, template_names
+from slipstream.request_fields.table import BLS_INPUTS
 
 
 @pytest.fixture

@@ -9,16 +9,10 @@ import pytest
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.generations.tables import GENERATIONS, read_model
 from slipstream.repository.pbtxt import Message, Scalar, parse_pbtxt
-from slipstream.repository.roles import ENGINE_FIELDS
 from slipstream.repository.templates import template
-from slipstream.server.fields.limits import (
-    LISTS,
-    NUMBERS,
-    REFUSED,
-    TAKEN_AS_THEY_ARE,
-    FieldValue,
-    given_fields,
-)
+from slipstream.request_fields.field import Range
+from slipstream.request_fields.table import ENGINE_FIELDS, FIELDS, number_range, word_bounds
+from slipstream.server.fields.limits import FieldValue, given_fields
 from slipstream.server.fields.prompt_tables import table_salt
 from slipstream.server.fields.sampling import (
     cache_salt_of,
@@ -136,9 +130,11 @@ def test_value_out_of_bounds_is_refused_by_name(field: str, value: object, text:
 
 
 def test_every_number_has_a_bound_that_refuses_something() -> None:
-    for field, bound in NUMBERS.items():
-        assert bound.refuses(math.nan), field
-    assert NUMBERS["random_seed"].refuses(2**64 - 1) == ""
+    numbers = [field for field in FIELDS.values() if isinstance(field.bound, Range)]
+    assert len(numbers) > 30
+    for field in numbers:
+        assert number_range(field.name).problem(math.nan), field.name
+    assert number_range("random_seed").problem(2**64 - 1) == ""
 
 
 def test_error_says_the_clients_own_name_of_a_field() -> None:
@@ -158,7 +154,7 @@ def test_values_that_ask_for_nothing_pass() -> None:
 
 def test_every_input_of_the_templates_has_a_place_in_the_tables() -> None:
     """A field that is in none of them would be refused, or worse, ignored."""
-    known = {*NUMBERS, *LISTS, *REFUSED, *TAKEN_AS_THEY_ARE}
+    known = set(FIELDS)
     for name in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble"):
         for item in parse_pbtxt(template(name)).fields:
             if item.name == "input" and isinstance(item.value, Message):
@@ -297,7 +293,7 @@ def test_words_of_ids_are_bounded_in_number_and_length(ids: list[list[int]], mes
         )
     }
     with pytest.raises(InferenceError) as caught:
-        word_lists(fields, "bad_words_list", LISTS["bad_words"], 96)
+        word_lists(fields, "bad_words_list", word_bounds("bad_words"), 96)
     assert caught.value.message == message
 
 

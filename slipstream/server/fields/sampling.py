@@ -1,7 +1,8 @@
-"""Sampling parameters from the fields of a request, as upstream means them where it is sane.
+"""Sampling parameters from the fields of a Triton request.
 
-Nothing given is greedy. A temperature alone samples; so do top_k over 1 and top_p over 0, at
-temperature 1. top_k 1 and temperature 0 are greedy. Without a seed every request draws its own.
+The default is greedy. A temperature turns sampling on. So do top_k above 1, top_p above 0 and the
+other fields that narrow the choice, at temperature 1. A top_k of 1 and a temperature of 0 are
+greedy. A request without a seed gets a random one.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from slipstream.engine.constraints.guided import KINDS
 from slipstream.engine.request import Guide, SamplingParams
+from slipstream.request_fields.field import PYTHON_TYPES
+from slipstream.request_fields.table import COPIED
 from slipstream.server.fields.limits import FieldValue
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.tensors import Tensor
@@ -22,40 +26,41 @@ NEVER = -1  # as end_id: no token ends the text
 def sampling_params(
     fields: Mapping[str, FieldValue], encode_word: Callable[[str], list[int]]
 ) -> SamplingParams:
-    def value(field: str, default: float) -> float:
-        return (
-            fields[field].value if field in fields and fields[field].value is not None else default
-        )
-
-    temperature, top_k, top_p = _how_to_choose(fields)
-    end_id = int(value("end_id", NEVER))
+    """Return the sampling parameters of a request. `encode_word` returns the tokens of a text."""
+    values: dict[str, Any] = {
+        field.parameter: PYTHON_TYPES[field.datatype](fields[field.name].value)
+        for field in COPIED
+        if field.name in fields and fields[field.name].value is not None
+    }
+    values.setdefault("max_tokens", 0)
+    if "seed" not in values:
+        values["seed"] = secrets.randbits(64)
+    if not values.get("top_p"):
+        values["top_p"] = 1.0
+    values["temperature"] = _temperature(fields, values)
+    end_id = fields["end_id"].value if "end_id" in fields else None
     return SamplingParams(
-        max_tokens=int(value("max_tokens", 0)),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        top_p_decay=value("top_p_decay", 1.0),
-        top_p_min=value("top_p_min", 1e-6),
-        top_p_reset_id=int(value("top_p_reset_ids", -1)),
-        seed=int(value("random_seed", 0)) if "random_seed" in fields else secrets.randbits(64),
-        repetition_penalty=value("repetition_penalty", 1.0),
-        presence_penalty=value("presence_penalty", 0.0),
-        frequency_penalty=value("frequency_penalty", 0.0),
-        min_tokens=int(value("min_length", 0)),
-        no_repeat_ngram=int(value("no_repeat_ngram_size", 0)),
-        end_ids=() if end_id == NEVER else (end_id,),
+        **values,
+        end_ids=() if end_id in (None, NEVER) else (int(end_id),),
         logit_bias=_logit_bias(fields, encode_word),
-        log_probs=bool(value("return_log_probs", False)),
-        top_log_probs=int(value("top_log_probs", 0)),
-        prompt_log_probs=bool(value("return_prompt_log_probs", False)),
-        context_logits=bool(value("return_context_logits", False)),
-        generation_logits=bool(value("return_generation_logits", False)),
         guide=_guide(fields),
-        beam_width=int(value("beam_width", 1)),
-        length_penalty=value("length_penalty", 0.0),
-        early_stopping=int(value("early_stopping", 1)),
-        diversity_rate=value("beam_search_diversity_rate", 0.0),
     )
+
+
+def _temperature(fields: Mapping[str, FieldValue], values: Mapping[str, Any]) -> float:
+    """Return the temperature. Without one, a field that narrows the choice turns sampling on."""
+    top_k = values.get("top_k", 0)
+    if top_k == 1:
+        return 0.0
+    if "temperature" in values:
+        return float(values["temperature"])
+    top_p = fields["top_p"].value if "top_p" in fields else None
+    narrowed = any(
+        values.get(field.parameter, field.sampling_default) != field.sampling_default
+        for field in COPIED
+        if field.narrows
+    )
+    return 1.0 if top_k > 1 or (top_p or 0.0) > 0.0 or narrowed else 0.0
 
 
 def sequences_of(fields: Mapping[str, FieldValue]) -> int:
@@ -88,19 +93,6 @@ def cache_salt_of(fields: Mapping[str, FieldValue]) -> str:
 
 def never_ends(fields: Mapping[str, FieldValue]) -> bool:
     return "end_id" in fields and fields["end_id"].value == NEVER
-
-
-def _how_to_choose(fields: Mapping[str, FieldValue]) -> tuple[float, int, float]:
-    """(temperature, top_k, top_p) of SamplingParams, where 0, 0 and 1 mean greedy, off and off."""
-    temperature = fields["temperature"].value if "temperature" in fields else None
-    top_k = int(fields["top_k"].value or 0) if "top_k" in fields else 0
-    top_p = float(fields["top_p"].value or 0.0) if "top_p" in fields else 0.0
-    decay = float(fields["top_p_decay"].value or 1.0) if "top_p_decay" in fields else 1.0
-    if temperature is None:
-        temperature = 1.0 if top_k > 1 or top_p > 0.0 or decay < 1.0 else 0.0
-    if top_k == 1:
-        temperature = 0.0
-    return float(temperature), top_k, top_p if top_p > 0.0 else 1.0
 
 
 def _logit_bias(

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from slipstream.engine.request import PromptTable
 from slipstream.repository.models import EngineModel
-from slipstream.server.fields.limits import LISTS, FieldValue, Words, check_tokens, require
+from slipstream.request_fields.field import Words
+from slipstream.request_fields.table import word_bounds
+from slipstream.server.fields.limits import FieldValue, check_tokens, require
 from slipstream.server.fields.prompt_tables import prompt_table, table_salt
 from slipstream.server.fields.retention import retention_of
 from slipstream.server.fields.sampling import cache_salt_of, sampling_params, sequences_of, word_ids
@@ -26,8 +28,8 @@ def token_request(
     require(fields, "max_tokens", "request_output_len")
     check_bias(fields, spec.vocab_size)
     sampling = sampling_params(fields, lambda word: tokenizer.encode(word, False))
-    stop_words = word_lists(fields, "stop_words_list", LISTS["stop_words"], spec.vocab_size)
-    bad_words = word_lists(fields, "bad_words_list", LISTS["bad_words"], spec.vocab_size)
+    stop_words = word_lists(fields, "stop_words_list", word_bounds("stop_words"), spec.vocab_size)
+    bad_words = word_lists(fields, "bad_words_list", word_bounds("bad_words"), spec.vocab_size)
     return TextRequest(
         prompt=prompt,
         sampling=replace(sampling, bad_words=tuple(bad_words)),

@@ -14,6 +14,8 @@ from typing import Protocol
 
 from slipstream.engine.messages import EngineInfo, Timing
 from slipstream.engine.request import SamplingParams
+from slipstream.request_fields.field import DRAFT_MODEL
+from slipstream.request_fields.table import conflicting_parameter
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.text.pipeline import PromptError, TextDelta, TextRequest, in_thread_if_long
 from slipstream.server.text.stops import StopWords
@@ -109,22 +111,13 @@ def check(request: TextRequest) -> None:
     """Each turn is a request of its own, with the answer so far in its prompt: what looks at the
     answer alone fails.
     """
-    sampling = request.sampling
-    other = {
-        "beam_width": sampling.beams,
-        "num_return_sequences": request.sequences > 1,
-        "bad_words": bool(request.bad_words),
-        "presence_penalty": sampling.presence_penalty != 0.0,
-        "frequency_penalty": sampling.frequency_penalty != 0.0,
-        "top_p_decay": sampling.top_p_decay != 1.0,
-        "a guide": sampling.guide is not None,
-        "logits": sampling.context_logits or sampling.generation_logits,
-        "prompt_log_probs": sampling.prompt_log_probs,
-        "top_log_probs": sampling.top_log_probs > 0,
-    }
-    named = next((name for name, asked in other.items() if asked), "")
-    if named:
-        raise InferenceError(f"{named} cannot be combined with num_draft_tokens", Code.UNSUPPORTED)
+    other = conflicting_parameter(request.sampling, DRAFT_MODEL)
+    if request.sequences > 1:
+        other = "num_return_sequences"
+    elif request.bad_words:
+        other = "bad_words"
+    if other:
+        raise InferenceError(f"{other} cannot be combined with {DRAFT_MODEL}", Code.UNSUPPORTED)
 
 
 def _next(request: TextRequest, prompt: list[int], answer: list[int], count: int) -> TextRequest:

@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Mapping
 
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.models import EngineModel, RepositoryModel
-from slipstream.repository.roles import PREPROCESSING_FIELDS, takes_comma_words
+from slipstream.repository.roles import takes_comma_words
+from slipstream.request_fields.table import PREPROCESSING_FIELDS
 from slipstream.server.fields.limits import (
     FieldValue,
     check_batch,

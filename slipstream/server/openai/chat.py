@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from slipstream.server.fields.limits import LARGEST_INT
+from slipstream.request_fields.field import LARGEST_INT
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.generation_outputs import Progress
 from slipstream.server.openai.call_formats import CallFormat

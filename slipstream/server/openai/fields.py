@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from slipstream.request_fields.field import PYTHON_TYPES
+from slipstream.request_fields.table import COPIED
 from slipstream.server.openai.errors import ApiError
 
 _PLACE = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<place>[^`]*)`")
@@ -28,31 +30,39 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class Fields(msgspec.Struct, kw_only=True):
-    """What both APIs have. `user` and the two after it are the caller's own marks: every request is
-    treated alike.
+if TYPE_CHECKING:
+    _SamplingFields = msgspec.Struct
+else:
+    # The sampling parameters of the table. `Fields` declares those again that code names.
+    _SamplingFields = msgspec.defstruct(
+        "_SamplingFields",
+        [
+            (field.openai, PYTHON_TYPES[field.datatype] | None, None)
+            for field in COPIED
+            if field.openai
+        ],
+        kw_only=True,
+    )
+
+
+class Fields(_SamplingFields, kw_only=True):
+    """The fields that both endpoints have.
+
+    `user`, `safety_identifier` and `prompt_cache_key` are accepted and have no effect.
     """
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     n: int | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # From here on not OpenAI's, but other servers'.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    # The following are not OpenAI's, but fields of other servers.
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     bad_words: str | list[str] | None = None

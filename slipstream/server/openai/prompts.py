@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.server.fields.limits import LONGEST_TOKEN_CHARACTERS, NUMBERS, Range
+from slipstream.request_fields.field import Range
+from slipstream.request_fields.table import number_range
+from slipstream.server.fields.limits import LONGEST_TOKEN_CHARACTERS
 from slipstream.server.openai.errors import ApiError, refused
 from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
 from slipstream.server.openai.models import NamedModel
@@ -72,7 +74,7 @@ def prompts_of(fields: CompletionFields) -> list[Prompt]:
     given = fields.prompt
     if given is None:
         raise refused("prompt", "is required")
-    most = NUMBERS["num_return_sequences"].high
+    most = number_range("num_return_sequences").high
     prompts = [given] if isinstance(given, str) or _is_tokens(given) else given
     if not isinstance(prompts, list) or not prompts:
         raise refused("prompt", "must be a string, a list of token ids, or a list of those")

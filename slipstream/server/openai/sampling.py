@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.engine.request import Guide, SamplingParams
+from slipstream.request_fields.field import Field, Range, Words
+from slipstream.request_fields.table import COPIED, number_range, word_bounds
 from slipstream.server.fields.adapters import AdapterUse
-from slipstream.server.fields.limits import LISTS, MIN_P, NUMBERS, Range, Words
 from slipstream.server.kserve.tensors import single
 from slipstream.server.openai.errors import refused
 from slipstream.server.openai.fields import ChatFields, Fields
@@ -26,18 +27,21 @@ _GUIDES = {
 }
 _SEEDS = 2**64
 _SEED = Range(-(2**63), _SEEDS - 1)  # OpenAI's are signed
+# The fields that are read apart have other bounds or defaults.
+_READ_APART = ("max_tokens", "seed")
+_COPIED = tuple(field for field in COPIED if field.openai and field.openai not in _READ_APART)
 
 
 def bounded(name: str, value: float, bound: Range) -> None:
     huge = isinstance(value, int) and value.bit_length() > 64  # too long to be told
-    rule = bound.refuses(value)
+    rule = bound.problem(value)
     if rule:
         raise refused(name, rule if huge else f"{rule}, got {value}")
 
 
 def answers_of(fields: Fields, prompts: int = 1) -> int:
     """How many answers to each prompt; all together are bounded, too."""
-    count, most = 1 if fields.n is None else fields.n, NUMBERS["num_return_sequences"]
+    count, most = 1 if fields.n is None else fields.n, number_range("num_return_sequences")
     bounded("n", count, most)
     assert most.high is not None
     if count * prompts > most.high:
@@ -48,14 +52,14 @@ def answers_of(fields: Fields, prompts: int = 1) -> int:
 
 
 def stop_words_of(fields: Fields) -> list[str]:
-    return _words("stop", fields.stop, LISTS["stop_words"])
+    return _words("stop", fields.stop, word_bounds("stop_words"))
 
 
 def stop_ids_of(fields: Fields, model: NamedModel) -> list[int]:
     """Tokens that end an answer as the model's own end marks do: they are no part of it."""
     given, most, vocabulary = (
         fields.stop_token_ids or [],
-        LISTS["stop_words"].count,
+        word_bounds("stop_words").count,
         model.vocab_size,
     )
     if len(given) > most:
@@ -96,10 +100,10 @@ def text_request(
         sequences=answers,
         adapter=adapter,
         stop_ids=stop_ids_of(fields, model),
-        bad_words=_words("bad_words", fields.bad_words, LISTS["bad_words"]),
+        bad_words=_words("bad_words", fields.bad_words, word_bounds("bad_words")),
         show_stop_word=bool(fields.include_stop_str_in_output),
         ignore_end=bool(fields.ignore_eos),
-        cache_salt="".join(_words("cache_salt", fields.cache_salt, LISTS["cache_salt"])),
+        cache_salt="".join(_words("cache_salt", fields.cache_salt, word_bounds("cache_salt"))),
     )
 
 
@@ -114,15 +118,8 @@ def sampling_of(
     if fields.seed is not None:
         bounded("seed", fields.seed, _SEED)
     return SamplingParams(
+        **{field.parameter: _value(field, getattr(fields, field.openai)) for field in _COPIED},
         max_tokens=max_tokens,
-        temperature=_number("temperature", fields.temperature, 1.0),
-        top_k=_top_k(fields.top_k),
-        top_p=_number("top_p", fields.top_p, 1.0),
-        min_p=_number("min_p", fields.min_p, 0.0, MIN_P),
-        repetition_penalty=_number("repetition_penalty", fields.repetition_penalty, 1.0),
-        presence_penalty=_number("presence_penalty", fields.presence_penalty, 0.0),
-        frequency_penalty=_number("frequency_penalty", fields.frequency_penalty, 0.0),
-        min_tokens=_whole("min_tokens", fields.min_tokens, NUMBERS["min_length"]),
         seed=secrets.randbits(64) if fields.seed is None else fields.seed % _SEEDS,
         logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size),
         log_probs=log_probs,
@@ -131,28 +128,23 @@ def sampling_of(
     )
 
 
-def _number(name: str, value: float | None, default: float, bound: Range | None = None) -> float:
-    """As a tensor would hold it: the same value means the same on every protocol."""
+def _value(field: Field, value: Any) -> Any:
+    """Return the checked value of a request, or the field's default if the request has none.
+
+    Floats are rounded to FP32, which Triton's tensors hold: a value means the same on both APIs.
+    """
     if value is None:
-        return default
-    bounded(name, single(value), bound or NUMBERS[name])
-    return single(value)
-
-
-def _top_k(given: int | None) -> int:
-    """-1 is what those servers call none."""
-    return 0 if given == -1 else _whole("top_k", given, NUMBERS["top_k"])
-
-
-def _whole(name: str, value: int | None, bound: Range) -> int:
-    if value is None:
+        return field.sampling_default if field.openai_default is None else field.openai_default
+    if field.name == "top_k" and value == -1:  # other servers' value for "off"
         return 0
-    bounded(name, value, bound)
+    if field.datatype == "FP32":
+        value = single(value)
+    bounded(field.openai, value, number_range(field.name))
     return value
 
 
 def _logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    most = LISTS["embedding_bias_words"].count
+    most = word_bounds("embedding_bias_words").count
     if len(given) > most:
         raise refused("logit_bias", f"must hold at most {most} tokens, got {len(given)}")
     for token, weight in given.items():
@@ -163,7 +155,7 @@ def _logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int,
                 "logit_bias",
                 f"must have ids of tokens (0 to {vocab_size - 1}) as keys, got '{token[:40]}'",
             )
-        bounded("logit_bias", weight, NUMBERS["embedding_bias_weights"])
+        bounded("logit_bias", weight, number_range("embedding_bias_weights"))
     return tuple((int(token), weight) for token, weight in given.items())
 
 
@@ -208,10 +200,10 @@ def top_of(name: str, value: int | None) -> int:
     """How many of the likeliest tokens are told besides the one that was taken."""
     if value is None:
         return 0
-    bounded(name, value, NUMBERS["top_log_probs"])
+    bounded(name, value, number_range("top_log_probs"))
     return value
 
 
 def max_tokens_of(name: str, value: int) -> int:
-    bounded(name, value, NUMBERS["max_tokens"])
+    bounded(name, value, number_range("max_tokens"))
     return value

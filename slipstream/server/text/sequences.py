@@ -9,6 +9,8 @@ from typing import TypeVar
 
 from slipstream.engine.messages import Beam, EngineInfo
 from slipstream.engine.request import SamplingParams
+from slipstream.request_fields.field import BEAM_SEARCH
+from slipstream.request_fields.table import conflicting_parameter
 from slipstream.server.text.stops import StopWords
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
@@ -70,17 +72,8 @@ def beam_problem(
         return f"Requested beam width {width} is larger than configured max beam width {info.max_beam_width}"
     if sequences > width:
         return f"{sequences} sequences were asked for, and a search of beam width {width} has no more than {width}"
-    other = {
-        "top_k": sampling.top_k > 1,
-        "top_p": sampling.top_p < 1.0,
-        "min_p": sampling.min_p > 0.0,
-        "top_p_decay": sampling.top_p_decay < 1.0,
-        "top_log_probs": sampling.top_log_probs > 0,
-        "a guide": sampling.guide is not None,
-        "a draft": drafted,
-    }
-    named = next((name for name, asked in other.items() if asked), "")
-    return f"{named} cannot be combined with beam width {width}" if named else ""
+    other = conflicting_parameter(sampling, BEAM_SEARCH) or ("draft" if drafted else "")
+    return f"{other} cannot be combined with beam width {width}" if other else ""
 
 
 def sampling_of_sequence(sampling: SamplingParams, index: int) -> SamplingParams:
