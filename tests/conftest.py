@@ -5,6 +5,8 @@ import os
 import shutil
 import tempfile
 
+import pytest
+
 # torch's OpenMP threads wait for each other by spinning. Where tests share their cores with
 # anything else, a thread spins while the one it waits for cannot run, and a test takes four times
 # as long. The engine process sets the same.
@@ -22,6 +24,14 @@ if BYTECODE:
 # Python's search for garbage goes through all that torch, transformers and the tests themselves
 # have made, a fifth of a second each time. None of it is garbage before the end.
 gc.disable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def log_to_stderr() -> None:
+    """Let servers that run inside the test process log as their command does."""
+    from slipstream.server.log.output import configure_log
+
+    configure_log()
 
 
 def pytest_collection_finish() -> None:

@@ -134,7 +134,7 @@ def test_folders_stay_small():
     [
         ("from slipstream.server.models.batches import BatchedModel", 1),
         ("from slipstream.server import lifecycle", 1),
-        ("from slipstream.server.log import log", 0),
+        ("from slipstream.server.log import output", 0),
         ("from slipstream.server.text.stops import StopWords", 0),
     ],
 )

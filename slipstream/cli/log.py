@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from slipstream.server.log import log as logging
+from slipstream.server.log.output import HANDLER
 
 # what others write must not steer the terminal
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -30,11 +31,9 @@ def log(level: str, message: str) -> None:
     """One line on stdout, an ERROR on stderr; a record on stderr where a server's log is made of
     them.
     """
-    if logging.settings().format == "json":
-        logging.say(
-            "E" if level == "ERROR" else "W" if level == "WARNING" else "I",
-            " ".join(message.split()),
-        )
+    if HANDLER.settings.format == "json":
+        number = logging.getLevelNamesMapping()[level]
+        HANDLER.write_console(number, " ".join(message.split()))
         return
     stream = sys.stderr if level == "ERROR" else sys.stdout
     print(line(level, CONTROL.sub("", " ".join(message.split()))), file=stream, flush=True)

@@ -16,8 +16,8 @@ from slipstream.cli.keys import read_access
 from slipstream.cli.list_models import DEFAULT_REPOSITORY, repository_folder
 from slipstream.cli.log import VerboseOption, fail, log
 from slipstream.server.engine_link.child import child_environment
-from slipstream.server.log import log as logging
-from slipstream.server.log.capture import one_log
+from slipstream.server.log.capture import capture_output
+from slipstream.server.log.output import configure_log
 
 if TYPE_CHECKING:
     from slipstream.cli.compat.tritonserver_settings import Tracing
@@ -130,8 +130,8 @@ def start(
     ] = Mode.LOCAL,
     verbose: VerboseOption = False,
 ) -> None:
-    logging.configure(format=log_format.value)
-    with one_log():
+    configure_log(format=log_format.value)
+    with capture_output():
         if mode is Mode.DOCKER:
             fail("--mode docker: there is no container to start; leave it out")
         tracing = _tracing(trace_config or [])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from slipstream.engine.settings import EngineSettings
-from slipstream.server.log import log as logging
 from slipstream.weights.home import slipstream_home
+
+logger = logging.getLogger(__name__)
 
 ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 TIME_LIMIT_SECONDS = 60.0
@@ -152,7 +154,7 @@ def _try_candidates(
             continue
         if _works(command(choice), choice):
             return choice
-    logging.warning("no number format passed the CPU trial; trying float32 all the same")
+    logger.warning("no number format passed the CPU trial; trying float32 all the same")
     return CpuChoice("float32")
 
 
@@ -184,7 +186,7 @@ def _read_cache(path: Path) -> dict[str, CpuChoice]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        logging.warning(f"cannot use {path} ({error}); the CPU is tried again")
+        logger.warning("cannot use %s (%s); the CPU is tried again", path, error)
         return {}
 
 
@@ -196,6 +198,6 @@ def _write_cache(path: Path, choices: dict[str, CpuChoice]) -> None:
         temporary.write_text(text)
         temporary.replace(path)
     except OSError as error:
-        logging.warning(
-            f"cannot keep the CPU trial's result in {path} ({error}); the next start tries again"
+        logger.warning(
+            "cannot keep the CPU trial's result in %s (%s); the next start tries again", path, error
         )

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 
@@ -28,8 +28,11 @@ from slipstream.server.engine_link.link import (
 )
 from slipstream.server.engine_link.serve import Loop, describe, serve
 from slipstream.server.garbage import spare_what_is_there
-from slipstream.server.log import log as logging
-from slipstream.server.log.capture import told_by_python
+from slipstream.server.log.capture import capture_python_reports
+from slipstream.server.log.formats import RELAYED
+from slipstream.server.log.output import configure_log
+
+logger = logging.getLogger("slipstream.engine_worker.process")
 
 _PR_SET_PDEATHSIG = 1
 
@@ -59,7 +62,7 @@ def show_capture(done: int, total: int) -> None:
         )
         sys.stderr.flush()
     elif 4 * done // total > 4 * (done - 1) // total:
-        logging.info(f"captured {done} of {total} decode steps")
+        logger.info("captured %d of %d decode steps", done, total)
 
 
 def main(start_loop: StartLoop = start_real_engine) -> int:
@@ -86,8 +89,9 @@ def main(start_loop: StartLoop = start_real_engine) -> int:
 
 def _leave(link: EngineEnd, error: Exception, with_traceback: bool) -> int:
     reason = describe(error)
-    trace = "\n" + "".join(traceback.format_exception(error)).rstrip() if with_traceback else ""
-    logging.error(f"the engine process leaves: {reason}{trace}")
+    logger.error(
+        "the engine process leaves: %s", reason, exc_info=error if with_traceback else None
+    )
     link.send(EngineFailed(reason))
     link.close()
     return EXIT_WITH_REASON
@@ -114,9 +118,9 @@ def _prepare_signals() -> None:
 
 def run(start_loop: StartLoop = start_real_engine) -> None:
     """`main`, then leave at once: tearing down torch's thread pools takes long and can crash."""
-    if not sys.stderr.isatty():  # it is the server's pipe
-        logging.configure(format=logging.RELAYED)
-    with told_by_python():
+    # Without a terminal the standard error stream is the server's pipe.
+    configure_log(format="default" if sys.stderr.isatty() else RELAYED)
+    with capture_python_reports():
         code = main(start_loop)
     sys.stdout.flush()
     sys.stderr.flush()

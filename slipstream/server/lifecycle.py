@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -24,12 +25,14 @@ from slipstream.server.engine_link.memory_table import memory_table
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.garbage import spare_what_is_there
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.log import log as logging
+from slipstream.server.log.output import HANDLER
 from slipstream.server.options import ALL_MODELS, Port, ServerOptions
 
 if TYPE_CHECKING:
     from slipstream.server.model_factories import ModelFactory
     from slipstream.server.services import Services
+
+logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -56,7 +59,7 @@ def run_server(options: ServerOptions) -> int:
     factories = _factories(options)
     reading = _read(options, factories)
     for warning in reading.problems.warnings:
-        logging.warning(str(warning))
+        logger.warning(str(warning))
     _warn_of_exposure(options)
     sockets = _Sockets(options)
     engines = EnginePool(options.engine_settings, options.supervision, options.engine_command)
@@ -98,7 +101,7 @@ def _read(options: ServerOptions, factories: Sequence[ModelFactory]) -> Reading:
         missing or (options.exit_on_error and options.control_mode == "none")
     ):
         for problem in reading.problems.errors:
-            logging.error(str(problem))
+            logger.error(str(problem))
         count = len(reading.problems.errors)
         places = ", ".join(str(path) for path in options.repositories)
         found = (
@@ -125,9 +128,11 @@ def _warn_of_exposure(options: ServerOptions) -> None:
     """One block, once, where strangers can reach what they should not use unasked."""
     exposed = sorted({address for address in options.addresses if not _is_loopback(address)})
     if exposed and not options.access.guarded:
-        logging.warning(
-            f"listening at {', '.join(exposed)} without an API key: whoever can reach this machine can use its models, "
-            "unasked. Set --api-key (a file, or the variable SLIPSTREAM_API_KEY), or listen at 127.0.0.1 only."
+        logger.warning(
+            "listening at %s without an API key: whoever can reach this machine can use its models, "
+            "unasked. Set --api-key (a file, or the variable SLIPSTREAM_API_KEY), or listen at "
+            "127.0.0.1 only.",
+            ", ".join(exposed),
         )
 
 
@@ -268,14 +273,14 @@ class _Server:
         self._state.draining = True
         self._engines.begin_drain()
         under_way = self._engines.outstanding + services.loader.under_way
-        logging.info(f"Waiting for in-flight requests to complete: {under_way} now")
+        logger.info("Waiting for in-flight requests to complete: %d now", under_way)
         idle = asyncio.gather(self._engines.wait_drained(), services.loader.wait_idle())
         try:
             await asyncio.wait_for(idle, self._options.exit_timeout_seconds)
         except TimeoutError:
             seconds = self._options.exit_timeout_seconds
-            logging.warning(
-                f"requests still run after {seconds:g} s (--exit-timeout-secs) and are given up"
+            logger.warning(
+                "requests still run after %g s (--exit-timeout-secs) and are given up", seconds
             )
             await self._engines.stop()
 
@@ -283,7 +288,7 @@ class _Server:
         if not self._told_to_stop.is_set():
             self._told_to_stop.set()
             return
-        logging.warning(f"second {number.name}: leaving at once")
+        logger.warning("second %s: leaving at once", number.name)
         self._engines.kill()
         os._exit(128 + number)
 
@@ -312,8 +317,8 @@ class _Server:
             key = "-H 'Authorization: Bearer YOUR_KEY' " if guarded else ""
             lines.insert(0, f"Try it:   curl -s {key}{url} -d '{body}'")
         lines.insert(0, self._time_taken())
-        if logging.settings().format == "json":
-            logging.info("\n".join(lines))
+        if HANDLER.settings.format == "json":
+            logger.info("\n".join(lines))
         else:
             print("\n".join(lines), flush=True)
 
@@ -364,7 +369,7 @@ def _log_models(rows: list[tuple[str, str, str]], engines: EnginePool) -> None:
     rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
     shown = [tuple(cell.replace("\n", " ") for cell in row) for row in rows]
     table = [rule, line(("Model", "Version", "Status")), rule, *(line(row) for row in shown), rule]
-    logging.info("\n" + "\n".join(table) + "\n", "server.cc:674")
+    logger.info("\n" + "\n".join(table) + "\n", extra={"place": "server.cc:674"})
     for name, engine in engines.items():
         if (info := engine.info) is not None:
-            logging.info("\n".join(memory_table(name, info)) + "\n", model=name)
+            logger.info("\n".join(memory_table(name, info)) + "\n", extra={"model": name})

@@ -8,6 +8,7 @@ leaves what served serving. One load or unload runs at a time.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,6 @@ from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
 from slipstream.server.kserve.inference import ServedModel
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.repository_control import NOT_EXPLICIT, cannot_poll
-from slipstream.server.log import log as logging
 from slipstream.server.model_factories import ModelFactory, claiming
 from slipstream.server.models.build import served_model
 from slipstream.server.models.llm_models import Generator
@@ -37,13 +37,22 @@ from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.server.warmup import warm_up
 
+logger = logging.getLogger(__name__)
+
 READY, UNAVAILABLE, LOADING = "READY", "UNAVAILABLE", "LOADING"
 _IDLE_SECONDS = 0.01  # between looks whether models still work, while the server stops
+
+
 _CODE_NAMES = {
     Code.INTERNAL: "Internal",
     Code.INVALID_ARG: "Invalid argument",
     Code.UNSUPPORTED: "Unsupported",
 }
+
+
+def _log_context(line: int, model: str) -> dict[str, str]:
+    """Return the attributes of a log line that copies Triton's line from its model lifecycle."""
+    return {"place": f"model_lifecycle.cc:{line}", "model": model}
 
 
 class Status(NamedTuple):
@@ -178,7 +187,7 @@ class ModelLoader:
                     self._unload(name)
             changed = [name for name, model in models.items() if not self._is_current(model)]
             for name, reason in (await self.load_all(changed, reading)).items():
-                logging.error(f"failed to load '{name}': {reason}", "model_lifecycle.cc:654", name)
+                logger.error("failed to load '%s': %s", name, reason, extra=_log_context(654, name))
 
     def reason(self, name: str) -> str:
         """Why a model does not serve; empty where it does."""
@@ -262,8 +271,8 @@ class ModelLoader:
             raise self._failed(model, f"{code}: {'; '.join(errors)}")
         if model.name not in self._loaded:
             self._status[model.name] = dict.fromkeys(model.versions, Status(LOADING))
-        logging.info(
-            f"loading: {model.name}:{model.versions[-1]}", "model_lifecycle.cc:473", model.name
+        logger.info(
+            "loading: %s:%s", model.name, model.versions[-1], extra=_log_context(473, model.name)
         )
         try:
             built = await self._build(model, reading.repository)
@@ -283,7 +292,7 @@ class ModelLoader:
             }
             self._registry.retire(model.name)
         text = f"failed to load '{model.name}' version {model.versions[-1]}: {reason}"
-        logging.error(text, "model_lifecycle.cc:654", model.name)
+        logger.error(text, extra=_log_context(654, model.name))
         return LoadFailed(f"version {model.versions[-1]} is at UNAVAILABLE state: {reason};")
 
     async def _build(self, model: RepositoryModel, repository: Repository) -> _Built:
@@ -345,7 +354,7 @@ class ModelLoader:
         self._repository = repository
         if before:
             self._later(_close(before))
-        logging.info(f"successfully loaded '{model.name}'", "model_lifecycle.cc:849", model.name)
+        logger.info("successfully loaded '%s'", model.name, extra=_log_context(849, model.name))
 
     def _move_users(self, engine: str, repository: Repository) -> None:
         """The text models over an engine that was replaced go on with the new one."""
@@ -371,10 +380,11 @@ class ModelLoader:
         client = self._engines.forget(name)
         if client is not None:
             self._release(client)
-        logging.info(
-            f"successfully unloaded '{name}' version {model.versions[-1]}",
-            "model_lifecycle.cc:636",
+        logger.info(
+            "successfully unloaded '%s' version %s",
             name,
+            model.versions[-1],
+            extra=_log_context(636, name),
         )
         for user in self._users(name):
             self._unload_user(user, name)

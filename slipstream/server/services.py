@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +20,6 @@ from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.shared_memory import SharedMemory
-from slipstream.server.log import log as logging
 from slipstream.server.metrics.latency_metrics import MetricsConfig
 from slipstream.server.metrics.metrics import ServerMetrics, metrics_app
 from slipstream.server.model_factories import ModelFactory
@@ -27,6 +27,8 @@ from slipstream.server.model_loader import ModelLoader
 from slipstream.server.models.response_cache import ResponseCache
 from slipstream.server.options import ServerOptions
 from slipstream.server.tracing.settings import TraceSettings
+
+logger = logging.getLogger(__name__)
 
 # Answers that are complete need this long at most to reach their readers.
 CLOSE_SECONDS = 5.0
@@ -96,13 +98,13 @@ class Services:
         """Listen, and say so as Triton does, each service once it really does."""
         if self._options.grpc.open:
             place = await self._open_grpc()
-            logging.info(f"Started GRPCInferenceService at {place}", "grpc_server.cc:2463")
+            _log_start("GRPCInferenceService", place, "grpc_server.cc:2463")
         if http is not None:
             await self._http.open(http)
-            logging.info(f"Started HTTPService at {_place(http)}", "http_server.cc:4692")
+            _log_start("HTTPService", _place(http), "http_server.cc:4692")
         if metrics is not None:
             await self._metrics.open(metrics)
-            logging.info(f"Started Metrics Service at {_place(metrics)}", "http_server.cc:362")
+            _log_start("Metrics Service", _place(metrics), "http_server.cc:362")
 
     async def _open_grpc(self) -> str:
         address, port = self._options.grpc.address, self._options.grpc.number
@@ -137,6 +139,10 @@ def _context(options: ServerOptions, loader: ModelLoader, trace: TraceSettings) 
         http_forwarded_headers=options.http_forwarded_headers,
         grpc_forwarded_headers=options.grpc_forwarded_headers,
     )
+
+
+def _log_start(service: str, address: str, place: str) -> None:
+    logger.info("Started %s at %s", service, address, extra={"place": place})
 
 
 def _place(listening: socket.socket) -> str:

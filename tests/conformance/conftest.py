@@ -5,11 +5,11 @@ from dataclasses import asdict
 
 import pytest
 
-from slipstream.server.log import log as logging
+from slipstream.server.log.output import HANDLER, configure_log
 
 
 @pytest.fixture(scope="module", autouse=True)
 def log_settings_as_they_were() -> Iterator[None]:
-    before = logging.settings()
+    before = HANDLER.settings
     yield
-    logging.configure(**asdict(before))
+    configure_log(**asdict(before))

@@ -20,7 +20,7 @@ from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.repository_control import NoControl
 from slipstream.server.kserve.shared_memory import PLACE, SharedMemory
-from slipstream.server.log import log as logging
+from slipstream.server.log.output import HANDLER
 
 CASES = {
     case["case"]: case
@@ -172,7 +172,7 @@ def test_statistics_have_tritons_shape(port: int, name: str) -> None:
 def test_log_settings(port: int) -> None:
     for name in LOGGING:
         check(port, CASES[f"logging-{name}"])
-    assert logging.settings().info  # restored, by the last of them
+    assert HANDLER.settings.info  # restored, by the last of them
 
 
 def test_trace_settings(port: int) -> None:

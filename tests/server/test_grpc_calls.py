@@ -31,7 +31,7 @@ from slipstream.server.grpc.options import GrpcOptions
 from slipstream.server.grpc.protocol import messages
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.context import ServerContext
-from slipstream.server.log import log as logging
+from slipstream.server.log.output import HANDLER
 
 SERVICE = "/inference.GRPCInferenceService/"
 
@@ -84,7 +84,7 @@ async def test_log_settings(stack):
         )
         assert changed["settings"]["log_verbose_level"] == {"uint32_param": 2}
         assert changed["settings"]["log_info"] == {"bool_param": False}
-        assert logging.settings().verbose_level == 2
+        assert HANDLER.settings.verbose_level == 2
     finally:
         await stack.client.update_log_settings({"log_verbose_level": 0, "log_info": True})
     with pytest.raises(InferenceServerException, match="log file location can not be updated"):

@@ -5,6 +5,7 @@ a line.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -22,10 +23,15 @@ from tiny_server import MODEL, ROOT, TinyServer, make_repository, wait_for
 
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse
-from slipstream.server.log import log as logging
+from slipstream.server.kserve.log_settings import log_settings, update_log_settings
 from slipstream.server.log.capture import Relay
-from slipstream.server.log.log import Record, as_relayed, format_json, read_relayed
-from slipstream.server.log.settings import log_settings, update_log_settings
+from slipstream.server.log.formats import (
+    JsonFormatter,
+    RelayFormatter,
+    make_record,
+    read_relayed,
+)
+from slipstream.server.log.output import HANDLER, configure_log
 from slipstream.server.metrics.statistics import ModelCounters
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
@@ -260,16 +266,16 @@ def test_an_unknown_format_is_refused() -> None:
 
 STRANGERS = """
 import os, subprocess, sys, threading, warnings
-import logging as standard
-from slipstream.server.log import log as logging
-from slipstream.server.log.capture import one_log
-logging.configure(format="json")
-with one_log():
+import logging
+from slipstream.server.log.capture import capture_output
+from slipstream.server.log.output import configure_log
+configure_log(format="json")
+with capture_output():
     print("printed")
     os.write(2, b"said by a library in C\\n")
     subprocess.call(["sh", "-c", "echo error: said by a child >&2; echo '[WARNING] noted by a child'; sleep 0.1"])
     warnings.warn("look out")
-    standard.getLogger("asyncio").error("lost a task", exc_info=ValueError("of a task"))
+    logging.getLogger("asyncio").error("lost a task", exc_info=ValueError("of a task"))
     thread = threading.Thread(target=lambda: 1 / 0, name="worker")
     thread.start()
     thread.join()
@@ -321,12 +327,35 @@ def test_all_that_is_printed_in_the_process_is_in_the_log() -> None:
 
 # -- the forms of a record
 
-MOMENT = 1_731_708_085_210_518_999  # 15 November 2024, 22:01:25.210518 UTC
+MOMENT_US = 1_731_708_085_210_518  # 15 November 2024, 22:01:25.210518 UTC
+
+logger = logging.getLogger("slipstream.test")
 
 
-def test_a_record_as_an_object() -> None:
-    record = Record("W", "two\nlines", "here.py:3", MOMENT, 42, "model", "id")
-    assert json.loads(format_json(record)) == {
+def to_json(record: logging.LogRecord) -> dict[str, Any]:
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    fields = json.loads(line)
+    assert isinstance(fields, dict)
+    return fields
+
+
+def relayed(level: int, text: str, place: str = "x.py:1", process: int = 5) -> str:
+    record = make_record(level, text, place=place, time_us=MOMENT_US, process=process)
+    return RelayFormatter().format(record)
+
+
+def test_a_json_line_contains_all_fields_of_a_record() -> None:
+    record = make_record(
+        logging.WARNING,
+        "two\nlines",
+        place="here.py:3",
+        time_us=MOMENT_US,
+        process=42,
+        model="model",
+        request_id="id",
+    )
+    assert to_json(record) == {
         "time": "2024-11-15T22:01:25.210518Z",
         "level": "warning",
         "message": "two\nlines",
@@ -335,51 +364,58 @@ def test_a_record_as_an_object() -> None:
         "process": 42,
         "place": "here.py:3",
     }
-    assert "\n" not in format_json(record)
 
 
 @pytest.mark.parametrize(
     ("before", "message"), [("it failed: ", "it failed"), ("", "ValueError: so")]
 )
-def test_a_traceback_is_apart_from_the_words_before_it(before: str, message: str) -> None:
+def test_a_json_line_separates_the_traceback_from_the_message(before: str, message: str) -> None:
     trace = "Traceback (most recent call last):\n  File x\nValueError: so"
-    found = json.loads(format_json(Record("E", before + trace, "", MOMENT, 1)))
+    found = to_json(make_record(logging.ERROR, before + trace))
     assert (found["message"], found["error"]) == (message, trace)
 
 
-def test_a_relayed_record_arrives_whole_and_nothing_else_is_one() -> None:
-    record = Record("E", 'a "quoted"\nline \u2028', "x.py:1", MOMENT, 5, "m", "r")
-    assert "\n" not in as_relayed(record)
-    assert read_relayed(as_relayed(record)) == record
-    assert [
-        read_relayed(line) for line in ("", "{}", as_relayed(record)[:-2], '\x1e{"level": "I"}')
-    ] == [None] * 4
+def test_a_relayed_record_arrives_whole_and_other_lines_are_not_records() -> None:
+    record = make_record(
+        logging.ERROR,
+        'a "quoted"\nline \u2028 \udcff',
+        place="x.py:1",
+        time_us=MOMENT_US,
+        process=5,
+        model="m",
+        request_id="r",
+    )
+    line = RelayFormatter().format(record)
+    assert "\n" not in line
+    arrived = read_relayed(line)
+    assert arrived is not None
+    assert to_json(arrived) == to_json(record)
+    assert arrived.getMessage() == record.getMessage()
+    for other in ("", "{}", line[:-2], '\x1e{"level": "info"}'):
+        assert read_relayed(other) is None
 
 
 @pytest.fixture
 def restored_settings() -> Iterator[Callable[..., None]]:
-    before = logging.settings()
-    yield logging.configure
-    logging.configure(**asdict(before))
+    before = HANDLER.settings
+    yield configure_log
+    configure_log(**asdict(before))
 
 
 def relay(*lines: str) -> None:
     reading, writing = os.pipe()
     os.write(writing, "".join(f"{line}\n" for line in lines).encode())
     os.close(writing)
-    Relay(reading, 7, "W", "engine").finish(10)
+    Relay(reading, 7, logging.WARNING, "engine").finish(10)
 
 
-def test_what_another_process_prints_obeys_the_servers_settings(
+def test_output_of_another_process_follows_the_servers_settings(
     restored_settings: Callable[..., None], tmp_path: Path
 ) -> None:
     file = tmp_path / "log"
-    said = [
-        Record("I", "a word", "a.py:1", MOMENT, 5),
-        Record("W", "a warning", "b.py:2", MOMENT, 5),
-    ]
     lines = [
-        *map(as_relayed, said),
+        relayed(logging.INFO, "a word", "a.py:1"),
+        relayed(logging.WARNING, "a warning", "b.py:2"),
         "Traceback (most recent call last):",
         "  File x",
         "ValueError: so",
@@ -406,7 +442,7 @@ def test_what_another_process_prints_obeys_the_servers_settings(
 def test_a_client_may_choose_it_while_the_server_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert update_log_settings({"log_format": "json"})["log_format"] == "json"
     assert log_settings()["log_format"] == "json"
-    logging.warning("as an object")
+    logger.warning("as an object")
     (said,) = parsed(capsys.readouterr().err.splitlines())
     assert (said["message"], said["level"]) == ("as an object", "warning")
     with pytest.raises(
@@ -428,6 +464,6 @@ async def test_an_error_is_logged_with_the_request_it_came_from(
         async for _ in ModelCounters().record(request, answers()):
             pass
     except RuntimeError:
-        logging.error("POST /v2/models/chat/infer failed")
+        logger.error("POST /v2/models/chat/infer failed")
     (said,) = parsed(capsys.readouterr().err.splitlines())
     assert (said["model"], said["request_id"]) == ("chat", "nine")

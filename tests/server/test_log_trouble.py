@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging as standard_logging
+import logging
 import os
 import signal
 import subprocess
@@ -18,38 +18,39 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.server.log import log as logging
-from slipstream.server.log.capture import Relay, told_by_python
-from slipstream.server.log.lines import MOST_BYTES, LineCutter
-from slipstream.server.log.log import Record, as_relayed, read_relayed
+from slipstream.server.log.capture import MAX_LINE_BYTES, LineSplitter, Relay
+from slipstream.server.log.formats import RelayFormatter, make_record, read_relayed
+from slipstream.server.log.output import HANDLER, configure_log
 from slipstream.server.python_models.instance import Instance
+
+logger = logging.getLogger("slipstream.test")
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
 def restored_settings() -> Iterator[None]:
-    before = logging.settings()
+    before = HANDLER.settings
     yield
-    logging.configure(**asdict(before))
+    configure_log(**asdict(before))
 
 
 # -- what cannot be written
 
 
 async def test_a_full_disk_takes_no_line_and_ends_nothing(tmp_path: Path) -> None:
-    logging.configure(file="/dev/full")
+    configure_log(file="/dev/full")
     told = asyncio.get_running_loop().create_future()
 
     def speak() -> None:
-        logging.info("a line that has no room")
+        logger.info("a line that has no room")
         told.set_result("went on")
 
     asyncio.get_running_loop().call_soon(speak)
     assert await asyncio.wait_for(told, 1) == "went on"
     # another disk: what is left of the full one is no obstacle
-    logging.configure(file=str(tmp_path / "log"))
-    logging.info("a line with room", "here")
+    configure_log(file=str(tmp_path / "log"))
+    logger.info("a line with room", extra={"place": "here"})
     assert (tmp_path / "log").read_text().endswith(" here] a line with room\n")
 
 
@@ -66,8 +67,8 @@ def test_streams_that_are_closed_or_lead_nowhere(
         with pytest.raises(BrokenPipeError):
             stream.close()
     monkeypatch.setattr(sys, "stderr", stream)
-    logging.error("nobody hears this")
-    logging.say("E", "nor this")
+    logger.error("nobody hears this")
+    HANDLER.write_console(logging.ERROR, "nor this")
     monkeypatch.undo()
     assert stream.closed is closed
     if not closed:
@@ -76,50 +77,69 @@ def test_streams_that_are_closed_or_lead_nowhere(
 
 
 def test_text_that_is_not_unicode_is_written_in_escapes(tmp_path: Path) -> None:
-    logging.configure(file=str(tmp_path / "log"))
-    logging.write_text("a file \udcff")
+    configure_log(file=str(tmp_path / "log"))
+    HANDLER.write_line("a file \udcff")
     assert (tmp_path / "log").read_text() == "a file \\udcff\n"
 
 
 def test_a_library_whose_words_do_not_fit_is_not_ended_by_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with told_by_python():
-        record = standard_logging.LogRecord(
-            "a", standard_logging.ERROR, "a.py", 1, "%d things", ("x",), None
-        )
-        handler = standard_logging.getLogger().handlers[-1]
-        handler.handle(record)
+    HANDLER.handle(logging.LogRecord("a", logging.ERROR, "a.py", 1, "%d things", ("x",), None))
     assert "Arguments: ('x',)" in capsys.readouterr().err
 
 
 def test_the_file_is_exchanged_between_lines(tmp_path: Path) -> None:
     """Whoever writes holds it, so that no line goes to a file that has just been closed."""
     exchange = threading.Thread(
-        target=logging.configure, kwargs={"file": str(tmp_path / "log")}, daemon=True
+        target=configure_log, kwargs={"file": str(tmp_path / "log")}, daemon=True
     )
-    with logging._writing:
-        exchange.start()
-        exchange.join(0.1)
-        assert (logging.settings().file, exchange.is_alive()) == ("", True)
+    HANDLER.acquire()
+    exchange.start()
+    exchange.join(0.1)
+    found = (HANDLER.settings.file, exchange.is_alive())
+    HANDLER.release()
+    assert found == ("", True)
     exchange.join(10)
-    assert logging.settings().file == str(tmp_path / "log")
+    assert HANDLER.settings.file == str(tmp_path / "log")
 
 
 # -- what cannot be read
 
+GOOD_FIELDS = {
+    "level": "info",
+    "message": "m",
+    "place": "",
+    "time_us": 1,
+    "process": 1,
+    "model": "",
+    "request_id": "",
+}
+BAD_VALUES: list[tuple[str, object]] = [
+    ("level", "loud"),
+    ("level", ["info"]),
+    ("message", 1),
+    ("time_us", "soon"),
+    ("time_us", 1.5),
+    ("time_us", -1),
+    ("time_us", 99999999999999999999999999999),
+    ("process", None),
+    ("process", True),
+    ("model", {}),
+    ("unknown", 1),
+]
 UNSOUND = [
-    '{"level": "X", "message": "m"}',
-    '{"level": ["I"], "message": "m"}',
-    '{"level": "I", "message": 1}',
-    '{"level": "I", "message": "m", "time_ns": "soon"}',
-    '{"level": "I", "message": "m", "time_ns": 1e400}',
-    '{"level": "I", "message": "m", "time_ns": 99999999999999999999999999999}',
-    '{"level": "I", "message": "m", "process": null}',
-    '{"level": "I", "message": "m", "model": {}}',
+    *(json.dumps(GOOD_FIELDS | {name: value}) for name, value in BAD_VALUES),
+    json.dumps(GOOD_FIELDS)[:-1] + ', "time_us": 1e400}',
     "[]",
     "[" * 100_000,
 ]
+
+
+def test_a_line_with_all_fields_is_a_record() -> None:
+    record = read_relayed("\x1e" + json.dumps(GOOD_FIELDS))
+    assert record is not None
+    assert (record.levelno, record.getMessage(), record.created) == (logging.INFO, "m", 1e-6)
 
 
 @pytest.mark.parametrize("text", UNSOUND, ids=range(len(UNSOUND)))
@@ -128,10 +148,10 @@ def test_what_only_looks_like_a_record_is_none(text: str) -> None:
 
 
 def test_lines_after_a_bad_one_are_read(tmp_path: Path) -> None:
-    logging.configure(file=str(tmp_path / "log"), format="json")
+    configure_log(file=str(tmp_path / "log"), format="json")
     reading, writing = os.pipe()
-    relay = Relay(reading, 7, "W")
-    good = as_relayed(Record("I", "good"))
+    relay = Relay(reading, 7, logging.WARNING)
+    good = RelayFormatter().format(make_record(logging.INFO, "good"))
     lines = [f"\x1e{text}" for text in UNSOUND[:-1]]
     os.write(writing, "\n".join([*lines, good, ""]).encode())
     os.close(writing)
@@ -146,28 +166,31 @@ def test_lines_after_a_bad_one_are_read(tmp_path: Path) -> None:
 def test_lines_are_cut_wherever_the_data_is() -> None:
     text = "one\r\n\ntwo \u20ac\nthree".encode()
     for size in (1, 2, 3, 7, len(text)):
-        cutter = LineCutter()
+        cutter = LineSplitter()
         parts = [text[start : start + size] for start in range(0, len(text), size)]
         found = [line for part in [*parts, b""] for line in cutter.push(part)]
         assert found == ["one", "", "two \u20ac", "three"]
-    assert LineCutter().push(b"") == []
+    assert LineSplitter().push(b"") == []
 
 
 def test_a_line_without_an_end_is_given_out_in_pieces() -> None:
-    cutter = LineCutter()
+    cutter = LineSplitter()
     pieces = [piece for _ in range(40) for piece in cutter.push(b"x" * 10_000)]
-    assert [len(piece) for piece in pieces] == [MOST_BYTES] * 6
-    assert cutter.push(b"\nnext\n") == ["x" * (400_000 - 6 * MOST_BYTES), "next"]
+    assert [len(piece) for piece in pieces] == [MAX_LINE_BYTES] * 6
+    assert cutter.push(b"\nnext\n") == ["x" * (400_000 - 6 * MAX_LINE_BYTES), "next"]
 
 
 def test_pieces_end_between_characters_and_a_full_line_is_one() -> None:
     euros = "\u20ac" * 30_000  # three bytes each
-    pieces = LineCutter().push(euros.encode() + b"\n")
-    assert [len(piece.encode()) for piece in pieces] == [MOST_BYTES - 1, 90_001 - MOST_BYTES]
+    pieces = LineSplitter().push(euros.encode() + b"\n")
+    assert [len(piece.encode()) for piece in pieces] == [
+        MAX_LINE_BYTES - 1,
+        90_001 - MAX_LINE_BYTES,
+    ]
     assert "".join(pieces) == euros
-    assert LineCutter().push(b"x" * MOST_BYTES + b"\n") == ["x" * MOST_BYTES]
-    assert [len(piece) for piece in LineCutter().push(b"\x80" * MOST_BYTES + b"\x80\n")] == [
-        MOST_BYTES,
+    assert LineSplitter().push(b"x" * MAX_LINE_BYTES + b"\n") == ["x" * MAX_LINE_BYTES]
+    assert [len(piece) for piece in LineSplitter().push(b"\x80" * MAX_LINE_BYTES + b"\x80\n")] == [
+        MAX_LINE_BYTES,
         1,
     ]
 
@@ -176,32 +199,33 @@ def test_neither_reader_holds_a_line_without_an_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(logging, "write_text", said.append)
-    monkeypatch.setattr(logging, "info", lambda text, place, model: said.append(text))
-    (tmp_path / "output").write_bytes(b"x" * (2 * MOST_BYTES + 1))
+    monkeypatch.setattr(HANDLER, "write_line", said.append)
+    monkeypatch.setattr(HANDLER, "format", logging.LogRecord.getMessage)
+    (tmp_path / "output").write_bytes(b"x" * (2 * MAX_LINE_BYTES + 1))
     relayed = os.open(tmp_path / "output", os.O_RDONLY)
-    Relay(relayed, 7, "W").finish(10)
-    assert [len(text) for text in said] == [MOST_BYTES, MOST_BYTES, 1]
+    Relay(relayed, 7, logging.WARNING).finish(10)
+    assert [len(text) for text in said] == [MAX_LINE_BYTES, MAX_LINE_BYTES, 1]
     said.clear()
     instance = Instance("noisy_0", "noisy", 1, None, *[lambda *_: None] * 3)  # type: ignore[arg-type]
     with (tmp_path / "output").open("rb") as output:
         for _ in range(3):
             instance._read_output(None, output.fileno())  # type: ignore[arg-type]
-    assert [len(text) for text in said] == [MOST_BYTES, MOST_BYTES]
+    assert [len(text) for text in said] == [MAX_LINE_BYTES, MAX_LINE_BYTES]
 
 
 # -- a crash of the server's own process
 
 LAST_WORDS = """
 import ctypes, os, sys
-from slipstream.server.log import log as logging
-from slipstream.server.log.capture import one_log
-logging.configure(format="json")
+import logging
+from slipstream.server.log.capture import capture_output
+from slipstream.server.log.output import configure_log
+configure_log(format="json")
 def fall():
     ctypes.PyDLL(None).write(2, b"y" * 300_000, 300_000)  # while it holds the interpreter's lock
     os.kill(os.getpid(), int(sys.argv[1]))
-with one_log():
-    logging.info("before")
+with capture_output():
+    logging.getLogger("slipstream").info("before")
     fall()
 """
 
@@ -225,9 +249,10 @@ def test_the_stack_of_a_crash_is_shown_in_plain_lines(number: int, words: str) -
 
 def test_a_server_that_ends_leaves_faulthandler_as_it_was() -> None:
     code = (
-        "import faulthandler, sys; from slipstream.server.log import log as logging; from slipstream.server.log.capture import"
-        " one_log; logging.configure(format='json')\nfor enabled in (False, True):\n"
-        " faulthandler.enable() if enabled else faulthandler.disable()\n with one_log():\n"
+        "import faulthandler, sys; from slipstream.server.log.output import configure_log\n"
+        "from slipstream.server.log.capture import capture_output\n"
+        "configure_log(format='json')\nfor enabled in (False, True):\n"
+        " faulthandler.enable() if enabled else faulthandler.disable()\n with capture_output():\n"
         "  assert faulthandler.is_enabled()\n print(faulthandler.is_enabled())\n"
     )
     result = subprocess.run(

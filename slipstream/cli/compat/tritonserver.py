@@ -5,6 +5,7 @@ codes.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 import signal
@@ -20,10 +21,13 @@ from slipstream.cli.compat.tritonserver_settings import (
     response_cache_bytes,
     trace_settings,
 )
-from slipstream.server.log import log as logging
-from slipstream.server.log.capture import one_log
+from slipstream.server.log.capture import capture_output
+from slipstream.server.log.formats import FORMATS
+from slipstream.server.log.output import HANDLER, configure_log
 from slipstream.version import VERSION
 from slipstream.weights.home import expanded
+
+logger = logging.getLogger("slipstream.cli.compat.tritonserver")
 
 PROCESS_NAME = b"tritonserver"
 _PR_SET_NAME = 15
@@ -63,17 +67,17 @@ def run(arguments: Sequence[str]) -> int:
         if given["version"]:
             print(f"tritonserver (slipstream {VERSION})")
             return 0
-        if given["log-format"] not in logging.FORMATS:
-            known = ", ".join(logging.FORMATS)
+        if given["log-format"] not in FORMATS:
+            known = ", ".join(FORMATS)
             raise FlagError(f"--log-format must be one of {known}, not '{given['log-format']}'")
-        logging.configure(format=given["log-format"])
+        configure_log(format=given["log-format"])
         _check(given)
         if rank() != 0:
             return wait_quietly()
-        with one_log():
+        with capture_output():
             return _serve(given)
     except FlagError as error:
-        logging.say("E", f"tritonserver: error: {error}")
+        HANDLER.write_console(logging.ERROR, f"tritonserver: error: {error}")
         return 1
 
 
@@ -118,7 +122,7 @@ def _serve(given: Given) -> int:
 
     options = server_options(given)
     try:
-        logging.configure(
+        configure_log(
             file=given["log-file"],
             info=given["log-info"],
             warning=given["log-warning"],
@@ -131,14 +135,16 @@ def _serve(given: Given) -> int:
         ) from error
     if given.ignored:
         names = ", ".join(f"--{name}" for name in given.ignored)
-        logging.info(f"taken, without an effect in this server: {names}")
+        logger.info("taken, without an effect in this server: %s", names)
     try:
         return run_server(options)
     except ModelsFailed as error:
-        logging.error(str(error))
-        logging.say("E", "error: creating server: Internal - failed to load all models")
+        logger.error(str(error))
+        HANDLER.write_console(
+            logging.ERROR, "error: creating server: Internal - failed to load all models"
+        )
     except StartFailed as error:
-        logging.say("E", f"error: creating server: {error}")
+        HANDLER.write_console(logging.ERROR, f"error: creating server: {error}")
     return 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -23,8 +24,10 @@ from slipstream.server.engine_link.link import (
     StartOrder,
 )
 from slipstream.server.kserve.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from slipstream.server.log import log as logging
 from slipstream.server.log.capture import Relay
+from slipstream.server.log.output import HANDLER
+
+logger = logging.getLogger(__name__)
 
 # -P: a file in the working directory must not stand in for a library.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "slipstream.engine_worker.process")
@@ -40,7 +43,7 @@ class EngineChild:
         """`name`: of the engine model, for the log."""
         # A terminal gets a bar that grows, from the process itself; elsewhere what it prints is for
         # us to write.
-        log = logging.settings()
+        log = HANDLER.settings
         terminal = sys.stderr.isatty() and log.format != "json" and not log.file
         self.link = ServerEnd()
         order = StartOrder(str(self.link.path), engine_folder, settings.to_json(), os.getpid())
@@ -59,7 +62,9 @@ class EngineChild:
         self._relay: Relay | None = None
         if self._process.stdout is not None:
             with self._process.stdout as output:
-                self._relay = Relay(os.dup(output.fileno()), self._process.pid, "W", name)
+                self._relay = Relay(
+                    os.dup(output.fileno()), self._process.pid, logging.WARNING, name
+                )
         self._reason_known = False
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
@@ -100,7 +105,7 @@ class EngineChild:
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
-            logging.error(f"engine process {self._process.pid} was killed but has not ended")
+            logger.error("engine process %d was killed but has not ended", self._process.pid)
         self._finish_output()
 
     def _finish_output(self) -> None:

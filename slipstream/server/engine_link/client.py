@@ -14,6 +14,7 @@ life while it has work is asked for its stacks, killed and treated as dead. No t
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import time
 from collections import deque
@@ -29,7 +30,8 @@ from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
 from slipstream.server.engine_link.link import EngineFailed, FromEngine
 from slipstream.server.engine_link.mailbox import Delta, EngineUnavailable, Generation, Mailboxes
 from slipstream.server.engine_link.submission import Submission, engine_request
-from slipstream.server.log import log as logging
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "Delta",
@@ -222,7 +224,9 @@ class EngineClient:
             self._started.set_result(None)
         else:
             seconds = time.monotonic() - self._restarts[-1]
-            logging.info(f"the engine serves again, after {seconds:.1f} s", model=self._name)
+            logger.info(
+                "the engine serves again, after %.1f s", seconds, extra={"model": self._name}
+            )
 
     def _lose(self, reason: str) -> None:
         """It serves no more: say so to everybody who waits. The first reason is the cause."""
@@ -243,12 +247,12 @@ class EngineClient:
             self._process_stats.after(self._past_stats),
             EngineStats(),
         )
-        logging.error(f"the engine process is gone: {self.failure}", model=self._name)
+        logger.error("the engine process is gone: %s", self.failure, extra={"model": self._name})
         if self.info is None:
             self._give_up(f"{self.failure}")
         elif self._may_restart():
             times = f"{len(self._restarts)} of {limits.restarts} times"
-            logging.warning(f"starting the engine again, {times}", model=self._name)
+            logger.warning("starting the engine again, %s", times, extra={"model": self._name})
             self.spawn()
             self._attach()
         else:
@@ -298,8 +302,10 @@ class EngineClient:
 
     async def _put_down(self, reason: str) -> None:
         assert self._child is not None
-        logging.error(
-            f"the engine process is killed: {reason}; its stacks follow", model=self._name
+        logger.error(
+            "the engine process is killed: %s; its stacks follow",
+            reason,
+            extra={"model": self._name},
         )
         child = self._child
         self._lose(reason)

@@ -5,13 +5,15 @@ server runs.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from slipstream.repository.models import EngineModel
 from slipstream.server.engine_link.client import EngineClient, Supervision
-from slipstream.server.log import log as logging
+
+logger = logging.getLogger(__name__)
 
 
 class EnginePool:
@@ -103,8 +105,8 @@ class EnginePool:
         try:
             await asyncio.wait_for(client.wait_drained(), patience_seconds)
         except TimeoutError:
-            logging.warning(
-                f"{client.outstanding} requests of an unloaded model still run and are given up"
+            logger.warning(
+                "%d requests of an unloaded model still run and are given up", client.outstanding
             )
         finally:
             await client.stop()

@@ -13,6 +13,7 @@ from slipstream.server.grpc.protocol.messages import method_messages
 from slipstream.server.http.routes import EXTENSIONS, TRITON_VERSION
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.log_settings import log_settings, update_log_settings
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.repository_control import (
     RepositoryControl,
@@ -20,7 +21,6 @@ from slipstream.server.kserve.repository_control import (
     load_model,
 )
 from slipstream.server.kserve.shared_memory import SharedMemory
-from slipstream.server.log.settings import log_settings, update_log_settings
 from slipstream.server.metrics.statistics import model_statistics
 from slipstream.server.tracing.settings import TraceSettings
 

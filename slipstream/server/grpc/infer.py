@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-import traceback
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -26,8 +26,9 @@ from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter
 from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
-from slipstream.server.log import log as logging
 from slipstream.server.tracing.tracing import Finishing, Headers, RequestTrace
+
+logger = logging.getLogger(__name__)
 
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 # A client that sends this metadata wants a stream to end at its first error, with a real status.
@@ -212,7 +213,7 @@ class _Answers:
         except ClientGone:
             return  # its model's generator is closed by now, and with it the request
         except Exception:
-            logging.error(f"gRPC: {traceback.format_exc().rstrip()}")
+            logger.exception("gRPC call failed:")
             await self._refuse(INTERNAL, Code.INTERNAL)
 
     async def _refuse(self, message: str, code: Code) -> None:

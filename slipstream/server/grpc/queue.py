@@ -8,13 +8,13 @@ is started with what it ends with.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-import traceback
 from typing import Any
 
 from grpc._cython import cygrpc
 
-from slipstream.server.log import log as logging
+logger = logging.getLogger(__name__)
 
 _NONE_LEFT = cygrpc.CompletionType.queue_timeout
 _CLOSED = cygrpc.CompletionType.queue_shutdown
@@ -86,4 +86,4 @@ def _deliver(event: Any) -> None:
     try:
         event.tag(event)
     except Exception:  # one call's trouble is not the queue's
-        logging.error(f"gRPC: {traceback.format_exc().rstrip()}")
+        logger.exception("gRPC call failed:")

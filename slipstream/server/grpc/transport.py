@@ -7,7 +7,7 @@ library.
 from __future__ import annotations
 
 import asyncio
-import traceback
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,8 @@ import grpc
 from grpc._cython import cygrpc
 
 from slipstream.server.grpc.queue import CompletionQueue
-from slipstream.server.log import log as logging
+
+logger = logging.getLogger(__name__)
 
 INTERNAL = "internal error, the server's log has the details"
 _REQUESTS_AWAITED = 16  # calls that the library hands over without being asked for each
@@ -87,7 +88,7 @@ class Call:
         except ClientGone:
             pass
         except Exception:
-            logging.error(f"gRPC: {traceback.format_exc().rstrip()}")
+            logger.exception("gRPC call failed:")
             self.end(grpc.StatusCode.INTERNAL, INTERNAL)
         finally:
             self._server.running.discard(self)

@@ -12,9 +12,9 @@ from slipstream.server.http.json_reader import Members, parse_json
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.json_writer import write_object, write_value
+from slipstream.server.kserve.log_settings import log_settings, update_log_settings
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.repository_control import check_repository_name, load_model
-from slipstream.server.log.settings import log_settings, update_log_settings
 
 Answer = bytes  # the body of a 200
 REPOSITORY = re.compile(r"/v2/repository(?:/([^/]+))?/(?:index|models/([^/]+)/(load|unload))")

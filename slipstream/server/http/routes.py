@@ -18,8 +18,8 @@ raw paths are part of the contract. FastAPI has what else there is: the pages `/
 
 from __future__ import annotations
 
+import logging
 import re
-import traceback
 from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -72,10 +72,11 @@ from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError, Unavailable
 from slipstream.server.kserve.json_writer import write_error, write_value
 from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
-from slipstream.server.log import log as logging
 from slipstream.server.metrics.statistics import model_statistics
 from slipstream.server.openai.routes import OpenAIRoutes
 from slipstream.server.tracing.tracing import Finishing
+
+logger = logging.getLogger(__name__)
 
 TRITON_VERSION = "2.51.0"  # the release whose answers these are
 EXTENSIONS = (
@@ -216,7 +217,7 @@ class TritonRoutes:
         except ClientGone:
             return
         except Exception:
-            logging.error(f"{scope['method']} {path}: {traceback.format_exc().rstrip()}")
+            logger.exception("%s %s failed:", scope["method"], path)
             # Where the answer has begun, uvicorn refuses this one and closes: a part must not be
             # taken for the whole.
             await send_whole(

@@ -24,7 +24,7 @@ from slipstream.server.kserve.inference import (
     WrappedModel,
     batch_size,
 )
-from slipstream.server.log import log as logging
+from slipstream.server.log.formats import set_error_context
 from slipstream.server.metrics.histograms import TokenLatencies
 from slipstream.server.metrics.summaries import Summaries
 from slipstream.server.tracing.tracing import RequestTrace
@@ -241,7 +241,7 @@ class _Counted:
             raise
         except BaseException as error:
             self._fail(error)
-            logging.concern(error, *self._about)
+            set_error_context(error, *self._about)
             self._end()
             raise
         self._answer(response)

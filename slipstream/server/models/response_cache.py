@@ -9,6 +9,7 @@ is sampled. The least recently used answers make room for new ones.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
@@ -24,9 +25,10 @@ from slipstream.server.kserve.inference import (
 )
 from slipstream.server.kserve.registry import ModelVersion
 from slipstream.server.kserve.tensor_bytes import pack
-from slipstream.server.log import log as logging
 from slipstream.server.models.batches import BatchedModel
 from slipstream.server.models.step_models import PostprocessingModel
+
+logger = logging.getLogger(__name__)
 
 ENTRY_BYTES = 256  # what an answer takes besides its tensors' data
 SMALLEST_BYTES, LARGEST_BYTES = 128, 1 << 40
@@ -80,7 +82,7 @@ class ResponseCache:
                 else "one that generates"
             )
             text = f"model '{entry.name}' asks for the response cache, which serves no model that is {why}"
-            logging.warning(text, model=entry.name)
+            logger.warning(text, extra={"model": entry.name})
             return model
         return CachedModel(model, self)
 

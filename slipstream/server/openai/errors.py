@@ -4,14 +4,15 @@ which field.
 
 from __future__ import annotations
 
-import traceback
+import logging
 
 import msgspec
 
 from slipstream.engine.constraints.guided import FIELD as GUIDE
 from slipstream.server.http.asgi import RETRY_AFTER, Headers, Refused
 from slipstream.server.kserve.errors import Code, InferenceError, QueueFull, Unavailable
-from slipstream.server.log import log as logging
+
+logger = logging.getLogger(__name__)
 
 _TYPES = {
     401: "authentication_error",
@@ -62,7 +63,7 @@ def as_api_error(error: Exception, where: str, guided_by: str = "") -> ApiError:
     if isinstance(error, Unavailable):
         return ApiError(error.message, status=503, headers=(RETRY_AFTER,))
     if not isinstance(error, InferenceError):
-        logging.error(f"{where}: {''.join(traceback.format_exception(error)).rstrip()}")
+        logger.error("%s failed:", where, exc_info=error)
         return ApiError("internal error, the server's log has the details", status=500)
     # The models name the guide by their own field; here it came in another.
     if guided_by and error.message.startswith(GUIDE):

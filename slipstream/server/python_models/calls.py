@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.input_checks import check_request
 from slipstream.server.kserve.repository_control import NoControl, RepositoryControl, load_model
-from slipstream.server.log import log as logging
 from slipstream.server.python_models.convert import error_frame, request_of, response_frame
 from slipstream.server.python_models.custom_metrics import CustomMetrics
 from slipstream.server.python_models.frames import (
@@ -31,6 +31,8 @@ from slipstream.server.tracing.tracing import RequestTrace
 
 if TYPE_CHECKING:
     from slipstream.server.kserve.registry import ModelVersion
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,11 @@ class Calls:
             await self._send(CallAnswer(number, error_frame(cancelled), True))
             raise
         except Exception as error:
-            logging.error(
-                f"a call of model '{call.model_name}' failed: {error!r}", model=call.model_name
+            logger.error(
+                "a call of model '%s' failed: %r",
+                call.model_name,
+                error,
+                extra={"model": call.model_name},
             )
             failed = InferenceError(f"model '{call.model_name}' failed: {error}", Code.INTERNAL)
             await self._send(CallAnswer(number, error_frame(failed), False))

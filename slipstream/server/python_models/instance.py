@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -15,8 +16,7 @@ from typing import Any
 
 from slipstream.server.engine_link.child import child_environment, describe_exit
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.log import log as logging
-from slipstream.server.log.lines import LineCutter
+from slipstream.server.log.capture import LineSplitter
 from slipstream.server.python_models.calls import Calls, Surroundings
 from slipstream.server.python_models.frames import (
     FROM_WORKER,
@@ -46,8 +46,17 @@ from slipstream.server.python_models.frames import (
     encode,
 )
 
+logger = logging.getLogger(__name__)
+
 # -P: a file in the working directory must not stand in for a library.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "slipstream.server.python_models.worker")
+# levels of the messages that a model logs; V stands for verbose
+_LOG_LEVELS = {
+    "I": logging.INFO,
+    "W": logging.WARNING,
+    "E": logging.ERROR,
+    "V": logging.DEBUG,
+}
 STOP_SECONDS = 10.0  # for `finalize`
 _LAST_WORDS_SECONDS = 0.5  # to read what a process sent before it ended
 
@@ -78,7 +87,7 @@ class _Link(asyncio.Protocol):
             for message in self._reader.feed(data):
                 self._on_message(message)
         except FrameError as error:
-            logging.error(f"a Python model's process does not speak our language any more: {error}")
+            logger.error("a Python model's process sent an invalid message: %s", error)
             self.close()
         finally:
             held, self._held = self._held, None
@@ -144,7 +153,7 @@ class Instance:
         self._calls: Calls | None = None
         self._started: asyncio.Future[str] | None = None
         self._ended = asyncio.Event()
-        self._output = LineCutter()
+        self._output = LineSplitter()
 
     @property
     def process_id(self) -> int:
@@ -198,7 +207,7 @@ class Instance:
         except BlockingIOError:
             return
         for line in self._output.push(data):
-            logging.info(line, self.name, self._model)
+            logger.info(line, extra={"place": self.name, "model": self._model})
         if not data:
             event_loop.remove_reader(descriptor)
             assert self._process is not None
@@ -250,14 +259,15 @@ class Instance:
             self._surroundings.metrics.add_family(message)
         elif isinstance(message, MetricFrame):
             self._surroundings.metrics.change(message)
-        elif message.level == "E":
-            logging.error(message.message, message.place, self._model, message.request_id)
-        elif message.level == "W":
-            logging.warning(message.message, message.place, self._model)
-        elif message.level == "I":
-            logging.info(message.message, message.place, self._model)
         else:
-            logging.verbose(1, message.message, message.place, self._model)
+            context = {
+                "place": message.place,
+                "model": self._model,
+                "request_id": message.request_id,
+            }
+            logger.log(
+                _LOG_LEVELS.get(message.level, logging.DEBUG), message.message, extra=context
+            )
 
     def execute(self, requests: list[RequestFrame]) -> None:
         assert self._orders is not None
@@ -317,8 +327,10 @@ class Instance:
         try:
             await asyncio.wait_for(self._ended.wait(), STOP_SECONDS)
         except TimeoutError:
-            logging.warning(
-                f"model instance '{self.name}' does not finish and is killed", model=self._model
+            logger.warning(
+                "model instance '%s' does not finish and is killed",
+                self.name,
+                extra={"model": self._model},
             )
             self.kill()
             await self._ended.wait()

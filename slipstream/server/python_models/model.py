@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from slipstream.repository.config import InstanceGroup, ModelConfig
 from slipstream.repository.describe import config_document
 from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
 from slipstream.server.kserve.inference import Answers, InferRequest, InferResponse
-from slipstream.server.log import log as logging
 from slipstream.server.python_models.calls import Surroundings
 from slipstream.server.python_models.completion import completed
 from slipstream.server.python_models.convert import request_frame, response_of
@@ -23,6 +23,8 @@ from slipstream.server.python_models.rate_limiter import GLOBAL, Contender, Devi
 from slipstream.server.python_models.sequences import Sequences
 from slipstream.server.python_models.waiting import Pending, Waiting
 from slipstream.server.tracing.tracing import RequestTrace
+
+logger = logging.getLogger(__name__)
 
 HANDED_AHEAD = 4
 DRAIN_SECONDS = 30.0  # for the requests of a model that is unloaded
@@ -270,10 +272,10 @@ class PythonModel:
         self._deaths[place] = [*deaths, now]
         if len(deaths) >= self._forgiveness.restarts:
             times = f"it has been started again {len(deaths)} times and now stays away"
-            logging.error(f"{text}; {times}", model=self.config.name)
+            logger.error("%s; %s", text, times, extra={"model": self.config.name})
             self._refuse_all(text)
             return
-        logging.warning(f"{text}; starting it again", model=self.config.name)
+        logger.warning("%s; starting it again", text, extra={"model": self.config.name})
         task = asyncio.ensure_future(self._restart(place))
         self._restarting.add(task)
         task.add_done_callback(self._restarting.discard)

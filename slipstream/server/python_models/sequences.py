@@ -4,6 +4,7 @@ its order.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,10 @@ from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.input_checks import check_sequence
 from slipstream.server.kserve.tensors import Tensor
-from slipstream.server.log import log as logging
 from slipstream.server.python_models.instance import Instance
 from slipstream.server.python_models.waiting import Pending
+
+logger = logging.getLogger(__name__)
 
 _BOUNDS = {
     "UINT64": (0, 2**64),
@@ -108,7 +110,7 @@ class Sequences:
             self._backlog[sequence] = None
         elif request.sequence_start:
             text = f"sequence {request.sequence_id} starts again before it has ended"
-            logging.warning(text, model=self._model)
+            logger.warning(text, extra={"model": self._model})
         return sequence
 
     def _controls(self, request: InferRequest) -> dict[str, Tensor]:

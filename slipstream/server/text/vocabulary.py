@@ -4,12 +4,14 @@ before it is there.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from slipstream.engine.constraints.vocabulary import Vocabulary
-from slipstream.server.log import log as logging
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def read_vocabulary(folder: str | Path, size: int) -> Vocabulary | None:
@@ -18,7 +20,7 @@ def read_vocabulary(folder: str | Path, size: int) -> Vocabulary | None:
         tokenizer = Tokenizer.load(Path(folder))
     except TokenizerError as error:
         # a client need not know where files lie
-        logging.warning(f"no constraints on answers: {error}")
+        logger.warning("no constraints on answers: %s", error)
         return None
     return vocabulary_of(tokenizer, size)
 

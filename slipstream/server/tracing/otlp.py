@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
 import socket
 import threading
 import urllib.error
@@ -19,11 +20,12 @@ from typing import Any
 
 import msgspec
 
-from slipstream.server.log import log as logging
 from slipstream.server.metrics.families import Family
 from slipstream.server.tracing.export_settings import ExportSettings
 from slipstream.server.tracing.spans import Attribute, Span
 from slipstream.version import VERSION
+
+logger = logging.getLogger(__name__)
 
 SCOPE = "triton-server"  # of Triton's spans, too
 FLUSH_SECONDS = 5.0  # that a server which stops gives the last spans
@@ -84,7 +86,7 @@ class SpanExporter:
             self._waiting.clear()
         if self.dropped:
             where = self._settings.address
-            logging.warning(
+            logger.warning(
                 f"{self.dropped} trace spans were dropped, {self.exported} went to {where}"
             )
 
@@ -105,7 +107,7 @@ class SpanExporter:
             except (
                 Exception
             ) as error:  # spans are not worth a thread: those that come after these still go out
-                logging.error(f"trace spans cannot be sent: {error!r}")
+                logger.error(f"trace spans cannot be sent: {error!r}")
                 done = self._drop(batch)
             self._under_way = 0
             if not done and not self._keep(batch):
@@ -147,7 +149,7 @@ class SpanExporter:
         if rejected:
             self._complain(f"rejects spans: {why}")
         elif self._complained:
-            logging.info(f"the trace collector at {self._settings.address} takes spans again")
+            logger.info(f"the trace collector at {self._settings.address} takes spans again")
             self._complained = False
         return self._drop(spans[:rejected])
 
@@ -180,7 +182,7 @@ class SpanExporter:
             told = "".join(
                 letter if letter.isprintable() else "?" for letter in what[:_MOST_COMPLAINT]
             )
-            logging.warning(f"the trace collector at {self._settings.address} {told}")
+            logger.warning(f"the trace collector at {self._settings.address} {told}")
             self._complained = True
 
 

@@ -9,6 +9,7 @@ the trace's id. With a log frequency every so many traces become a file of their
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from typing import Protocol
 from slipstream.server.kserve.errors import error_type
 from slipstream.server.kserve.json_writer import write_scalar, write_string
 from slipstream.server.kserve.tensors import Tensor
-from slipstream.server.log import log as logging
+
+logger = logging.getLogger(__name__)
 
 TIMESTAMPS, TENSORS = "TIMESTAMPS", "TENSORS"
 UNLIMITED = -1
@@ -136,7 +138,7 @@ class TraceFile:
             self._complain(path, error)
 
     def _complain(self, path: Path, error: OSError) -> None:
-        logging.error(f"cannot write the trace file {path}: {error.strerror}")
+        logger.error("cannot write the trace file %s: %s", path, error.strerror)
 
 
 class FileTraces:

@@ -1,5 +1,6 @@
-"""The log settings a client may read and change while the server runs (`/v2/logging` and its gRPC
-twin).
+"""The log settings that clients may read and change while the server runs.
+
+HTTP serves them at `/v2/logging`, gRPC in the call LogSettings.
 """
 
 from __future__ import annotations
@@ -8,14 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.log import log as logging
+from slipstream.server.log.formats import FORMATS
+from slipstream.server.log.output import HANDLER, configure_log
 
 SWITCHES = ("log_info", "log_warning", "log_error")
 
 
 def log_settings() -> dict[str, str | bool | int]:
-    """All of them, in Triton's order."""
-    current = logging.settings()
+    """Return all log settings, in Triton's order."""
+    current = HANDLER.settings
     return {
         "log_file": current.file,
         "log_info": current.info,
@@ -26,14 +28,17 @@ def log_settings() -> dict[str, str | bool | int]:
     }
 
 
-def update_log_settings(wanted: Mapping[str, Any]) -> dict[str, str | bool | int]:
-    """Change some; names nobody knows are ignored and None leaves a setting alone, as with Triton."""
+def update_log_settings(requested: Mapping[str, Any]) -> dict[str, str | bool | int]:
+    """Change some settings and return all.
+
+    Like Triton, ignore unknown names and keep the settings whose value is None.
+    """
     changes: dict[str, Any] = {}
     for name in ("log_file", *SWITCHES, "log_verbose_level", "log_format"):
-        value = wanted.get(name)
+        value = requested.get(name)
         if value is not None:
             changes[name.removeprefix("log_")] = _checked(name, value)
-    logging.configure(**changes)
+    configure_log(**changes)
     return log_settings()
 
 
@@ -54,7 +59,7 @@ def _checked(name: str, value: Any) -> Any:
         return value
     if not isinstance(value, str):
         raise InferenceError("attempt to access JSON non-string as string", Code.INTERNAL)
-    if value not in logging.FORMATS:
+    if value not in FORMATS:
         raise InferenceError(
             f"Attempt to set 'log_format' to invalid value '{value}'", Code.UNAVAILABLE
         )
