@@ -9,7 +9,7 @@ import json
 import pytest
 from called_functions import BARE_TEMPLATE, GuidedText, called_by, chat, check_read, say
 
-from slipstream.server.openai.call_formats import BARE, MARKED, format_of
+from slipstream.server.openai.call_formats import BARE, MARKED, find_format
 from slipstream.server.openai.call_reader import BareCallReader
 
 CALL = '{"name": "weather", "parameters": {"city": "Rome", "days": 2}}'
@@ -22,14 +22,14 @@ def calling(serving, monkeypatch):
 
 
 def test_a_format_is_told_by_the_template():
-    assert format_of(BARE_TEMPLATE) is BARE
+    assert find_format(BARE_TEMPLATE) is BARE
     both = (
         '{{ tools }}<tool_call>{"name": N, "arguments": A}</tool_call> {"name": N, "parameters": P}'
     )
-    assert format_of(both) is MARKED
-    assert format_of('{{ tools }}{\\"name\\": N, \\"parameters\\": P}') is BARE
-    assert format_of('{{ messages }}{"name": N, "parameters": P}') is None
-    assert format_of('{{ tools }}[TOOL_CALLS][{"name": N, "arguments": A}]') is None
+    assert find_format(both) is MARKED
+    assert find_format('{{ tools }}{\\"name\\": N, \\"parameters\\": P}') is BARE
+    assert find_format('{{ messages }}{"name": N, "parameters": P}') is None
+    assert find_format('{{ tools }}[TOOL_CALLS][{"name": N, "arguments": A}]') is None
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

@@ -1,19 +1,17 @@
-"""How models write a call of a function: the two formats that are read, each told by what a chat
-template shows.
+"""The two formats of tool calls. A model's chat template shows which of them it uses.
 
-Marked, as Hermes, Qwen2.5, Qwen3 and others were trained on; there may be text and further calls
-around it:
+Marked (Hermes, Qwen2.5, Qwen3 and others). Text and further calls may surround a call:
 
     <tool_call>
     {"name": "f", "arguments": {…}}
     </tool_call>
 
-Bare, as Llama 3.1 to 3.3 were; the call is the whole answer:
+Bare (Llama 3.1 to 3.3). The call is the whole answer:
 
     {"name": "f", "parameters": {…}}
 
-A guide lets nothing but a whole call of a given function, with arguments by its schema, follow the
-beginning of one, so that what is read as a call is one.
+A grammar ensures that the start of a call is followed by a complete call of a given function, with
+arguments that match its schema.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from typing import Any
 
 from slipstream.engine.request import Guide
 
-# Some room to lay the arguments out, but not for ever.
+# Bounded white space between the parts of the arguments.
 _LAYOUT = {
     "whitespace_flexible": True,
     "whitespace_pattern": r"[ \n\t]{0,16}",
@@ -35,19 +33,19 @@ _LAYOUT = {
 }
 _NO_ARGUMENTS = {"properties": {}, "additionalProperties": False}
 
-# how a call of one function begins and ends, and the schema of what is between
+# The beginning and end of a call of one function, and the schema of its arguments.
 Tag = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    open: str  # where this begins, a call must follow
-    before_name: str  # between that and the function's name
-    arguments: str  # the key that they stand under
-    end: str  # behind them
-    close: str  # what the end of a call can be told by; empty: it is the end of the answer
-    shown: Sequence[str]  # in the templates of models that write calls so
-    auto: Callable[[CallFormat, Sequence[Tag]], Guide]  # text or calls, as the model likes
+    open: str  # start of a call
+    before_name: str  # text between `open` and the function's name
+    arguments: str  # key of the arguments
+    end: str  # text after the arguments
+    close: str  # end mark of a call; empty: a call ends with the answer
+    shown: Sequence[str]  # parts of chat templates that use this format
+    auto: Callable[[CallFormat, Sequence[Tag]], Guide]  # grammar for tool_choice "auto"
 
     def tag(self, function: dict[str, Any]) -> Tag:
         begin = f'{self.open}{self.before_name}{function["name"]}", "{self.arguments}": '
@@ -59,19 +57,21 @@ class CallFormat:
         }
 
 
-def forced(tags: Sequence[Tag]) -> Guide:
-    """One call and nothing else, in the library's own language of grammars."""
+def force_call(tags: Sequence[Tag]) -> Guide:
+    """Return the grammar of exactly one call."""
     return Guide("ebnf_grammar", "\n".join([f"start: {_any_of(tags)}", *_rules(tags)]))
 
 
-def _text_and_calls(written: CallFormat, tags: Sequence[Tag]) -> Guide:
-    return Guide("structural_tag", json.dumps({"structures": tags, "triggers": [written.open]}))
+def _text_and_calls(call_format: CallFormat, tags: Sequence[Tag]) -> Guide:
+    """Return the grammar of text with any number of calls."""
+    structures = {"structures": tags, "triggers": [call_format.open]}
+    return Guide("structural_tag", json.dumps(structures))
 
 
-def _text_or_call(written: CallFormat, tags: Sequence[Tag]) -> Guide:
-    """Text may be anything that does not begin as a call does."""
-    begun = re.escape(written.open).replace("\\ ", " ")  # the library knows no escaped space
-    text = rf"TEXT: /(.|\n)*/ & ~/{begun}(.|\n)*/"
+def _text_or_call(call_format: CallFormat, tags: Sequence[Tag]) -> Guide:
+    """Return the grammar of one call, or of any text that does not start like a call."""
+    start = re.escape(call_format.open).replace("\\ ", " ")  # llguidance takes no escaped space
+    text = rf"TEXT: /(.|\n)*/ & ~/{start}(.|\n)*/"
     return Guide("ebnf_grammar", "\n".join([f"start: {_any_of(tags)} | TEXT", text, *_rules(tags)]))
 
 
@@ -101,7 +101,10 @@ BARE = CallFormat(
 )
 
 
-def format_of(template: str) -> CallFormat | None:
-    """None where the template shows no calls, or others."""
+def find_format(template: str) -> CallFormat | None:
+    """Return the format of calls that a chat template shows, or None if it shows neither."""
     plain = template.replace('\\"', '"')
-    return next((one for one in (MARKED, BARE) if all(part in plain for part in one.shown)), None)
+    for call_format in (MARKED, BARE):
+        if all(part in plain for part in call_format.shown):
+            return call_format
+    return None

@@ -1,7 +1,6 @@
-"""An answer taken apart, as it comes, into text and calls. Whoever reads it whole gets the same
-parts.
+"""Splits an answer into text and tool calls, in a stream or at once, with the same result.
 
-What is no whole call is text, whole.
+An incomplete call is text.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Protocol
 
 from slipstream.server.openai.call_formats import BARE, MARKED, CallFormat
 
-OPEN, CLOSE = MARKED.open, MARKED.close
+OPEN = MARKED.open
+CLOSE = MARKED.close
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,19 @@ class ToolCall:
 
 
 class Reader(Protocol):
-    calls: int  # that were found
+    calls: int  # number of calls found
 
-    def push(self, text: str, last: bool = False) -> Iterator[str | ToolCall]: ...
+    def push(self, text: str, last: bool = False) -> Iterator[str | ToolCall]:
+        """Yield the text and calls that are complete. `last`: no more text follows."""
+        ...
 
 
-def reader_of(written: CallFormat) -> Reader:
-    return CallReader() if written is MARKED else BareCallReader()
+def call_reader(call_format: CallFormat) -> Reader:
+    return CallReader() if call_format is MARKED else BareCallReader()
 
 
 class BareCallReader:
-    """The whole answer is a call, or none of it is."""
+    """Reads an answer that is either one call or only text."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -51,11 +53,11 @@ class BareCallReader:
 
     def push(self, text: str, last: bool = False) -> Iterator[str | ToolCall]:
         self._held += text
-        begun = self._held.startswith(BARE.open) or BARE.open.startswith(self._held)
-        self._is_text = self._is_text or not begun
+        may_be_call = self._held.startswith(BARE.open) or BARE.open.startswith(self._held)
+        self._is_text = self._is_text or not may_be_call
         if not self._is_text and not last:
             return
-        call = None if self._is_text else _parsed(self._held, BARE.arguments)
+        call = None if self._is_text else _parse(self._held, BARE.arguments)
         if call is not None:
             self.calls += 1
             yield call
@@ -65,13 +67,13 @@ class BareCallReader:
 
 
 class CallReader:
-    """White space around a call is dropped."""
+    """Reads text with marked calls. White space around a call is dropped."""
 
     def __init__(self) -> None:
         self.calls = 0
         self._held = ""
-        self._inside = False  # `_held` is what follows the mark of a call
-        self._space = ""  # before that mark
+        self._inside = False  # `_held` follows the start of a call
+        self._space = ""  # white space before that start
         self._after_call = False
 
     def push(self, text: str, last: bool = False) -> Iterator[str | ToolCall]:
@@ -80,12 +82,13 @@ class CallReader:
             if part:
                 yield part
         if last and self._held:
-            rest, self._held = self._rest(), ""
+            rest = self._rest()
+            self._held = ""
             if rest:
                 yield rest
 
     def _part(self) -> str | ToolCall | None:
-        """The next part that is sure, perhaps empty; None where more must come first."""
+        """Return the next complete part, which may be empty, or None if more text must come."""
         if self._inside:
             return self._call()
         if self._after_call:
@@ -93,62 +96,62 @@ class CallReader:
         before, mark, after = self._held.partition(OPEN)
         if mark:
             text = before.rstrip()
-            self._held, self._inside, self._space = after, True, before[len(text) :]
+            self._held = after
+            self._inside = True
+            self._space = before[len(text) :]
             return self._text(text)
-        sure = self._held[: len(self._held) - _begun(self._held)].rstrip()
-        self._held = self._held[len(sure) :]
-        return self._text(sure) if sure else None
+        complete = self._held[: len(self._held) - _partial_mark(self._held)].rstrip()
+        self._held = self._held[len(complete) :]
+        return self._text(complete) if complete else None
 
     def _text(self, text: str) -> str:
         self._after_call = self._after_call and not text
         return text
 
     def _call(self) -> ToolCall | None:
-        """The end mark may also stand in an argument: a call ends at the first one that makes it
-        whole.
+        """Return the call at the front of the held text, or None if it is incomplete.
+
+        An argument may contain the end mark, so a call ends at the first mark that completes it.
         """
         end = self._held.find(CLOSE)
         while end >= 0:
-            if (call := _parsed(self._held[:end], MARKED.arguments)) is not None:
-                self._held, self._inside, self._after_call = (
-                    self._held[end + len(CLOSE) :],
-                    False,
-                    True,
-                )
+            if (call := _parse(self._held[:end], MARKED.arguments)) is not None:
+                self._held = self._held[end + len(CLOSE) :]
+                self._inside = False
+                self._after_call = True
                 self.calls += 1
                 return call
             end = self._held.find(CLOSE, end + 1)
         return None
 
     def _rest(self) -> str | ToolCall:
-        """Nothing more comes. A call may end without its mark, where that was a stop word."""
+        """Return the held text or call at the end. A call may lack its end mark: a stop word."""
         if not self._inside:
             return "" if self._after_call else self._held
-        call = _parsed(self._held, MARKED.arguments)
+        call = _parse(self._held, MARKED.arguments)
         if call is None:
             return self._space + OPEN + self._held
         self.calls += 1
         return call
 
 
-def _begun(text: str) -> int:
-    """How many of the last characters may be the beginning of a call's mark."""
-    return next(
-        (
-            size
-            for size in range(min(len(OPEN) - 1, len(text)), 0, -1)
-            if text.endswith(OPEN[:size])
-        ),
-        0,
-    )
+def _partial_mark(text: str) -> int:
+    """Return how many of the last characters may be the beginning of a call's start mark."""
+    for size in range(min(len(OPEN) - 1, len(text)), 0, -1):
+        if text.endswith(OPEN[:size]):
+            return size
+    return 0
 
 
-def _parsed(block: str, key: str) -> ToolCall | None:
+def _parse(block: str, key: str) -> ToolCall | None:
     try:
         call = json.loads(block)
     except (ValueError, RecursionError):
         return None
-    name, arguments = (call.get("name"), call.get(key)) if isinstance(call, dict) else (None, None)
+    if not isinstance(call, dict):
+        return None
+    name = call.get("name")
+    arguments = call.get(key)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return ToolCall(

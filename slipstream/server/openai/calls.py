@@ -1,4 +1,4 @@
-"""A call of either API, read and ready to run, and the two forms that its answers are written in."""
+"""A call of either endpoint, read and checked, and the interface that writes its choices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Call:
     model: NamedModel
     form: Form
     texts: Sequence[TextRequest]  # one for each prompt
-    ignored: Sequence[str]  # fields that nobody knows
+    ignored: Sequence[str]  # unknown fields
     stream: bool
     include_usage: bool  # as the last chunk of a stream
     id: str

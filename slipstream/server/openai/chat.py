@@ -9,7 +9,7 @@ from slipstream.request_fields.field import LARGEST_INT
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.generation_outputs import Progress
 from slipstream.server.openai.call_formats import CallFormat
-from slipstream.server.openai.call_reader import Reader, ToolCall, reader_of
+from slipstream.server.openai.call_reader import Reader, ToolCall, call_reader
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.errors import refused
 from slipstream.server.openai.fields import ChatFields, read_fields
@@ -18,15 +18,15 @@ from slipstream.server.openai.log_probs import ScoredTokens, chat_log_probs
 from slipstream.server.openai.models import find_model
 from slipstream.server.openai.prompts import chat_tokens
 from slipstream.server.openai.sampling import (
-    answers_of,
-    guide_of,
-    max_tokens_of,
-    sampling_of,
-    stop_words_of,
-    text_request,
-    top_of,
+    build_text_request,
+    read_guide,
+    read_max_tokens,
+    read_n,
+    read_stop_words,
+    read_top_log_probs,
+    sampling_params,
 )
-from slipstream.server.openai.tools import tools_of
+from slipstream.server.openai.tools import read_tools
 from slipstream.server.text.messages import unknown_fields
 from slipstream.server.text.pipeline import TextDelta, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
@@ -35,19 +35,25 @@ from slipstream.server.text.tokenizer import Tokenizer
 async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
     fields, ignored = await in_thread_if_long(len(body), read_fields, body, ChatFields)
     model = await find_model(registry, fields.model)
-    top, log_probs = top_of("top_logprobs", fields.top_logprobs), bool(fields.logprobs)
-    if top and not log_probs:
+    log_probs = bool(fields.logprobs)
+    top_log_probs = read_top_log_probs("top_logprobs", fields.top_logprobs)
+    if top_log_probs and not log_probs:
         raise refused("top_logprobs", "needs logprobs to be true")
-    (guided_by, guide), tools = guide_of(fields), await tools_of(fields, model)
+    guided_by, guide = read_guide(fields)
+    tools = await read_tools(fields, model)
     if tools is not None:
         if guide is not None:
             raise refused(guided_by, "cannot be combined with tools")
-        guided_by, guide = "tools", tools.guide
-    sampling = sampling_of(fields, model.vocab_size, _max_tokens(fields), log_probs, top, guide)
-    stop_words = [*stop_words_of(fields), *(tools.stop_words if tools else ())]
+        guided_by = "tools"
+        guide = tools.guide
+    max_tokens = _max_tokens(fields)
+    sampling = sampling_params(
+        fields, model.vocab_size, max_tokens, log_probs, top_log_probs, guide
+    )
+    stop_words = [*read_stop_words(fields), *(tools.stop_words if tools else ())]
     tokens = await chat_tokens(fields, len(body), model, tools.shown if tools else None)
-    text = text_request(
-        fields, tokens, sampling, stop_words, answers_of(fields), model, model.adapter()
+    text = build_text_request(
+        fields, tokens, sampling, stop_words, read_n(fields), model, model.adapter()
     )
     ignored += unknown_fields(fields.messages)
     form = ChatForm(
@@ -57,15 +63,15 @@ async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
 
 
 def _max_tokens(fields: ChatFields) -> int:
-    """None given: as many as the context holds."""
+    """Return the most tokens to generate. Without a field for it, the context is the limit."""
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     if name == "max_completion_tokens" and fields.max_tokens is not None:
         raise refused(
             "max_tokens",
-            "cannot be given together with max_completion_tokens, which it is an older name of",
+            "cannot be given together with max_completion_tokens, its newer name",
         )
     value = getattr(fields, name)
-    return LARGEST_INT if value is None else max_tokens_of(name, value)
+    return LARGEST_INT if value is None else read_max_tokens(name, value)
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ class ChatForm:
     def _parts(self, place: int, text: str, last: bool) -> Iterator[str | ToolCall]:
         if self.calls is not None:
             if place not in self._readers:
-                self._readers[place] = reader_of(self.calls)
+                self._readers[place] = call_reader(self.calls)
             yield from self._readers[place].push(text, last)
         elif text:
             yield text

@@ -15,15 +15,15 @@ from slipstream.server.openai.fields import CompletionFields, read_fields
 from slipstream.server.openai.generation import finish_reason
 from slipstream.server.openai.log_probs import CompletionLogProbs, ScoredTokens
 from slipstream.server.openai.models import find_model
-from slipstream.server.openai.prompts import Prompt, prompt_tokens, prompts_of
+from slipstream.server.openai.prompts import Prompt, prompt_tokens, read_prompts
 from slipstream.server.openai.sampling import (
-    answers_of,
-    guide_of,
-    max_tokens_of,
-    sampling_of,
-    stop_words_of,
-    text_request,
-    top_of,
+    build_text_request,
+    read_guide,
+    read_max_tokens,
+    read_n,
+    read_stop_words,
+    read_top_log_probs,
+    sampling_params,
 )
 from slipstream.server.text.pipeline import TextDelta, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
@@ -34,42 +34,34 @@ DEFAULT_TOKENS = 16  # OpenAI's
 async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
     fields, ignored = await in_thread_if_long(len(body), read_fields, body, CompletionFields)
     model = await find_model(registry, fields.model)
-    prompts = await in_thread_if_long(len(body), prompts_of, fields)
-    answers = answers_of(fields, len(prompts))
+    prompts = await in_thread_if_long(len(body), read_prompts, fields)
+    answers = read_n(fields, len(prompts))
     if fields.best_of not in (None, answers):
         raise refused("best_of", f"must be n, here {answers}: every answer is returned")
     if fields.echo and fields.logprobs is not None:
-        raise refused(
-            "echo", "cannot be combined with logprobs: those of the prompt are not told here"
-        )
-    guided_by, guide = guide_of(fields)
-    sampling = sampling_of(
+        problem = "cannot be combined with logprobs: the prompt's are not reported here"
+        raise refused("echo", problem)
+    guided_by, guide = read_guide(fields)
+    max_tokens = DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens
+    sampling = sampling_params(
         fields,
         model.vocab_size,
-        max_tokens_of(
-            "max_tokens", DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens
-        ),
+        read_max_tokens("max_tokens", max_tokens),
         fields.logprobs is not None,
-        top_of("logprobs", fields.logprobs),
+        read_top_log_probs("logprobs", fields.logprobs),
         guide,
     )
-    stop_words, adapter = stop_words_of(fields), model.adapter()
-    texts = [
-        text_request(
-            fields,
-            await prompt_tokens(prompt, fields, model),
-            sampling,
-            stop_words,
-            answers,
-            model,
-            adapter,
+    stop_words = read_stop_words(fields)
+    adapter = model.adapter()
+    texts = []
+    for prompt in prompts:
+        tokens = await prompt_tokens(prompt, fields, model)
+        if fields.seed is None:
+            # The same prompt given twice gets two different answers.
+            sampling = replace(sampling, seed=secrets.randbits(64))
+        texts.append(
+            build_text_request(fields, tokens, sampling, stop_words, answers, model, adapter)
         )
-        for prompt in prompts
-    ]
-    if fields.seed is None:  # the same prompt twice is two answers
-        texts = [
-            replace(text, sampling=replace(sampling, seed=secrets.randbits(64))) for text in texts
-        ]
     form = CompletionForm(
         model.tokenizer,
         prompts if fields.echo else [],

@@ -1,4 +1,4 @@
-"""The routes under /v1 for the OpenAPI document: their fields, and examples that run as they stand."""
+"""The routes under /v1 for the OpenAPI document, with their fields and runnable examples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ERROR = {
     }
 }
 _PROBLEMS = {
-    "400": "A field is wrong, or not supported: param names it",
+    "400": "A field is wrong or not supported; param is its name",
     "401": "The key is missing or wrong",
     "404": "No such model",
     "429": "The queue is full",
@@ -40,13 +40,11 @@ def openai_paths(registry: ModelRegistry) -> dict[str, Any]:
     }
     completion = {"model": model, "prompt": "One, two, three,", "max_tokens": 16}
     return {
-        "/v1/models": {
-            "get": {"summary": "The models of text, as OpenAI lists them", "responses": _answers()}
-        },
+        "/v1/models": {"get": {"summary": "List the text models", "responses": _responses()}},
         "/v1/models/{model}": {
             "get": {
-                "summary": "One model of text",
-                "responses": _answers("404"),
+                "summary": "Describe one text model",
+                "responses": _responses("404"),
                 "parameters": [
                     {
                         "name": "model",
@@ -58,14 +56,18 @@ def openai_paths(registry: ModelRegistry) -> dict[str, Any]:
                 ],
             }
         },
-        "/v1/chat/completions": _post("Chat, whole or as a stream", ChatFields, chat),
-        "/v1/completions": _post("Complete, whole or as a stream", CompletionFields, completion),
+        "/v1/chat/completions": _post(
+            "Complete a conversation, whole or as a stream", ChatFields, chat
+        ),
+        "/v1/completions": _post(
+            "Complete a text, whole or as a stream", CompletionFields, completion
+        ),
     }
 
 
-def _answers(*problems: str) -> dict[str, Any]:
-    told = {status: {"description": _PROBLEMS[status], "content": _ERROR} for status in problems}
-    return {"200": {"description": "OpenAI's answer", "content": _OBJECT}, **told}
+def _responses(*problems: str) -> dict[str, Any]:
+    errors = {status: {"description": _PROBLEMS[status], "content": _ERROR} for status in problems}
+    return {"200": {"description": "A response as OpenAI's", "content": _OBJECT}, **errors}
 
 
 def _post(summary: str, kind: type[Fields], example: dict[str, Any]) -> dict[str, Any]:
@@ -74,13 +76,13 @@ def _post(summary: str, kind: type[Fields], example: dict[str, Any]) -> dict[str
         "post": {
             "summary": summary,
             "requestBody": {"required": True, "content": content},
-            "responses": _answers(*_PROBLEMS),
+            "responses": _responses(*_PROBLEMS),
         }
     }
 
 
 def _schema(kind: type[Fields]) -> dict[str, Any]:
-    """msgspec's own, in one piece: the document has no place of its own for parts."""
+    """Return msgspec's schema of the fields with its references resolved."""
     (schema,), parts = msgspec.json.schema_components([kind], ref_template="{name}")
     whole = dict(parts[schema["$ref"]])
     for name, field in whole["properties"].items():

@@ -1,17 +1,15 @@
-"""The bodies of requests: which fields there are, which are refused by name, and what is wrong with
-the others.
+"""Request bodies of the OpenAI API: their fields, and the checks that need no model.
 
-A field that OpenAI has and this server has not is refused, and so is one of the other API, unless
-its value asks for nothing. What other servers take besides, and their clients send, is taken where
-the engine has the same, else refused. A field that nobody has is left alone, and the answer names
-it in a header. `null` is the same as nothing.
+Unsupported OpenAI fields are rejected unless set to their no-op value; so are fields of the other
+endpoint. Fields of other servers are supported if the engine has the same feature, and otherwise
+rejected. Unknown fields are ignored and listed in a response header. `null` means not given.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,8 +19,8 @@ from slipstream.server.openai.errors import ApiError
 
 _PLACE = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<place>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
-_UNFIT_FOR_A_HEADER = re.compile(r"[^A-Za-z0-9_.\-\[\]]")
-_MOST_NAMED = 32
+_NOT_IN_A_HEADER = re.compile(r"[^A-Za-z0-9_.\-\[\]]")
+_MAX_LISTED = 32
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -95,49 +93,54 @@ class CompletionFields(Fields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-_TOOLS = "tools and tool_choice have taken its place"
-_TEXT_ONLY = "it answers with text alone"
-_NOT_KEPT = "it keeps no conversations"
-# By either API: why, and the values that ask for nothing.
-_REFUSED: Mapping[str, tuple[str, Sequence[Any]]] = {
-    "functions": (_TOOLS, ([],)),
-    "function_call": (_TOOLS, ("none",)),
-    "modalities": (_TEXT_ONLY, (["text"],)),
-    "audio": (_TEXT_ONLY, ()),
-    "prediction": ("it takes no draft from a request here", ()),
-    "reasoning_effort": ("how long a model thinks is its chat template's to say", ("none",)),
-    "verbosity": ("models have no such setting", ("medium",)),
-    "web_search_options": ("it fetches nothing", ()),
-    "store": (_NOT_KEPT, (False,)),
-    "metadata": (_NOT_KEPT, ({},)),
-    "prompt_cache_retention": (
-        "what stays in the cache is the engine's to say",
-        ("in_memory", "in-memory"),
+_TOOLS = "use tools and tool_choice"
+_TEXT_ONLY = "it generates text only"
+_NOT_STORED = "it stores no conversations"
+
+
+class _Unsupported(NamedTuple):
+    reason: str
+    no_op: Sequence[Any] = ()  # values that are accepted because they have no effect
+
+
+_UNSUPPORTED: Mapping[str, _Unsupported] = {
+    "functions": _Unsupported(_TOOLS, ([],)),
+    "function_call": _Unsupported(_TOOLS, ("none",)),
+    "modalities": _Unsupported(_TEXT_ONLY, (["text"],)),
+    "audio": _Unsupported(_TEXT_ONLY),
+    "prediction": _Unsupported("it takes no draft tokens on this route"),
+    "reasoning_effort": _Unsupported("the model's chat template decides it", ("none",)),
+    "verbosity": _Unsupported("models have no such setting", ("medium",)),
+    "web_search_options": _Unsupported("it fetches nothing"),
+    "store": _Unsupported(_NOT_STORED, (False,)),
+    "metadata": _Unsupported(_NOT_STORED, ({},)),
+    "prompt_cache_retention": _Unsupported(
+        "the engine decides what stays in the cache", ("in_memory", "in-memory")
     ),
-    "service_tier": ("there is one", ("auto", "default")),
-    "suffix": ("it writes on from the prompt, and fills no gaps", ("",)),
-    "chat_template": ("a template comes with its model, never with a request", ()),
-    "allowed_token_ids": ("the guided_ fields say what may come", ()),
-    "prompt_logprobs": ("/v2/models/NAME/generate tells them, with return_prompt_log_probs", ()),
-    "use_beam_search": ("/v2/models/NAME/generate searches, with beam_width", (False,)),
-    "skip_special_tokens": ("the model's repository says whether they are shown", (True,)),
-    "spaces_between_special_tokens": ("a text is its tokens' bytes", (True,)),
-    "length_penalty": ("/v2/models/NAME/generate takes it, with beam_width", (1, 1.0)),
-    "add_generation_prompt": ("an answer is the assistant's", (True,)),
-    "continue_final_message": ("/v1/completions goes on from a text", (False,)),
-    "guided_whitespace_pattern": ("how much space JSON may have is fixed", ()),
-    "priority": ("/v2/models/NAME/generate takes it", (0,)),
-    "structured_outputs": (
-        "response_format and the guided_ fields say what an answer must look like",
-        ({},),
-    ),
+    "service_tier": _Unsupported("there is one tier", ("auto", "default")),
+    "suffix": _Unsupported("it continues the prompt and fills no gaps", ("",)),
+    "chat_template": _Unsupported("a template comes with its model, never with a request"),
+    "allowed_token_ids": _Unsupported("use the guided_ fields"),
+    "prompt_logprobs": _Unsupported("use /v2/models/NAME/generate with return_prompt_log_probs"),
+    "use_beam_search": _Unsupported("use /v2/models/NAME/generate with beam_width", (False,)),
+    "skip_special_tokens": _Unsupported("the model's repository decides it", (True,)),
+    "spaces_between_special_tokens": _Unsupported("a text is its tokens' bytes", (True,)),
+    "length_penalty": _Unsupported("use /v2/models/NAME/generate with beam_width", (1, 1.0)),
+    "add_generation_prompt": _Unsupported("an answer is always the assistant's", (True,)),
+    "continue_final_message": _Unsupported("use /v1/completions to continue a text", (False,)),
+    "guided_whitespace_pattern": _Unsupported("the whitespace allowed in JSON is fixed"),
+    "priority": _Unsupported("use /v2/models/NAME/generate", (0,)),
+    "structured_outputs": _Unsupported("use response_format or the guided_ fields", ({},)),
 }
 _PATHS: Mapping[type[Fields], str] = {
     ChatFields: "/v1/chat/completions",
     CompletionFields: "/v1/completions",
 }
-# Of fields that one API alone has, the values that ask for nothing in the other.
-_NOTHING: Mapping[str, Any] = {
+_KNOWN = frozenset(
+    (*_UNSUPPORTED, *ChatFields.__struct_fields__, *CompletionFields.__struct_fields__)
+)
+# No-op values of fields that only one endpoint has. The other endpoint accepts them.
+_NO_OP: Mapping[str, Any] = {
     "tools": [],
     "tool_choice": "none",
     "parallel_tool_calls": False,
@@ -150,34 +153,35 @@ Kind = TypeVar("Kind", bound=Fields)
 
 
 def read_fields(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
-    """The fields, and the names of those that nobody knows."""
-    document = _document(body)
+    """Return the fields of a request body, and the names of the unknown ones."""
+    document = _decode(body)
     given = {name: value for name, value in document.items() if value is not None}
-    for name, (why, nothing) in _REFUSED.items():
-        if name in given and not any(_same(given[name], value) for value in nothing):
-            raise ApiError(f"{name} is not supported by this server: {why}", name)
-    _check_place(given, kind)
-    known = {*_REFUSED, *(name for each in _PATHS for name in each.__struct_fields__)}
-    fields = _converted(given, kind)
+    for name, unsupported in _UNSUPPORTED.items():
+        if name in given and not any(_equal(given[name], value) for value in unsupported.no_op):
+            raise ApiError(f"{name} is not supported by this server: {unsupported.reason}", name)
+    _check_endpoint(given, kind)
+    fields = _convert(given, kind)
     _check_stream_options(fields)
-    options = given.get("stream_options", {})
-    return fields, [
-        *(name for name in given if name not in known),
-        *(
-            f"stream_options.{name}"
-            for name in options
-            if name not in StreamOptions.__struct_fields__
-        ),
+    return fields, _unknown_names(given)
+
+
+def _unknown_names(given: Mapping[str, Any]) -> list[str]:
+    options = [
+        f"stream_options.{name}"
+        for name in given.get("stream_options", {})
+        if name not in StreamOptions.__struct_fields__
     ]
+    return [name for name in given if name not in _KNOWN] + options
 
 
-def _check_place(given: Mapping[str, Any], kind: type[Fields]) -> None:
+def _check_endpoint(given: Mapping[str, Any], kind: type[Fields]) -> None:
+    """Reject fields of the other endpoint."""
     for other, path in _PATHS.items():
         for name in other.__struct_fields__:
             if (
                 name in given
                 and name not in kind.__struct_fields__
-                and not _same(given[name], _NOTHING.get(name))
+                and not _equal(given[name], _NO_OP.get(name))
             ):
                 raise ApiError(
                     f"{name} is not supported by {_PATHS[kind]}: it belongs to {path}", name
@@ -194,7 +198,7 @@ def _check_stream_options(fields: Fields) -> None:
         raise ApiError(f"{name} is not supported by this server: it pads no events", name)
 
 
-def _document(body: bytes) -> dict[str, Any]:
+def _decode(body: bytes) -> dict[str, Any]:
     try:
         document = msgspec.json.decode(body)
     except (ValueError, RecursionError) as error:
@@ -204,11 +208,11 @@ def _document(body: bytes) -> dict[str, Any]:
     return document
 
 
-def _same(value: Any, other: Any) -> bool:
+def _equal(value: Any, other: Any) -> bool:
     return type(value) is type(other) and bool(value == other)
 
 
-def _converted(given: dict[str, Any], kind: type[Kind]) -> Kind:
+def _convert(given: dict[str, Any], kind: type[Kind]) -> Kind:
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
@@ -224,8 +228,8 @@ def _converted(given: dict[str, Any], kind: type[Kind]) -> Kind:
 
 
 def ignored_header(names: Sequence[str]) -> tuple[tuple[bytes, bytes], ...]:
-    """The header that names what was ignored; only letters that a header may hold."""
+    """Return the header that lists the ignored fields, with only characters that it may hold."""
     if not names:
         return ()
-    fit = [_UNFIT_FOR_A_HEADER.sub("?", name[:64]) for name in names[:_MOST_NAMED]]
-    return ((b"x-slipstream-ignored-fields", ", ".join(fit).encode()),)
+    listed = [_NOT_IN_A_HEADER.sub("?", name[:64]) for name in names[:_MAX_LISTED]]
+    return ((b"x-slipstream-ignored-fields", ", ".join(listed).encode()),)

@@ -1,6 +1,4 @@
-"""The models that OpenAI's clients can name: those that make text from text, and the adapters of
-their engines.
-"""
+"""The models that OpenAI's clients can name: text models, and the adapters of their engines."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from slipstream.server.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class NamedModel:
-    """What a request's `model` stands for."""
+    """A text model or an adapter, by the name that requests use as `model`."""
 
     id: str
     entry: ModelVersion
@@ -36,9 +34,10 @@ class NamedModel:
 
     @property
     def longest_prompt(self) -> int:
-        """In tokens; one more must fit behind it."""
-        info, built = self.text.generator.engine.info, self.text.engine.engine.build.max_input_len
-        return built if info is None else min(built, info.max_sequence_tokens - 1)
+        """Return the most tokens of a prompt. One generated token must fit behind it."""
+        info = self.text.generator.engine.info
+        limit = self.text.engine.engine.build.max_input_len
+        return limit if info is None else min(limit, info.max_sequence_tokens - 1)
 
     def adapter(self) -> AdapterUse | None:
         return self.text.generator.adapters.named(self.id) if self.is_adapter else None
@@ -55,21 +54,24 @@ class NamedModel:
 
 
 def text_models(registry: ModelRegistry) -> list[NamedModel]:
-    """Without adapters."""
-    return [
-        NamedModel(name, *found)
-        for name in sorted({entry.name for entry in registry})
-        if (found := _text_model(registry, name)) is not None
-    ]
+    """Return the text models, without adapters."""
+    models = []
+    for name in sorted({entry.name for entry in registry}):
+        found = _text_model(registry, name)
+        if found is not None:
+            models.append(NamedModel(name, *found))
+    return models
 
 
 async def named_models(registry: ModelRegistry) -> list[NamedModel]:
-    """Each name once; a model's name goes before an adapter's, and an adapter belongs to the first
-    that has it.
+    """Return the text models and adapters, each name once.
+
+    A model hides an adapter of the same name. An adapter belongs to the first model that has it.
     """
-    models, taken = text_models(registry), {entry.name for entry in registry}
+    models = text_models(registry)
+    taken = {entry.name for entry in registry}
     registries = {model.text.generator.adapters for model in models}
-    # In a thread: there may be thousands of folders to look into.
+    # There may be thousands of folders to read.
     listed = await asyncio.to_thread(lambda: {found: found.names() for found in registries})
     adapters: dict[str, NamedModel] = {}
     for model in models:
@@ -82,16 +84,16 @@ async def named_models(registry: ModelRegistry) -> list[NamedModel]:
 
 
 async def find_model(registry: ModelRegistry, name: str) -> NamedModel:
-    """As `named_models` has it; only where there is none are all of them listed."""
+    """Return the model or adapter of this name. Lists all of them only for the error message."""
     if name not in registry:
         for model in text_models(registry):
             if model.text.generator.adapters.has(name):
                 return NamedModel(name, model.entry, model.text, is_adapter=True)
     elif (found := _text_model(registry, name)) is not None:
         return NamedModel(name, *found)
-    there = ", ".join([model.id for model in await named_models(registry)]) or "none"
+    known = ", ".join([model.id for model in await named_models(registry)]) or "none"
     raise ApiError(
-        f"The model '{name[:200]}' does not exist or makes no text from text. There are: {there}",
+        f"The model '{name[:200]}' does not exist or is not a text model. Known: {known}",
         "model",
         404,
         "model_not_found",
@@ -99,7 +101,7 @@ async def find_model(registry: ModelRegistry, name: str) -> NamedModel:
 
 
 def _text_model(registry: ModelRegistry, name: str) -> tuple[ModelVersion, TextModel] | None:
-    """The latest version of a model, and what makes its text; None where somebody else's code does."""
+    """Return the latest version of a model and its text model. None: it is no text model."""
     entry = registry.find(name)
     model: ServedModel = entry.model
     while isinstance(model, WrappedModel):

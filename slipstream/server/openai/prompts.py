@@ -1,6 +1,4 @@
-"""What a model is to go on from, as tokens: a conversation by its chat template, or texts and
-tokens as they are.
-"""
+"""The tokens of prompts: a conversation rendered by the chat template, or given texts and tokens."""
 
 from __future__ import annotations
 
@@ -12,24 +10,29 @@ from slipstream.server.fields.limits import LONGEST_TOKEN_CHARACTERS
 from slipstream.server.openai.errors import ApiError, refused
 from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
 from slipstream.server.openai.models import NamedModel
-from slipstream.server.openai.sampling import bounded
+from slipstream.server.openai.sampling import check_bound
 from slipstream.server.text.chat import ChatError, Tools, VariableError
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.messages import MessageError, template_messages
 from slipstream.server.text.pipeline import in_thread_if_long
 
 Prompt = str | list[int]
-_MOST_VARIABLES, _LARGEST_VALUE = 32, 1024
+
+_MAX_VARIABLES = 32
+_MAX_VARIABLE_SIZE = 1024  # characters of a text, bits of a number
 
 
-async def chat_tokens(fields: ChatFields, size: int, model: NamedModel, tools: Tools) -> list[int]:
-    """size: of the body. What is long is looked at in threads: others' streams must not wait for
-    it.
+async def chat_tokens(
+    fields: ChatFields, body_bytes: int, model: NamedModel, tools: Tools
+) -> list[int]:
+    """Return the tokens of a conversation.
+
+    Large requests are read in a thread, so that other requests' streams do not wait.
     """
     template = model.tokenizer.chat_template or ""
-    variables = _variables_of(fields)
+    variables = _read_template_variables(fields)
     try:
-        messages = await in_thread_if_long(size, template_messages, fields.messages, template)
+        messages = await in_thread_if_long(body_bytes, template_messages, fields.messages, template)
         _check_characters("messages", sum(len(message["content"]) for message in messages), model)
         tokens = await model.text.generator.chat_prompt(messages, tools=tools, variables=variables)
     except MessageError as error:
@@ -38,48 +41,47 @@ async def chat_tokens(fields: ChatFields, size: int, model: NamedModel, tools: T
         raise ApiError(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
     except (ChatError, TokenizerError) as error:
         raise ApiError(str(error), "messages") from error
-    return _fitting("messages", _last(tokens, fields, model), model)
+    tokens = _truncate(tokens, fields, model)
+    _check_tokens("messages", tokens, model)
+    return tokens
 
 
-def _variables_of(fields: ChatFields) -> dict[str, Any]:
-    """A template's own switches, such as enable_thinking. What a template could loop over is none."""
-    given = {
-        name: value
-        for name, value in (fields.chat_template_kwargs or {}).items()
-        if value is not None
-    }
-    if len(given) > _MOST_VARIABLES:
+def _read_template_variables(fields: ChatFields) -> dict[str, Any]:
+    """Return the template's own switches, such as enable_thinking.
+
+    Lists and objects are rejected, because a template could loop over them.
+    """
+    given = fields.chat_template_kwargs or {}
+    variables = {name: value for name, value in given.items() if value is not None}
+    if len(variables) > _MAX_VARIABLES:
         raise refused(
             "chat_template_kwargs",
-            f"must hold at most {_MOST_VARIABLES} switches, got {len(given)}",
+            f"must hold at most {_MAX_VARIABLES} switches, got {len(variables)}",
         )
-    for name, value in given.items():
-        size = (
-            len(value)
-            if isinstance(value, str)
-            else value.bit_length()
-            if isinstance(value, int)
-            else 0
-        )
-        if not isinstance(value, int | float | str) or size > _LARGEST_VALUE:
-            what = (
-                f"must be true, false, a number, or a text of at most {_LARGEST_VALUE} characters"
-            )
-            raise refused(f"chat_template_kwargs.{name[:40]}", what)
-    return given
+    for name, value in variables.items():
+        if not isinstance(value, int | float | str) or _size(value) > _MAX_VARIABLE_SIZE:
+            allowed = f"true, false, a number, or a text of at most {_MAX_VARIABLE_SIZE} characters"
+            raise refused(f"chat_template_kwargs.{name[:40]}", f"must be {allowed}")
+    return variables
 
 
-def prompts_of(fields: CompletionFields) -> list[Prompt]:
-    """A text, tokens, or a list of either."""
+def _size(value: float | str) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return value.bit_length() if isinstance(value, int) else 0
+
+
+def read_prompts(fields: CompletionFields) -> list[Prompt]:
+    """Return the prompts of a completion: texts and lists of token ids."""
     given = fields.prompt
     if given is None:
         raise refused("prompt", "is required")
-    most = number_range("num_return_sequences").high
+    limit = number_range("num_return_sequences").high
     prompts = [given] if isinstance(given, str) or _is_tokens(given) else given
     if not isinstance(prompts, list) or not prompts:
         raise refused("prompt", "must be a string, a list of token ids, or a list of those")
-    if most is not None and len(prompts) > most:
-        raise refused("prompt", f"must hold at most {most:g} prompts, got {len(prompts)}")
+    if limit is not None and len(prompts) > limit:
+        raise refused("prompt", f"must hold at most {limit:g} prompts, got {len(prompts)}")
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, str) and not _is_tokens(prompt):
             raise refused(f"prompt[{number}]", "must be a string or a list of token ids")
@@ -91,55 +93,64 @@ def _is_tokens(value: Any) -> bool:
 
 
 async def prompt_tokens(prompt: Prompt, fields: CompletionFields, model: NamedModel) -> list[int]:
-    """A text with or without special tokens, as the request or the model's repository says; ids as
-    they are.
+    """Return the tokens of a prompt.
+
+    The request, or else the model's repository, says whether a text gets special tokens.
     """
-    tokenizer, special = model.tokenizer, fields.add_special_tokens
     try:
         if isinstance(prompt, str):
-            _check_characters("prompt", len(prompt), model)
-            wanted = model.text.engine.add_special_tokens if special is None else special
-            tokens = await in_thread_if_long(len(prompt), tokenizer.encode, prompt, wanted)
-            tokens = _last(tokens, fields, model, begun=wanted)
+            tokens = await _text_tokens(prompt, fields, model)
         else:
-            tokens = _fitting("prompt", _last(prompt, fields, model), model)
-            tokenizer.check_ids(tokens)
+            tokens = _truncate(prompt, fields, model)
+            _check_tokens("prompt", tokens, model)
+            model.tokenizer.check_ids(tokens)
     except TokenizerError as error:
         raise ApiError(f"prompt: {error}", "prompt") from error
-    if not tokens and tokenizer.bos_id is not None and special is not False:
-        tokens = [tokenizer.bos_id]  # the beginning of a text
-    return _fitting("prompt", tokens, model)
+    bos_id = model.tokenizer.bos_id
+    if not tokens and bos_id is not None and fields.add_special_tokens is not False:
+        tokens = [bos_id]
+    _check_tokens("prompt", tokens, model)
+    return tokens
 
 
-def _last(tokens: list[int], fields: Fields, model: NamedModel, begun: bool = False) -> list[int]:
-    """The end of a prompt, as many tokens of it as truncate_prompt_tokens says. begun: with special
-    tokens, of which that of a beginning stays, as models were taught that a text has one.
+async def _text_tokens(prompt: str, fields: CompletionFields, model: NamedModel) -> list[int]:
+    _check_characters("prompt", len(prompt), model)
+    special = fields.add_special_tokens
+    if special is None:
+        special = model.text.engine.add_special_tokens
+    tokens = await in_thread_if_long(len(prompt), model.tokenizer.encode, prompt, special)
+    return _truncate(tokens, fields, model, keep_bos=special)
+
+
+def _truncate(
+    tokens: list[int], fields: Fields, model: NamedModel, keep_bos: bool = False
+) -> list[int]:
+    """Return the last tokens of a prompt, as many as truncate_prompt_tokens says.
+
+    `keep_bos` keeps a BOS token at the start, because models are trained with one.
     """
-    most = (
-        model.longest_prompt
-        if fields.truncate_prompt_tokens == -1
-        else fields.truncate_prompt_tokens
-    )
-    if most is None:
+    limit = fields.truncate_prompt_tokens
+    if limit == -1:
+        limit = model.longest_prompt
+    if limit is None:
         return tokens
-    bounded("truncate_prompt_tokens", most, Range(1))
-    left_out = max(0, len(tokens) - most)
-    first = 1 if begun and tokens[:1] == [model.tokenizer.bos_id] else 0
+    check_bound("truncate_prompt_tokens", limit, Range(1))
+    left_out = max(0, len(tokens) - limit)
+    first = 1 if keep_bos and tokens[:1] == [model.tokenizer.bos_id] else 0
     return tokens[:first] + tokens[first + left_out :]
 
 
 def _check_characters(name: str, size: int, model: NamedModel) -> None:
-    """Refuse, without reading it, what no tokenizer could make short enough."""
+    """Reject, without tokenizing it, a text that has too many tokens with any tokenizer."""
     if size > model.longest_prompt * LONGEST_TOKEN_CHARACTERS:
         raise _too_long(name, f"over {model.longest_prompt}", model)
 
 
-def _fitting(name: str, tokens: list[int], model: NamedModel) -> list[int]:
+def _check_tokens(name: str, tokens: list[int], model: NamedModel) -> None:
     if not tokens:
         raise refused(name, "has no tokens")
     if len(tokens) > model.longest_prompt:
         raise _too_long(name, str(len(tokens)), model)
-    return tokens
 
 
 def _too_long(name: str, tokens: str, model: NamedModel) -> ApiError:

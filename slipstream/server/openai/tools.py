@@ -1,4 +1,4 @@
-"""Functions that a model may call, in the format that its chat template shows."""
+"""Tools: the functions that a model may call, in the format of its chat template."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from typing import Any
 
 from slipstream.engine.constraints.guided import GuideError, check_guide
 from slipstream.engine.request import Guide
-from slipstream.server.openai.call_formats import MARKED, CallFormat, forced, format_of
+from slipstream.server.openai.call_formats import MARKED, CallFormat, find_format, force_call
 from slipstream.server.openai.errors import ApiError, refused
 from slipstream.server.openai.fields import ChatFields
 from slipstream.server.openai.models import NamedModel
 
-_MOST_TOOLS = 128
+_MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True)
 class CallableTools:
-    shown: Sequence[dict[str, Any]]  # to the template
+    shown: Sequence[dict[str, Any]]  # tools for the chat template
     format: CallFormat
     guide: Guide
-    stop_words: Sequence[str] = ()  # the end of the first call, where there is to be one only
+    stop_words: Sequence[str] = ()  # end of the first call, if parallel calls are off
 
 
-async def tools_of(fields: ChatFields, model: NamedModel) -> CallableTools | None:
-    """None where nothing may be called."""
+async def read_tools(fields: ChatFields, model: NamedModel) -> CallableTools | None:
+    """Return the tools that the model may call, or None if it may call none."""
     given = fields.tools or []
-    if len(given) > _MOST_TOOLS:
-        raise refused("tools", f"must hold at most {_MOST_TOOLS} functions, got {len(given)}")
+    if len(given) > _MAX_TOOLS:
+        raise refused("tools", f"must hold at most {_MAX_TOOLS} functions, got {len(given)}")
     functions = [_function(f"tools[{number}]", tool) for number, tool in enumerate(given)]
     choice = "auto" if fields.tool_choice is None else fields.tool_choice
     if choice == "none" or (choice == "auto" and not functions):
         return None
-    chosen, written = _callable(functions, choice), _format_of(model)
-    tags = [written.tag(function) for function in chosen]
-    guide = written.auto(written, tags) if choice == "auto" else forced(tags)
+    chosen = _select_functions(functions, choice)
+    call_format = _find_format(model)
+    tags = [call_format.tag(function) for function in chosen]
+    guide = call_format.auto(call_format, tags) if choice == "auto" else force_call(tags)
     try:
         await asyncio.to_thread(check_guide, guide)
     except GuideError as error:
         raise ApiError(f"tools: {error}", "tools") from error
-    once = fields.parallel_tool_calls is False and written.close
-    return CallableTools(given, written, guide, (written.close,) if once else ())
+    once = fields.parallel_tool_calls is False and call_format.close
+    return CallableTools(given, call_format, guide, (call_format.close,) if once else ())
 
 
 def _function(name: str, tool: Any) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def _function(name: str, tool: Any) -> dict[str, Any]:
     return function
 
 
-def _callable(functions: Sequence[dict[str, Any]], choice: Any) -> Sequence[dict[str, Any]]:
+def _select_functions(functions: Sequence[dict[str, Any]], choice: Any) -> Sequence[dict[str, Any]]:
     if choice in ("auto", "required") and functions:
         return functions
     function = (
@@ -84,21 +85,21 @@ def _callable(functions: Sequence[dict[str, Any]], choice: Any) -> Sequence[dict
     return chosen
 
 
-def _format_of(model: NamedModel) -> CallFormat:
+def _find_format(model: NamedModel) -> CallFormat:
     templates = model.tokenizer.chat_templates
-    found = format_of(templates.get("tool_use", templates.get("default", "")))
+    found = find_format(templates.get("tool_use", templates.get("default", "")))
     if found is None:
         formats = (
             f'{MARKED.open}{{"name", "arguments"}}{MARKED.close} nor as {{"name", "parameters"}}'
         )
         raise ApiError(
-            f"tools is not supported for this model: its chat template shows calls neither as {formats}, "
-            "the formats that are read",
+            "tools is not supported for this model: "
+            f"its chat template shows calls neither as {formats}",
             "tools",
         )
     if set(model.tokenizer.encode(found.open, False)) & set(model.tokenizer.special_ids):
         raise ApiError(
-            f"tools is not supported for this model: {found.open} is no text to its tokenizer",
+            f"tools is not supported for this model: {found.open} is a special token of its tokenizer",
             "tools",
         )
     return found
