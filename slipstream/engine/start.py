@@ -22,6 +22,7 @@ from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settings import EngineSettings
 from slipstream.kernels import packed_cache
+from slipstream.kernels.options import KernelOptions
 from slipstream.model.position import rotary_size
 from slipstream.model.spec import ModelSpec
 from slipstream.model.transformer import Transformer
@@ -253,22 +254,18 @@ def _device(settings: EngineSettings) -> torch.device:
 
 
 def _cache_dtype(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_tokens: int, fp8_cache: bool
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_tokens: int,
+    fp8_cache: bool,
+    options: KernelOptions = KernelOptions(),
 ) -> torch.dtype:
-    """What keys and values are kept in: fewer bits than those of the run where they are wished for,
-    or cost nothing.
-    """
-    if fp8_cache and _knows_eight_bits(device):
-        return torch.float8_e4m3fn
-    turned = rotary_size(spec) if spec.position == "rope" else 0
-    if device.type == "cuda" and packed_cache.packs(dtype, spec.head_size, turned, block_tokens):
-        return packed_cache.DTYPE
-    return dtype
-
-
-def _knows_eight_bits(device: torch.device) -> bool:
-    """Whether kernels can turn e4m3 into other numbers: Ada and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    """Return the type of cached keys and values."""
+    rotated = rotary_size(spec) if spec.position == "rope" else 0
+    return packed_cache.kv_cache_dtype(
+        dtype, device, spec.head_size, rotated, block_tokens, fp8_cache, options
+    )
 
 
 def _dtype_name(dtype: str, on_gpu: bool) -> str:

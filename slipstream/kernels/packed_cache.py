@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import torch
 
+from slipstream.kernels.options import KernelOptions
+
 DTYPE = torch.int16
 _SIZES = (64, 128, 256)  # of heads: runs that the matrix units take
 TOKENS = 32  # whose words and scales lie together
@@ -29,7 +31,35 @@ def words(head_size: int) -> int:
     return head_size // 4 * 3 + 2
 
 
+def kv_cache_dtype(
+    dtype: torch.dtype,
+    device: torch.device,
+    head_size: int,
+    rotary_size: int,
+    block_tokens: int,
+    fp8: bool,
+    options: KernelOptions,
+) -> torch.dtype:
+    """Return the type of cached keys and values in a run whose activations are of type `dtype`:
+    e4m3 on request, 12 bits where they cost no accuracy, else `dtype`.
+
+    rotary_size: columns of a head that RoPE rotates, 0 without RoPE.
+    """
+    if fp8 and _converts_e4m3(device):
+        return torch.float8_e4m3fn
+    fits = packs(dtype, head_size, rotary_size, block_tokens)
+    if device.type == "cuda" and options.compressed_kv_cache and fits:
+        return DTYPE
+    return dtype
+
+
 def packs(dtype: torch.dtype, head_size: int, rotary_size: int, block_tokens: int) -> bool:
-    """Whether keys and values of such a run can be kept so."""
-    turned = rotary_size == head_size
-    return dtype == torch.bfloat16 and head_size in _SIZES and turned and block_tokens % TOKENS == 0
+    """Return whether the 12-bit format can hold keys and values of this type and these sizes."""
+    rotated = rotary_size == head_size
+    fits = head_size in _SIZES and block_tokens % TOKENS == 0
+    return dtype == torch.bfloat16 and rotated and fits
+
+
+def _converts_e4m3(device: torch.device) -> bool:
+    """Return whether the device has instructions that convert e4m3: Ada and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

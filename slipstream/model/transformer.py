@@ -22,6 +22,7 @@ from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.inputs import Input, pick, plain
 from slipstream.kernels.normalisation import Norm
 from slipstream.kernels.operations import Attention, Operations, operations_on
+from slipstream.kernels.options import KernelOptions
 from slipstream.model.experts import Mixture
 from slipstream.model.linear import Tensors
 from slipstream.model.position import rotary_table
@@ -54,12 +55,14 @@ class Transformer:
         device: torch.device,
         positions: int,
         cache_dtype: torch.dtype | None = None,
+        options: KernelOptions = KernelOptions(),
     ) -> None:
         """`positions`: how long a sequence may become; learned positions cannot go beyond their
         table.
         """
         self.spec, self.dtype, self.device = spec, dtype, device
         self.cache_dtype = cache_dtype or dtype
+        self.options = options
         self.operations = operations_on(device)
         source = Tensors(tensors, dtype, device, eight_bit_inputs=not spec.narrow)
         self.embedding = source.take(
@@ -85,7 +88,9 @@ class Transformer:
             for theta in {spec.theta_of_layer(index) for index in range(spec.layers)}:
                 cosine, sine = rotary_table(spec, positions, theta)
                 self.rotary[theta] = (cosine.to(device), sine.to(device))
-        self.layers = [Layer(spec, index, source, self.operations) for index in range(spec.layers)]
+        self.layers = [
+            Layer(spec, index, source, self.operations, options) for index in range(spec.layers)
+        ]
         self.final_norm = _norm(spec, source, "transformer.ln_f") if spec.final_norm else None
         self.head = Head(spec, source, self.embedding)
         source.close()
@@ -97,6 +102,8 @@ class Transformer:
         """Copies of weights that steps of few tokens read faster, if they fit into so many bytes →
         what they take
         """
+        if not self.options.compressed_weights:
+            return 0
         products = [product for layer in self.layers for product in layer.products()]
         return linear.copy_weights([*products, self.head.product], most_bytes)
 
@@ -234,7 +241,12 @@ def sharpen(logits: Tensor, x: Tensor, rows: Tensor) -> Tensor:
 
 class Layer:
     def __init__(
-        self, spec: ModelSpec, index: int, source: Tensors, operations: Operations
+        self,
+        spec: ModelSpec,
+        index: int,
+        source: Tensors,
+        operations: Operations,
+        options: KernelOptions = KernelOptions(),
     ) -> None:
         self.spec, self.operations, self.index, self.dtype = spec, operations, index, source.dtype
         scale = spec.attention_scale or spec.head_size**-0.5
@@ -282,7 +294,8 @@ class Layer:
         self.proj = source.product(
             f"{name}.mlp.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias
         )
-        if not (spec.norms_after or spec.parallel_residual or spec.output_norms):
+        plain_residual = not (spec.norms_after or spec.parallel_residual or spec.output_norms)
+        if plain_residual and options.fused_gemv:
             self.joint_dense = linear.joint(self.dense, self.post_norm, self.first)
 
     def products(self) -> list[linear.Product]:

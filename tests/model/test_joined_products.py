@@ -13,6 +13,7 @@ from tiny_models import config_of, engine_tensors, random_model
 from slipstream.kernels import linear
 from slipstream.kernels.attention import plan_attention
 from slipstream.kernels.inputs import Unscaled, plain
+from slipstream.kernels.options import KernelOptions
 from slipstream.model.transformer import Step, Transformer
 
 BLOCK, PROMPT = 16, 5
@@ -57,9 +58,10 @@ class Doubling:
         y += y
 
 
-def run(spec, tensors, adapters):
+def run(spec, tensors, adapters, options=KernelOptions()):
     """→ the logits of a prompt's last token and of the token behind it"""
-    model = Transformer(spec, dict(tensors), torch.bfloat16, torch.device("cpu"), 64)
+    cpu = torch.device("cpu")
+    model = Transformer(spec, dict(tensors), torch.bfloat16, cpu, 64, options=options)
     cache, logits = model.new_cache(2 * BLOCK), []
     for begin, count in ((0, PROMPT), (PROMPT, 1)):
         places = torch.arange(begin, begin + count)
@@ -87,3 +89,15 @@ def test_a_single_token_is_the_same_by_both_ways(family, adapters, monkeypatch):
     assert error < 0.02, error
     # Of the prompt's tokens, one is wanted of the last layer.
     assert len(joins) == (0 if adapters else FAMILIES[family] * (spec.layers + 1))
+
+
+def test_fused_gemv_off_takes_the_plain_kernels(monkeypatch):
+    spec, tensors = engine_tensors(random_model(config_of("llama")))
+    joins = []
+    monkeypatch.setattr(linear, "dense", lambda weight, bias: Joining(weight, bias, joins))
+    fused = run(spec, tensors, None)
+    assert len(joins) == 2 * (spec.layers + 1)
+    joins.clear()
+    plain_path = run(spec, tensors, None, KernelOptions(fused_gemv=False))
+    assert not joins
+    assert (fused - plain_path).abs().max() / plain_path.abs().max() < 0.02

@@ -87,9 +87,11 @@ class GpuRunner:
     ) -> None:
         """Record decode steps of up to `largest` rows, and steps with few tokens of prompts."""
         decodes = len(ladder(largest))
-        total = decodes + len(SIZES)
+        mixed = len(SIZES) if self.model.options.mixed_graphs else 0
+        total = decodes + mixed
         self.graphs.capture(largest, lambda done: progress(done, total))
-        self.mixed.capture(self.graphs.pool, lambda done: progress(decodes + done, total))
+        if mixed:
+            self.mixed.capture(self.graphs.pool, lambda done: progress(decodes + done, total))
 
     def launch(self, plan: StepPlan) -> GpuHandle:
         # even where the step then fails: what moves is already known under its new place
