@@ -23,20 +23,20 @@ from torch.nn import functional
 
 from slipstream.kernels import packed_cache
 from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.bf12 import pack
 from slipstream.kernels.gpu.activation import silu_gated
 from slipstream.kernels.gpu.attention import GpuAttention
 from slipstream.kernels.gpu.decode_chunks import DecodePlan, cut_chunks, places_of
-from slipstream.kernels.gpu.few_tokens import few_tokens
-from slipstream.kernels.gpu.many_tokens import many_tokens, takes_many
+from slipstream.kernels.gpu.gated_gemm import gated_gemm, supports_gated_gemm
+from slipstream.kernels.gpu.gemv import gemv
 from slipstream.kernels.gpu.normalisation import add_norm
-from slipstream.kernels.gpu.one_token import one_token
 from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, far_tiles
 from slipstream.kernels.gpu.prefix import Prefix, lay_out, pays
 from slipstream.kernels.gpu.quantised import quantise
 from slipstream.kernels.gpu.rotary import rotate_write
+from slipstream.kernels.gpu.skinny_gemm import skinny_gemm
 from slipstream.kernels.gpu.step import likeliest
 from slipstream.kernels.normalisation import Norm
-from slipstream.kernels.twelve_bits import pack
 
 READ_BYTES_PER_SECOND, FLOPS = 4.30e12, 782e12
 BLOCK = 32
@@ -106,16 +106,16 @@ def products() -> None:
             shape = f"[{tokens}, {size}] × [{rows}, {size}]"
             if tokens == 1:
                 show(
-                    "one_token",
+                    "gemv",
                     shape,
-                    microseconds(lambda i: one_token(x, weights[i], None), copies),
+                    microseconds(lambda i: gemv(x, weights[i], None), copies),
                     nbytes,
                 )
             elif tokens <= 64:
                 show(
-                    "few_tokens",
+                    "skinny_gemm",
                     shape,
-                    microseconds(lambda i: few_tokens(x, weights[i], None), copies),
+                    microseconds(lambda i: skinny_gemm(x, weights[i], None), copies),
                     nbytes,
                 )
             show(
@@ -130,22 +130,22 @@ def products() -> None:
             x, shape = random(tokens, size), f"12 bits [{tokens}, {size}] × [{rows}, {size}]"
             if tokens == 1:
                 time = microseconds(
-                    lambda i: one_token(x, packed[i].words, None, scales=packed[i].scales), copies
+                    lambda i: gemv(x, packed[i].words, None, scales=packed[i].scales), copies
                 )
             else:
                 time = microseconds(
-                    lambda i: few_tokens(x, packed[i].words, None, None, packed[i].scales), copies
+                    lambda i: skinny_gemm(x, packed[i].words, None, None, packed[i].scales), copies
                 )
-            show("one_token" if tokens == 1 else "few_tokens", shape, time, rows * size * 1.5)
+            show("gemv" if tokens == 1 else "skinny_gemm", shape, time, rows * size * 1.5)
         stored, scales = weights.to(torch.float8_e4m3fn), torch.ones(rows, device=DEVICE)
         for tokens in (1, 32, 64, 1024):
             x, by_token = quantise(random(tokens, size))
             shape, nbytes = f"fp8 [{tokens}, {size}] × [{rows}, {size}]", rows * size
             if tokens <= 64:
                 time = microseconds(
-                    lambda i: few_tokens(x, stored[i], None, by_token, scales), copies
+                    lambda i: skinny_gemm(x, stored[i], None, by_token, scales), copies
                 )
-                show("few_tokens", shape, time, nbytes)
+                show("skinny_gemm", shape, time, nbytes)
             time = microseconds(
                 lambda i: torch._scaled_mm(
                     x,
@@ -176,11 +176,11 @@ def gated_products() -> None:
         for tokens in (1024, 2048, 8192):
             x, flops = random(tokens, columns), 4 * tokens * size * columns
             shape = f"gated [{tokens}, {columns}] × [{2 * size}, {columns}]"
-            if takes_many(weights[0]):
+            if supports_gated_gemm(weights[0]):
                 show(
-                    "many_tokens",
+                    "gated_gemm",
                     shape,
-                    microseconds(lambda i: many_tokens(x, weights[i]), 4),
+                    microseconds(lambda i: gated_gemm(x, weights[i]), 4),
                     flops=flops,
                 )
             time = microseconds(lambda i: silu_gated(functional.linear(x, weights[i])), 4)
@@ -197,7 +197,7 @@ def layers_over_seconds() -> None:
     ):
         shapes = ((qkv, hidden), (hidden, heads), (2 * size, hidden), (hidden, size))
         weights = [random(*shape) * 0.02 for shape in shapes]
-        if not takes_many(weights[2]):
+        if not supports_gated_gemm(weights[2]):
             continue
         x, attended = random(tokens, hidden), random(tokens, heads)
 
@@ -208,7 +208,7 @@ def layers_over_seconds() -> None:
 
         apart, joined = in_turn(
             lambda: layer(lambda x, weight: silu_gated(functional.linear(x, weight))),
-            lambda: layer(many_tokens),
+            lambda: layer(gated_gemm),
         )
         print(
             f"a layer's products {name} × {tokens}, over seconds: {apart:.3f} ms with the gate behind them, "

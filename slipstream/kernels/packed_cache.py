@@ -1,7 +1,7 @@
 """bfloat16 keys and values in a little more than three quarters of their bytes: a quarter less to
 read, almost a third more of them in the same memory.
 
-Of a token's head, as of a row of weights (`kernels/twelve_bits.py`), four bits tell how far a
+Of a token's head, as of a row of weights (`kernels/bf12.py`), four bits tell how far a
 number's exponent lies below the largest. So a number has twelve bits and is the same number, but
 for those more than 2^14 times smaller than the largest of their head, which may lose at most 2^-22
 of it. From 2^80 on a number is infinite.

@@ -186,7 +186,7 @@ def wide(family, length=LENGTH):
 def test_no_kernel_is_compiled_behind_the_start():
     from slipstream.kernels.gpu import (
         decode_attention,
-        many_tokens,
+        gated_gemm,
         packed_decode,
         prefill_attention,
         prefix,
@@ -199,7 +199,7 @@ def test_no_kernel_is_compiled_behind_the_start():
         prefill_attention._prefill,
         prefix._unpack,
         rotary._rotate_write,
-        many_tokens._many_tokens,
+        gated_gemm._gated_gemm,
     )
 
     def compiled():

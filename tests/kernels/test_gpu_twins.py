@@ -19,9 +19,9 @@ from slipstream.kernels.gpu import normalisation as gpu_normalisation
 from slipstream.kernels.gpu import quantised as gpu_quantised
 from slipstream.kernels.gpu import rotary as gpu_rotary
 from slipstream.kernels.gpu import step as gpu_step
-from slipstream.kernels.gpu.few_tokens import few_tokens
+from slipstream.kernels.gpu.gemv import gemv
 from slipstream.kernels.gpu.linear import DenseProduct, WeightOnlyProduct, WideProduct
-from slipstream.kernels.gpu.one_token import one_token
+from slipstream.kernels.gpu.skinny_gemm import skinny_gemm
 from slipstream.kernels.inputs import Quantised, plain, quantise
 from slipstream.weights.quantise import dequantise, quantise_fp8, quantise_rows
 
@@ -269,11 +269,11 @@ def test_blocks_that_a_window_has_passed_are_not_read(sinks):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(40, 64), (7, 600), (300, 512)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_one_token(dtype, rows, size, bias):
+def test_gemv(dtype, rows, size, bias):
     torch.manual_seed(0)
     x, weight = torch.randn(1, size).to(dtype), torch.randn(rows, size).to(dtype)
     offset = torch.randn(rows).to(dtype) if bias else None
-    got = one_token(x.to(DEVICE), weight.to(DEVICE), None if offset is None else offset.to(DEVICE))
+    got = gemv(x.to(DEVICE), weight.to(DEVICE), None if offset is None else offset.to(DEVICE))
     assert close(
         got,
         torch.nn.functional.linear(
@@ -323,7 +323,7 @@ def test_a_product_that_joins_the_residual_stream(rows, size, after, bias):
     ("tokens", "rows", "size"), [(3, 64, 128), (16, 40, 600), (33, 130, 1024), (64, 128, 512)]
 )
 @pytest.mark.parametrize("bias", [False, True])
-def test_few_tokens(kind, tokens, rows, size, bias):
+def test_skinny_gemm(kind, tokens, rows, size, bias):
     """Tiles that divide and that do not, shared columns and not."""
     torch.manual_seed(0)
     dtype = DTYPES[-1]
@@ -350,7 +350,7 @@ def test_few_tokens(kind, tokens, rows, size, bias):
         exact, exact_weight, None if offset is None else offset.float()
     )
     for _ in range(2):  # the second finds the counters as the first left them
-        assert close(few_tokens(*on_device), expected)
+        assert close(skinny_gemm(*on_device), expected)
 
 
 @pytest.mark.parametrize("tokens", [3, 33])
@@ -362,8 +362,8 @@ def test_products_with_their_gate(tokens, rows, size, bias):
     dtype = torch.bfloat16 if GPU else torch.float16  # the interpreter does not know bfloat16
     x, weight = torch.randn(tokens, size).to(dtype), (torch.randn(rows, size) / size**0.5).to(dtype)
     offset = torch.randn(rows).to(dtype).to(DEVICE) if bias else None
-    apart = few_tokens(x.to(DEVICE), weight.to(DEVICE), offset)
-    gated = few_tokens(x.to(DEVICE), weight.to(DEVICE), offset, gated=True)
+    apart = skinny_gemm(x.to(DEVICE), weight.to(DEVICE), offset)
+    gated = skinny_gemm(x.to(DEVICE), weight.to(DEVICE), offset, gated=True)
     assert torch.equal(gated, gpu_activation.silu_gated(apart))
 
 

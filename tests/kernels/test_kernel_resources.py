@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("kernel_resources.py")
 ROOT = Path(__file__).parents[2]
-MANY_TOKENS = ROOT / "slipstream/kernels/gpu/many_tokens.py"
+MANY_TOKENS = ROOT / "slipstream/kernels/gpu/gated_gemm.py"
 
 
 @pytest.mark.slow
@@ -31,5 +31,5 @@ def test_kernels_fit_into_shared_memory(architecture, shared_bytes):
     assert len(built) >= 45
     assert [line for line, taken in built if int(taken) > shared_bytes] == []
     if architecture == 90:  # the only one it is for
-        (taken,) = (int(taken) for line, taken in built if line.startswith("_many_tokens "))
+        (taken,) = (int(taken) for line, taken in built if line.startswith("_gated_gemm "))
         assert f"_SHARED_BYTES = {taken:_} " in MANY_TOKENS.read_text()

@@ -22,13 +22,13 @@ from slipstream.kernels import packed_cache
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu import (
     decode_attention,
-    few_tokens,
+    gated_gemm,
+    gemv,
     launch,
-    many_tokens,
-    one_token,
     prefill_attention,
     prefix,
     rotary,
+    skinny_gemm,
 )
 from slipstream.kernels.gpu.decode_chunks import DecodePlan, Places, cut_chunks
 
@@ -141,9 +141,9 @@ def product(tokens: int, dtype: torch.dtype, stored: torch.dtype, gated: bool = 
     if stored == torch.int16:
         weight = weight[:, :3072]
     if tokens == 1:
-        one_token.one_token(x, weight, None, scales=scales)
+        gemv.gemv(x, weight, None, scales=scales)
         return
-    few_tokens.few_tokens(x, weight, None, by_token, scales, gated=gated)
+    skinny_gemm.skinny_gemm(x, weight, None, by_token, scales, gated=gated)
 
 
 def main() -> None:
@@ -151,11 +151,11 @@ def main() -> None:
     overlapping = (
         {"OVERLAP": True, "launch_pdl": True} if ARCHITECTURE >= 90 else {"OVERLAP": False}
     )
-    for module in (decode_attention, few_tokens, one_token, rotary):
+    for module in (decode_attention, skinny_gemm, gemv, rotary):
         module.overlapping = lambda device: overlapping  # type: ignore[attr-defined]
-    for module in (few_tokens, prefill_attention):
+    for module in (skinny_gemm, prefill_attention):
         module.shared_memory = lambda device: SHARED_BYTES  # type: ignore[attr-defined]
-    few_tokens.processors = lambda device: 132  # type: ignore[attr-defined]
+    skinny_gemm.processors = lambda device: 132  # type: ignore[attr-defined]
     half = torch.bfloat16
     for tokens in (16, 32, 64):
         product(tokens, half, half)
@@ -177,7 +177,7 @@ def main() -> None:
     decode(32, 8, 256, torch.float32, torch.float32, 4)
     prefill(32, 8, 256, torch.float32, torch.float32, 100)
     if ARCHITECTURE == 90:
-        many_tokens.many_tokens(
+        gated_gemm.gated_gemm(
             torch.empty(2048, 4096, dtype=half), torch.empty(28672, 4096, dtype=half)
         )
     if ARCHITECTURE >= 89:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.kernels.bf12 import Bf12Weight, pack
 from slipstream.kernels.gpu.activation import silu_gated
-from slipstream.kernels.gpu.few_tokens import few_tokens, gates, takes_twelve_bits
-from slipstream.kernels.gpu.many_tokens import many_tokens, pays, takes_many
-from slipstream.kernels.gpu.one_token import one_token, one_token_joined
+from slipstream.kernels.gpu.gated_gemm import gated_gemm, pays, supports_gated_gemm
+from slipstream.kernels.gpu.gemv import fused_gemv, gemv
 from slipstream.kernels.gpu.quantised import quantise
+from slipstream.kernels.gpu.skinny_gemm import gates, skinny_gemm, supports_bf12
 from slipstream.kernels.inputs import Input, Quantised, Unscaled, plain
 from slipstream.kernels.normalisation import Norm
-from slipstream.kernels.twelve_bits import TwelveBits, pack
 
 # Tokens up to which the own kernel is ahead of the library, by the bytes it reads.
 _FEW_DENSE = 32
@@ -56,7 +56,7 @@ class _Stored:
             if weight.numel() <= _SMALL
             else _FEW_DENSE
         )
-        self._copy: TwelveBits | None = None
+        self._copy: Bf12Weight | None = None
 
     @property
     def copy_bytes(self) -> int:
@@ -64,7 +64,7 @@ class _Stored:
         be no faster.
         """
         large = self.weight.numel() > _SMALL and self.weight.shape[1] > _NARROW
-        return self.weight.numel() * 3 // 2 if large and takes_twelve_bits(self.weight) else 0
+        return self.weight.numel() * 3 // 2 if large and supports_bf12(self.weight) else 0
 
     def copy(self) -> int:
         """Make the copy → its bytes; none where it might be felt"""
@@ -87,16 +87,16 @@ class DenseProduct:
         self.stored, self.bias = _Stored(weight), bias  # [out, in], [out]
         self._turned = weight.t()
         self._gates = gates(weight)
-        self._takes_many = bias is None and takes_many(weight)
+        self._supports_gated_gemm = bias is None and supports_gated_gemm(weight)
 
     def __call__(self, x: Input) -> Tensor:
         x = x if isinstance(x, Unscaled) else plain(x)
         if isinstance(x, Unscaled) or x.shape[0] == 1:
             weight, scales = self.stored.read()
-            return one_token(x, weight, self.bias, scales=scales)
+            return gemv(x, weight, self.bias, scales=scales)
         if x.shape[0] <= self.stored.few:
             weight, scales = self.stored.read()
-            return few_tokens(x, weight, self.bias, weight_scales=scales)
+            return skinny_gemm(x, weight, self.bias, weight_scales=scales)
         if self.bias is None:
             return torch.mm(x, self._turned)  # what `linear` comes to, with less for the host to do
         return torch.addmm(self.bias, x, self._turned)
@@ -105,16 +105,20 @@ class DenseProduct:
         """Of the results, the first half, activated by silu, times the second."""
         if isinstance(x, Tensor) and self._gates and 1 < x.shape[0] <= self.stored.few:
             weight, scales = self.stored.read()
-            return few_tokens(x, weight, self.bias, weight_scales=scales, gated=True)
-        if isinstance(x, Tensor) and self._takes_many and pays(x.shape[0], self.stored.weight):
-            return many_tokens(x.contiguous(), self.stored.weight)
+            return skinny_gemm(x, weight, self.bias, weight_scales=scales, gated=True)
+        if (
+            isinstance(x, Tensor)
+            and self._supports_gated_gemm
+            and pays(x.shape[0], self.stored.weight)
+        ):
+            return gated_gemm(x.contiguous(), self.stored.weight)
         # among others of a single token, whose product is faster on its own
         return silu_gated(self(x))
 
     def prepare_gate(self) -> None:
         """Have the kernel for many tokens compiled: there is one, whatever their number."""
-        if self._takes_many:
-            many_tokens(
+        if self._supports_gated_gemm:
+            gated_gemm(
                 self.stored.weight.new_zeros((1, self.stored.weight.shape[1])), self.stored.weight
             )
 
@@ -123,7 +127,7 @@ class DenseProduct:
         scale.
         """
         weight, scales = self.stored.read()
-        return one_token_joined(x, weight, self.bias, hidden, norm, scales)
+        return fused_gemv(x, weight, self.bias, hidden, norm, scales)
 
 
 class WideProduct:
@@ -144,11 +148,11 @@ class WideProduct:
         if values.shape[0] == 0:  # a step in the midst of a prompt: the weight need not be read
             return out
         if values.shape[0] == 1:
-            return one_token(x if isinstance(x, Unscaled) else values, weight, None, out, scales)
+            return gemv(x if isinstance(x, Unscaled) else values, weight, None, out, scales)
         if values.dtype == torch.float32:
             return torch.mm(values, whole.t(), out=out)
         if values.shape[0] <= self.stored.few:
-            return few_tokens(values, weight, None, weight_scales=scales, out=out)
+            return skinny_gemm(values, weight, None, weight_scales=scales, out=out)
         return torch.mm(values, whole.t(), out_dtype=torch.float32, out=out)
 
 
@@ -163,7 +167,7 @@ class WeightOnlyProduct:
     def __call__(self, x: Input) -> Tensor:
         x = plain(x)
         if x.dtype != torch.float32 and x.shape[0] <= _FEW_EIGHT_BITS:
-            return few_tokens(x, self.weight, self.bias, weight_scales=self.scales)
+            return skinny_gemm(x, self.weight, self.bias, weight_scales=self.scales)
         # In float32, because the scales of small weights are no numbers that float16 has.
         return functional.linear(
             x, (self.weight.float() * self.scales[:, None]).to(x.dtype), self.bias
@@ -174,7 +178,7 @@ class WeightOnlyProduct:
         x = plain(x)
         if x.dtype == torch.float32 or x.shape[0] > _FEW_EIGHT_BITS or not gates(self.weight):
             return silu_gated(self(x))
-        return few_tokens(x, self.weight, self.bias, weight_scales=self.scales, gated=True)
+        return skinny_gemm(x, self.weight, self.bias, weight_scales=self.scales, gated=True)
 
 
 class EightBitProduct:
@@ -188,7 +192,7 @@ class EightBitProduct:
     def __call__(self, x: Input) -> Tensor:
         values, by_token = x if isinstance(x, Quantised) else quantise(plain(x).contiguous())
         if values.shape[0] <= _FEW_EIGHT_BITS:
-            return few_tokens(values, self.weight, self.bias, by_token, self.scales)
+            return skinny_gemm(values, self.weight, self.bias, by_token, self.scales)
         return torch._scaled_mm(
             values,
             self.weight.t(),

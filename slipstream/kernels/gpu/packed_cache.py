@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels import packed_cache
-from slipstream.kernels.gpu.twelve_bits import FOUR_RUNS, unpacked, widened
+from slipstream.kernels.gpu.bf12 import FOUR_RUNS, unpacked, widened
 
 _TOKENS = tl.constexpr(packed_cache.TOKENS)
 # What lies in the cache as a scale is so much too small: float32 has no 2^240. Were it more, sums

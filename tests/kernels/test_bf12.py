@@ -16,11 +16,11 @@ pytest.importorskip(
     "triton", reason="the kernels need Triton, which a CPU installation of torch does not bring"
 )
 
-from slipstream.kernels import linear, twelve_bits  # noqa: E402
+from slipstream.kernels import bf12, linear  # noqa: E402
 from slipstream.kernels.gpu import linear as gpu_linear  # noqa: E402
-from slipstream.kernels.gpu.few_tokens import _tiling, few_tokens  # noqa: E402
+from slipstream.kernels.gpu.gemv import fused_gemv, gemv  # noqa: E402
 from slipstream.kernels.gpu.linear import DenseProduct, WideProduct  # noqa: E402
-from slipstream.kernels.gpu.one_token import one_token, one_token_joined  # noqa: E402
+from slipstream.kernels.gpu.skinny_gemm import _tiling, skinny_gemm  # noqa: E402
 from slipstream.kernels.normalisation import Norm  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -38,11 +38,11 @@ def test_numbers_stay_the_same():
     weight[5] *= 1e-30
     weight[8] *= 1e36
     weight[10] = 1e-40  # below float's normal numbers
-    packed = twelve_bits.pack(weight)
+    packed = bf12.pack(weight)
     assert packed.words.dtype == torch.int16
     assert packed.words.shape == (300, 768)
     assert packed.words.nbytes * 4 == weight.nbytes * 3
-    exact, got = weight.float(), twelve_bits.unpack(packed)
+    exact, got = weight.float(), bf12.unpack(packed)
     largest = exact.abs().amax(1, keepdim=True)
     assert torch.equal(got[exact.abs() >= largest * 2**-14], exact[exact.abs() >= largest * 2**-14])
     assert bool(((got - exact).abs() <= largest * 2**-22).all())
@@ -54,7 +54,7 @@ def test_the_smallest_numbers_are_rounded_to_the_nearest():
     weight = torch.full((1, 256), 2.0**-20).bfloat16()
     weight[0, :4] = torch.tensor([1.0, 2**-14, 2**-14 * 1.5, 2**-21 * 1.5])
     weight[0, 4:250] = 0.5
-    got = twelve_bits.unpack(twelve_bits.pack(weight))[0]
+    got = bf12.unpack(bf12.pack(weight))[0]
     # a multiple of 2^-21, three quarters of it up
     assert got[:4].tolist() == [1.0, 2**-14, 2**-14 * 1.5, 2**-20]
     assert got[250].item() == 2**-20
@@ -65,12 +65,12 @@ def test_every_number_beside_a_largest(largest, monkeypatch):
     """All of bfloat16's numbers up to an exponent: exact from 2^-14 of the largest on, the others
     to the nearest.
     """
-    monkeypatch.setattr(twelve_bits, "_MOST_LOSING", 1.0)
+    monkeypatch.setattr(bf12, "_MOST_LOSING", 1.0)
     bits = torch.arange(65536)
     bits = bits[(bits >> 7 & 0xFF) <= largest][None].short()  # those from 2^15 on wrap around
     exact = bits.view(torch.bfloat16).double()
-    packed = twelve_bits.pack(bits.view(torch.bfloat16))
-    got, most = twelve_bits.unpack(packed).double(), exact.abs().amax()
+    packed = bf12.pack(bits.view(torch.bfloat16))
+    got, most = bf12.unpack(packed).double(), exact.abs().amax()
     assert packed.scales.tolist() == [2.0 ** (max(largest, 15) - 127)]
     assert torch.equal(got[exact.abs() >= most * 2**-14], exact[exact.abs() >= most * 2**-14])
     assert torch.equal(torch.signbit(got), torch.signbit(exact))
@@ -82,40 +82,40 @@ def test_one_number_in_32_may_lose_bits(losing, packed):
     weight = torch.ones(2, 256).bfloat16()
     weight[1, :losing] = 2**-15 * 1.0078125  # its last bit is lost
     weight[1, losing:20] = 2**-15  # these lose none
-    assert (twelve_bits.pack(weight) is not None) == packed
+    assert (bf12.pack(weight) is not None) == packed
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
 def test_what_is_no_number_is_not_packed_even_among_zeros(number):
     weight = torch.zeros(3, 256).bfloat16()
     weight[2, 5] = number
-    assert twelve_bits.pack(weight) is None
+    assert bf12.pack(weight) is None
 
 
 @pytest.mark.parametrize("number", [1e4, math.inf, -math.inf, math.nan])
 def test_a_row_far_from_its_largest_number_is_not_packed(number):
     weight = trained(256, 1024)
     weight[7, 3] = number
-    assert twelve_bits.pack(weight) is None
+    assert bf12.pack(weight) is None
 
 
 def test_pieces_are_packed_as_the_whole(monkeypatch):
     weight = trained(70, 512)
-    whole = twelve_bits.pack(weight)
-    monkeypatch.setattr(twelve_bits, "_SLICE", 512 * 16)
-    pieces = twelve_bits.pack(weight)
+    whole = bf12.pack(weight)
+    monkeypatch.setattr(bf12, "_SLICE", 512 * 16)
+    pieces = bf12.pack(weight)
     assert torch.equal(pieces.words, whole.words)
     assert torch.equal(pieces.scales, whole.scales)
     weight[69, 0] = math.nan  # in the last piece, which is smaller
-    assert twelve_bits.pack(weight) is None
+    assert bf12.pack(weight) is None
 
 
 @pytest.mark.parametrize(
     ("dtype", "columns"), [(torch.float16, 256), (torch.float32, 256), (torch.bfloat16, 320)]
 )
 def test_what_cannot_be_packed(dtype, columns):
-    assert not twelve_bits.packs(torch.zeros(128, columns, dtype=dtype))
-    assert twelve_bits.packs(torch.zeros(1, 256, dtype=torch.bfloat16))
+    assert not bf12.packs(torch.zeros(128, columns, dtype=dtype))
+    assert bf12.packs(torch.zeros(1, 256, dtype=torch.bfloat16))
 
 
 def case(tokens: int, rows: int, size: int, bias: bool):
@@ -124,7 +124,7 @@ def case(tokens: int, rows: int, size: int, bias: bool):
     """
     weight = trained(rows, size)
     weight[rows // 2] *= 2.0**9  # rows have scales of their own
-    packed = twelve_bits.pack(weight)
+    packed = bf12.pack(weight)
     x = torch.randn(tokens, size).to(DTYPE)
     offset = torch.randn(rows).to(DTYPE) if bias else None
     expected = (
@@ -152,9 +152,9 @@ def close(got: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> boo
 
 @pytest.mark.parametrize(("rows", "size"), [(128, 256), (130, 768), (40, 1280)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_one_token(rows, size, bias):
+def test_gemv(rows, size, bias):
     x, words, scales, offset, expected = case(1, rows, size, bias)
-    assert close(one_token(x, words, offset, scales=scales), expected)
+    assert close(gemv(x, words, offset, scales=scales), expected)
 
 
 @pytest.mark.parametrize(
@@ -168,19 +168,19 @@ def test_one_token(rows, size, bias):
         (5, 128, 8704, False),
     ],
 )
-def test_few_tokens(tokens, rows, size, bias):
+def test_skinny_gemm(tokens, rows, size, bias):
     """One tile and several, their columns shared and not."""
     x, words, scales, offset, expected = case(tokens, rows, size, bias)
     for _ in range(2):  # the second finds the counters as the first left them
-        assert close(few_tokens(x, words, offset, weight_scales=scales), expected)
+        assert close(skinny_gemm(x, words, offset, weight_scales=scales), expected)
 
 
 @pytest.mark.parametrize("tokens", [3, 33])
 def test_few_tokens_with_their_gate(tokens):
     """To the bit what the product and then the gate give."""
     x, words, scales, offset, _ = case(tokens, 256, 512, True)
-    apart = few_tokens(x, words, offset, weight_scales=scales)
-    gated = few_tokens(x, words, offset, weight_scales=scales, gated=True)
+    apart = skinny_gemm(x, words, offset, weight_scales=scales)
+    gated = skinny_gemm(x, words, offset, weight_scales=scales, gated=True)
     assert gated.shape == (tokens, 128)
     assert torch.equal(gated, gpu_linear.silu_gated(apart))
 
@@ -188,31 +188,31 @@ def test_few_tokens_with_their_gate(tokens):
 def test_every_number_reaches_the_product():
     """Activations with a single one give columns of the weight, to the bit."""
     weight = trained(128, 512)
-    words, scales = (t.to(DEVICE) for t in twelve_bits.pack(weight))
-    exact = twelve_bits.unpack(twelve_bits.pack(weight))
+    words, scales = (t.to(DEVICE) for t in bf12.pack(weight))
+    exact = bf12.unpack(bf12.pack(weight))
     units = torch.eye(512, dtype=DTYPE, device=DEVICE)
     for begin in (0, 32, 192, 256, 480):
-        got = few_tokens(units[begin : begin + 32].contiguous(), words, None, weight_scales=scales)
+        got = skinny_gemm(units[begin : begin + 32].contiguous(), words, None, weight_scales=scales)
         assert torch.equal(got.float().cpu(), exact[:, begin : begin + 32].t().to(DTYPE).float())
     for column in (0, 63, 64, 255, 256, 511):
-        got = one_token(units[column : column + 1].contiguous(), words, None, scales=scales)
+        got = gemv(units[column : column + 1].contiguous(), words, None, scales=scales)
         assert torch.equal(got[0].float().cpu(), exact[:, column].to(DTYPE).float())
 
 
 def test_numbers_without_a_leading_one_reach_the_product(monkeypatch):
     """Where the hardware could take them for nothing."""
-    monkeypatch.setattr(twelve_bits, "_MOST_LOSING", 1.0)
+    monkeypatch.setattr(bf12, "_MOST_LOSING", 1.0)
     weight = (torch.arange(64 * 256).view(64, 256) % 128 * 2.0**-21).bfloat16()
     weight[:, 3], weight[:, 70] = 1.0, -1.5
-    packed = twelve_bits.pack(weight)
-    assert torch.equal(twelve_bits.unpack(packed), weight.float())
+    packed = bf12.pack(weight)
+    assert torch.equal(bf12.unpack(packed), weight.float())
     words, scales = (t.to(DEVICE) for t in packed)
     units = torch.eye(256, dtype=DTYPE, device=DEVICE)
     for begin in range(0, 256, 64):
-        got = few_tokens(units[begin : begin + 64].contiguous(), words, None, weight_scales=scales)
+        got = skinny_gemm(units[begin : begin + 64].contiguous(), words, None, weight_scales=scales)
         assert torch.equal(got.float().cpu(), weight[:, begin : begin + 64].t().float())
     for column in (0, 64, 128, 192, 255):
-        got = one_token(units[column : column + 1].contiguous(), words, None, scales=scales)
+        got = gemv(units[column : column + 1].contiguous(), words, None, scales=scales)
         assert torch.equal(got[0].float().cpu(), weight[:, column].float())
 
 
@@ -223,20 +223,20 @@ def test_rows_of_any_size(exponent):
         (torch.randn(64, 256).double() * 2.0**exponent).bfloat16(),
         torch.randn(1, 256).to(DTYPE),
     )
-    words, scales = (t.to(DEVICE) for t in twelve_bits.pack(weight))
+    words, scales = (t.to(DEVICE) for t in bf12.pack(weight))
     expected = product(x, weight, None), product(x.abs(), weight.abs(), None)
-    assert close(one_token(x.to(DEVICE), words, None, scales=scales), expected)
-    assert close(few_tokens(x.to(DEVICE), words, None, weight_scales=scales), expected)
+    assert close(gemv(x.to(DEVICE), words, None, scales=scales), expected)
+    assert close(skinny_gemm(x.to(DEVICE), words, None, weight_scales=scales), expected)
 
 
 @pytest.mark.parametrize("exponent", [-50, 50])
 def test_activations_of_any_size(exponent):
     weight = torch.ones(64, 256).bfloat16()
     weight[:, 1:] = 2.0**-14
-    words, scales = (t.to(DEVICE) for t in twelve_bits.pack(weight))
+    words, scales = (t.to(DEVICE) for t in bf12.pack(weight))
     x = torch.zeros(1, 256)
     x[0, 1:] = 1.0078125 * 2.0**exponent  # all its bits count
-    got = one_token(
+    got = gemv(
         x.to(DTYPE).to(DEVICE), words, None, out=torch.empty(1, 64, device=DEVICE), scales=scales
     )
     assert got[0].tolist() == pytest.approx(
@@ -267,7 +267,7 @@ def test_a_product_that_joins_the_residual_stream():
     hidden = torch.randn(1, 256)
     stream = hidden.clone().to(DEVICE)
     norm = Norm((torch.rand(256) + 0.5).to(DEVICE), None, 1e-5, dtype=DTYPE)
-    between = one_token_joined(x, words, None, stream, norm, scales)
+    between = fused_gemv(x, words, None, stream, norm, scales)
     assert torch.allclose(
         stream.cpu().double(), hidden.double() + expected[0], rtol=1e-4, atol=1e-4
     )
@@ -377,7 +377,7 @@ def test_what_products_read(tokens, monkeypatch):
 def test_a_gpu_packs_as_a_cpu_does():
     weight = trained(256, 1024)
     weight[7] *= 2.0**100
-    here, there = twelve_bits.pack(weight), twelve_bits.pack(weight.cuda())
+    here, there = bf12.pack(weight), bf12.pack(weight.cuda())
     assert torch.equal(there.words.cpu(), here.words)
     assert torch.equal(there.scales.cpu(), here.scales)
 

@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.bf12 import GROUP, packs
 from slipstream.kernels.gpu.activation import silu_times
+from slipstream.kernels.gpu.bf12 import RUN, WORDS, unpacked
 from slipstream.kernels.gpu.launch import (
     Quick,
     counters,
@@ -28,8 +30,6 @@ from slipstream.kernels.gpu.launch import (
     processors,
     shared_memory,
 )
-from slipstream.kernels.gpu.twelve_bits import RUN, WORDS, unpacked
-from slipstream.kernels.twelve_bits import GROUP, packs
 
 _ROWS = 64  # of a tile: what the matrix units take at once
 _TILE_BYTES = 256  # of a row in a tile
@@ -42,7 +42,7 @@ _AHEAD = 2
 
 @Quick
 @triton.jit(do_not_specialize=["tokens", "parts"])
-def _few_tokens(
+def _skinny_gemm(
     x,
     x_scales,
     weight,
@@ -65,7 +65,7 @@ def _few_tokens(
     WEIGHT_SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
-    TWELVE: tl.constexpr,
+    BF12: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -83,7 +83,7 @@ def _few_tokens(
     first = part * span
     last = tl.minimum(first + span, size)
     # While the kernel ahead runs out: lines of the first tiles of the weight, 128 bytes each.
-    if TWELVE:
+    if BF12:
         row_size, line = (
             size // COLUMNS * WORDS,
             tl.arange(0, AHEAD) * RUN + first // COLUMNS * WORDS,
@@ -101,7 +101,7 @@ def _few_tokens(
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for begin in tl.range(first, last, COLUMNS, num_stages=STAGES):
         column = begin + tl.arange(0, COLUMNS)
-        if TWELVE:
+        if BF12:
             word = at + (tl.arange(0, RUN) + begin // COLUMNS * WORDS)[None, :]
             y = x + token[None, :] * size + (begin + tl.arange(0, RUN))[:, None]
             runs = unpacked(
@@ -159,9 +159,9 @@ def _few_tokens(
             tl.store(where, total.to(out.dtype.element_ty), here[None, :] & (row < rows)[:, None])
 
 
-def few_tokens(
+def skinny_gemm(
     x: Tensor,  # [tokens, in], contiguous: 16 bits, or e4m3 with x_scales
-    # [out, in]: of x's type, or int8 or e4m3 with weight_scales; TwelveBits' words with their
+    # [out, in]: of x's type, or int8 or e4m3 with weight_scales; Bf12Weight' words with their
     # scales
     weight: Tensor,
     bias: Tensor | None,  # [out]
@@ -179,7 +179,7 @@ def few_tokens(
     width = max(16, power_of_two(tokens))
     tiling = _tiling(rows, size, width, x, weight)
     partial, arrivals = _meeting_place(x.device, tiling, width)
-    _few_tokens[(tiling.tiles, tiling.parts)](
+    _skinny_gemm[(tiling.tiles, tiling.parts)](
         x.contiguous(),
         x_scales,
         weight,
@@ -202,7 +202,7 @@ def few_tokens(
         WEIGHT_SCALED=weight_scales is not None,
         BIAS=bias is not None,
         GATED=gated,
-        TWELVE=weight.dtype == torch.int16,
+        BF12=weight.dtype == torch.int16,
         ON_DEVICE=x.device.type == "cuda",
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         AHEAD=_AHEAD,
@@ -217,7 +217,7 @@ def gates(weight: Tensor) -> bool:
     return weight.shape[0] % _ROWS == 0
 
 
-def takes_twelve_bits(weight: Tensor) -> bool:
+def supports_bf12(weight: Tensor) -> bool:
     """Whether a weight [out, in] has sizes that tiles of twelve bits divide."""
     return weight.shape[0] % _ROWS == 0 and packs(weight)
 

@@ -26,7 +26,7 @@ _SLICE = 2**23
 _MOST_LOSING = 1 / 32  # of a row's numbers: where more lose bits, it might be felt
 
 
-class TwelveBits(NamedTuple):
+class Bf12Weight(NamedTuple):
     words: Tensor  # int16 [rows, columns × 3 / 4]
     scales: Tensor  # float32 [rows]: powers of two
 
@@ -36,7 +36,7 @@ def packs(weight: Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and weight.shape[1] % GROUP == 0
 
 
-def pack(weight: Tensor) -> TwelveBits | None:
+def pack(weight: Tensor) -> Bf12Weight | None:
     """The weight in twelve bits; None where that might be felt, because many of a row's numbers
     lose bits, and where one is infinite or none.
     """
@@ -49,10 +49,10 @@ def pack(weight: Tensor) -> TwelveBits | None:
         words[part], scales[part], safe = _pack(weight[part])
         if not safe:
             return None
-    return TwelveBits(words, scales)
+    return Bf12Weight(words, scales)
 
 
-def unpack(packed: TwelveBits) -> Tensor:
+def unpack(packed: Bf12Weight) -> Tensor:
     """→ float32 [rows, columns]"""
     runs = (packed.words.to(torch.int32) & 0xFFFF).view(packed.words.shape[0], -1, 3, RUN)
     first, second, third = runs.unbind(2)

@@ -12,10 +12,10 @@ from attention_steps import DEVICE, GPU
 from slipstream.kernels import activation
 from slipstream.kernels import linear as any_linear
 from slipstream.kernels.gpu import activation as gpu_activation
+from slipstream.kernels.gpu import gated_gemm as module
 from slipstream.kernels.gpu import launch, linear
-from slipstream.kernels.gpu import many_tokens as module
+from slipstream.kernels.gpu.gated_gemm import gated_gemm
 from slipstream.kernels.gpu.linear import DenseProduct
-from slipstream.kernels.gpu.many_tokens import many_tokens
 
 DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter does not know bfloat16
 
@@ -39,7 +39,7 @@ def test_the_gate_of_a_product(tokens, size, columns):
     exact = activation.silu_gated(
         torch.nn.functional.linear(x.to(DEVICE).float(), weight.to(DEVICE).float())
     )
-    got = many_tokens(around[:tokens], weight.to(DEVICE))
+    got = gated_gemm(around[:tokens], weight.to(DEVICE))
     assert got.shape == (tokens, size)
     assert (got.float() - exact).norm() < 5e-3 * exact.norm()
 
@@ -50,7 +50,7 @@ def test_tiles_beyond_a_band_and_programs_side_by_side(monkeypatch, processors):
     monkeypatch.setattr(module, "processors", lambda device: processors)
     torch.manual_seed(0)
     x, weight = torch.randint(-8, 9, (1100, 64)) / 8, torch.randint(-8, 9, (512, 64)) / 8
-    got = many_tokens(x.to(DEVICE, DTYPE), weight.to(DEVICE, DTYPE))
+    got = gated_gemm(x.to(DEVICE, DTYPE), weight.to(DEVICE, DTYPE))
     assert torch.equal(got, gpu_activation.silu_gated((x @ weight.t()).to(DEVICE, DTYPE)))
 
 
@@ -62,8 +62,8 @@ def test_no_more_programs_than_tiles(monkeypatch):
             return lambda *arguments, **constants: launched.append((grid, arguments[3:]))
 
     monkeypatch.setattr(module, "processors", lambda device: 4)
-    monkeypatch.setattr(module, "_many_tokens", Launched())
-    many_tokens(torch.empty(130, 64), torch.empty(256, 64))
+    monkeypatch.setattr(module, "_gated_gemm", Launched())
+    gated_gemm(torch.empty(130, 64), torch.empty(256, 64))
     assert launched == [((2,), (130, 128, 64, 2))]
 
 
@@ -114,15 +114,15 @@ def test_which_weights_are_taken(monkeypatch, shape, dtype, major, shared, addre
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr(module, "shared_memory", lambda device: shared)
-    assert module.takes_many(weight) is takes
+    assert module.supports_gated_gemm(weight) is takes
     weight.is_contiguous = lambda: False
-    assert not module.takes_many(weight)
+    assert not module.supports_gated_gemm(weight)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_who_gates_many_tokens(monkeypatch, bias):
     torch.manual_seed(0)
-    monkeypatch.setattr(linear, "takes_many", lambda weight: True)
+    monkeypatch.setattr(linear, "supports_gated_gemm", lambda weight: True)
     monkeypatch.setattr(linear, "pays", lambda tokens, weight: tokens >= 100)
     monkeypatch.setattr(linear, "silu_gated", lambda y: "two kernels")
     x = torch.randn(64, 100, dtype=DTYPE, device=DEVICE).t()
@@ -131,7 +131,7 @@ def test_who_gates_many_tokens(monkeypatch, bias):
     if bias:
         assert product.gated(x) == "two kernels"
     else:
-        assert torch.equal(product.gated(x), many_tokens(x.contiguous(), weight))
+        assert torch.equal(product.gated(x), gated_gemm(x.contiguous(), weight))
     assert product.gated(x[:99]) == "two kernels"
 
 
@@ -140,8 +140,8 @@ def test_who_gates_many_tokens(monkeypatch, bias):
 )
 def test_a_start_has_it_compiled_whatever_the_steps_it_runs(monkeypatch, takes, bias, calls):
     called = []
-    monkeypatch.setattr(linear, "takes_many", lambda weight: takes)
-    monkeypatch.setattr(linear, "many_tokens", lambda x, weight: called.append(x.shape[0]))
+    monkeypatch.setattr(linear, "supports_gated_gemm", lambda weight: takes)
+    monkeypatch.setattr(linear, "gated_gemm", lambda x, weight: called.append(x.shape[0]))
     any_linear.prepare_gate(DenseProduct(torch.zeros(256, 64), torch.zeros(256) if bias else None))
     any_linear.prepare_gate(lambda x: x)  # a CPU's has nothing to compile
     assert called == calls

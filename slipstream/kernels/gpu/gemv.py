@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.gpu.bf12 import GROUP, RUN, WORDS, widened
 from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, power_of_two
-from slipstream.kernels.gpu.twelve_bits import GROUP, RUN, WORDS, widened
 from slipstream.kernels.inputs import Unscaled
 from slipstream.kernels.normalisation import Norm
 
@@ -32,7 +32,7 @@ _REST = tl.constexpr(2.0**48)
 
 @Quick
 @triton.jit(do_not_specialize=["pieces_in"])
-def _one_token(
+def _gemv(
     x,
     squares,
     weight,
@@ -52,15 +52,15 @@ def _one_token(
     SQUARES: tl.constexpr,
     JOINED: tl.constexpr,
     STAGES: tl.constexpr,
-    TWELVE: tl.constexpr,
+    BF12: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    at = weight + row.to(tl.int64)[:, None] * (size // GROUP * WORDS if TWELVE else size)
+    at = weight + row.to(tl.int64)[:, None] * (size // GROUP * WORDS if BF12 else size)
     # The first columns of the weight do not wait for the kernel ahead.
-    w = _read(at, 0, size, inside, COLUMNS, TWELVE)
+    w = _read(at, 0, size, inside, COLUMNS, BF12)
     follow(OVERLAP)
     # What is needed behind the product is asked for ahead of it.
     if SQUARES > 0:
@@ -71,13 +71,13 @@ def _one_token(
             tl.load(stream + row, inside, other=0.0),
             tl.load(gain + row, inside, other=0.0),
         )
-    total = tl.zeros([ROWS, COLUMNS // 4 if TWELVE else COLUMNS], tl.float32)
-    total = _add(total, w, x, 0, size, COLUMNS, TWELVE, ON_DEVICE)
+    total = tl.zeros([ROWS, COLUMNS // 4 if BF12 else COLUMNS], tl.float32)
+    total = _add(total, w, x, 0, size, COLUMNS, BF12, ON_DEVICE)
     for begin in tl.range(COLUMNS, size, COLUMNS, num_stages=STAGES):
-        next_w = _read(at, begin, size, inside, COLUMNS, TWELVE)
-        total = _add(total, next_w, x, begin, size, COLUMNS, TWELVE, ON_DEVICE)
+        next_w = _read(at, begin, size, inside, COLUMNS, BF12)
+        total = _add(total, next_w, x, begin, size, COLUMNS, BF12, ON_DEVICE)
     y = tl.sum(total, 1)
-    if TWELVE:
+    if BF12:
         y = y * _REST * tl.load(scales + row, inside, other=0.0)  # a large scale comes last
     if SQUARES > 0:
         y *= tl.rsqrt(tl.sum(sums, 0) / size + epsilon)
@@ -92,9 +92,9 @@ def _one_token(
 
 
 @triton.jit
-def _read(at, begin, size, inside, COLUMNS: tl.constexpr, TWELVE: tl.constexpr):
+def _read(at, begin, size, inside, COLUMNS: tl.constexpr, BF12: tl.constexpr):
     """What is stored of a program's rows at some columns."""
-    if TWELVE:
+    if BF12:
         place = tl.arange(0, COLUMNS // 4)
         word = at + (place // RUN * WORDS + place % RUN + begin // GROUP * WORDS)[None, :]
         held = inside[:, None] & (begin + place // RUN * GROUP < size)[None, :]
@@ -112,10 +112,10 @@ def _read(at, begin, size, inside, COLUMNS: tl.constexpr, TWELVE: tl.constexpr):
 
 @triton.jit
 def _add(
-    total, w, x, begin, size, COLUMNS: tl.constexpr, TWELVE: tl.constexpr, ON_DEVICE: tl.constexpr
+    total, w, x, begin, size, COLUMNS: tl.constexpr, BF12: tl.constexpr, ON_DEVICE: tl.constexpr
 ):
     """w: what was read of these columns; its products with x are added to the total."""
-    if TWELVE:
+    if BF12:
         place = tl.arange(0, COLUMNS // 4)
         column = begin + place // RUN * GROUP + place % RUN
         runs = widened(w[0], w[1], w[2], ON_DEVICE)
@@ -134,14 +134,14 @@ def _activations(x, column, size):
     return tl.load(x + column, column < size, other=0.0).to(tl.float32)
 
 
-def one_token(
+def gemv(
     x: Tensor | Unscaled,
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """x: [1, in]; weight: [out, in], or TwelveBits' words with their scales; bias: [out] or None
+    """x: [1, in]; weight: [out, in], or Bf12Weight' words with their scales; bias: [out] or None
     → [1, out], of x's type unless `out` is given"""
     if out is None:
         values = x.values if isinstance(x, Unscaled) else x
@@ -150,7 +150,7 @@ def one_token(
     return out
 
 
-def one_token_joined(
+def fused_gemv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -180,9 +180,9 @@ def _launch(
     out_squares: Tensor | None = None,
 ) -> None:
     values, squares, epsilon = x if isinstance(x, Unscaled) else (x, None, 0.0)
-    rows, size, twelve = weight.shape[0], values.shape[1], scales is not None
+    rows, size, bf12 = weight.shape[0], values.shape[1], scales is not None
     taken, pieces_in = _rows(rows, scales), squares.shape[0] if squares is not None else 0
-    _one_token[(pieces(rows, taken),)](
+    _gemv[(pieces(rows, taken),)](
         values,
         squares,
         weight,
@@ -198,11 +198,11 @@ def _launch(
         epsilon,
         BIAS=bias is not None,
         ROWS=taken,
-        COLUMNS=_COLUMNS[twelve],
-        STAGES=_STAGES[twelve],
+        COLUMNS=_COLUMNS[bf12],
+        STAGES=_STAGES[bf12],
         SQUARES=power_of_two(pieces_in) if pieces_in else 0,
         JOINED=hidden is not None,
-        TWELVE=twelve,
+        BF12=bf12,
         ON_DEVICE=values.device.type == "cuda",
         num_warps=4,
         **overlapping(values.device),

@@ -1,15 +1,15 @@
-"""Weights of twelve bits as products read them; `kernels/twelve_bits.py` says how they are stored."""
+"""Weights of twelve bits as products read them; `kernels/bf12.py` says how they are stored."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from slipstream.kernels import twelve_bits
+from slipstream.kernels import bf12
 
-RUN = tl.constexpr(twelve_bits.RUN)
-GROUP = tl.constexpr(twelve_bits.GROUP)
-WORDS = tl.constexpr(3 * twelve_bits.RUN)  # of a group
+RUN = tl.constexpr(bf12.RUN)
+GROUP = tl.constexpr(bf12.GROUP)
+WORDS = tl.constexpr(3 * bf12.RUN)  # of a group
 
 # Two numbers of each run at a time; a, b and c: words of the three runs, then numbers of the first
 # three.

@@ -30,7 +30,7 @@ _VERY_MANY = 2048
 
 @Quick
 @triton.jit(do_not_specialize=["tokens", "programs"])
-def _many_tokens(
+def _gated_gemm(
     x,
     weight,
     out,
@@ -58,9 +58,9 @@ def _many_tokens(
         out.store([token, row], silu_times(activated, multiplied))
 
 
-def many_tokens(x: Tensor, weight: Tensor) -> Tensor:
+def gated_gemm(x: Tensor, weight: Tensor) -> Tensor:
     """x: [tokens, in], contiguous; weight: [2 * size, in] → [tokens, size]: the first half of the
-    results, activated by silu, times the second. Sizes are as `takes_many` asks.
+    results, activated by silu, times the second. Sizes are as `supports_gated_gemm` asks.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -68,7 +68,7 @@ def many_tokens(x: Tensor, weight: Tensor) -> Tensor:
     size = weight.shape[0] // 2
     out = x.new_empty((tokens, size))
     programs = min(processors(x.device), _tiles(tokens, size))
-    _many_tokens[(programs,)](
+    _gated_gemm[(programs,)](
         TensorDescriptor.from_tensor(x, [_TOKENS, _COLUMNS]),
         TensorDescriptor.from_tensor(weight.view(2, size, columns), [2, _ROWS, _COLUMNS]),
         TensorDescriptor.from_tensor(out, [_TOKENS, _ROWS]),
@@ -86,7 +86,7 @@ def many_tokens(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def takes_many(weight: Tensor) -> bool:
+def supports_gated_gemm(weight: Tensor) -> bool:
     """Whether a weight [2 * size, in] is one whose halves this multiplies: on Hopper, for which it
     is made.
     """
