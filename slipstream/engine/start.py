@@ -80,7 +80,7 @@ def create_engine(
     model = Transformer(spec, tensors, dtype, device, longest, cache_dtype)
     # otherwise all is in sight anyway
     if min(settings.attention_windows, default=longest) < longest:
-        model.narrow_attention(settings.attention_windows, settings.sink_tokens)
+        model.set_attention_windows(settings.attention_windows, settings.sink_tokens)
     tensors.clear()  # what was laid out anew need not be held twice
     copy_bytes, blocks = _share_out_memory(model, settings, longest)
     runner, step_bytes, graph_bytes = _prepare_runner(
@@ -285,7 +285,7 @@ def _share_out_memory(
     if model.device.type != "cuda":
         return 0, _pool_blocks(settings, None, block_bytes, longest)
     room = _gpu_room(model.spec, settings, longest, model.device)
-    copy_bytes = model.copy_weights(_copy_room(settings, room, block_bytes, longest))
+    copy_bytes = model.compress_weights(_copy_room(settings, room, block_bytes, longest))
     if copy_bytes:
         torch.cuda.empty_cache()  # what packing took beside them
     return copy_bytes, _pool_blocks(settings, room - copy_bytes, block_bytes, longest)

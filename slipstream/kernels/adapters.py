@@ -1,12 +1,12 @@
-"""Low-rank additions to a layer's products, y += B (A x), with another A and B for each token.
+"""Low-rank additions to a layer's linears, y += B (A x), with another A and B for each token.
 
-Adapters lie in pages. A page has room for `rank` rows of A and `rank` columns of B of every product
+Adapters lie in pages. A page has room for `rank` rows of A and `rank` columns of B of every linear
 of every layer; an adapter of a higher rank takes several pages, and what it adds is the sum of what
 its pages add. Page 0 is nobody's.
 
     a page:   layer 0 [ qkv A | qkv B | dense A | dense B | first A | first B | proj A | proj B ]  layer 1 [ …
 
-Where a product is several in one (q, k and v; the two halves of a gated mlp), each part has its own
+Where a linear is several in one (q, k and v; the two halves of a gated mlp), each part has its own
 A and B: A is [parts * rank, in], and B, stored with its columns as rows, is [rank, out] over the
 parts side by side.
 """
@@ -21,30 +21,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# the products of a layer, in the order they are computed
-PRODUCTS = QKV, DENSE, FIRST, PROJ = range(4)
+# the linears of a layer, in the order they are computed
+LINEARS = QKV, O_PROJ, UP_PROJ, DOWN_PROJ = range(4)
 
 _ALIGNED = 64  # elements: where a matrix begins, so that kernels read whole cache lines
-# up to this many, the tokens of an adapter go into one batched product with other adapters' tokens
+# up to this many, the tokens of an adapter go into one batched linear with other adapters' tokens
 _FEW_TOKENS = 8
 
 
-class ProductShape(NamedTuple):
+class LinearShape(NamedTuple):
     inputs: int
-    outputs: tuple[int, ...]  # of each part; () where the layer has no such product
+    outputs: tuple[int, ...]  # of each part; () where the layer has no such linear
 
 
 class StepAdapters(Protocol):
     """Which adapter each token of a step runs through, planned once and used by every layer."""
 
-    def add(self, y: Tensor, x: Tensor, layer: int, product: int) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, linear: int) -> None:
         """Add to y [tokens, out] what the adapters make of x [tokens, in]."""
 
 
 class PageLayout:
     """Where in a page each matrix lies."""
 
-    def __init__(self, shapes: Sequence[ProductShape], layers: int, rank: int) -> None:
+    def __init__(self, shapes: Sequence[LinearShape], layers: int, rank: int) -> None:
         self.shapes, self.layers, self.rank = tuple(shapes), layers, rank
         self._starts: list[tuple[int, int]] = []  # of A and of B within a layer
         position = 0
@@ -58,28 +58,28 @@ class PageLayout:
     def pages_for(self, rank: int) -> int:
         return -(-rank // self.rank)
 
-    def starts(self, layer: int, product: int) -> tuple[int, int]:
-        """Where in a page A and B of the product begin."""
-        first, second = self._starts[product]
+    def starts(self, layer: int, linear: int) -> tuple[int, int]:
+        """Where in a page A and B of the linear begin."""
+        first, second = self._starts[linear]
         return layer * self.layer_elements + first, layer * self.layer_elements + second
 
-    def first(self, memory: Tensor, layer: int, product: int) -> Tensor:
+    def first(self, memory: Tensor, layer: int, linear: int) -> Tensor:
         """All pages' A: [pages, parts * rank, in]"""
-        shape, (start, _) = self.shapes[product], self.starts(layer, product)
+        shape, (start, _) = self.shapes[linear], self.starts(layer, linear)
         rows = len(shape.outputs) * self.rank
         return memory[:, start : start + rows * shape.inputs].view(-1, rows, shape.inputs)
 
-    def second(self, memory: Tensor, layer: int, product: int) -> Tensor:
+    def second(self, memory: Tensor, layer: int, linear: int) -> Tensor:
         """All pages' B: [pages, rank, out]"""
-        outputs, (_, start) = sum(self.shapes[product].outputs), self.starts(layer, product)
+        outputs, (_, start) = sum(self.shapes[linear].outputs), self.starts(layer, linear)
         return memory[:, start : start + self.rank * outputs].view(-1, self.rank, outputs)
 
 
 class Matrices(NamedTuple):
-    """What an adapter adds to one part of one product."""
+    """What an adapter adds to one part of one linear."""
 
     layer: int
-    product: int
+    linear: int
     part: int
     first: np.ndarray  # A: [rank, in]
     second: np.ndarray  # B with its columns as rows: [rank, out]
@@ -95,7 +95,7 @@ class HostAdapter:
     values: Tensor  # [n]: all of them, one after the other
     # of each page: int32 [runs, 3], where a run begins in `values` and in the page, and its length
     runs: list[Tensor]
-    products: list[int]  # of each page: bit p, where it adds something to product p
+    linears: list[int]  # of each page: bit p, where it adds something to linear p
 
     @property
     def bytes(self) -> int:
@@ -111,10 +111,10 @@ def pack_adapter(
     rank = max(one.first.shape[0] for one in matrices)
     pages = layout.pages_for(rank)
     runs: list[list[tuple[int, int, int]]] = [[] for _ in range(pages)]
-    products, at = [0] * pages, 0
+    linears, at = [0] * pages, 0
     for one in matrices:
         for page in range(layout.pages_for(one.first.shape[0])):
-            products[page] |= 1 << one.product
+            linears[page] |= 1 << one.linear
             runs[page] += _runs(layout, one, page, at)
         at += one.first.size + one.second.size
     joined = np.concatenate([half.ravel() for one in matrices for half in (one.first, one.second)])
@@ -122,7 +122,7 @@ def pack_adapter(
     tables = [torch.tensor(table, dtype=torch.int32) for table in runs]
     if device.type == "cuda":
         values, tables = values.pin_memory(), [table.pin_memory() for table in tables]
-    return HostAdapter(rank, values, tables, products)
+    return HostAdapter(rank, values, tables, linears)
 
 
 def _runs(layout: PageLayout, one: Matrices, page: int, at: int) -> list[tuple[int, int, int]]:
@@ -130,8 +130,8 @@ def _runs(layout: PageLayout, one: Matrices, page: int, at: int) -> list[tuple[i
     in one run, since its rows lie one after the other in a page, too; B's rows one by one, between
     those of other parts.
     """
-    outputs, size = layout.shapes[one.product].outputs, layout.rank
-    first_at, second_at = layout.starts(one.layer, one.product)
+    outputs, size = layout.shapes[one.linear].outputs, layout.rank
+    first_at, second_at = layout.starts(one.layer, one.linear)
     total, inputs = one.first.shape
     width, wide, column = outputs[one.part], sum(outputs), sum(outputs[: one.part])
     begin = page * size
@@ -158,10 +158,10 @@ class AdapterPages:
         """most_pages: of one adapter"""
         self.layout, self.most_pages = layout, most_pages
         self.memory = torch.zeros(total_pages + 1, layout.elements, dtype=dtype, device=device)
-        # Bit p: the page adds something to product p. What a page does not add need not be
+        # Bit p: the page adds something to linear p. What a page does not add need not be
         # computed.
-        self.products = np.zeros(total_pages + 1, dtype=np.int32)
-        self.device_products = torch.zeros(total_pages + 1, dtype=torch.int32, device=device)
+        self.linears = np.zeros(total_pages + 1, dtype=np.int32)
+        self.device_linears = torch.zeros(total_pages + 1, dtype=torch.int32, device=device)
 
     def write(self, pages: Sequence[int], adapter: HostAdapter) -> None:
         """Put an adapter into these pages, in place of what was there. The host waits for nothing."""
@@ -171,11 +171,11 @@ class AdapterPages:
             # needs Triton, which a CPU installation lacks
             from slipstream.kernels.gpu.adapters import spread
         values = adapter.values.to(device, non_blocking=True)
-        for page, runs, products in zip(pages, adapter.runs, adapter.products, strict=True):
+        for page, runs, linears in zip(pages, adapter.runs, adapter.linears, strict=True):
             self.memory[page].zero_()
             spread(values, runs.to(device, non_blocking=True), self.memory[page])
-            self.products[page] = products
-            self.device_products[page] = products
+            self.linears[page] = linears
+            self.device_linears[page] = linears
 
 
 def _spread(values: Tensor, runs: Tensor, page: Tensor) -> None:
@@ -186,7 +186,7 @@ def _spread(values: Tensor, runs: Tensor, page: Tensor) -> None:
 
 
 class CpuStepAdapters:
-    """Tokens grouped by adapter. Each of the larger groups is a product of its own; small ones are
+    """Tokens grouped by adapter. Each of the larger groups is a linear of its own; small ones are
     batched together.
     """
 
@@ -208,30 +208,30 @@ class CpuStepAdapters:
         self._large = [
             (key, _places(found)) for key, found in tokens.items() if len(found) > _FEW_TOKENS
         ]
-        self._small = [_Batch.of(self._adding(small, product)) for product in PRODUCTS]
+        self._small = [_Batch.of(self._adding(small, linear)) for linear in LINEARS]
 
     def _adding(
-        self, groups: dict[tuple[int, ...], np.ndarray], product: int
+        self, groups: dict[tuple[int, ...], np.ndarray], linear: int
     ) -> dict[int, np.ndarray]:
-        """page → tokens, of those pages that add something to the product."""
+        """page → tokens, of those pages that add something to the linear."""
         return {
             page: tokens
             for key, tokens in sorted(groups.items())
-            for page in self._of_product(key, product)
+            for page in self._pages_with(key, linear)
         }
 
-    def _of_product(self, pages: Sequence[int], product: int) -> list[int]:
-        return [page for page in pages if self._pages.products[page] >> product & 1]
+    def _pages_with(self, pages: Sequence[int], linear: int) -> list[int]:
+        return [page for page in pages if self._pages.linears[page] >> linear & 1]
 
-    def add(self, y: Tensor, x: Tensor, layer: int, product: int) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, linear: int) -> None:
         layout, memory = self._pages.layout, self._pages.memory
-        outputs = layout.shapes[product].outputs
-        first, second = layout.first(memory, layer, product), layout.second(memory, layer, product)
-        batch = self._small[product]
+        outputs = layout.shapes[linear].outputs
+        first, second = layout.first(memory, layer, linear), layout.second(memory, layer, linear)
+        batch = self._small[linear]
         if batch is not None:
             batch.add(y, x, first, second, outputs)
         for pages, tokens in self._large:
-            adding = self._of_product(pages, product)
+            adding = self._pages_with(pages, linear)
             if adding:
                 _add_group(y, x, tokens, first[adding], second[adding], outputs)
 
@@ -262,7 +262,7 @@ def _add_group(
 
 
 class _Batch(NamedTuple):
-    """Pages with few tokens each: one batched product over all of them, padded to the most tokens a
+    """Pages with few tokens each: one batched linear over all of them, padded to the most tokens a
     page has.
     """
 

@@ -34,7 +34,7 @@ def mixture(
     return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, tokens, weighted).to(x.dtype)
 
 
-def grouped_product(x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+def grouped_gemm(x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """x: [tokens, in] or [pairs, in], weight: [experts, out, in], chosen: [tokens, per_token] →
     [pairs, out].
 

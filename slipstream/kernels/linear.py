@@ -1,17 +1,17 @@
-"""Matrix products with stored weights: dense, int8, int4 and fp8. x: [tokens, in_features] →
-[tokens, out_features].
+"""Linear layers: the base class, and the CPU's layers with unquantised, int8 and int4 weights.
 
-On CPU a decode step is bound by reading the weights, so bf16 weights are laid out once the way
-oneDNN reads them, and int8 and int4 ones go through torch's weight-only kernels. Those kernels are
-made for few tokens; for many, the weights are expanded for the one product, which costs less than
-it saves.
+On a CPU a decode step is bound by reading the weights. So bf16 weights are laid out once the way
+oneDNN reads them, and int8 and int4 weights go through torch's weight-only kernels. Those kernels
+are made for few tokens. For more tokens, expanding the weights before a plain GEMM is faster.
+
+`linear_dispatch.py` chooses the class for a weight; the GPU's layers are in `gpu/linear.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,152 +20,171 @@ from torch.nn import functional
 from slipstream.kernels.inputs import Input
 from slipstream.kernels.normalisation import Norm
 
-Product = Callable[[Any], Tensor]  # of an Input; on a CPU, of a plain tensor
-Joint = Callable[[Any, Tensor], Input]  # of activations and the residual stream: see `joint`
-
 # Above this many tokens expanding quantised weights beats the weight-only kernels
 # (benchmarks/kernels.py).
 _EXPAND_ABOVE_TOKENS = 48
-_INT4_ROWS = 16  # the four-bit kernel takes weights of a multiple of this many rows
-_EIGHT_BIT_SIZES = 16  # what the rows and the columns of an eight-bit weight must be multiples of
-# Hopper: the first whose library takes a scale a row and a scale a token
-_EIGHT_BIT_DEVICES = (9, 0)
+_INT4_ROWS = 16  # the int4 kernel takes weights whose rows are a multiple of this
+
+# (activations, residual stream) → the normalised sum: see `fuse_residual_norm`
+FusedLinear = Callable[[Any, Tensor], Input]
 
 
-def dense(weight: Tensor, bias: Tensor | None) -> Product:
-    """weight: [out, in], bias: [out] or None."""
-    if _packs(weight):
-        # The second argument is only a hint at the number of tokens; the layout serves every
-        # number.
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
-        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    if weight.device.type == "cuda":
-        # needs Triton, which a CPU installation lacks
-        from slipstream.kernels.gpu.linear import DenseProduct
+class CompressibleWeight(Protocol):
+    """A 16-bit weight that a GPU can also keep as a 12-bit copy."""
 
-        return DenseProduct(weight, bias)
-    return lambda x: functional.linear(x, weight, bias)
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the copy; 0 where there would be none."""
+        ...
+
+    def compress(self) -> int:
+        """Make the copy and return its bytes; 0 if it would lose accuracy."""
+        ...
 
 
-def gated(product: Product) -> Product | None:
-    """The product with the silu gate behind it, where one kernel does both for some numbers of
-    tokens; else None.
+class Linear:
+    """A linear layer with a stored weight: x [tokens, in] → [tokens, out].
+
+    The class attributes say which fused forms a layer has. The defaults say none.
     """
-    return getattr(product, "gated", None)
+
+    accepts_unscaled = False  # x may be an `Unscaled` row
+    fuses_gate = False  # `gated` is implemented
+    fuses_residual_norm = False  # `residual_norm` is implemented
+    stored: CompressibleWeight | None = None  # None: the weight has no compressed form
+
+    def __call__(self, x: Any) -> Tensor:
+        """x: an `Input`; on a CPU a plain tensor."""
+        raise NotImplementedError
+
+    def gated(self, x: Any) -> Tensor:
+        """Return silu(first half of the outputs) × second half: [tokens, out / 2]."""
+        raise NotImplementedError
+
+    def prepare_gate(self) -> None:
+        """Compile the fused gate kernel for token counts that warm-up may not reach."""
+
+    def residual_norm(self, x: Tensor, hidden: Tensor, norm: Norm) -> Input:
+        """Add the output for the one token x [1, in] to `hidden` [1, out] in place, and return
+        the normalised sum.
+        """
+        raise NotImplementedError
 
 
-def prepare_gate(product: Product) -> None:
-    """Have kernels compiled that gate numbers of tokens which the steps of a start may not have."""
-    if hasattr(product, "prepare_gate"):
-        product.prepare_gate()
+class UnquantisedLinear(Linear):
+    """A weight of the activations' type."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """weight: [out, in]; bias: [out] or None"""
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
 
 
-def joint(product: Product, norm: Norm | None, taker: Product) -> Joint | None:
-    """One kernel that multiplies a single token, adds the result to the residual stream and
-    normalises the sum for the product that takes it; None where there is no such kernel.
+class OneDnnLinear(Linear):
+    """A bf16 weight in oneDNN's own layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """weight: [out, in]; bias: [out] or None"""
+        # The second argument is a hint at the number of tokens; the layout serves any number.
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return y
+
+    @staticmethod
+    def supports(weight: Tensor) -> bool:
+        on_cpu = weight.device.type == "cpu"
+        return on_cpu and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+
+
+class Int8Linear(Linear):
+    """An int8 weight with one scale per row."""
+
+    def __init__(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """weight: int8 [out, in], scales: [out]; a row stands for weight × its scale"""
+        self.weight = weight.contiguous()
+        self.scales = scales.to(dtype)
+        self.bias = bias
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] > _EXPAND_ABOVE_TOKENS or not _has_weight_only_kernel(x):
+            return functional.linear(
+                x, self.weight.to(self.dtype) * self.scales[:, None], self.bias
+            )
+        y: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.weight, self.scales)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class ExpandedInt4Linear(Linear):
+    """An int4 weight that is expanded for every GEMM: any device, any number of rows."""
+
+    def __init__(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """weight, scales: as `expand_int4` takes them"""
+        self.weight = weight
+        self.scales = scales
+        self.bias = bias
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, expand_int4(self.weight, self.scales, self.dtype), self.bias)
+
+
+class Int4Linear(ExpandedInt4Linear):
+    """An int4 weight that a few tokens read through torch's weight-only kernel."""
+
+    def __init__(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__(weight, scales, bias, dtype)
+        self.group = weight.shape[1] * 2 // scales.shape[1]
+        values = unpack_int4(weight).int()
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1)
+        # the kernel takes the groups as the outermost dimension
+        self.pairs = scales.transpose(0, 1).to(dtype).contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] > _EXPAND_ABOVE_TOKENS or not _has_weight_only_kernel(x):
+            return super().__call__(x)
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x, self.packed, self.group, self.pairs
+        )
+        return y if self.bias is None else y.add_(self.bias)
+
+    @staticmethod
+    def supports(weight: Tensor) -> bool:
+        return weight.device.type == "cpu" and weight.shape[0] % _INT4_ROWS == 0
+
+
+def fuse_residual_norm(linear: Linear, norm: Norm | None, consumer: Linear) -> FusedLinear | None:
+    """Return one kernel that runs the linear layer on a single token, adds the result to the
+    residual stream and normalises the sum for `consumer`; None where there is no such kernel.
     """
-    if norm is None or not (hasattr(product, "joined") and hasattr(taker, "takes_unscaled")):
+    if norm is None or not (linear.fuses_residual_norm and consumer.accepts_unscaled):
         return None
-    # What is not scaled yet may be beyond float16. Eight bits need the scale first.
+    # Unscaled values may exceed the range of float16, and fp8 needs the scale first.
     if norm.bias is not None or norm.quantise or norm.result != torch.bfloat16:
         return None
-    return partial(product.joined, norm=norm)
+    return partial(linear.residual_norm, norm=norm)
 
 
-def wide(weight: Tensor) -> Callable[..., Tensor] | None:
-    """The product whose result is float32 and may go to an `out`; None where there is no such
-    kernel.
+def compress_weights(linears: Iterable[Linear], most_bytes: int) -> int:
+    """Make 12-bit copies of the 16-bit weights, for steps of few tokens, if all copies fit into
+    `most_bytes`. Return the bytes that they take.
     """
-    if weight.device.type != "cuda":
-        return None
-    from slipstream.kernels.gpu.linear import WideProduct
-
-    return WideProduct(weight)
-
-
-def copy_weights(products: Iterable[Product], most_bytes: int) -> int:
-    """Keep copies of 16-bit weights that few tokens read faster, if all of them take no more than
-    so many bytes → what they take
-    """
-    stored = [product.stored for product in products if hasattr(product, "stored")]
-    if sum(weight.copy_bytes for weight in stored) > most_bytes:
+    weights = [linear.stored for linear in linears if linear.stored is not None]
+    if sum(weight.copy_bytes for weight in weights) > most_bytes:
         return 0
-    return sum(weight.copy() for weight in stored)
-
-
-def int8(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
-    """weight: int8 [out, in], scales: [out]; an element is worth weight × its row's scale."""
-    if weight.device.type == "cuda":
-        from slipstream.kernels.gpu.linear import WeightOnlyProduct
-
-        return WeightOnlyProduct(weight.contiguous(), scales, bias)
-    weight, scales = weight.contiguous(), scales.to(dtype)
-
-    def product(x: Tensor) -> Tensor:
-        if x.shape[0] > _EXPAND_ABOVE_TOKENS or not _weight_only_runs(x):
-            return functional.linear(x, weight.to(dtype) * scales[:, None], bias)
-        y = torch.ops.aten._weight_int8pack_mm(x, weight, scales)
-        return y if bias is None else y.add_(bias)
-
-    return product
-
-
-def int4(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
-    """weight: uint8 [out, in / 2], element 2j in the low four bits; scales: [out, in / group,
-    (scale, offset)].
-
-    An element is worth (value - 8) × the scale of its group + the offset of its group.
-    """
-    if weight.device.type != "cpu" or weight.shape[0] % _INT4_ROWS:
-        return lambda x: functional.linear(x, expand_int4(weight, scales, dtype), bias)
-    group = weight.shape[1] * 2 // scales.shape[1]
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_int4(weight).int(), 1)
-    pairs = scales.transpose(0, 1).to(dtype).contiguous()  # the kernel wants groups outermost
-
-    def product(x: Tensor) -> Tensor:
-        if x.shape[0] > _EXPAND_ABOVE_TOKENS or not _weight_only_runs(x):
-            return functional.linear(x, expand_int4(weight, scales, dtype), bias)
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, pairs)
-        return y if bias is None else y.add_(bias)
-
-    return product
-
-
-def fp8(
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    eight_bit_inputs: bool = True,
-) -> Product:
-    """weight: float8_e4m3fn [out, in], scales: float32 [out]; an element is worth weight × its
-    row's scale.
-
-    `eight_bit_inputs`: where the device can, activations are rounded to e4m3 as well.
-    """
-    if eight_bit_inputs and multiplies_eight_bits(weight, dtype, weight.device):
-        from slipstream.kernels.gpu.linear import EightBitProduct
-
-        return EightBitProduct(weight, scales, bias)
-    if (
-        weight.device.type == "cuda"
-        and torch.cuda.get_device_capability(weight.device) >= _EIGHT_BIT_DEVICES
-    ):
-        from slipstream.kernels.gpu.linear import WeightOnlyProduct
-
-        return WeightOnlyProduct(weight.contiguous(), scales, bias)
-    # Elsewhere nothing multiplies eight-bit numbers: what they stand for is kept.
-    return dense((weight.float() * scales[:, None]).to(dtype), bias)
-
-
-def multiplies_eight_bits(weight: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device multiplies a weight [out, in] with activations of eight bits, in a run of
-    this type.
-    """
-    if weight.dtype != torch.float8_e4m3fn or device.type != "cuda" or dtype != torch.bfloat16:
-        return False
-    fits = all(size % _EIGHT_BIT_SIZES == 0 for size in weight.shape)
-    return fits and torch.cuda.get_device_capability(device) >= _EIGHT_BIT_DEVICES
+    return sum(weight.compress() for weight in weights)
 
 
 def unpack_int4(weight: Tensor) -> Tensor:
@@ -174,18 +193,14 @@ def unpack_int4(weight: Tensor) -> Tensor:
 
 
 def expand_int4(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights that the four-bit values stand for: [out, in]."""
+    """Return the weights that the int4 values stand for: [out, in].
+
+    weight: uint8 [out, in / 2], element 2j in the low four bits; scales: [out, in / group, (scale,
+    offset)]. An element is (value - 8) × the scale of its group + the offset of its group.
+    """
     values = unpack_int4(weight).to(dtype).sub_(8).unflatten(1, (scales.shape[1], -1))
     return torch.addcmul(scales[..., 1:].to(dtype), values, scales[..., :1].to(dtype)).flatten(1)
 
 
-def _packs(weight: Tensor) -> bool:
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-    )
-
-
-def _weight_only_runs(x: Tensor) -> bool:
+def _has_weight_only_kernel(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.bfloat16

@@ -30,7 +30,7 @@ class Attention(Protocol):
 class Operations:
     add_norm: Callable[[Tensor, Tensor | None, normalisation.Norm], Input]
     normalise: Callable[[Tensor, normalisation.Norm], Tensor]
-    turn_at: Callable[[Tensor, Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
+    rope_at: Callable[[Tensor, Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
     # → queries on a CPU; on a GPU queries, keys and values in one
     rotate_write: Callable[..., Tensor]
     silu_gated: Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ def operations_on(device: torch.device) -> Operations:
         return Operations(
             gpu_normalisation.add_norm,
             gpu_normalisation.normalise,
-            gpu_rotary.turn_at,
+            gpu_rotary.rope_at,
             gpu_rotary.rotate_write,
             gpu_activation.silu_gated,
             gpu_activation.silu_gated_quantised,
@@ -55,7 +55,7 @@ def operations_on(device: torch.device) -> Operations:
     return Operations(
         normalisation.add_norm,
         normalisation.normalise,
-        rotary.turn_at,
+        rotary.rope_at,
         rotary.rotate_write,
         activation.silu_gated,
         lambda x: quantise(activation.silu_gated(x)),

@@ -12,7 +12,7 @@ def rotate_write(
     heads: Tensor,  # [tokens, q_heads + 2 * kv_heads, head_size]
     positions: Tensor,  # [tokens]
     slots: Tensor,  # [tokens]
-    turn: tuple[Tensor, Tensor] | None,  # from turn_at: [tokens, 1, rotary_size] each
+    rope: tuple[Tensor, Tensor] | None,  # from rope_at: [tokens, 1, rotary_size] each
     q_norm: Tensor | None,  # [head_size]
     k_norm: Tensor | None,
     epsilon: float,
@@ -27,14 +27,14 @@ def rotate_write(
         q = rms_norm(qk[:, :q_heads], q_norm, epsilon, heads.dtype)
         k = rms_norm(qk[:, q_heads:], k_norm, epsilon, heads.dtype)
         qk = torch.cat((q, k), dim=1)
-    if turn is not None:
-        qk = rotate(qk, *turn)
+    if rope is not None:
+        qk = rotate(qk, *rope)
     keys.index_copy_(1, slots, qk[:, q_heads:].transpose(0, 1))
     values.index_copy_(1, slots, v.transpose(0, 1))
     return qk[:, :q_heads]
 
 
-def turn_at(
+def rope_at(
     cosine: Tensor, signed_sine: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """What the layers of a step share, from the tables of all positions, float32 [positions,
@@ -53,5 +53,5 @@ def rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
     size = cosine.shape[-1]
     if size == x.shape[-1]:
         return torch.addcmul(x * cosine, x.roll(size // 2, -1), signed_sine)
-    turned = rotate(x[..., :size], cosine, signed_sine)
-    return torch.cat((turned, x[..., size:]), dim=-1)
+    rotated = rotate(x[..., :size], cosine, signed_sine)
+    return torch.cat((rotated, x[..., size:]), dim=-1)

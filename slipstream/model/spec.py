@@ -41,7 +41,7 @@ from typing import Any, Literal
 # Several times what any model has: larger counts are those of a damaged config.
 _MOST_EXPERTS = 4096
 MOST_LAYERS = 4096
-_NARROW_BELOW = 2048  # of the hidden size
+_FP8_SENSITIVE_BELOW = 2048  # hidden size
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ModelSpec:
     sliding_rope_theta: float | None = None  # of layers that slide, unscaled; None: as the others
     rotary_fraction: float = 1.0  # the leading share of a head that is rotated
     qkv_bias: bool = False
-    dense_bias: bool = False
+    o_proj_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
     qk_norm: bool = False
@@ -190,11 +190,11 @@ class ModelSpec:
         return self.embedding_size or self.hidden_size
 
     @property
-    def narrow(self) -> bool:
-        """Whether three bits of mantissa are felt: then few linears take e4m3, and none takes such
-        activations.
+    def fp8_sensitive(self) -> bool:
+        """Whether e4m3 costs accuracy: then few linear layers have e4m3 weights, and none takes
+        e4m3 activations.
         """
-        return self.hidden_size < _NARROW_BELOW
+        return self.hidden_size < _FP8_SENSITIVE_BELOW
 
     @property
     def ffn_sizes(self) -> tuple[int, ...]:
@@ -294,7 +294,7 @@ _CONFIG_KEYS = {
     "sliding_rope_theta": "rope_local_base_freq",
     "rotary_fraction": "rotary_pct",
     "qkv_bias": "attn_bias",
-    "dense_bias": "dense_bias",
+    "o_proj_bias": "dense_bias",
     "mlp_bias": "mlp_bias",
     "head_bias": "head_bias",
     "qk_norm": "qk_layernorm",

@@ -114,7 +114,7 @@ def _not_in_fp8(spec: ModelSpec) -> tuple[str, ...]:
     left.
     """
     return (
-        ("*.attention.qkv", "*.mlp.*proj", f"*.layers.{spec.layers - 1}.*") if spec.narrow else ()
+        ("*.attention.qkv", "*.mlp.*proj", f"*.layers.{spec.layers - 1}.*") if spec.fp8_sensitive else ()
     )
 
 
@@ -143,7 +143,7 @@ def _layer_shapes(spec: ModelSpec, layer: int, prefix: str) -> Iterator[tuple[st
     if spec.qk_norm:
         yield f"{prefix}attention.q_layernorm.weight", (spec.head_size,)
         yield f"{prefix}attention.k_layernorm.weight", (spec.head_size,)
-    yield from _linear(f"{prefix}attention.dense", spec.hidden_size, spec.q_size, spec.dense_bias)
+    yield from _linear(f"{prefix}attention.dense", spec.hidden_size, spec.q_size, spec.o_proj_bias)
     if not spec.shared_norm:
         yield from _norm(f"{prefix}post_layernorm", spec)
     if spec.output_norms:

@@ -217,7 +217,7 @@ def test_experts_are_refused(tmp_path):
     source = AdapterSource(weights=bytes(4 * 160), datatype="float32", modules=[(5, 0, 1)])
     asked = GenerateRequest(0, [5], SamplingParams(max_tokens=4), adapter=1, adapter_source=source)
     assert run_all(engine(tmp_path / "engine"), [asked]).errors == {
-        0: "the adapter: mlp_h_to_4h cannot be adapted: the model has no such product"
+        0: "the adapter: mlp_h_to_4h cannot be adapted: the model has no such linear layer"
     }
 
 

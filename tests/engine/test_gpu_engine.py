@@ -132,7 +132,7 @@ def test_bfloat16_of_a_single_row_agrees_as_well():
     """Its products join the residual stream, which those of several rows do not."""
     model = tiny("llama")
     loop = gpu_engine(model, dtype="bfloat16", reuse=False)
-    assert all(layer.joint_dense and layer.joint_proj for layer in loop.runner.model.layers)
+    assert all(layer.fused_o_proj and layer.fused_down_proj for layer in loop.runner.model.layers)
     assert agreement(loop, model) >= 0.95
 
 
@@ -140,11 +140,11 @@ def test_bfloat16_read_in_twelve_bits_agrees_as_well(monkeypatch):
     # where there is no GPU, tests of kernels import it first
     from slipstream.kernels.gpu import linear as gpu_linear
 
-    monkeypatch.setattr(gpu_linear, "_SMALL", 0)
-    monkeypatch.setattr(gpu_linear, "_NARROW", 0)
+    monkeypatch.setattr(gpu_linear, "_SMALL_WEIGHT", 0)
+    monkeypatch.setattr(gpu_linear, "_FEW_COLUMNS", 0)
     model = wide("llama")
     loop = gpu_engine(model, dtype="bfloat16", reuse=False, cache_tokens=None)
-    copied = [product.stored for layer in loop.runner.model.layers for product in layer.products()]
+    copied = [product.stored for layer in loop.runner.model.layers for product in layer.linears()]
     assert all(stored.read()[1] is not None for stored in copied)
     assert loop.info.copy_bytes == sum(stored.weight.numel() * 3 // 2 for stored in copied)
     assert agreement(loop, model) >= 0.95

@@ -20,7 +20,7 @@ class Model:
     def __init__(self, device: str, copy_bytes: int = 0) -> None:
         self.device, self._copy_bytes = torch.device(device), copy_bytes
 
-    def copy_weights(self, most_bytes: int) -> int:
+    def compress_weights(self, most_bytes: int) -> int:
         return self._copy_bytes if self._copy_bytes <= most_bytes else 0
 
 

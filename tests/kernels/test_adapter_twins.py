@@ -13,52 +13,60 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels below are defined
 
 from slipstream.kernels.adapters import (  # noqa: E402
-    DENSE,
-    FIRST,
-    PROJ,
+    DOWN_PROJ,
+    O_PROJ,
     QKV,
+    UP_PROJ,
     AdapterPages,
     CpuStepAdapters,
+    LinearShape,
     Matrices,
     PageLayout,
-    ProductShape,
     pack_adapter,
 )
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 RANK, LAYERS, PAGES = 4, 2, 9
 SHAPES = (
-    ProductShape(40, (48, 20, 20)),
-    ProductShape(48, (40,)),
-    ProductShape(40, (136, 136)),
-    ProductShape(136, (40,)),
+    LinearShape(40, (48, 20, 20)),
+    LinearShape(48, (40,)),
+    LinearShape(40, (136, 136)),
+    LinearShape(136, (40,)),
 )
 LAYOUT = PageLayout(SHAPES, LAYERS, RANK)
 
 
 def some_adapter(seed: int, ranks: dict[tuple[int, int], int]) -> list[Matrices]:
-    """ranks: (product, part) → rank, the same in every layer."""
+    """ranks: (linear, part) → rank, the same in every layer."""
     draw = np.random.default_rng(seed)
     return [
         Matrices(
             layer,
-            product,
+            linear,
             part,
-            draw.standard_normal((rank, SHAPES[product].inputs), dtype=np.float32),
-            draw.standard_normal((SHAPES[product].outputs[part], rank), dtype=np.float32).T,
+            draw.standard_normal((rank, SHAPES[linear].inputs), dtype=np.float32),
+            draw.standard_normal((SHAPES[linear].outputs[part], rank), dtype=np.float32).T,
         )
         for layer in range(LAYERS)
-        for (product, part), rank in ranks.items()
+        for (linear, part), rank in ranks.items()
     ]
 
 
 ADAPTERS = {
     (1,): some_adapter(1, {(QKV, 0): 4, (QKV, 2): 3}),  # no k, and nothing beside attention
     (2, 5): some_adapter(
-        2, {(QKV, 0): 7, (QKV, 1): 2, (DENSE, 0): 4, (FIRST, 0): 5, (FIRST, 1): 8, (PROJ, 0): 6}
+        2,
+        {
+            (QKV, 0): 7,
+            (QKV, 1): 2,
+            (O_PROJ, 0): 4,
+            (UP_PROJ, 0): 5,
+            (UP_PROJ, 1): 8,
+            (DOWN_PROJ, 0): 6,
+        },
     ),
-    (3,): some_adapter(3, {(FIRST, 1): 1, (PROJ, 0): 4}),
-    (9,): some_adapter(4, {(QKV, 0): 2, (QKV, 1): 2, (QKV, 2): 2, (DENSE, 0): 2}),
+    (3,): some_adapter(3, {(UP_PROJ, 1): 1, (DOWN_PROJ, 0): 4}),
+    (9,): some_adapter(4, {(QKV, 0): 2, (QKV, 1): 2, (QKV, 2): 2, (O_PROJ, 0): 2}),
 }
 MIXES = {
     "base only beside one": [((), 3), ((1,), 1), ((), 1)],
@@ -72,7 +80,7 @@ MIXES = {
 def stored(device: torch.device) -> AdapterPages:
     pages = AdapterPages(LAYOUT, PAGES, 2, torch.float32, device)
     everything = [
-        (product, part) for product in range(4) for part in range(len(SHAPES[product].outputs))
+        (linear, part) for linear in range(4) for part in range(len(SHAPES[linear].outputs))
     ]
     for numbers in ADAPTERS:  # what was there before must leave no trace
         before = some_adapter(9, dict.fromkeys(everything, len(numbers) * RANK))
@@ -82,12 +90,12 @@ def stored(device: torch.device) -> AdapterPages:
     return pages
 
 
-def expected(y: torch.Tensor, x: torch.Tensor, mix: list, layer: int, product: int) -> torch.Tensor:
+def expected(y: torch.Tensor, x: torch.Tensor, mix: list, layer: int, linear: int) -> torch.Tensor:
     y, start = y.clone(), 0
     for numbers, count in mix:
         for matrices in ADAPTERS[numbers] if numbers else ():
-            if (matrices.layer, matrices.product) == (layer, product):
-                column = sum(SHAPES[product].outputs[: matrices.part])
+            if (matrices.layer, matrices.linear) == (layer, linear):
+                column = sum(SHAPES[linear].outputs[: matrices.part])
                 first, second = (
                     torch.from_numpy(matrices.first),
                     torch.from_numpy(matrices.second.copy()),
@@ -98,23 +106,23 @@ def expected(y: torch.Tensor, x: torch.Tensor, mix: list, layer: int, product: i
     return y
 
 
-def given(mix: list, product: int) -> tuple[torch.Tensor, torch.Tensor]:
+def given(mix: list, linear: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     tokens = sum(count for _, count in mix)
-    x = torch.randn(tokens, SHAPES[product].inputs, generator=generator)
-    return torch.randn(tokens, sum(SHAPES[product].outputs), generator=generator), x
+    x = torch.randn(tokens, SHAPES[linear].inputs, generator=generator)
+    return torch.randn(tokens, sum(SHAPES[linear].outputs), generator=generator), x
 
 
-@pytest.mark.parametrize("product", [QKV, DENSE, FIRST, PROJ])
+@pytest.mark.parametrize("linear", [QKV, O_PROJ, UP_PROJ, DOWN_PROJ])
 @pytest.mark.parametrize("mix", MIXES)
-def test_tokens_are_grouped_by_adapter(mix, product):
-    y, x = given(MIXES[mix], product)
+def test_tokens_are_grouped_by_adapter(mix, linear):
+    y, x = given(MIXES[mix], linear)
     step = CpuStepAdapters(stored(torch.device("cpu")), *zip(*MIXES[mix], strict=True))
     for layer in range(LAYERS):
         got = y.clone()
-        step.add(got, x, layer, product)
+        step.add(got, x, layer, linear)
         torch.testing.assert_close(
-            got, expected(y, x, MIXES[mix], layer, product), rtol=1e-4, atol=1e-4
+            got, expected(y, x, MIXES[mix], layer, linear), rtol=1e-4, atol=1e-4
         )
 
 
@@ -136,19 +144,19 @@ def gpu_step(mix: list, as_decode: bool = False):
     return GpuStepAdapters(stored(DEVICE), row_pages.to(DEVICE), tiles)
 
 
-@pytest.mark.parametrize("product", [QKV, DENSE, FIRST, PROJ])
+@pytest.mark.parametrize("linear", [QKV, O_PROJ, UP_PROJ, DOWN_PROJ])
 @pytest.mark.parametrize("mix", MIXES)
-def test_kernels(mix, product):
+def test_kernels(mix, linear):
     pytest.importorskip(
         "triton", reason="the kernels need Triton, which a CPU installation of torch does not bring"
     )
-    y, x = given(MIXES[mix], product)
+    y, x = given(MIXES[mix], linear)
     step = gpu_step(MIXES[mix], as_decode=all(count == 1 for _, count in MIXES[mix]))
     for layer in range(LAYERS):
         got = y.clone().to(DEVICE)
-        step.add(got, x.to(DEVICE), layer, product)
+        step.add(got, x.to(DEVICE), layer, linear)
         torch.testing.assert_close(
-            got.cpu(), expected(y, x, MIXES[mix], layer, product), rtol=1e-4, atol=1e-4
+            got.cpu(), expected(y, x, MIXES[mix], layer, linear), rtol=1e-4, atol=1e-4
         )
 
 
@@ -156,7 +164,7 @@ def test_a_row_may_change_its_adapter_without_a_new_plan():
     """What a captured step reads of a row's pages is what lies there when it runs."""
     pytest.importorskip("triton")
     mix = MIXES["decode of all"]
-    y, x = given(mix, FIRST)
+    y, x = given(mix, UP_PROJ)
     step = gpu_step(mix, as_decode=True)
     other = [((), 1), *mix[2:], mix[1]]
     table = torch.zeros_like(step._row_pages)
@@ -164,8 +172,8 @@ def test_a_row_may_change_its_adapter_without_a_new_plan():
         table[row, : 1 + len(numbers)] = torch.tensor([len(numbers), *numbers])
     step._row_pages.copy_(table)
     got = y.clone().to(DEVICE)
-    step.add(got, x.to(DEVICE), 1, FIRST)
-    torch.testing.assert_close(got.cpu(), expected(y, x, other, 1, FIRST), rtol=1e-4, atol=1e-4)
+    step.add(got, x.to(DEVICE), 1, UP_PROJ)
+    torch.testing.assert_close(got.cpu(), expected(y, x, other, 1, UP_PROJ), rtol=1e-4, atol=1e-4)
 
 
 def test_spread():

@@ -1,5 +1,5 @@
-"""bfloat16 weights in twelve bits: the same numbers, and products of them. Kernels run in Triton's
-interpreter where there is no GPU.
+"""bfloat16 weights in 12 bits: the same numbers, and GEMMs with them. Without a GPU the kernels run
+in Triton's interpreter.
 """
 
 import math
@@ -19,7 +19,7 @@ pytest.importorskip(
 from slipstream.kernels import bf12, linear  # noqa: E402
 from slipstream.kernels.gpu import linear as gpu_linear  # noqa: E402
 from slipstream.kernels.gpu.gemv import fused_gemv, gemv  # noqa: E402
-from slipstream.kernels.gpu.linear import DenseProduct, WideProduct  # noqa: E402
+from slipstream.kernels.gpu.linear import Fp32OutputLinear, GpuLinear  # noqa: E402
 from slipstream.kernels.gpu.skinny_gemm import _tiling, skinny_gemm  # noqa: E402
 from slipstream.kernels.normalisation import Norm  # noqa: E402
 
@@ -32,7 +32,7 @@ def trained(rows: int, columns: int) -> torch.Tensor:
     return (torch.randn(rows, columns) * 0.02).bfloat16()
 
 
-def test_numbers_stay_the_same():
+def test_pack_and_unpack_keep_the_numbers():
     weight = trained(300, 1024)
     weight[3], weight[4, 5], weight[9, 0] = 0, 0, -0.0
     weight[5] *= 1e-30
@@ -50,7 +50,7 @@ def test_numbers_stay_the_same():
     assert not got[3].any()
 
 
-def test_the_smallest_numbers_are_rounded_to_the_nearest():
+def test_smallest_numbers_are_rounded_to_the_nearest():
     weight = torch.full((1, 256), 2.0**-20).bfloat16()
     weight[0, :4] = torch.tensor([1.0, 2**-14, 2**-14 * 1.5, 2**-21 * 1.5])
     weight[0, 4:250] = 0.5
@@ -61,7 +61,7 @@ def test_the_smallest_numbers_are_rounded_to_the_nearest():
 
 
 @pytest.mark.parametrize("largest", [0, 1, 14, 15, 16, 127, 254])
-def test_every_number_beside_a_largest(largest, monkeypatch):
+def test_every_bfloat16_number_below_a_largest(largest, monkeypatch):
     """All of bfloat16's numbers up to an exponent: exact from 2^-14 of the largest on, the others
     to the nearest.
     """
@@ -86,7 +86,7 @@ def test_one_number_in_32_may_lose_bits(losing, packed):
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
-def test_what_is_no_number_is_not_packed_even_among_zeros(number):
+def test_infinity_and_nan_are_not_packed_even_among_zeros(number):
     weight = torch.zeros(3, 256).bfloat16()
     weight[2, 5] = number
     assert bf12.pack(weight) is None
@@ -113,14 +113,14 @@ def test_pieces_are_packed_as_the_whole(monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "columns"), [(torch.float16, 256), (torch.float32, 256), (torch.bfloat16, 320)]
 )
-def test_what_cannot_be_packed(dtype, columns):
+def test_packs_bfloat16_with_multiples_of_256_columns(dtype, columns):
     assert not bf12.packs(torch.zeros(128, columns, dtype=dtype))
     assert bf12.packs(torch.zeros(1, 256, dtype=torch.bfloat16))
 
 
 def case(tokens: int, rows: int, size: int, bias: bool):
-    """Activations, a packed weight and an offset on the device; the product, and what its terms are
-    in all.
+    """Return activations, a packed weight and a bias on the device, the exact result, and the sum
+    of its terms' magnitudes.
     """
     weight = trained(rows, size)
     weight[rows // 2] *= 2.0**9  # rows have scales of their own
@@ -128,8 +128,8 @@ def case(tokens: int, rows: int, size: int, bias: bool):
     x = torch.randn(tokens, size).to(DTYPE)
     offset = torch.randn(rows).to(DTYPE) if bias else None
     expected = (
-        product(x, weight, offset),
-        product(x.abs(), weight.abs(), None if offset is None else offset.abs()),
+        exact_linear(x, weight, offset),
+        exact_linear(x.abs(), weight.abs(), None if offset is None else offset.abs()),
     )
     return (
         x.to(DEVICE),
@@ -139,7 +139,9 @@ def case(tokens: int, rows: int, size: int, bias: bool):
     )
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor | None) -> torch.Tensor:
+def exact_linear(
+    x: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor | None
+) -> torch.Tensor:
     return torch.nn.functional.linear(
         x.double(), weight.double(), None if offset is None else offset.double()
     )
@@ -169,15 +171,15 @@ def test_gemv(rows, size, bias):
     ],
 )
 def test_skinny_gemm(tokens, rows, size, bias):
-    """One tile and several, their columns shared and not."""
+    """One tile and several, with and without shared columns."""
     x, words, scales, offset, expected = case(tokens, rows, size, bias)
     for _ in range(2):  # the second finds the counters as the first left them
         assert close(skinny_gemm(x, words, offset, weight_scales=scales), expected)
 
 
 @pytest.mark.parametrize("tokens", [3, 33])
-def test_few_tokens_with_their_gate(tokens):
-    """To the bit what the product and then the gate give."""
+def test_skinny_gemm_with_gate(tokens):
+    """Bit by bit what the GEMM and then the gate give."""
     x, words, scales, offset, _ = case(tokens, 256, 512, True)
     apart = skinny_gemm(x, words, offset, weight_scales=scales)
     gated = skinny_gemm(x, words, offset, weight_scales=scales, gated=True)
@@ -185,8 +187,8 @@ def test_few_tokens_with_their_gate(tokens):
     assert torch.equal(gated, gpu_linear.silu_gated(apart))
 
 
-def test_every_number_reaches_the_product():
-    """Activations with a single one give columns of the weight, to the bit."""
+def test_unit_activations_give_columns_of_the_weight():
+    """Bit by bit, for activations that are 1 in one column and 0 elsewhere."""
     weight = trained(128, 512)
     words, scales = (t.to(DEVICE) for t in bf12.pack(weight))
     exact = bf12.unpack(bf12.pack(weight))
@@ -199,8 +201,8 @@ def test_every_number_reaches_the_product():
         assert torch.equal(got[0].float().cpu(), exact[:, column].to(DTYPE).float())
 
 
-def test_numbers_without_a_leading_one_reach_the_product(monkeypatch):
-    """Where the hardware could take them for nothing."""
+def test_subnormal_weights_are_not_flushed_to_zero(monkeypatch):
+    """Although hardware may treat subnormal numbers as zero."""
     monkeypatch.setattr(bf12, "_MOST_LOSING", 1.0)
     weight = (torch.arange(64 * 256).view(64, 256) % 128 * 2.0**-21).bfloat16()
     weight[:, 3], weight[:, 70] = 1.0, -1.5
@@ -217,20 +219,20 @@ def test_numbers_without_a_leading_one_reach_the_product(monkeypatch):
 
 
 @pytest.mark.parametrize("exponent", [-120, 0, 100])
-def test_rows_of_any_size(exponent):
+def test_rows_of_any_magnitude(exponent):
     torch.manual_seed(0)
     weight, x = (
         (torch.randn(64, 256).double() * 2.0**exponent).bfloat16(),
         torch.randn(1, 256).to(DTYPE),
     )
     words, scales = (t.to(DEVICE) for t in bf12.pack(weight))
-    expected = product(x, weight, None), product(x.abs(), weight.abs(), None)
+    expected = exact_linear(x, weight, None), exact_linear(x.abs(), weight.abs(), None)
     assert close(gemv(x.to(DEVICE), words, None, scales=scales), expected)
     assert close(skinny_gemm(x.to(DEVICE), words, None, weight_scales=scales), expected)
 
 
 @pytest.mark.parametrize("exponent", [-50, 50])
-def test_activations_of_any_size(exponent):
+def test_activations_of_any_magnitude(exponent):
     weight = torch.ones(64, 256).bfloat16()
     weight[:, 1:] = 2.0**-14
     words, scales = (t.to(DEVICE) for t in bf12.pack(weight))
@@ -257,12 +259,12 @@ def test_activations_of_any_size(exponent):
         (128256, 16384, 2),
     ],
 )
-def test_how_many_share_the_columns_of_a_tile(rows, size, parts):
+def test_ctas_that_share_the_columns_of_a_tile(rows, size, parts):
     x, words = torch.empty(1, 1), torch.empty(1, 1, dtype=torch.int16)
     assert _tiling(rows, size, 32, x, words).parts == parts
 
 
-def test_a_product_that_joins_the_residual_stream():
+def test_fused_gemv_adds_to_the_residual_stream():
     x, words, scales, _, expected = case(1, 256, 512, False)
     hidden = torch.randn(1, 256)
     stream = hidden.clone().to(DEVICE)
@@ -277,21 +279,25 @@ def test_a_product_that_joins_the_residual_stream():
     )
 
 
-class CountedStore:
+class CountedWeight:
     def __init__(self, copy_bytes: int) -> None:
-        self.copy_bytes, self.copied, self.stored = copy_bytes, False, self
+        self.copy_bytes = copy_bytes
+        self.compressed = False
 
-    def copy(self) -> int:
-        self.copied = True
+    def compress(self) -> int:
+        self.compressed = True
         return self.copy_bytes
 
 
 def test_copies_are_made_if_all_fit():
-    products = [CountedStore(60), CountedStore(40), lambda x: x]
-    assert linear.copy_weights(products, 99) == 0
-    assert not any(product.copied for product in products[:2])
-    assert linear.copy_weights(products, 100) == 100
-    assert all(product.copied for product in products[:2])
+    weights = [CountedWeight(60), CountedWeight(40), None]
+    linears = [linear.Linear() for _ in weights]
+    for layer, weight in zip(linears, weights, strict=True):
+        layer.stored = weight
+    assert linear.compress_weights(linears, 99) == 0
+    assert not any(weight.compressed for weight in weights[:2])
+    assert linear.compress_weights(linears, 100) == 100
+    assert all(weight.compressed for weight in weights[:2])
 
 
 @pytest.mark.parametrize(
@@ -299,77 +305,73 @@ def test_copies_are_made_if_all_fit():
     [(40, 256, torch.bfloat16), (128, 320, torch.bfloat16), (128, 256, torch.float16)],
 )
 def test_sizes_and_types_that_have_no_copy(rows, columns, dtype, monkeypatch):
-    monkeypatch.setattr(gpu_linear, "_SMALL", 0)
-    monkeypatch.setattr(gpu_linear, "_NARROW", 0)
-    product = DenseProduct(torch.zeros(rows, columns, dtype=dtype), None)
-    assert product.stored.copy_bytes == product.stored.copy() == 0
-    assert product.stored.read()[0] is product.stored.weight
+    monkeypatch.setattr(gpu_linear, "_SMALL_WEIGHT", 0)
+    monkeypatch.setattr(gpu_linear, "_FEW_COLUMNS", 0)
+    layer = GpuLinear(torch.zeros(rows, columns, dtype=dtype), None)
+    assert layer.stored.copy_bytes == layer.stored.compress() == 0
+    assert layer.stored.read()[0] is layer.stored.weight
 
 
 def test_a_copy_is_read_by_few_tokens(monkeypatch):
-    monkeypatch.setattr(gpu_linear, "_SMALL", 0)
-    monkeypatch.setattr(gpu_linear, "_NARROW", 0)
+    monkeypatch.setattr(gpu_linear, "_SMALL_WEIGHT", 0)
+    monkeypatch.setattr(gpu_linear, "_FEW_COLUMNS", 0)
     weight = trained(256, 512)
-    product = DenseProduct(weight, None)
-    assert product.stored.few == 32
-    assert product.stored.read()[1] is None
-    assert product.stored.copy_bytes == product.stored.copy() == 256 * 512 * 3 // 2
-    words, scales = product.stored.read()
+    layer = GpuLinear(weight, None)
+    assert layer.stored.skinny_tokens == 32
+    assert layer.stored.read()[1] is None
+    assert layer.stored.copy_bytes == layer.stored.compress() == 256 * 512 * 3 // 2
+    words, scales = layer.stored.read()
     assert words.dtype == torch.int16
     assert scales.shape == (256,)
-    assert WideProduct(weight).stored.copy() == product.stored.copy_bytes
+    assert Fp32OutputLinear(weight).stored.compress() == layer.stored.copy_bytes
     weight[3, 4] = math.nan
-    unsafe = DenseProduct(weight, None)
-    assert unsafe.stored.copy() == 0
+    unsafe = GpuLinear(weight, None)
+    assert unsafe.stored.compress() == 0
     assert unsafe.stored.read()[1] is None
 
 
-def test_which_weights_have_copies():
+def test_large_weights_with_many_columns_have_copies():
     def copy_bytes(rows: int, columns: int) -> int:
-        return DenseProduct(
+        return GpuLinear(
             torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"), None
         ).stored.copy_bytes
 
-    assert copy_bytes(4096, 2048) == 0  # 2^23 numbers are few
+    assert copy_bytes(4096, 2048) == 0  # 2^23 elements are few
     assert copy_bytes(4160, 2048) == 4160 * 2048 * 3 // 2
-    assert copy_bytes(2**16, 1024) == 0  # narrow
+    assert copy_bytes(2**16, 1024) == 0  # few columns
     assert copy_bytes(2**16, 1280) == 2**16 * 1280 * 3 // 2
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 32, 33])
-def test_what_products_read(tokens, monkeypatch):
-    """The weight is wiped out behind its copy, which shows what is read."""
-    monkeypatch.setattr(gpu_linear, "_SMALL", 0)
-    monkeypatch.setattr(gpu_linear, "_NARROW", 0)
+def test_few_tokens_read_the_copy(tokens, monkeypatch):
+    """The weight is zeroed once its copy is made, which shows what is read."""
+    monkeypatch.setattr(gpu_linear, "_SMALL_WEIGHT", 0)
+    monkeypatch.setattr(gpu_linear, "_FEW_COLUMNS", 0)
     kept = trained(128, 256)
     x = torch.randn(tokens, 256).to(DTYPE)
 
-    def wiped(of: DenseProduct | WideProduct) -> DenseProduct | WideProduct:
-        assert of.stored.copy() > 0
-        of.stored.weight.zero_()
-        return of
-
-    dense, wide = (
-        wiped(DenseProduct(kept.clone().to(DEVICE), None)),
-        wiped(WideProduct(kept.clone().to(DEVICE))),
-    )
+    layer = GpuLinear(kept.clone().to(DEVICE), None)
+    fp32_output = Fp32OutputLinear(kept.clone().to(DEVICE))
+    for made in (layer, fp32_output):
+        assert made.stored.compress() > 0
+        made.stored.weight.zero_()
     if tokens > 32:
         if GPU:  # the library multiplies numbers of one type only
-            assert not dense(x.to(DEVICE)).any()
-            assert not wide(x.to(DEVICE)).any()
+            assert not layer(x.to(DEVICE)).any()
+            assert not fp32_output(x.to(DEVICE)).any()
         return
-    exact, tolerance = product(x, kept, None).float(), {"atol": 2e-2 if GPU else 1e-5}
-    results = [dense(x.to(DEVICE))]
-    if GPU or tokens == 1:  # of float32, the library takes more
-        results.append(wide(x.to(DEVICE)))
+    exact = exact_linear(x, kept, None).float()
+    tolerance = {"atol": 2e-2 if GPU else 1e-5}
+    results = [layer(x.to(DEVICE))]
+    if GPU or tokens == 1:  # with more float32 tokens the library is used
+        results.append(fp32_output(x.to(DEVICE)))
     assert all(torch.allclose(got.float().cpu(), exact, **tolerance) for got in results)
     gated = torch.nn.functional.silu(exact[:, :64]) * exact[:, 64:]
-    assert torch.allclose(dense.gated(x.to(DEVICE)).float().cpu(), gated, **tolerance)
+    assert torch.allclose(layer.gated(x.to(DEVICE)).float().cpu(), gated, **tolerance)
     if tokens == 1:
         stream = torch.zeros(1, 128, device=DEVICE)
-        dense.joined(
-            x.to(DEVICE), stream, Norm(torch.ones(128, device=DEVICE), None, 1e-5, dtype=DTYPE)
-        )
+        norm = Norm(torch.ones(128, device=DEVICE), None, 1e-5, dtype=DTYPE)
+        layer.residual_norm(x.to(DEVICE), stream, norm)
         assert torch.allclose(stream.cpu(), exact, **tolerance)
 
 
@@ -384,15 +386,15 @@ def test_a_gpu_packs_as_a_cpu_does():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 32, 33, 64, 65])
-def test_products_are_the_same_with_a_copy(tokens, monkeypatch):
-    monkeypatch.setattr(gpu_linear, "_SMALL", 0)
-    monkeypatch.setattr(gpu_linear, "_NARROW", 0)
+def test_results_are_the_same_with_a_copy(tokens, monkeypatch):
+    monkeypatch.setattr(gpu_linear, "_SMALL_WEIGHT", 0)
+    monkeypatch.setattr(gpu_linear, "_FEW_COLUMNS", 0)
     weight, x = trained(512, 1024).cuda(), torch.randn(tokens, 1024).bfloat16().cuda()
-    for kind in (lambda: DenseProduct(weight, None), lambda: WideProduct(weight)):
+    for kind in (lambda: GpuLinear(weight, None), lambda: Fp32OutputLinear(weight)):
         before, after = kind(), kind()
-        assert after.stored.copy() > 0
+        assert after.stored.compress() > 0
         assert torch.allclose(after(x).float(), before(x).float(), rtol=2**-7, atol=1e-3)
-        if isinstance(after, DenseProduct):
+        if isinstance(after, GpuLinear):
             assert torch.allclose(
                 after.gated(x).float(), before.gated(x).float(), rtol=2**-6, atol=1e-3
             )

@@ -1,6 +1,4 @@
-"""The product of many tokens with the gate behind it: what its twin gives, for whom it is, and when
-it pays.
-"""
+"""The fused gated GEMM: against its twin, which weights it takes, and when it is used."""
 
 import math
 from types import SimpleNamespace
@@ -10,12 +8,12 @@ import torch
 from attention_steps import DEVICE, GPU
 
 from slipstream.kernels import activation
-from slipstream.kernels import linear as any_linear
 from slipstream.kernels.gpu import activation as gpu_activation
 from slipstream.kernels.gpu import gated_gemm as module
 from slipstream.kernels.gpu import launch, linear
 from slipstream.kernels.gpu.gated_gemm import gated_gemm
-from slipstream.kernels.gpu.linear import DenseProduct
+from slipstream.kernels.gpu.linear import GpuLinear
+from slipstream.kernels.linear import Linear
 
 DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter does not know bfloat16
 
@@ -25,10 +23,8 @@ DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter does not kno
     [(1, 128, 64), (130, 256, 128), (300, 384, 64)]
     + ([(1500, 14336, 4096), (8192, 3072, 1024)] if GPU else []),
 )
-def test_the_gate_of_a_product(tokens, size, columns):
-    """The last tiles have tokens that are not there: nothing of them is seen, and nothing of the
-    next half's.
-    """
+def test_gated_gemm_matches_gemm_then_gate(tokens, size, columns):
+    """Tokens beyond the last are not a number: the last tiles must not read them."""
     torch.manual_seed(0)
     x, weight = (
         torch.randn(tokens, columns).to(DTYPE),
@@ -45,8 +41,8 @@ def test_the_gate_of_a_product(tokens, size, columns):
 
 
 @pytest.mark.parametrize("processors", [1, 3])
-def test_tiles_beyond_a_band_and_programs_side_by_side(monkeypatch, processors):
-    """Sums are exact, so that results are those of the gate to the bit."""
+def test_tiles_beyond_a_band_and_several_ctas(monkeypatch, processors):
+    """The sums are exact, so the results equal the gate's bit by bit."""
     monkeypatch.setattr(module, "processors", lambda device: processors)
     torch.manual_seed(0)
     x, weight = torch.randint(-8, 9, (1100, 64)) / 8, torch.randint(-8, 9, (512, 64)) / 8
@@ -54,7 +50,7 @@ def test_tiles_beyond_a_band_and_programs_side_by_side(monkeypatch, processors):
     assert torch.equal(got, gpu_activation.silu_gated((x @ weight.t()).to(DEVICE, DTYPE)))
 
 
-def test_no_more_programs_than_tiles(monkeypatch):
+def test_no_more_ctas_than_tiles(monkeypatch):
     launched = []
 
     class Launched:
@@ -84,10 +80,9 @@ def test_no_more_programs_than_tiles(monkeypatch):
         (8192, 3072, True),
     ],
 )
-def test_when_it_pays(monkeypatch, tokens, rows, worth):
-    """Where the tiles fill 132 processors."""
+def test_gated_gemm_is_used_where_tiles_fill_132_sms(monkeypatch, tokens, rows, worth):
     monkeypatch.setattr(module, "processors", lambda device: 132)
-    assert module.pays(tokens, torch.empty(rows, 1)) is worth
+    assert module.is_faster(tokens, torch.empty(rows, 1)) is worth
 
 
 @pytest.mark.parametrize(
@@ -103,7 +98,7 @@ def test_when_it_pays(monkeypatch, tokens, rows, worth):
         ((512, 128), torch.bfloat16, 9, 232_448, 8, False),
     ],
 )
-def test_which_weights_are_taken(monkeypatch, shape, dtype, major, shared, address, takes):
+def test_supported_weights(monkeypatch, shape, dtype, major, shared, address, takes):
     weight = SimpleNamespace(
         shape=shape,
         is_cuda=True,
@@ -120,34 +115,34 @@ def test_which_weights_are_taken(monkeypatch, shape, dtype, major, shared, addre
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_who_gates_many_tokens(monkeypatch, bias):
+def test_linear_without_bias_uses_gated_gemm(monkeypatch, bias):
     torch.manual_seed(0)
     monkeypatch.setattr(linear, "supports_gated_gemm", lambda weight: True)
-    monkeypatch.setattr(linear, "pays", lambda tokens, weight: tokens >= 100)
+    monkeypatch.setattr(linear, "is_faster", lambda tokens, weight: tokens >= 100)
     monkeypatch.setattr(linear, "silu_gated", lambda y: "two kernels")
     x = torch.randn(64, 100, dtype=DTYPE, device=DEVICE).t()
     weight = torch.randn(256, 64, dtype=DTYPE, device=DEVICE)
-    product = DenseProduct(weight, torch.zeros(256, dtype=DTYPE, device=DEVICE) if bias else None)
+    layer = GpuLinear(weight, torch.zeros(256, dtype=DTYPE, device=DEVICE) if bias else None)
     if bias:
-        assert product.gated(x) == "two kernels"
+        assert layer.gated(x) == "two kernels"
     else:
-        assert torch.equal(product.gated(x), gated_gemm(x.contiguous(), weight))
-    assert product.gated(x[:99]) == "two kernels"
+        assert torch.equal(layer.gated(x), gated_gemm(x.contiguous(), weight))
+    assert layer.gated(x[:99]) == "two kernels"
 
 
 @pytest.mark.parametrize(
     ("takes", "bias", "calls"), [(True, False, [1]), (True, True, []), (False, False, [])]
 )
-def test_a_start_has_it_compiled_whatever_the_steps_it_runs(monkeypatch, takes, bias, calls):
+def test_prepare_gate_compiles_supported_weights_only(monkeypatch, takes, bias, calls):
     called = []
     monkeypatch.setattr(linear, "supports_gated_gemm", lambda weight: takes)
     monkeypatch.setattr(linear, "gated_gemm", lambda x, weight: called.append(x.shape[0]))
-    any_linear.prepare_gate(DenseProduct(torch.zeros(256, 64), torch.zeros(256) if bias else None))
-    any_linear.prepare_gate(lambda x: x)  # a CPU's has nothing to compile
+    GpuLinear(torch.zeros(256, 64), torch.zeros(256) if bias else None).prepare_gate()
+    Linear().prepare_gate()  # a CPU layer compiles nothing
     assert called == calls
 
 
-def test_descriptors_of_other_tiles_are_another_kind():
+def test_launch_cache_tells_descriptors_apart_by_type_and_block():
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     kinds = {

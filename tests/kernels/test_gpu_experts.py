@@ -16,9 +16,9 @@ pytest.importorskip(
 )
 
 from slipstream.kernels.activation import silu_gated  # noqa: E402
-from slipstream.kernels.experts import grouped_product, mixture, route  # noqa: E402
-from slipstream.kernels.gpu import experts as gpu_experts  # noqa: E402
-from slipstream.model.experts import _on_cpu, _on_gpu  # noqa: E402
+from slipstream.kernels.experts import grouped_gemm, mixture, route  # noqa: E402
+from slipstream.kernels.gpu import experts as gpu_kernels  # noqa: E402
+from slipstream.model.experts import cpu_experts, gpu_experts  # noqa: E402
 from slipstream.model.linear import Tensors  # noqa: E402
 from slipstream.model.spec import Experts, ModelSpec  # noqa: E402
 from slipstream.weights.quantise import quantise_rows  # noqa: E402
@@ -54,7 +54,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_plan_sorts_the_pairs_and_covers_each_by_one_tile(name):
     chosen, experts = chosen_experts(name)
-    plan = gpu_experts.plan_experts(chosen.to(DEVICE), experts)
+    plan = gpu_kernels.plan_experts(chosen.to(DEVICE), experts)
     pairs = chosen.flatten()
     assert torch.equal(plan.order.cpu().long(), pairs.argsort(stable=True))
     counts = pairs.bincount(minlength=experts)
@@ -73,11 +73,11 @@ def test_grouped_product_of_tokens_and_of_pairs(dtype, name, outputs, inputs):
     torch.manual_seed(0)
     chosen, experts = chosen_experts(name)
     weight = torch.randn(experts, outputs, inputs).to(dtype)
-    plan = gpu_experts.plan_experts(chosen.to(DEVICE), experts)
+    plan = gpu_kernels.plan_experts(chosen.to(DEVICE), experts)
     for rows in (len(chosen), chosen.numel()):
         x = torch.randn(rows, inputs).to(dtype)
-        got = gpu_experts.grouped_product(x.to(DEVICE), weight.to(DEVICE), None, plan)
-        assert close(got, grouped_product(x.float(), weight.float(), chosen))
+        got = gpu_kernels.grouped_gemm(x.to(DEVICE), weight.to(DEVICE), None, plan)
+        assert close(got, grouped_gemm(x.float(), weight.float(), chosen))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,9 +88,9 @@ def test_grouped_product_of_eight_bits(dtype, eight):
     stored = torch.randint(-128, 128, (experts, 40, 24)).float().to(eight)
     scales = torch.rand(experts, 40)
     x = torch.randn(len(chosen), 24).to(dtype)
-    plan = gpu_experts.plan_experts(chosen.to(DEVICE), experts)
-    got = gpu_experts.grouped_product(x.to(DEVICE), stored.to(DEVICE), scales.to(DEVICE), plan)
-    assert close(got, grouped_product(x.float(), stored.float() * scales[..., None], chosen))
+    plan = gpu_kernels.plan_experts(chosen.to(DEVICE), experts)
+    got = gpu_kernels.grouped_gemm(x.to(DEVICE), stored.to(DEVICE), scales.to(DEVICE), plan)
+    assert close(got, grouped_gemm(x.float(), stored.float() * scales[..., None], chosen))
 
 
 def test_the_loop_over_experts_is_the_sum_over_pairs():
@@ -100,8 +100,8 @@ def test_the_loop_over_experts_is_the_sum_over_pairs():
     experts = [
         lambda part, e=expert: silu_gated(part @ gate_up[e].T) @ proj[e].T for expert in range(5)
     ]
-    middle = silu_gated(grouped_product(x, gate_up, chosen))
-    pairs = grouped_product(middle, proj, chosen).view(7, 2, 12)
+    middle = silu_gated(grouped_gemm(x, gate_up, chosen))
+    pairs = grouped_gemm(middle, proj, chosen).view(7, 2, 12)
     expected = (pairs * shares[..., None]).sum(1)
     assert torch.allclose(mixture(x, chosen, shares, experts), expected, atol=1e-4)
 
@@ -118,10 +118,10 @@ def test_both_ways_give_the_same_answer(bits):
                 stored[f"experts.{name}.weight"], bits, 0
             )
     x, (chosen, shares) = torch.randn(9, 32), route(torch.randn(9, 5), 2, normalised=True)
-    on_cpu = _on_cpu(
+    on_cpu = cpu_experts(
         spec, Tensors(stored, torch.float32, torch.device("cpu")), "experts", silu_gated
     )
-    on_gpu = _on_gpu(spec, Tensors(stored, torch.float32, DEVICE), "experts", silu_gated)
+    on_gpu = gpu_experts(spec, Tensors(stored, torch.float32, DEVICE), "experts", silu_gated)
     assert close(
         on_gpu(x.to(DEVICE), chosen.to(DEVICE), shares.to(DEVICE)), on_cpu(x, chosen, shares)
     )
@@ -134,7 +134,7 @@ def test_experts_of_four_bits_are_refused_where_they_do_not_run():
     with pytest.raises(
         ValueError, match=r"experts\.gate_up: experts of four bits run on a CPU only"
     ):
-        _on_gpu(spec, Tensors(stored, torch.float32, DEVICE), "experts", silu_gated)
+        gpu_experts(spec, Tensors(stored, torch.float32, DEVICE), "experts", silu_gated)
 
 
 @pytest.mark.parametrize("normalised", [False, True])

@@ -20,7 +20,7 @@ from slipstream.kernels.gpu import quantised as gpu_quantised
 from slipstream.kernels.gpu import rotary as gpu_rotary
 from slipstream.kernels.gpu import step as gpu_step
 from slipstream.kernels.gpu.gemv import gemv
-from slipstream.kernels.gpu.linear import DenseProduct, WeightOnlyProduct, WideProduct
+from slipstream.kernels.gpu.linear import Fp32OutputLinear, GpuLinear, WeightOnlyLinear
 from slipstream.kernels.gpu.skinny_gemm import skinny_gemm
 from slipstream.kernels.inputs import Quantised, plain, quantise
 from slipstream.weights.quantise import dequantise, quantise_fp8, quantise_rows
@@ -72,8 +72,8 @@ def quantised_close(got: Quantised, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("size", [64, 1500])
-def test_eight_bit_activations(size):
-    """From the norm, from the gate, and alone: each equals its twin rounded to eight bits."""
+def test_fp8_activations_match_their_twins(size):
+    """From the norm, from the gate, and alone: each equals its twin rounded to e4m3."""
     torch.manual_seed(0)
     dtype = DTYPES[-1]
     hidden, delta, weight = (
@@ -114,18 +114,18 @@ def test_rotate_write(dtype, q_heads, kv_heads, size, rotary_size, norm):
     tokens, slots_total = 5, 32
     heads = torch.randn(tokens, q_heads + 2 * kv_heads, size).to(dtype)
     positions, slots = torch.tensor([0, 3, 17, 4, 31]), torch.tensor([9, 1, 30, 2, 17])
-    turn = None
+    rope = None
     if rotary_size:
         angles = torch.rand(40, rotary_size) * 6
-        turn = (angles.cos(), angles.sin())
+        rope = (angles.cos(), angles.sin())
     q_norm, k_norm = (
         (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if norm else (None, None)
     )
     twin_cache = torch.zeros(2, kv_heads, slots_total, size, dtype=dtype)
     cache = twin_cache.clone().to(DEVICE)
-    twin_turn = None if turn is None else rotary.turn_at(*turn, positions, dtype)
+    twin_rope = None if rope is None else rotary.rope_at(*rope, positions, dtype)
     expected = rotary.rotate_write(
-        heads.clone(), positions, slots, twin_turn, q_norm, k_norm, 1e-6, *twin_cache
+        heads.clone(), positions, slots, twin_rope, q_norm, k_norm, 1e-6, *twin_cache
     )
 
     def move(tensor):
@@ -135,7 +135,7 @@ def test_rotate_write(dtype, q_heads, kv_heads, size, rotary_size, norm):
         heads.to(DEVICE),
         move(positions),
         move(slots),
-        None if turn is None else tuple(map(move, turn)),
+        None if rope is None else tuple(map(move, rope)),
         move(q_norm),
         move(k_norm),
         1e-6,
@@ -196,7 +196,7 @@ def test_attention(dtype, stored, mix, heads, kv_heads, size, rule):
     assert close(got, expected, 2e-3 if stored == torch.float8_e4m3fn else 0.0)
 
 
-# more query heads a key head than 16, and few
+# more and fewer than 16 query heads per KV head
 @pytest.mark.parametrize(("heads", "kv_heads"), [(40, 2), (4, 2)])
 def test_attention_of_many_rows(heads, kv_heads):
     torch.manual_seed(0)
@@ -219,7 +219,7 @@ def test_attention_of_many_rows(heads, kv_heads):
     )
 
 
-def test_a_prompt_does_not_see_what_is_no_number_in_the_one_behind():
+def test_nan_in_a_prompt_does_not_reach_the_prompt_before_it():
     torch.manual_seed(0)
     block, heads, kv_heads, size = 32, 4, 2, 16
     positions, counts = np.array([0, 0]), np.array([70, 40])
@@ -239,8 +239,8 @@ def test_a_prompt_does_not_see_what_is_no_number_in_the_one_behind():
 
 
 @pytest.mark.parametrize("sinks", [0, 5])
-def test_blocks_that_a_window_has_passed_are_not_read(sinks):
-    """The null block stands in their place, and what lies in them now is no number."""
+def test_blocks_outside_the_window_are_not_read(sinks):
+    """Tables hold the null block in their place, and the old blocks hold nan."""
     torch.manual_seed(0)
     block, heads, kv_heads, size = 32, 4, 2, 16
     positions, counts, rule = (
@@ -286,8 +286,8 @@ def test_gemv(dtype, rows, size, bias):
     ("rows", "size", "after"), [(64, 128, 64), (130, 600, 40), (300, 512, 128)]
 )
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_that_joins_the_residual_stream(rows, size, after, bias):
-    """The product, the sum with it, its norm and the product behind: as one by one."""
+def test_fused_gemv_matches_separate_steps(rows, size, after, bias):
+    """GEMV, residual addition, norm and the next GEMV: as when each is computed by itself."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if GPU else torch.float16  # the interpreter does not know bfloat16
     x, hidden = torch.randn(1, size).to(dtype), torch.randn(1, rows) * 3
@@ -297,11 +297,11 @@ def test_a_product_that_joins_the_residual_stream(rows, size, after, bias):
     offsets = [torch.randn(len(weight)).to(dtype) if bias else None for weight in weights]
     norm = normalisation.Norm(torch.rand(rows) + 0.5, None, 1e-5, dtype=dtype)
     first, second = (
-        DenseProduct(weight.to(DEVICE), None if offset is None else offset.to(DEVICE))
+        GpuLinear(weight.to(DEVICE), None if offset is None else offset.to(DEVICE))
         for weight, offset in zip(weights, offsets, strict=True)
     )
     stream = hidden.clone().to(DEVICE)
-    between = first.joined(
+    between = first.residual_norm(
         x.to(DEVICE), stream, dataclasses.replace(norm, weight=norm.weight.to(DEVICE))
     )
     hidden += torch.nn.functional.linear(
@@ -315,7 +315,9 @@ def test_a_product_that_joins_the_residual_stream(rows, size, after, bias):
     assert close(plain(between).float(), normal, 5e-3)
     assert close(second(between).float(), expected, 5e-3)
     assert close(second.gated(between).float(), activation.silu_gated(expected), 1e-2)
-    assert close(WideProduct(weights[1].to(DEVICE))(between), normal @ weights[1].float().T, 5e-3)
+    assert close(
+        Fp32OutputLinear(weights[1].to(DEVICE))(between), normal @ weights[1].float().T, 5e-3
+    )
 
 
 @pytest.mark.parametrize("kind", ["plain", "int8", "fp8 weights", "fp8"])
@@ -324,7 +326,7 @@ def test_a_product_that_joins_the_residual_stream(rows, size, after, bias):
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_skinny_gemm(kind, tokens, rows, size, bias):
-    """Tiles that divide and that do not, shared columns and not."""
+    """Sizes that tiles divide and that they do not, with and without shared columns."""
     torch.manual_seed(0)
     dtype = DTYPES[-1]
     x, weight = torch.randn(tokens, size).to(dtype), (torch.randn(rows, size) / size**0.5).to(dtype)
@@ -339,7 +341,7 @@ def test_skinny_gemm(kind, tokens, rows, size, bias):
         exact_weight = dequantise(weight, weight_scales)
     if kind == "fp8":
         if not GPU:
-            pytest.skip("the interpreter has no products of eight-bit numbers")
+            pytest.skip("the interpreter has no GEMM of 8-bit numbers")
         weight, weight_scales = quantise_fp8(weight)
         x, x_scales = quantise(x)
         exact, exact_weight = x.float() * x_scales, dequantise(weight, weight_scales)
@@ -356,8 +358,8 @@ def test_skinny_gemm(kind, tokens, rows, size, bias):
 @pytest.mark.parametrize("tokens", [3, 33])
 @pytest.mark.parametrize(("rows", "size"), [(64, 128), (128, 600), (192, 1024)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_with_their_gate(tokens, rows, size, bias):
-    """To the bit what the product and then the gate give."""
+def test_skinny_gemm_with_gate(tokens, rows, size, bias):
+    """Bit by bit what the GEMM and then the gate give."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if GPU else torch.float16  # the interpreter does not know bfloat16
     x, weight = torch.randn(tokens, size).to(dtype), (torch.randn(rows, size) / size**0.5).to(dtype)
@@ -371,14 +373,14 @@ def test_products_with_their_gate(tokens, rows, size, bias):
     "quantised", [quantise_fp8, lambda weight: quantise_rows(weight, 8, 0)], ids=["fp8", "int8"]
 )
 @pytest.mark.parametrize("tokens", [3, 100])
-def test_eight_bit_weights_with_activations_of_16_bits(quantised, tokens):
-    """Read as they are and expanded, they stand for the same weights."""
+def test_8_bit_weights_with_16_bit_activations(quantised, tokens):
+    """Read as they are for 3 tokens, expanded for 100."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if GPU else torch.float16  # the interpreter does not know bfloat16
     x, bias = torch.randn(tokens, 200).to(dtype), torch.randn(50).to(dtype)
     stored, scales = quantised(torch.randn(50, 200))
-    product = WeightOnlyProduct(stored.to(DEVICE), scales.to(DEVICE), bias.to(DEVICE))
-    got = product(x.to(DEVICE))
+    layer = WeightOnlyLinear(stored.to(DEVICE), scales.to(DEVICE), bias.to(DEVICE))
+    got = layer(x.to(DEVICE))
     assert got.dtype == dtype
     expected = torch.nn.functional.linear(x.float(), dequantise(stored, scales), bias.float())
     assert close(got.float(), expected, 5e-3)

@@ -32,7 +32,7 @@ def new_cache(slots, kv_heads, size):
 
 
 def write(cache, heads, slots):
-    """By the kernel: keys and values [2, kv_heads, tokens, size], without a turn, into slots
+    """By the kernel: keys and values [2, kv_heads, tokens, size], without a rope, into slots
     [tokens].
     """
     size = heads.shape[-1]
@@ -43,9 +43,9 @@ def write(cache, heads, slots):
         .contiguous()
         .to(DEVICE)
     )
-    turn = (torch.ones(1, size, device=DEVICE), torch.zeros(1, size, device=DEVICE))
+    rope = (torch.ones(1, size, device=DEVICE), torch.zeros(1, size, device=DEVICE))
     positions = torch.zeros(len(slots), dtype=torch.int64, device=DEVICE)
-    rotate_write(step, positions, slots.to(DEVICE), turn, None, None, 1e-6, *cache)
+    rotate_write(step, positions, slots.to(DEVICE), rope, None, None, 1e-6, *cache)
 
 
 def pack(heads):
@@ -310,7 +310,7 @@ def test_keys_and_values_of_any_size_are_attended_to():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "turned", "block", "packed"),
+    ("dtype", "size", "rotated", "block", "packed"),
     [
         (torch.bfloat16, 128, 128, 32, True),
         (torch.bfloat16, 64, 64, 64, True),
@@ -325,8 +325,8 @@ def test_keys_and_values_of_any_size_are_attended_to():
         (torch.float32, 128, 128, 32, False),
     ],
 )
-def test_what_is_packed(dtype, size, turned, block, packed):
-    assert packed_cache.packs(dtype, size, turned, block) is packed
+def test_what_is_packed(dtype, size, rotated, block, packed):
+    assert packed_cache.packs(dtype, size, rotated, block) is packed
 
 
 def test_a_head_takes_little_more_than_three_quarters():

@@ -1,4 +1,4 @@
-"""A packed cache in a step: what is turned is cached and handed on, what rows look back at is
+"""A packed cache in a step: what is rotated is cached and handed on, what rows look back at is
 unpacked for them.
 """
 
@@ -22,19 +22,19 @@ from slipstream.kernels.gpu.rotary import rotate_write
 def test_what_is_turned_is_cached_and_handed_on(heads, kv_heads):
     """By quarters, which leave bfloat16 numbers what they are."""
     torch.manual_seed(0)
-    size, half, turned = 64, 32, slice(heads + kv_heads)
+    size, half, rotated = 64, 32, slice(heads + kv_heads)
     step = torch.randn(4, heads + 2 * kv_heads, size).bfloat16().float()
     cosine = torch.tensor([1.0, 0.0])[:, None].expand(2, size).contiguous()
     sine = torch.tensor([0.0, 1.0])[:, None] * torch.tensor([-1.0, 1.0]).repeat_interleave(half)
     positions, slots = torch.tensor([0, 1, 1, 0]), torch.tensor([3, 0, 9, 31])
     expected = step.clone()
-    expected[1:3, turned] = torch.cat((-step[1:3, turned, half:], step[1:3, turned, :half]), -1)
+    expected[1:3, rotated] = torch.cat((-step[1:3, rotated, half:], step[1:3, rotated, :half]), -1)
     cache = new_cache(BLOCK, kv_heads, size)
-    given, places, written, *turn = (
+    given, places, written, *rope = (
         x.to(DEVICE) for x in (step.to(DTYPE), positions, slots, cosine, sine)
     )
-    got = rotate_write(given, places, written, tuple(turn), None, None, 1e-6, *cache)
-    assert torch.equal(got[:, turned].float().cpu(), expected[:, turned])
+    got = rotate_write(given, places, written, tuple(rope), None, None, 1e-6, *cache)
+    assert torch.equal(got[:, rotated].float().cpu(), expected[:, rotated])
     cached = read(cache, size)[:, :, slots]
     wanted = expected[:, heads:].unflatten(1, (2, kv_heads)).permute(1, 2, 0, 3).double()
     assert ((cached - wanted).abs() <= wanted.abs().amax(-1, keepdim=True) * 2.0**-22).all()

@@ -7,8 +7,9 @@ import pytest
 import torch
 from tiny_models import config_of, engine_tensors, random_model
 
-from slipstream.kernels import linear, packed_cache
+from slipstream.kernels import packed_cache
 from slipstream.kernels.options import KernelOptions
+from slipstream.model import transformer
 from slipstream.model.transformer import Transformer
 
 CUDA = torch.device("cuda")
@@ -24,11 +25,13 @@ def test_all_optimisations_are_on_by_default():
 def test_compressed_weights_off_makes_no_copies(compressed, copied, monkeypatch):
     spec, tensors = engine_tensors(random_model(config_of("llama")))
     limits = []
-    monkeypatch.setattr(linear, "copy_weights", lambda linears, most: limits.append(most) or 7)
+    monkeypatch.setattr(
+        transformer, "compress_weights", lambda linears, most: limits.append(most) or 7
+    )
     options = KernelOptions(compressed_weights=compressed)
     cpu = torch.device("cpu")
     model = Transformer(spec, tensors, torch.float32, cpu, 64, options=options)
-    assert model.copy_weights(1000) == copied
+    assert model.compress_weights(1000) == copied
     assert limits == ([1000] if compressed else [])
 
 

@@ -119,8 +119,8 @@ def write(heads: int, kv_heads: int, size: int, cached: torch.dtype) -> None:
         torch.empty(4, heads + 2 * kv_heads, size, dtype=torch.bfloat16),
         torch.zeros(4, dtype=torch.int64),
     )
-    turn = (torch.empty(4, size), torch.empty(4, size))
-    rotary.rotate_write(step, ids, ids, turn, None, None, 1e-6, *new_cache(kv_heads, size, cached))
+    rope = (torch.empty(4, size), torch.empty(4, size))
+    rotary.rotate_write(step, ids, ids, rope, None, None, 1e-6, *new_cache(kv_heads, size, cached))
 
 
 def unpack_prefix(kv_heads: int, size: int) -> None:

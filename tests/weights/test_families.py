@@ -66,7 +66,7 @@ def test_llama_options_are_read() -> None:
         500000.0,
         1e-5,
     )
-    assert (spec.qkv_bias, spec.dense_bias, spec.mlp_bias, spec.tied_embeddings) == (
+    assert (spec.qkv_bias, spec.o_proj_bias, spec.mlp_bias, spec.tied_embeddings) == (
         True,
         True,
         True,
@@ -206,8 +206,8 @@ def test_qwen_sliding_layers(
 def test_qwen_families_differ_in_biases_norms_and_head_size() -> None:
     two = spec_of({**LLAMA, "architectures": ["Qwen2ForCausalLM"]})
     three = spec_of({**LLAMA, "architectures": ["Qwen3ForCausalLM"]})
-    assert (two.qkv_bias, two.dense_bias, two.qk_norm, two.head_size) == (True, False, False, 16)
-    assert (three.qkv_bias, three.dense_bias, three.qk_norm, three.head_size) == (
+    assert (two.qkv_bias, two.o_proj_bias, two.qk_norm, two.head_size) == (True, False, False, 16)
+    assert (three.qkv_bias, three.o_proj_bias, three.qk_norm, three.head_size) == (
         False,
         False,
         True,
@@ -242,7 +242,7 @@ def test_gpt2() -> None:
         norm_epsilon=1e-5,
         position="learned",
         qkv_bias=True,
-        dense_bias=True,
+        o_proj_bias=True,
         mlp_bias=True,
         tied_embeddings=True,
     )

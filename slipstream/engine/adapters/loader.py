@@ -1,8 +1,8 @@
 """Adapters on their way to the device: read and checked in a thread of their own, kept on the host,
 written to pages.
 
-What an adapter may hold follows from the model: a module is a product of the layer or a part of
-one, and its matrices have that product's sizes. What does not fit is refused with the module, the
+What an adapter may hold follows from the model: a module is a linear layer, or a part of
+one, and its matrices have that linear's sizes. What does not fit is refused with the module, the
 layer and the sizes in the text.
 """
 
@@ -18,32 +18,32 @@ import torch
 from slipstream.engine.adapters.adapters import Adapters, AdapterSource, ModuleMatrices
 from slipstream.engine.settings import EngineSettings
 from slipstream.kernels.adapters import (
-    DENSE,
-    FIRST,
-    PROJ,
+    DOWN_PROJ,
+    O_PROJ,
     QKV,
+    UP_PROJ,
     AdapterPages,
     HostAdapter,
+    LinearShape,
     Matrices,
     PageLayout,
-    ProductShape,
     pack_adapter,
 )
 from slipstream.model.families.registry import FAMILIES
 from slipstream.model.spec import ModelSpec
 
-# Module numbers of the protocol → (name, product, parts of it that the module's output covers, in
+# Module numbers of the protocol → (name, linear, parts of it that the module's output covers, in
 # order).
 MODULES: dict[int, tuple[str, int, tuple[int, ...]]] = {
     0: ("attn_qkv", QKV, (0, 1, 2)),
     1: ("attn_q", QKV, (0,)),
     2: ("attn_k", QKV, (1,)),
     3: ("attn_v", QKV, (2,)),
-    4: ("attn_dense", DENSE, (0,)),
-    5: ("mlp_h_to_4h", FIRST, (0,)),
-    6: ("mlp_4h_to_h", PROJ, (0,)),
-    7: ("mlp_gate", FIRST, (1,)),
-    18: ("mlp_gate_up", FIRST, (0, 1)),
+    4: ("attn_dense", O_PROJ, (0,)),
+    5: ("mlp_h_to_4h", UP_PROJ, (0,)),
+    6: ("mlp_4h_to_h", DOWN_PROJ, (0,)),
+    7: ("mlp_gate", UP_PROJ, (1,)),
+    18: ("mlp_gate_up", UP_PROJ, (0, 1)),
 }
 
 
@@ -58,16 +58,16 @@ _LARGEST_VALUE = 65504.0
 _DTYPES = {"float16": np.float16, "float32": np.float32, "bfloat16": np.uint16}
 
 
-def product_shapes(spec: ModelSpec) -> tuple[ProductShape, ...]:
-    """What a layer's products take and give. Experts have no place for adapters, so their layers
+def linear_shapes(spec: ModelSpec) -> tuple[LinearShape, ...]:
+    """The sizes of a layer's linear layers. Experts have no place for adapters, so their layers
     lack the last two.
     """
     halves = 0 if spec.experts else 2 if spec.gated_mlp else 1
     return (
-        ProductShape(spec.hidden_size, (spec.q_size, spec.kv_size, spec.kv_size)),
-        ProductShape(spec.q_size, (spec.hidden_size,)),
-        ProductShape(spec.hidden_size, (spec.ffn_size,) * halves),
-        ProductShape(spec.ffn_size, (spec.hidden_size,) if halves else ()),
+        LinearShape(spec.hidden_size, (spec.q_size, spec.kv_size, spec.kv_size)),
+        LinearShape(spec.q_size, (spec.hidden_size,)),
+        LinearShape(spec.hidden_size, (spec.ffn_size,) * halves),
+        LinearShape(spec.ffn_size, (spec.hidden_size,) if halves else ()),
     )
 
 
@@ -79,12 +79,12 @@ def create_adapters(
     read_folder: ReadFolder | None = None,
 ) -> AdapterLoader:
     """Room for adapters, as much as the settings say. It is taken when the first one comes."""
-    layout = PageLayout(product_shapes(spec), spec.layers, settings.adapter_page_rank)
+    layout = PageLayout(linear_shapes(spec), spec.layers, settings.adapter_page_rank)
     most_pages = layout.pages_for(settings.adapter_max_rank)
     if device.type == "cuda":
         room = int(torch.cuda.mem_get_info(device)[0] * settings.adapter_memory_fraction)
     else:
-        # on a CPU the products with a handful of tokens are faster in it than in 16 bits
+        # on a CPU, GEMMs with a handful of tokens are faster in it than in 16 bits
         dtype = torch.float32
         room = settings.adapter_host_bytes
     useful = settings.max_rows * most_pages
@@ -210,8 +210,8 @@ class AdapterLoader:
         rows = _values(source)
         found = []
         for (number, layer, rank), row in zip(source.modules or (), rows, strict=True):
-            name, product, parts = self._module(number)
-            shape = self.layout.shapes[product]
+            name, linear, parts = self._module(number)
+            shape = self.layout.shapes[linear]
             outputs = sum(shape.outputs[part] for part in parts)
             used, place = rank * (shape.inputs + outputs), f"layer {layer}, {name}"
             if not 1 <= rank <= self.adapters.max_rank:
@@ -238,7 +238,7 @@ class AdapterLoader:
         taken: dict[tuple[int, int, int], Matrices] = {}
         for module in modules:
             for matrices in self._matrices(module):
-                key = (matrices.layer, matrices.product, matrices.part)
+                key = (matrices.layer, matrices.linear, matrices.part)
                 if key in taken:
                     raise AdapterError(f"layer {module.layer}: {_name(module.module)} comes twice")
                 taken[key] = matrices
@@ -247,7 +247,7 @@ class AdapterLoader:
         return pack_adapter(self.layout, list(taken.values()), self.dtype, self.device)
 
     def _matrices(self, given: ModuleMatrices) -> list[Matrices]:
-        name, product, parts = self._module(given.module)
+        name, linear, parts = self._module(given.module)
         place, rank = f"layer {given.layer}, {name}", given.first.shape[0]
         if not 0 <= given.layer < self.layout.layers:
             raise AdapterError(f"{place}: the model has layers 0 to {self.layout.layers - 1}")
@@ -256,7 +256,7 @@ class AdapterLoader:
                 f"{place}: rank {rank} is over the largest, {self.adapters.max_rank} "
                 "(lora_cache_max_adapter_size)"
             )
-        shape = self.layout.shapes[product]
+        shape = self.layout.shapes[linear]
         outputs = [shape.outputs[part] for part in parts]
         expected = [(rank, shape.inputs), (sum(outputs), rank)]
         if [given.first.shape, given.second.shape] != expected:
@@ -270,15 +270,15 @@ class AdapterLoader:
             raise AdapterError(
                 f"{place}: holds values that are not finite, or beyond {_LARGEST_VALUE:g}"
             )
-        seconds = np.split(self._in_order(given.second, product, parts), np.cumsum(outputs)[:-1])
+        seconds = np.split(self._in_order(given.second, linear, parts), np.cumsum(outputs)[:-1])
         return [
-            Matrices(given.layer, product, part, given.first, second.T)
+            Matrices(given.layer, linear, part, given.first, second.T)
             for part, second in zip(parts, seconds, strict=True)
         ]
 
-    def _in_order(self, second: np.ndarray, product: int, parts: tuple[int, ...]) -> np.ndarray:
+    def _in_order(self, second: np.ndarray, linear: int, parts: tuple[int, ...]) -> np.ndarray:
         """B's rows in the order of the engine's, where that is not the model's own."""
-        if product != QKV or self._qkv_rows is None:
+        if linear != QKV or self._qkv_rows is None:
             return second
         edges = np.cumsum((0, *self.layout.shapes[QKV].outputs))
         rows = self._qkv_rows[edges[parts[0]] : edges[parts[-1] + 1]] - edges[parts[0]]
@@ -292,10 +292,10 @@ class AdapterLoader:
         if number not in MODULES:
             known = ", ".join(f"{number} {name}" for number, (name, *_) in MODULES.items())
             raise AdapterError(f"{_name(number)} cannot be adapted here; these can: {known}")
-        name, product, parts = MODULES[number]
-        if max(parts) >= len(self.layout.shapes[product].outputs):
-            raise AdapterError(f"{name} cannot be adapted: the model has no such product")
-        return name, product, parts
+        name, linear, parts = MODULES[number]
+        if max(parts) >= len(self.layout.shapes[linear].outputs):
+            raise AdapterError(f"{name} cannot be adapted: the model has no such linear layer")
+        return name, linear, parts
 
 
 _OTHER_MODULES = {

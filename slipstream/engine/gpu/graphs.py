@@ -25,7 +25,7 @@ from slipstream.kernels.gpu.decode_chunks import (
     cut_chunks,
     most_chunks,
 )
-from slipstream.kernels.gpu.linear import suited_library
+from slipstream.kernels.gpu.linear import fastest_blas_library
 from slipstream.kernels.gpu.step import likeliest, step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
 
@@ -117,7 +117,7 @@ def record(run: Callable[[], Any], tokens: int, pool: Any) -> tuple[torch.cuda.C
     """Capture what `run` launches, a step of `tokens`, into the memory of `pool` → the graph, and
     what `run` gave.
     """
-    with suited_library(tokens):
+    with fastest_blas_library(tokens):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels compile and libraries choose outside the capture

@@ -1,10 +1,10 @@
 """Low-rank additions on the GPU: the torch twin is `CpuStepAdapters` of kernels/adapters.py.
 
-Two kernels a product. The first makes the middle [tokens, pages, parts * rank] of x and A, the
+Two kernels a linear. The first makes the middle [tokens, pages, parts * rank] of x and A, the
 second adds B's share to y. Both run over tiles: runs of tokens of one row. Which pages a tile's row
 has, they read on the device, and the grid depends on the number of tiles alone; so a decode step,
 whose tiles are its tokens, can be captured once for whatever adapters its rows will have. Tiles
-without an adapter, and pages that add nothing to the product, end at once.
+without an adapter, and pages that add nothing to the linear, end at once.
 
 Tokens of a decode step have nothing to share: kernels of their own read each adapter once, as fast
 as memory gives it.
@@ -43,7 +43,7 @@ def _shrink(
     counts,
     rows,
     row_pages,
-    products,
+    linears,
     inputs,
     x_stride,
     page_stride,
@@ -51,7 +51,7 @@ def _shrink(
     split_stride,
     token_stride,
     first_at,
-    PRODUCT: tl.constexpr,
+    LINEAR: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
@@ -62,7 +62,7 @@ def _shrink(
     table = row_pages + tl.load(rows + tile).to(tl.int64) * row_stride
     if number < tl.load(table):
         page = tl.load(table + 1 + number).to(tl.int64)
-        if (tl.load(products + page) >> PRODUCT) & 1:
+        if (tl.load(linears + page) >> LINEAR) & 1:
             token = tl.load(starts + tile) + tl.arange(0, TILE)
             inside = tl.arange(0, TILE) < tl.load(counts + tile)
             width = tl.arange(0, PADDED)
@@ -105,7 +105,7 @@ def _expand(
     counts,
     rows,
     row_pages,
-    products,
+    linears,
     outputs,
     y_stride,
     page_stride,
@@ -115,7 +115,7 @@ def _expand(
     second_at,
     FIRST_PART: tl.constexpr,
     SECOND_PART: tl.constexpr,
-    PRODUCT: tl.constexpr,
+    LINEAR: tl.constexpr,
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
     PADDED: tl.constexpr,
@@ -135,7 +135,7 @@ def _expand(
         total = tl.zeros([TILE, OUTPUTS], tl.float32)
         for number in range(pages):
             page = tl.load(table + 1 + number).to(tl.int64)
-            if (tl.load(products + page) >> PRODUCT) & 1:
+            if (tl.load(linears + page) >> LINEAR) & 1:
                 given = tl.zeros([TILE, PADDED], tl.float32)
                 at = (
                     middle
@@ -172,7 +172,7 @@ def _shrink_one(
     middle,
     rows,
     row_pages,
-    products,
+    linears,
     inputs,
     x_stride,
     page_stride,
@@ -180,7 +180,7 @@ def _shrink_one(
     split_stride,
     token_stride,
     first_at,
-    PRODUCT: tl.constexpr,
+    LINEAR: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -194,7 +194,7 @@ def _shrink_one(
     follow(OVERLAP)
     for number in range(tl.load(table)):
         page = tl.load(table + 1 + number).to(tl.int64)
-        if (tl.load(products + page) >> PRODUCT) & 1:
+        if (tl.load(linears + page) >> LINEAR) & 1:
             total = tl.zeros([PADDED], tl.float32)
             for begin in range(split * share, min(inputs, (split + 1) * share), INPUTS):
                 column = begin + tl.arange(0, INPUTS)
@@ -222,7 +222,7 @@ def _expand_one(
     y,
     rows,
     row_pages,
-    products,
+    linears,
     outputs,
     y_stride,
     page_stride,
@@ -232,7 +232,7 @@ def _expand_one(
     second_at,
     FIRST_PART: tl.constexpr,
     SECOND_PART: tl.constexpr,
-    PRODUCT: tl.constexpr,
+    LINEAR: tl.constexpr,
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
     PADDED: tl.constexpr,
@@ -252,7 +252,7 @@ def _expand_one(
     # before is added.
     page = tl.load(table + 1).to(tl.int64)
     # columns of B
-    added = (pages > 0).to(tl.int32) * ((tl.load(products + page) >> PRODUCT) & 1) * RANK
+    added = (pages > 0).to(tl.int32) * ((tl.load(linears + page) >> LINEAR) & 1) * RANK
     second = tl.load(place + page * page_stride, (rank < added)[:, None] & held[None, :], other=0.0)
     follow(OVERLAP)
     if pages > 0:
@@ -260,7 +260,7 @@ def _expand_one(
         for number in range(pages):
             page = tl.load(table + 1 + tl.minimum(number + 1, pages - 1)).to(tl.int64)
             next_added = (
-                tl.where(number + 1 < pages, (tl.load(products + page) >> PRODUCT) & 1, 0) * RANK
+                tl.where(number + 1 < pages, (tl.load(linears + page) >> LINEAR) & 1, 0) * RANK
             )
             next_second = tl.load(
                 place + page * page_stride, (rank < next_added)[:, None] & held[None, :], other=0.0
@@ -269,7 +269,7 @@ def _expand_one(
             at = middle + token * token_stride + (number * PARTS + part) * RANK + rank
             for split in tl.static_range(SPLITS):
                 given += tl.load(at + split * split_stride, rank < added, other=0.0)
-            # Rounded as the product of many tokens rounds it.
+            # Rounded as the linear of many tokens rounds it.
             given = given.to(second.dtype).to(tl.float32)
             total += tl.sum(given[:, None] * second.to(tl.float32), 0)
             second = next_second
@@ -361,24 +361,24 @@ class GpuStepAdapters:
         """
         self._pages, self._row_pages, self._tiles = pages, row_pages, tiles
 
-    def add(self, y: Tensor, x: Tensor, layer: int, product: int) -> None:
+    def add(self, y: Tensor, x: Tensor, layer: int, linear: int) -> None:
         """y: [tokens, out], x: [tokens, in]; the last dimension of both is contiguous"""
         if self._tiles.tokens == 1:
-            self._add_one(y, x, layer, product)
+            self._add_one(y, x, layer, linear)
         else:
-            self._add_tiles(y, x, layer, product)
+            self._add_tiles(y, x, layer, linear)
 
-    def _add_one(self, y: Tensor, x: Tensor, layer: int, product: int) -> None:
+    def _add_one(self, y: Tensor, x: Tensor, layer: int, linear: int) -> None:
         layout, memory, table = self._pages.layout, self._pages.memory, self._row_pages
-        inputs, outputs = layout.shapes[product]
+        inputs, outputs = layout.shapes[linear]
         parts, rank, tokens = len(outputs), layout.rank, self._tiles.starts.shape[0]
         width = power_of_two(parts * rank)
         taken = max(64, _HELD // width)
         splits = min(_MOST_SPLITS, pieces(inputs, taken))
         middle = self._middle(splits, x, parts * rank)
-        common = (self._tiles.rows, table, self._pages.device_products)
+        common = (self._tiles.rows, table, self._pages.device_linears)
         strides = (memory.stride(0), table.stride(0), middle.stride(0), middle.stride(1))
-        first_at, second_at = layout.starts(layer, product)
+        first_at, second_at = layout.starts(layer, linear)
         _shrink_one[(tokens, splits)](
             x,
             memory,
@@ -388,7 +388,7 @@ class GpuStepAdapters:
             x.stride(0),
             *strides,
             first_at,
-            PRODUCT=product,
+            LINEAR=linear,
             WIDTH=parts * rank,
             PADDED=width,
             INPUTS=taken,
@@ -408,7 +408,7 @@ class GpuStepAdapters:
             second_at,
             FIRST_PART=outputs[0],
             SECOND_PART=outputs[1] if parts > 1 else 0,
-            PRODUCT=product,
+            LINEAR=linear,
             PARTS=parts,
             RANK=rank,
             PADDED=power_of_two(rank),
@@ -418,21 +418,21 @@ class GpuStepAdapters:
             **overlapping(x.device),
         )
 
-    def _add_tiles(self, y: Tensor, x: Tensor, layer: int, product: int) -> None:
+    def _add_tiles(self, y: Tensor, x: Tensor, layer: int, linear: int) -> None:
         layout, memory, tiles, table = (
             self._pages.layout,
             self._pages.memory,
             self._tiles,
             self._row_pages,
         )
-        inputs, outputs = layout.shapes[product]
+        inputs, outputs = layout.shapes[linear]
         parts, rank, count = len(outputs), layout.rank, tiles.starts.shape[0]
         splits = 1 if count > _MANY_TILES else _SPLITS
         tile = max(_SMALLEST, power_of_two(tiles.tokens))
         middle = self._middle(splits, x, parts * rank)
-        common = (tiles.starts, tiles.counts, tiles.rows, table, self._pages.device_products)
+        common = (tiles.starts, tiles.counts, tiles.rows, table, self._pages.device_linears)
         strides = (memory.stride(0), table.stride(0), middle.stride(0), middle.stride(1))
-        first_at, second_at = layout.starts(layer, product)
+        first_at, second_at = layout.starts(layer, linear)
         _shrink[(count, table.shape[1] - 1, splits)](
             x,
             memory,
@@ -442,7 +442,7 @@ class GpuStepAdapters:
             x.stride(0),
             *strides,
             first_at,
-            PRODUCT=product,
+            LINEAR=linear,
             WIDTH=parts * rank,
             PADDED=_padded(parts * rank),
             TILE=tile,
@@ -462,7 +462,7 @@ class GpuStepAdapters:
             second_at,
             FIRST_PART=outputs[0],
             SECOND_PART=outputs[1] if parts > 1 else 0,
-            PRODUCT=product,
+            LINEAR=linear,
             PARTS=parts,
             RANK=rank,
             PADDED=_padded(rank),

@@ -74,7 +74,7 @@ def _cut_tiles(
 
 @Quick
 @triton.jit
-def _grouped_product(
+def _grouped_gemm(
     x,
     weight,
     scales,
@@ -149,7 +149,7 @@ def plan_experts(chosen: Tensor, experts: int) -> ExpertPlan:
     return ExpertPlan(order, starts, tile_expert, tile_first, tile)
 
 
-def grouped_product(x: Tensor, weight: Tensor, scales: Tensor | None, plan: ExpertPlan) -> Tensor:
+def grouped_gemm(x: Tensor, weight: Tensor, scales: Tensor | None, plan: ExpertPlan) -> Tensor:
     """x: [tokens, in] or [pairs, in], weight: [experts, out, in], scales: [experts, out] of an
     eight-bit weight → [pairs, out], each pair's row times the weight of its expert.
     """
@@ -158,7 +158,7 @@ def grouped_product(x: Tensor, weight: Tensor, scales: Tensor | None, plan: Expe
     out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
     rows = 128 if plan.tile >= 64 else 64
     exact = x.dtype == torch.float32
-    _grouped_product[(pieces(outputs, rows), plan.tile_expert.shape[0])](
+    _grouped_gemm[(pieces(outputs, rows), plan.tile_expert.shape[0])](
         x,
         weight,
         scales,

@@ -105,7 +105,7 @@ def supports_gated_gemm(weight: Tensor) -> bool:
     return shared_memory(weight.device) >= _SHARED_BYTES
 
 
-def pays(tokens: int, weight: Tensor) -> bool:
+def is_faster(tokens: int, weight: Tensor) -> bool:
     """Whether it is faster than the library and a kernel for the gate."""
     tiles, programs = _tiles(tokens, weight.shape[0] // 2), processors(weight.device)
     until_the_last = pieces(tiles, programs) * programs  # tiles that there is time for

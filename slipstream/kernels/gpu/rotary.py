@@ -44,13 +44,13 @@ def _rotate_write(
     ON_DEVICE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A head is two halves that turn into each other, and a rest that does not turn; either may be
+    """A head is two halves that rope into each other, and a rest that does not rope; either may be
     missing.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     real = head < Q_HEADS + 2 * KV_HEADS
-    turned = head < Q_HEADS + KV_HEADS  # queries and keys; values pass as they are
+    rotated = head < Q_HEADS + KV_HEADS  # queries and keys; values pass as they are
     base = heads + token * (Q_HEADS + 2 * KV_HEADS) * SIZE + head * SIZE
     kind = heads.dtype.element_ty
     # The kernel ahead makes the heads. All else was there before it: that comes while it runs out.
@@ -87,16 +87,16 @@ def _rotate_write(
             square += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), 1)[:, None]
         scale = tl.rsqrt(square / SIZE + epsilon)
         if HALF > 0:
-            first = tl.where(turned, (first.to(tl.float32) * scale * first_weight).to(kind), first)
+            first = tl.where(rotated, (first.to(tl.float32) * scale * first_weight).to(kind), first)
             second = tl.where(
-                turned, (second.to(tl.float32) * scale * second_weight).to(kind), second
+                rotated, (second.to(tl.float32) * scale * second_weight).to(kind), second
             )
         if REST > 0:
-            rest = tl.where(turned, (rest.to(tl.float32) * scale * rest_weight).to(kind), rest)
+            rest = tl.where(rotated, (rest.to(tl.float32) * scale * rest_weight).to(kind), rest)
     if HALF > 0:
         one, other = first.to(tl.float32), second.to(tl.float32)
-        first = tl.where(turned, (one * first_cosine + other * first_sine).to(kind), first)
-        second = tl.where(turned, (other * second_cosine + one * second_sine).to(kind), second)
+        first = tl.where(rotated, (one * first_cosine + other * first_sine).to(kind), first)
+        second = tl.where(rotated, (other * second_cosine + one * second_sine).to(kind), second)
         tl.debug_barrier()  # where threads are more than numbers, several read one: all have by now
         if PACKED:
             _write_packed(
@@ -210,17 +210,17 @@ def _write_packed(
     """The same of whole heads, by their halves, to a cache of twelve bits a number."""
     HALF: tl.constexpr = first.shape[1]
     column = tl.arange(0, HALF)[None, :]
-    turned = head < Q_HEADS + KV_HEADS
-    tl.store(base + column, first, turned)
-    tl.store(base + column + HALF, second, turned)
+    rotated = head < Q_HEADS + KV_HEADS
+    tl.store(base + column, first, rotated)
+    tl.store(base + column + HALF, second, rotated)
     if tl.max(head) >= Q_HEADS:  # others have queries only
         x, y, z, scale = pack(first, second, ON_DEVICE)
         key, value = head - Q_HEADS, head - Q_HEADS - KV_HEADS
-        write(keys, x, y, z, scale, key, slot, (key >= 0) & turned, cache_slots)
+        write(keys, x, y, z, scale, key, slot, (key >= 0) & rotated, cache_slots)
         write(values, x, y, z, scale, value, slot, (value >= 0) & (value < KV_HEADS), cache_slots)
 
 
-def turn_at(
+def rope_at(
     cosine: Tensor, signed_sine: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The tables as they are: the kernel looks positions up itself."""
@@ -233,7 +233,7 @@ def rotate_write(
     positions: Tensor,  # [tokens]
     slots: Tensor,  # [tokens]
     # cosine and signed sine of every position: float32 [positions, rotary_size]
-    turn: tuple[Tensor, Tensor] | None,
+    rope: tuple[Tensor, Tensor] | None,
     q_norm: Tensor | None,  # [head_size]
     k_norm: Tensor | None,
     epsilon: float,
@@ -244,8 +244,8 @@ def rotate_write(
     tokens, all_heads, size = heads.shape
     kv_heads = keys.shape[0]
     q_heads = all_heads - 2 * kv_heads
-    cosine, sine = turn if turn is not None else (heads, heads)
-    half = cosine.shape[-1] // 2 if turn is not None else 0
+    cosine, sine = rope if rope is not None else (heads, heads)
+    half = cosine.shape[-1] // 2 if rope is not None else 0
     _rotate_write[(tokens, pieces(all_heads, _HEADS))](
         heads,
         positions,

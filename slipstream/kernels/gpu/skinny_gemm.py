@@ -212,7 +212,7 @@ def skinny_gemm(
     return out
 
 
-def gates(weight: Tensor) -> bool:
+def supports_gate(weight: Tensor) -> bool:
     """Whether the halves of such a weight [out, in] can be gated with the product."""
     return weight.shape[0] % _ROWS == 0
 

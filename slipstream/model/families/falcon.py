@@ -61,7 +61,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         parallel_residual=parallel,
         shared_norm=parallel and norms == 1,
         qkv_bias=bias,
-        dense_bias=bias,
+        o_proj_bias=bias,
         mlp_bias=bias,
     )
 

@@ -31,7 +31,7 @@ def gemma_spec(architecture: str, config: dict[str, Any], **options: Any) -> Mod
         norm_offset=1.0,
         embedding_scale=math.sqrt(required(config, "hidden_size")),
         qkv_bias=attention_bias,
-        dense_bias=attention_bias,
+        o_proj_bias=attention_bias,
         **options,
     )
 

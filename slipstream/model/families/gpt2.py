@@ -58,7 +58,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         norm_epsilon=float(config.get("layer_norm_epsilon") or 1e-5),
         position="learned",
         qkv_bias=True,
-        dense_bias=True,
+        o_proj_bias=True,
         mlp_bias=True,
         tied_embeddings=bool(config.get("tie_word_embeddings", True)),
     )

@@ -50,7 +50,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         norm="layer",
         parallel_residual=bool(config.get("use_parallel_residual", True)),
         qkv_bias=bias,
-        dense_bias=bias,
+        o_proj_bias=bias,
         mlp_bias=True,
     )
 

@@ -37,7 +37,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         config,
         default_positions=2048,
         qkv_bias=attention_bias,
-        dense_bias=attention_bias,
+        o_proj_bias=attention_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
     )
 

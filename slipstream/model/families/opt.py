@@ -61,7 +61,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         norm="layer",
         position="learned",
         qkv_bias=bias,
-        dense_bias=bias,
+        o_proj_bias=bias,
         mlp_bias=bias,
         norms_after=norms_after,
         final_norm=not norms_after and not config.get("_remove_final_layer_norm"),

@@ -30,7 +30,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         head_size=config.get("head_dim") or 128,
         qk_norm=True,
         qkv_bias=attention_bias,
-        dense_bias=attention_bias,
+        o_proj_bias=attention_bias,
         **sliding,
     )
 

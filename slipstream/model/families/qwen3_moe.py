@@ -48,7 +48,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         default_positions=32768,
         qk_norm=True,
         qkv_bias=attention_bias,
-        dense_bias=attention_bias,
+        o_proj_bias=attention_bias,
         sliding_window=window,
         experts=experts,
     )

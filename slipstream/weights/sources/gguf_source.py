@@ -223,7 +223,7 @@ def read_spec(file: GgufFile, architecture: str) -> ModelSpec:
         spec,
         tied_embeddings="output.weight" not in names,
         qkv_bias="blk.0.attn_qkv.bias" in names or "blk.0.attn_q.bias" in names,
-        dense_bias="blk.0.attn_output.bias" in names,
+        o_proj_bias="blk.0.attn_output.bias" in names,
         mlp_bias="blk.0.ffn_down.bias" in names,
         head_bias="output.bias" in names,
         norm_offset=0.0,  # the converter has added Gemma's

@@ -1,8 +1,6 @@
-"""Where a product joins the residual stream, a single token comes out as it does where each part is
-done by itself.
+"""Fused GEMV, residual addition and norm of a single token: the same logits as the plain path.
 
-The kernels that do it are a GPU's and have twins of their own; here it is the layers that choose
-between the two ways.
+The GPU kernels have twins of their own. Here a torch version of them shows which layers fuse.
 """
 
 import numpy as np
@@ -10,15 +8,15 @@ import pytest
 import torch
 from tiny_models import config_of, engine_tensors, random_model
 
-from slipstream.kernels import linear
+from slipstream.kernels import linear_dispatch
 from slipstream.kernels.attention import plan_attention
 from slipstream.kernels.inputs import Unscaled, plain
+from slipstream.kernels.linear import Linear, OneDnnLinear
 from slipstream.kernels.options import KernelOptions
 from slipstream.model.transformer import Step, Transformer
 
 BLOCK, PROMPT = 16, 5
-# By the number of times that a step of one token joins: twice a layer, unless norms or experts
-# stand in between.
+# Fused kernels per layer in a step of one token: two, unless norms or experts are in between.
 FAMILIES = {
     "llama": 2,
     "qwen2": 2,
@@ -32,34 +30,37 @@ FAMILIES = {
 }
 
 
-class Joining:
-    """A dense product with the joint one, in torch."""
+class FusingLinear(Linear):
+    """A linear layer with its fused form, in torch."""
 
-    takes_unscaled = True
+    accepts_unscaled = True
+    fuses_residual_norm = True
 
-    def __init__(self, weight, bias, joins):
-        self.weight, self.bias, self.joins = weight, bias, joins
+    def __init__(self, weight, bias, fused_calls):
+        self.weight = weight
+        self.bias = bias
+        self.fused_calls = fused_calls
 
     def __call__(self, x):
         return torch.nn.functional.linear(plain(x), self.weight, self.bias)
 
-    def joined(self, x, hidden, norm):
+    def residual_norm(self, x, hidden, norm):
         assert len(x) == 1
-        self.joins.append(self)
+        self.fused_calls.append(self)
         hidden += self(x).float()
         parts = torch.stack([part.square().sum() for part in hidden.split(10, dim=1)])
         return Unscaled((hidden * norm.weight).to(norm.result), parts, norm.epsilon)
 
 
 class Doubling:
-    """Adapters of all tokens that add as much again."""
+    """Adapters of all tokens that double a layer's output."""
 
-    def add(self, y, x, layer, product):
+    def add(self, y, x, layer, linear):
         y += y
 
 
 def run(spec, tensors, adapters, options=KernelOptions()):
-    """→ the logits of a prompt's last token and of the token behind it"""
+    """Return the logits of a prompt's last token and of the token behind it."""
     cpu = torch.device("cpu")
     model = Transformer(spec, dict(tensors), torch.bfloat16, cpu, 64, options=options)
     cache, logits = model.new_cache(2 * BLOCK), []
@@ -78,26 +79,30 @@ def run(spec, tensors, adapters, options=KernelOptions()):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("adapters", [None, Doubling()], ids=["alone", "with adapters"])
-def test_a_single_token_is_the_same_by_both_ways(family, adapters, monkeypatch):
+def test_fused_and_plain_path_give_the_same_logits(family, adapters, monkeypatch):
     spec, tensors = engine_tensors(random_model(config_of(family)))
-    joins = []
-    monkeypatch.setattr(linear, "_packs", lambda weight: False)
+    fused_calls = []
+    monkeypatch.setattr(OneDnnLinear, "supports", lambda weight: False)
     expected = run(spec, tensors, adapters)
-    monkeypatch.setattr(linear, "dense", lambda weight, bias: Joining(weight, bias, joins))
+    monkeypatch.setattr(
+        linear_dispatch, "unquantised", lambda weight, bias: FusingLinear(weight, bias, fused_calls)
+    )
     got = run(spec, tensors, adapters)
     error = (got - expected).abs().max() / expected.abs().max()
     assert error < 0.02, error
-    # Of the prompt's tokens, one is wanted of the last layer.
-    assert len(joins) == (0 if adapters else FAMILIES[family] * (spec.layers + 1))
+    # The prompt's step fuses, too, in the last layer: only one of its tokens is sampled.
+    assert len(fused_calls) == (0 if adapters else FAMILIES[family] * (spec.layers + 1))
 
 
 def test_fused_gemv_off_takes_the_plain_kernels(monkeypatch):
     spec, tensors = engine_tensors(random_model(config_of("llama")))
-    joins = []
-    monkeypatch.setattr(linear, "dense", lambda weight, bias: Joining(weight, bias, joins))
+    fused_calls = []
+    monkeypatch.setattr(
+        linear_dispatch, "unquantised", lambda weight, bias: FusingLinear(weight, bias, fused_calls)
+    )
     fused = run(spec, tensors, None)
-    assert len(joins) == 2 * (spec.layers + 1)
-    joins.clear()
+    assert len(fused_calls) == 2 * (spec.layers + 1)
+    fused_calls.clear()
     plain_path = run(spec, tensors, None, KernelOptions(fused_gemv=False))
-    assert not joins
+    assert not fused_calls
     assert (fused - plain_path).abs().max() / plain_path.abs().max() < 0.02

@@ -1,10 +1,10 @@
-"""Whose weights a GPU keeps copies of: the products that every token takes, and the head's."""
+"""Which weights get a 12-bit copy: those of the layers that every token takes, and the head's."""
 
 import pytest
 import torch
 from tiny_models import config_of, engine_tensors, random_model
 
-from slipstream.kernels import linear
+from slipstream.model import transformer
 from slipstream.model.linear import Tensors
 from slipstream.model.transformer import Transformer
 
@@ -21,24 +21,26 @@ from slipstream.model.transformer import Transformer
         ),
     ],
 )
-def test_whose_weights_are_copied(family, of_a_layer, monkeypatch):
+def test_layers_that_every_token_takes_are_compressed(family, of_a_layer, monkeypatch):
     spec, tensors = engine_tensors(random_model(config_of(family)))
-    made, names, asked = Tensors.product, {}, []
+    make_linear = Tensors.linear
+    names = {}
+    calls = []
 
-    def noted(self, name, *sizes):
-        product = made(self, name, *sizes)
-        names[id(product)] = name
-        return product
+    def recorded(self, name, *sizes):
+        linear = make_linear(self, name, *sizes)
+        names[id(linear)] = name
+        return linear
 
-    monkeypatch.setattr(Tensors, "product", noted)
+    monkeypatch.setattr(Tensors, "linear", recorded)
     monkeypatch.setattr(
-        linear, "copy_weights", lambda products, most: asked.append((products, most)) or 7
+        transformer, "compress_weights", lambda linears, most: calls.append((linears, most)) or 7
     )
     model = Transformer(spec, tensors, torch.float32, torch.device("cpu"), 64)
-    assert model.copy_weights(1000) == 7
-    ((products, most),) = asked
+    assert model.compress_weights(1000) == 7
+    ((linears, most),) = calls
     assert most == 1000
-    assert products[-1] is model.head.product
-    assert [names[id(product)] for product in products[:-1]] == [
+    assert linears[-1] is model.head.linear
+    assert [names[id(linear)] for linear in linears[:-1]] == [
         f"transformer.layers.{layer}.{name}" for layer in range(spec.layers) for name in of_a_layer
     ]
