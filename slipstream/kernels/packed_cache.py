@@ -45,7 +45,7 @@ def kv_cache_dtype(
 
     rotary_size: columns of a head that RoPE rotates, 0 without RoPE.
     """
-    if fp8 and _converts_e4m3(device):
+    if fp8 and converts_e4m3(device):
         return torch.float8_e4m3fn
     fits = packs(dtype, head_size, rotary_size, block_tokens)
     if device.type == "cuda" and options.compressed_kv_cache and fits:
@@ -60,6 +60,6 @@ def packs(dtype: torch.dtype, head_size: int, rotary_size: int, block_tokens: in
     return dtype == torch.bfloat16 and rotated and fits
 
 
-def _converts_e4m3(device: torch.device) -> bool:
+def converts_e4m3(device: torch.device) -> bool:
     """Return whether the device has instructions that convert e4m3: Ada and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -114,7 +114,9 @@ def _not_in_fp8(spec: ModelSpec) -> tuple[str, ...]:
     left.
     """
     return (
-        ("*.attention.qkv", "*.mlp.*proj", f"*.layers.{spec.layers - 1}.*") if spec.fp8_sensitive else ()
+        ("*.attention.qkv", "*.mlp.*proj", f"*.layers.{spec.layers - 1}.*")
+        if spec.fp8_sensitive
+        else ()
     )
 
 

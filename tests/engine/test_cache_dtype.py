@@ -40,6 +40,15 @@ def test_before_ada_eight_bits_become_twelve(monkeypatch):
     assert start._cache_dtype(SPEC, HALF, torch.device("cuda"), 32, True) == PACKED
 
 
+@pytest.mark.parametrize(
+    ("capability", "converts"), [((8, 0), False), ((8, 9), True), ((9, 0), True)]
+)
+def test_ada_and_later_devices_convert_e4m3(monkeypatch, capability, converts):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert packed_cache.converts_e4m3(torch.device("cuda")) is converts
+    assert not packed_cache.converts_e4m3(torch.device("cpu"))
+
+
 @pytest.mark.parametrize(("kept", "numbers"), [(HALF, 64 * 2), (EIGHT, 64), (PACKED, 50 * 2)])
 def test_a_cache_takes_what_its_tokens_do(kept, numbers):
     model = Transformer.__new__(Transformer)

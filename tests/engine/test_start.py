@@ -56,13 +56,6 @@ def test_a_gpu_without_room_for_one_sequence_is_refused(monkeypatch, settings):
         blocks(monkeypatch, SPARE, **settings)
 
 
-@pytest.mark.parametrize(("capability", "known"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
-def test_eight_bits_in_the_cache_need_a_device_that_knows_them(monkeypatch, capability, known):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert start._knows_eight_bits(torch.device("cuda")) is known
-    assert not start._knows_eight_bits(torch.device("cpu"))
-
-
 def test_a_cache_beyond_the_machines_memory_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(start.os, "sysconf", {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": BLOCK}.get)
     assert on_cpu(64, cache_tokens=3200) == 100

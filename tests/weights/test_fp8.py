@@ -132,7 +132,7 @@ def test_a_cpu_serves_what_the_eight_bits_stand_for(plain: Path, eight_bits: Pat
     rounded = start_engine(plain, settings)
     exact = read_engine_folder(plain).tensors()
     for index, layer in enumerate(rounded.runner.model.layers[:-1]):  # type: ignore[attr-defined]
-        for attribute, part in (("dense", "attention.dense"), ("first", "mlp.gate_up")):
+        for attribute, part in (("o_proj", "attention.dense"), ("up_proj", "mlp.gate_up")):
             weight = dequantise(*quantise_fp8(exact[f"transformer.layers.{index}.{part}.weight"]))
             setattr(
                 layer, attribute, lambda x, weight=weight: torch.nn.functional.linear(x, weight)
