@@ -12,7 +12,7 @@ from slipstream.repository.config import ModelConfig
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, ServedModel
 from slipstream.server.kserve.tensor_bytes import SIZES, IncompleteString, unpack
-from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.kserve.tensors import Array, Tensor
 
 MOST_VALUES = 1 << 24
 WARMUP_FOLDER = "warmup"
@@ -57,7 +57,8 @@ def _tensor(
                 f"warmup input '{name}' needs {count} values, its file has {len(data)}"
             )
         return Tensor(name, datatype, shape, data)
-    return Tensor(name, datatype, shape, _values(datatype, count, bool(given.get("random_data"))))
+    values = _values(datatype, count, bool(given.get("random_data")))
+    return Tensor.from_values(name, datatype, shape, values)
 
 
 def _values(datatype: str, count: int, at_random: bool) -> list[Any]:
@@ -73,7 +74,7 @@ def _values(datatype: str, count: int, at_random: bool) -> list[Any]:
     return [random.randrange(100) if at_random else 0 for _ in range(count)]
 
 
-def _from_file(folder: Path, file_name: str, datatype: str, name: str) -> list[Any]:
+def _from_file(folder: Path, file_name: str, datatype: str, name: str) -> Array | list[bytes]:
     file = folder / file_name
     if not file.resolve().is_relative_to(folder.resolve()):
         raise InferenceError(

@@ -311,7 +311,7 @@ TYPED = {
 @pytest.mark.parametrize("datatype", [*VALUES, "BYTES"])
 def test_every_datatype_raw_and_typed(client: Client, datatype: str) -> None:
     values = VALUES.get(datatype, [b"", "\u00e9\u4f60".encode()])
-    raw = pack(Tensor("", datatype, (2,), values))
+    raw = pack(Tensor.from_values("", datatype, (2,), values))
     name = f"{'string' if datatype == 'BYTES' else datatype.lower()}"
     given = {"name": f"i_{name}", "datatype": datatype, "shape": ["2"]}
     request = message("ModelInfer", {"model_name": "types", "inputs": [given]})

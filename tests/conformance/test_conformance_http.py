@@ -8,7 +8,6 @@ shape is what counts.
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from http_support import Answer, Connection, RunningServer, request_bytes, wait_until
 from recorded_models import RECORDED
+from recordings import recorded_bytes
 from tiny_text import EchoEngine, text_registry, write_engine_folder, write_recorded_repository
 
 from slipstream.repository.models import read_repository
@@ -95,12 +95,6 @@ def request_of(case: dict[str, Any]) -> bytes:
     host = request.get("auto", True)
     return request_bytes(
         request["method"], request["path"], request["headers"], body, version, host
-    )
-
-
-def recorded_bytes(part: dict[str, Any]) -> bytes:
-    return (
-        base64.b64decode(part["body_b64"]) if "body_b64" in part else part.get("body", "").encode()
     )
 
 

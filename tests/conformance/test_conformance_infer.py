@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from grpc_support import recorded_registry
 from http_support import RunningServer
-from test_conformance_http import HERE, PHRASES, recorded_bytes, send
+from recordings import http_cases, recorded_bytes
+from test_conformance_http import PHRASES, send
 
 from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.context import ServerContext
@@ -22,10 +23,7 @@ from slipstream.server.kserve.repository_control import NoControl
 from slipstream.server.kserve.shared_memory import PLACE, SharedMemory
 from slipstream.server.log.output import HANDLER
 
-CASES = {
-    case["case"]: case
-    for case in map(json.loads, (HERE / "golden" / "http.jsonl").read_text("utf-8").splitlines())
-}
+CASES = http_cases()
 
 # Where this server means to differ, and why. Each is still sent, and what must hold is checked
 # below.

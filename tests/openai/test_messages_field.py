@@ -306,7 +306,7 @@ def test_numbers_that_a_model_of_ones_own_calls_messages_stay_numbers(tmp_path: 
     declared = {"name": "messages", "data_type": "TYPE_INT32", "dims": [-1]}
     config = read_model_config(tmp_path / "mine", Problems(), {"name": "mine", "input": [declared]})
     request = generate_request(b'{"messages": [3, 4]}', config, "1")
-    assert (request.inputs["messages"].datatype, request.inputs["messages"].data) == (
+    assert (request.inputs["messages"].datatype, request.inputs["messages"].values()) == (
         "INT32",
         [3, 4],
     )

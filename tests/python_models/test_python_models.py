@@ -110,13 +110,13 @@ VALUES = {
 async def test_every_datatype_survives_both_ways() -> None:
     async with open_models(MIMIC, "types") as models:
         inputs = {
-            f"i_{kind}": Tensor(
+            f"i_{kind}": Tensor.from_values(
                 f"i_{kind}", "BYTES" if kind == "string" else kind.upper(), (2,), values
             )
             for kind, values in VALUES.items()
         }
         (response,) = await ask(models["types"], InferRequest("types", "1", inputs))
-        assert {tensor.name: tensor.data for tensor in response.outputs} == {
+        assert {tensor.name: tensor.values() for tensor in response.outputs} == {
             f"o_{kind}": values for kind, values in VALUES.items()
         }
         assert [tensor.datatype for tensor in response.outputs] == [
@@ -137,9 +137,9 @@ async def test_words_streamed_and_not() -> None:
     async with open_models(MIMIC, "llm", "llm_nd") as models:
         inputs = {
             "text_input": text_tensor("one two three four", shape=(1, 1)),
-            "max_tokens": Tensor("max_tokens", "INT32", (1, 1), [3]),
+            "max_tokens": Tensor.from_values("max_tokens", "INT32", (1, 1), [3]),
         }
-        streamed = inputs | {"stream": Tensor("stream", "BOOL", (1, 1), [True])}
+        streamed = inputs | {"stream": Tensor.from_values("stream", "BOOL", (1, 1), [True])}
         assert said(await ask(models["llm"], InferRequest("llm", "1", inputs))) == ["one two three"]
         answers = await ask(models["llm"], InferRequest("llm", "1", streamed))
         assert said(answers) == ["one", " two", " three"]

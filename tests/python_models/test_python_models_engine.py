@@ -142,11 +142,11 @@ async def test_custom_steps_give_the_engines_own_tokens(
     def inputs(prompt: str) -> dict[str, Tensor]:
         return {
             "text_input": text_tensor(prompt, shape=(1, 1)),
-            "max_tokens": Tensor("max_tokens", "INT32", (1, 1), [6]),
+            "max_tokens": Tensor.from_values("max_tokens", "INT32", (1, 1), [6]),
         }
 
     known = [(entry.name, entry.model) for entry in registry]
-    streamed = inputs("7 3 4") | {"stream": Tensor("stream", "BOOL", (1, 1), [True])}
+    streamed = inputs("7 3 4") | {"stream": Tensor.from_values("stream", "BOOL", (1, 1), [True])}
     expected = said(
         await ask(registry.find("ensemble").model, InferRequest("ensemble", "1", streamed))
     )

@@ -10,7 +10,6 @@ from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.fields.limits import FieldValue, given_fields
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest
-from slipstream.server.kserve.input_checks import read_raw
 from slipstream.server.kserve.tensors import Tensor
 
 HALF = numpy.arange(6, dtype=numpy.float16)
@@ -26,12 +25,10 @@ def fields(**values) -> dict[str, FieldValue]:
     }
     for name, value in values.items():
         if name == "lora_weights":
-            request.inputs[name] = read_raw(
-                request, name, "FP16", (1, 1, len(value)), value.tobytes()
-            )
+            request.inputs[name] = Tensor(name, "FP16", (1, 1, len(value)), value)
         else:
             data = value if isinstance(value, list) else [value]
-            request.inputs[name] = Tensor(name, types[name], (1, len(data)), data)
+            request.inputs[name] = Tensor.from_values(name, types[name], (1, len(data)), data)
     return given_fields(request, {})
 
 

@@ -70,7 +70,7 @@ class Numbers:
         self.requests: list[InferRequest] = []
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        given = {name: tensor.data[0] for name, tensor in request.inputs.items()}
+        given = {name: tensor.first for name, tensor in request.inputs.items()}
         self.asked.append(given)
         self.requests.append(request)
         answers = self.answer(given)
@@ -79,7 +79,9 @@ class Numbers:
             if "error" in made:
                 yield InferResponse(error=InferenceError("it broke"))
                 continue
-            outputs = [Tensor(name, "INT32", (1,), [value]) for name, value in made.items()]
+            outputs = [
+                Tensor.from_values(name, "INT32", (1,), [value]) for name, value in made.items()
+            ]
             yield InferResponse(outputs, final=position == len(answers) - 1)
 
 
@@ -112,7 +114,9 @@ def add(
 async def run(
     model: EnsembleModel, outputs: tuple[str, ...] = (), **inputs: int
 ) -> list[InferResponse]:
-    tensors = {name: Tensor(name, "INT32", (1,), [value]) for name, value in inputs.items()}
+    tensors = {
+        name: Tensor.from_values(name, "INT32", (1,), [value]) for name, value in inputs.items()
+    }
     request = InferRequest(
         "whole", "1", tensors, id="r7", outputs=outputs, priority=3, parameters={"p": 1}
     )
@@ -120,7 +124,7 @@ async def run(
 
 
 def values(responses: list[InferResponse]) -> list[dict[str, int]]:
-    return [{tensor.name: tensor.data[0] for tensor in response.outputs} for response in responses]
+    return [{tensor.name: tensor.first for tensor in response.outputs} for response in responses]
 
 
 async def test_a_diamond_of_steps_written_in_any_order(

@@ -373,7 +373,9 @@ async def test_typed_contents_work_like_raw_ones_and_are_checked(served):
 async def test_damaged_data_is_refused(served, raw, shape, text):
     given = messages.ModelInferRequest(model_name="preprocessing")
     given.inputs.add(name="QUERY", datatype="BYTES", shape=shape)
-    given.raw_input_contents.extend([] if raw is None else [raw])
+    if raw is not None:
+        given.inputs.add(name="REQUEST_OUTPUT_LEN", datatype="INT32", shape=shape)
+        given.raw_input_contents.extend([raw, bytes(4 * shape[0])])
     (answer,) = await raw_stream(served, given)
     assert text in answer.error_message
 

@@ -129,16 +129,19 @@ async def test_the_engine_model_obeys_a_guide(engine_folder, tmp_path):
     )
     ids = tokenizer.encode("Say: ")
     inputs = [
-        Tensor("input_ids", "INT32", (1, len(ids)), ids),
-        Tensor("input_lengths", "INT32", (1, 1), [len(ids)]),
-        Tensor("request_output_len", "INT32", (1, 1), [99]),
-        *(Tensor(name, "BYTES", (1, 1), [text.encode()]) for name, text in GUIDE.items()),
+        Tensor.from_values("input_ids", "INT32", (1, len(ids)), ids),
+        Tensor.from_values("input_lengths", "INT32", (1, 1), [len(ids)]),
+        Tensor.from_values("request_output_len", "INT32", (1, 1), [99]),
+        *(
+            Tensor.from_values(name, "BYTES", (1, 1), [text.encode()])
+            for name, text in GUIDE.items()
+        ),
     ]
     given = InferRequest("tensorrt_llm", "1", {tensor.name: tensor for tensor in inputs})
     (answer,) = [response async for response in model.infer(given)]
     engine.close()
     assert answer.error is None
-    assert json.loads(tokenizer.decode(answer.outputs[0].data)) in ({"n": 1}, {"n": 2})
+    assert json.loads(tokenizer.decode(answer.outputs[0].values())) in ({"n": 1}, {"n": 2})
 
 
 def test_bad_words_never_come_however_they_are_cut(port):

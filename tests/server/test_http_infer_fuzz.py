@@ -6,9 +6,9 @@ import json
 import random
 
 import pytest
+from fuzzing import damaged
 from grpc_support import recorded_registry
-from test_conformance_http import recorded_bytes
-from test_conformance_infer import CASES
+from recordings import http_cases, recorded_bytes
 
 from slipstream.repository.json_config import message_from_json
 from slipstream.repository.problems import Problems
@@ -17,49 +17,13 @@ from slipstream.server.http.infer_request import read_infer_call
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.shared_memory import SharedMemory
 
-PIECES = [
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b",",
-    b":",
-    b'"',
-    b"null",
-    b"-1",
-    b"1e999",
-    b"18446744073709551616",
-    b'"shape"',
-    b" ",
-    b'"data"',
-    b'"parameters"',
-    b'"binary_data_size"',
-    b'"BYTES"',
-    b'"FP16"',
-    b"\xff",
-    b"\x00",
-    b"true",
-    b"7",
-]
-
-
-def damaged(body: bytes, chance: random.Random) -> bytes:
-    text = bytearray(body)
-    for _ in range(chance.choice([1, 1, 1, 2, 4])):
-        place = chance.randint(0, len(text))
-        if chance.random() < 0.5:
-            text[place:place] = chance.choice(PIECES)
-        else:
-            del text[place : place + chance.randint(1, 12)]
-    return bytes(text)
-
 
 def run(cases: int, seed: int) -> tuple[int, int]:
     chance = random.Random(seed)
     registry, memory = recorded_registry()[0], SharedMemory()
     recorded = [
         (recorded_bytes(case["request"]), case["request"]["path"].split("/")[3])
-        for name, case in CASES.items()
+        for name, case in http_cases().items()
         if name.startswith("infer-") and "unknown-model" not in name
     ]
     read, refused = 0, 0

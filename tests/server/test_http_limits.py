@@ -28,14 +28,14 @@ from slipstream.server.kserve.tensors import Tensor
 
 # an ensemble's wires say which fields they are
 FIRST_NAMES = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}
-DATATYPES = {bool: "BOOL", int: "INT32", float: "FP32", bytes: "BYTES"}
+DATATYPES = {bool: "BOOL", int: "INT32", float: "FP64", bytes: "BYTES"}
 
 
 def request(**fields: object) -> InferRequest:
     inputs = {}
     for name, value in fields.items():
         data = value if isinstance(value, list) else [value]
-        inputs[name] = Tensor(
+        inputs[name] = Tensor.from_values(
             name, DATATYPES[type(data[0])] if data else "BYTES", (1, len(data)), data
         )
     return InferRequest("m", "1", inputs)
@@ -269,12 +269,12 @@ def test_word_lists_in_the_engines_layout() -> None:
     words = [(1, 2, 3), (4, 5)]
     length, flat = pack_words(words)
     assert (length, flat) == (5, [1, 2, 3, 4, 5, 3, 5, -1, -1, -1])
-    assert word_ids(Tensor("w", "INT32", (1, 2, 5), flat)) == words
+    assert word_ids(Tensor.from_values("w", "INT32", (1, 2, 5), flat)) == words
     assert pack_words([]) == (1, [0, -1])
-    assert word_ids(Tensor("w", "INT32", (1, 2, 0), [])) == []
+    assert word_ids(Tensor.from_values("w", "INT32", (1, 2, 0), [])) == []
     for ends in ([4, 9], [3, 1]):
         with pytest.raises(InferenceError, match="offsets"):
-            word_ids(Tensor("w", "INT32", (1, 2, 2), [1, 2, *ends]))
+            word_ids(Tensor.from_values("w", "INT32", (1, 2, 2), [1, 2, *ends]))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_words_of_ids_are_bounded_in_number_and_length(ids: list[list[int]], mes
     length, flat = pack_words(ids)
     fields = {
         "bad_words_list": FieldValue(
-            "bad_words_list", Tensor("bad_words_list", "INT32", (1, 2, length), flat)
+            "bad_words_list", Tensor.from_values("bad_words_list", "INT32", (1, 2, length), flat)
         )
     }
     with pytest.raises(InferenceError) as caught:

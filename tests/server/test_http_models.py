@@ -265,8 +265,8 @@ async def test_batch_of_two_for_a_model_that_streams_is_refused_not_halved(
     registry = text_registry(read_repository(tmp_path / "repo"), EchoEngine())
     for name in ("ensemble", "llama"):
         inputs = {
-            "text_input": Tensor("text_input", "BYTES", (2, 1), [b"a", b"b"]),
-            "max_tokens": Tensor("max_tokens", "INT32", (2, 1), [1, 1]),
+            "text_input": Tensor.from_values("text_input", "BYTES", (2, 1), [b"a", b"b"]),
+            "max_tokens": Tensor.from_values("max_tokens", "INT32", (2, 1), [1, 1]),
         }
         model = registry.find(name).model
         answers = [answer async for answer in model.infer(InferRequest(name, "1", inputs))]

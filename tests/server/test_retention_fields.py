@@ -21,7 +21,7 @@ def read(**values: list[int]) -> Retention | None:
         for name in values
     }
     inputs = {
-        names[name]: Tensor(names[name], "INT32", (1, len(given)), given)
+        names[name]: Tensor.from_values(names[name], "INT32", (1, len(given)), given)
         for name, given in values.items()
     }
     return retention_of(given_fields(InferRequest("tensorrt_llm", "", inputs), {}))

@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 from http_support import Answer, Connection, request_bytes
-from test_http_infer_fuzz import damaged
 
 from slipstream.repository.config import read_model_config
 from slipstream.repository.problems import Problems
@@ -38,6 +37,44 @@ METHODS = (
     "ServerReady",
 )
 NEVER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNKNOWN)
+
+PIECES = [
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b'"',
+    b"null",
+    b"-1",
+    b"1e999",
+    b"18446744073709551616",
+    b'"shape"',
+    b" ",
+    b'"data"',
+    b'"parameters"',
+    b'"binary_data_size"',
+    b'"BYTES"',
+    b'"FP16"',
+    b"\xff",
+    b"\x00",
+    b"true",
+    b"7",
+]
+
+
+def damaged(body: bytes, chance: random.Random) -> bytes:
+    text = bytearray(body)
+    for _ in range(chance.choice([1, 1, 1, 2, 4])):
+        place = chance.randint(0, len(text))
+        if chance.random() < 0.5:
+            text[place:place] = chance.choice(PIECES)
+        else:
+            del text[place : place + chance.randint(1, 12)]
+    return bytes(text)
+
+
 ROUTES = (
     "generate",
     "generate_stream",

@@ -77,7 +77,9 @@ async def ask(model: ServedModel, request: InferRequest | str) -> list[InferResp
 def said(responses: Sequence[InferResponse]) -> list[str]:
     """The texts, with errors marked."""
     return [
-        f"! {response.error.message}" if response.error else response.outputs[0].data[0].decode()
+        f"! {response.error.message}"
+        if response.error
+        else response.outputs[0].strings()[0].decode()
         for response in responses
     ]
 

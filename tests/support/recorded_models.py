@@ -52,7 +52,7 @@ def failed(message: str, code: Code = Code.INTERNAL, final: bool = True) -> Infe
 
 
 def first(request: InferRequest, name: str = "text_input") -> str:
-    return request.inputs[name].data[0].decode("utf-8", "surrogateescape")
+    return request.inputs[name].strings()[0].decode("utf-8", "surrogateescape")
 
 
 class EchoWords(RecordedModel):
@@ -61,8 +61,8 @@ class EchoWords(RecordedModel):
     async def answers(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         words = request.inputs["text_input"].text().split()
         given = request.inputs.get("max_tokens")
-        words = words[: given.data[0] if given else len(words)]
-        streams = request.inputs["stream"].data[0] if "stream" in request.inputs else False
+        words = words[: given.first if given else len(words)]
+        streams = request.inputs["stream"].first if "stream" in request.inputs else False
         if streams and not self.decoupled:
             yield failed("Streaming is only supported in decoupled mode.")
             return
@@ -75,7 +75,7 @@ class EchoWords(RecordedModel):
         for piece in pieces:
             await asyncio.sleep(int(self.config.parameters.get("delay_ms", "0")) / 1000)
             zeros = [
-                Tensor(tensor.name, "FP32", (1,) * (1 + len(tensor.dims)), [0.0])
+                Tensor.from_values(tensor.name, "FP32", (1,) * (1 + len(tensor.dims)), [0.0])
                 for tensor in self.config.outputs[1:]
             ]
             # `llm_bls` ends apart from its answers, as upstream's BLS models do.

@@ -51,7 +51,7 @@ class AdapterRegistry:
         self._tasks: OrderedDict[int, int] = OrderedDict()  # task id → the adapter's number
 
     async def chosen(self, fields: Mapping[str, FieldValue]) -> AdapterUse | None:
-        given = [field for field in FIELDS if field in fields and fields[field].tensor.data]
+        given = [field for field in FIELDS if field in fields and len(fields[field].tensor.data)]
         if not given:
             return None
         if "lora_name" in given:
@@ -127,7 +127,7 @@ class AdapterRegistry:
             raise InferenceError(
                 f"lora_config must hold three numbers a module, got {len(config.data)}"
             )
-        numbers = [int(number) for number in config.data]
+        numbers = [int(number) for number in config.values()]
         modules = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
         raw = pack(weights)
         # Beside the event loop: these may be hundreds of megabytes.

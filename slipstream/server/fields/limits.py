@@ -6,10 +6,11 @@ each repository generation into them. An error uses the name that the client use
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from slipstream.repository.config import ModelConfig
 from slipstream.request_fields.field import Range, Words
@@ -77,7 +78,13 @@ def given_fields(request: InferRequest, names: Mapping[str, str]) -> dict[str, F
 def _tensor_of(name: str, datatype: str, value: Any) -> Tensor:
     if type(value) not in _PYTHON_TYPES[datatype]:
         raise InferenceError(f"{name} must be of type {datatype}, got {value!r}")
-    return Tensor(name, datatype, (1, 1), [value.encode() if isinstance(value, str) else value])
+    # wide types, so that an error quotes the number as it was sent
+    wide = {"INT32": "INT64", "FP32": "FP64"}.get(datatype, datatype)
+    item = value.encode() if isinstance(value, str) else value
+    try:
+        return Tensor.from_values(name, wide, (1, 1), [item])
+    except OverflowError:
+        raise InferenceError(f"{name} must be of type {datatype}, got {value!r}") from None
 
 
 def _check(name: str, given: FieldValue) -> None:
@@ -95,26 +102,27 @@ def _check(name: str, given: FieldValue) -> None:
 
 
 def _asks_for_something(given: FieldValue) -> bool:
-    return bool(given.tensor.data) and given.value is not False and given.value != b""
+    return given.value is not None and given.value is not False and given.value != b""
 
 
 def _check_numbers(bound: Range, given: FieldValue) -> None:
     data = given.tensor.data
     if (
         len(data) > 16
-        and math.isfinite(sum(data))
-        and not bound.problem(min(data))
-        and not bound.problem(max(data))
+        and isinstance(data, np.ndarray)
+        and np.isfinite(data).all()
+        and not bound.problem(data.min().item())
+        and not bound.problem(data.max().item())
     ):
         return  # a number for each token of a vocabulary is looked at as a whole
-    for value in data:
+    for value in given.tensor.values():
         rule = bound.problem(value)
         if rule:
             raise InferenceError(f"{given.name} {rule}, got {value}")
 
 
 def _check_words(bound: Words, given: FieldValue) -> None:
-    words = given.tensor.data
+    words = given.tensor.strings()
     if len(words) > bound.count:
         raise InferenceError(
             f"{given.name} must hold at most {bound.count} words, got {len(words)}"
@@ -129,7 +137,7 @@ def _check_words(bound: Words, given: FieldValue) -> None:
 def require(fields: Mapping[str, FieldValue], field: str, name: str) -> FieldValue:
     """Triton counts inputs only, so that a required one may still be missing."""
     given = fields.get(field)
-    if given is None or not given.tensor.data:
+    if given is None or given.value is None:
         raise InferenceError(f"{name} is required")
     return given
 

@@ -4,7 +4,6 @@ the vocabulary.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 
 from slipstream.engine.request import PromptTable
@@ -21,8 +20,8 @@ def prompt_table(
     fields: Mapping[str, FieldValue], spec: ModelSpec, sequences: int = 1
 ) -> PromptTable | None:
     given, size = fields.get("prompt_embedding_table"), fields.get("prompt_vocab_size")
-    rows = int(size.value) if size is not None and size.tensor.data else 0
-    if given is None or not given.tensor.data:
+    rows = int(size.value) if size is not None and size.value is not None else 0
+    if given is None or given.value is None:
         if rows:
             raise InferenceError(
                 f"{size.name if size else ''} is {rows}, but there is no prompt_embedding_table"
@@ -54,7 +53,7 @@ def refuse_table(fields: Mapping[str, FieldValue], engine: str) -> None:
     """A text has only tokens of the vocabulary, so that a table could have no effect on it."""
     for field in ("prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id"):
         given = fields.get(field)
-        if given is not None and given.tensor.data and given.value != 0:
+        if given is not None and given.value not in (None, 0):
             text = f"{given.name} works with token ids beyond the vocabulary, which a text cannot have: send it and "
             raise InferenceError(text + f"the ids to '{engine}'")
 
@@ -66,17 +65,14 @@ def table_salt(fields: Mapping[str, FieldValue]) -> str:
     What comes before it is a tenant's own salt, which it must not run into.
     """
     given = fields.get("prompt_table_extra_ids")
-    return (
-        "\0" + ",".join(map(str, given.tensor.data))
-        if given is not None and given.tensor.data
-        else ""
-    )
+    ids = given.tensor.values() if given is not None else []
+    return "\0" + ",".join(map(str, ids)) if ids else ""
 
 
 def _float32(tensor: Tensor) -> bytes:
     if tensor.datatype == "BF16":  # the upper half of a float32
-        return array("I", [bits << 16 for bits in tensor.data]).tobytes()
-    return array("f", tensor.data).tobytes()
+        return (tensor.array().astype("<u4") << 16).tobytes()
+    return tensor.array().astype("<f4").tobytes()
 
 
 def _moderate(values: bytes) -> bool:

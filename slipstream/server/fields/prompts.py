@@ -44,7 +44,7 @@ def check_prompt(
             f"{text.name} and {messages.name} cannot be given together: send one of them"
         )
     given = text or messages
-    if given is None or not given.tensor.data:
+    if given is None or given.value is None:
         either = [names[field] for field in ("text_input", MESSAGES) if field in names]
         raise InferenceError(f"{' or '.join(either)} is required")
 

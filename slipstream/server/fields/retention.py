@@ -52,7 +52,7 @@ def _answer(fields: Mapping[str, FieldValue]) -> Keep | None:
 
 
 def _numbers(fields: Mapping[str, FieldValue], field: str) -> list[int]:
-    return list(fields[field].tensor.data) if field in fields else []
+    return fields[field].tensor.values() if field in fields else []
 
 
 def _keep(priority: int, duration: int) -> Keep:

@@ -101,7 +101,7 @@ def _logit_bias(
     """Each word's weight is added at each of its tokens, as upstream's preprocessing does it."""
     words, weights = fields.get("embedding_bias_words"), fields.get("embedding_bias_weights")
     texts = words.tensor.texts() if words else []
-    values = weights.tensor.data if weights else []
+    values = weights.tensor.values() if weights else []
     if len(texts) != len(values):
         raise InferenceError(
             "embedding_bias_words must have same dimension as embedding_bias_weights, "
@@ -111,7 +111,7 @@ def _logit_bias(
     for text, weight in zip(texts, values, strict=True):
         for token in encode_word(text) if text else []:
             bias[token] = bias.get(token, 0.0) + weight
-    dense = fields["embedding_bias"].tensor.data if "embedding_bias" in fields else []
+    dense = fields["embedding_bias"].tensor.values() if "embedding_bias" in fields else []
     for token, weight in enumerate(dense):
         if weight:
             bias[token] = bias.get(token, 0.0) + weight
@@ -121,7 +121,7 @@ def _logit_bias(
 def words_size(fields: Mapping[str, FieldValue]) -> int:
     """Bytes of the words that are cut into tokens when the request is read."""
     given = fields.get("embedding_bias_words")
-    return sum(map(len, given.tensor.data)) if given is not None else 0
+    return sum(map(len, given.tensor.strings())) if given is not None else 0
 
 
 def words_of(fields: Mapping[str, FieldValue], field: str, comma_separated: bool) -> list[str]:
@@ -136,8 +136,9 @@ def word_ids(tensor: Tensor) -> list[tuple[int, ...]]:
     """Words in the engine's layout [2, L]: all ids one after the other, then where each word ends,
     then -1s.
     """
-    length = len(tensor.data) // 2
-    ids, ends = tensor.data[:length], tensor.data[length:]
+    values = tensor.values()
+    length = len(values) // 2
+    ids, ends = values[:length], values[length:]
     words, start = [], 0
     for end in ends:
         if end < 0:

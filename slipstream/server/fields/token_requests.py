@@ -57,7 +57,7 @@ def prompt_ids(
     fields: Mapping[str, FieldValue], engine: EngineModel, table: PromptTable | None
 ) -> list[int]:
     given = require(fields, "input_ids", "input_ids")
-    ids = given.tensor.data
+    ids = given.tensor.values()
     if "input_lengths" in fields:
         ids = ids[: fields["input_lengths"].value]
     if min(ids) < 0:
@@ -72,15 +72,15 @@ def prompt_ids(
         raise InferenceError(
             f"{given.name} holds the id {max(ids)}, the last of prompt_embedding_table is {last}"
         )
-    return list(ids)
+    return ids
 
 
 def draft_ids(fields: Mapping[str, FieldValue], engine: EngineModel) -> list[int]:
     given = fields.get("draft_input_ids")
-    if given is None or not given.tensor.data:
+    if given is None or given.value is None:
         return []
     ids, vocabulary, longest = (
-        given.tensor.data,
+        given.tensor.values(),
         engine.engine.spec.vocab_size,
         engine.engine.build.max_seq_len,
     )

@@ -11,16 +11,18 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from slipstream.repository.config import ModelConfig
 from slipstream.server.grpc.protocol import messages
 from slipstream.server.http.infer_request import InferCall, SharedPlace, WantedOutput
 from slipstream.server.http.infer_response import classify
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter
-from slipstream.server.kserve.input_checks import check_request, read_raw, refused
+from slipstream.server.kserve.input_checks import check_request, refused, undecoded
 from slipstream.server.kserve.shared_memory import SharedMemory
-from slipstream.server.kserve.tensor_bytes import SIZES, pack
-from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.kserve.tensor_bytes import Buffer, as_buffer, pack
+from slipstream.server.kserve.tensors import DTYPES, Array, Tensor
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
 FINAL = "triton_final_response"
@@ -50,12 +52,6 @@ _FIELD_TYPES = {
     "fp64_contents": "FP64",
     "bytes_contents": "BYTES",
 }
-_BITS = {
-    "INT8": (-128, 127),
-    "INT16": (-(2**15), 2**15 - 1),
-    "UINT8": (0, 255),
-    "UINT16": (0, 2**16 - 1),
-}
 
 
 def read_call(message: Any, config: ModelConfig, version: str, memory: SharedMemory) -> InferCall:
@@ -65,22 +61,22 @@ def read_call(message: Any, config: ModelConfig, version: str, memory: SharedMem
         _read_parameter(request, name, parameter)
     call = InferCall(request, [_wanted(output) for output in message.outputs])
     request.outputs = tuple(output.name for output in call.outputs)
-    in_raw = 0  # inputs in shared memory have no raw contents
+    raw: dict[str, Buffer] = {}
+    in_message = 0  # inputs in shared memory have no raw contents
     for given in message.inputs:
-        if given.name in request.inputs:
-            raise refused(request, f"input '{given.name}' already exists in request")
+        name = given.name
+        if name in request.inputs:
+            raise refused(request, f"input '{name}' already exists in request")
+        tensor = undecoded(name, given.datatype, tuple(given.shape))
         if (place := _place(given.parameters)) is not None:
-            data = memory.read(place.region, place.offset, place.byte_size)
-            tensor = _from_bytes(request, given, data)
+            raw[name] = memory.read(place.region, place.offset, place.byte_size)
         elif given.HasField("contents") and not message.raw_input_contents:
-            tensor = Tensor(
-                given.name, given.datatype, tuple(given.shape), _explicit(given, config)
-            )
+            tensor.data = _explicit(given, config)
         else:
-            tensor = _from_bytes(request, given, _raw_contents(message, in_raw, given.name))
-            in_raw += 1
-        request.inputs[given.name] = tensor
-    check_request(request, config)
+            raw[name] = _raw_contents(message, in_message, name)
+            in_message += 1
+        request.inputs[name] = tensor
+    check_request(request, config, raw)
     for tensor in request.inputs.values():
         _check_filled(request, tensor)
     return call
@@ -161,15 +157,8 @@ def _raw_contents(message: Any, position: int, name: str) -> bytes:
     return bytes(message.raw_input_contents[position])
 
 
-def _from_bytes(request: InferRequest, given: Any, raw: bytes) -> Tensor:
-    shape = tuple(given.shape)
-    if given.datatype not in SIZES and given.datatype != "BYTES":
-        # unknown; the check against the model's tells
-        return Tensor(given.name, given.datatype, shape, [])
-    return read_raw(request, given.name, given.datatype, shape, raw)
-
-
-def _explicit(given: Any, config: ModelConfig) -> list[Any]:
+def _explicit(given: Any, config: ModelConfig) -> Array | list[bytes]:
+    """Return the values of the typed field; none for a datatype that the next check refuses."""
     expected = _CONTENTS.get(given.datatype)
     for field, _ in given.contents.ListFields():
         if field.name != expected:
@@ -177,12 +166,19 @@ def _explicit(given: Any, config: ModelConfig) -> list[Any]:
                 f"unexpected explicit tensor data for input tensor '{given.name}' for model '{config.name}' of "
                 f"type '{_FIELD_TYPES[field.name]}', expected datatype '{given.datatype}'"
             )
-    values = list(getattr(given.contents, expected)) if expected else []
-    lowest, highest = _BITS.get(given.datatype, (None, None))
-    if lowest is not None and any(not lowest <= value <= highest for value in values):
-        text = f"input tensor '{given.name}' for model '{config.name}' holds values that {given.datatype} cannot"
-        raise InferenceError(text)
-    return values
+    if expected is None:
+        return []
+    values = getattr(given.contents, expected)
+    if given.datatype == "BYTES":
+        return list(values)
+    numbers = np.array(values, DTYPES[_FIELD_TYPES[expected]])
+    narrow = numbers.astype(DTYPES[given.datatype], copy=False)
+    if not np.array_equal(narrow, numbers):  # the wire has no fields of 8 and 16 bits
+        raise InferenceError(
+            f"input tensor '{given.name}' for model '{config.name}' holds values that "
+            f"{given.datatype} cannot"
+        )
+    return narrow
 
 
 def _check_filled(request: InferRequest, tensor: Tensor) -> None:
@@ -220,7 +216,7 @@ def write_response(
 
 
 def _write_shared(output: Any, tensor: Tensor, place: SharedPlace, memory: SharedMemory) -> None:
-    data = pack(tensor)
+    data = as_buffer(tensor)
     memory.write(place.region, place.offset, place.byte_size, data, tensor.name)
     set_parameters(
         output, [("shared_memory_region", place.region), ("shared_memory_byte_size", len(data))]

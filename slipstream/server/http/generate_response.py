@@ -107,5 +107,5 @@ def _layout(names: tuple[str, ...]) -> tuple[tuple[int, bytes], ...]:
 def write_tensor(tensor: Tensor) -> bytes:
     """One element is a scalar, more are a flat array."""
     if len(tensor.data) == 1:
-        return write_scalar(tensor.data[0])
+        return write_scalar(tensor.first)
     return b"[" + write_values(tensor.data) + b"]"

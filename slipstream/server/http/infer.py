@@ -92,7 +92,7 @@ async def _only_response(entry: ModelVersion, call: InferCall) -> InferResponse:
 
 
 async def _send(written: InferBody, accepted: str, send: Send) -> None:
-    body = written.header + written.tensors
+    body = b"".join([written.header, *written.tensors])
     headers: Headers = ()
     if written.tensors:
         headers = [(b"inference-header-content-length", b"%d" % len(written.header))]

@@ -14,10 +14,10 @@ from slipstream.repository.config import ModelConfig
 from slipstream.server.http.json_reader import Members, parse_json
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, Parameter
-from slipstream.server.kserve.input_checks import check_request, read_raw, refused
+from slipstream.server.kserve.input_checks import check_request, decode, refused, undecoded
 from slipstream.server.kserve.shared_memory import SharedMemory
-from slipstream.server.kserve.tensor_bytes import DATATYPES, SIZES
-from slipstream.server.kserve.tensors import Tensor, read_values, unreadable
+from slipstream.server.kserve.tensor_bytes import DATATYPES, SIZES, Buffer
+from slipstream.server.kserve.tensors import Array, Tensor, read_values, unreadable
 
 Object = dict[str, Any]  # of JSON
 
@@ -70,6 +70,7 @@ def read_infer_call(
 ) -> InferCall:
     """`header_bytes`: how much of the body is JSON; None means all of it and 0 that there is none."""
     request = InferRequest(config.name, version, {})
+    raw: dict[str, Buffer] = {}
     if header_bytes == 0:
         _read_bare(request, body, config)
         call = InferCall(request, binary_output=True)
@@ -84,11 +85,11 @@ def read_infer_call(
             request.id = _string(document, "id")
         if "parameters" in document:
             _read_parameters(call, document["parameters"])
-        raw = b"" if header_bytes is None else body[header_bytes:]
-        _read_inputs(request, document, raw, memory)
+        binary = memoryview(b"" if header_bytes is None else body)[header_bytes:]
+        raw = _read_inputs(request, document, binary, memory)
         if document.get("outputs") is not None:
             _read_outputs(call, document)
-    check_request(request, config)
+    check_request(request, config, raw)
     return call
 
 
@@ -114,7 +115,9 @@ def _read_bare(request: InferRequest, body: bytes, config: ModelConfig) -> None:
         raise refused(request, f"{text} variable-sized dimension")
     left = len(body) // (fixed * SIZES[tensor.datatype])
     shape = (*batch, *(dim if dim > 0 else left for dim in tensor.dims))
-    request.inputs[tensor.name] = read_raw(request, tensor.name, tensor.datatype, shape, body)
+    given = undecoded(tensor.name, tensor.datatype, shape)
+    given.data = decode(request, given, body)
+    request.inputs[tensor.name] = given
 
 
 def _read_parameters(call: InferCall, parameters: Any) -> None:
@@ -155,37 +158,45 @@ def _parameter(name: str, value: Any) -> Parameter:
     return value
 
 
-def _read_inputs(request: InferRequest, document: Object, raw: bytes, memory: SharedMemory) -> None:
+def _read_inputs(
+    request: InferRequest, document: Object, binary: memoryview, memory: SharedMemory
+) -> dict[str, Buffer]:
+    """Add the inputs to the request; return the bytes of those that are not in the JSON."""
+    raw: dict[str, Buffer] = {}
     position = 0
     for given in _objects(document, "inputs"):
-        name, shape, datatype = _string(given, "name"), _shape(given), _string(given, "datatype")
+        name = _string(given, "name")
+        shape = _shape(given)
+        datatype = _string(given, "datatype")
         if datatype not in DATATYPES:
             raise InferenceError(f"invalid datatype for input {name}")
         if name in request.inputs:
             raise refused(request, f"input '{name}' already exists in request")
         size, place = _sources(given)
+        tensor = undecoded(name, datatype, shape)
         if size is not None:
-            piece = raw[position : position + size]
+            piece = binary[position : position + size]
             if len(piece) < size:
                 text = f"unexpected size for input '{name}', expecting {size - len(piece)} additional bytes"
                 raise InferenceError(f"{text} for model '{request.model_name}'")
             position += size
-            tensor = read_raw(request, name, datatype, shape, piece)
+            raw[name] = piece
         elif place is not None:
-            data = memory.read(place.region, place.offset, place.byte_size)
-            tensor = read_raw(request, name, datatype, shape, data)
+            raw[name] = memory.read(place.region, place.offset, place.byte_size)
         else:
-            tensor = _from_json(name, datatype, shape, given["data"])
+            tensor.data = _read_json_values(tensor, given["data"])
         request.inputs[name] = tensor
-    if position < len(raw):
+    if position < len(binary):
         raise InferenceError(f"unexpected additional input data for model '{request.model_name}'")
+    return raw
 
 
-def _from_json(name: str, datatype: str, shape: tuple[int, ...], value: Any) -> Tensor:
-    values = read_values(name, datatype, value)
-    if datatype != "BYTES" and len(values) != prod(shape):  # of BYTES, the core's own check tells
+def _read_json_values(tensor: Tensor, value: Any) -> Array | list[bytes]:
+    values = read_values(tensor.name, tensor.datatype, value)
+    # for BYTES, the core's own check reports it
+    if tensor.datatype != "BYTES" and len(values) != prod(tensor.shape):
         raise unreadable("Shape does not match true shape of 'data' field")
-    return Tensor(name, datatype, shape, values)
+    return values
 
 
 def _sources(given: Object) -> tuple[int | None, SharedPlace | None]:

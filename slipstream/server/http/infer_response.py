@@ -14,7 +14,7 @@ from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferResponse
 from slipstream.server.kserve.json_writer import write_object, write_scalar, write_values
 from slipstream.server.kserve.shared_memory import SharedMemory
-from slipstream.server.kserve.tensor_bytes import pack
+from slipstream.server.kserve.tensor_bytes import Buffer, as_buffer
 from slipstream.server.kserve.tensors import Tensor
 
 MAX_LABEL_BYTES = 16 << 20
@@ -22,7 +22,7 @@ MAX_LABEL_BYTES = 16 << 20
 
 class InferBody(NamedTuple):
     header: bytes
-    tensors: bytes  # empty: everything is in the header
+    tensors: list[Buffer]  # the outputs in binary, none if all are in the header
 
 
 def values_as_text(call: InferCall, response: InferResponse) -> int:
@@ -43,7 +43,8 @@ def write_infer_response(
     fixed += _model_members(request.model_name, request.model_version)
     if response.parameters:
         fixed += b',"parameters":' + write_object(response.parameters.items())
-    outputs, pieces = [], []
+    outputs: list[bytes] = []
+    pieces: list[Buffer] = []
     for tensor in response.outputs:
         wanted = call.wanted(tensor.name)
         if wanted is not None:
@@ -51,9 +52,10 @@ def write_infer_response(
                 tensor = classify(tensor, wanted.classes, config)
             description, piece = _write_output(tensor, wanted, memory)
             outputs.append(description)
-            pieces.append(piece)
+            if piece:
+                pieces.append(piece)
     header = fixed + b',"outputs":[' + b",".join(outputs) + b"]}"
-    return InferBody(header, b"".join(pieces))
+    return InferBody(header, pieces)
 
 
 @lru_cache(maxsize=256)
@@ -69,14 +71,14 @@ def _description(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
 
 def _write_output(
     tensor: Tensor, wanted: WantedOutput, memory: SharedMemory
-) -> tuple[bytes, bytes]:
+) -> tuple[bytes, Buffer]:
     description = _description(tensor.name, tensor.datatype, tuple(tensor.shape))
     if wanted.place is not None:
         place = wanted.place
-        memory.write(place.region, place.offset, place.byte_size, pack(tensor), tensor.name)
+        memory.write(place.region, place.offset, place.byte_size, as_buffer(tensor), tensor.name)
         return description + b"}", b""
     if wanted.binary:
-        raw = pack(tensor)
+        raw = as_buffer(tensor)
         return description + b',"parameters":{"binary_data_size":%d}}' % len(raw), raw
     if tensor.datatype in ("FP16", "BF16"):
         text = f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
@@ -96,8 +98,9 @@ def classify(tensor: Tensor, count: int, config: ModelConfig) -> Tensor:
     labels = _labels(config, tensor.name)
     kept = min(count, width)
     found: list[bytes] = []
+    all_values = tensor.values()
     for row in range(rows):
-        values = tensor.data[row * width : (row + 1) * width]
+        values = all_values[row * width : (row + 1) * width]
         best = sorted(range(width), key=lambda index: (-values[index], index))[:kept]
         found += [_class_text(values[index], index, labels) for index in best]
     shape = (rows, kept) if batched else (kept,)

@@ -1,12 +1,12 @@
-"""What Triton's core checks about the inputs of an infer request, whatever the protocol that
-brought them.
+"""The checks of Triton's core on the inputs of a request, the same for every protocol.
+
+Raw bytes are decoded last: a request with a wrong input name, type or shape is refused before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from math import prod
-from typing import Any, cast
 
 from slipstream.repository.config import ModelConfig, TensorConfig
 from slipstream.server.kserve.errors import InferenceError
@@ -14,11 +14,11 @@ from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.tensor_bytes import (
     DATATYPES,
     SIZES,
+    Buffer,
     IncompleteString,
-    left_packed,
     unpack,
 )
-from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.kserve.tensors import Array, Tensor
 
 _BATCH_NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
@@ -26,8 +26,7 @@ _BATCH_NOTE = (
     "setting max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
 )
 
-_LEFT_PACKED = frozenset({"lora_weights"})  # megabytes of numbers that nobody here looks at
-
+# Lengths, ids and counts that were unsigned in the repositories and clients of 2023.
 _ONCE_UNSIGNED = frozenset(
     {
         "INPUT_1",
@@ -51,36 +50,45 @@ def refused(request: InferRequest, text: str) -> InferenceError:
     return InferenceError(f"[request id: {request.id or '<id_unknown>'}] {text}")
 
 
-def read_raw(
-    request: InferRequest, name: str, datatype: str, shape: tuple[int, ...], raw: bytes
-) -> Tensor:
-    """A tensor from its bytes, which must be as many as its shape needs."""
-    place, count = f"'{name}' for model '{request.model_name}'", prod(shape)
-    if datatype == "BYTES":
+def undecoded(name: str, datatype: str, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor whose bytes `check_request` decodes once it has checked the rest."""
+    return Tensor(name, datatype, shape, [])
+
+
+def decode(request: InferRequest, tensor: Tensor, raw: Buffer) -> Array | list[bytes]:
+    """Return the values in `raw`, which must have the size that the tensor's shape needs."""
+    place = f"'{tensor.name}' for model '{request.model_name}'"
+    count = prod(tensor.shape)
+    if tensor.datatype == "BYTES":
         try:
-            items = unpack(datatype, raw)
+            items = unpack("BYTES", raw)
         except IncompleteString as error:
-            text = f"incomplete string data for inference input {place}, expecting string of length {error.length}"
+            text = (
+                f"incomplete string data for inference input {place}, "
+                f"expecting string of length {error.length}"
+            )
             raise refused(request, text) from error
         if len(items) != count:
             raise refused(
                 request,
                 f"expected {count} string elements for inference input {place}, got {len(items)}",
             )
-        return Tensor(name, datatype, shape, items)
-    expected = count * SIZES[datatype]
+        return items
+    expected = count * SIZES[tensor.datatype]
     if len(raw) != expected:
         raise refused(
             request,
             f"input byte size mismatch for input {place}. Expected {expected}, got {len(raw)}",
         )
-    if name in _LEFT_PACKED:
-        return Tensor(name, datatype, shape, cast(list[Any], left_packed(datatype, raw)))
-    return Tensor(name, datatype, shape, unpack(datatype, raw))
+    return unpack(tensor.datatype, raw)
 
 
-def check_request(request: InferRequest, config: ModelConfig) -> None:
-    check_inputs(request, config)
+def check_request(
+    request: InferRequest, config: ModelConfig, raw: Mapping[str, Buffer] | None = None
+) -> None:
+    """Check names, types and shapes, then decode `raw`: the bytes of `undecoded` inputs by name."""
+    raw = raw or {}
+    check_inputs(request, config, raw)
     for tensor in request.inputs.values():
         expected = config.inputs_by_name.get(tensor.name)
         if expected is None:
@@ -88,6 +96,9 @@ def check_request(request: InferRequest, config: ModelConfig) -> None:
                 f"unexpected inference input '{tensor.name}' for model '{config.name}'"
             )
         _check_tensor(request, tensor, expected, config)
+    for name, data in raw.items():
+        tensor = request.inputs[name]
+        tensor.data = decode(request, tensor, data)
     if request.outputs:
         check_outputs(request.outputs, config)
     if config.sequence_batching is not None:
@@ -100,20 +111,22 @@ def check_sequence(request: InferRequest, config: ModelConfig) -> None:
         raise InferenceError(f"inference request to model '{config.name}' {text}")
 
 
-def check_inputs(request: InferRequest, config: ModelConfig) -> None:
-    """What Triton's core checks before a model sees a request, whatever the protocol."""
+def check_inputs(
+    request: InferRequest, config: ModelConfig, raw: Container[str] = frozenset()
+) -> None:
+    """Check the number of inputs, their batch sizes and, unless they are in `raw`, of strings."""
     if not len(config.required_inputs) <= len(request.inputs) <= len(config.inputs):
         raise _wrong_count(request, config)
     if config.max_batch_size > 0:
         _check_batch(request, config)
     for tensor in request.inputs.values():
-        expected = 1
-        for dim in tensor.shape:
-            expected *= dim
-        if tensor.datatype == "BYTES" and len(tensor.data) != expected:
+        if tensor.datatype != "BYTES" or tensor.name in raw:
+            continue
+        expected = prod(tensor.shape)
+        if len(tensor.data) != expected:
             text = (
-                f"unexpected number of string elements {len(tensor.data)} for inference input '{tensor.name}' "
-                f"for model '{config.name}', expecting {expected}"
+                f"unexpected number of string elements {len(tensor.data)} for inference input "
+                f"'{tensor.name}' for model '{config.name}', expecting {expected}"
             )
             raise refused(request, text)
 

@@ -12,6 +12,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 _AT_ONCE = 65536
 _SPECIAL = re.compile(rb'["\\\x00-\x1f]')
 _SHORT = {
@@ -71,12 +74,14 @@ def write_scalar(value: Any) -> bytes:
     return b"null" if value is None else b"%d" % value
 
 
-def write_values(values: Sequence[Any]) -> bytes:
-    """Scalars with commas between them; many are joined piece by piece, so that they are not all
-    objects at once.
+def write_values(values: npt.NDArray[Any] | Sequence[Any]) -> bytes:
+    """Return the values with commas between them.
+
+    Many are written piece by piece, so that not all of them are Python objects at once.
     """
     if len(values) <= _AT_ONCE:
-        return b",".join([write_scalar(value) for value in values])
+        scalars = values.tolist() if isinstance(values, np.ndarray) else values
+        return b",".join([write_scalar(value) for value in scalars])
     pieces = (values[start : start + _AT_ONCE] for start in range(0, len(values), _AT_ONCE))
     return b",".join([write_values(piece) for piece in pieces])
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.tensor_bytes import Buffer
 
 PLACE = Path("/dev/shm")
 REFUSED = "shared memory registration is not allowed; start the server with --allow-client-shm=true to allow it"
@@ -92,7 +93,7 @@ class SharedMemory:
         start = region.offset + offset
         return region.memory[start : start + byte_size]
 
-    def write(self, name: str, offset: int, byte_size: int, data: bytes, tensor: str) -> None:
+    def write(self, name: str, offset: int, byte_size: int, data: Buffer, tensor: str) -> None:
         region = self._find(name, offset, byte_size)
         if len(data) > byte_size:
             text = f"shared memory size specified with the request for output '{tensor}' ({byte_size} bytes)"

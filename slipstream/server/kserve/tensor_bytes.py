@@ -1,58 +1,42 @@
-"""Tensors as raw bytes: little-endian numbers, and strings that each come after their length."""
+"""Tensors as raw bytes: little-endian numbers, and strings with their lengths before them."""
 
 from __future__ import annotations
 
 import struct
-from array import array
-from typing import Any
 
-from slipstream.server.kserve.tensors import Tensor
+import numpy as np
 
-# BF16 has no Python type: its values stay the bit patterns they are on the wire.
-STRUCT_CODES = {
-    "BOOL": "?",
-    "INT8": "b",
-    "INT16": "h",
-    "INT32": "i",
-    "INT64": "q",
-    "UINT8": "B",
-    "UINT16": "H",
-    "UINT32": "I",
-    "UINT64": "Q",
-    "FP16": "e",
-    "FP32": "f",
-    "FP64": "d",
-    "BF16": "H",
-}
-SIZES = {datatype: struct.calcsize(code) for datatype, code in STRUCT_CODES.items()}
+from slipstream.server.kserve.tensors import DTYPES, Array, Tensor
+
+Buffer = bytes | memoryview
+
+SIZES = {datatype: dtype.itemsize for datatype, dtype in DTYPES.items()}
 DATATYPES = frozenset({*SIZES, "BYTES"})
 _LENGTH = struct.Struct("<I")
 
 
 class IncompleteString(ValueError):
-    """A string's length goes beyond the data. `length` is what it said."""
+    """The length before a string goes beyond the data. `length` is that length."""
 
     def __init__(self, length: int) -> None:
         super().__init__(f"a string of {length} bytes is not all there")
         self.length = length
 
 
-def unpack(datatype: str, raw: bytes) -> list[Any]:
-    """The values of a tensor whose size has been checked (numbers); IncompleteString (BYTES)."""
+def unpack(datatype: str, raw: Buffer) -> Array | list[bytes]:
+    """Return the values: numbers as a view of `raw`, whose size fits the type; strings as copies.
+
+    Raises IncompleteString for BYTES.
+    """
     if datatype == "BYTES":
         return _split(raw)
-    return list(struct.unpack(f"<{len(raw) // SIZES[datatype]}{STRUCT_CODES[datatype]}", raw))
+    return np.frombuffer(raw, DTYPES[datatype])
 
 
-def left_packed(datatype: str, raw: bytes) -> array[Any]:
-    """The values as they came, for those who only pass them on: FP16 as bit patterns, too."""
-    values = array({2: "H", 4: "I", 8: "Q"}.get(SIZES[datatype], "B"))
-    values.frombytes(raw)
-    return values
-
-
-def _split(raw: bytes) -> list[bytes]:
-    items, position = [], 0
+def _split(raw: Buffer) -> list[bytes]:
+    raw = bytes(raw)  # slices of bytes are cheaper than slices of a view, and no copy if it is one
+    items = []
+    position = 0
     while position < len(raw):
         start = position + _LENGTH.size
         length = int.from_bytes(raw[position:start], "little")
@@ -64,8 +48,14 @@ def _split(raw: bytes) -> list[bytes]:
 
 
 def pack(tensor: Tensor) -> bytes:
-    if tensor.datatype == "BYTES":
-        return b"".join(_LENGTH.pack(len(item)) + item for item in tensor.data)
-    if isinstance(tensor.data, (array, memoryview)):
-        return tensor.data.tobytes()
-    return struct.pack(f"<{len(tensor.data)}{STRUCT_CODES[tensor.datatype]}", *tensor.data)
+    """Return the raw bytes of a tensor."""
+    if isinstance(tensor.data, list):
+        return b"".join([_LENGTH.pack(len(item)) + item for item in tensor.data])
+    return tensor.data.tobytes()
+
+
+def as_buffer(tensor: Tensor) -> Buffer:
+    """Return the raw bytes of a tensor; numbers without a copy, where they are contiguous."""
+    if isinstance(tensor.data, list):
+        return pack(tensor)
+    return np.ascontiguousarray(tensor.data).view(np.uint8).data

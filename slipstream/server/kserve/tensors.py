@@ -1,51 +1,107 @@
-"""Tensors as requests and answers carry them, and reading one from the JSON of a generate request.
+"""Tensors of requests and responses, and reading one from the JSON of a request.
 
-Types are strict and the texts are Triton's: an integer input takes integers only (wrapped to its
-width), FP32 takes any number, BYTES takes strings. Values are flat, in row-major order.
+Numbers are a NumPy array, which views the bytes that a client sent where it can. BYTES values are
+a list of `bytes`: NumPy could only hold them as an array of objects, which cannot view received
+bytes either and which every reader and writer would convert back to a list.
+
+The types in JSON are strict and the error texts are Triton's: an integer input takes integers only
+(wrapped to its width), FP32 takes any number, BYTES takes strings.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from slipstream.repository.config import TensorConfig
 from slipstream.server.kserve.errors import Code, InferenceError
 
-SIGNED_BITS = {"INT8": 8, "INT16": 16, "INT32": 32, "INT64": 64}
-UNSIGNED_BITS = {"UINT8": 8, "UINT16": 16, "UINT32": 32, "UINT64": 64}
-FLOATS = ("FP32", "FP64")
+Array = npt.NDArray[Any]
+
+# The little-endian NumPy type of each numeric datatype. NumPy has no BF16: its values are kept as
+# the 16-bit patterns that travel on the wire.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype("?"),
+    "INT8": np.dtype("<i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "UINT8": np.dtype("<u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+    "BF16": np.dtype("<u2"),
+}
 BINARY_ONLY = ("FP16", "BF16")
 _SINGLE = struct.Struct("<f")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Tensor:
     name: str
-    datatype: str  # as on the wire: INT32, BYTES, …
+    datatype: str  # Triton's name: INT32, BYTES, …
     shape: tuple[int, ...]
-    # int, float, bool or, for BYTES, bytes; logits are a `memoryview`, which reads like a list
-    data: list[Any]
+    # the values in row-major order: a flat array of the type in DTYPES, or for BYTES a list
+    data: Array | list[bytes]
+
+    @classmethod
+    def from_values(
+        cls, name: str, datatype: str, shape: tuple[int, ...], values: Sequence[Any]
+    ) -> Tensor:
+        """Return a tensor of Python values: numbers, booleans or, for BYTES, bytes."""
+        return cls(name, datatype, shape, values_to_data(datatype, values))
 
     @property
     def first(self) -> Any:
-        """The one value of a scalar input; arrays count by their first element, as upstream takes
-        them.
-        """
-        return self.data[0] if self.data else None
+        """The first value as a Python object, None if there is none. Upstream reads scalars so."""
+        if not len(self.data):
+            return None
+        return self.data[0] if isinstance(self.data, list) else self.data.item(0)
+
+    def values(self) -> list[Any]:
+        """Return the values as Python objects: int, float, bool or bytes."""
+        return self.data if isinstance(self.data, list) else self.data.tolist()
+
+    def array(self) -> Array:
+        """Return the numbers of a tensor that is not BYTES."""
+        if isinstance(self.data, list):
+            raise InferenceError(f"tensor '{self.name}' holds BYTES where numbers are expected")
+        return self.data
+
+    def strings(self) -> list[bytes]:
+        """Return the strings of a BYTES tensor."""
+        if not isinstance(self.data, list):
+            raise InferenceError(f"tensor '{self.name}' holds numbers where BYTES are expected")
+        return self.data
 
     def text(self) -> str:
-        return "" if not self.data else self.data[0].decode("utf-8", "replace")
+        """Return the first string of a BYTES tensor, "" if there is none."""
+        strings = self.strings()
+        return strings[0].decode("utf-8", "replace") if strings else ""
 
     def texts(self) -> list[str]:
-        return [item.decode("utf-8", "replace") for item in self.data]
+        return [item.decode("utf-8", "replace") for item in self.strings()]
+
+
+def values_to_data(datatype: str, values: Sequence[Any]) -> Array | list[bytes]:
+    """Return Python values in the form that `Tensor.data` has for this datatype."""
+    if datatype == "BYTES":
+        return list(values)
+    return np.array(values, DTYPES[datatype])
 
 
 def single(number: float) -> float:
-    """The nearest FP32 value, which is what an FP32 tensor holds."""
+    """Return the nearest FP32 value, which is what an FP32 tensor holds."""
     try:
         return float(_SINGLE.unpack(_SINGLE.pack(number))[0])
     except OverflowError:
@@ -53,10 +109,12 @@ def single(number: float) -> float:
 
 
 def tensor_from_json(config: TensorConfig, batched: bool, value: Any) -> Tensor:
+    """Return the tensor of one key of a `generate` request. Its shape follows from `config`."""
     count = len(value) if _is_array(value) else 1
     data = read_values(config.name, config.datatype, value)
     shape = _shape(config, batched, count)
-    if config.datatype != "BYTES" and len(data) != count:  # of BYTES, the model's own check tells
+    # for BYTES, the check of the model's inputs reports it
+    if config.datatype != "BYTES" and len(data) != count:
         raise unreadable("Shape does not match true shape of 'data' field")
     return Tensor(config.name, config.datatype, shape, data)
 
@@ -70,23 +128,31 @@ def _flat(value: Any) -> list[Any]:
         return [value]
     if list not in map(type, value):
         return value
-    return [leaf for item in value for leaf in _flat(item)]  # the parser bounds the depth
+    flat = []
+    for item in value:  # the parser bounds the depth
+        flat += _flat(item)
+    return flat
 
 
 def _shape(config: TensorConfig, batched: bool, count: int) -> tuple[int, ...]:
-    """The innermost open dimension takes what the fixed ones leave; other open ones are 1."""
+    """Return the shape of `count` values.
+
+    The innermost open dimension takes what the fixed ones leave; other open ones are 1.
+    """
     dims = ((-1,) if batched else ()) + config.dims
-    left = count
-    for dim in dims:
-        if dim > 0:
-            if left % dim:
-                text = f"input '{config.name}' takes a multiple of {prod(d for d in dims if d > 0)} values, got {count}"
-                raise InferenceError(text)
-            left //= dim
+    fixed = prod(dim for dim in dims if dim > 0)
+    if count % fixed:
+        raise InferenceError(
+            f"input '{config.name}' takes a multiple of {fixed} values, got {count}"
+        )
+    left = count // fixed
     shape: list[int] = []
     for dim in reversed(dims):
-        shape.append(dim if dim > 0 else left)
-        left = left if dim > 0 else 1
+        if dim > 0:
+            shape.append(dim)
+        else:
+            shape.append(left)
+            left = 1
     return tuple(reversed(shape))
 
 
@@ -94,39 +160,44 @@ def unreadable(text: str) -> InferenceError:
     return InferenceError(f"Unable to parse 'data': {text}", Code.INTERNAL)
 
 
-def read_values(name: str, datatype: str, value: Any) -> list[Any]:
-    """The values of a JSON scalar or (nested) array, each checked against the datatype."""
+def read_values(name: str, datatype: str, value: Any) -> Array | list[bytes]:
+    """Return the values of a JSON scalar or (nested) array, each checked against the datatype."""
     if datatype in BINARY_ONLY:
         raise InferenceError(
-            f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
+            f"receiving {datatype} data via JSON is not supported. "
+            f"Please use the binary data format for input {name}"
         )
+    values = _flat(value)
     if datatype == "BYTES":
-        try:
-            return [item.encode("utf-8", "surrogateescape") for item in _flat(value)]
-        except AttributeError:
-            text = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
-            raise InferenceError(text, Code.INTERNAL) from None
-    if datatype == "BOOL":
-        return [_boolean(item) for item in _flat(value)]
-    if datatype in FLOATS:
-        return [
-            single(_double(item)) if datatype == "FP32" else _double(item) for item in _flat(value)
-        ]
-    if datatype in SIGNED_BITS:
-        return [_signed(item, SIGNED_BITS[datatype]) for item in _flat(value)]
-    if datatype in UNSIGNED_BITS:
-        return [_unsigned(item, UNSIGNED_BITS[datatype]) for item in _flat(value)]
-    raise InferenceError(f"invalid datatype for input {name}")
+        return _read_strings(values)
+    dtype = DTYPES.get(datatype)
+    if dtype is None:
+        raise InferenceError(f"invalid datatype for input {name}")
+    return _READERS[dtype.kind](values, dtype)
 
 
-def _boolean(item: Any) -> bool:
-    if not isinstance(item, bool):
+def _read_strings(values: list[Any]) -> list[bytes]:
+    try:
+        return [item.encode("utf-8", "surrogateescape") for item in values]
+    except AttributeError:
+        text = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
+        raise InferenceError(text, Code.INTERNAL) from None
+
+
+def _read_booleans(values: list[Any], dtype: np.dtype[Any]) -> Array:
+    if not all(type(item) is bool for item in values):
         raise unreadable("attempt to access JSON non-boolean as boolean")
-    return item
+    return np.array(values, dtype)
+
+
+def _read_floats(values: list[Any], dtype: np.dtype[Any]) -> Array:
+    doubles = np.array([_double(item) for item in values], np.float64)
+    with np.errstate(over="ignore"):  # what FP32 cannot hold becomes an infinity
+        return doubles.astype(dtype)
 
 
 def _double(item: Any) -> float:
-    if isinstance(item, bool) or not isinstance(item, (int, float)):
+    if type(item) is not float and type(item) is not int:
         raise unreadable("attempt to access JSON non-number as double")
     try:
         return float(item)
@@ -134,14 +205,23 @@ def _double(item: Any) -> float:
         return math.inf if item > 0 else -math.inf
 
 
-def _signed(item: Any, bits: int) -> int:
-    if type(item) is not int or not -(2**63) <= item < 2**63:
+def _read_signed(values: list[Any], dtype: np.dtype[Any]) -> Array:
+    if not _are_integers(values, -(2**63), 2**63 - 1):
         raise unreadable("attempt to access JSON non-signed-integer as signed-integer")
-    half = 1 << (bits - 1)
-    return (item + half) % (2 * half) - half
+    return np.array(values, np.int64).astype(dtype)  # wraps to the width
 
 
-def _unsigned(item: Any, bits: int) -> int:
-    if type(item) is not int or not 0 <= item < 2**64:
+def _read_unsigned(values: list[Any], dtype: np.dtype[Any]) -> Array:
+    if not _are_integers(values, 0, 2**64 - 1):
         raise unreadable("attempt to access JSON non-unsigned-integer as unsigned-integer")
-    return item % (1 << bits)
+    return np.array(values, np.uint64).astype(dtype)  # wraps to the width
+
+
+def _are_integers(values: list[Any], lowest: int, highest: int) -> bool:
+    if not values:
+        return True
+    return set(map(type, values)) == {int} and lowest <= min(values) and max(values) <= highest
+
+
+# by the kind of the NumPy type
+_READERS = {"b": _read_booleans, "f": _read_floats, "i": _read_signed, "u": _read_unsigned}

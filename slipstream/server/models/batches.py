@@ -91,7 +91,7 @@ class BatchedModel(WrappedModel):
                     ended.add(index)
                 outputs = answer.outputs
                 if answer.error is None:
-                    outputs = [*outputs, Tensor(INDEX, "INT32", (1, 1), [index])]
+                    outputs = [*outputs, Tensor.from_values(INDEX, "INT32", (1, 1), [index])]
                 yield replace(answer, outputs=outputs, final=len(ended) == len(parts))
 
     async def _only(self, request: InferRequest) -> InferResponse:

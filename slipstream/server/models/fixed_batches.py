@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 
+import numpy as np
+
 from slipstream.repository.config import ModelConfig
 from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.kserve.tensors import Tensor
@@ -51,11 +53,10 @@ class FixedBatchModel:
 
 def _as_block(tensor: Tensor, end_id: int) -> Tensor:
     if tensor.name == "output_ids":
-        return replace(tensor, data=[token if token >= 0 else end_id for token in tensor.data])
+        ids = tensor.array()
+        return replace(tensor, data=np.where(ids >= 0, ids, ids.dtype.type(end_id)))
     if tensor.name == "log_probs":
         _, beams, tokens = tensor.shape
-        data = [
-            tensor.data[beam * tokens + token] for token in range(tokens) for beam in range(beams)
-        ]
-        return replace(tensor, shape=(1, tokens, beams), data=data)
+        by_token = tensor.array().reshape(beams, tokens).T
+        return replace(tensor, shape=(1, tokens, beams), data=by_token.reshape(-1))
     return tensor

@@ -13,13 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from slipstream.engine.messages import Scores, Timing
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.config import ModelConfig
 from slipstream.server.fields.limits import FieldValue
 from slipstream.server.kserve.joining import LONG
-from slipstream.server.kserve.tensor_bytes import left_packed
-from slipstream.server.kserve.tensors import Tensor, single
+from slipstream.server.kserve.tensors import DTYPES, Tensor
 from slipstream.server.text.pipeline import TextDelta
 from slipstream.server.text.sequences import TextBeam
 
@@ -189,21 +190,23 @@ def side_outputs(asked: Asked, progress: Progress) -> list[Tensor]:
 def _log_probs(asked: Asked, progress: Progress, start: int) -> list[Tensor]:
     outputs, sampling = [], asked.sampling
     if sampling.log_probs:
-        values = [single(value) for value in progress.log_probs[start:]]
-        outputs.append(Tensor("cum_log_probs", "FP32", (1, 1), [single(progress.cumulative)]))
-        outputs.append(Tensor("output_log_probs", "FP32", (1, 1, len(values)), values))
+        values = progress.log_probs[start:]
+        outputs.append(Tensor.from_values("cum_log_probs", "FP32", (1, 1), [progress.cumulative]))
+        outputs.append(Tensor.from_values("output_log_probs", "FP32", (1, 1, len(values)), values))
     elif asked.placeholders:
-        outputs.append(Tensor("cum_log_probs", "FP32", (1, 1), [0.0]))
-        outputs.append(Tensor("output_log_probs", "FP32", (1, 1, 1), [0.0]))
+        outputs.append(Tensor.from_values("cum_log_probs", "FP32", (1, 1), [0.0]))
+        outputs.append(Tensor.from_values("output_log_probs", "FP32", (1, 1, 1), [0.0]))
     if sampling.top_log_probs:
         tops = progress.top_log_probs[start:]
         shape = (1, 1, len(tops), len(tops[0]) if tops else 0)
         outputs.append(
-            Tensor("output_top_ids", "INT32", shape, [token for top in tops for token, _ in top])
+            Tensor.from_values(
+                "output_top_ids", "INT32", shape, [token for top in tops for token, _ in top]
+            )
         )
         outputs.append(
-            Tensor(
-                "output_top_log_probs", "FP32", shape, [single(v) for top in tops for _, v in top]
+            Tensor.from_values(
+                "output_top_log_probs", "FP32", shape, [v for top in tops for _, v in top]
             )
         )
     return outputs
@@ -214,25 +217,30 @@ def _logits(asked: Asked, progress: Progress, start: int) -> list[Tensor]:
     outputs: list[Tensor] = []
     sampling, scores = asked.sampling, progress.scores
     if sampling.context_logits and not progress.context_told:
-        # a list would take ten times the memory
-        values: Any = memoryview(scores.context_logits).cast("f")
+        values = np.frombuffer(scores.context_logits, DTYPES["FP32"])
         positions = max(1, progress.prompt_tokens)
         outputs.append(
             Tensor("context_logits", "FP32", (1, positions, len(values) // positions), values)
         )
     elif asked.placeholders:
-        outputs.append(Tensor("context_logits", "FP32", (1, 1, 1), [0.0]))
+        outputs.append(Tensor.from_values("context_logits", "FP32", (1, 1, 1), [0.0]))
     if sampling.generation_logits:
         count = len(progress.tokens) - start
-        values = memoryview(scores.generation_logits).cast("f")
+        values = np.frombuffer(scores.generation_logits, DTYPES["FP32"])
         width = len(values) // count if count else 0
         outputs.append(Tensor("generation_logits", "FP32", (1, 1, count, width), values))
         scores.generation_logits = b""
     elif asked.placeholders:
-        outputs.append(Tensor("generation_logits", "FP32", (1, 1, 1, 1), [0.0]))
+        outputs.append(Tensor.from_values("generation_logits", "FP32", (1, 1, 1, 1), [0.0]))
     if "prompt_log_probs" in asked.optional and not progress.context_told:
-        values = [single(value) for value in scores.prompt_log_probs]
-        outputs.append(Tensor("prompt_log_probs", "FP32", (1, len(values)), values))
+        outputs.append(
+            Tensor.from_values(
+                "prompt_log_probs",
+                "FP32",
+                (1, len(scores.prompt_log_probs)),
+                scores.prompt_log_probs,
+            )
+        )
     progress.context_told = True
     return outputs
 
@@ -244,7 +252,7 @@ def _counts(asked: Asked, progress: Progress) -> list[Tensor]:
         "num_cached_tokens": progress.cached_tokens,
     }
     outputs = [
-        Tensor(name, "INT32", (1, 1), [value])
+        Tensor.from_values(name, "INT32", (1, 1), [value])
         for name, value in counts.items()
         if name in asked.optional
     ]
@@ -265,13 +273,13 @@ def _performance(asked: Asked, timing: Timing) -> list[Tensor]:
         "last_token_time_ns": ("INT64", timing.last_token_ns),
         "acceptance_rate": (
             "FP32",
-            single(timing.accepted_draft_tokens / max(1, timing.draft_tokens)),
+            timing.accepted_draft_tokens / max(1, timing.draft_tokens),
         ),
         "total_accepted_draft_tokens": ("INT32", timing.accepted_draft_tokens),
         "total_draft_tokens": ("INT32", timing.draft_tokens),
     }
     return [
-        Tensor(name, datatype, (1, 1), [value])
+        Tensor.from_values(name, datatype, (1, 1), [value])
         for name, (datatype, value) in numbers.items()
         if name in asked.optional
     ]
@@ -305,14 +313,11 @@ def as_declared(outputs: Iterable[Tensor], config: ModelConfig) -> list[Tensor]:
 
 
 def _narrowed(tensor: Tensor, datatype: str) -> Tensor:
-    import numpy as np
-
-    values = np.array(tensor.data, dtype=np.float32)
+    """Convert FP32 to FP16 or BF16, rounded to the nearest value, ties to even."""
+    values = tensor.array()
     if datatype == "FP16":
-        halves = values.clip(-65504.0, 65504.0).astype(np.float16)
-    else:  # the upper half of the bits, rounded to the nearest, ties to even
+        halves = values.clip(-65504.0, 65504.0).astype(DTYPES["FP16"])
+    else:  # the upper half of the bits
         bits = values.view(np.uint32)
-        halves = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    # As bit patterns, and an array: nobody computes with them, and there are millions.
-    data: Any = left_packed(datatype, halves.tobytes())
-    return Tensor(tensor.name, datatype, tensor.shape, data)
+        halves = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(DTYPES["BF16"])
+    return Tensor(tensor.name, datatype, tensor.shape, halves)

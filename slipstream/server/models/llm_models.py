@@ -515,8 +515,8 @@ class TokenModel:
         outputs = stacked(
             [
                 [
-                    Tensor("output_ids", "INT32", (1, 1, len(ids)), list(ids)),
-                    Tensor("sequence_length", "INT32", (1, 1), [len(ids)]),
+                    Tensor.from_values("output_ids", "INT32", (1, 1, len(ids)), ids),
+                    Tensor.from_values("sequence_length", "INT32", (1, 1), [len(ids)]),
                     *side_outputs(asked, part),
                 ]
                 for ids, part in zip(rows, parts, strict=True)

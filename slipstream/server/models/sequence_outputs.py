@@ -24,7 +24,7 @@ _ROWS = {
 
 
 def sequence_index(index: int) -> Tensor:
-    return Tensor("sequence_index", "INT32", (1, 1), [index])
+    return Tensor.from_values("sequence_index", "INT32", (1, 1), [index])
 
 
 def stacked(sequences: Sequence[list[Tensor]]) -> list[Tensor]:
@@ -43,9 +43,8 @@ def _stack(column: Sequence[Tensor]) -> Tensor:
     """[1, 1, length, …] of each → [1, sequences, longest, …]; texts stay a list: [sequences]."""
     first = column[0]
     if first.name == "text_output":
-        return Tensor(
-            first.name, first.datatype, (len(column),), [tensor.data[0] for tensor in column]
-        )
+        texts = [tensor.strings()[0] for tensor in column]
+        return Tensor(first.name, first.datatype, (len(column),), texts)
     longest = tuple(
         max(sizes) for sizes in zip(*(tensor.shape[2:] for tensor in column), strict=True)
     )

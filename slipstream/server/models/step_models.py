@@ -21,7 +21,7 @@ from slipstream.server.fields.prompts import MESSAGES, check_prompt, conversatio
 from slipstream.server.fields.sampling import pack_words, sampling_params, words_of
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse
-from slipstream.server.kserve.tensors import Tensor, single
+from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models.generation_outputs import named
 from slipstream.server.models.llm_models import Generator
 from slipstream.server.text.folder import TokenizerError
@@ -86,25 +86,27 @@ class PreprocessingModel:
         end_id = fields["end_id"].value if "end_id" in fields else tokenizer.eos_id
         pad_id = fields["pad_id"].value if "pad_id" in fields else tokenizer.pad_id
         return [
-            Tensor("INPUT_ID", "INT32", (1, len(ids)), ids),
-            Tensor("REQUEST_INPUT_LEN", "INT32", (1, 1), [len(ids)]),
+            Tensor.from_values("INPUT_ID", "INT32", (1, len(ids)), ids),
+            Tensor.from_values("REQUEST_INPUT_LEN", "INT32", (1, 1), [len(ids)]),
             self._word_ids(fields, "bad_words", "BAD_WORDS_IDS"),
             self._word_ids(fields, "stop_words", "STOP_WORDS_IDS"),
-            Tensor("REQUEST_OUTPUT_LEN", length.tensor.datatype, (1, 1), [length.value]),
+            Tensor.from_values(
+                "REQUEST_OUTPUT_LEN", length.tensor.datatype, (1, 1), [length.value]
+            ),
             self._bias(fields),
-            Tensor("OUT_END_ID", "INT32", (1, 1), [-1 if end_id is None else end_id]),
-            Tensor("OUT_PAD_ID", "INT32", (1, 1), [_pad(pad_id, tokenizer.eos_id)]),
+            Tensor.from_values("OUT_END_ID", "INT32", (1, 1), [-1 if end_id is None else end_id]),
+            Tensor.from_values("OUT_PAD_ID", "INT32", (1, 1), [_pad(pad_id, tokenizer.eos_id)]),
         ]
 
     def _word_ids(self, fields: Mapping[str, FieldValue], field: str, name: str) -> Tensor:
         if field not in fields:
-            return Tensor(name, "INT32", (1, 2, 0), [])
+            return Tensor.from_values(name, "INT32", (1, 2, 0), [])
         words = [
             self._generator.tokenizer.encode(word, False)
             for word in words_of(fields, field, self._comma_words)
         ]
         length, data = pack_words(words)
-        return Tensor(name, "INT32", (1, 2, length), data)
+        return Tensor.from_values(name, "INT32", (1, 2, length), data)
 
     def _bias(self, fields: Mapping[str, FieldValue]) -> Tensor:
         tokenizer = self._generator.tokenizer
@@ -112,8 +114,8 @@ class PreprocessingModel:
         data = [0.0] * (self._engine.engine.spec.vocab_size if pairs else 0)
         for token, weight in pairs:
             if token < len(data):  # a tokenizer may have more tokens than the model has outputs
-                data[token] = single(weight)
-        return Tensor("EMBEDDING_BIAS", "FP32", (1, len(data)), data)
+                data[token] = weight
+        return Tensor.from_values("EMBEDDING_BIAS", "FP32", (1, len(data)), data)
 
 
 def _pad(pad_id: int | None, eos_id: int | None) -> int:
@@ -149,8 +151,9 @@ class PostprocessingModel:
         outputs = [Tensor("OUTPUT", "BYTES", (len(texts),), list(texts))]
         for name, shape in PASSED_THROUGH.items():
             given = request.inputs.get(name)
-            data, shape = (given.data, given.shape) if given else ([0.0], shape)
-            outputs.append(Tensor(f"OUT_{name}", "FP32", shape, data))
+            if given is None:
+                given = Tensor.from_values(name, "FP32", shape, [0.0])
+            outputs.append(Tensor(f"OUT_{name}", "FP32", given.shape, given.data))
         return outputs
 
     def _rows(self, request: InferRequest) -> list[list[int]]:
@@ -159,13 +162,15 @@ class PostprocessingModel:
         if tokens is None:
             raise InferenceError("TOKENS_BATCH is required")
         width = tokens.shape[-1]
-        count = len(tokens.data) // width if width else 0
-        rows = [tokens.data[row * width : (row + 1) * width] for row in range(count)]
-        lengths = request.inputs.get("SEQUENCE_LENGTH")
-        if lengths is None:
+        ids = tokens.values()
+        count = len(ids) // width if width else 0
+        rows = [ids[row * width : (row + 1) * width] for row in range(count)]
+        given = request.inputs.get("SEQUENCE_LENGTH")
+        if given is None:
             return rows
-        if len(lengths.data) != count or any(not 0 <= length <= width for length in lengths.data):
+        lengths = given.values()
+        if len(lengths) != count or any(not 0 <= length <= width for length in lengths):
             raise InferenceError(
-                f"SEQUENCE_LENGTH must hold {count} numbers from 0 to {width}, got {lengths.data[:8]}"
+                f"SEQUENCE_LENGTH must hold {count} numbers from 0 to {width}, got {lengths[:8]}"
             )
-        return [row[:length] for row, length in zip(rows, lengths.data, strict=True)]
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]

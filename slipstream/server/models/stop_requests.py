@@ -66,7 +66,7 @@ def _named(request: InferRequest) -> tuple[str, str] | None:
 def asks_to_stop(request: InferRequest, fields: Any) -> bool:
     """`fields`: the wire's name → the field."""
     return any(
-        bool(tensor.data) and tensor.data[0] is True
+        tensor.first is True
         for name, tensor in request.inputs.items()
         if fields.get(name, name) == "stop"
     )

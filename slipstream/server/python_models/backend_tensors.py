@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.server.python_models.frames import ErrorFrame, ResponseFrame, TensorFrame
+from slipstream.server.python_models.frames import (
+    ErrorFrame,
+    ResponseFrame,
+    TensorFrame,
+    numbers_to_data,
+)
 
 NUMPY_TYPES: dict[str, Any] = {
     "BOOL": np.bool_,
@@ -163,16 +168,17 @@ def _array(frame: TensorFrame) -> np.ndarray[Any, Any]:
         items = np.empty(len(frame.data), dtype=np.object_)
         items[:] = frame.data
         return items if len(frame.shape) == 1 else items.reshape(frame.shape)
-    # A bytearray, because models write to their inputs and an array over bytes is read-only.
-    return np.frombuffer(bytearray(frame.data), dtype=NUMPY_TYPES[frame.datatype]).reshape(
-        frame.shape
-    )
+    numbers = frame.numbers()
+    # Models write to their inputs. A large tensor is a view of memory that only it uses; small ones
+    # are bytes, which are read-only.
+    writable = numbers if isinstance(numbers, memoryview) else bytearray(numbers)
+    return np.frombuffer(writable, NUMPY_TYPES[frame.datatype]).reshape(frame.shape)
 
 
-def _data(array: np.ndarray[Any, Any], datatype: str) -> bytes | list[bytes]:
+def _data(array: np.ndarray[Any, Any], datatype: str) -> bytes | list[bytes] | int:
     if datatype == "BYTES":
         return [item if type(item) is bytes else _item(item) for item in array.ravel().tolist()]
-    return np.ascontiguousarray(array).tobytes()
+    return numbers_to_data(array)
 
 
 def _item(item: Any) -> bytes:

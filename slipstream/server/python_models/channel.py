@@ -17,6 +17,7 @@ import msgspec
 from slipstream.server.python_models.frames import (
     NEWS,
     ORDERS,
+    Buffer,
     CallAnswer,
     Cancel,
     Control,
@@ -32,10 +33,10 @@ from slipstream.server.python_models.frames import (
     Response,
     ResponseFrame,
     encode,
+    size_of,
 )
 from slipstream.server.python_models.unread import PATIENCE_SECONDS, Unread
 
-_READ_BYTES = 1 << 20
 _UNREAD = ErrorFrame(
     f"given up: none of its answers was read for {PATIENCE_SECONDS:.0f} seconds", "CANCELLED"
 )
@@ -124,7 +125,7 @@ class Channel:
             if (unread := self._unread.get(number)) is None:
                 unread = self._unread[number] = Unread()
             if not unread.full or self._wait_for_room(number, unread):
-                if unread.add(len(frame)):
+                if unread.add(size_of(frame)):
                     frame += encode(Response(number, None, False))
             elif self._is_wanted(number):
                 self._cancelled[number] = True
@@ -153,9 +154,10 @@ class Channel:
     def send(self, message: FromWorker) -> None:
         self._write(encode(message))
 
-    def _write(self, frame: bytes) -> None:
+    def _write(self, frame: list[Buffer]) -> None:
         with self._writing:
-            self._orders.sendall(frame)
+            for piece in frame:
+                self._orders.sendall(piece)
 
     def begin(self) -> PendingCall:
         call = PendingCall(next(self._numbers))
@@ -182,11 +184,9 @@ class Channel:
 def _messages(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> Iterator[Any]:
     """What the server sends. When it is gone, so is every reason to be here."""
     reader = FrameReader(decoder)
-    # kept: to get and give back that much each time is slow
-    room = memoryview(bytearray(_READ_BYTES))
     try:
-        while count := connection.recv_into(room):
-            yield from reader.feed(room[:count])
+        while count := connection.recv_into(reader.room()):
+            yield from reader.received(count)
     except (OSError, FrameError) as error:
         print(f"the connection to the server is lost: {error}", flush=True)
     os._exit(1)

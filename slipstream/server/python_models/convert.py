@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import prod
 
 import msgspec
 
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter
-from slipstream.server.kserve.tensor_bytes import SIZES, pack, unpack
+from slipstream.server.kserve.tensor_bytes import SIZES, unpack
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.python_models.frames import (
     ErrorFrame,
     RequestFrame,
     ResponseFrame,
     TensorFrame,
+    numbers_to_data,
 )
 
 _PARAMETERS = msgspec.json.Decoder(dict[str, str | int | float | bool])
@@ -25,18 +27,29 @@ _START, _END = 1, 2  # the flags of a sequence
 
 
 def tensor_frame(tensor: Tensor) -> TensorFrame:
-    data = tensor.data if tensor.datatype == "BYTES" else pack(tensor)
+    data = tensor.data if isinstance(tensor.data, list) else numbers_to_data(tensor.data)
     return TensorFrame(tensor.name, tensor.datatype, tensor.shape, data)
 
 
 def tensor_of(frame: TensorFrame) -> Tensor:
+    """Return the tensor of a frame; its numbers are a view of the frame's bytes."""
     if isinstance(frame.data, list):
+        if frame.datatype != "BYTES":
+            raise _damaged(frame)
         return Tensor(frame.name, frame.datatype, frame.shape, frame.data)
     if frame.datatype not in SIZES:
         raise InferenceError(
             f"a Python model sent the unknown datatype '{frame.datatype}'", Code.INTERNAL
         )
-    return Tensor(frame.name, frame.datatype, frame.shape, unpack(frame.datatype, frame.data))
+    numbers = frame.numbers()
+    if len(numbers) != prod(frame.shape) * SIZES[frame.datatype]:
+        raise _damaged(frame)
+    return Tensor(frame.name, frame.datatype, frame.shape, unpack(frame.datatype, numbers))
+
+
+def _damaged(frame: TensorFrame) -> InferenceError:
+    text = f"a Python model sent data that does not fit the shape of tensor '{frame.name}'"
+    return InferenceError(text, Code.INTERNAL)
 
 
 def request_frame(number: int, request: InferRequest) -> RequestFrame:

@@ -4,31 +4,70 @@ Orders come over one, which the thread that runs the model reads itself: to be h
 another thread costs more than most orders do. What a model may have to hear while it runs comes
 over the other.
 
-A frame is four bytes of length and the msgpack form of one of the structures below. Both ends
-decode into these types and refuse anything else; tensors travel as raw bytes and nothing here can
-name code to run.
+A frame is two lengths (of the whole frame and of its head), the head, which is the msgpack form of
+one of the structures below, and the large tensors that the head mentions, in its order. Large
+tensors are sent from where they are and received where they stay, without a copy in between. Both
+ends decode into these types and refuse anything else; nothing here can name code to run.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 MAX_FRAME_BYTES = (1 << 31) - 1
-_LENGTH = struct.Struct("<I")
+# Tensors from this size follow the head. The reader's buffer for small frames has the same size:
+# a frame with a large tensor never fits into it and always has a buffer of its own.
+LARGE_BYTES = 1 << 18
+_LENGTHS = struct.Struct("<II")
+_ALIGNMENT = 64  # of a large tensor in its frame, as NumPy and others expect of memory
+
+Buffer = bytes | bytearray | memoryview
 
 
 class FrameError(Exception):
     """Bytes that are no frame of ours."""
 
 
-class TensorFrame(msgspec.Struct, frozen=True, array_like=True):
+class LargeTensor(int):
+    """The bytes of a tensor that follow the head of its frame. The head holds their number."""
+
+    view: memoryview
+
+    @classmethod
+    def from_view(cls, view: memoryview) -> LargeTensor:
+        large = cls(len(view))
+        large.view = view
+        return large
+
+
+class TensorFrame(msgspec.Struct, array_like=True):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    data: bytes | list[bytes]  # little-endian values in row-major order; BYTES: one item each
+    # for BYTES the items; else little-endian values in row-major order, as bytes or a LargeTensor
+    data: bytes | list[bytes] | int
+
+    def numbers(self) -> bytes | memoryview:
+        """Return the bytes of the values. Raises FrameError where the frame has none."""
+        if isinstance(self.data, LargeTensor):
+            return self.data.view
+        if isinstance(self.data, bytes):
+            return self.data
+        raise FrameError(f"tensor '{self.name}' has no numbers")
+
+
+def numbers_to_data(array: npt.NDArray[Any]) -> bytes | LargeTensor:
+    """Return what a TensorFrame holds of an array: a copy, or where it is large a view."""
+    if array.nbytes < LARGE_BYTES:
+        return array.tobytes()
+    view = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return LargeTensor.from_view(view)
 
 
 class ErrorFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -191,49 +230,112 @@ FromWorker = (
     | MetricFamilyFrame
     | MetricFrame
 )
-_ENCODER = msgspec.msgpack.Encoder()
 ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 NEWS: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
 FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
-def encode(message: ToWorker | FromWorker) -> bytes:
-    body = _ENCODER.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise FrameError(f"a message of {len(body)} bytes is too large for a Python model's socket")
-    return _LENGTH.pack(len(body)) + body
+def encode(message: ToWorker | FromWorker) -> list[Buffer]:
+    """Return the pieces of a message's frame: one, and more where it has large tensors."""
+    large: list[memoryview] = []
+
+    def collect(item: Any) -> int:
+        if not isinstance(item, LargeTensor):
+            raise TypeError(f"a frame cannot hold {type(item).__name__}")
+        large.append(item.view)
+        return int(item)
+
+    head = bytearray(_LENGTHS.size)
+    msgspec.msgpack.Encoder(enc_hook=collect).encode_into(message, head, _LENGTHS.size)
+    head_bytes = len(head) - _LENGTHS.size
+    pieces: list[Buffer] = [head]
+    size = len(head)
+    for view in large:
+        padding = bytes(-size % _ALIGNMENT)
+        pieces += (padding, view)
+        size += len(padding) + len(view)
+    if size > MAX_FRAME_BYTES:
+        raise FrameError(f"a message of {size} bytes is too large for a Python model's socket")
+    _LENGTHS.pack_into(head, 0, size, head_bytes)
+    return pieces
+
+
+def size_of(pieces: list[Buffer]) -> int:
+    return sum(map(len, pieces))
 
 
 class FrameReader:
-    """Bytes in, messages out."""
+    """Collects received bytes, which the caller writes to `room()`, into messages."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
         self._decoder = decoder
-        self._buffer = bytearray()
+        self._small = memoryview(bytearray(LARGE_BYTES))  # reused for all frames that fit
+        self._buffer = self._small
+        self._filled = 0
 
-    def feed(self, data: bytes | memoryview) -> list[Any]:
-        """The messages that are complete now. Most often they come whole, and are read where they
-        are.
-        """
-        if self._buffer:
-            self._buffer += data
-        view = memoryview(self._buffer or data)
-        messages, position = [], 0
+    def room(self) -> memoryview:
+        """Return where to write the next bytes that are received."""
+        return self._buffer[self._filled :]
+
+    def received(self, count: int) -> list[Any]:
+        """Return the messages that are complete now that `count` bytes were written to `room()`."""
+        self._filled += count
+        messages: list[Any] = []
+        position = 0
+        while self._filled - position >= _LENGTHS.size:
+            size, head_bytes = _LENGTHS.unpack_from(self._buffer, position)
+            if not _LENGTHS.size + head_bytes <= size <= MAX_FRAME_BYTES:
+                raise FrameError(f"a frame claims {size} bytes with a head of {head_bytes}")
+            if position + size > self._filled:
+                self._make_room(position, size)
+                return messages
+            messages.append(self._decode(self._buffer[position : position + size], head_bytes))
+            position += size
+        self._make_room(position, _LENGTHS.size)
+        return messages
+
+    def _make_room(self, position: int, size: int) -> None:
+        """Keep the bytes from `position` on, in a buffer that takes a frame of this size."""
+        rest = self._buffer[position : self._filled]
+        fits = size <= LARGE_BYTES
+        buffer = self._small if fits else np.empty(size, np.uint8).data
+        if position or buffer is not self._buffer:
+            buffer[: len(rest)] = rest
+        self._buffer = buffer
+        self._filled = len(rest)
+
+    def _decode(self, frame: memoryview, head_bytes: int) -> Any:
+        end = _LENGTHS.size + head_bytes
         try:
-            while len(view) - position >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(view, position)
-                if length > MAX_FRAME_BYTES:
-                    raise FrameError(f"a frame claims {length} bytes")
-                end = position + _LENGTH.size + length
-                if end > len(view):
-                    break
-                messages.append(self._decoder.decode(view[position + _LENGTH.size : end]))
-                position = end
+            message = self._decoder.decode(frame[_LENGTHS.size : end])
         except msgspec.MsgspecError as error:
             raise FrameError(f"a damaged frame: {error}") from error
-        if self._buffer:
-            view.release()  # as long as it is looked at, it cannot shrink
-            del self._buffer[:position]
-        elif position < len(view):
-            self._buffer += view[position:]
-        return messages
+        if end < len(frame):
+            _attach_large(message, frame, end)
+        return message
+
+
+def _attach_large(message: ToWorker | FromWorker, frame: memoryview, position: int) -> None:
+    """Put views of the large tensors, which follow the head, where the head has their sizes."""
+    for tensor in _tensors(message):
+        if type(tensor.data) is int:
+            position += -position % _ALIGNMENT
+            end = position + tensor.data
+            if tensor.data < LARGE_BYTES or end > len(frame):
+                raise FrameError(f"a damaged frame: tensor '{tensor.name}' does not fit it")
+            tensor.data = LargeTensor.from_view(frame[position:end])
+            position = end
+
+
+def _tensors(message: ToWorker | FromWorker) -> Iterator[TensorFrame]:
+    """Yield the tensors of a message in the order in which they are encoded."""
+    if isinstance(message, Execute):
+        for request in message.requests:
+            yield from request.inputs
+    elif isinstance(message, Call):
+        yield from message.request.inputs
+    elif isinstance(message, Executed):
+        for response in message.responses:
+            yield from _tensors(response)
+    elif isinstance(message, (Response, CallAnswer)) and message.response is not None:
+        yield from message.response.outputs

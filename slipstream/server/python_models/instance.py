@@ -20,6 +20,7 @@ from slipstream.server.log.capture import LineSplitter
 from slipstream.server.python_models.calls import Calls, Surroundings
 from slipstream.server.python_models.frames import (
     FROM_WORKER,
+    Buffer,
     Call,
     CallCancel,
     CallRead,
@@ -44,6 +45,7 @@ from slipstream.server.python_models.frames import (
     Stop,
     ToWorker,
     encode,
+    size_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ STOP_SECONDS = 10.0  # for `finalize`
 _LAST_WORDS_SECONDS = 0.5  # to read what a process sent before it ended
 
 
-class _Link(asyncio.Protocol):
+class _Link(asyncio.BufferedProtocol):
     """The server's end of a socket."""
 
     def __init__(
@@ -71,20 +73,23 @@ class _Link(asyncio.Protocol):
         self._on_message = on_message
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
-        self._held: list[bytes] | None = None  # what is written while messages are taken
+        self._held: list[Buffer] | None = None  # what is written while messages are taken
         self._writable = asyncio.Event()
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._writable.set()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.room()
+
+    def buffer_updated(self, nbytes: int) -> None:
         """What the messages lead to goes out together: a system call, and waking the model, cost
         more than to wait.
         """
         self._held = []
         try:
-            for message in self._reader.feed(data):
+            for message in self._reader.received(nbytes):
                 self._on_message(message)
         except FrameError as error:
             logger.error("a Python model's process sent an invalid message: %s", error)
@@ -92,7 +97,7 @@ class _Link(asyncio.Protocol):
         finally:
             held, self._held = self._held, None
             if held and self._transport is not None and not self._transport.is_closing():
-                self._transport.write(b"".join(held))
+                self._transport.writelines(held)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._writable.set()
@@ -108,10 +113,10 @@ class _Link(asyncio.Protocol):
         """The bytes that it takes."""
         frame = encode(message)
         if self._held is not None:
-            self._held.append(frame)
+            self._held += frame
         elif self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame)
-        return len(frame)
+            self._transport.writelines(frame)
+        return size_of(frame)
 
     async def send(self, message: ToWorker) -> int:
         """Write, and wait while the model does not read."""

@@ -116,7 +116,7 @@ class Sequences:
     def _controls(self, request: InferRequest) -> dict[str, Tensor]:
         flags = {START: request.sequence_start, END: request.sequence_end, READY: True}
         return {
-            control.name: Tensor(
+            control.name: Tensor.from_values(
                 control.name,
                 control.datatype,
                 self._one,

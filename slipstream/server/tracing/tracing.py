@@ -240,7 +240,7 @@ class FileTrace:
 
 
 def _tensor_activity(trace_id: int, activity: bytes, tensor: Tensor) -> bytes:
-    data = b",".join([_element(value) for value in tensor.data])
+    data = b",".join([_element(value) for value in tensor.values()])
     shape = ",".join(str(dim) for dim in tensor.shape)
     return b'{"id":%d,"activity":"%s","tensor":{"name":%s,"data":%s,"shape":"%s","dtype":"%s"}}' % (
         trace_id,
