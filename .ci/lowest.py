@@ -2,7 +2,7 @@
 
     python .ci/lowest.py [EXTRA ...] > constraints.txt
 
-torch is left out: the lowest allowed build for CPUs is not on every package index.
+torch and triton are left out: the lowest builds for CPUs are not on every package index.
 """
 
 import re
@@ -10,7 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-LEFT_OUT = {"torch"}
+LEFT_OUT = {"torch", "triton"}
 REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)(\[[^\]]*\])?>=(?P<version>[0-9.]+)")
 
 
@@ -18,6 +18,8 @@ def lowest(lines: list[str]) -> list[str]:
     found = []
     for line in lines:
         match = REQUIREMENT.match(line)
+        if line.startswith("slipstream["):
+            continue
         if match is None:
             raise SystemExit(f"pyproject.toml: {line!r} declares no lowest version")
         if match["name"] not in LEFT_OUT:
