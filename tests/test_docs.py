@@ -1,0 +1,55 @@
+"""The documents can be read: short lines, narrow tables, every page on the site."""
+
+import re
+
+import pytest
+from source_tree import ROOT
+
+MAX_CELL = 100
+MAX_LINE = 120
+MAX_GPU_GUIDE_LINES = 120
+MAX_README_LINES = 80  # two screens
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [*PAGES, *ROOT.glob("*.md")]
+NAMES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
+
+
+def prose(text: str) -> list[str]:
+    """Return the lines outside of code blocks and tables."""
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for line in outside.splitlines() if not line.startswith(("|", "    "))]
+
+
+def table_cells(text: str) -> list[str]:
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_table_cells_are_short(name):
+    cells = table_cells((ROOT / name).read_text("utf-8"))
+    assert [cell for cell in cells if len(cell) > MAX_CELL] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lines_of_prose_are_short(name):
+    lines = prose((ROOT / name).read_text("utf-8"))
+    assert [line for line in lines if len(line) > MAX_LINE and "](" not in line] == []
+
+
+def test_wide_cells_are_found():
+    text = "| a | " + "b" * (MAX_CELL + 1) + " |\n| `x\\|y` | c |"
+    assert table_cells(text) == ["a", "b" * (MAX_CELL + 1), "`x\\|y`", "c"]
+
+
+def test_every_page_is_on_the_site():
+    site = (ROOT / "mkdocs.yml").read_text("utf-8")
+    listed = set(re.findall(r": ([\w/-]+\.md)$", site, re.MULTILINE))
+    assert listed == {path.relative_to(ROOT / "docs").as_posix() for path in PAGES}
+
+
+def test_the_gpu_guide_and_the_readme_stay_short():
+    guide = (ROOT / "docs" / "gpu.md").read_text("utf-8").splitlines()
+    readme = (ROOT / "README.md").read_text("utf-8").splitlines()
+    assert len(guide) <= MAX_GPU_GUIDE_LINES
+    assert len(readme) <= MAX_README_LINES
