@@ -107,7 +107,9 @@ def _distance(ours: _Shape, theirs: _Shape | None) -> int:
 def _compare(
     config: ModelConfig, ours: _Shape, wanted: tuple[str, str, str], problems: Problems
 ) -> None:
-    expected, generation, file = _template(*wanted), wanted[1], config.file
+    expected = _template(*wanted)
+    generation = wanted[1]
+    file = config.file
     if expected is None:
         return
     missing = _topmost(path for path in expected.lines if path not in ours.lines)
@@ -134,7 +136,8 @@ def _compare_value(
 ) -> None:
     if not (_TYPED.fullmatch(path) or _FIXED_TEXT.fullmatch(path)) or _WIRES.fullmatch(path):
         return  # a step's wires are compared one by one, not all together
-    value, wanted = ours.values.get(path), expected.values.get(path)
+    value = ours.values.get(path)
+    wanted = expected.values.get(path)
     if value != wanted and not _is_variable(wanted):
         text = f"is {_shown(value)}, where repositories like {generation} have {_shown(wanted)}"
         problems.warn(config.file, ours.lines[path], path, text)

@@ -316,7 +316,8 @@ def _instance_group(group: dict[str, Any]) -> InstanceGroup:
         Resource(resource["name"], resource["count"], resource["global"])
         for resource in limiter.get("resources", [])
     ]
-    gpus, priority = tuple(group["gpus"]), limiter.get("priority") or 1
+    gpus = tuple(group["gpus"])
+    priority = limiter.get("priority") or 1
     return InstanceGroup(
         group["name"], group["kind"], group["count"], gpus, tuple(resources), priority
     )

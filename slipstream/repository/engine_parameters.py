@@ -231,10 +231,8 @@ def _adapter_settings(
         if value is None:
             continue
         if value < low or (high is not None and value > high):
-            key, bounds = (
-                f"parameters.{name}",
-                f"at least {low}" if high is None else f"{low} to {high}",
-            )
+            key = f"parameters.{name}"
+            bounds = f"at least {low}" if high is None else f"{low} to {high}"
             problems.error(config.file, config.line(key), key, f"must be {bounds}, got {value}")
         else:
             wanted[setting] = value
@@ -248,10 +246,8 @@ def _attention_settings(
     config: ModelConfig, parameters: Parameters, problems: Problems
 ) -> dict[str, Any]:
     wanted: dict[str, Any] = {}
-    windows, sinks = (
-        parameters.get("max_attention_window_size"),
-        parameters.get("sink_token_length", 0),
-    )
+    windows = parameters.get("max_attention_window_size")
+    sinks = parameters.get("sink_token_length", 0)
     if windows is not None:
         numbers = [_convert("int", part.strip()) for part in windows.split(",")]
         if all(number is not None and number > 0 for number in numbers):
@@ -274,7 +270,8 @@ def _attention_settings(
 def _lookahead_settings(
     config: ModelConfig, parameters: Parameters, problems: Problems
 ) -> dict[str, Any]:
-    mode, size = parameters.get("decoding_mode", "auto"), parameters.get("lookahead_ngram_size")
+    mode = parameters.get("decoding_mode", "auto")
+    size = parameters.get("lookahead_ngram_size")
     if mode not in DECODING_MODES:
         key = "parameters.decoding_mode"
         text = f"'{mode}' has no effect: it is one of {', '.join(DECODING_MODES)}{did_you_mean(mode, DECODING_MODES)}"

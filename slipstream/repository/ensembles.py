@@ -70,7 +70,8 @@ def _reached(config: ModelConfig, models: Mapping[str, ModelConfig]) -> set[str]
 
 def run_order(steps: Collection[EnsembleStep], inputs: Collection[str]) -> list[EnsembleStep]:
     """The steps, each after those whose tensors it takes; those that can never run are left out."""
-    known, waiting = set(inputs), list(steps)
+    known = set(inputs)
+    waiting = list(steps)
     order: list[EnsembleStep] = []
     while True:
         ready = [step for step in waiting if known >= set(step.input_map.values())]
@@ -84,7 +85,8 @@ def run_order(steps: Collection[EnsembleStep], inputs: Collection[str]) -> list[
 
 def needed_steps(order: Collection[EnsembleStep], outputs: Collection[str]) -> list[EnsembleStep]:
     """Of steps in their order, those without which one of the outputs would be missing."""
-    wanted, needed = set(outputs), []
+    wanted = set(outputs)
+    needed = []
     for step in reversed(list(order)):
         if wanted & set(step.output_map.values()):
             needed.append(step)

@@ -85,7 +85,8 @@ def replace_file(path: Path, text: str) -> None:
 def _split(text: str, mark: str, once: bool = False) -> list[str]:
     """At `mark`, but not where a backslash stands before it."""
     pieces: list[str] = []
-    current, position = "", 0
+    current = ""
+    position = 0
     while position < len(text):
         character = text[position]
         if character == "\\" and position + 1 < len(text):

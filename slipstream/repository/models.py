@@ -138,7 +138,8 @@ def inspect_repository(
     `overrides` are configurations (as JSON has them) that stand in for the files of the models they
     name.
     """
-    folders, problems = _folders(path), Problems()
+    folders = _folders(path)
+    problems = Problems()
     models: dict[str, RepositoryModel] = {}
     for folder in folders:
         for model in _read_models(folder, overrides or {}, problems):
@@ -256,7 +257,8 @@ def _read_engine(
     models: Mapping[str, RepositoryModel],
     problems: Problems,
 ) -> EngineModel | None:
-    config, parameters = model.config, model.parameters
+    config = model.config
+    parameters = model.parameters
     settings = engine_settings(config, parameters, problems)
     if (
         not {"input_ids", "request_output_len"} <= config.input_names
@@ -321,7 +323,8 @@ def _tokenizer_named_by(
     ]
     last = models[-1]
     if last is not None and last in naming[1:]:
-        first, given = naming[0], last.parameters.get("tokenizer_dir")
+        first = naming[0]
+        given = last.parameters.get("tokenizer_dir")
         if first.parameters.get("tokenizer_dir") != given:
             key = "parameters.tokenizer_dir"
             text = f"'{given}' has no effect: the tokenizer that {first.name} names is used"
@@ -380,7 +383,8 @@ def _ensemble_chain(
     model: RepositoryModel, models: Mapping[str, RepositoryModel]
 ) -> TextChain | None:
     """The chain an ensemble is, where it is one of the three known models and nothing else."""
-    config, steps = model.config, model.config.ensemble_steps
+    config = model.config
+    steps = model.config.ensemble_steps
     roles = {
         step.model_name: models[step.model_name].role for step in steps if step.model_name in models
     }

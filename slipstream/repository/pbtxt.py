@@ -92,7 +92,8 @@ def parse_pbtxt(text: str) -> Message:
 
 
 def _tokens(text: str) -> Iterator[_Token]:
-    position, line = 0, 1
+    position = 0
+    line = 1
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:

@@ -52,7 +52,8 @@ class TextFields:
 def role_of(config: ModelConfig) -> Role:
     if config.is_ensemble:
         return Role.ENSEMBLE
-    inputs, outputs = config.input_names, config.output_names
+    inputs = config.input_names
+    outputs = config.output_names
     if {"input_ids", "request_output_len"} <= inputs and "output_ids" in outputs:
         return Role.ENGINE
     if config.backend in ENGINE_BACKENDS:

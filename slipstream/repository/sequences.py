@@ -52,7 +52,8 @@ def sequence_batching(document: dict[str, Any]) -> SequenceBatching | None:
     given = document.get("sequence_batching")
     if given is None or document["backend"] != "python":
         return None
-    oldest, rows = given.get("oldest"), max(1, document["max_batch_size"])
+    oldest = given.get("oldest")
+    rows = max(1, document["max_batch_size"])
     return SequenceBatching(
         idle_microseconds=given["max_sequence_idle_microseconds"] or USUAL_IDLE_MICROSECONDS,
         sequences=max(0, oldest["max_candidate_sequences"]) or rows if oldest else rows,

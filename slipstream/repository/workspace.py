@@ -81,7 +81,8 @@ class Written(NamedTuple):
 
 def write_workspace(folder: Path, generation: str) -> Written:
     """Write what is missing. Files that were changed since stay as they are."""
-    new, kept = 0, []
+    new = 0
+    kept = []
     for name, content in workspace_files(generation):
         path = folder / name
         if not path.exists():

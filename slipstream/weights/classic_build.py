@@ -50,11 +50,9 @@ class Built(NamedTuple):
 def build(wanted: Build, progress: Progress = no_progress) -> Built:
     """SourceError, UnsupportedModel and ValueError say in one line why it cannot be done."""
     source = open_source(wanted.model, progress)
-    dtype, weight_only, fp8_kv_cache = (
-        wanted.dtype or "auto",
-        wanted.weight_only,
-        wanted.fp8_kv_cache,
-    )
+    dtype = wanted.dtype or "auto"
+    weight_only = wanted.weight_only
+    fp8_kv_cache = wanted.fp8_kv_cache
     notes: list[str] = []
     if isinstance(source, CheckpointSource):
         dtype = wanted.dtype or source.stored_dtype

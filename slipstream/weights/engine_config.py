@@ -128,7 +128,8 @@ def config_document(
 
 
 def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineConfig:
-    pretrained, generation = config["pretrained_config"], config["generation"]
+    pretrained = config["pretrained_config"]
+    generation = config["generation"]
     quantisation = pretrained["quantization"]
     if pretrained["dtype"] not in DTYPE_CODES:
         raise ValueError(f"dtype {pretrained['dtype']!r} is not one of {', '.join(DTYPE_CODES)}")

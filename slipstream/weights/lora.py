@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-WEIGHTS_NAME, CONFIG_FILE = "model.lora_weights.npy", "model.lora_config.npy"
+WEIGHTS_NAME = "model.lora_weights.npy"
+CONFIG_FILE = "model.lora_config.npy"
 _OLD_CONFIG_FILE = "model.lora_keys.npy"  # its name before 0.8
 MODULE_NUMBERS = {
     "attn_qkv": 0,
@@ -191,7 +192,8 @@ def _read_modules(
                 f"{folder}: layer {layer}, {module}: lora_A and lora_B must come together"
             )
         rank = _rank(settings, matrices)
-        first, second = matrices["A"].float(), matrices["B"].float() * _scale(settings, rank)
+        first = matrices["A"].float()
+        second = matrices["B"].float() * _scale(settings, rank)
         first = first if first.shape[0] == rank else first.t()  # to [rank, in]
         second = second if second.shape[1] == rank else second.t()  # to [out, rank]
         modules.append(ModuleMatrices(MODULE_NUMBERS[module], layer, first.numpy(), second.numpy()))

@@ -41,7 +41,8 @@ _LINEARS = (
     ".mlp.shared.proj.weight",
 )
 _GROUP_SIZE = 32  # of int4: what keeps a small model itself; larger groups lose more than they save
-_EMBEDDING, _HEAD = "transformer.vocab_embedding.weight", "lm_head.weight"
+_EMBEDDING = "transformer.vocab_embedding.weight"
+_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)

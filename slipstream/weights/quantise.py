@@ -36,9 +36,12 @@ def dequantise(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The float32 matrix [n, k] that a stored pair stands for."""
     if weight.dtype in (torch.int8, torch.float8_e4m3fn):
         return weight.float() * scales[:, None]
-    low, high = weight & 15, weight >> 4
+    low = weight & 15
+    high = weight >> 4
     values = torch.stack((low, high), dim=-1).flatten(1).float() - 8.0  # [n, k]
-    scale, offset = scales[..., :1], scales[..., 1:]  # [n, groups, 1] each
+    # [n, groups, 1] each
+    scale = scales[..., :1]
+    offset = scales[..., 1:]
     return (values.unflatten(1, (scales.shape[1], -1)) * scale + offset).flatten(1)
 
 
@@ -54,7 +57,8 @@ def _int4(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     8.
     """
     grouped = rows.unflatten(1, (-1, group))  # [n, groups, group]
-    smallest, largest = grouped.amin(dim=2, keepdim=True), grouped.amax(dim=2, keepdim=True)
+    smallest = grouped.amin(dim=2, keepdim=True)
+    largest = grouped.amax(dim=2, keepdim=True)
     scale = _readable((largest - smallest) / 15.0)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     offset = _readable(smallest + 8.0 * scale)

@@ -74,7 +74,8 @@ def rank_file(rank: int) -> str:
 
 def rank_parameters(spec: ModelSpec, mapping: RankMapping, rank: int) -> dict[str, str]:
     """The names in a rank's file → the parameters of the model they hold (part of)."""
-    stage, last_stage = rank // mapping.tp_size, mapping.pp_size - 1
+    stage = rank // mapping.tp_size
+    last_stage = mapping.pp_size - 1
     per_stage = spec.layers // mapping.pp_size
     held = {}
     for parameter in checkpoint_shapes(spec):
@@ -106,7 +107,8 @@ def part_of(spec: ModelSpec, parameter: str, whole: Shape, tp_rank: int, tp_size
         return Part(((0, whole[0]),), _share(whole[1], tp_rank, tp_size))
     if parameter.startswith(_HEAD):
         each = math.ceil(whole[0] / tp_size)
-        start, stop = min(tp_rank * each, whole[0]), min((tp_rank + 1) * each, whole[0])
+        start = min(tp_rank * each, whole[0])
+        stop = min((tp_rank + 1) * each, whole[0])
         return Part(((start, stop),), padding=each - (stop - start))
     return everything
 
@@ -128,17 +130,21 @@ def _qkv_rows(spec: ModelSpec, tp_rank: int, tp_size: int) -> tuple[Range, ...]:
         start, stop = _share(spec.kv_size, tp_rank, tp_size)
     else:
         head = tp_rank * spec.kv_heads // tp_size
-        start, stop = head * spec.head_size, (head + 1) * spec.head_size
-    keys, values = spec.q_size, spec.q_size + spec.kv_size
+        start = head * spec.head_size
+        stop = (head + 1) * spec.head_size
+    keys = spec.q_size
+    values = spec.q_size + spec.kv_size
     return queries, (keys + start, keys + stop), (values + start, values + stop)
 
 
 def cut(blocks: Iterable[torch.Tensor], part: Part) -> Iterator[torch.Tensor]:
     """The rows and columns of a part, out of a parameter that comes as runs of rows."""
-    offset, last = 0, None
+    offset = 0
+    last = None
     for block in blocks:
         for start, stop in part.rows:
-            low, high = max(start, offset), min(stop, offset + block.shape[0])
+            low = max(start, offset)
+            high = min(stop, offset + block.shape[0])
             if low < high:
                 chosen = block[low - offset : high - offset]
                 yield chosen[:, slice(*part.columns)].contiguous() if part.columns else chosen
@@ -152,7 +158,8 @@ class RankedTensors:
     """The parameters of a model, read whole from the files of all ranks."""
 
     def __init__(self, folder: Path, spec: ModelSpec, mapping: RankMapping) -> None:
-        self._spec, self._mapping = spec, mapping
+        self._spec = spec
+        self._mapping = mapping
         self._ranks = [
             _open_rank(folder, spec, mapping, rank) for rank in range(mapping.world_size)
         ]

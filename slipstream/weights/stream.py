@@ -27,7 +27,9 @@ class ByteMeter:
     """Counts bytes and passes the sum on."""
 
     def __init__(self, phase: str, total: int, progress: Progress) -> None:
-        self._phase, self._total, self._progress = phase, total, progress
+        self._phase = phase
+        self._total = total
+        self._progress = progress
         self._done = 0
         progress(phase, 0, total)
 

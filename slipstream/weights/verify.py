@@ -70,7 +70,8 @@ def _watch(layer: Layer, seen: list[torch.Tensor]) -> None:
 
 
 def _run(model: Transformer, sequence: Sequence[int]) -> torch.Tensor:
-    count, blocks = len(sequence), -(-len(sequence) // _BLOCK)
+    count = len(sequence)
+    blocks = -(-len(sequence) // _BLOCK)
     cache = model.new_cache((blocks + 1) * _BLOCK)
     tables = numpy.arange(1, blocks + 1, dtype=numpy.int32)[None]
     attention = plan_attention(tables, numpy.array([0]), numpy.array([count]), _BLOCK, cache)

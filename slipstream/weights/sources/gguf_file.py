@@ -32,7 +32,8 @@ _SCALARS = {
     11: "<i8",
     12: "<f8",
 }
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _MAX_DIMENSIONS = 4
 
 
@@ -118,7 +119,8 @@ def _parse(path: Path, data: mmap.mmap, cursor: _Cursor) -> GgufFile:
         raise SourceError(
             f"{path}: GGUF version {version} is not supported (2 and 3 are; big-endian files are not)"
         )
-    tensor_count, entry_count = cursor.number("<Q"), cursor.number("<Q")
+    tensor_count = cursor.number("<Q")
+    entry_count = cursor.number("<Q")
     metadata = {}
     for _ in range(entry_count):
         key = cursor.string()
@@ -144,7 +146,8 @@ def _describe(path: Path, cursor: _Cursor) -> tuple[str, GGMLQuantizationType, S
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
         raise ValueError(f"{dimensions} dimensions")
     shape = tuple(cursor.number("<Q") for _ in range(dimensions))[::-1]
-    code, offset = cursor.number("<I"), cursor.number("<Q")
+    code = cursor.number("<I")
+    offset = cursor.number("<Q")
     try:
         kind = GGMLQuantizationType(code)
     except ValueError as error:
@@ -180,7 +183,8 @@ class _Cursor:
             return self.string()
         if kind != _ARRAY:
             return self._numbers(kind, 1)[0].item()
-        kind, count = self.number("<I"), self.number("<Q")
+        kind = self.number("<I")
+        count = self.number("<Q")
         if count > len(self._data):
             raise IndexError("array beyond the end")
         if kind in _SCALARS:

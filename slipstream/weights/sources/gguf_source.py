@@ -344,7 +344,8 @@ def _gpt2_config(file: GgufFile, architecture: str) -> dict[str, Any]:
 def _layer_norm_config(file: GgufFile, architecture: str) -> dict[str, Any]:
     """Falcon's and NeoX's, each with the names of its own besides those that both have."""
     value = _Values(file, architecture)
-    heads, hidden = value.required("attention.head_count"), value.required("embedding_length")
+    heads = value.required("attention.head_count")
+    hidden = value.required("embedding_length")
     joined = file.tensors.get("blk.0.attn_qkv.weight")
     if joined is None:
         raise SourceError(
@@ -433,8 +434,6 @@ def _generation(metadata: dict[str, Any]) -> GenerationDefaults:
         tokens = metadata.get("tokenizer.ggml.tokens", [])
         ids += [tokens.index(name) for name in ("<|eot_id|>", "<|im_end|>") if name in tokens]
     end_ids = tuple(dict.fromkeys(int(number) for number in ids if number is not None))
-    bos, pad = (
-        metadata.get("tokenizer.ggml.bos_token_id"),
-        metadata.get("tokenizer.ggml.padding_token_id"),
-    )
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    pad = metadata.get("tokenizer.ggml.padding_token_id")
     return GenerationDefaults(end_ids, bos, pad)

@@ -24,13 +24,18 @@ from tokenizers import (
 from slipstream.weights.engine_config import GenerationDefaults
 from slipstream.weights.sources.source import SourceError
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # tokenizer.ggml.token_type
+# tokenizer.ggml.token_type
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
 
 _LETTERS_OR_NUMBERS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _PATTERNS = {
     "llama3": _LETTERS_OR_NUMBERS.format(numbers=r"\p{N}{1,3}"),
     "qwen2": _LETTERS_OR_NUMBERS.format(numbers=r"\p{N}"),
