@@ -68,7 +68,7 @@ def requests() -> list[tuple[str, str]]:
     return found
 
 
-def test_there_are_requests_in_every_guide() -> None:
+def test_every_documented_page_has_requests() -> None:
     assert {guide for guide, _ in requests()} == set(GUIDES)
     assert len(requests()) >= 8
 
@@ -89,7 +89,7 @@ def test_a_documented_request_is_answered(server: RealServer, guide: str, comman
         assert json.loads(body)["choices"][0]["message"]["content"]
 
 
-def test_the_documented_program_prints_an_answer(server: RealServer) -> None:
+def test_the_documented_python_program_prints_an_answer(server: RealServer) -> None:
     (program,) = blocks("docs/openai.md", "python")
     assert ADDRESS.search(program)
     ran = subprocess.run(

@@ -1,6 +1,4 @@
-"""slipstream.LLM on tiny random checkpoints, against transformers' greedy answers on the same
-files.
-"""
+"""slipstream.LLM gives transformers' greedy answers on tiny random checkpoints."""
 
 import asyncio
 import json
@@ -123,7 +121,7 @@ def test_log_probs_equal_transformers(llm, reference):
         assert [token for token, _ in top] == row.topk(3).indices.tolist()
 
 
-def test_prompts_as_text_tokens_one_and_many(llm):
+def test_prompts_may_be_texts_or_tokens_one_or_many(llm):
     ids = llm.tokenizer.encode(PROMPTS[0])
     (one,) = llm.generate(PROMPTS[0], max_tokens=4)
     assert [c.tokens for c in llm.generate(ids, max_tokens=4)] == [one.tokens]
@@ -140,7 +138,7 @@ def test_a_stop_word_ends_the_text(llm):
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
 
 
-def test_end_ids_and_ignoring_the_end(llm):
+def test_end_ids_end_the_text_and_ignore_end_does_not(llm):
     (whole,) = llm.generate(PROMPTS[0], max_tokens=12, ignore_end=True)
     end = whole.tokens[5]
     (cut,) = llm.generate(PROMPTS[0], max_tokens=12, end_ids=[end])
@@ -149,7 +147,7 @@ def test_end_ids_and_ignoring_the_end(llm):
     assert len(whole.tokens) == 12
 
 
-def test_bad_words_do_not_come(llm):
+def test_bad_words_are_never_generated(llm):
     (whole,) = llm.generate(PROMPTS[0], max_tokens=12)
     token = next(token for token in whole.tokens if llm.tokenizer.decode([token]).strip().isalpha())
     word = llm.tokenizer.decode([token]).strip()
@@ -166,7 +164,7 @@ def test_sampling_follows_its_seed(llm):
     assert len({tuple(sample(None)) for _ in range(4)}) == 4
 
 
-def test_a_prompt_seen_before_is_found_in_the_cache(llm):
+def test_a_repeated_prompt_is_found_in_the_cache(llm):
     prompt = "over the lazy dog " * 10
     (first,) = llm.generate(prompt, max_tokens=4)
     (second,) = llm.generate(prompt, max_tokens=4)
@@ -174,7 +172,7 @@ def test_a_prompt_seen_before_is_found_in_the_cache(llm):
     assert second.tokens == first.tokens
 
 
-def test_chat_is_the_template_and_the_completion(llm):
+def test_chat_equals_the_completion_of_the_rendered_template(llm):
     messages = [{"role": "user", "content": "hi"}]
     rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant"
     answer = llm.chat(messages, max_tokens=8)
@@ -184,7 +182,7 @@ def test_chat_is_the_template_and_the_completion(llm):
         llm.chat([])
 
 
-async def test_streamed_pieces_join_to_the_completion(llm):
+async def test_streamed_pieces_equal_the_completion(llm):
     (whole,) = await asyncio.to_thread(llm.generate, PROMPTS[1], max_tokens=32)
     pieces = [piece async for piece in llm.stream(PROMPTS[1], max_tokens=32)]
     assert "".join(pieces) == whole.text
@@ -237,7 +235,7 @@ def test_options_out_of_bounds_are_named(llm, options, message):
         llm.generate("a", **options)
 
 
-def test_unknown_and_doubled_options(llm):
+def test_unknown_options_and_options_given_twice_are_rejected(llm):
     with pytest.raises(TypeError, match="temprature"):
         llm.generate("a", temprature=1.0)
     with pytest.raises(TypeError, match="not both: max_tokens"):
@@ -245,7 +243,7 @@ def test_unknown_and_doubled_options(llm):
     assert llm.generate("a", SamplingOptions(max_tokens=3)) == llm.generate("a", max_tokens=3)
 
 
-def test_the_engine_is_built_once_and_found_again(checkpoint, llm, home):
+def test_the_engine_is_built_once_and_reused(checkpoint, llm, home):
     built = list((home / "engines").glob("*/config.json"))
     assert [file.parent for file in built] == [llm.folder]
     written = built[0].stat().st_mtime_ns
@@ -261,7 +259,7 @@ def test_the_engine_is_built_once_and_found_again(checkpoint, llm, home):
     assert built[0].stat().st_mtime_ns == written
 
 
-def test_another_family_with_gpt2s_own_files(tmp_path):
+def test_a_gpt2_folder_without_tokenizer_json_is_loaded(tmp_path):
     size = write_tokenizer(tmp_path)
     LibraryTokenizer.from_file(str(tmp_path / "tokenizer.json")).model.save(str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
@@ -278,7 +276,7 @@ def test_another_family_with_gpt2s_own_files(tmp_path):
         assert completion.tokens == greedy(model, llm, llm.tokenizer.encode(PROMPTS[0]), 32)
 
 
-def test_closed_is_closed(checkpoint):
+def test_a_closed_llm_rejects_requests(checkpoint):
     llm = LLM(checkpoint, dtype="float32", cache_tokens=4096)
     assert llm.generate("a", max_tokens=2)
     llm.close()
@@ -287,7 +285,7 @@ def test_closed_is_closed(checkpoint):
         llm.generate("a", max_tokens=2)
 
 
-def test_what_is_no_model(tmp_path):
+def test_a_folder_that_is_no_model_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="no such folder or file"):
         LLM(str(tmp_path / "nothing"))
     (tmp_path / "config.json").write_text(json.dumps({"pretrained_config": {}}))
@@ -295,7 +293,7 @@ def test_what_is_no_model(tmp_path):
         LLM(tmp_path, weight_only="int8")
 
 
-def test_a_request_the_engine_gives_up_on_raises(llm, monkeypatch):
+def test_a_failed_request_raises_generation_failed(llm, monkeypatch):
     async def broken(self, request):
         from slipstream.server.text.pipeline import TextDelta
 
@@ -306,5 +304,5 @@ def test_a_request_the_engine_gives_up_on_raises(llm, monkeypatch):
         llm.generate("a")
 
 
-def test_the_package_offers_it_lazily():
+def test_the_package_exports_llm():
     assert slipstream.LLM is LLM

@@ -1,4 +1,4 @@
-"""`slipstream.LLM` with adapters: what peft's merged model answers."""
+"""`slipstream.LLM` with an adapter gives the answers of peft's merged model."""
 
 import json
 
@@ -21,7 +21,7 @@ def greedy(model) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-def test_an_adapter_by_its_folder(tmp_path, monkeypatch):
+def test_an_adapter_is_given_by_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
     base = random_model(config_of("llama")).eval()
     base.save_pretrained(tmp_path / "model")

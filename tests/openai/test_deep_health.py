@@ -1,4 +1,4 @@
-"""The probes of OpenAI-like servers: ready or not, and whether every engine really makes a token."""
+"""/health and /health_generate: whether the server is ready and every engine generates a token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def probe(serving, path: str, method: str = "GET") -> tuple[int, Any]:
 
 @pytest.fixture
 def generate(serving, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets what the engine does with a request."""
+    """Return a function that replaces what the engine does with a request."""
 
     def replace(before: Any) -> None:
         async def generate(request):
@@ -36,19 +36,19 @@ def generate(serving, monkeypatch: pytest.MonkeyPatch) -> Any:
     return replace
 
 
-def test_a_server_that_works_says_so_and_made_a_token(serving):
+def test_deep_health_generates_one_token_per_engine(serving):
     made = serving.engine.stats.output_tokens
     assert probe(serving, "/health") == (200, {})
     assert serving.engine.stats.output_tokens == made
     assert probe(serving, "/health_generate") == (200, {})
-    # one, though two models share the engine
+    # one token, although two models share the engine
     wait_until(lambda: serving.engine.stats.output_tokens == made + 1)
     assert probe(serving, "/health", "POST")[0] == 405
     assert probe(serving, "/health_generate", "POST")[0] == 405
 
 
 @pytest.mark.parametrize("path", deep_health.PATHS)
-def test_one_that_takes_no_work_says_why(serving, path):
+def test_deep_health_of_a_draining_server_gives_the_reason(serving, path):
     serving.state.draining = True
     try:
         assert probe(serving, path) == (503, {"error": "the server is not ready"})
@@ -56,7 +56,7 @@ def test_one_that_takes_no_work_says_why(serving, path):
         serving.state.draining = False
 
 
-def test_an_engine_that_only_looks_well_is_found_out(serving, generate):
+def test_deep_health_reports_an_engine_that_fails_requests(serving, generate):
     async def fail() -> None:
         raise EngineUnavailable("it is being restarted")
 
@@ -68,7 +68,7 @@ def test_an_engine_that_only_looks_well_is_found_out(serving, generate):
     )
 
 
-def test_an_engine_that_hangs_is_found_out(serving, generate, monkeypatch):
+def test_deep_health_reports_an_engine_that_hangs(serving, generate, monkeypatch):
     monkeypatch.setattr(deep_health, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(deep_health, "_REPLY_SECONDS", 0.1)
     generate(asyncio.Event().wait)
@@ -78,7 +78,7 @@ def test_an_engine_that_hangs_is_found_out(serving, generate, monkeypatch):
     )
 
 
-def test_an_engine_that_has_its_hands_full_is_well(serving, monkeypatch):
+def test_an_engine_with_all_rows_busy_is_healthy(serving, monkeypatch):
     monkeypatch.setattr(deep_health, "ANSWER_SECONDS", 0.001)
     never = {str(serving.generator.tokenizer.eos_id): -1000}
     stop = threading.Event()
@@ -98,7 +98,7 @@ def test_an_engine_that_has_its_hands_full_is_well(serving, monkeypatch):
         wait_until(lambda: serving.engine.stats.running == 4)
         assert probe(serving, "/health_generate") == (200, {})
         monkeypatch.setattr(serving.engine, "info", replace(serving.engine.info, max_rows=4))
-        # nor is it asked, once all rows are known to be taken
+        # a probe sends no request once all rows are busy
         monkeypatch.setattr(serving.generator, "generate", None)
         assert probe(serving, "/health_generate") == (200, {})
     finally:

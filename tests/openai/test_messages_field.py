@@ -1,6 +1,4 @@
-"""`messages` in place of `text_input` on Triton's routes: the chat template of the model writes the
-prompt.
-"""
+"""`messages` in place of `text_input` on Triton's routes: the chat template renders the prompt."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ TOKENS = 12
 
 @pytest.fixture(scope="module")
 def coupled(serving: Serving, tmp_path_factory: pytest.TempPathFactory) -> ModelRegistry:
-    """The same engine behind models that answer once, which `infer` can ask."""
+    """Serve the same engine with models that are not decoupled, as `infer` needs them."""
     folder = tmp_path_factory.mktemp("coupled")
     engine = serving.model_folder.parent / "engine"
     repository = write_declared(folder / "repo", engine, decoupled_mode="false")
@@ -86,7 +84,9 @@ def template_ids(serving: Serving, messages: Any) -> list[int]:
 
 @pytest.mark.parametrize("model", ["chat", "ensemble"])
 @pytest.mark.parametrize("form", ["list", "text", "text in a list", "in parameters"])
-def test_generate_answers_as_openais_route_does(serving: Serving, model: str, form: str) -> None:
+def test_generate_with_messages_equals_the_chat_route(
+    serving: Serving, model: str, form: str
+) -> None:
     text = json.dumps(CONVERSATION)
     given = {
         "list": {"messages": CONVERSATION},
@@ -106,7 +106,7 @@ def test_generate_answers_as_openais_route_does(serving: Serving, model: str, fo
     )
 
 
-def test_a_stream_of_pieces_is_the_same_text(serving: Serving) -> None:
+def test_streamed_pieces_equal_the_whole_text(serving: Serving) -> None:
     answer = generate(serving.port, route="generate_stream", messages=CONVERSATION, stream=True)
     events = [
         json.loads(event.removeprefix(b"data: ")) for event in answer.body.split(b"\n\n") if event
@@ -142,7 +142,7 @@ def test_infer_takes_a_tensor_of_json_and_a_batch_of_them(
     assert answer.as_numpy("cum_log_probs").reshape(-1).tolist() == [score(one) for one in expected]
 
 
-def test_grpc_takes_them_once_and_as_a_stream(serving: Serving, coupled: ModelRegistry) -> None:
+def test_grpc_takes_messages_whole_and_streamed(serving: Serving, coupled: ModelRegistry) -> None:
     expected = chat(serving).choices[0].message.content
     given = inputs(grpc_client, [[json.dumps(CONVERSATION).encode()]])
     with RunningGrpc(coupled, ServerState([serving.engine])) as server:
@@ -179,7 +179,7 @@ def inputs(module: Any, rows: list[list[bytes]]) -> list[Any]:
     return given
 
 
-def test_preprocessing_gives_the_template_s_tokens_with_one_beginning(
+def test_preprocessing_returns_the_templates_tokens_with_one_bos(
     serving: Serving, http: http_client.InferenceServerClient
 ) -> None:
     given = [
@@ -193,14 +193,14 @@ def test_preprocessing_gives_the_template_s_tokens_with_one_beginning(
     assert ids.count(serving.generator.tokenizer.bos_id) == 1
 
 
-def test_an_answer_that_begins_with_its_prompt_begins_with_the_conversation(
+def test_output_with_the_input_begins_with_the_rendered_conversation(
     serving: Serving,
 ) -> None:
     document = json.loads(
         generate(serving.port, messages=OTHER, exclude_input_in_output=False).body
     )
-    told = chat(serving, OTHER).choices[0].message.content
-    assert document["text_output"] == "[user] Say it.\n[assistant] " + told
+    reported = chat(serving, OTHER).choices[0].message.content
+    assert document["text_output"] == "[user] Say it.\n[assistant] " + reported
 
 
 BAD = {
@@ -249,7 +249,7 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 @pytest.mark.parametrize("route", ["generate", "generate_stream"])
-def test_what_is_wrong_is_told_with_its_place(serving: Serving, what: str, route: str) -> None:
+def test_an_error_in_a_message_names_its_position(serving: Serving, what: str, route: str) -> None:
     given, text = BAD[what]
     answer = generate(serving.port, "chat", route, **given)
     error = json.loads(answer.body.removeprefix(b"data: "))["error"]
@@ -257,7 +257,7 @@ def test_what_is_wrong_is_told_with_its_place(serving: Serving, what: str, route
     assert error.startswith(text), error
 
 
-def test_what_is_missing_is_named_by_its_place(serving: Serving) -> None:
+def test_a_missing_prompt_is_named_by_the_models_inputs(serving: Serving) -> None:
     for given, missing in (
         ({"messages": OTHER}, "'max_tokens'"),
         ({"max_tokens": 4}, "'text_input' or 'messages'"),
@@ -283,7 +283,7 @@ def test_the_engine_model_refuses_a_conversation(serving: Serving, tmp_path: Pat
 
 
 @pytest.mark.parametrize("value", [OTHER, json.dumps(OTHER)])
-def test_a_model_that_declares_no_such_input_says_how_to(
+def test_a_model_without_a_messages_input_says_how_to_declare_it(
     serving: Serving, tmp_path: Path, value: Any
 ) -> None:
     repository = write_declared(tmp_path / "repo", serving.model_folder.parent / "engine")
@@ -302,7 +302,7 @@ def test_a_model_that_declares_no_such_input_says_how_to(
     )
 
 
-def test_numbers_that_a_model_of_ones_own_calls_messages_stay_numbers(tmp_path: Path) -> None:
+def test_a_numeric_input_named_messages_is_not_a_conversation(tmp_path: Path) -> None:
     declared = {"name": "messages", "data_type": "TYPE_INT32", "dims": [-1]}
     config = read_model_config(tmp_path / "mine", Problems(), {"name": "mine", "input": [declared]})
     request = generate_request(b'{"messages": [3, 4]}', config, "1")
@@ -312,7 +312,9 @@ def test_numbers_that_a_model_of_ones_own_calls_messages_stay_numbers(tmp_path: 
     )
 
 
-def test_a_model_without_a_template_says_where_to_put_one(serving: Serving, tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template_says_where_to_put_one(
+    serving: Serving, tmp_path: Path
+) -> None:
     """The same engine, cut up by a tokenizer whose folder has none."""
     from slipstream.server.text.pipeline import TextGenerator
     from slipstream.server.text.tokenizer import Tokenizer
@@ -330,7 +332,7 @@ def test_a_model_without_a_template_says_where_to_put_one(serving: Serving, tmp_
     )
 
 
-def test_the_description_of_the_routes_has_the_field(serving: Serving) -> None:
+def test_openapi_document_has_the_messages_field(serving: Serving) -> None:
     import httpx
 
     document = httpx.get(f"http://127.0.0.1:{serving.port}/openapi.json", trust_env=False).json()

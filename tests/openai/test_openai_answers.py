@@ -1,4 +1,4 @@
-"""What the unmodified SDK gets: the texts, counts and scores that the model's other protocol gives."""
+"""The unmodified OpenAI SDK gets the texts, counts and scores of Triton's protocol."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def scores(answer) -> list[float]:
     return [entry.logprob for entry in answer.choices[0].logprobs.content]
 
 
-def test_the_models_of_text_and_the_adapters_are_listed(serving):
+def test_text_models_and_adapters_are_listed(serving):
     listed = {model.id: model for model in serving.client.models.list()}
     assert list(listed) == ["chat", "ensemble", "french"]
     assert listed["french"].parent == "chat"
@@ -60,7 +60,7 @@ def test_the_models_of_text_and_the_adapters_are_listed(serving):
     assert {model.object for model in listed.values()} == {"model"}
 
 
-def test_a_completion_is_what_generate_says(serving):
+def test_a_completion_equals_generate(serving):
     answer = complete(serving)
     assert answer.choices[0].text == generate(serving)["text_output"]
     assert answer.choices[0].finish_reason == "length"
@@ -75,7 +75,7 @@ def test_a_completion_is_what_generate_says(serving):
     )
 
 
-def test_a_conversation_is_the_prompt_that_transformers_writes(serving):
+def test_a_conversation_equals_the_prompt_of_transformers(serving):
     for messages in (
         MESSAGES,
         [*MESSAGES, {"role": "assistant", "content": "Well."}, {"role": "user", "content": "And?"}],
@@ -141,7 +141,7 @@ def test_other_ways_to_write_a_message(serving, given, meant):
 @pytest.mark.parametrize(
     "fields", [{}, {"n": 3, "temperature": 1, "seed": 5}, {"logprobs": True, "top_logprobs": 2}]
 )
-def test_streamed_messages_join_to_the_whole(serving, fields):
+def test_streamed_chat_pieces_equal_the_whole_message(serving, fields):
     whole = chat(serving, **fields)
     stream = chat(serving, **fields, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
@@ -160,8 +160,10 @@ def test_streamed_messages_join_to_the_whole(serving, fields):
             choice.finish_reason
         ]
         if "logprobs" in fields:
-            told = [entry for piece in own if piece.logprobs for entry in piece.logprobs.content]
-            assert told == choice.logprobs.content
+            reported = [
+                entry for piece in own if piece.logprobs for entry in piece.logprobs.content
+            ]
+            assert reported == choice.logprobs.content
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_streamed_messages_join_to_the_whole(serving, fields):
         {"logprobs": 2},
     ],
 )
-def test_streamed_completions_join_to_the_whole(serving, fields):
+def test_streamed_completion_pieces_equal_the_whole_text(serving, fields):
     whole = complete(serving, **fields)
     chunks = list(complete(serving, **fields, stream=True))
     assert all(chunk.usage is None for chunk in chunks)
@@ -192,7 +194,7 @@ def test_streamed_completions_join_to_the_whole(serving, fields):
                 assert joined == getattr(choice.logprobs, name)
 
 
-def test_the_prompt_is_repeated_where_it_is_asked_for(serving):
+def test_echo_repeats_the_prompt(serving):
     plain = complete(serving).choices[0].text
     assert complete(serving, echo=True).choices[0].text == PROMPT + plain
     ids = serving.generator.tokenizer.encode(PROMPT)
@@ -203,11 +205,11 @@ def test_log_probabilities_are_those_of_generate(serving):
     expected = generate(serving, return_log_probs=True, top_log_probs=3)
     tops, ids = expected["output_top_log_probs"], expected["output_top_ids"]
     texts = [serving.generator.tokenizer.decode([token]) for token in ids]
-    told = complete(serving, logprobs=3).choices[0]
-    assert told.logprobs.token_logprobs == pytest.approx(expected["output_log_probs"], abs=1e-5)
-    assert told.logprobs.tokens == list(told.text)  # a letter each
-    assert told.logprobs.text_offset == list(range(24))
-    for place, top in enumerate(told.logprobs.top_logprobs):
+    reported = complete(serving, logprobs=3).choices[0]
+    assert reported.logprobs.token_logprobs == pytest.approx(expected["output_log_probs"], abs=1e-5)
+    assert reported.logprobs.tokens == list(reported.text)  # one letter per token
+    assert reported.logprobs.text_offset == list(range(24))
+    for place, top in enumerate(reported.logprobs.top_logprobs):
         mine = slice(3 * place, 3 * place + 3)
         assert list(top) == texts[mine]
         assert list(top.values()) == pytest.approx(tops[mine], abs=1e-5)
@@ -226,7 +228,7 @@ def test_log_probabilities_are_those_of_generate(serving):
         )
 
 
-def test_the_token_that_was_drawn_is_always_told(serving):
+def test_log_probs_always_include_the_sampled_token(serving):
     drawn = complete(serving, temperature=6, seed=3, logprobs=1).choices[0].logprobs
     chosen = zip(drawn.tokens, drawn.token_logprobs, drawn.top_logprobs, strict=True)
     assert all(top[token] == value == min(top.values()) for token, value, top in chosen)
@@ -249,10 +251,10 @@ def test_the_defaults_are_those_of_openai(serving, monkeypatch):
     assert requests[0].sampling.seed != requests[1].sampling.seed
 
 
-def test_an_empty_prompt_is_the_beginning_of_a_text(serving, monkeypatch):
+def test_an_empty_prompt_becomes_the_bos_token(serving, monkeypatch):
     expected = complete(serving, prompt=[serving.generator.tokenizer.bos_id]).choices[0].text
     assert complete(serving, prompt="").choices[0].text == expected
-    # as of tokenizers that add none by themselves
+    # as for tokenizers that add no special tokens
     monkeypatch.setattr(serving.generator.tokenizer, "_prefix", [])
     answer = complete(serving, prompt="")
     assert (answer.choices[0].text, answer.usage.prompt_tokens) == (expected, 1)
@@ -271,7 +273,7 @@ def test_several_prompts_and_answers_come_in_order(serving):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_words_end_the_text_and_are_no_part_of_it(serving, stream):
+def test_stop_words_end_the_text_and_are_not_part_of_it(serving, stream):
     text = complete(serving).choices[0].text
     word = text[9:12]
     answer = complete(serving, stop=["never there", word], stream=stream)
@@ -282,20 +284,20 @@ def test_stop_words_end_the_text_and_are_no_part_of_it(serving, stream):
     assert chat(serving, stop=said[5]).choices[0].message.content == said[: said.index(said[5])]
 
 
-def test_scores_end_where_the_text_ends(serving):
+def test_completion_log_probs_end_where_the_text_ends(serving):
     """Also those of a token that might have become a stop word and did not."""
     every = complete(serving, logprobs=2).choices[0]
     word = every.text[9:12]
     for stop in ([word], ["never there", every.text[-1] + "never", every.text[3:5] + "never"]):
-        told = complete(serving, logprobs=2, stop=stop)
-        choice = told.choices[0]
+        reported = complete(serving, logprobs=2, stop=stop)
+        choice = reported.choices[0]
         length = every.text.index(word) if stop == [word] else 24
         assert (choice.text, choice.logprobs.tokens) == (
             every.text[:length],
             list(every.text[:length]),
         )
-        # all that were generated
-        assert told.usage.completion_tokens == min(length + len(word), 24)
+        # counts all generated tokens
+        assert reported.usage.completion_tokens == min(length + len(word), 24)
         chunks = [
             chunk.choices[0] for chunk in complete(serving, logprobs=2, stop=stop, stream=True)
         ]
@@ -310,7 +312,7 @@ def test_scores_end_where_the_text_ends(serving):
             ]
 
 
-def test_scores_of_a_message_end_where_its_text_ends(serving):
+def test_chat_log_probs_end_where_the_text_ends(serving):
     every = chat(serving, logprobs=True, top_logprobs=2).choices[0]
     word = every.message.content[9:12]
     length = every.message.content.index(word)
@@ -320,11 +322,11 @@ def test_scores_of_a_message_end_where_its_text_ends(serving):
         chunk.choices[0]
         for chunk in chat(serving, logprobs=True, top_logprobs=2, stop=word, stream=True)
     ]
-    told = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
-    assert told == whole.logprobs.content
+    reported = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
+    assert reported == whole.logprobs.content
 
 
-def test_an_end_mark_is_neither_text_nor_counted(serving):
+def test_an_end_token_is_neither_text_nor_counted(serving):
     end = serving.generator.tokenizer.eos_id
     answer = complete(serving, logit_bias={end: 1000}, logprobs=1)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "stop")
@@ -332,7 +334,7 @@ def test_an_end_mark_is_neither_text_nor_counted(serving):
     assert answer.choices[0].logprobs.tokens == []
 
 
-def test_seeds_repeat_and_none_differ(serving):
+def test_equal_seeds_give_equal_answers_and_no_seed_gives_different_ones(serving):
     warm = {"temperature": 3.0, "max_tokens": 40}
     first = chat(serving, **warm, seed=7, n=2)
     texts = [choice.message.content for choice in first.choices]
@@ -353,20 +355,20 @@ def test_seeds_repeat_and_none_differ(serving):
     )
 
 
-def test_penalties_and_biases_have_their_effect(serving):
+def test_penalties_and_logit_bias_change_the_answer(serving):
     text = complete(serving).choices[0].text
     token = serving.generator.tokenizer.encode(text[0], False)[0]
     assert complete(serving, logit_bias={str(token): -1000}).choices[0].text[0] != text[0]
     assert complete(serving, logit_bias={token: 1000}).choices[0].text == text[0] * 24
     spread = complete(serving, frequency_penalty=100).choices[0].text
-    assert len(set(spread)) == 24  # no letter twice
+    assert len(set(spread)) == 24  # each letter once
     assert (
         complete(serving, presence_penalty=100).choices[0].text[:24]
         == generate(serving, presence_penalty=100.0)["text_output"]
     )
 
 
-def test_formats_are_enforced(serving):
+def test_response_format_is_enforced(serving):
     schema = {
         "type": "object",
         "properties": {"n": {"enum": [1, 2]}, "s": {"type": "string", "maxLength": 3}},
@@ -398,7 +400,7 @@ def test_formats_are_enforced(serving):
     )
 
 
-def test_the_helpers_of_the_sdk_work(serving):
+def test_helpers_of_the_openai_sdk_work(serving):
     class Pair(pydantic.BaseModel):
         number: Literal[1, 2]
         word: Literal["a", "bc"]
@@ -424,7 +426,7 @@ def test_seeds_mean_the_same_as_with_generate(serving):
     assert complete(serving, seed=12, **warm).choices[0].text != expected
 
 
-def test_an_adapter_is_a_model(serving):
+def test_an_adapter_is_served_as_a_model(serving):
     import torch
 
     ids = serving.generator.tokenizer.encode(PROMPT)
@@ -438,7 +440,7 @@ def test_an_adapter_is_a_model(serving):
     assert expected != complete(serving).choices[0].text
 
 
-def test_an_adapter_is_found_without_a_look_at_the_others(serving, monkeypatch):
+def test_finding_an_adapter_does_not_list_the_others(serving, monkeypatch):
     from slipstream.server.fields.adapters import AdapterRegistry
 
     threads, names = [], AdapterRegistry.names
@@ -451,14 +453,12 @@ def test_an_adapter_is_found_without_a_look_at_the_others(serving, monkeypatch):
     assert serving.client.models.retrieve("french").id == "french"
     assert threads == []
     assert [model.id for model in serving.client.models.list()] == ["chat", "ensemble", "french"]
-    (lister,) = threads  # once, for the models share their adapters, and beside the event loop
+    (lister,) = threads  # one listing for both models, outside the event loop
     assert lister.name.startswith("asyncio")
 
 
-def test_what_the_cache_had_is_told(serving):
-    prompt = (
-        "a prompt that nobody has sent before, and that is longer than a block of the cache. " * 2
-    )
+def test_usage_reports_cached_tokens(serving):
+    prompt = "a prompt that was not sent before, and that is longer than a block of the cache. " * 2
     first, second = (complete(serving, prompt=prompt).usage for _ in range(2))
     assert first.prompt_tokens_details.cached_tokens == 0
     assert second.prompt_tokens_details.cached_tokens == first.prompt_tokens // 32 * 32 > 0

@@ -1,6 +1,4 @@
-"""Functions of models that write a call as their whole answer, without marks: `{"name": "f",
-"parameters": {…}}`.
-"""
+"""Tools of models whose call is the whole answer: `{"name": "f", "parameters": {…}}`."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ def calling(serving, monkeypatch):
     return called_by(serving, monkeypatch, BARE_TEMPLATE)
 
 
-def test_a_format_is_told_by_the_template():
+def test_call_format_is_found_in_the_chat_template():
     assert find_format(BARE_TEMPLATE) is BARE
     both = (
         '{{ tools }}<tool_call>{"name": N, "arguments": A}</tool_call> {"name": N, "parameters": P}'
@@ -33,7 +31,7 @@ def test_a_format_is_told_by_the_template():
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_a_call_is_read_whole_and_streamed(calling, monkeypatch, size):
+def test_a_bare_call_is_read_whole_and_streamed(calling, monkeypatch, size):
     say(calling, monkeypatch, [CALL[start : start + size] for start in range(0, len(CALL), size)])
     answer = chat(calling).choices[0]
     assert (answer.message.content, answer.finish_reason) == (None, "tool_calls")
@@ -68,11 +66,11 @@ def test_a_call_is_read_whole_and_streamed(calling, monkeypatch, size):
         ],
     ],
 )
-def test_what_is_no_whole_call_is_text(said, parts):
+def test_an_incomplete_call_is_text(said, parts):
     check_read(BareCallReader, said, parts)
 
 
-def test_text_is_streamed_as_it_comes():
+def test_text_without_a_call_is_streamed_immediately():
     reader = BareCallReader()
     assert [list(reader.push(piece)) for piece in ("{", '"n', "o", "pe")] == [
         [],
@@ -82,7 +80,7 @@ def test_text_is_streamed_as_it_comes():
     ]
 
 
-def test_what_begins_as_a_call_is_one_and_nothing_follows_it(calling, monkeypatch):
+def test_the_start_of_a_bare_call_is_completed_and_ends_the_answer(calling, monkeypatch):
     request = say(calling, monkeypatch, ["x"])
     chat(calling, parallel_tool_calls=False)
     assert request[0].stop_words == []

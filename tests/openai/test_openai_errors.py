@@ -1,4 +1,4 @@
-"""What is refused, by name and in OpenAI's form, and what is ignored and said so."""
+"""Wrong requests are errors in OpenAI's format; unknown fields are ignored and listed."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def ask(serving, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]
         *(("completions", *case) for case in (*BOTH, *COMPLETIONS)),
     ],
 )
-def test_what_is_wrong_is_told_by_its_name(serving, path, fields, param):
+def test_a_wrong_field_is_an_error_with_its_name(serving, path, fields, param):
     for more in ({}, {"stream": True}) if not {"stream", "stream_options"} & set(fields) else ({},):
         status, document = ask(serving, path, {**fields, **more})
         error = document["error"]
@@ -188,7 +188,7 @@ def test_what_is_wrong_is_told_by_its_name(serving, path, fields, param):
         },
     ],
 )
-def test_what_asks_for_nothing_and_what_is_just_within_its_bounds_passes(serving, fields):
+def test_no_op_values_and_values_at_the_bounds_are_accepted(serving, fields):
     for path in CALLS:
         fields = {**fields, "max_tokens": fields.get("max_tokens", 2)}
         body = json.dumps({**CALLS[path], **fields}).encode()
@@ -216,7 +216,7 @@ def test_what_asks_for_nothing_and_what_is_just_within_its_bounds_passes(serving
         ("chat/completions", "/v1/completions", {"prompt": "Say: ", "echo": True, "best_of": 1}),
     ],
 )
-def test_fields_of_the_other_api_are_refused(serving, path, belongs, fields):
+def test_fields_of_the_other_endpoint_are_rejected(serving, path, belongs, fields):
     for name, value in fields.items():
         status, document = ask(serving, path, {name: value})
         assert (status, document["error"]["param"]) == (400, name)
@@ -231,14 +231,14 @@ def test_fields_of_the_other_api_are_refused(serving, path, belongs, fields):
 
 
 @pytest.mark.parametrize("path", CALLS)
-def test_what_openai_has_in_either_api_and_nobody_has_here_is_refused_by_both(serving, path):
+def test_unsupported_openai_fields_are_rejected_by_both_endpoints(serving, path):
     for name, value in {"suffix": "end", "store": True, "prompt_cache_retention": "24h"}.items():
         status, document = ask(serving, path, {name: value})
         assert (status, document["error"]["param"]) == (400, name)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_unknown_fields_are_ignored_and_named(serving, stream):
+def test_unknown_fields_are_ignored_and_listed_in_a_header(serving, stream):
     client = serving.client.chat.completions.with_raw_response
     raw = client.create(
         model="chat",
@@ -284,7 +284,7 @@ VALUES = (
 @pytest.mark.parametrize(
     ("path", "kind"), [("chat/completions", ChatFields), ("completions", CompletionFields)]
 )
-def test_whatever_a_field_holds_is_answered_or_told_by_its_name(serving, path, kind):
+def test_any_value_of_a_field_is_answered_or_an_error_with_its_name(serving, path, kind):
     seen = set()
     for name in kind.__struct_fields__:
         for value in VALUES:
@@ -310,13 +310,13 @@ def test_unknown_models_are_not_found(serving):
         lambda: serving.client.models.retrieve("gpt-4"),
         lambda: serving.client.chat.completions.create(model="gpt-4", messages=MESSAGES),
         lambda: serving.client.completions.create(model="gpt-4", prompt="a", stream=True),
-        # a folder without an adapter
+        # folder without an adapter
         lambda: serving.client.completions.create(model="notes", prompt="a"),
         lambda: serving.client.completions.create(model="../adapters/french", prompt="a"),
         lambda: serving.client.completions.create(model="", prompt="a"),
-        # more than a folder's name can hold
+        # longer than a folder name may be
         lambda: serving.client.completions.create(model="é" * 200, prompt="a"),
-        # takes and gives tokens
+        # a model of token ids
         lambda: serving.client.completions.create(model="tensorrt_llm", prompt="a"),
     ):
         with pytest.raises(openai.NotFoundError) as raised:
@@ -325,7 +325,7 @@ def test_unknown_models_are_not_found(serving):
         assert "chat, ensemble, french" in raised.value.message
 
 
-def test_too_long_a_prompt_has_its_code(serving):
+def test_a_too_long_prompt_has_the_code_context_length_exceeded(serving):
     with pytest.raises(openai.BadRequestError) as raised:
         serving.client.completions.create(model="chat", prompt=[5] * 512)
     assert raised.value.code == "context_length_exceeded"
@@ -347,14 +347,14 @@ def test_a_model_without_a_chat_template_says_how_to_give_one(serving, monkeypat
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"[" * 10_000, b'{"model": "\xff"}', b'{"temperature": 1e999}']
 )
-def test_bodies_that_are_no_object(serving, body):
+def test_a_body_that_is_not_a_json_object_is_rejected(serving, body):
     for path in CALLS:
         answer = post(serving.port, f"/v1/{path}", body)
         assert answer.status == 400
         assert "JSON" in json.loads(answer.body)["error"]["message"]
 
 
-def test_other_paths_and_methods(serving):
+def test_unknown_paths_and_methods_are_rejected(serving):
     assert get(serving.port, "/v1/completions").status == 405
     assert post(serving.port, "/v1/models", b"").status == 405
     for path in ("/v1/embeddings", "/v1/", "/v1/models/"):

@@ -1,6 +1,4 @@
-"""Fields that OpenAI has not and other servers have: what the engine does with the same, or a
-refusal by name.
-"""
+"""Fields of other servers that OpenAI does not have are supported or rejected by name."""
 
 from __future__ import annotations
 
@@ -61,14 +59,14 @@ def test_top_k_narrows_the_draw(serving):
     assert few == generate(serving, temperature=4.0, random_seed=3, top_k=3) != drawn[3]
 
 
-def test_a_repetition_penalty_is_generates(serving):
+def test_repetition_penalty_equals_generate(serving):
     answer = complete(serving, repetition_penalty=0.2).choices[0].text
     assert answer == generate(serving, repetition_penalty=0.2) != complete(serving).choices[0].text
 
 
-def test_a_text_is_not_ended_before_its_time_or_at_all(serving):
+def test_min_tokens_and_ignore_eos_hold_off_the_end(serving):
     end = serving.generator.tokenizer.end_ids[0]
-    bias = {str(end): 100}  # nothing is likelier
+    bias = {str(end): 100}  # the most likely token
     ended = complete(serving, logit_bias=bias)
     assert (ended.choices[0].text, ended.choices[0].finish_reason) == ("", "stop")
     assert (
@@ -79,7 +77,7 @@ def test_a_text_is_not_ended_before_its_time_or_at_all(serving):
     assert (for_ever.usage.completion_tokens, for_ever.choices[0].finish_reason) == (24, "length")
 
 
-def test_min_p_leaves_the_likely_tokens(serving):
+def test_min_p_keeps_only_likely_tokens(serving):
     greedy, drawn = complete(serving).choices[0].text, complete(serving, **HOT).choices[0].text
     assert complete(serving, **HOT, min_p=1.0).choices[0].text == greedy != drawn
     assert complete(serving, **HOT, min_p=0).choices[0].text == drawn
@@ -103,7 +101,7 @@ def test_min_p_leaves_the_likely_tokens(serving):
         assert raised.value.param == "min_p"
 
 
-def test_tokens_end_an_answer_as_an_end_mark_does(serving):
+def test_stop_token_ids_end_an_answer_like_end_tokens(serving):
     tokens = complete(serving, logprobs=0).choices[0].logprobs.tokens
     place = next(place for place in range(3, 24) if tokens[place] not in tokens[:place])
     (stop,) = serving.generator.tokenizer.encode(tokens[place], False)
@@ -140,7 +138,7 @@ def test_tokens_end_an_answer_as_an_end_mark_does(serving):
     )
 
 
-def test_tokens_end_an_answer_besides_the_models_end_marks(serving):
+def test_stop_token_ids_are_added_to_the_models_end_tokens(serving):
     end = serving.generator.tokenizer.end_ids[0]
     bias = {str(end): 100}
     for fields in ({"stop_token_ids": [11]}, {"stop_token_ids": [end], "ignore_eos": True}):
@@ -159,7 +157,7 @@ def test_tokens_end_an_answer_besides_the_models_end_marks(serving):
         (list(range(65)), "must hold at most 64 tokens, got 65"),
     ],
 )
-def test_what_is_no_list_of_a_few_tokens_is_refused(serving, given, problem):
+def test_wrong_stop_token_ids_are_rejected(serving, given, problem):
     with pytest.raises(openai.BadRequestError, match=f"stop_token_ids {problem}") as raised:
         chat(serving, stop_token_ids=given)
     assert raised.value.param == "stop_token_ids"
@@ -167,7 +165,7 @@ def test_what_is_no_list_of_a_few_tokens_is_refused(serving, given, problem):
         complete(serving, stop_token_ids=["</s>"])
 
 
-def test_a_token_that_ends_an_answer_is_not_shown(serving):
+def test_a_stop_token_is_not_part_of_the_text(serving):
     with pytest.raises(
         openai.BadRequestError, match="cannot show a token of stop_token_ids"
     ) as raised:
@@ -177,7 +175,7 @@ def test_a_token_that_ends_an_answer_is_not_shown(serving):
     assert complete(serving, stop_token_ids=[end], include_stop_str_in_output=True).choices
 
 
-def test_bad_words_do_not_come(serving):
+def test_bad_words_are_never_generated(serving):
     word = complete(serving).choices[0].text.strip()[:2]
     for given in (word, [word]):
         answer = complete(serving, bad_words=given).choices[0].text
@@ -185,7 +183,7 @@ def test_bad_words_do_not_come(serving):
         assert answer == generate(serving, bad_words=[word])
 
 
-def test_the_stop_word_is_shown_where_that_is_asked_for(serving):
+def test_include_stop_str_in_output_shows_the_stop_word(serving):
     text = complete(serving).choices[0].text
     stop = text[5:8]
     cut = text[: text.index(stop)]
@@ -207,7 +205,7 @@ def test_the_stop_word_is_shown_where_that_is_asked_for(serving):
     assert "".join(part.choices[0].text for part in parts) == cut + stop
 
 
-def test_the_end_of_a_prompt_that_is_too_long_is_taken(serving):
+def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(serving):
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         serving.model_folder, truncation_side="left"
     )
@@ -225,7 +223,7 @@ def test_the_end_of_a_prompt_that_is_too_long_is_taken(serving):
     assert answer.choices[0].message.content == complete(serving, ids).choices[0].text
 
 
-def test_as_much_of_a_prompt_as_the_model_takes(serving):
+def test_truncate_prompt_tokens_minus_one_fits_the_model(serving):
     long = [7, *[11] * 5000]
     with pytest.raises(
         openai.BadRequestError, match="prompt has 5001 tokens, and this model takes at most"
@@ -242,7 +240,7 @@ def test_as_much_of_a_prompt_as_the_model_takes(serving):
             complete(serving, truncate_prompt_tokens=wrong)
 
 
-def test_special_tokens_are_the_requests_to_say(serving):
+def test_add_special_tokens_overrides_the_repository(serving):
     tokenizer = transformers.AutoTokenizer.from_pretrained(serving.model_folder)
     asked = [
         tokenizer(PROMPT, add_special_tokens=special)["input_ids"] for special in (False, True)
@@ -265,7 +263,7 @@ def test_special_tokens_are_the_requests_to_say(serving):
         chat(serving, add_special_tokens=True)
 
 
-def test_tenants_of_different_salts_share_no_cached_prompt(serving):
+def test_different_cache_salts_share_no_cached_prompt(serving):
     prompt = [11] * 200
     found = [
         complete(
@@ -287,12 +285,12 @@ def test_tenants_of_different_salts_share_no_cached_prompt(serving):
         ("guided_json", '{"type": "boolean"}', "true|false"),
     ],
 )
-def test_a_guide_is_obeyed(serving, field, guide, matches):
+def test_guided_fields_constrain_the_answer(serving, field, guide, matches):
     assert re.fullmatch(matches, complete(serving, **{field: guide}).choices[0].text)
     assert re.fullmatch(matches, chat(serving, **{field: guide}).choices[0].message.content)
 
 
-def test_a_guide_that_cannot_be_is_told_by_the_field_it_came_in(serving):
+def test_an_invalid_guide_is_an_error_with_the_name_of_its_field(serving):
     cases: list[tuple[str, dict[str, Any]]] = [
         ("guided_regex", {"guided_regex": "(?=a)b"}),
         ("guided_choice", {"guided_choice": []}),
@@ -319,7 +317,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", IMPOSSIBLE, ids=lambda fields: next(iter(fields)))
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_guide_that_nothing_satisfies_is_the_callers_mistake(serving, fields, stream):
+def test_a_guide_that_nothing_satisfies_is_a_client_error(serving, fields, stream):
     (name,) = fields
     with pytest.raises(openai.BadRequestError) as raised:
         chat(serving, **fields, stream=stream)
@@ -332,7 +330,7 @@ def test_a_guide_that_nothing_satisfies_is_the_callers_mistake(serving, fields, 
     }
 
 
-def test_a_guide_that_leads_nowhere_is_told_in_the_stream_that_has_begun(serving):
+def test_a_guide_without_a_continuation_is_the_last_event_of_the_stream(serving):
     body = {
         "model": "ensemble",
         "prompt": PROMPT,
@@ -352,7 +350,7 @@ def test_a_guide_that_leads_nowhere_is_told_in_the_stream_that_has_begun(serving
 
 
 @pytest.mark.parametrize("choices", [[], ["a", ""]])
-def test_a_choice_needs_something_to_choose(serving, choices):
+def test_an_empty_guided_choice_is_rejected(serving, choices):
     with pytest.raises(
         openai.BadRequestError, match="guided_choice must hold at least one text, and no empty one"
     ):
@@ -360,14 +358,14 @@ def test_a_choice_needs_something_to_choose(serving, choices):
 
 
 @pytest.mark.parametrize("top_k", [10_000_000_000, 10**100])
-def test_a_number_that_is_too_large_is_told_how_large_it_may_be(serving, top_k):
+def test_a_huge_number_is_an_error_with_the_bound(serving, top_k):
     with pytest.raises(
         openai.BadRequestError, match="top_k must be at least 0 and at most 2147483647"
     ):
         complete(serving, top_k=top_k)
 
 
-def test_a_templates_own_switches(serving):
+def test_chat_template_kwargs_reach_the_template(serving):
     tokenizer = transformers.AutoTokenizer.from_pretrained(serving.model_folder)
     ids = tokenizer.apply_chat_template(
         MESSAGES, add_generation_prompt=True, return_dict=False, quietly=3
@@ -392,13 +390,13 @@ def test_a_templates_own_switches(serving):
         ({str(number): 1 for number in range(33)}, "chat_template_kwargs"),
     ],
 )
-def test_what_is_no_switch_is_refused(serving, given, param):
+def test_wrong_chat_template_kwargs_are_rejected(serving, given, param):
     with pytest.raises(openai.BadRequestError) as raised:
         chat(serving, chat_template_kwargs=given)
     assert raised.value.param == param, raised.value
 
 
-def test_what_other_servers_take_and_this_one_has_not_is_refused_by_name(serving):
+def test_unsupported_fields_of_other_servers_are_rejected_by_name(serving):
     refused = {
         "chat_template": "x",
         "prompt_logprobs": 1,

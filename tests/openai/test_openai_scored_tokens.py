@@ -1,6 +1,4 @@
-"""Which tokens' scores are told, on real tokenizers: those that the text is made of, whole and
-streamed alike.
-"""
+"""Log-probabilities are reported for exactly the tokens of the text, with real tokenizers."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ def load(kind: str) -> Tokenizer:
 
 
 def deltas(tokenizer: Tokenizer, ids: list[int], stop: str, size: int) -> list[TextDelta]:
-    """What a generator tells of these tokens, the last of which comes because there is no room for
-    more.
-    """
+    """Return the outputs of a generator for these tokens. The last one reaches the length limit."""
     stream, news = TextStream(tokenizer, [stop]), []
     for start in range(0, len(ids), size):
         before, chunk = stream.tokens_used, ids[start : start + size]
@@ -42,7 +38,7 @@ def deltas(tokenizer: Tokenizer, ids: list[int], stop: str, size: int) -> list[T
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_bpe"])
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), size=st.integers(1, 4))
-def test_no_token_of_the_text_is_lost_and_none_beyond_it_is_told(kind, data, size):
+def test_scored_tokens_are_exactly_those_of_the_text(kind, data, size):
     tokenizer = load(kind)
     ids = tokenizer.encode(data.draw(samples.texts.filter(bool)), False)
     written = tokenizer.decode(ids) or "-"
@@ -61,12 +57,12 @@ def test_no_token_of_the_text_is_lost_and_none_beyond_it_is_told(kind, data, siz
     )
     streamed = ScoredTokens(tokenizer, True)
     assert [entry for delta in news for entry in streamed.push(delta)] == whole
-    told = [token for token, _, _ in whole]
-    assert told == tokens[: len(told)]
+    reported = [token for token, _, _ in whole]
+    assert reported == tokens[: len(reported)]
     if reason == "length":
-        assert told == ids
-    elif "\ufffd" not in written:  # which a part of a character also looks like
-        assert tokenizer.decode(told).startswith(text)
-        # a byte, told with those before it
-        held = not told or not tokenizer.detokenizer().push(told[-1:])
-        assert held or not tokenizer.decode(told[:-1]).startswith(text)
+        assert reported == ids
+    elif "\ufffd" not in written:  # U+FFFD may also be a part of a character
+        assert tokenizer.decode(reported).startswith(text)
+        # a byte of a character is reported with the bytes before it
+        held = not reported or not tokenizer.detokenizer().push(reported[-1:])
+        assert held or not tokenizer.decode(reported[:-1]).startswith(text)

@@ -1,4 +1,4 @@
-"""The same doors, counters, queues and goodbyes as on the other protocol."""
+"""Access, counters, queues and shutdown are the same as on Triton's protocol."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def guarded(serving) -> Iterator[int]:
         yield server.port
 
 
-def test_the_key_of_the_server_is_the_key_of_the_sdk(guarded):
+def test_the_servers_api_key_is_the_sdks_key(guarded):
     assert sdk(guarded, "user-key").completions.create(**CALL).usage.completion_tokens == 4
     for client in (sdk(guarded, "wrong"), sdk(guarded, "user-keyy")):
         with pytest.raises(openai.AuthenticationError) as raised:
@@ -41,7 +41,7 @@ def test_the_key_of_the_server_is_the_key_of_the_sdk(guarded):
             client.chat.completions.create(
                 model="ensemble", messages=[{"role": "user", "content": "a"}]
             )
-    # Triton's restriction of an API holds here, too
+    # Triton's restriction of an API applies to OpenAI's routes, too
     with pytest.raises(openai.PermissionDeniedError):
         sdk(guarded, "user-key").models.list()
     for path in ("/v1/models", "/v1/models/ensemble", "/v1/nothing"):
@@ -51,7 +51,7 @@ def test_the_key_of_the_server_is_the_key_of_the_sdk(guarded):
     )
 
 
-def test_a_client_that_leaves_frees_its_work(serving):
+def test_a_disconnected_clients_request_is_cancelled(serving):
     body = json.dumps(
         {
             **CALL,
@@ -70,12 +70,12 @@ def test_a_client_that_leaves_frees_its_work(serving):
         assert connection.chunk().startswith(b"data: {")
     wait_until(lambda: serving.engine.outstanding == 0)
     wait_until(lambda: serving.engine.stats.cancelled >= before + 1)
-    # a request for each prompt
+    # one request per prompt
     assert statistics(serving, "ensemble")["fail"]["count"] == failed + 2
     assert serving.client.completions.create(**CALL).usage.completion_tokens == 4
 
 
-def test_a_model_that_answers_once_streams_here_all_the_same(serving, monkeypatch):
+def test_a_model_that_is_not_decoupled_streams_on_openai_routes(serving, monkeypatch):
     monkeypatch.setattr(TextModel, "decoupled", False)
     whole = serving.client.completions.create(**{**CALL, "max_tokens": 60}).choices[0].text
     chunks = list(serving.client.completions.create(**{**CALL, "max_tokens": 60}, stream=True))
@@ -95,7 +95,7 @@ def statistics(serving, name: str) -> dict[str, Any]:
     return model_statistics(serving.registry, name)[0]["inference_stats"]
 
 
-def test_requests_are_counted_with_the_model(serving):
+def test_requests_are_counted_in_the_models_statistics(serving):
     before, engine = statistics(serving, "ensemble"), statistics(serving, "tensorrt_llm")
     serving.client.completions.create(**CALL)
     list(serving.client.completions.create(**CALL, stream=True))
@@ -108,7 +108,7 @@ def test_requests_are_counted_with_the_model(serving):
     assert statistics(serving, "tensorrt_llm")["success"]["count"] == engine["success"]["count"] + 2
 
 
-def test_tokens_are_counted_with_the_model(serving):
+def test_tokens_are_counted_in_the_models_metrics(serving):
     tokens = serving.registry.find("ensemble").model.counters.tokens
     before = [
         (counter.count, counter.sum) for counter in (tokens.input_tokens, tokens.output_tokens)
@@ -125,7 +125,7 @@ def test_tokens_are_counted_with_the_model(serving):
     ]
 
 
-async def test_a_reader_that_stops_between_two_pieces_has_left():
+async def test_a_disconnect_between_two_pieces_cancels_the_request():
     from slipstream.server.kserve.inference import InferRequest, InferResponse
     from slipstream.server.metrics.statistics import ModelCounters
     from slipstream.server.text.pipeline import TextDelta
@@ -143,7 +143,7 @@ async def test_a_reader_that_stops_between_two_pieces_has_left():
         assert (counters.failures["CANCELED"], counters.success.count) == (failures, 1 - failures)
 
 
-def test_a_full_queue_is_429_and_a_server_that_leaves_503(serving, monkeypatch):
+def test_a_full_queue_is_429_and_a_draining_server_is_503(serving, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(InProcessEngine, "outstanding", SETTINGS.max_rows + MOST_WAITING)
         with pytest.raises(openai.RateLimitError) as raised:
@@ -151,7 +151,7 @@ def test_a_full_queue_is_429_and_a_server_that_leaves_503(serving, monkeypatch):
         assert raised.value.code == "rate_limit_exceeded"
         assert raised.value.response.headers["retry-after"] == "1"
         assert "Exceeds maximum queue size" in raised.value.message
-        # room for one more
+        # one more request fits
         patch.setattr(InProcessEngine, "outstanding", SETTINGS.max_rows + MOST_WAITING - 1)
         assert serving.client.completions.create(**CALL).usage.completion_tokens == 4
         with pytest.raises(openai.RateLimitError):
@@ -165,9 +165,7 @@ def test_a_full_queue_is_429_and_a_server_that_leaves_503(serving, monkeypatch):
 
 
 @pytest.mark.parametrize("lost_after", [0, 1])
-def test_an_engine_that_is_lost_is_told_before_or_within_the_stream(
-    serving, monkeypatch, lost_after
-):
+def test_a_lost_engine_is_an_error_before_or_within_the_stream(serving, monkeypatch, lost_after):
     from slipstream.server.engine_link.mailbox import EngineUnavailable
 
     generate = serving.generator.generate
@@ -196,7 +194,7 @@ def test_an_engine_that_is_lost_is_told_before_or_within_the_stream(
         list(serving.client.completions.create(**call))
 
 
-def test_a_traced_call_is_written_as_a_request_of_its_model(serving, tmp_path):
+def test_a_traced_call_appears_as_a_request_of_its_model(serving, tmp_path):
     from slipstream.server.tracing.settings import TraceSettings
 
     file = tmp_path / "trace.json"
@@ -224,11 +222,11 @@ def test_a_traced_call_is_written_as_a_request_of_its_model(serving, tmp_path):
     } <= set(stamps)
 
 
-async def test_many_at_once_get_their_own_answers(serving):
+async def test_concurrent_requests_get_their_own_answers(serving):
     client = openai.AsyncOpenAI(
         base_url=f"http://127.0.0.1:{serving.port}/v1", api_key="x", max_retries=0
     )
-    # which is what the tiny model goes by
+    # the tiny model's answer depends on it
     prompts = [f"It ends with {letter}" for letter in "abcdefghijkl"]
 
     async def streamed(prompt: str) -> str:
@@ -271,7 +269,7 @@ def test_the_documentation_has_the_routes_with_examples_that_run(serving):
         )
 
 
-def test_what_a_stopped_answer_had_computed_is_found_when_it_is_gone_on_from(serving):
+def test_continuing_a_stopped_answer_reuses_its_cached_blocks(serving):
     prompt, end = "Tell me more. " * 5, str(serving.generator.tokenizer.eos_id)
     before, said = serving.engine.stats.cancelled, ""
     stream = serving.client.completions.create(
@@ -296,7 +294,7 @@ def test_what_a_stopped_answer_had_computed_is_found_when_it_is_gone_on_from(ser
     assert answer.usage.prompt_tokens_details.cached_tokens >= known - 2 * block > len(prompt)
 
 
-def test_time_in_the_engines_queue_is_told_apart_from_computing(serving):
+def test_spans_separate_queue_time_from_compute_time(serving):
     def spent(model: str) -> dict[str, int]:
         return {name: phase["ns"] for name, phase in statistics(serving, model).items()}
 
@@ -318,7 +316,7 @@ def test_time_in_the_engines_queue_is_told_apart_from_computing(serving):
             parts = ("queue", "compute_input", "compute_infer", "compute_output")
             assert sum(phases[part] for part in parts) == phases["success"] > 0
             assert min(phases[part] for part in parts) >= 0
-        # Four run at once: of twelve, eight wait for others to end, all together for about as long
-        # as all compute.
+        # Four of the twelve requests run at once. The other eight wait, in total about as long as
+        # all of them compute.
         assert busy["queue"] > busy["compute_infer"] / 8
         assert busy["queue"] > calm["queue"]

@@ -1,6 +1,4 @@
-"""What spans say of a call that generated text: tokens in and out, and how long the first took to
-come.
-"""
+"""Spans of a generation have the token counts and the time to the first token."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def named(spans: list[CollectedSpan], name: str) -> list[CollectedSpan]:
     return [span for span in spans if span.name == name]
 
 
-def test_a_streamed_chat(traced: Traced) -> None:
+def test_spans_of_a_streamed_chat(traced: Traced) -> None:
     messages = [{"role": "user", "content": "the-secret-words"}]
     stream = traced.client.chat.completions.create(
         model="ensemble",
@@ -80,20 +78,20 @@ def test_a_streamed_chat(traced: Traced) -> None:
     assert "secret" not in traced.collector.text
 
 
-def test_several_prompts_of_one_call_are_beside_each_other(traced: Traced) -> None:
+def test_several_prompts_of_one_call_have_sibling_spans(traced: Traced) -> None:
     answer = traced.client.completions.create(**{**CALL, "prompt": ["a", "bcd"], "n": 2})
     spans = traced.collector.wait()
     (root,), models = named(spans, "InferRequest"), named(spans, "ensemble")
     assert [span.parent_id for span in models] == [root.id, root.id]
     assert {span.attributes["gen_ai.operation.name"] for span in models} == {"text_completion"}
-    told = [
+    reported = [
         sum(span.attributes[f"gen_ai.usage.{side}_tokens"] for span in models)
         for side in ("input", "output")
     ]
-    assert told == [answer.usage.prompt_tokens, answer.usage.completion_tokens]
+    assert reported == [answer.usage.prompt_tokens, answer.usage.completion_tokens]
 
 
-def test_tokens_of_tritons_protocol_are_counted_too(traced: Traced, serving: Any) -> None:
+def test_spans_of_tritons_protocol_count_tokens(traced: Traced, serving: Any) -> None:
     body = json.dumps({"text_input": "bcd", "max_tokens": 4, "end_id": -1}).encode()
     assert post(traced.port, "/v2/models/ensemble/generate", body).status == 200
     (model,) = named(traced.collector.wait(), "ensemble")
@@ -104,7 +102,7 @@ def test_tokens_of_tritons_protocol_are_counted_too(traced: Traced, serving: Any
     assert model.attributes["gen_ai.usage.output_tokens"] == 4
 
 
-def test_a_client_that_leaves_is_a_failure_with_what_was_generated(
+def test_the_span_of_a_disconnected_client_is_an_error_with_its_tokens(
     traced: Traced, serving: Any
 ) -> None:
     bias = {str(serving.generator.tokenizer.eos_id): -1000}

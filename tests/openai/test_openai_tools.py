@@ -1,4 +1,4 @@
-"""Functions: shown by the model's own template, called in its format, and read back as calls."""
+"""Tools: shown by the model's chat template, called in its format and returned as calls."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def calling(serving, monkeypatch):
 
 @pytest.fixture(params=[MARKED_TEMPLATE, BARE_TEMPLATE], ids=["marked", "bare"])
 def either(serving, monkeypatch, request):
-    """The server with a template of one format, and then of the other."""
+    """Serve a chat template of one format, then of the other."""
     return called_by(serving, monkeypatch, request.param)
 
 
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
 )
-def test_a_call_that_must_come_comes_and_obeys_its_schema(either, choice):
+def test_a_required_call_is_made_and_matches_its_schema(either, choice):
     named = set()
     for seed in range(6):
         answer = chat(either, tool_choice=choice, temperature=9, seed=seed)
@@ -55,7 +55,7 @@ def test_a_call_that_must_come_comes_and_obeys_its_schema(either, choice):
     assert named == ({"weather", "now"} if choice == "required" else {"weather"})
 
 
-def test_the_template_shows_the_functions_and_the_history(either):
+def test_the_chat_template_gets_the_tools_and_the_history(either):
     answer = chat(either, tool_choice="auto", max_tokens=4)
     assert answer.usage.prompt_tokens == len(prompt_ids(either, MESSAGES))
     answer = chat(either, tool_choice="none", max_tokens=4)
@@ -88,8 +88,8 @@ def test_the_template_shows_the_functions_and_the_history(either):
     assert answer.usage.prompt_tokens == len(prompt_ids(either, plain))
 
 
-def test_text_without_a_call_is_what_it_would_be(either):
-    """The guide leaves free text alone, and the end of the stream what was held back."""
+def test_text_without_a_call_is_unchanged_by_tools(either):
+    """The grammar does not change free text, and held text is sent at the end of the stream."""
     free = (
         either.client.completions.create(
             model="chat", prompt=prompt_ids(either, MESSAGES), temperature=0, max_tokens=60
@@ -110,7 +110,7 @@ def test_text_without_a_call_is_what_it_would_be(either):
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_calls_within_text_are_told_apart_whole_and_streamed(calling, monkeypatch, size):
+def test_calls_within_text_are_separated_whole_and_streamed(calling, monkeypatch, size):
     said = f"Let me see < a <tool. \n{CALL}\n{CALL.replace('Rome', 'Bonn')} "
     say(calling, monkeypatch, [said[start : start + size] for start in range(0, len(said), size)])
     whole = chat(calling).choices[0]
@@ -136,14 +136,14 @@ def test_calls_within_text_are_told_apart_whole_and_streamed(calling, monkeypatc
 @pytest.mark.parametrize(
     ("said", "parts"),
     [
-        (CALL[:40], [CALL[:40]]),  # cut: no call, and nothing lost
+        (CALL[:40], [CALL[:40]]),  # an incomplete call is text
         ("a <tool_call>no JSON</tool_call> b", ["a", " <tool_call>no JSON</tool_call> b"]),
         (f"a \n{CALL[:40]}", ["a", f" \n{CALL[:40]}"]),
         (
             f"a {CALL} b {CALL[:40]}",
             ["a", ("weather", {"city": "Rome", "days": 2}), "b", f" {CALL[:40]}"],
         ),
-        # the end was a stop word
+        # the end mark was a stop word
         (CALL.removesuffix("</tool_call>"), [("weather", {"city": "Rome", "days": 2})]),
         (CALL.replace("Rome", "</tool_call>"), [("weather", {"city": "</tool_call>", "days": 2})]),
         ("  spaces \n", ["  spaces", " \n"]),
@@ -152,11 +152,11 @@ def test_calls_within_text_are_told_apart_whole_and_streamed(calling, monkeypatc
         (f"{CALL} \n", [("weather", {"city": "Rome", "days": 2})]),
     ],
 )
-def test_what_is_no_whole_call_is_text(said, parts):
+def test_an_incomplete_call_is_text(said, parts):
     check_read(CallReader, said, parts)
 
 
-def test_after_the_mark_nothing_but_a_call_can_follow(calling, monkeypatch):
+def test_the_start_mark_is_always_followed_by_a_call(calling, monkeypatch):
     request = say(calling, monkeypatch, ["x"])
     chat(calling, parallel_tool_calls=False)
     assert request[0].stop_words == ["</tool_call>"]
@@ -170,7 +170,7 @@ def test_after_the_mark_nothing_but_a_call_can_follow(calling, monkeypatch):
 
 
 FUNCTION = TOOLS[0]["function"]
-# nothing satisfies it
+# No value satisfies this schema.
 ENDLESS = {"properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}
 
 
@@ -216,7 +216,7 @@ ENDLESS = {"properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}
         ({"functions": [FUNCTION]}, "functions"),
     ],
 )
-def test_what_is_wrong_with_functions_is_told_by_its_name(calling, fields, param):
+def test_wrong_tools_are_an_error_with_the_name_of_the_field(calling, fields, param):
     with pytest.raises(openai.BadRequestError) as raised:
         calling.client.chat.completions.create(
             model="chat", messages=MESSAGES, tools=TOOLS, extra_body=fields
@@ -224,7 +224,7 @@ def test_what_is_wrong_with_functions_is_told_by_its_name(calling, fields, param
     assert raised.value.param == param
 
 
-def test_a_template_of_another_format_is_refused(serving):
+def test_tools_are_rejected_for_templates_of_another_format(serving):
     with pytest.raises(openai.BadRequestError, match="tool_call") as raised:
         chat(serving)
     assert raised.value.param == "tools"

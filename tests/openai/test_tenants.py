@@ -1,4 +1,4 @@
-"""Several API keys: each opens the server, and none finds in the cache what another has asked."""
+"""Several API keys: each gives access, and their requests share no cached blocks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def generated(port: int, key: str, prompt: str) -> int:
 
 
 def several(port: int, key: str, prompt: str) -> int:
-    """Which run side by side."""
+    """Serve requests that run at the same time."""
     body = {"model": "chat", "prompt": [prompt, f"other {prompt}"], "n": 2, "max_tokens": 1}
     return answer(port, "/v1/completions", body, key)["usage"]["prompt_tokens_details"][
         "cached_tokens"
@@ -53,7 +53,7 @@ def several(port: int, key: str, prompt: str) -> int:
 
 @pytest.mark.parametrize("ask", [completed, generated, several])
 @pytest.mark.parametrize("keys", [KEYS, KEYS[:1]])
-def test_what_one_key_computed_another_does_not_find(serving, ask, keys):
+def test_cached_blocks_are_not_shared_between_api_keys(serving, ask, keys):
     access = Access(api_key="\n".join(keys), admin_key="admin")
     prompt = f"{ask.__name__} {len(keys)} " + "a long beginning " * 12
     app = create_app(serving.registry, serving.state, ServerContext(access=access))
@@ -69,7 +69,7 @@ def test_what_one_key_computed_another_does_not_find(serving, ask, keys):
     assert (found[4] > 0, found[5] > 0) == (shared, True)
 
 
-def test_a_salt_of_the_request_divides_what_is_a_keys_own(serving):
+def test_cache_salt_separates_requests_of_one_api_key(serving):
     access = Access(api_key="\n".join(KEYS))
     app = create_app(serving.registry, serving.state, ServerContext(access=access))
     body = {"model": "chat", "prompt": "salted " * 20, "max_tokens": 1}
@@ -83,7 +83,7 @@ def test_a_salt_of_the_request_divides_what_is_a_keys_own(serving):
     assert (found[0], found[1] > 0, found[2]) == (0, True, 0)
 
 
-def test_grpc_knows_the_tenant_too():
+def test_cached_blocks_are_not_shared_between_api_keys_over_grpc():
     def tenant(key: str, access: Access) -> str:
         call: Any = SimpleNamespace(metadata=[("authorization", f"Bearer {key}")])
         context = contextvars.copy_context()
@@ -97,7 +97,7 @@ def test_grpc_knows_the_tenant_too():
     assert tenant("ours", Access(api_key="ours")) == ""
 
 
-def test_a_file_has_a_key_a_line_and_clients_take_the_first(tmp_path, monkeypatch):
+def test_a_key_file_has_one_key_per_line_and_clients_use_the_first(tmp_path, monkeypatch):
     monkeypatch.delenv("SLIPSTREAM_ADMIN_KEY", raising=False)
     (tmp_path / "keys").write_text("  new \n\nold\n")
     access = read_access(tmp_path / "keys", None)
@@ -110,8 +110,8 @@ def test_a_file_has_a_key_a_line_and_clients_take_the_first(tmp_path, monkeypatc
     assert let_in == [True, True, False, False, False]
 
 
-async def test_what_a_python_model_asks_is_nobodys():
-    """Its connection was made in the context of whoever had it loaded."""
+async def test_requests_of_a_python_model_belong_to_no_tenant():
+    """The connection to its process is opened in the context of the request that loaded it."""
     seen, answers = [], asyncio.Queue()
 
     def find(name, version):
@@ -122,7 +122,7 @@ async def test_what_a_python_model_asks_is_nobodys():
         await answers.put(message)
         return 0
 
-    TENANT.set("whoever had it loaded")
+    TENANT.set("the tenant that loaded it")
     Calls(Surroundings(find), send).begin_control(Control(1, "ready", "m"))
     await answers.get()
     assert seen == [""]

@@ -1,4 +1,4 @@
-"""Which adapter the fields of a request mean, and what is refused before the engine is asked."""
+"""The adapter that a request's fields select, and the errors found before the engine gets it."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ def chosen(registry: AdapterRegistry, **values):
     return asyncio.run(registry.chosen(fields(**values)))
 
 
-def test_tensors_travel_as_the_bytes_they_came_as():
+def test_adapter_tensors_are_passed_on_as_bytes():
     use = chosen(AdapterRegistry(), lora_weights=HALF, lora_config=[1, 0, 3, 2, 1, 4])
     assert use.source == AdapterSource(
         weights=HALF.tobytes(), datatype="float16", modules=[(1, 0, 3), (2, 1, 4)]
@@ -44,7 +44,7 @@ def test_tensors_travel_as_the_bytes_they_came_as():
     assert use.name == "the adapter of the request"
 
 
-def test_an_adapter_is_known_by_its_content():
+def test_adapters_with_equal_content_have_equal_numbers():
     registry = AdapterRegistry()
     first = chosen(registry, lora_weights=HALF, lora_config=[1, 0, 3])
     assert (
@@ -63,7 +63,7 @@ def test_an_adapter_is_known_by_its_content():
     assert len(others) == 4
 
 
-def test_a_task_stands_for_what_was_last_sent_with_it():
+def test_a_task_id_means_the_adapter_last_sent_with_it():
     registry = AdapterRegistry()
     first = chosen(registry, lora_weights=HALF, lora_config=[1, 0, 3], lora_task_id=5)
     assert (
@@ -81,7 +81,7 @@ def test_a_task_stands_for_what_was_last_sent_with_it():
     )
 
 
-def test_nothing_asked_for_is_no_adapter():
+def test_empty_adapter_fields_mean_no_adapter():
     assert chosen(AdapterRegistry()) is None
     assert chosen(AdapterRegistry(), lora_task_id=0) is None
     assert chosen(AdapterRegistry(), lora_name=b"") is None
@@ -112,13 +112,13 @@ def test_nothing_asked_for_is_no_adapter():
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(values, text):
+def test_inconsistent_adapter_fields_are_rejected(values, text):
     with pytest.raises(InferenceError) as caught:
         chosen(AdapterRegistry(), **values)
     assert caught.value.message == text
 
 
-def test_names_are_folders_and_never_paths(tmp_path):
+def test_adapter_names_are_folders_and_never_paths(tmp_path):
     (tmp_path / "adapters" / "french").mkdir(parents=True)
     (tmp_path / "adapters" / "7").mkdir()
     (tmp_path / "secret").mkdir()
@@ -148,7 +148,7 @@ def test_a_folder_whose_files_changed_is_another_adapter(tmp_path):
     assert chosen(registry, lora_name=b"french").number != first
 
 
-def test_a_name_may_come_as_a_parameter():
+def test_lora_name_may_be_a_request_parameter():
     request = InferRequest(
         "tensorrt_llm", "1", {}, parameters={"lora_name": "french", "lora_task_id": 4}
     )

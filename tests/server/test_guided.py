@@ -1,6 +1,4 @@
-"""Answers that obey a grammar: every kind of guide, on an engine that would rather say something
-else.
-"""
+"""Answers follow every kind of guide, on a random model that prefers other tokens."""
 
 from __future__ import annotations
 
@@ -94,7 +92,7 @@ def test_regular_expressions_match_whole_answers(llm, expression):
         assert re.fullmatch(expression, text), text
 
 
-def test_other_kinds(llm):
+def test_grammars_choices_and_plain_json(llm):
     grammar = 'root ::= greeting " " name\ngreeting ::= "hello" | "bye"\nname ::= [A-Z] [a-z]{2}'
     (text,) = answers(llm, "Say:", guide_type="ebnf_grammar", guide=grammar)
     assert re.fullmatch("(hello|bye) [A-Z][a-z]{2}", text)
@@ -107,12 +105,12 @@ def test_other_kinds(llm):
     (text,) = answers(
         llm, "Say:", guide_type="choice", guide=json.dumps(["one"]), end_ids=[], ignore_end=True
     )
-    assert text == "one"  # ends by itself where no token could end it
+    assert text == "one"  # ends although no end token is allowed
     completion = llm.generate("Say:", guide_type="json", max_tokens=30)[0]
     assert completion.text.startswith("{")
 
 
-def test_a_structural_tag_binds_what_is_inside_it(llm):
+def test_a_structural_tag_constrains_the_text_inside_it(llm):
     tag = {
         "type": "structural_tag",
         "triggers": ["<f="],
@@ -131,12 +129,12 @@ def test_a_structural_tag_binds_what_is_inside_it(llm):
             seed=seed,
         )[0]
         whole = len(re.findall("<f=pick>[12]</f>", completion.text))
-        assert completion.text.count("<f=") - whole <= 1  # the last may be cut by the length
+        assert completion.text.count("<f=") - whole <= 1  # the length limit may cut the last one
         complete += whole
     assert complete > 0
 
 
-def test_free_answers_beside_guided_ones_are_unchanged(llm):
+def test_unguided_answers_in_the_same_batch_are_unchanged(llm):
     prompts = [f"The story of number {index}" for index in range(6)]
     options = {"max_tokens": 40, "temperature": 0.9, "seed": 7}
     alone = [llm.generate(prompt, **options)[0].tokens for prompt in prompts]
@@ -182,14 +180,14 @@ def test_free_answers_beside_guided_ones_are_unchanged(llm):
         ),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_by_name_before_it_runs(llm, kind, guide, reason):
+def test_unenforceable_guides_are_rejected_before_they_run(llm, kind, guide, reason):
     with pytest.raises(PromptError, match="guided_decoding_guide: ") as refusal:
         llm.generate("Say:", guide_type=kind, guide=guide)
     assert reason in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
-def test_a_grammar_that_grows_without_bound_fails_alone(llm):
+def test_a_grammar_that_grows_without_bound_fails_only_its_request(llm):
     from slipstream.llm import GenerationFailed
 
     with pytest.raises(
@@ -200,13 +198,13 @@ def test_a_grammar_that_grows_without_bound_fails_alone(llm):
     assert answers(llm, "Say:", guide_type="regex", guide="ab") == ["ab"]
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch):
+def test_without_llguidance_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(GuideError, match=r"pip install 'slipstream\[guided\]'"):
         check_guide(Guide("json", ""))
 
 
-def test_options_name_the_kinds():
+def test_unknown_guide_type_lists_valid_ones():
     with pytest.raises(ValueError, match="guide_type must be one of json"):
         SamplingOptions(guide_type="xml")
     with pytest.raises(ValueError, match="guide_type"):
@@ -214,7 +212,7 @@ def test_options_name_the_kinds():
 
 
 @pytest.mark.parametrize("kind", ["llama2_json", "sentencepiece_bpe"])
-def test_tokenizers_that_drop_the_first_space(tmp_path, kind):
+def test_guides_work_with_tokenizers_that_drop_the_first_space(tmp_path, kind):
     tokenizer = text_samples.ALL[kind]()
     with LLM(build(tmp_path, tokenizer), "float32", threads=2, cache_tokens=4096) as llm:
         schema = {
@@ -231,7 +229,7 @@ def test_tokenizers_that_drop_the_first_space(tmp_path, kind):
         assert re.fullmatch("[ab]{2} [ab]{2}", text)
 
 
-def test_a_tokenizer_whose_tokens_have_no_text_of_their_own_is_refused(tmp_path):
+def test_guides_reject_tokenizers_without_token_texts(tmp_path):
     from slipstream.llm import GenerationFailed
 
     with LLM(build(tmp_path, text_samples.words()), "float32", threads=2, cache_tokens=4096) as llm:
@@ -240,7 +238,7 @@ def test_a_tokenizer_whose_tokens_have_no_text_of_their_own_is_refused(tmp_path)
         assert llm.generate("hello", max_tokens=3)[0].finish_reason == "length"
 
 
-def test_cancelled_while_its_grammar_is_made():
+def test_a_request_is_cancelled_while_its_grammar_is_compiled():
     from concurrent.futures import Future
 
     from slipstream.engine.constraints.constraints import Constraints
@@ -258,7 +256,7 @@ def test_cancelled_while_its_grammar_is_made():
     assert constraints.take_made() == []
 
 
-def test_scores_through_the_python_interface(llm):
+def test_llm_returns_logits_and_prompt_log_probs(llm):
     import numpy as np
     from run_engine import all_logits
 
@@ -284,10 +282,10 @@ def test_scores_through_the_python_interface(llm):
     )
 
 
-def test_bad_words_never_come_in_what_the_engine_writes(llm):
+def test_bad_words_are_never_generated_by_the_engine(llm):
     plain = llm.generate("The dog", max_tokens=60, temperature=1.5, seed=5, ignore_end=True)[0].text
-    letters = set(plain) - {"\ufffd"}  # which stands for bytes that are no letters
-    words = sorted(letters, key=plain.count)[-6:]  # the commonest, in any token
+    letters = set(plain) - {"\ufffd"}  # stands for incomplete characters
+    words = sorted(letters, key=plain.count)[-6:]  # the most common letters
     without = llm.generate(
         "The dog", max_tokens=60, temperature=1.5, seed=5, ignore_end=True, bad_words=words
     )[0]
@@ -298,8 +296,8 @@ def test_bad_words_never_come_in_what_the_engine_writes(llm):
     assert guided.text == "xyz"
 
 
-def test_ids_that_are_no_tokens_are_told(llm):
+def test_unknown_token_ids_are_an_error(llm):
     with pytest.raises(PromptError, match="-3 is no token"):
         llm.generate("The dog", max_tokens=2, logit_bias={-3: 1.0})
-    beyond = {10**6: 5.0}  # no such output: nothing to make likelier
+    beyond = {10**6: 5.0}  # beyond the model's outputs: no effect
     assert llm.generate("The dog", max_tokens=2, logit_bias=beyond, end_ids=[10**6], min_tokens=2)

@@ -1,6 +1,4 @@
-"""Guided answers through every model of a repository, and words that never come, with the engine
-behind a link.
-"""
+"""Guided answers and bad words through every model of a repository and an engine process."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def generate(port: int, model: str, status: int = 200, **fields: Any) -> dict[st
 
 
 @pytest.mark.parametrize("model", ["ensemble", "chat"])
-def test_generate_obeys_a_guide(port, model):
+def test_generate_follows_a_guide(port, model):
     answer = generate(port, model, **GUIDE, return_finish_reason=True)
     assert json.loads(answer["text_output"]) in ({"n": 1}, {"n": 2})
     assert answer["finish_reason"] == "stop"
@@ -70,7 +68,7 @@ def test_generate_obeys_a_guide(port, model):
 
 
 @pytest.mark.parametrize("model", ["ensemble", "chat"])
-def test_streamed_pieces_of_a_guided_answer_join_to_it(port, model):
+def test_streamed_pieces_equal_the_guided_answer(port, model):
     body = json.dumps({"text_input": "Say: ", "max_tokens": 120, "stream": True, **GUIDE}).encode()
     answer = post(port, f"/v2/models/{model}/generate_stream", body)
     pieces = [json.loads(chunk.removeprefix(b"data: "))["text_output"] for chunk in answer.chunks]
@@ -96,7 +94,7 @@ def test_streamed_pieces_of_a_guided_answer_join_to_it(port, model):
         ),
     ],
 )
-def test_bad_guides_are_told_by_name(port, fields, message):
+def test_wrong_guides_are_an_error_with_the_name_of_the_field(port, fields, message):
     for model in ("ensemble", "chat"):
         assert message in generate(port, model, status=400, **fields)["error"]
 
@@ -114,7 +112,7 @@ async def test_an_engine_without_a_tokenizer_says_so_over_grpc(engine_folder, tm
             assert "cannot be guided" in str(error)
 
 
-async def test_the_engine_model_obeys_a_guide(engine_folder, tmp_path):
+async def test_the_engine_model_follows_a_guide(engine_folder, tmp_path):
     from slipstream.server.kserve.inference import InferRequest
     from slipstream.server.kserve.tensors import Tensor
 
@@ -144,8 +142,8 @@ async def test_the_engine_model_obeys_a_guide(engine_folder, tmp_path):
     assert json.loads(tokenizer.decode(answer.outputs[0].values())) in ({"n": 1}, {"n": 2})
 
 
-def test_bad_words_never_come_however_they_are_cut(port):
-    """Each token of this model is one letter, and its tokenizer knows no longer ones."""
+def test_bad_words_are_never_generated_however_they_are_tokenized(port):
+    """Every token of this model is one letter."""
     plain = generate(port, "ensemble", end_id=-1)["text_output"]
     word = plain[10:14]
     without = generate(port, "ensemble", end_id=-1, bad_words=[word])["text_output"]
@@ -153,10 +151,8 @@ def test_bad_words_never_come_however_they_are_cut(port):
     assert word not in without
 
 
-async def test_all_of_it_crosses_the_link_to_an_engine_process(engine_folder):
-    """Guides, words, tables and scores travel as plain data, and the answers are those of this
-    process.
-    """
+async def test_guides_and_bad_words_reach_an_engine_process(engine_folder):
+    """An engine process gives the same answers as an engine in this process."""
     import asyncio
     import math
 

@@ -129,7 +129,7 @@ def test_value_out_of_bounds_is_refused_by_name(field: str, value: object, text:
     assert caught.value.message == text
 
 
-def test_every_number_has_a_bound_that_refuses_something() -> None:
+def test_every_number_field_rejects_nan() -> None:
     numbers = [field for field in FIELDS.values() if isinstance(field.bound, Range)]
     assert len(numbers) > 30
     for field in numbers:
@@ -137,12 +137,12 @@ def test_every_number_has_a_bound_that_refuses_something() -> None:
     assert number_range("random_seed").problem(2**64 - 1) == ""
 
 
-def test_error_says_the_clients_own_name_of_a_field() -> None:
+def test_errors_use_the_clients_name_of_a_field() -> None:
     with pytest.raises(InferenceError, match="request_output_len must be > 0, got 0"):
         given_fields(request(request_output_len=0), ENGINE_FIELDS)
 
 
-def test_values_that_ask_for_nothing_pass() -> None:
+def test_no_op_values_of_unsupported_fields_are_accepted() -> None:
     values = {
         "stop": False,
         "decoder_text_input": b"",
@@ -152,7 +152,7 @@ def test_values_that_ask_for_nothing_pass() -> None:
     assert set(given_fields(request(**values), {})) == set(values)
 
 
-def test_every_input_of_the_templates_has_a_place_in_the_tables() -> None:
+def test_every_input_of_the_templates_is_in_the_table() -> None:
     """A field that is in none of them would be refused, or worse, ignored."""
     known = set(FIELDS)
     for name in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble"):
@@ -183,7 +183,7 @@ def test_every_input_of_the_templates_has_a_place_in_the_tables() -> None:
         ({"top_k": 0, "top_p": 0.5}, False, 1.0, 0, 0.5),
     ],
 )
-def test_how_the_next_token_is_chosen(
+def test_fields_that_turn_sampling_on(
     fields: dict[str, object], greedy: bool, temperature: float, top_k: int, top_p: float
 ) -> None:
     params = sampling(**fields)
@@ -191,7 +191,7 @@ def test_how_the_next_token_is_chosen(
     assert (params.temperature, params.top_k, params.top_p) == (temperature, top_k, top_p)
 
 
-def test_seed_is_the_clients_or_a_new_one_each_time() -> None:
+def test_seed_is_the_clients_or_random() -> None:
     assert sampling(random_seed=42).seed == 42
     assert sampling(random_seed=0).seed == 0
     assert len({sampling(temperature=1.0).seed for _ in range(8)}) == 8
@@ -213,7 +213,7 @@ def test_seed_is_the_clients_or_a_new_one_each_time() -> None:
         ("repetition_penalty", 1.5, "repetition_penalty"),
     ],
 )
-def test_a_field_that_the_model_does_not_declare_counts_as_a_parameter(
+def test_an_undeclared_field_may_be_a_request_parameter(
     name: str, value: float, attribute: str
 ) -> None:
     asked = request(max_tokens=8)
@@ -225,13 +225,13 @@ def test_a_field_that_the_model_does_not_declare_counts_as_a_parameter(
         given_fields(asked, {})
 
 
-def test_a_declared_seed_goes_before_one_in_the_parameters() -> None:
+def test_an_input_takes_precedence_over_a_parameter() -> None:
     asked = request(max_tokens=8, random_seed=3)
     asked.parameters["seed"] = 4
     assert given_fields(asked, {})["random_seed"].value == 3
 
 
-def test_the_other_fields_arrive() -> None:
+def test_fields_set_the_sampling_parameters() -> None:
     params = sampling(
         min_length=3,
         repetition_penalty=1.5,
@@ -285,7 +285,7 @@ def test_word_lists_in_the_engines_layout() -> None:
         ([[7, 96]], "bad_words_list holds ids that are not in the vocabulary (0 to 95)"),
     ],
 )
-def test_words_of_ids_are_bounded_in_number_and_length(ids: list[list[int]], message: str) -> None:
+def test_word_lists_are_bounded_in_number_and_length(ids: list[list[int]], message: str) -> None:
     length, flat = pack_words(ids)
     fields = {
         "bad_words_list": FieldValue(
@@ -297,7 +297,7 @@ def test_words_of_ids_are_bounded_in_number_and_length(ids: list[list[int]], mes
     assert caught.value.message == message
 
 
-def test_ids_of_tables_do_not_run_into_a_tenants_salt() -> None:
+def test_prompt_table_ids_are_separated_from_the_cache_salt() -> None:
     def salt(tenant: str, ids: list[int]) -> str:
         fields = given_fields(request(cache_salt=tenant.encode(), prompt_table_extra_ids=ids), {})
         return cache_salt_of(fields) + table_salt(fields)

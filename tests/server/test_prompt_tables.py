@@ -1,4 +1,4 @@
-"""Prompt tuning: ids beyond the vocabulary stand for the rows of a table that the request brings."""
+"""Prompt tuning: ids beyond the vocabulary select rows of the request's embedding table."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sent(values: np.ndarray) -> PromptTable:
 
 
 def expected(model: Any, values: np.ndarray, prompt: list[int], count: int) -> list[int]:
-    """What transformers says to the same embeddings, greedily."""
+    """Return the greedy answer of transformers to the same embeddings."""
     known = torch.tensor([token if token < VOCABULARY else 0 for token in prompt])
     with torch.inference_mode():
         embeddings = model.get_input_embeddings()(known).clone()
@@ -84,7 +84,7 @@ def expected(model: Any, values: np.ndarray, prompt: list[int], count: int) -> l
     ],
     ids=["whole", "in steps", "small blocks", "preempted"],
 )
-def test_rows_of_the_table_stand_where_the_ids_are(folder, model, settings):
+def test_prompt_table_rows_replace_ids_beyond_the_vocabulary(folder, model, settings):
     loop = engine(folder, **settings)
     tables = [table(seed) for seed in range(4)]
     sampling = SamplingParams(max_tokens=20)
@@ -102,7 +102,7 @@ def test_rows_of_the_table_stand_where_the_ids_are(folder, model, settings):
         assert loop.stats().preemptions > 0
 
 
-def test_ids_beyond_the_table_are_refused(folder):
+def test_ids_beyond_the_prompt_table_are_rejected(folder):
     request = GenerateRequest(1, [VOCABULARY + ROWS], SamplingParams(), prompt_table=sent(table(0)))
     answers = run_all(engine(folder), [request, GenerateRequest(2, [VOCABULARY], SamplingParams())])
     assert f"token id {VOCABULARY + ROWS} is outside" in answers.errors[1]
@@ -115,7 +115,7 @@ def table_inputs(values: np.ndarray, size: int | None = ROWS) -> list[InferInput
     return [given, *([] if size is None else [tensor("prompt_vocab_size", [size], "INT32")])]
 
 
-async def test_tables_over_grpc_never_share_what_was_computed(folder, model, tmp_path):
+async def test_different_prompt_tables_share_no_cached_blocks(folder, model, tmp_path):
     repo = write_declared(tmp_path / "repo", folder)
     prompt = PROMPT * 6  # several blocks
     asks = [tensor("return_num_cached_tokens", [True], "BOOL")]
@@ -132,7 +132,7 @@ async def test_tables_over_grpc_never_share_what_was_computed(folder, model, tmp
         for seed in (1, 2, 1):
             ids, cached = await answer(table(seed))
             assert ids == expected(model, table(seed), prompt, 8)
-        assert cached == 64  # the second time with the first table
+        assert cached == 64  # the first table is used for the second time
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ async def test_tables_over_grpc_never_share_what_was_computed(folder, model, tmp
         ),
     ],
 )
-async def test_tables_that_do_not_fit_are_refused_by_name(folder, tmp_path, inputs, message):
+async def test_prompt_tables_of_wrong_size_are_rejected_by_name(folder, tmp_path, inputs, message):
     async with running(
         folder, write_declared(tmp_path / "repo", folder).parent, keep=True
     ) as stack:
@@ -174,7 +174,7 @@ async def test_tables_that_do_not_fit_are_refused_by_name(folder, tmp_path, inpu
         assert message in str(error)
 
 
-async def test_a_text_has_no_use_for_a_table(folder, tmp_path):
+async def test_text_models_reject_prompt_tables(folder, tmp_path):
     async with running(
         folder, write_declared(tmp_path / "repo", folder).parent, keep=True
     ) as stack:

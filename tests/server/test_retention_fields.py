@@ -1,4 +1,4 @@
-"""What a request says of its cached blocks reaches the engine, or is refused by name."""
+"""Retention fields reach the engine or are rejected by name."""
 
 import pytest
 from grpc_stack import ask, request, running, tensor, token_inputs, until
@@ -27,7 +27,7 @@ def read(**values: list[int]) -> Retention | None:
     return retention_of(given_fields(InferRequest("tensorrt_llm", "", inputs), {}))
 
 
-def test_ranges_and_the_answer_are_read_as_upstream_sends_them():
+def test_retention_fields_are_read():
     assert read() is None
     assert read(starts=[0, 64], ends=[64, -1], priorities=[100, 0]) == Retention(
         (KeptRange(0, 64, Keep(100)), KeptRange(64, None, Keep(0)))
@@ -66,12 +66,12 @@ def test_ranges_and_the_answer_are_read_as_upstream_sends_them():
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(values, message):
+def test_inconsistent_retention_fields_are_rejected_by_name(values, message):
     with pytest.raises(InferenceError, match=message):
         read(**values)
 
 
-async def test_it_reaches_the_engine(tmp_path, monkeypatch):
+async def test_retention_reaches_the_engine(tmp_path, monkeypatch):
     folder = build_tiny_engine(tmp_path / "tiny")
     write_repository(tmp_path / "repo", "chat", folder, folder, 8)
     file = tmp_path / "repo" / "tensorrt_llm" / "config.pbtxt"
