@@ -13,6 +13,7 @@ from typing import Any, Literal
 from slipstream.server.engine_link.child import ENGINE_COMMAND
 from slipstream.server.engine_link.client import Supervision
 from slipstream.server.kserve.access import Access
+from slipstream.server.kserve.context import DEFAULT_HTTP_MAX_INPUT_BYTES
 from slipstream.server.tracing.export_settings import ExportSettings
 
 ControlMode = Literal["none", "poll", "explicit"]
@@ -43,7 +44,7 @@ class ServerOptions:
     complete_config: bool = True  # Python models may complete their own configuration
     allow_client_shared_memory: bool = False
     access: Access = field(default_factory=Access)
-    http_max_input_bytes: int = 64 << 20
+    http_max_input_bytes: int = DEFAULT_HTTP_MAX_INPUT_BYTES
     http_forwarded_headers: re.Pattern[str] | None = None
     grpc_forwarded_headers: re.Pattern[str] | None = None
     grpc_settings: Mapping[str, Any] = field(default_factory=dict)  # fields of GrpcOptions

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-import uvicorn
+from collections.abc import Sequence
 
 from slipstream.repository.reading import Reading
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.grpc.options import GrpcOptions, add_port
 from slipstream.server.grpc.service import create_grpc_server
-from slipstream.server.http.routes import create_app, uvicorn_config
+from slipstream.server.http.exchange import TEXT, Exchange, Handler
+from slipstream.server.http.routes import HttpRoutes, State
+from slipstream.server.http.server import HttpServer
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.metrics.latency_metrics import MetricsConfig
-from slipstream.server.metrics.metrics import ServerMetrics, metrics_app
+from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.model_factories import ModelFactory
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.models.response_cache import ResponseCache
+from slipstream.server.openai.deep_health import HealthProbes
+from slipstream.server.openai.routes import OpenAIRoutes
 from slipstream.server.options import ServerOptions
 from slipstream.server.tracing.settings import TraceSettings
 
@@ -32,6 +32,32 @@ logger = logging.getLogger(__name__)
 
 # Answers that are complete need this long at most to reach their readers.
 CLOSE_SECONDS = 5.0
+
+
+def create_app(
+    registry: ModelRegistry, state: State, context: ServerContext | None = None
+) -> HttpRoutes:
+    """Return the handler of the HTTP port, with Triton's and OpenAI's routes.
+
+    Without a context the models are fixed and no key is needed.
+    """
+    context = context or ServerContext()
+    openai = OpenAIRoutes(registry, state, context)
+    probes = HealthProbes(registry, state)
+    return HttpRoutes(registry, state, context, [openai.group(), probes.group()])
+
+
+def serve_metrics(metrics: ServerMetrics) -> Handler:
+    """Return the handler of the metrics port. As in Triton, any other path is an empty 200."""
+
+    async def answer(exchange: Exchange) -> None:
+        if exchange.method != "GET":
+            await exchange.respond(405, b'{"error":"Method Not Allowed"}', TEXT)
+            return
+        body = metrics.render().encode() if exchange.path == "/metrics" else b""
+        await exchange.respond(200, body, b"text/plain; charset=utf-8")
+
+    return answer
 
 
 class Services:
@@ -66,8 +92,8 @@ class Services:
         engines.on_change = self._watch_engines
         context = _context(options, self.loader, trace)
         self._memory = context.memory
-        self._http = _WebServer(create_app(self.registry, state, context))
-        self._metrics = _WebServer(metrics_app(self.metrics))
+        self._http = HttpServer(create_app(self.registry, state, context))
+        self._metrics = HttpServer(serve_metrics(self.metrics))
         self._grpc_options = GrpcOptions(**options.grpc_settings)
         self._grpc = create_grpc_server(self.registry, state, context, self._grpc_options)
         self._connect(factories)
@@ -121,7 +147,9 @@ class Services:
     async def close(self) -> None:
         """Stop listening; answers that are on their way arrive."""
         await asyncio.gather(
-            self._grpc.stop(CLOSE_SECONDS), self._http.close(), self._metrics.close()
+            self._grpc.stop(CLOSE_SECONDS),
+            self._http.close(CLOSE_SECONDS),
+            self._metrics.close(CLOSE_SECONDS),
         )
         await self.loader.close()
         self._memory.close()
@@ -148,29 +176,3 @@ def _log_start(service: str, address: str, place: str) -> None:
 def _place(listening: socket.socket) -> str:
     address, port = listening.getsockname()[:2]
     return f"{address}:{port}"
-
-
-class _WebServer(uvicorn.Server):
-    """One listening port. Signals belong to the lifecycle, so uvicorn's own handling of them is
-    off.
-    """
-
-    def __init__(self, app: Any) -> None:
-        super().__init__(uvicorn_config(app, timeout_graceful_shutdown=int(CLOSE_SECONDS)))
-        self._task: asyncio.Task[None] | None = None
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def open(self, listening: socket.socket) -> None:
-        self._task = asyncio.create_task(self.serve(sockets=[listening]))
-        while not self.started:
-            if self._task.done():
-                self._task.result()
-            await asyncio.sleep(0.001)
-
-    async def close(self) -> None:
-        self.should_exit = True
-        if self._task is not None:
-            await self._task

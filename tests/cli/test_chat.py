@@ -27,10 +27,10 @@ from tiny_text import EchoEngine, text_registry, write_engine_folder
 
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
+from slipstream.server.services import create_app
 
 # The echo of such a prompt is the conversation, and then its end.
 TEMPLATE = (

@@ -20,11 +20,11 @@ from recordings import recorded_bytes
 from tiny_text import EchoEngine, text_registry, write_engine_folder, write_recorded_repository
 
 from slipstream.repository.models import read_repository
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.build import build_registry
+from slipstream.server.services import create_app
 
 HERE = Path(__file__).parent
 

@@ -15,13 +15,13 @@ from http_support import RunningServer
 from recordings import http_cases, recorded_bytes
 from test_conformance_http import PHRASES, send
 
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.repository_control import NoControl
 from slipstream.server.kserve.shared_memory import PLACE, SharedMemory
 from slipstream.server.log.output import HANDLER
+from slipstream.server.services import create_app
 
 CASES = http_cases()
 

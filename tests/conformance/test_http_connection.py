@@ -1,103 +1,143 @@
-"""What lies between a socket and a request: writes that are joined, and clients that leave."""
+"""What lies between a socket and a request: joined writes, limits, time, upgrades, disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from grpc_support import recorded_registry
+from http_memory import MemoryClient
 from http_support import Connection, RunningServer, request_bytes, wait_until
 
-from slipstream.server.http import connection as http_protocol
-from slipstream.server.http.connection import (
-    MAX_JOINED_BYTES,
-    Departure,
-    JoiningTransport,
-    PipelineFlow,
-)
-from slipstream.server.http.routes import create_app
+from slipstream.server.http.connection import ConnectionLimits
+from slipstream.server.http.exchange import TEXT, UNREAD_BODY_BYTES, ClientGone, Exchange
+from slipstream.server.http.routes import HttpRoutes
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
+from slipstream.server.services import create_app
+
+LIMITS = ConnectionLimits()
+LIVE = request_bytes("GET", "/v2/health/live", [], b"")
 
 
-class Noting(asyncio.Transport):
-    """A transport that remembers what was written to it, and when it was closed."""
-
-    def __init__(self) -> None:
-        self.written: list[bytes] = []
-        self.gone = False
-
-    def is_closing(self) -> bool:
-        return self.gone
-
-    def write(self, data: Any) -> None:
-        self.written.append(bytes(data))
-
-    def close(self) -> None:
-        self.written.append(b"closed")
+def recorded_app(access: Access | None = None) -> HttpRoutes:
+    context = ServerContext(access=access) if access else None
+    return create_app(recorded_registry()[0], ServerState([]), context)
 
 
-async def test_the_writes_of_one_turn_go_out_as_one() -> None:
-    below = Noting()
-    transport = JoiningTransport(below, asyncio.get_running_loop())
+async def echo(exchange: Exchange) -> None:
+    """Answer with the path and the body."""
+    body = await exchange.read_body(1 << 30)
+    await exchange.respond(200, exchange.path.encode() + b" " + body, TEXT)
+
+
+def bodies(data: bytes) -> list[bytes]:
+    """The bodies of responses with a length, one after the other."""
+    found = []
+    while data:
+        head, _, data = data.partition(b"\r\n\r\n")
+        size = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
+        found.append(data[:size])
+        data = data[size:]
+    return found
+
+
+# -- joined writes
+
+
+async def handle_nothing(exchange: Exchange) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_writes_of_one_iteration_go_out_as_one() -> None:
+    client = MemoryClient(handle_nothing)
     for piece in (b"a", b"b", b"c"):
-        transport.write(piece)
-    assert below.written == []
+        client.connection.write(piece)
+    assert client.transport.writes == []
     await asyncio.sleep(0)
-    assert below.written == [b"abc"]
-    transport.write(b"d")
-    transport.close()
+    assert client.transport.writes == [b"abc"]
+    client.connection.write(b"d")
+    client.connection.close()
     await asyncio.sleep(0)
-    assert below.written == [b"abc", b"d", b"closed"]
+    assert (client.transport.writes, client.transport.closed) == ([b"abc", b"d"], True)
 
 
-async def test_much_at_once_is_not_held_back() -> None:
-    below = Noting()
-    transport = JoiningTransport(below, asyncio.get_running_loop())
-    transport.write(b"x" * MAX_JOINED_BYTES)
-    transport.write(b"y")
-    assert below.written == [b"x" * MAX_JOINED_BYTES + b"y"]
+async def test_large_writes_are_not_held_back() -> None:
+    client = MemoryClient(handle_nothing)
+    client.connection.write(b"x" * LIMITS.joined_bytes)
+    client.connection.write(b"y")
+    assert client.transport.writes == [b"x" * LIMITS.joined_bytes + b"y"]
 
 
-async def test_the_end_of_an_answer_does_not_wait_and_takes_along_what_does() -> None:
-    below = Noting()
-    transport = JoiningTransport(below, asyncio.get_running_loop())
-    transport.write_last(b"whole")
-    assert below.written == [b"whole"]
-    transport.write(b"first, ")
-    transport.write_last(b"last")
+async def test_end_of_a_response_is_sent_at_once_with_what_waits() -> None:
+    client = MemoryClient(handle_nothing)
+    client.connection.write_last(b"whole")
+    assert client.transport.writes == [b"whole"]
+    client.connection.write(b"first, ")
+    client.connection.write_last(b"last")
     await asyncio.sleep(0)
-    assert below.written == [b"whole", b"first, last"]
+    assert client.transport.writes == [b"whole", b"first, last"]
 
 
-async def test_what_was_meant_for_a_client_that_has_left_is_dropped() -> None:
-    below = Noting()
-    transport = JoiningTransport(below, asyncio.get_running_loop())
-    transport.write(b"too late")
-    below.gone = True
+async def test_writes_to_a_client_that_has_left_are_dropped() -> None:
+    client = MemoryClient(handle_nothing)
+    client.connection.write(b"too late")
+    client.transport.closed = True
     await asyncio.sleep(0)
-    assert below.written == []
+    assert client.transport.writes == []
 
 
-def test_who_listens_is_told_once_and_also_when_it_is_too_late() -> None:
-    told: list[str] = []
-    reading: list[int] = []
-    departure = Departure(lambda: reading.append(1))
-    departure.listen(lambda: told.append("early"))
-    departure.ignore()
-    departure.leave()
-    assert (told, reading) == ([], [1])
-    departure.listen(lambda: told.append("late"))
-    assert (told, reading) == (["late"], [1])
+# -- disconnects
 
 
-# of a large one, reading had been paused
+async def test_disconnect_cancels_the_handler_and_is_reported_as_client_gone() -> None:
+    ended: list[str] = []
+
+    async def handler(exchange: Exchange) -> None:
+        try:
+            with exchange.cancel_on_disconnect():
+                await asyncio.Event().wait()
+        except ClientGone:
+            ended.append("gone")
+        with exchange.cancel_on_disconnect():  # too late to be watched
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                ended.append("cancelled at once")
+
+    client = MemoryClient(handler)
+    client.send(LIVE)
+    await client.settle()
+    client.leave()
+    await client.settle()
+    assert ended == ["gone", "cancelled at once"]
+
+
+async def test_disconnect_after_the_watched_work_cancels_nothing() -> None:
+    events: list[str] = []
+    go_on = asyncio.Event()
+
+    async def handler(exchange: Exchange) -> None:
+        with exchange.cancel_on_disconnect():
+            pass
+        await go_on.wait()
+        events.append("ended by itself")
+
+    client = MemoryClient(handler)
+    client.send(LIVE)
+    await client.settle()
+    client.leave()
+    go_on.set()
+    await client.settle()
+    assert events == ["ended by itself"]
+
+
+# A body of 1 MiB pauses reading; a connection that is not read does not report its end.
 @pytest.mark.parametrize("padding", [0, 1 << 20], ids=["small", "large"])
 def test_a_client_that_leaves_is_noticed_however_large_its_request(padding: int) -> None:
     registry = recorded_registry()[0]
@@ -112,19 +152,21 @@ def test_a_client_that_leaves_is_noticed_however_large_its_request(padding: int)
     assert model.counters.failures["CANCELED"] == 1
 
 
+# -- limits
+
 CHUNKED = (
     b"POST /v2/models/echo/generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     b'14\r\n{"text_input": "hi"}\r\n0\r\n'
 )
 
 
-def test_trailers_are_not_headers_and_do_not_go_on_for_ever() -> None:
-    with RunningServer(create_app(recorded_registry()[0], ServerState([]))) as server:
+def test_trailers_are_not_headers_and_are_bounded() -> None:
+    with RunningServer(recorded_app()) as server:
         with Connection(server.port) as connection:
             connection.send(CHUNKED + b"content-encoding: gzip\r\n\r\n")
-            assert connection.answer().status == 200, (
-                "as a header it would have made the body unreadable"
-            )
+            answer = connection.answer()
+            assert answer is not None
+            assert answer.status == 200, "as a header it would have made the body unreadable"
         with Connection(server.port) as connection:
             connection.send(CHUNKED)
             trailers = b"".join(
@@ -134,131 +176,416 @@ def test_trailers_are_not_headers_and_do_not_go_on_for_ever() -> None:
                 connection.send(trailers)
 
 
-def test_nothing_is_read_while_requests_wait_for_their_turn() -> None:
-    told: list[str] = []
+@pytest.mark.parametrize(
+    ("limits", "request_head", "accepted"),
+    [
+        (replace(LIMITS, url_bytes=10), b"GET /123456789 HTTP/1.1\r\n\r\n", True),
+        (replace(LIMITS, url_bytes=10), b"GET /1234567890 HTTP/1.1\r\n\r\n", False),
+        (replace(LIMITS, head_bytes=40), b"GET / HTTP/1.1\r\na: " + b"x" * 39 + b"\r\n\r\n", True),
+        (replace(LIMITS, head_bytes=40), b"GET / HTTP/1.1\r\na: " + b"x" * 40 + b"\r\n\r\n", False),
+        (replace(LIMITS, head_bytes=40), b"GET / HTTP/1.1\r\na: " + b"x" * 40, False),
+    ],
+)
+async def test_head_beyond_a_limit_closes_the_connection_without_an_answer(
+    limits: ConnectionLimits, request_head: bytes, accepted: bool
+) -> None:
+    client = MemoryClient(echo, limits)
+    client.send(request_head)
+    assert bool(await client.settle()) is accepted
+    assert client.transport.closed is not accepted
 
-    class Reading(Noting):
-        def pause_reading(self) -> None:
-            told.append("pause")
 
-        def resume_reading(self) -> None:
-            told.append("resume")
+@pytest.mark.parametrize("chunks", [3, 4])
+async def test_number_of_chunks_is_bounded(chunks: int) -> None:
+    client = MemoryClient(echo, replace(LIMITS, chunks=4))  # the last one, of size 0, counts
+    head = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    client.send(head + b"1\r\nx\r\n" * chunks + b"0\r\n\r\n")
+    assert bodies(await client.settle()) == ([b"/ xxx"] if chunks == 3 else [])
+    assert client.transport.closed is (chunks == 4)
 
-    waiting = deque(["a request"])
-    flow = PipelineFlow(Reading(), waiting)
-    flow.pause_reading()
-    flow.resume_reading()
-    assert told == ["pause"]
-    waiting.clear()
-    flow.resume_reading()
-    assert told == ["pause", "resume"]
+
+async def test_body_is_not_read_before_the_handler_asks_for_it() -> None:
+    ask = asyncio.Event()
+
+    async def handler(exchange: Exchange) -> None:
+        await ask.wait()
+        await exchange.respond(200, b"%d" % len(await exchange.read_body(1 << 30)))
+
+    client = MemoryClient(handler)
+    half = b"x" * (UNREAD_BODY_BYTES + 1)
+    client.send(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (2 * len(half)))
+    client.send(half)
+    await client.settle()
+    assert not client.transport.reading
+    ask.set()
+    await client.settle()
+    assert client.transport.reading
+    client.send(half)
+    assert bodies(await client.settle()) == [b"%d" % (2 * len(half))]
+
+
+async def test_slow_reader_holds_up_the_handler() -> None:
+    sent: list[int] = []
+
+    async def handler(exchange: Exchange) -> None:
+        exchange.start_chunks(200, TEXT)
+        for number in range(3):
+            await exchange.send_chunk(b"x")
+            sent.append(number)
+        await exchange.end_chunks()
+
+    client = MemoryClient(handler)
+    client.connection.pause_writing()
+    client.send(LIVE)
+    await client.settle()
+    assert sent == []
+    client.connection.resume_writing()
+    assert (await client.settle()).endswith(b"0\r\n\r\n")
+    assert sent == [0, 1, 2]
+
+
+async def test_slow_reader_that_leaves_ends_the_wait() -> None:
+    ended: list[str] = []
+
+    async def handler(exchange: Exchange) -> None:
+        await exchange.respond(200, b"x")
+        ended.append("yes")
+
+    client = MemoryClient(handler)
+    client.connection.pause_writing()
+    client.send(LIVE)
+    await client.settle()
+    client.leave()
+    await client.settle()
+    assert ended == ["yes"]
+
+
+# -- several requests on one connection
+
+
+async def test_nothing_is_read_while_requests_wait_for_their_turn() -> None:
+    turns: list[asyncio.Event] = []
+
+    async def handler(exchange: Exchange) -> None:
+        turns.append(asyncio.Event())
+        await turns[-1].wait()
+        await exchange.respond(200, b"")
+
+    client = MemoryClient(handler)
+    client.send(LIVE * 3)
+    await client.settle()
+    reading = []
+    for turn in range(3):
+        assert len(turns) == turn + 1
+        reading.append(client.transport.reading)
+        turns[turn].set()
+        await client.settle()
+    assert reading == [False, False, True]
+    assert client.transport.data.count(b"HTTP/1.1 200 OK") == 3
 
 
 def test_requests_that_come_before_their_turn_are_all_answered() -> None:
-    one = request_bytes("GET", "/v2/health/live", [], b"")
-    app = create_app(recorded_registry()[0], ServerState([]))
-    with RunningServer(app) as server, Connection(server.port) as client:
-        client.send(one * 5000)
+    with RunningServer(recorded_app()) as server, Connection(server.port) as client:
+        client.send(LIVE * 5000)
         assert [client.answer().status for _ in range(5000)] == [200] * 5000
 
 
+async def test_requests_after_one_that_closes_are_not_answered() -> None:
+    client = MemoryClient(echo)
+    client.send(b"GET /1 HTTP/1.1\r\nconnection: close\r\n\r\n" + LIVE)
+    assert bodies(await client.settle()) == [b"/1 "]
+    assert client.transport.closed
+
+
+# -- time
+
 HEAD = b"POST /v2/models/echo/generate HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n"
 BODY = b'{"text_input": "hi"}'
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    monkeypatch.setattr(http_protocol, "PATIENCE_SECONDS", 0.2)
-    with RunningServer(create_app(recorded_registry()[0], ServerState([]))) as server:
-        yield server
+TOO_SLOW = b'{"error":"the request did not arrive in time"}'
 
 
 @pytest.mark.parametrize(
     "begun", [HEAD, HEAD + b"\r\n" + BODY[:5], CHUNKED[:-3]], ids=["head", "body", "chunks"]
 )
-def test_a_request_that_does_not_go_on_coming_is_given_up(
-    impatient: RunningServer, begun: bytes
-) -> None:
-    with Connection(impatient.port) as client:
-        client.send(request_bytes("GET", "/v2/health/live", [], b""))
-        assert client.answer().status == 200
-        client.send(begun)
-        answer = client.answer()
-        assert (answer.status, answer.body) == (
-            408,
-            b'{"error":"the request did not arrive in time"}',
-        )
-        assert client.head() is None, "the connection is closed"
+async def test_a_request_that_does_not_arrive_is_given_up(begun: bytes) -> None:
+    client = MemoryClient(echo)
+    client.send(LIVE)
+    await client.settle()
+    client.transport.writes.clear()
+    client.send(begun)
+    client.clock.advance(LIMITS.arrival_seconds - 0.01)
+    assert await client.settle() == b""
+    client.clock.advance(0.02)
+    answer = await client.settle()
+    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert bodies(answer) == [TOO_SLOW]
+    assert client.transport.closed
 
 
-def test_a_request_that_comes_slowly_is_waited_for(
-    impatient: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_protocol, "PATIENCE_SECONDS", 1.0)
-    monkeypatch.setattr(http_protocol, "PATIENT_BYTES_A_SECOND", 5)
-    with Connection(impatient.port) as client:
-        client.send(HEAD + b"\r\n")
-        for begin in range(0, 20, 4):  # longer than patience alone
-            time.sleep(0.3)
-            client.send(BODY[begin : begin + 4])
-        assert client.answer().status == 200
+async def test_a_request_that_arrives_slowly_is_waited_for() -> None:
+    client = MemoryClient(echo, replace(LIMITS, arrival_seconds=1, arrival_bytes_per_second=5))
+    client.send(HEAD + b"\r\n")
+    for begin in range(0, 20, 4):  # each piece adds 0.8 s
+        client.clock.advance(0.75)
+        client.send(BODY[begin : begin + 4])
+    assert bodies(await client.settle()) == [b"/v2/models/echo/generate " + BODY]
 
 
-def test_what_came_at_once_buys_no_more_patience(
-    impatient: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_protocol, "PATIENT_BYTES_A_SECOND", 0.01)
-    with Connection(impatient.port) as client:
-        client.send(HEAD + b"\r\n" + BODY[:15])
-        assert client.answer().status == 408
+async def test_bytes_that_arrive_at_once_add_no_more_than_the_whole_time() -> None:
+    client = MemoryClient(echo, replace(LIMITS, arrival_bytes_per_second=0.01))
+    client.send(HEAD + b"\r\n" + BODY[:15])
+    client.send(BODY[15:18])
+    client.clock.advance(LIMITS.arrival_seconds + 0.01)
+    assert bodies(await client.settle()) == [TOO_SLOW]
 
 
-def test_patience_ends_with_the_request(impatient: RunningServer) -> None:
-    one = request_bytes("GET", "/v2/health/live", [], b"")
-    with Connection(impatient.port) as client:
-        for _ in range(2):
-            client.send(one[:10])
-            time.sleep(0.05)
-            client.send(one[10:])
-            assert client.answer().status == 200
-            time.sleep(0.6)  # three times as long as a request may take to arrive
+async def test_time_to_arrive_ends_with_the_request() -> None:
+    client = MemoryClient(echo, replace(LIMITS, idle_seconds=1000))
+    for count in (1, 2):
+        client.send(LIVE[:10])
+        client.clock.advance(1)
+        client.send(LIVE[10:])
+        assert len(bodies(await client.settle())) == count
+        client.clock.advance(3 * LIMITS.arrival_seconds)
+        assert not client.transport.closed
 
 
-def test_an_answer_is_not_cut_off_for_the_request_behind_it(impatient: RunningServer) -> None:
-    # milliseconds
-    tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["700"]}
-    body = json.dumps({"inputs": [tensor]}).encode()
-    with Connection(impatient.port) as client:
-        client.send(request_bytes("POST", "/v2/models/slow_nd/infer", [], body) + HEAD)
-        assert client.answer().status == 200
-        assert client.answer().status == 408
+async def test_a_response_is_not_cut_off_for_the_request_behind_it() -> None:
+    answer = asyncio.Event()
+
+    async def handler(exchange: Exchange) -> None:
+        await answer.wait()
+        await exchange.respond(200, b"slow")
+
+    client = MemoryClient(handler)
+    client.send(LIVE + HEAD)
+    client.clock.advance(10 * LIMITS.arrival_seconds)
+    assert await client.settle() == b""
+    answer.set()
+    assert bodies(await client.settle()) == [b"slow"]
+    client.clock.advance(LIMITS.arrival_seconds)
+    assert bodies(await client.settle()) == [b"slow", TOO_SLOW]
 
 
-def test_a_client_that_says_nothing_is_not_waited_for() -> None:
-    app = create_app(recorded_registry()[0], ServerState([]))
-    with RunningServer(app, timeout_keep_alive=0.2) as server, Connection(server.port) as client:
+async def test_a_long_answer_is_not_cut_off() -> None:
+    client = MemoryClient(handle_nothing)
+    client.send(LIVE)
+    client.clock.advance(100 * LIMITS.idle_seconds)
+    assert not client.transport.closed
+
+
+async def test_an_idle_connection_is_closed() -> None:
+    client = MemoryClient(echo)
+    client.clock.advance(LIMITS.idle_seconds - 1)
+    client.send(LIVE)
+    await client.settle()
+    client.clock.advance(LIMITS.idle_seconds - 1)
+    assert not client.transport.closed
+    client.clock.advance(2)
+    assert client.transport.closed
+
+
+@pytest.mark.parametrize("before", [b"", LIVE], ids=["first", "second"])
+async def test_line_ends_do_not_keep_a_connection_open(before: bytes) -> None:
+    client = MemoryClient(echo)
+    client.send(before)
+    await client.settle()
+    client.clock.advance(LIMITS.idle_seconds - 1)
+    client.send(b"\r\n")
+    client.clock.advance(2)
+    assert client.transport.closed
+
+
+def test_a_silent_client_is_closed_by_the_real_clock() -> None:
+    limits = replace(LIMITS, idle_seconds=0.2)
+    with RunningServer(recorded_app(), limits) as server, Connection(server.port) as client:
         assert client.head() is None
 
 
-def test_line_ends_are_as_good_as_silence() -> None:
-    app = create_app(recorded_registry()[0], ServerState([]))
-    with RunningServer(app, timeout_keep_alive=0.3) as server:
-        with Connection(server.port) as client:
-            client.send(b"\r\n")
-            assert client.head() is None
-        with Connection(server.port) as client:
-            client.send(request_bytes("GET", "/v2/health/live", [], b""))
-            assert client.answer().status == 200
-            client.send(b"\r\n")
-            assert client.head() is None
+async def test_idle_time_begins_when_a_body_arrives_after_its_answer() -> None:
+    app = recorded_app(Access(api_key="k"))
+    client = MemoryClient(app)
+    client.send(HEAD + b"\r\n")
+    assert (await client.settle()).startswith(b"HTTP/1.1 401 ")
+    client.clock.advance(LIMITS.arrival_seconds - 1)
+    client.send(BODY)
+    client.clock.advance(LIMITS.idle_seconds - 1)
+    assert not client.transport.closed
+    client.clock.advance(2)
+    assert client.transport.closed
 
 
-def test_a_body_that_comes_after_its_answer_is_followed_by_silence() -> None:
-    app = create_app(
-        recorded_registry()[0], ServerState([]), ServerContext(access=Access(api_key="k"))
-    )
-    with RunningServer(app, timeout_keep_alive=0.3) as server, Connection(server.port) as client:
-        client.send(HEAD + b"\r\n")
-        assert client.answer().status == 401
-        client.send(BODY)
+async def test_a_body_that_does_not_arrive_after_its_answer_is_given_up_silently() -> None:
+    app = recorded_app(Access(api_key="k"))
+    client = MemoryClient(app)
+    client.send(HEAD + b"\r\n")
+    client.clock.advance(1)
+    answer = await client.settle()
+    client.clock.advance(LIMITS.arrival_seconds)
+    assert client.transport.closed
+    assert await client.settle() == answer
+
+
+# -- upgrades and ambiguous requests
+
+UPGRADES = {
+    "h2c": b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
+    "websocket": b"connection: Upgrade\r\nUpgrade: websocket\r\nsec-websocket-version: 13\r\n",
+}
+SMUGGLED = b"GET /v2/models/stats HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES.values(), ids=UPGRADES)
+@pytest.mark.parametrize("size", [1, 7, 1000], ids=["bytes", "pieces", "whole"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_upgrade_is_ignored_and_its_body_belongs_to_the_request(
+    upgrade: bytes, size: int, chunked: bool
+) -> None:
+    client = MemoryClient(echo)
+    if chunked:
+        framing = b"transfer-encoding: chunked"
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(SMUGGLED), SMUGGLED)
+    else:
+        framing = b"content-length: %d" % len(SMUGGLED)
+        body = SMUGGLED
+    request = b"POST /first HTTP/1.1\r\nhost: x\r\n" + upgrade + framing + b"\r\n\r\n" + body
+    data = request + b"GET /second HTTP/1.1\r\n\r\n"
+    for begin in range(0, len(data), size):
+        client.send(data[begin : begin + size])
+    assert bodies(await client.settle()) == [b"/first " + SMUGGLED, b"/second "]
+    assert not client.transport.closed
+
+
+def test_upgrade_over_a_socket_is_answered_once() -> None:
+    """The body comes in a packet of its own: an upgrade must not turn it into another request."""
+    head = b"POST /v2/models/echo/generate HTTP/1.1\r\nhost: x\r\n" + UPGRADES["h2c"]
+    with RunningServer(recorded_app()) as server:
+        with Connection(server.port) as client:
+            client.send(head + b"content-length: %d\r\n\r\n" % len(SMUGGLED))
+            assert not client.is_closed(0.1)
+            client.send(SMUGGLED)
+            answer = client.answer()
+            assert answer is not None
+            assert (answer.status, b"Invalid value" in answer.body) == (500, True)
+            assert not client.is_closed(0.1), "no second answer"
+        with Connection(server.port) as client:
+            client.send(head + b"content-length: %d\r\n\r\n" % len(BODY) + BODY)
+            answer = client.answer()
+            assert answer is not None
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    {
+        "two lengths": b"POST / HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello!",
+        "same length twice": b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 1\r\n\r\nx",
+        "list of lengths": b"POST / HTTP/1.1\r\ncontent-length: 5, 5\r\n\r\nhello",
+        "signed length": b"POST / HTTP/1.1\r\ncontent-length: +5\r\n\r\nhello",
+        "huge length": b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\nhello" % 10**30,
+        "length and chunks": (
+            b"POST / HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+        ),
+        "chunks and length": (
+            b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n"
+        ),
+        "unknown coding": b"POST / HTTP/1.1\r\ntransfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
+        "coding after chunked": (
+            b"POST / HTTP/1.1\r\ntransfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n"
+        ),
+        "folded header": b"GET / HTTP/1.1\r\na: b\r\n c\r\n\r\n",
+        "bare line feeds": b"GET / HTTP/1.1\nhost: x\n\n",
+        "bare carriage returns": b"GET / HTTP/1.1\rhost: x\r\r",
+        "space before colon": b"GET / HTTP/1.1\r\nhost : x\r\n\r\n",
+        "connect": b"CONNECT /v2 HTTP/1.1\r\nhost: x\r\n\r\n",
+        "connect to a host": b"CONNECT host:80 HTTP/1.1\r\nhost: x\r\n\r\n",
+        "HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    }.items(),
+    ids=lambda case: case[0],
+)
+async def test_ambiguous_request_closes_the_connection(request_bytes: tuple[str, bytes]) -> None:
+    """Without an answer, as the recordings of Triton have it for what is not HTTP."""
+    client = MemoryClient(echo)
+    client.send(request_bytes[1])
+    assert await client.settle() == b""
+    assert client.transport.closed
+
+
+@pytest.mark.parametrize("size", [b"f" * 17, b"1" + b"0" * 16, b"-1", b"0x5", b"5 5"])
+async def test_chunk_size_that_is_no_number_closes_the_connection(size: bytes) -> None:
+    client = MemoryClient(echo)
+    client.send(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + size + b"\r\nhello")
+    assert await client.settle() == b""
+    assert client.transport.closed
+
+
+def test_ambiguous_request_over_a_socket_gets_no_answer() -> None:
+    with RunningServer(recorded_app()) as server, Connection(server.port) as client:
+        client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED)
         assert client.head() is None
+
+
+async def test_chunk_of_the_largest_size_is_not_allocated() -> None:
+    client = MemoryClient(echo)
+    client.send(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + b"f" * 16 + b"\r\nhi")
+    assert await client.settle() == b""
+    assert not client.transport.closed
+    client.clock.advance(LIMITS.arrival_seconds)
+    assert bodies(await client.settle()) == [TOO_SLOW]
+
+
+# -- Expect: 100-continue
+
+EXPECTING = b"POST / HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n"
+
+
+def with_body(limit: int) -> Callable[[Exchange], Awaitable[None]]:
+    async def handler(exchange: Exchange) -> None:
+        await exchange.respond(200, await exchange.read_body(limit), TEXT)
+
+    return handler
+
+
+async def test_client_that_waits_to_continue_is_asked_for_its_body() -> None:
+    client = MemoryClient(with_body(5))
+    client.send(EXPECTING)
+    assert await client.settle() == b"HTTP/1.1 100 Continue\r\n\r\n"
+    client.send(b"hello")
+    assert (await client.settle()).endswith(b"\r\n\r\nhello")
+
+
+async def test_body_that_is_never_read_is_not_asked_for() -> None:
+    async def handler(exchange: Exchange) -> None:
+        await exchange.respond(401, b"", TEXT)
+
+    client = MemoryClient(handler)
+    client.send(EXPECTING)
+    assert (await client.settle()).startswith(b"HTTP/1.1 401 ")
+
+
+# -- the end of a server
+
+
+async def test_shut_down_closes_an_idle_connection_at_once() -> None:
+    client = MemoryClient(echo)
+    client.connection.shut_down()
+    assert client.transport.closed
+
+
+async def test_shut_down_lets_a_response_end_and_says_that_it_closes() -> None:
+    answer = asyncio.Event()
+
+    async def handler(exchange: Exchange) -> None:
+        await answer.wait()
+        await exchange.respond(200, b"done")
+
+    client = MemoryClient(handler)
+    client.send(LIVE * 2)
+    await client.settle()
+    client.connection.shut_down()
+    assert not client.transport.closed
+    answer.set()
+    data = await client.settle()
+    assert b"\r\nconnection: close\r\n" in data
+    assert bodies(data) == [b"done"], "the second request is not answered"
+    assert client.transport.closed

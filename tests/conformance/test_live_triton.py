@@ -21,13 +21,13 @@ from real_triton import VARIABLE, RealTriton, find_tritonserver
 from slipstream.server.engine_link.child import ENGINE_COMMAND
 from slipstream.server.engine_link.client import Supervision
 from slipstream.server.engine_link.pool import EnginePool
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.python_models.factory import PythonModels
+from slipstream.server.services import create_app
 
 MODELS = Path(__file__).parents[1] / "python_models" / "repos" / "mimic"
 TRITONSERVER = find_tritonserver()

@@ -15,10 +15,10 @@ import pytest
 from grpc_support import Client, RunningGrpc, message, recorded_registry
 from http_support import RunningServer, get, post
 
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
+from slipstream.server.services import create_app
 from slipstream.server.tracing.settings import TraceSettings
 
 COMPUTE = {"COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"}

@@ -18,9 +18,9 @@ from grpc_support import Client, RunningGrpc, message, recorded_registry
 from http_support import RunningServer, get, post, wait_until
 from span_collector import CollectedSpan, Collector, attributes_of, refused_port
 
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
+from slipstream.server.services import create_app
 from slipstream.server.tracing.export_settings import ExportSettings
 from slipstream.server.tracing.settings import TraceSettings
 

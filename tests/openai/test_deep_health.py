@@ -12,7 +12,7 @@ import pytest
 from http_support import Connection, request_bytes, wait_until
 
 from slipstream.server.engine_link.mailbox import EngineUnavailable
-from slipstream.server.http import deep_health
+from slipstream.server.openai import deep_health
 
 
 def probe(serving, path: str, method: str = "GET") -> tuple[int, Any]:
@@ -47,7 +47,7 @@ def test_deep_health_generates_one_token_per_engine(serving):
     assert probe(serving, "/health_generate", "POST")[0] == 405
 
 
-@pytest.mark.parametrize("path", deep_health.PATHS)
+@pytest.mark.parametrize("path", [deep_health.HEALTH, deep_health.HEALTH_GENERATE])
 def test_deep_health_of_a_draining_server_gives_the_reason(serving, path):
     serving.state.draining = True
     try:

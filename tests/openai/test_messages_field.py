@@ -19,11 +19,11 @@ from optional_tensors import write_declared
 from slipstream.repository.config import read_model_config
 from slipstream.repository.models import read_repository
 from slipstream.repository.problems import Problems
-from slipstream.server.http.generate_request import generate_request
-from slipstream.server.http.routes import create_app
+from slipstream.server.http.generate import generate_request
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.build import build_registry
+from slipstream.server.services import create_app
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},

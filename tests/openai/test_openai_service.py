@@ -13,11 +13,11 @@ from http_support import Connection, RunningServer, get, post, request_bytes, wa
 from openai_server import MOST_WAITING, SETTINGS, sdk
 
 from slipstream.server.engine_link.in_process import InProcessEngine
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.access import Access, Restriction
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.metrics.statistics import model_statistics
 from slipstream.server.models.llm_models import TextModel
+from slipstream.server.services import create_app
 
 CALL = {"model": "ensemble", "prompt": "Say: ", "max_tokens": 4, "temperature": 0}
 

@@ -12,8 +12,8 @@ from http_support import Connection, RunningServer, post, request_bytes
 from openai_server import sdk
 from span_collector import CollectedSpan, Collector
 
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.context import ServerContext
+from slipstream.server.services import create_app
 from slipstream.server.tracing.export_settings import ExportSettings
 from slipstream.server.tracing.settings import TraceSettings
 

@@ -13,12 +13,12 @@ from http_support import RunningServer
 
 from slipstream.cli.keys import read_access, read_api_key
 from slipstream.server.grpc.errors import check_access
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.access import TENANT, Access
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.python_models.calls import Calls, Surroundings
 from slipstream.server.python_models.frames import Control
+from slipstream.server.services import create_app
 
 KEYS = ("ours", "theirs")
 

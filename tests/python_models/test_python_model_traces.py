@@ -11,12 +11,12 @@ from pathlib import Path
 from python_model_harness import CONFORMANCE, models_of, write_model
 from span_collector import Collector
 
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.python_models.factory import PythonModels
+from slipstream.server.services import create_app
 from slipstream.server.tracing.export_settings import ExportSettings
 from slipstream.server.tracing.settings import TraceSettings
 

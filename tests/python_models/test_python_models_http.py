@@ -17,11 +17,11 @@ import pytest
 from http_support import Answer, Connection, RunningServer, request_bytes
 from python_model_harness import CONFORMANCE, MIMIC, models_of
 
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.python_models.factory import PythonModels
 from slipstream.server.python_models.model import PythonModel
+from slipstream.server.services import create_app
 
 ROUTE = re.compile(r"/v2/models/(\w+)(?:/versions/\d+)?/(?:generate|generate_stream|infer)")
 # How long these take is what they are about; the others in the recordings are ensembles or differ

@@ -16,17 +16,17 @@ from typing import Any
 import grpc
 import pytest
 import tritonclient.grpc as triton
-import uvicorn
 from python_model_harness import Opened, ask, open_models, said, text_request, write_model
 
 from slipstream.server.grpc.options import GrpcOptions, add_port
 from slipstream.server.grpc.service import create_grpc_server
-from slipstream.server.http.routes import create_app, uvicorn_config
+from slipstream.server.http.server import HttpServer
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.python_models import instance as instances
 from slipstream.server.python_models import model as models
 from slipstream.server.python_models.unread import MOST_BYTES, Unread
 from slipstream.server.python_models.waiting import Pending
+from slipstream.server.services import create_app
 
 LENGTH, COUNT = 64 << 10, 1000  # sixteen times what may be unread
 DECOUPLED = "model_transaction_policy { decoupled: true }"
@@ -181,16 +181,12 @@ Stop = Callable[[], Awaitable[None]]
 @asynccontextmanager
 async def unread_http(opened: Opened) -> AsyncIterator[Stop]:
     """A client of generate_stream that reads nothing, and how its server stops."""
-    config = uvicorn_config(
-        create_app(opened.registry, ServerState([])), timeout_graceful_shutdown=1
-    )
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(config)
-    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    server = HttpServer(create_app(opened.registry, ServerState([])))
+    await server.open(listening)
 
     async def stop() -> None:
-        server.should_exit = True
-        await serving
+        await server.close(1)
 
     body = json.dumps({"text_input": "flood"}).encode()
     head = f"POST /v2/models/flood/generate_stream HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"

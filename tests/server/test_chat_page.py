@@ -18,12 +18,12 @@ import pytest
 from grpc_support import recorded_registry
 from http_support import Answer, RunningServer, get
 
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.access import Access, Restriction
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.openai.fields import ChatFields, CompletionFields
+from slipstream.server.services import create_app
 
 FILE = Path(__file__).parents[2] / "slipstream" / "server" / "http" / "chat.html"
 CONTROLS = {"input", "select", "textarea"}

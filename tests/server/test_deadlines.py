@@ -23,10 +23,10 @@ from slipstream.repository.models import read_repository
 from slipstream.server.engine_link.mailbox import Delta
 from slipstream.server.grpc.options import GrpcOptions, add_port
 from slipstream.server.grpc.service import create_grpc_server
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.build import build_registry
+from slipstream.server.services import create_app
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 

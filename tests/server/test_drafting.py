@@ -19,11 +19,11 @@ from slipstream.repository.models import inspect_repository, read_repository
 from slipstream.repository.templates import write_repository
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.fields.adapters import AdapterUse
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.models.build import build_registry
 from slipstream.server.models.drafting import DraftedGenerator
+from slipstream.server.services import create_app
 from slipstream.server.text.pipeline import PromptError, TextDelta, TextGenerator, TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.load import start_engine

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from slipstream.server.http.generate_response import EventWriter, write_response
+from slipstream.server.http.generate import EventWriter, write_response
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.kserve.tensors import Tensor

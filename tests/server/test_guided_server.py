@@ -15,9 +15,9 @@ from tiny_hf_folder import save_model
 from slipstream.engine_worker.process import start_real_engine
 from slipstream.repository.models import read_repository
 from slipstream.server.engine_link.in_process import InProcessEngine
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.models.build import build_registry
+from slipstream.server.services import create_app
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.build import build_engine

@@ -11,7 +11,6 @@ import pytest
 from http_support import Connection, RunningServer, request_bytes
 
 from slipstream.cli.keys import read_access
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.access import (
     ADMIN_APIS,
     APIS,
@@ -22,6 +21,7 @@ from slipstream.server.kserve.access import (
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.services import create_app
 
 ROUTES = {
     ("GET", "/v2"): 200,

@@ -15,9 +15,9 @@ from tiny_text import EchoEngine, text_registry, write_engine_folder
 
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
-from slipstream.server.http.asgi import MAX_BODY_BYTES
-from slipstream.server.http.routes import create_app
+from slipstream.server.kserve.context import DEFAULT_HTTP_MAX_INPUT_BYTES as MAX_BODY_BYTES
 from slipstream.server.kserve.health import ServerState
+from slipstream.server.services import create_app
 
 GENERATE = "/v2/models/ensemble/generate"
 CANARY = json.dumps({"text_input": "canary 🐤 ", "max_tokens": 150, "stream": True}).encode()

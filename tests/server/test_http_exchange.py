@@ -1,175 +1,167 @@
-"""How an answer is framed, message by message."""
+"""How a response is framed, and what happens to a handler that fails."""
 
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from uvicorn.protocols.http.flow_control import FlowControl
+from http_memory import MemoryClient
 
-from slipstream.server.http.exchange import Exchange, read_target
+from slipstream.server.http.connection import read_path
+from slipstream.server.http.exchange import JSON, TEXT, Exchange, Handler, Headers
+from slipstream.server.log import log
 
-
-class Written(asyncio.Transport):
-    def __init__(self) -> None:
-        self.data = b""
-        self.closed = False
-
-    def write(self, data: Any) -> None:
-        self.data += data
-
-    def write_last(self, data: Any) -> None:
-        self.data += data
-
-    def close(self) -> None:
-        self.closed = True
+GET = b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
-def exchange(method: str = "GET", keep_alive: bool = True) -> tuple[Exchange, Written, list[str]]:
-    transport, told = Written(), []
-    connection = SimpleNamespace(
-        scope={"method": method},
-        transport=transport,
-        flow=FlowControl(transport),
-        logger=None,
-        expect_100_continue=False,
-        on_response_complete=lambda: told.append("complete"),
+async def exchanged(handler: Handler, request: bytes = GET) -> MemoryClient:
+    client = MemoryClient(handler)
+    client.send(request)
+    await client.settle()
+    return client
+
+
+def respond(body: bytes, content_type: bytes = TEXT, headers: Headers = ()) -> Handler:
+    async def handler(exchange: Exchange) -> None:
+        await exchange.respond(200, body, content_type, headers)
+
+    return handler
+
+
+def send_chunks(*pieces: bytes) -> Handler:
+    async def handler(exchange: Exchange) -> None:
+        exchange.start_chunks(200, TEXT)
+        for piece in pieces[:-1]:
+            await exchange.send_chunk(piece)
+        await exchange.end_chunks(pieces[-1])
+
+    return handler
+
+
+async def test_whole_response_has_its_length() -> None:
+    client = await exchanged(respond(b"hello", JSON, [(b"Retry-After", b"1")]))
+    assert client.transport.data == (
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+        b"content-length: 5\r\n\r\nhello"
     )
-    return Exchange(connection, keep_alive), transport, told
-
-
-async def answer(made: Exchange, headers: list[tuple[bytes, bytes]], *pieces: bytes) -> None:
-    await made.send({"type": "http.response.start", "status": 200, "headers": headers})
-    for number, piece in enumerate(pieces, 1):
-        await made.send(
-            {"type": "http.response.body", "body": piece, "more_body": number < len(pieces)}
-        )
-
-
-async def test_an_answer_with_its_length_goes_out_as_it_is() -> None:
-    made, transport, told = exchange()
-    await answer(made, [(b"content-type", b"text/plain"), (b"content-length", b"5")], b"he", b"llo")
-    assert (
-        transport.data
-        == b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 5\r\n\r\nhello"
-    )
-    assert (told, transport.closed, made.response_complete) == (["complete"], False, True)
+    assert not client.transport.closed
 
 
 async def test_chunks_and_their_end() -> None:
-    made, transport, _ = exchange()
-    await answer(made, [(b"transfer-encoding", b"chunked")], b"x" * 26, b"", b"last")
-    head, _, body = transport.data.partition(b"\r\n\r\n")
-    assert head == b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked"
+    client = await exchanged(send_chunks(b"x" * 26, b"", b"last"))
+    head, _, body = client.transport.data.partition(b"\r\n\r\n")
+    assert head == b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ntransfer-encoding: chunked"
     assert body == b"1a\r\n" + b"x" * 26 + b"\r\n4\r\nlast\r\n0\r\n\r\n"
 
 
-async def test_without_a_length_it_is_chunks() -> None:
-    made, transport, _ = exchange()
-    await answer(made, [], b"ab")
-    assert (
-        transport.data
-        == b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n"
+@pytest.mark.parametrize(
+    "request_head",
+    [b"GET /x HTTP/1.1\r\nconnection: close\r\n\r\n", b"GET /x HTTP/1.0\r\n\r\n"],
+    ids=["close", "HTTP/1.0"],
+)
+async def test_connection_that_ends_is_announced_once_and_closed(request_head: bytes) -> None:
+    client = await exchanged(respond(b"a"), request_head)
+    assert client.transport.data.lower().count(b"connection: close\r\n") == 1
+    assert client.transport.closed
+
+
+async def test_handler_can_end_a_connection() -> None:
+    async def handler(exchange: Exchange) -> None:
+        exchange.keep_alive = False
+        await exchange.respond(200, b"")
+
+    client = await exchanged(handler)
+    assert b"\r\nconnection: close\r\n" in client.transport.data
+    assert client.transport.closed
+
+
+@pytest.mark.parametrize(
+    ("handler", "framing"),
+    [
+        (respond(b"hello"), b"content-length: 5"),
+        (send_chunks(b"hello", b"world"), b"transfer-encoding: chunked"),
+    ],
+    ids=["whole", "chunks"],
+)
+async def test_response_to_head_has_no_body(handler: Handler, framing: bytes) -> None:
+    client = await exchanged(handler, b"HEAD /x HTTP/1.1\r\n\r\n")
+    assert client.transport.data == (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n" + framing + b"\r\n\r\n"
     )
-
-
-@pytest.mark.parametrize("headers", [[], [(b"connection", b"close")]])
-async def test_a_connection_that_ends_says_so_once_and_is_closed(
-    headers: list[tuple[bytes, bytes]],
-) -> None:
-    made, transport, _ = exchange(keep_alive=False)
-    await answer(made, [*headers, (b"content-length", b"1")], b"a")
-    assert transport.data.lower().count(b"connection: close\r\n") == 1
-    assert transport.closed
-
-
-async def test_the_application_may_end_a_connection() -> None:
-    made, transport, _ = exchange()
-    await answer(made, [(b"connection", b"close"), (b"content-length", b"0")], b"")
-    assert transport.closed
-
-
-async def test_head_has_a_head_only() -> None:
-    made, transport, told = exchange("HEAD")
-    await answer(made, [(b"content-length", b"5")], b"hello")
-    assert transport.data == b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
-    assert told == ["complete"]
-
-
-@pytest.mark.parametrize("body", [b"four", b"sixsix"])
-async def test_a_length_that_is_not_kept_is_an_error(body: bytes) -> None:
-    made, _, told = exchange()
-    with pytest.raises(RuntimeError, match="not as long as its head announced"):
-        await answer(made, [(b"content-length", b"5")], body)
-    assert told == []
 
 
 @pytest.mark.parametrize("header", [(b"bad name", b"x"), (b"good", b"line\r\nbreak")])
-async def test_what_would_break_the_head_is_refused(header: tuple[bytes, bytes]) -> None:
-    made, transport, _ = exchange()
-    with pytest.raises(RuntimeError, match="is no header"):
-        await answer(made, [header], b"")
-    assert transport.data == b""
+async def test_header_that_would_break_the_head_is_refused(header: tuple[bytes, bytes]) -> None:
+    client = await exchanged(respond(b"", TEXT, [header]))
+    assert client.transport.data.startswith(b"HTTP/1.1 500 ")
+    assert header[0] not in client.transport.data
 
 
-async def test_messages_out_of_order_are_refused() -> None:
-    made, _, _ = exchange()
-    with pytest.raises(RuntimeError, match=r"where 'http\.response\.start' is due"):
-        await made.send({"type": "http.response.body", "body": b""})
-    await answer(made, [(b"content-length", b"0")], b"")
-    for kind in ("http.response.start", "http.response.body"):
-        with pytest.raises(RuntimeError, match="after the end"):
-            await made.send({"type": kind, "status": 200, "body": b""})
+async def test_second_response_and_early_chunk_are_refused() -> None:
+    errors: list[str] = []
+
+    async def handler(exchange: Exchange) -> None:
+        try:
+            await exchange.send_chunk(b"early")
+        except RuntimeError as error:
+            errors.append(str(error))
+        await exchange.respond(200, b"once")
+        for late in (exchange.respond(200, b"twice"), exchange.end_chunks(b"late")):
+            try:
+                await late
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    client = await exchanged(handler)
+    assert client.transport.data.endswith(b"\r\n\r\nonce")
+    assert errors == [
+        "a chunk was sent before the response's head or after its end",
+        "a response was begun after another one to the same request",
+        "a chunk was sent before the response's head or after its end",
+    ]
 
 
 async def test_nothing_is_written_for_a_client_that_has_left() -> None:
-    made, transport, told = exchange()
-    made.disconnected = True
-    await answer(made, [(b"content-length", b"1")], b"a")
-    assert (transport.data, told) == (b"", [])
+    may_answer = asyncio.Event()
 
+    async def handler(exchange: Exchange) -> None:
+        await may_answer.wait()
+        await exchange.respond(200, b"a")
 
-class Log:
-    def __init__(self) -> None:
-        self.errors: list[BaseException] = []
-
-    def error(self, text: str, exc_info: BaseException) -> None:
-        self.errors.append(exc_info)
-
-
-START = {"type": "http.response.start", "status": 200, "headers": []}
-PART = {"type": "http.response.body", "body": b"part", "more_body": True}
+    client = await exchanged(handler)
+    client.leave()
+    may_answer.set()
+    assert await client.settle() == b""
 
 
 @pytest.mark.parametrize("raised", [None, ValueError("wrong"), asyncio.CancelledError()])
-@pytest.mark.parametrize("messages", [(), (START, PART)])
-async def test_a_part_is_never_taken_for_the_whole(
-    messages: Any, raised: BaseException | None
+@pytest.mark.parametrize("started", [False, True])
+async def test_part_of_a_response_never_looks_whole(
+    started: bool, raised: BaseException | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever ends the application early. Only being cancelled is no mistake of its own."""
+    """Whatever ends the handler early. A cancelled handler made no mistake and is not logged."""
+    logged: list[str] = []
+    monkeypatch.setattr(log, "error", logged.append)
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        for message in messages:
-            await send(message)
+    async def handler(exchange: Exchange) -> None:
+        if started:
+            exchange.start_chunks(200, TEXT)
+            await exchange.send_chunk(b"part")
         if raised is not None:
             raise raised
 
-    made, transport, _ = exchange()
-    made.logger = Log()
-    await made.run_asgi(app)
+    client = await exchanged(handler)
     cancelled = isinstance(raised, asyncio.CancelledError)
-    assert transport.closed
-    assert transport.data.startswith(
-        b"HTTP/1.1 200" if messages else b"" if cancelled else b"HTTP/1.1 500"
-    )
-    assert not transport.data.endswith(b"0\r\n\r\n")
-    assert [type(error) for error in made.logger.errors] == (
-        [] if cancelled else [type(raised or RuntimeError())]
-    )
+    assert client.transport.closed
+    if started:
+        assert client.transport.data.startswith(b"HTTP/1.1 200")
+    else:
+        assert client.transport.data.startswith(b"" if cancelled else b"HTTP/1.1 500")
+    assert not client.transport.data.endswith(b"0\r\n\r\n")
+    expected = [] if cancelled else [type(raised or RuntimeError()).__name__]
+    assert [text.splitlines()[-1].partition(":")[0] for text in logged] == expected
 
 
-def test_a_target_is_taken_apart() -> None:
-    assert read_target(b"/v2/a%20b?x=1") == ("/v2/a b", b"/v2/a%20b", b"x=1")
-    assert read_target(b"http://host:80/v2") == ("/v2", b"/v2", b"")
+def test_path_of_a_target() -> None:
+    assert read_path(b"/v2/a%20b?x=1") == "/v2/a%20b"
+    assert read_path(b"http://host:80/v2") == "/v2"

@@ -22,13 +22,13 @@ from tiny_text import EchoEngine, EchoGeneration, text_registry, write_engine_fo
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import fill, template
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models import batches
 from slipstream.server.models.batches import BatchedModel, join, split
+from slipstream.server.services import create_app
 
 MAX_BYTES = 1 << 16
 

@@ -14,11 +14,11 @@ from tiny_text import BEGIN, END, MAX_TOKENS, EchoEngine, text_registry, write_e
 
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import fill, template
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models.llm_models import joint
+from slipstream.server.services import create_app
 
 TEXT_MODELS = ["ensemble", "llama"]
 

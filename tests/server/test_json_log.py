@@ -149,7 +149,7 @@ def test_the_server_and_its_services_say_what_they_say_elsewhere(life: Life) -> 
         banner[2]
         == f"OpenAI:   http://{address}/v1   chat: http://{address}/ or slipstream chat -u {address}"
     )
-    assert the_one(life.objects, "Invalid HTTP request")["level"] == "warning"  # uvicorn's
+    assert the_one(life.objects, "Invalid HTTP request")["level"] == "warning"
     assert life.settings["log_format"] == "json"
 
 

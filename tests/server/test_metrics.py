@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from http_memory import MemoryClient
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import ScriptedLoop
 
@@ -17,7 +18,8 @@ from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.kserve.registry import ModelVersion
 from slipstream.server.metrics.families import Family
-from slipstream.server.metrics.metrics import ModelCounters, ServerMetrics, metrics_app
+from slipstream.server.metrics.metrics import ModelCounters, ServerMetrics
+from slipstream.server.services import serve_metrics
 
 GOLDEN = Path(__file__).parents[1] / "conformance" / "golden"
 
@@ -453,17 +455,12 @@ def test_label_values_are_escaped():
 
 
 async def call(app, method, path):
-    sent = []
-
-    async def send(message):
-        sent.append(message)
-
-    async def receive():
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    await app({"type": "http", "method": method, "path": path}, receive, send)
-    headers = dict(sent[0]["headers"])
-    return sent[0]["status"], headers[b"content-type"].decode(), sent[1]["body"].decode()
+    client = MemoryClient(app)
+    client.send(f"{method} {path} HTTP/1.1\r\n\r\n".encode())
+    head, _, body = (await client.settle()).decode().partition("\r\n\r\n")
+    first, *lines = head.split("\r\n")
+    headers = dict(line.split(": ") for line in lines)
+    return int(first.split()[1]), headers["content-type"], body
 
 
 def without_the_machine(rendered):
@@ -474,7 +471,7 @@ def without_the_machine(rendered):
 async def test_the_port_answers_as_tritons_does():
     metrics = ServerMetrics()
     metrics.model("llm")
-    app = metrics_app(metrics)
+    app = serve_metrics(metrics)
     status, kind, body = await call(app, "GET", "/metrics")
     assert (status, kind) == (200, "text/plain; charset=utf-8")
     assert without_the_machine(body) == without_the_machine(metrics.render())

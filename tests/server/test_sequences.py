@@ -29,9 +29,9 @@ from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.fields.adapters import AdapterUse
-from slipstream.server.http.routes import create_app
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.models.build import build_registry
+from slipstream.server.services import create_app
 from slipstream.server.text.pipeline import TextGenerator, TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.load import start_engine

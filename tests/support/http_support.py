@@ -11,58 +11,39 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
-
-from slipstream.server.http.routes import uvicorn_config
-
-
-class PromptServer(uvicorn.Server):
-    """Ends when it is told to: uvicorn looks every tenth of a second whether it is, and then sleeps
-    for another.
-    """
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.told_to_stop = asyncio.Event()
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)
-        await self.told_to_stop.wait()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:
-            server.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
+from slipstream.server.http.connection import ConnectionLimits
+from slipstream.server.http.exchange import Handler
+from slipstream.server.http.server import HttpServer
 
 
 class RunningServer:
-    """`with RunningServer(app) as server:` the app is served on `server.port` by uvicorn in a
-    thread.
-    """
+    """`with RunningServer(app) as server:` serves the app on `server.port` in a thread."""
 
-    def __init__(self, app: Any, **settings: Any) -> None:
-        self._server = PromptServer(uvicorn_config(app, port=0, **settings))
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    def __init__(self, app: Handler, limits: ConnectionLimits | None = None) -> None:
+        self._server = HttpServer(app, limits)
+        self._stop = asyncio.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.port = 0
 
-    def _run(self) -> None:
-        async def serve() -> None:
-            self.loop = asyncio.get_running_loop()
-            await self._server.serve()
-
-        asyncio.run(serve())
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            await self._server.open(listening)
+            self.port = listening.getsockname()[1]
+            self._ready.set()
+            await self._stop.wait()
+            await self._server.close(0)
 
     def __enter__(self) -> RunningServer:
         self._thread.start()
-        wait_until(lambda: self._server.started)
-        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        assert self._ready.wait(20)
         return self
 
     def __exit__(self, *error: object) -> None:
         assert self.loop is not None
-        self.loop.call_soon_threadsafe(self._server.told_to_stop.set)
+        self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(20)
         assert not self._thread.is_alive()
 

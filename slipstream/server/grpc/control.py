@@ -10,7 +10,6 @@ from google.protobuf import json_format
 
 from slipstream.server.grpc.infer import version_number
 from slipstream.server.grpc.protocol.messages import method_messages
-from slipstream.server.http.routes import EXTENSIONS, TRITON_VERSION
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.log_settings import log_settings, update_log_settings
@@ -20,6 +19,7 @@ from slipstream.server.kserve.repository_control import (
     check_repository_name,
     load_model,
 )
+from slipstream.server.kserve.server_metadata import EXTENSIONS, TRITON_VERSION
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.metrics.statistics import model_statistics
 from slipstream.server.tracing.settings import TraceSettings

@@ -1,11 +1,11 @@
-"""The HTTP routes around the models: repository control, logging, trace settings, shared memory."""
+"""The HTTP endpoints around the models: repository control, log and trace settings, shared memory."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from slipstream.server.http.json_reader import Members, parse_json
@@ -16,86 +16,112 @@ from slipstream.server.kserve.log_settings import log_settings, update_log_setti
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.repository_control import check_repository_name, load_model
 
-Answer = bytes  # the body of a 200
-REPOSITORY = re.compile(r"/v2/repository(?:/([^/]+))?/(?:index|models/([^/]+)/(load|unload))")
-MODEL_TRACE = re.compile(r"/v2/models/([^/]+)/trace/setting")
-SHARED_MEMORY = re.compile(
-    r"/v2/(system|cuda)sharedmemory(?:/region/([^/]+))?/(status|register|unregister)"
-)
 _NON_STRING = "attempt to access JSON non-string as string"
 
 
-async def repository_route(match: re.Match[str], context: ServerContext, body: bytes) -> Answer:
-    repository, model, action = match.groups(default="")
-    document = _members(body)
-    if not action:
-        ready = document.get("ready")
-        return write_value(context.control.index(ready_only=ready is True))
-    check_repository_name(repository)
-    parameters = document.get("parameters")
-    given = dict(parameters) if isinstance(parameters, Members) else {}
-    if action == "load":
-        await load_model(context.control, model, given)
-    else:
-        await context.control.unload(model, given.get("unload_dependents") is True)
+@dataclass(frozen=True)
+class AdminCall:
+    """One call of these endpoints. Each function below returns the body of its 200 response."""
+
+    method: str
+    parameters: Mapping[str, str]  # of the path
+    body: bytes
+    context: ServerContext
+    registry: ModelRegistry
+
+    def document(self) -> Members:
+        """Return the body's JSON object. An empty body is an empty object."""
+        if not self.body:
+            return Members()
+        document = parse_json(self.body)
+        if not isinstance(document, Members):
+            raise InferenceError("attempt to get members for non-object", Code.INTERNAL)
+        return document
+
+
+async def repository_index(call: AdminCall) -> bytes:
+    ready = call.document().get("ready")
+    return write_value(call.context.control.index(ready_only=ready is True))
+
+
+async def load(call: AdminCall) -> bytes:
+    values = _control_parameters(call)
+    await load_model(call.context.control, call.parameters["model"], values)
     return b""
 
 
-async def logging_route(method: str, body: bytes) -> Answer:
-    if method == "GET":
+async def unload(call: AdminCall) -> bytes:
+    values = _control_parameters(call)
+    dependents = values.get("unload_dependents") is True
+    await call.context.control.unload(call.parameters["model"], dependents)
+    return b""
+
+
+def _control_parameters(call: AdminCall) -> dict[str, Any]:
+    document = call.document()
+    check_repository_name(call.parameters["repository"])
+    parameters = document.get("parameters")
+    return dict(parameters) if isinstance(parameters, Members) else {}
+
+
+async def logging(call: AdminCall) -> bytes:
+    if call.method == "GET":
         return write_value(log_settings())
-    return write_value(update_log_settings(dict(_members(body))))
+    return write_value(update_log_settings(dict(call.document())))
 
 
-async def trace_route(
-    method: str, model: str, context: ServerContext, registry: ModelRegistry, body: bytes
-) -> Answer:
+async def trace_settings(call: AdminCall) -> bytes:
+    """Show or change the trace settings of the model in the path, or of all models."""
+    trace = call.context.trace
+    model = call.parameters.get("model", "")
     if model:
-        registry.find(model)
-    found = (
-        context.trace.get(model)
-        if method == "GET"
-        else context.trace.update(dict(_members(body)), model)
-    )
-    return write_object(_trace_members(found))
+        call.registry.find(model)
+    if call.method == "GET":
+        settings = trace.get(model)
+    else:
+        settings = trace.update(dict(call.document()), model)
+    return write_object(_trace_members(settings))
 
 
 def _trace_members(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Triton repeats the name for every attribute of the resource."""
+    """Triton repeats the name "resource" for each attribute of the resource."""
     for name, value in settings.items():
-        yield from ((name, one) for one in (value if name == "resource" else [value]))
+        for one in value if name == "resource" else [value]:
+            yield name, one
 
 
-async def shared_memory_route(match: re.Match[str], context: ServerContext, body: bytes) -> Answer:
-    kind, region, action = match.groups(default="")
-    memory, cuda = context.memory, kind == "cuda"
-    if action == "status":
-        return write_value(memory.cuda_status(region) if cuda else memory.status(region))
-    if action == "unregister":
-        (memory.unregister_cuda if cuda else memory.unregister)(region)
-        return b""
-    document = _members(body)
-    if cuda:
+async def shared_memory_status(call: AdminCall) -> bytes:
+    memory = call.context.memory
+    region = call.parameters["region"]
+    return write_value(memory.cuda_status(region) if _is_cuda(call) else memory.status(region))
+
+
+async def register_shared_memory(call: AdminCall) -> bytes:
+    memory = call.context.memory
+    region = call.parameters["region"]
+    document = call.document()
+    if _is_cuda(call):
         handle = _raw_handle(document)
-        memory.register_cuda(
-            region, handle, _unsigned(document, "device_id"), _unsigned(document, "byte_size")
-        )
-    else:
-        key = _required(document, "key")
-        if not isinstance(key, str):
-            raise InferenceError(f"Unable to parse 'key': {_NON_STRING}", Code.INTERNAL)
-        offset = 0 if document.get("offset") is None else _unsigned(document, "offset")
-        memory.register(region, key, offset, _unsigned(document, "byte_size"))
+        device = _unsigned(document, "device_id")
+        memory.register_cuda(region, handle, device, _unsigned(document, "byte_size"))
+        return b""
+    key = _required(document, "key")
+    if not isinstance(key, str):
+        raise InferenceError(f"Unable to parse 'key': {_NON_STRING}", Code.INTERNAL)
+    offset = 0 if document.get("offset") is None else _unsigned(document, "offset")
+    memory.register(region, key, offset, _unsigned(document, "byte_size"))
     return b""
 
 
-def _members(body: bytes) -> Members:
-    if not body:
-        return Members()
-    document = parse_json(body)
-    if not isinstance(document, Members):
-        raise InferenceError("attempt to get members for non-object", Code.INTERNAL)
-    return document
+async def unregister_shared_memory(call: AdminCall) -> bytes:
+    memory = call.context.memory
+    unregister = memory.unregister_cuda if _is_cuda(call) else memory.unregister
+    unregister(call.parameters["region"])
+    return b""
+
+
+def _is_cuda(call: AdminCall) -> bool:
+    return call.parameters["kind"] == "cuda"
 
 
 def _required(document: Members, name: str) -> Any:

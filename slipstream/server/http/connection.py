@@ -1,288 +1,416 @@
-"""uvicorn's HTTP parser with bounds on what comes before and around a body, and silence towards
-garbage.
+"""One HTTP/1.1 connection: an `asyncio.Protocol` on the parser of `httptools`.
 
-What is written during one turn of the event loop goes out as one piece, because a system call costs
-as much as writing an event does. Whoever works on a request can ask to be told when its client
-leaves. And a request that has begun to come must go on coming: a connection that is held open by a
-trickle is closed.
+The connection bounds the size of a request's head and the time in which a request must arrive. It
+closes on anything that is not HTTP without an answer, as Triton does. It ignores `Upgrade`, because
+it knows no other protocol, and answers the request as HTTP/1.1.
+
+Writes made during one iteration of the event loop go out as one piece, because a system call costs
+as much as writing an event does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol, cast
 
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
 
-from slipstream.server.http.exchange import Exchange, read_target
+from slipstream.server.http.exchange import TEXT, Exchange, Handler
 
-MAX_URL_BYTES = 8192
-MAX_HEAD_BYTES = 64 << 10
-MAX_CHUNKS = 65536  # of one request; tiny ones cost far more than the bytes they carry
-# For a request to arrive in, head and body. Every KiB of it that comes adds a second, up to as many
-# from then on.
-PATIENCE_SECONDS = 60.0
-PATIENT_BYTES_A_SECOND = 1024
-
-MAX_JOINED_BYTES = 64 << 10
-
-_ASGI = {"version": "3.0", "spec_version": "2.3"}
+logger = logging.getLogger(__name__)
 
 _TOO_SLOW = b'{"error":"the request did not arrive in time"}'
-_TOO_SLOW_ANSWER = (
+_TOO_SLOW_RESPONSE = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
     b"content-length: %d\r\n\r\n%b" % (len(_TOO_SLOW), _TOO_SLOW)
 )
 
-RAW_HEADERS = "raw_headers"  # in the request's state: names as they were written, which ASGI lowers
-DEPARTURE = "departure"  # in the request's state: how its connection tells that it is gone
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    url_bytes: int = 8192
+    head_bytes: int = 64 << 10  # of the headers, and of the trailers
+    chunks: int = 65536  # of one request; a tiny chunk costs far more than the bytes it carries
+    # Seconds in which a request must arrive, head and body. Each `arrival_bytes_per_second` bytes
+    # add one second, but never more than `arrival_seconds` from the time at which they arrive.
+    arrival_seconds: float = 60.0
+    arrival_bytes_per_second: float = 1024
+    idle_seconds: float = 120.0  # between requests
+    joined_bytes: int = 64 << 10  # of writes that wait for the end of the loop's iteration
 
 
-class Departure:
-    """Of one connection's client. Its requests run one after the other, so one listener is enough."""
+class Timer(Protocol):
+    def cancel(self) -> None: ...
 
-    def __init__(self, keep_reading: Callable[[], None]) -> None:
-        self.left = False
-        self._keep_reading = keep_reading  # one that is not read from never says that it is gone
-        self._listener: Callable[[], object] | None = None
 
-    def listen(self, listener: Callable[[], object]) -> None:
-        self._listener = listener
-        if self.left:
-            listener()
+class Clock(Protocol):
+    """The time of a connection. An asyncio event loop is one."""
+
+    def time(self) -> float: ...
+
+    def call_at(self, when: float, callback: Callable[[], object], /) -> Timer: ...
+
+
+@dataclass
+class ConnectionSet:
+    """The open connections of one server, and the tasks that answer their requests."""
+
+    connections: set[HttpConnection] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class HttpConnection(asyncio.Protocol):
+    """One client's connection. Its requests are answered one after the other."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        members: ConnectionSet,
+        limits: ConnectionLimits | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._handler = handler
+        self._members = members
+        self._limits = limits or ConnectionLimits()
+        self._loop = asyncio.get_running_loop()
+        self._clock: Clock = clock or self._loop
+        self._parser = self._create_parser()
+        self._transport = asyncio.Transport()  # replaced when the connection is made
+        self.closed = False
+
+        self._current: Exchange | None = None  # being answered
+        self._incoming: Exchange | None = None  # whose body arrives
+        self._waiting: deque[Exchange] = deque()  # sent before the current one was answered
+        self._disconnect_callback: Callable[[], object] | None = None
+
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._raw_headers: list[tuple[bytes, bytes]] = []
+        self._header_bytes = 0  # parsed headers of this request
+        self._head_bytes = 0  # bytes received since the last request or piece of a body
+        self._chunks = 0
+        self._in_head = True
+        self._upgrade = False  # the parser takes this request for the last one in HTTP/1.1
+        self._arriving = False  # a request has begun to arrive and is not complete
+
+        self._idle_deadline = 0.0
+        self._arrival_deadline = 0.0  # 0: not set
+        self._timer: Timer | None = None
+        self._timer_time = 0.0
+
+        self._read_paused = False
+        self.write_paused = False
+        self._writable: asyncio.Future[None] | None = None
+        self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
+
+    def _create_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        # Data after a request with "Connection: close" is not an error: that request is answered.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    # -- called by the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._members.connections.add(self)
+        self._expect_request()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed = True
+        self._members.connections.discard(self)
+        self._waiting.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        del self._parser  # which refers to this connection
+        self.resume_writing()
+        if self._current is not None:
+            self._current.wake_reader()
+        if self._disconnect_callback is not None:
+            self._disconnect_callback()
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            logger.warning("Invalid HTTP request received.")
+            self.close()
+            return
+        if self._head_bytes > self._limits.head_bytes:
+            self.close()
+        elif self._arriving:
+            self._expect_rest(len(data))
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+
+    # -- called by the server
+
+    def shut_down(self) -> None:
+        """Close now, or after the response that is being sent."""
+        if self._current is None:
+            self.close()
         else:
-            self._keep_reading()
+            self._current.keep_alive = False
 
-    def ignore(self) -> None:
-        self._listener = None
+    # -- parsing
 
-    def leave(self) -> None:
-        self.left = True
-        if self._listener is not None:
-            self._listener()
+    def _parse(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._parse_without_upgrade(data[upgrade.args[0] :])
 
+    def _parse_without_upgrade(self, rest: bytes) -> None:
+        """Parse a request again without its `Upgrade`, with what came after its head.
 
-class JoiningTransport(asyncio.Transport):
-    """Joins the writes of one turn of the event loop."""
+        At an upgrade the parser drops the body and takes what follows for another protocol.
+        """
+        method = self._parser.get_method()
+        version = self._parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b\r\n" % (method, self._url, version)]
+        for name, value in self._raw_headers:
+            if name.lower() != b"upgrade":
+                lines.append(b"%b: %b\r\n" % (name, value))
+        lines.append(b"\r\n")
+        self._upgrade = False
+        self._parser = self._create_parser()
+        self._parse(b"".join(lines) + rest)
 
-    def __init__(self, transport: asyncio.Transport, event_loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._event_loop = event_loop
-        self._pieces: list[bytes] = []
-        self._size = 0
+    def on_message_begin(self) -> None:
+        self._arriving = True
+        self._url = b""
+        self._headers = []
+        self._raw_headers = []
+        self._header_bytes = 0
+        self._chunks = 0
 
-    def write(self, data: Any) -> None:
-        if not self._pieces:
-            self._event_loop.call_soon(self._flush)
-        self._pieces.append(data)
-        self._size += len(data)
-        if self._size > MAX_JOINED_BYTES:
-            self._flush()  # so that the transport can say when it has too much
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        if len(self._url) > self._limits.url_bytes:
+            raise ValueError("the URL is too long")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > self._limits.head_bytes:
+            raise ValueError("the headers are too long")
+        if self._in_head:  # trailers are ignored: access was decided by the headers
+            self._raw_headers.append((name, value))
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        method = parser.get_method()
+        if parser.should_upgrade():
+            if method == b"CONNECT":
+                raise ValueError("this server is not a proxy")
+            self._upgrade = True
+            return
+        self._in_head = False
+        self._head_bytes = 0
+        exchange = Exchange(
+            self,
+            method.decode("ascii"),
+            read_path(self._url),
+            self._headers,
+            self._raw_headers,
+            parser.get_http_version() != "1.0" and parser.should_keep_alive(),
+        )
+        self._incoming = exchange
+        if self._current is None:
+            self._start(exchange)
+        else:
+            self._waiting.append(exchange)
+            self.pause_reading()
+
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
+        if self._chunks > self._limits.chunks:
+            raise ValueError("too many chunks")
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        exchange = self._incoming
+        if exchange is not None and not exchange.complete:
+            exchange.receive_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._upgrade:
+            return
+        self._in_head = True
+        self._head_bytes = 0
+        self._arriving = False
+        self._arrival_deadline = 0.0
+        exchange = self._incoming
+        self._incoming = None
+        if exchange is None:
+            return
+        exchange.receive_body_end()
+        if self._current is None:  # answered before the request was complete
+            self._expect_request()
+
+    # -- answering
+
+    def _start(self, exchange: Exchange) -> None:
+        self._current = exchange
+        task = self._loop.create_task(self._answer(exchange))
+        self._members.tasks.add(task)
+        task.add_done_callback(self._members.tasks.discard)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            await self._handler(exchange)
+            if not exchange.complete and not self.closed:
+                raise RuntimeError("the handler returned before the end of its response")
+        except asyncio.CancelledError:
+            self.close()  # the server stops and has waited long enough
+        except Exception:
+            logger.exception("%s %s failed:", exchange.method, exchange.path)
+            if exchange.started:  # the client must not take a part for the whole
+                self.close()
+            else:
+                exchange.keep_alive = False
+                await exchange.respond(500, b"Internal Server Error", TEXT)
+
+    def response_sent(self, keep_alive: bool) -> None:
+        """Go on with the next request, or close. Called by the exchange."""
+        self._current = None
+        if not keep_alive:
+            self.close()
+        if self._transport.is_closing():
+            return
+        if self._waiting:
+            self._start(self._waiting.popleft())
+        elif not self._arriving:
+            self._expect_request()
+        self.resume_reading()
+
+    def watch_disconnect(self, callback: Callable[[], object]) -> None:
+        """Call back when the client disconnects, or now if it has."""
+        self._disconnect_callback = callback
+        if self.closed:
+            callback()
+        else:
+            self.resume_reading()  # a connection that is not read never reports its end
+
+    def unwatch_disconnect(self, callback: Callable[[], object]) -> None:
+        if self._disconnect_callback is callback:
+            self._disconnect_callback = None
+
+    # -- time
+
+    def _expect_request(self) -> None:
+        """Close the connection if the next request does not begin in time."""
+        self._idle_deadline = self._clock.time() + self._limits.idle_seconds
+        self._set_timer(self._idle_deadline)
+
+    def _expect_rest(self, received: int) -> None:
+        """Close the connection if the rest of the request does not arrive in time."""
+        latest = self._clock.time() + self._limits.arrival_seconds
+        if self._arrival_deadline:
+            earned = received / self._limits.arrival_bytes_per_second
+            self._arrival_deadline = min(self._arrival_deadline + earned, latest)
+        else:
+            self._arrival_deadline = latest
+        self._set_timer(self._arrival_deadline)
+
+    def _set_timer(self, deadline: float) -> None:
+        """Wake up at `deadline` or earlier. A timer is not moved for each request."""
+        if self._timer is not None:
+            if self._timer_time <= deadline:
+                return
+            self._timer.cancel()
+        self._timer_time = deadline
+        self._timer = self._clock.call_at(deadline, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        now = self._clock.time()
+        if self._arriving:
+            behind_another = self._in_head and self._current is not None
+            if self._read_paused or behind_another:  # the server keeps the client waiting
+                self._arrival_deadline = now + self._limits.arrival_seconds
+            deadline = self._arrival_deadline
+        else:
+            deadline = self._idle_deadline if self._current is None else math.inf
+        if deadline <= now:
+            self._time_out()
+        elif deadline < math.inf:
+            self._set_timer(deadline)
+
+    def _time_out(self) -> None:
+        if self._transport.is_closing():
+            return
+        answered = self._incoming is not None and self._incoming.started
+        if self._arriving and not answered:
+            self.write(_TOO_SLOW_RESPONSE)
+        self.close()
+
+    # -- reading and writing
+
+    def pause_reading(self) -> None:
+        if not self._read_paused:
+            self._read_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read on, unless requests wait: each piece of data may bring thousands more of them."""
+        if self._read_paused and not self._waiting and not self._transport.is_closing():
+            self._read_paused = False
+            self._transport.resume_reading()
+
+    async def wait_writable(self) -> None:
+        """Wait until the client has read enough of what was written."""
+        if self.write_paused and not self.closed:
+            self._writable = self._loop.create_future()
+            await self._writable
+
+    def write(self, data: bytes) -> None:
+        """Send data at the end of the event loop's iteration, joined with other writes."""
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(data)
+        self._unsent_bytes += len(data)
+        if self._unsent_bytes > self._limits.joined_bytes:
+            self._flush()  # so that the transport can report that it has too much to send
 
     def write_last(self, data: bytes) -> None:
-        """The end of an answer, with which nothing that follows could be joined."""
-        if self._pieces:
-            self.write(data)
+        """Send the end of a response at once. Nothing that follows could be joined with it."""
+        if self._unsent:
+            self._unsent.append(data)
             self._flush()
         elif not self._transport.is_closing():
             self._transport.write(data)
 
     def _flush(self) -> None:
-        if self._pieces:
-            joined = b"".join(self._pieces) if len(self._pieces) > 1 else self._pieces[0]
-            self._pieces, self._size = [], 0
-            if not self._transport.is_closing():  # the client may have left since
+        if self._unsent:
+            joined = b"".join(self._unsent)
+            self._unsent = []
+            self._unsent_bytes = 0
+            if not self._transport.is_closing():
                 self._transport.write(joined)
 
     def close(self) -> None:
+        """Close the connection after everything that was written."""
         self._flush()
         self._transport.close()
 
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
 
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
-
-
-class PipelineFlow(FlowControl):
-    """Nothing more is read while requests that came before their turn are left: each may bring
-    thousands with it.
-    """
-
-    def __init__(self, transport: Any, pipeline: deque[Any]) -> None:
-        super().__init__(transport)
-        self._pipeline = pipeline
-
-    def resume_reading(self) -> None:
-        if not self._pipeline:
-            super().resume_reading()
-
-
-class TritonProtocol(HttpToolsProtocol):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._in_head = True
-        self._head_bytes = 0
-        self._header_bytes = 0
-        self._chunks = 0
-        self._unfinished = False  # a request has begun to come, and is not here whole
-        self._due = 0.0
-        self._patience: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(JoiningTransport(transport, self.loop))
-        self.flow = PipelineFlow(self.transport, self.pipeline)
-        self._departure = Departure(self.flow.resume_reading)
-        self._expect_request()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn leaves it where the connection broke
-        self._rest_has_come()
-        self._departure.leave()
-
-    def data_received(self, data: bytes) -> None:
-        # of a head or of trailers: counted anew wherever a body goes on
-        self._head_bytes += len(data)
-        waiting = self.timeout_keep_alive_task  # which any data ends
-        super().data_received(data)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self.transport.close()
-        elif self._unfinished:
-            self._expect_rest(len(data))
-        elif waiting is not None and self.timeout_keep_alive_task is None and self._answered:
-            # Line ends before a request are none of it: whoever sends nothing else is as silent as
-            # before.
-            self.timeout_keep_alive_task = self.loop.call_at(
-                waiting.when(), self.timeout_keep_alive_handler
-            )
-
-    def _expect_request(self) -> None:
-        """Whoever says nothing at all is not waited for without end."""
-        self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
-        )
-
-    @property
-    def _answered(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _expect_rest(self, received: int) -> None:
-        most = self.loop.time() + PATIENCE_SECONDS
-        if self._patience is None:
-            self._due = most
-            self._patience = self.loop.call_at(self._due, self._lose_patience)
-        self._due = min(self._due + received / PATIENT_BYTES_A_SECOND, most)
-
-    def _rest_has_come(self) -> None:
-        self._unfinished = False
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
-
-    def _lose_patience(self) -> None:
-        self._patience = None
-        answering = self.cycle is not None and not self.cycle.response_complete
-        # others of its requests come first
-        if self.flow.read_paused or (answering and self._in_head):
-            self._due = self.loop.time() + PATIENCE_SECONDS
-        if self._due > self.loop.time():
-            self._patience = self.loop.call_at(self._due, self._lose_patience)
-        elif not self.transport.is_closing():
-            if self._in_head or not self.cycle.response_started:
-                self.transport.write(_TOO_SLOW_ANSWER)
-            self.transport.close()
-
-    def on_url(self, url: bytes) -> None:
-        self.url += url
-        if len(self.url) > MAX_URL_BYTES:
-            # the parser stops, and the connection is closed below
-            raise ValueError("the URL is too long")
-
-    def on_message_begin(self) -> None:
-        self._unfinished = True
-        self.url = b""
-        self.expect_100_continue = False
-        self.headers = []
-        self._header_bytes = 0
-        self._raw_headers: list[tuple[bytes, bytes]] = []
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._header_bytes += len(name) + len(value)
-        if self._header_bytes > MAX_HEAD_BYTES:
-            raise ValueError("the headers are too long")
-        if not self._in_head:
-            return  # a trailer: what comes behind a body is not for those who judge by the headers
-        self._raw_headers.append((name, value))
-        name = name.lower()
-        if name == b"expect" and value.lower() == b"100-continue":
-            self.expect_100_continue = True
-        self.headers.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes, self._chunks = False, 0, 0
-        version, before = self.parser.get_http_version(), self.cycle
-        self.scope = self._scope(version)
-        self.cycle = Exchange(self, version != "1.0" and self.parser.should_keep_alive())
-        if before is None or before.response_complete:
-            self._start_asgi_task(self.cycle, self.app)
-        else:  # the client did not wait for the answer to its last request
-            self.flow.pause_reading()
-            self.pipeline.appendleft((self.cycle, self.app))
-
-    def _scope(self, version: str) -> Any:
-        target = read_target(self.url)
-        return {
-            "type": "http",
-            "asgi": _ASGI,
-            "http_version": version,
-            "method": self.parser.get_method().decode("ascii"),
-            "path": target.path,
-            "raw_path": target.raw_path,
-            "query_string": target.query,
-            "root_path": "",
-            "server": self.server,
-            "client": self.client,
-            "scheme": self.scheme,
-            "headers": self.headers,
-            "state": {RAW_HEADERS: self._raw_headers, DEPARTURE: self._departure},
-        }
-
-    def on_chunk_header(self) -> None:
-        self._chunks += 1
-        if self._chunks > MAX_CHUNKS:
-            raise ValueError("too many chunks")
-
-    def on_body(self, body: bytes) -> None:
-        self._head_bytes = 0
-        if not self.cycle.response_complete:
-            self.cycle.body += body
-            if len(self.cycle.body) > HIGH_WATER_LIMIT:
-                self.flow.pause_reading()
-            self.cycle.message_event.set()
-
-    def on_message_complete(self) -> None:
-        self._in_head, self._head_bytes = True, 0
-        self._rest_has_come()
-        if not self.cycle.response_complete:
-            self.cycle.more_body = False
-            self.cycle.message_event.set()
-        elif (
-            not self.transport.is_closing()
-        ):  # answered before it was here whole: now the next may come
-            self._expect_request()
-
-    def send_400_response(self, msg: str) -> None:
-        """Triton closes on what is not HTTP, without a word."""
-        self.transport.close()
+@lru_cache(maxsize=256)
+def read_path(url: bytes) -> str:
+    """Return the path of a request's target. Clients repeat a few targets."""
+    path: bytes = httptools.parse_url(url).path
+    return path.decode("ascii")

@@ -1,189 +1,301 @@
-"""One HTTP request and its answer: uvicorn's, with less to do for each.
-
-A model that does nearly nothing is answered for thousands of times a second, and then a third of
-the work is here.
-"""
+"""One HTTP request and its response, as the routes see them."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
+from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
-from urllib.parse import unquote
+from http import HTTPStatus
+from types import TracebackType
+from typing import Protocol
 
-import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import (
-    HEADER_RE,
-    HEADER_VALUE_RE,
-    STATUS_LINE,
-    RequestResponseCycle,
-)
+from slipstream.server.kserve.errors import InferenceError
 
+Headers = Sequence[tuple[bytes, bytes]]
 
-class Target(NamedTuple):
-    """What a request is for."""
+JSON = b"application/json"
+TEXT = b"text/plain"
+OCTETS = b"application/octet-stream"
+EVENTS = b"text/event-stream; charset=utf-8"
+RETRY_AFTER = (b"retry-after", b"1")
 
-    path: str
-    raw_path: bytes
-    query: bytes
+# Bytes of a body that are kept before the handler begins to read it.
+UNREAD_BODY_BYTES = 64 << 10
+# A body that is too large is read, but not kept, up to this many times the limit.
+_DISCARDED_BODY_LIMITS = 4
 
-
-@lru_cache(maxsize=256)
-def read_target(url: bytes) -> Target:
-    """Clients ask for the same few again and again."""
-    parsed = httptools.parse_url(url)
-    path = parsed.path.decode("ascii")
-    return Target(unquote(path) if "%" in path else path, parsed.path, parsed.query or b"")
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_NOT_IN_HEADER_NAME = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
+_NOT_IN_HEADER_VALUE = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
 
 
-@lru_cache(maxsize=256)
-def _written(name: bytes, value: bytes) -> bytes:
-    if HEADER_RE.search(name) or HEADER_VALUE_RE.search(value):
-        raise RuntimeError(f"{name!r} with {value!r} is no header")
-    return name.lower() + b": " + value + b"\r\n"
+class ClientGone(Exception):
+    """The client closed its connection before it had received the whole response."""
 
 
-class Connection(Protocol):
-    """What an exchange needs of the protocol it is a part of."""
+class Channel(Protocol):
+    """The connection of an exchange, as far as the exchange uses it."""
 
-    scope: Any
-    transport: Any
-    flow: FlowControl
-    logger: Any
-    expect_100_continue: bool
+    closed: bool
+    write_paused: bool
 
-    def on_response_complete(self) -> None: ...
+    def write(self, data: bytes) -> None: ...
+
+    def write_last(self, data: bytes) -> None: ...
+
+    async def wait_writable(self) -> None: ...
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def watch_disconnect(self, callback: Callable[[], object]) -> None: ...
+
+    def unwatch_disconnect(self, callback: Callable[[], object]) -> None: ...
+
+    def response_sent(self, keep_alive: bool) -> None: ...
 
 
-class Exchange(RequestResponseCycle):
-    transport: Any  # a `JoiningTransport`
-    disconnected = False
-    more_body = True
-    response_started = False
-    response_complete = False
-    expected_content_length = 0
+class ResponseTrace(Protocol):
+    """A trace that records when the response begins and ends."""
 
-    def __init__(self, connection: Connection, keep_alive: bool) -> None:
-        # In place of uvicorn's constructor, most of whose fields are the constants above for most
-        # requests.
-        self.scope, self.transport, self.flow = (
-            connection.scope,
-            connection.transport,
-            connection.flow,
-        )
-        self.logger, self.on_response = connection.logger, connection.on_response_complete
-        self._arrived = False
-        self._reader: asyncio.Future[None] | None = None
+    def stamp(self, name: str, ns: int = 0) -> None: ...
+
+
+class Exchange:
+    """One HTTP request and its response.
+
+    A handler reads the body with `read_body` and writes one response: whole with `respond`, or in
+    chunks with `start_chunks`, `send_chunk` and `end_chunks`.
+    """
+
+    __slots__ = (
+        "_body_bytes",
+        "_body_complete",
+        "_body_limit",
+        "_channel",
+        "_head",
+        "_pieces",
+        "_reader",
+        "_trace",
+        "complete",
+        "headers",
+        "keep_alive",
+        "method",
+        "path",
+        "raw_headers",
+        "started",
+    )
+
+    def __init__(
+        self,
+        channel: Channel,
+        method: str,
+        path: str,
+        headers: Headers,
+        raw_headers: Headers,
+        keep_alive: bool = True,
+    ) -> None:
+        self._channel = channel
+        self.method = method
+        self.path = path  # as sent by the client, without the query
+        self.headers = headers  # names in lower case
+        self.raw_headers = raw_headers  # names as sent by the client
         self.keep_alive = keep_alive
-        self.waiting_for_100_continue = connection.expect_100_continue
-        self.body = bytearray()
-        self.chunked_encoding = None
-        self._unsent: list[bytes] = []  # the head, until there is something to send with it
+        self._pieces: list[bytes] = []
+        self._body_bytes = 0
+        self._body_limit = sys.maxsize
+        self._body_complete = False
+        self._reader: asyncio.Future[None] | None = None
+        self.started = False
+        self.complete = False
+        self._head = b""  # head of a chunked response, until its first chunk is sent
+        self._trace: ResponseTrace | None = None
 
-    @property
-    def message_event(self) -> Any:  # type: ignore[override]
-        """For uvicorn's protocol, which sets an event when the connection is lost."""
-        return self
+    def header(self, name: bytes) -> bytes:
+        """Return the value of a header by its lower-case name, or nothing."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return b""
 
-    def set(self) -> None:
-        """More of the body is here, or its end, or that of the exchange."""
-        self._arrived = True
+    def begin_trace(self, trace: ResponseTrace, arrival_ns: int = 0) -> None:
+        """Record the time of arrival (0: now), and later the begin and the end of the response."""
+        trace.stamp("HTTP_RECV_START", arrival_ns)
+        self._trace = trace
+
+    # -- the request's body
+
+    def receive_body(self, data: bytes) -> None:
+        """Take the next piece of the body from the connection."""
+        self._body_bytes += len(data)
+        if self._body_bytes <= self._body_limit:
+            self._pieces.append(data)
+        else:
+            self._pieces.clear()
+            if self._body_bytes > _DISCARDED_BODY_LIMITS * self._body_limit:
+                self.wake_reader()
+        if self._reader is None and self._body_bytes > UNREAD_BODY_BYTES:
+            self._channel.pause_reading()
+
+    def receive_body_end(self) -> None:
+        self._body_complete = True
+        self.wake_reader()
+
+    def wake_reader(self) -> None:
+        """Let `read_body` look again at what has arrived."""
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def run_asgi(self, app: Any) -> None:
-        try:
-            await app(self.scope, self.receive, self.send)
-            if not self.response_complete and not self.disconnected:
-                raise RuntimeError("the application returned before the end of its answer")
-        except asyncio.CancelledError:
-            # the server stops and has waited long enough: nothing went wrong here
-            self.transport.close()
-        except Exception as error:
-            self.logger.error("Exception in ASGI application", exc_info=error)
-            if self.response_started:
-                self.transport.close()
-            else:
-                await self.send_500_response()
-        finally:
-            self.on_response = lambda: None
+    async def read_body(self, limit: int) -> bytes:
+        """Return the whole body. Raise InferenceError where it is larger than `limit`.
 
-    async def receive(self) -> Any:
-        if self.waiting_for_100_continue and not self.transport.is_closing():
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self.waiting_for_100_continue = False
-        if not self.disconnected and not self.response_complete:
-            self.flow.resume_reading()
-            if not self._arrived:
-                self._reader = asyncio.get_running_loop().create_future()
-                await self._reader
-            self._arrived = False
-        if self.disconnected or self.response_complete:
-            return {"type": "http.disconnect"}
-        body, self.body = bytes(self.body), bytearray()
-        return {"type": "http.request", "body": body, "more_body": self.more_body}
+        A body that is too large is read to its end without being kept: many clients read the
+        response only after they have sent everything. A client that waits for "100 Continue" gets
+        the error at once.
+        """
+        if self.header(b"expect").lower() == b"100-continue":
+            if self._announced_bytes() > limit:
+                raise _too_large(self._announced_bytes(), limit)
+            self._channel.write(_CONTINUE)
+        self._body_limit = limit
+        if self._body_bytes > limit:
+            self._pieces.clear()
+        if not self._body_complete and not self._channel.closed:
+            self._reader = asyncio.get_running_loop().create_future()
+            self._channel.resume_reading()
+            await self._reader
+        if self._channel.closed:
+            raise ClientGone
+        if self._body_bytes > limit:
+            raise _too_large(max(self._body_bytes, self._announced_bytes()), limit)
+        return b"".join(self._pieces)
 
-    async def send(self, message: Any) -> None:
-        if self.flow.write_paused and not self.disconnected:
-            await self.flow.drain()
-        if self.disconnected:
+    def _announced_bytes(self) -> int:
+        return int(self.header(b"content-length") or 0)
+
+    # -- the response
+
+    async def respond(
+        self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()
+    ) -> None:
+        """Send a whole response with its length."""
+        if self._channel.write_paused:
+            await self._channel.wait_writable()
+        if self._channel.closed:
             return
-        expected = "http.response.body" if self.response_started else "http.response.start"
-        if message["type"] != expected or self.response_complete:
-            raise RuntimeError(
-                f"'{message['type']}' where '{expected}' is due, or after the end of the answer"
-            )
-        if self.response_started:
-            self._go_on(message.get("body", b""), message.get("more_body", False))
-        else:
-            self._start(message["status"], message.get("headers", ()))
+        self._begin(status, content_type, headers, b"content-length: %d\r\n" % len(body))
+        self._finish(self._head if self.method == "HEAD" else self._head + body)
 
-    def _start(self, status: int, headers: Any) -> None:
-        self.response_started, self.waiting_for_100_continue = True, False
-        content, says_close = [STATUS_LINE[status]], False
+    def start_chunks(self, status: int, content_type: bytes, headers: Headers = ()) -> None:
+        """Begin a response in chunks. Its head is sent together with the first chunk."""
+        if not self._channel.closed:
+            self._begin(status, content_type, headers, b"transfer-encoding: chunked\r\n")
+
+    async def send_chunk(self, data: bytes) -> None:
+        """Send one chunk. Wait first where the client reads more slowly than the server writes."""
+        if self._channel.write_paused:
+            await self._channel.wait_writable()
+        if not self._channel.closed:
+            self._channel.write(self._take_head() + self._frame(data))
+
+    async def end_chunks(self, last: bytes = b"") -> None:
+        """Send the last chunk and the end of the response."""
+        if self._channel.write_paused:
+            await self._channel.wait_writable()
+        if not self._channel.closed:
+            end = b"" if self.method == "HEAD" else b"0\r\n\r\n"
+            self._finish(self._take_head() + self._frame(last) + end)
+
+    def _begin(self, status: int, content_type: bytes, headers: Headers, framing: bytes) -> None:
+        if self.started:
+            raise RuntimeError("a response was begun after another one to the same request")
+        lines = [_first_lines(status, content_type)]
         for name, value in headers:
-            if name == b"content-length":
-                self.expected_content_length, self.chunked_encoding = int(value), False
-            elif name == b"transfer-encoding":
-                self.chunked_encoding = value == b"chunked"
-            elif name == b"connection" and value.lower() == b"close":
-                says_close, self.keep_alive = True, False
-            content.append(_written(name, value))
-        if not self.keep_alive and not says_close:
-            content.append(b"connection: close\r\n")
-        if (
-            self.chunked_encoding is None
-            and self.scope["method"] != "HEAD"
-            and status not in (204, 304)
-        ):
-            self.chunked_encoding = True
-            content.append(b"transfer-encoding: chunked\r\n")
-        content.append(b"\r\n")
-        self._unsent = content
+            lines.append(_header_line(name, value))
+        lines.append(framing)
+        lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        self._head = b"".join(lines)
+        self.started = True
+        if self._trace is not None:
+            self._trace.stamp("HTTP_SEND_START")
 
-    def _go_on(self, body: bytes, more: bool) -> None:
-        content, self._unsent = self._unsent, []
-        if self.scope["method"] == "HEAD":
-            self.expected_content_length = 0
-        elif self.chunked_encoding:
-            if body:
-                content += (b"%x\r\n" % len(body), body, b"\r\n")
-            if not more:
-                content.append(b"0\r\n\r\n")
-        else:
-            self.expected_content_length -= len(body)
-            if self.expected_content_length < 0:
-                raise RuntimeError("the answer is not as long as its head announced")
-            content.append(body)
-        if more:
-            self.transport.write(b"".join(content))
-        else:
-            if self.expected_content_length:
-                raise RuntimeError("the answer is not as long as its head announced")
-            self.transport.write_last(b"".join(content))
-            self.response_complete = True
-            self.set()
-            if not self.keep_alive:
-                self.transport.close()
-            self.on_response()
+    def _take_head(self) -> bytes:
+        """Return the head where it is not sent yet."""
+        if not self.started or self.complete:
+            raise RuntimeError("a chunk was sent before the response's head or after its end")
+        head = self._head
+        self._head = b""
+        return head
+
+    def _frame(self, data: bytes) -> bytes:
+        """Return one chunk as it is sent. An empty one would be the end of the response."""
+        if not data or self.method == "HEAD":
+            return b""
+        return b"%x\r\n%b\r\n" % (len(data), data)
+
+    def _finish(self, data: bytes) -> None:
+        self._channel.write_last(data)
+        self.complete = True
+        if self._trace is not None:
+            self._trace.stamp("HTTP_SEND_END")
+        self._channel.response_sent(self.keep_alive)
+
+    def cancel_on_disconnect(self) -> CancelOnDisconnect:
+        """Cancel the work within as soon as the client disconnects, and raise ClientGone instead.
+
+        The body must have been read before.
+        """
+        return CancelOnDisconnect(self._channel)
+
+
+class CancelOnDisconnect:
+    """The context manager of `Exchange.cancel_on_disconnect`."""
+
+    __slots__ = ("_cancel", "_channel", "_task")
+
+    def __init__(self, channel: Channel) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._channel = channel
+        self._task = task
+        self._cancel = task.cancel
+
+    def __enter__(self) -> None:
+        self._channel.watch_disconnect(self._cancel)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._channel.unwatch_disconnect(self._cancel)
+        # A count above 0 means that the task was cancelled for another reason, too.
+        if kind is asyncio.CancelledError and self._channel.closed and not self._task.uncancel():
+            raise ClientGone from None
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+def _too_large(size: int, limit: int) -> InferenceError:
+    return InferenceError(
+        f"request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. "
+        "Use --http-max-input-size to increase the limit."
+    )
+
+
+@lru_cache(maxsize=256)
+def _first_lines(status: int, content_type: bytes) -> bytes:
+    phrase = HTTPStatus(status).phrase.encode()
+    return b"HTTP/1.1 %d %b\r\n" % (status, phrase) + _header_line(b"content-type", content_type)
+
+
+@lru_cache(maxsize=256)
+def _header_line(name: bytes, value: bytes) -> bytes:
+    if _NOT_IN_HEADER_NAME.search(name) or _NOT_IN_HEADER_VALUE.search(value):
+        raise RuntimeError(f"{name!r} with {value!r} is not a header")
+    return name.lower() + b": " + value + b"\r\n"

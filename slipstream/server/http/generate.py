@@ -1,27 +1,123 @@
-"""How the answers of a model become the answer of generate (one) and generate_stream (an event
-each).
+"""The generate endpoints: JSON to a request of tensors, and responses to one flat JSON object.
+
+`generate` answers with one object. `generate_stream` sends one event for each response of the model.
+
+In a request, a key that names an input is that tensor, any other key is a request parameter, and
+the object "parameters" holds more keys of both kinds. Checks, their order and their texts are
+Triton's.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from contextlib import aclosing
+from functools import lru_cache
+from typing import Any
 
-from slipstream.server.http.asgi import EVENTS, JSON, Send, end_chunks, send_chunk, start_chunked
-from slipstream.server.http.generate_response import (
-    EXACTLY_ONE,
-    EventWriter,
-    values_of,
-    write_response,
+from slipstream.repository.config import ModelConfig, TensorConfig
+from slipstream.server.fields.prompts import MESSAGES, UNDECLARED
+from slipstream.server.http.exchange import EVENTS, JSON, Exchange
+from slipstream.server.http.json_reader import Members, parse_json
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter, ServedModel
+from slipstream.server.kserve.input_checks import check_inputs, refused
+from slipstream.server.kserve.json_writer import (
+    write_error,
+    write_scalar,
+    write_string,
+    write_values,
 )
-from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
-from slipstream.server.kserve.json_writer import write_error
+from slipstream.server.kserve.tensors import Tensor, tensor_from_json
 from slipstream.server.text.pipeline import in_thread_if_long
 
+NESTED_KEY = "parameters"
+EXACTLY_ONE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates various "
+    "number of responses"
+)
 
-async def answer_once(model: ServedModel, request: InferRequest, send: Send) -> None:
-    """The status is the first answer's, a second answer only changes the body: that is Triton's
-    way.
+
+async def read_request(body: bytes, config: ModelConfig, version: str) -> InferRequest:
+    """Return the request of a JSON body. A long body is parsed in another thread."""
+    return await in_thread_if_long(len(body), generate_request, body, config, version)
+
+
+def generate_request(body: bytes, config: ModelConfig, version: str) -> InferRequest:
+    document = parse_json(body)
+    if not isinstance(document, Members):
+        raise InferenceError("attempt to get members for non-object", Code.INTERNAL)
+    request = InferRequest(config.name, version, {}, id=_request_id(document.first()))
+    _convert(request, document, config.inputs_by_name, config.max_batch_size > 0)
+    check_inputs(request, config)
+    return request
+
+
+def _request_id(document: dict[str, Any]) -> str:
+    value = document.get("id", "")
+    if not isinstance(value, str):
+        raise InferenceError(
+            "Unable to parse 'id': attempt to access JSON non-string as string", Code.INTERNAL
+        )
+    return value
+
+
+def _convert(
+    request: InferRequest,
+    document: Members,
+    tensors: Mapping[str, TensorConfig],
+    batched: bool,
+    nested: bool = False,
+) -> None:
+    """Add each key of the document to the request, as an input or as a parameter."""
+    for name, value in document:
+        if name == NESTED_KEY and not nested:
+            if not isinstance(value, Members):
+                text = f"Expected JSON object for keyword: '{name}': attempt to access JSON non-object as object"
+                raise InferenceError(text, Code.INTERNAL)
+            _convert(request, value, tensors, batched, nested=True)
+        elif name not in tensors:
+            _add_parameter(request, name, value)
+        else:
+            # A Python model may have an input of this name with another type.
+            if name == MESSAGES and tensors[name].datatype == "BYTES":
+                value = _encode_messages(value)
+            tensor = tensor_from_json(tensors[name], batched, value)
+            if name in request.inputs:
+                raise refused(request, f"input '{name}' already exists in request")
+            request.inputs[name] = tensor
+
+
+def _add_parameter(request: InferRequest, name: str, value: Any) -> None:
+    if not isinstance(value, (str, bool, int, float)):
+        text = (
+            f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'."
+        )
+        raise InferenceError(f"{text} {UNDECLARED}" if name == MESSAGES else text)
+    request.parameters[name] = value
+
+
+def _encode_messages(value: Any) -> Any:
+    """Return a conversation as the JSON text that its tensor holds. Texts are returned as they are."""
+    if isinstance(value, str) or (
+        type(value) is list and value and all(isinstance(item, str) for item in value)
+    ):
+        return value
+    return json.dumps(_to_plain_value(value), ensure_ascii=False)
+
+
+def _to_plain_value(value: Any) -> Any:
+    """Return a parsed value with dictionaries in place of `Members`."""
+    if isinstance(value, Members):
+        return {name: _to_plain_value(item) for name, item in value.first().items()}
+    if isinstance(value, list):
+        return [_to_plain_value(item) for item in value]
+    return value
+
+
+async def answer_once(model: ServedModel, request: InferRequest, exchange: Exchange) -> None:
+    """Send the model's only response. As in Triton, the status is that of the first response, and a
+    second one changes only the body.
     """
     first: InferResponse | None = None
     more = False
@@ -40,25 +136,121 @@ async def answer_once(model: ServedModel, request: InferRequest, send: Send) -> 
     if first is None or more:
         body = write_error(EXACTLY_ONE)
     else:  # logits may be millions of numbers
-        body = await in_thread_if_long(values_of(first), write_response, request, first)
-    await start_chunked(send, 400 if failed else 200, JSON)
-    await end_chunks(send, body)
+        body = await in_thread_if_long(count_values(first), write_response, request, first)
+    exchange.start_chunks(400 if failed else 200, JSON)
+    await exchange.end_chunks(body)
 
 
-async def answer_stream(model: ServedModel, request: InferRequest, send: Send) -> None:
-    started, events = False, EventWriter(request)
+async def answer_stream(model: ServedModel, request: InferRequest, exchange: Exchange) -> None:
+    """Send each response of the model as an event."""
+    events = EventWriter(request)
+    started = False
     async with aclosing(model.infer(request)) as responses:
         try:
             async for response in responses:
                 if not started:
-                    await start_chunked(send, 200 if response.error is None else 400, EVENTS)
+                    exchange.start_chunks(200 if response.error is None else 400, EVENTS)
                     started = True
-                body = await in_thread_if_long(values_of(response), events.write, response)
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                body = await in_thread_if_long(count_values(response), events.write, response)
+                await exchange.send_chunk(body)
         except InferenceError as error:
             if not started:
                 raise
-            await send_chunk(send, b"data: " + write_error(error.message) + b"\n\n")
+            await exchange.send_chunk(b"data: " + write_error(error.message) + b"\n\n")
     if not started:
-        await start_chunked(send, 200, EVENTS)
-    await end_chunks(send)
+        exchange.start_chunks(200, EVENTS)
+    await exchange.end_chunks()
+
+
+def count_values(response: InferResponse) -> int:
+    """Return the number of values in the outputs of a response."""
+    return sum([len(tensor.data) for tensor in response.outputs])
+
+
+def write_response(request: InferRequest, response: InferResponse) -> bytes:
+    """Return a response as one flat JSON object with sorted keys."""
+    if response.error is not None:
+        return write_error(response.error.message)
+    fixed = _fixed_members(request, response.parameters)
+    names = [tensor.name for tensor in response.outputs] + [name for name, _ in fixed]
+    values = [write_tensor(tensor) for tensor in response.outputs] + [value for _, value in fixed]
+    members = [key + values[position] for position, key in _layout(tuple(names))]
+    return b"{" + b",".join(members) + b"}"
+
+
+class EventWriter:
+    """Writes the events of one stream. Everything but the values of the outputs is the same in each
+    event and is written once.
+    """
+
+    def __init__(self, request: InferRequest) -> None:
+        self._request = request
+        self._names: list[str] = []
+        self._parameters: Mapping[str, Parameter] | None = None
+        self._pieces: list[bytes] = []  # constant text and, in between, places for the values
+        self._slots: list[tuple[int, int]] = []  # (index of the piece, index of the output)
+
+    def write(self, response: InferResponse) -> bytes:
+        if response.error is not None:
+            return b"data: " + write_error(response.error.message) + b"\n\n"
+        names = [tensor.name for tensor in response.outputs]
+        parameters = response.parameters
+        if names != self._names or (
+            parameters is not self._parameters and parameters != self._parameters
+        ):
+            self._write_constant_pieces(names, parameters)
+        pieces = self._pieces
+        for piece, output in self._slots:
+            pieces[piece] = write_tensor(response.outputs[output])
+        return b"".join(pieces)
+
+    def _write_constant_pieces(self, names: list[str], parameters: Mapping[str, Parameter]) -> None:
+        fixed = _fixed_members(self._request, parameters)
+        self._names = names
+        self._parameters = parameters
+        self._pieces = []
+        self._slots = []
+        text = b"data: {"
+        layout = _layout((*names, *(name for name, _ in fixed)))
+        for position, key in layout:
+            text += key
+            if position < len(names):
+                self._slots.append((len(self._pieces) + 1, position))
+                self._pieces += (text, b"")
+                text = b""
+            else:
+                text += fixed[position - len(names)][1]
+            text += b"," if key is not layout[-1][1] else b"}\n\n"
+        self._pieces.append(text)
+
+
+def _fixed_members(
+    request: InferRequest, parameters: Mapping[str, Parameter]
+) -> list[tuple[str, bytes]]:
+    """Return the members of a response besides its outputs, as (name, JSON)."""
+    members: list[tuple[str, Parameter]] = [*parameters.items()]
+    members += [("model_name", request.model_name), ("model_version", request.model_version)]
+    if request.id:
+        members.append(("id", request.id))
+    return [(name, write_scalar(value)) for name, value in members]
+
+
+@lru_cache(maxsize=1024)
+def _layout(names: tuple[str, ...]) -> tuple[tuple[int, bytes], ...]:
+    """Return (index of the value, its key as JSON) in the order of the response.
+
+    Triton sorts the keys by their bytes. A repeated name keeps its last value.
+    """
+    positions = {
+        name.encode("utf-8", "surrogateescape"): position for position, name in enumerate(names)
+    }
+    return tuple(
+        (position, write_string(name) + b":") for name, position in sorted(positions.items())
+    )
+
+
+def write_tensor(tensor: Tensor) -> bytes:
+    """Return a tensor as JSON: one element as a scalar, several as a flat array."""
+    if len(tensor.data) == 1:
+        return write_scalar(tensor.first)
+    return b"[" + write_values(tensor.data) + b"]"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from slipstream.server.http.asgi import JSON, OCTETS, TEXT, Headers, Scope, Send, header, send_whole
 from slipstream.server.http.compression import chosen_encoding, compress, decompress
-from slipstream.server.http.connection import RAW_HEADERS
+from slipstream.server.http.exchange import JSON, OCTETS, TEXT, Exchange, Headers
 from slipstream.server.http.infer_request import InferCall, read_infer_call
 from slipstream.server.http.infer_response import InferBody, values_as_text, write_infer_response
 from slipstream.server.kserve.errors import Code, InferenceError
@@ -33,11 +32,11 @@ def check_coupled(entry: ModelVersion) -> None:
 
 
 def read_call(
-    scope: Scope, body: bytes, entry: ModelVersion, memory: SharedMemory, most: int
+    exchange: Exchange, body: bytes, entry: ModelVersion, memory: SharedMemory, most: int
 ) -> InferCall:
-    if encoding := header(scope, b"content-encoding"):
+    if encoding := exchange.header(b"content-encoding"):
         body = decompress(encoding.decode("latin-1").lower(), body, most)
-    given = header(scope, HEADER_LENGTH)
+    given = exchange.header(HEADER_LENGTH)
     size = _header_bytes(given, len(body)) if given else None
     return read_infer_call(body, size, entry.model.config, entry.version, memory)
 
@@ -52,19 +51,21 @@ def _header_bytes(given: bytes, body_bytes: int) -> int:
     return value
 
 
-def forwarded_headers(scope: Scope, names: re.Pattern[str]) -> dict[str, Parameter]:
+def forwarded_headers(exchange: Exchange, names: re.Pattern[str]) -> dict[str, Parameter]:
     """The headers a model may see, as parameters. Their names are as the client wrote them."""
-    given = scope.get("state", {}).get(RAW_HEADERS) or scope["headers"]
-    pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in given]
+    pairs = [
+        (name.decode("latin-1"), value.decode("latin-1")) for name, value in exchange.raw_headers
+    ]
     return {name: value for name, value in pairs if names.fullmatch(name)}
 
 
 async def answer_infer(
-    entry: ModelVersion, call: InferCall, memory: SharedMemory, scope: Scope, send: Send
+    entry: ModelVersion, call: InferCall, memory: SharedMemory, exchange: Exchange
 ) -> None:
     response = await _only_response(entry, call)
     if response.error is not None:
-        await send_whole(send, response.error.status, write_error(response.error.message), TEXT)
+        error = response.error
+        await exchange.respond(error.status, write_error(error.message), TEXT)
         return
     written = await in_thread_if_long(
         values_as_text(call, response),
@@ -74,7 +75,7 @@ async def answer_infer(
         entry.model.config,
         memory,
     )
-    await _send(written, header(scope, b"accept-encoding").decode("latin-1"), send)
+    await _send(written, exchange)
 
 
 async def _only_response(entry: ModelVersion, call: InferCall) -> InferResponse:
@@ -91,13 +92,14 @@ async def _only_response(entry: ModelVersion, call: InferCall) -> InferResponse:
     return first or InferResponse(error=InferenceError(NO_RESPONSE, Code.INTERNAL))
 
 
-async def _send(written: InferBody, accepted: str, send: Send) -> None:
+async def _send(written: InferBody, exchange: Exchange) -> None:
     body = b"".join([written.header, *written.tensors])
     headers: Headers = ()
     if written.tensors:
         headers = [(b"inference-header-content-length", b"%d" % len(written.header))]
+    accepted = exchange.header(b"accept-encoding").decode("latin-1")
     encoding = chosen_encoding(accepted) if accepted else ""
     if encoding:
         body = compress(encoding, body)
         headers = [*headers, (b"content-encoding", encoding.encode())]
-    await send_whole(send, 200, body, OCTETS if written.tensors else JSON, headers)
+    await exchange.respond(200, body, OCTETS if written.tensors else JSON, headers)

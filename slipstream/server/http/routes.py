@@ -1,63 +1,21 @@
-"""Triton's HTTP routes as the real server answers them: models, infer and generate, statistics,
-control, settings.
+"""The table of HTTP routes, and Triton's endpoints for models, inference, health and statistics.
 
-How a server is put together (no torch in this process, the engine is another one): `services.py`
-does it with
-
-    registry = ModelRegistry()                           # registry.wrap(…) puts counters around the models
-    loader = ModelLoader(paths, registry, engines, …)    # models come and go; also the control that clients have
-    app = create_app(registry, ServerState(engines), ServerContext(control=loader, …))
-    await uvicorn.Server(uvicorn_config(app, address, port)).serve(sockets=[…])
-
-and tests with `build_registry(read_repository(path), generators)`, whose models stay.
-
-The routes are plain ASGI in front of a FastAPI application, because status, framing, header set and
-raw paths are part of the contract. FastAPI has what else there is: the pages `/` and `/docs`,
-`/openapi.json` and whatever is mounted on it later.
+`services.create_app` builds the routes of a server, with those of OpenAI's API.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
-import uvicorn
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-
-from slipstream.server.http import deep_health
-from slipstream.server.http.admin import (
-    MODEL_TRACE,
-    REPOSITORY,
-    SHARED_MEMORY,
-    logging_route,
-    repository_route,
-    shared_memory_route,
-    trace_route,
-)
-from slipstream.server.http.asgi import (
-    JSON,
-    RETRY_AFTER,
-    TEXT,
-    ClientGone,
-    Receive,
-    Refused,
-    Scope,
-    Send,
-    WhileConnected,
-    check_access,
-    header,
-    read_body,
-    send_whole,
-)
-from slipstream.server.http.connection import TritonProtocol
-from slipstream.server.http.generate import answer_once, answer_stream
-from slipstream.server.http.generate_request import generate_request
+from slipstream.server.http import admin
+from slipstream.server.http.access import Refused, check_access
+from slipstream.server.http.exchange import JSON, RETRY_AFTER, TEXT, ClientGone, Exchange
+from slipstream.server.http.generate import answer_once, answer_stream, read_request
 from slipstream.server.http.infer import (
     EarlyError,
     answer_infer,
@@ -65,58 +23,51 @@ from slipstream.server.http.infer import (
     forwarded_headers,
     read_call,
 )
-from slipstream.server.http.openapi import openapi_document
-from slipstream.server.http.pages import PAGES, page
-from slipstream.server.http.trace import StampedSend
+from slipstream.server.http.pages import PAGES, openapi_document, read_page
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError, Unavailable
 from slipstream.server.kserve.json_writer import write_error, write_value
 from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
+from slipstream.server.kserve.server_metadata import EXTENSIONS, TRITON_VERSION
 from slipstream.server.metrics.statistics import model_statistics
-from slipstream.server.openai.routes import OpenAIRoutes
-from slipstream.server.tracing.tracing import Finishing
+from slipstream.server.tracing.tracing import Finishing, RequestTrace
 
 logger = logging.getLogger(__name__)
 
-TRITON_VERSION = "2.51.0"  # the release whose answers these are
-EXTENSIONS = (
-    "classification",
-    "sequence",
-    "model_repository",
-    "model_repository(unload_dependents)",
-    "schedule_policy",
-    "model_configuration",
-    "system_shared_memory",
-    "cuda_shared_memory",
-    "binary_tensor_data",
-    "parameters",
-    "statistics",
-    "trace",
-    "logging",
-)
-_MODEL_PATH = re.compile(
-    r"/v2/models/([^/]+)(?:/versions/([0-9]+))?(?:/(infer|generate|generate_stream|ready|config|stats))?"
-)
-_APIS = {"ready": "health", "config": "model-config", "stats": "statistics", "": "metadata"}
-_OWN_PATHS = frozenset(
-    {
-        "/v2",
-        "/v2/health/live",
-        "/v2/health/ready",
-        "/v2/logging",
-        "/v2/trace/setting",
-        "/v2/models/stats",
-    }
-)
+Parameters = Mapping[str, str]  # of a path
+RouteHandler = Callable[[Exchange, Parameters], Awaitable[None]]
 
-Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+GET = ("GET",)
+POST = ("POST",)
+GET_POST = ("GET", "POST")
+ANY_METHOD: tuple[str, ...] = ()
+
+_NOT_ALLOWED = "Method Not Allowed"
+_NOT_READY = write_error("Model version not ready")
+_PARAMETER_PATTERNS = {"version": "[0-9]+", "kind": "system|cuda", "rest": ".*"}
 
 
-@lru_cache(maxsize=256)
-def _model_path(path: str) -> tuple[str, str, str] | None:
-    """The model, its version and what is asked of it; clients ask the same few again and again."""
-    match = _MODEL_PATH.fullmatch(path)
-    return (match[1], match[2] or "", match[3] or "") if match else None
+@dataclass(frozen=True)
+class Route:
+    """One line of the table.
+
+    In `path`, `{name}` is a parameter and a part in brackets is optional. `api` is the group of
+    calls that access is given for; the handler of a route without one checks access itself.
+    """
+
+    methods: tuple[str, ...]
+    path: str
+    api: str
+    handler: RouteHandler
+    not_allowed_type: bytes = JSON  # content type of the response to another method
+
+
+@dataclass(frozen=True)
+class RouteGroup:
+    """Routes that another package adds, and their part of the OpenAPI document."""
+
+    routes: Sequence[Route]
+    describe: Callable[[], dict[str, Any]]
 
 
 class State(Protocol):
@@ -131,263 +82,222 @@ class State(Protocol):
     def ready(self) -> bool: ...
 
 
-def create_app(
-    registry: ModelRegistry, state: State, context: ServerContext | None = None
-) -> TritonRoutes:
-    """`context` is what the protocols of a server share; without one, models are fixed and
-    everything is open.
-    """
-    context = context or ServerContext()
-    app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.openapi = lambda: openapi_document(registry)  # type: ignore[method-assign]
-    for path, file in PAGES.items():
-        app.add_api_route(path, page(file), include_in_schema=False)
-    app.add_exception_handler(HTTPException, _triton_error)
-    return TritonRoutes(app, registry, state, context)
+def compile_path(path: str) -> re.Pattern[str]:
+    """Return the regular expression of a route's path."""
+    pattern = path.replace("[", "(?:").replace("]", ")?")
+    return re.compile(re.sub(r"\{(\w+)\}", _parameter_pattern, pattern))
 
 
-def uvicorn_config(
-    app: Any, host: str = "127.0.0.1", port: int = 8000, **more: Any
-) -> uvicorn.Config:
-    """uvicorn as Triton's clients expect a server to behave: their headers only, connections kept."""
-    settings: dict[str, Any] = {
-        "http": TritonProtocol,
-        "ws": "none",
-        "lifespan": "off",
-        "interface": "asgi3",
-        "server_header": False,
-        "date_header": False,
-        "proxy_headers": False,
-        "access_log": False,
-        "log_config": None,
-        "timeout_keep_alive": 120,
-    }
-    return uvicorn.Config(app, host=host, port=port, **{**settings, **more})
+def _parameter_pattern(match: re.Match[str]) -> str:
+    name = match[1]
+    return f"(?P<{name}>{_PARAMETER_PATTERNS.get(name, '[^/]+')})"
 
 
-async def _triton_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    response = Response(write_error(str(error.detail)), error.status_code)
-    response.headers["content-type"] = "text/plain"  # without the charset that Response would add
-    return response
-
-
-class TritonRoutes:
-    """ASGI: everything under /v2, and OpenAI's under /v1; the rest goes on to the application
-    behind.
-    """
+class HttpRoutes:
+    """The handler of the HTTP port."""
 
     def __init__(
-        self, app: Handler, registry: ModelRegistry, state: State, context: ServerContext
+        self,
+        registry: ModelRegistry,
+        state: State,
+        context: ServerContext,
+        groups: Sequence[RouteGroup] = (),
     ) -> None:
-        self._app = app
         self._registry = registry
         self._state = state
         self._context = context
-        self._openai = OpenAIRoutes(registry, state, context)
-        self._server = {
-            "name": context.server_name,
-            "version": TRITON_VERSION,
-            "extensions": list(EXTENSIONS),
-        }
+        self._groups = groups
+        routes = [*self._model_routes(), *self._admin_routes(), *self._page_routes()]
+        for group in groups:
+            routes += group.routes
+        self._table = [(compile_path(route.path), route) for route in routes]
+        self._find_route = lru_cache(maxsize=256)(self._search_table)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("raw_path", b"").decode("latin-1")
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    def _model_routes(self) -> list[Route]:
+        model = "/v2/models/{model}[/versions/{version}]"
+        return [
+            Route(GET, "/v2", "metadata", self._describe_server),
+            Route(GET, "/v2/health/live", "health", self._live, TEXT),
+            Route(GET, "/v2/health/ready", "health", self._ready, TEXT),
+            Route(GET, "/v2/models/stats", "statistics", self._statistics),
+            Route(POST, f"{model}/infer", "inference", self._infer, TEXT),
+            Route(POST, f"{model}/generate", "inference", self._generate),
+            Route(POST, f"{model}/generate_stream", "inference", self._generate_stream),
+            Route(GET, f"{model}/ready", "health", self._model_ready, TEXT),
+            Route(GET, f"{model}/config", "model-config", self._model_config),
+            Route(GET, f"{model}/stats", "statistics", self._statistics),
+            Route(GET, model, "metadata", self._describe_model),
+        ]
+
+    def _admin_routes(self) -> list[Route]:
+        repository = "/v2/repository[/{repository}]"
+        memory = "/v2/{kind}sharedmemory[/region/{region}]"
+        table = [
+            (POST, f"{repository}/index", "model-repository", admin.repository_index),
+            (POST, f"{repository}/models/{{model}}/load", "model-repository", admin.load),
+            (POST, f"{repository}/models/{{model}}/unload", "model-repository", admin.unload),
+            (GET_POST, "/v2/logging", "logging", admin.logging),
+            (GET_POST, "/v2/trace/setting", "trace", admin.trace_settings),
+            (GET_POST, "/v2/models/{model}/trace/setting", "trace", admin.trace_settings),
+            (GET, f"{memory}/status", "shared-memory", admin.shared_memory_status),
+            (POST, f"{memory}/register", "shared-memory", admin.register_shared_memory),
+            (POST, f"{memory}/unregister", "shared-memory", admin.unregister_shared_memory),
+        ]
+        return [
+            Route(methods, path, api, partial(self._administer, work))
+            for methods, path, api, work in table
+        ]
+
+    def _page_routes(self) -> list[Route]:
+        routes = [Route(("GET", "HEAD"), "/openapi.json", "metadata", self._openapi, TEXT)]
+        for path, file in PAGES.items():
+            routes.append(Route(GET, path, "metadata", read_page(file), TEXT))
+        return routes
+
+    def _search_table(self, path: str) -> tuple[Route, Parameters] | None:
+        for pattern, route in self._table:
+            match = pattern.fullmatch(path)
+            if match is not None:
+                return route, match.groupdict(default="")
+        return None
+
+    async def __call__(self, exchange: Exchange) -> None:
         try:
-            if path == "/v2" or path.startswith("/v2/"):
-                await self._route(path, scope, receive, send)
-            elif path.startswith("/v1/"):
-                await self._openai(path, scope, receive, send)
-            elif path in deep_health.PATHS:
-                await self._deep_health(path, scope, send)
-            else:
-                self._check_access("metadata", scope)
-                await self._app(scope, receive, send)
+            await self._dispatch(exchange)
         except Refused as refusal:
-            await send_whole(
-                send, refusal.status, write_error(refusal.message), refusal.content_type
-            )
+            body = write_error(refusal.message)
+            await exchange.respond(refusal.status, body, refusal.content_type)
         except InferenceError as error:
             headers = (RETRY_AFTER,) if isinstance(error, Unavailable) else ()
             content_type = TEXT if isinstance(error, EarlyError) else JSON
-            await send_whole(send, error.status, write_error(error.message), content_type, headers)
+            await exchange.respond(error.status, write_error(error.message), content_type, headers)
         except ClientGone:
             return
         except Exception:
-            logger.exception("%s %s failed:", scope["method"], path)
-            # Where the answer has begun, uvicorn refuses this one and closes: a part must not be
-            # taken for the whole.
-            await send_whole(
-                send, 500, write_error("internal error, the server's log has the details")
-            )
+            if exchange.started:  # the connection is closed: a part must not look like the whole
+                raise
+            logger.exception("%s %s failed:", exchange.method, exchange.path)
+            body = write_error("internal error, the server's log has the details")
+            await exchange.respond(500, body)
 
-    def _check_access(self, api: str, scope: Scope) -> None:
-        check_access(self._context.access, api, scope)
+    async def _dispatch(self, exchange: Exchange) -> None:
+        found = self._find_route(exchange.path)
+        if found is None:
+            if not exchange.path.startswith("/v2/"):
+                check_access(self._context.access, "metadata", exchange)
+            raise Refused(404, "Not Found")
+        route, parameters = found
+        if route.api:
+            check_access(self._context.access, route.api, exchange)
+        if route.methods and exchange.method not in route.methods:
+            raise Refused(405, _NOT_ALLOWED, route.not_allowed_type)
+        await route.handler(exchange, parameters)
 
-    async def _route(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if path in _OWN_PATHS:
-            await self._server_route(path, scope, receive, send)
-        elif parts := _model_path(path):
-            name, version, kind = parts
-            self._check_access(_APIS.get(kind, "inference"), scope)
-            if kind == "infer":
-                await self._infer(name, version, scope, receive, send)
-            elif kind in ("generate", "generate_stream"):
-                await self._generate(name, version, kind == "generate_stream", scope, receive, send)
-            else:
-                await self._describe_model(name, version, kind, scope, send)
-        elif match := REPOSITORY.fullmatch(path):
-            self._check_access("model-repository", scope)
-            work = partial(repository_route, match, self._context)
-            await self._administer(("POST",), work, scope, receive, send)
-        elif match := MODEL_TRACE.fullmatch(path):
-            await self._trace(match.group(1), scope, receive, send)
-        elif match := SHARED_MEMORY.fullmatch(path):
-            await self._shared_memory(match, scope, receive, send)
+    # -- the server and its models
+
+    async def _describe_server(self, exchange: Exchange, parameters: Parameters) -> None:
+        server = {
+            "name": self._context.server_name,
+            "version": TRITON_VERSION,
+            "extensions": list(EXTENSIONS),
+        }
+        await exchange.respond(200, write_value(server))
+
+    async def _live(self, exchange: Exchange, parameters: Parameters) -> None:
+        await exchange.respond(200 if self._state.live else 400, b"", TEXT)
+
+    async def _ready(self, exchange: Exchange, parameters: Parameters) -> None:
+        await exchange.respond(200 if self._state.ready else 400, b"", TEXT)
+
+    async def _describe_model(self, exchange: Exchange, parameters: Parameters) -> None:
+        metadata = self._registry.metadata(parameters["model"], parameters["version"])
+        await exchange.respond(200, write_value(metadata))
+
+    async def _model_config(self, exchange: Exchange, parameters: Parameters) -> None:
+        config = self._registry.configuration(parameters["model"], parameters["version"])
+        await exchange.respond(200, write_value(config))
+
+    async def _model_ready(self, exchange: Exchange, parameters: Parameters) -> None:
+        if self._registry.is_ready(parameters["model"], parameters["version"]):
+            await exchange.respond(200, b"", TEXT)
         else:
-            await send_whole(send, 404, write_error("Not Found"), TEXT)
+            await exchange.respond(400, _NOT_READY, TEXT)
 
-    async def _server_route(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if path == "/v2/trace/setting":
-            await self._trace("", scope, receive, send)
-        elif path == "/v2/logging":
-            self._check_access("logging", scope)
-            work = partial(logging_route, scope["method"])
-            await self._administer(("GET", "POST"), work, scope, receive, send)
-        elif path == "/v2/models/stats":
-            self._check_access("statistics", scope)
-            await self._get(scope, send, JSON, lambda: (200, self._statistics("", "")))
-        elif path == "/v2":
-            self._check_access("metadata", scope)
-            await self._get(scope, send, JSON, lambda: (200, write_value(self._server)))
-        else:
-            self._check_access("health", scope)
-            healthy = self._state.live if path.endswith("live") else self._state.ready
-            await self._get(scope, send, TEXT, lambda: (200 if healthy else 400, b""))
+    async def _statistics(self, exchange: Exchange, parameters: Parameters) -> None:
+        """Statistics of the model in the path, or of all models."""
+        model = parameters.get("model", "")
+        found = model_statistics(self._registry, model, parameters.get("version", ""))
+        await exchange.respond(200, write_value({"model_stats": found}))
 
-    async def _deep_health(self, path: str, scope: Scope, send: Send) -> None:
-        self._check_access("health", scope)
-        why_not = "" if self._state.ready else "the server is not ready"
-        if not why_not and scope["method"] == "GET" and path == deep_health.GENERATE:
-            with WhileConnected(scope):
-                why_not = await deep_health.why_not_generating(self._registry)
-        await self._get(
-            scope, send, JSON, lambda: (503, write_error(why_not)) if why_not else (200, b"{}")
-        )
-
-    async def _describe_model(
-        self, name: str, version: str, kind: str, scope: Scope, send: Send
-    ) -> None:
-        if kind == "ready":
-            ready = (200, b"") if self._registry.is_ready(name, version) else (400, _NOT_READY)
-            await self._get(scope, send, TEXT, lambda: ready)
-        elif kind == "config":
-            await self._get(
-                scope,
-                send,
-                JSON,
-                lambda: (200, write_value(self._registry.configuration(name, version))),
-            )
-        elif kind == "stats":
-            await self._get(scope, send, JSON, lambda: (200, self._statistics(name, version)))
-        else:
-            await self._get(
-                scope,
-                send,
-                JSON,
-                lambda: (200, write_value(self._registry.metadata(name, version))),
-            )
-
-    def _statistics(self, name: str, version: str) -> bytes:
-        return write_value({"model_stats": model_statistics(self._registry, name, version)})
-
-    async def _get(
-        self, scope: Scope, send: Send, content_type: bytes, answer: Callable[[], tuple[int, bytes]]
-    ) -> None:
-        if scope["method"] != "GET":
-            raise Refused(405, _NOT_ALLOWED, content_type)
-        status, body = answer()
-        await send_whole(send, status, body, content_type)
+    async def _openapi(self, exchange: Exchange, parameters: Parameters) -> None:
+        paths: dict[str, Any] = {}
+        for group in self._groups:
+            paths |= group.describe()
+        await exchange.respond(200, openapi_document(self._registry, paths))
 
     async def _administer(
         self,
-        methods: tuple[str, ...],
-        work: Callable[[bytes], Awaitable[bytes]],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        work: Callable[[admin.AdminCall], Awaitable[bytes]],
+        exchange: Exchange,
+        parameters: Parameters,
     ) -> None:
-        if scope["method"] not in methods:
-            raise Refused(405, _NOT_ALLOWED, JSON)
-        body = await read_body(scope, receive, self._context.http_max_input_bytes)
-        await send_whole(send, 200, await work(body))
+        body = await exchange.read_body(self._context.http_max_input_bytes)
+        call = admin.AdminCall(exchange.method, parameters, body, self._context, self._registry)
+        await exchange.respond(200, await work(call))
 
-    async def _trace(self, model: str, scope: Scope, receive: Receive, send: Send) -> None:
-        self._check_access("trace", scope)
-        work = partial(trace_route, scope["method"], model, self._context, self._registry)
-        await self._administer(("GET", "POST"), work, scope, receive, send)
+    # -- inference
 
-    async def _shared_memory(
-        self, match: re.Match[str], scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        self._check_access("shared-memory", scope)
-        methods = ("GET",) if match.group(3) == "status" else ("POST",)
-        work = partial(shared_memory_route, match, self._context)
-        await self._administer(methods, work, scope, receive, send)
-
-    def _asked_model(
-        self, name: str, version: str, scope: Scope, not_allowed_type: bytes = JSON
-    ) -> ModelVersion:
-        if scope["method"] != "POST":
-            raise Refused(405, _NOT_ALLOWED, not_allowed_type)
-        if self._state.draining:
-            raise Unavailable("the server is shutting down and takes no new requests")
-        return self._registry.find(name, version)
-
-    async def _infer(
-        self, name: str, version: str, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _infer(self, exchange: Exchange, parameters: Parameters) -> None:
         try:
-            entry = self._asked_model(name, version, scope, TEXT)
+            entry = self._find_model(parameters)
+        except Unavailable:
+            raise
         except InferenceError as error:
-            if isinstance(error, Unavailable):
-                raise
             raise EarlyError(error.message, error.code) from error
         check_coupled(entry)
-        most, memory = self._context.http_max_input_bytes, self._context.memory
-        if (trace := self._context.trace.begin(entry.name, scope["headers"])) is not None:
-            send = StampedSend(send, trace)
+        limit = self._context.http_max_input_bytes
+        memory = self._context.memory
+        trace = self._begin_trace(entry, exchange)
         with Finishing(trace):
-            body = await read_body(scope, receive, most)
+            body = await exchange.read_body(limit)
             if trace is not None:
                 trace.stamp("HTTP_RECV_END")
-            call = read_call(scope, body, entry, memory, most)
+            call = read_call(exchange, body, entry, memory, limit)
             call.request.trail.trace = trace
             if (forwarded := self._context.http_forwarded_headers) is not None:
-                call.request.parameters.update(forwarded_headers(scope, forwarded))
-            with WhileConnected(scope):
-                await answer_infer(entry, call, memory, scope, send)
+                call.request.parameters.update(forwarded_headers(exchange, forwarded))
+            with exchange.cancel_on_disconnect():
+                await answer_infer(entry, call, memory, exchange)
 
-    async def _generate(
-        self, name: str, version: str, stream: bool, scope: Scope, receive: Receive, send: Send
+    async def _generate(self, exchange: Exchange, parameters: Parameters) -> None:
+        await self._answer_generate(exchange, parameters, answer_once)
+
+    async def _generate_stream(self, exchange: Exchange, parameters: Parameters) -> None:
+        await self._answer_generate(exchange, parameters, answer_stream)
+
+    async def _answer_generate(
+        self, exchange: Exchange, parameters: Parameters, answer: Callable[..., Awaitable[None]]
     ) -> None:
-        entry = self._asked_model(name, version, scope)
-        if header(scope, b"content-encoding").lower() not in (b"", b"identity"):
+        entry = self._find_model(parameters)
+        if exchange.header(b"content-encoding").lower() not in (b"", b"identity"):
             raise InferenceError("Unsupported content-encoding, only 'identity' is supported.")
-        if (trace := self._context.trace.begin(entry.name, scope["headers"])) is not None:
-            send = StampedSend(send, trace)
+        trace = self._begin_trace(entry, exchange)
         with Finishing(trace):
-            body = await read_body(scope, receive, self._context.http_max_input_bytes)
+            body = await exchange.read_body(self._context.http_max_input_bytes)
             if trace is not None:
                 trace.stamp("HTTP_RECV_END")
-            request = generate_request(body, entry.model.config, entry.version)
-            request.trail.trace = trace
-            with WhileConnected(scope):
-                await (answer_stream if stream else answer_once)(entry.model, request, send)
+            with exchange.cancel_on_disconnect():
+                request = await read_request(body, entry.model.config, entry.version)
+                request.trail.trace = trace
+                await answer(entry.model, request, exchange)
 
+    def _find_model(self, parameters: Parameters) -> ModelVersion:
+        if self._state.draining:
+            raise Unavailable("the server is shutting down and takes no new requests")
+        return self._registry.find(parameters["model"], parameters["version"])
 
-_NOT_ALLOWED = "Method Not Allowed"
-_NOT_READY = write_error("Model version not ready")
+    def _begin_trace(self, entry: ModelVersion, exchange: Exchange) -> RequestTrace | None:
+        trace = self._context.trace.begin(entry.name, exchange.headers)
+        if trace is not None:
+            exchange.begin_trace(trace)
+        return trace

@@ -6,7 +6,7 @@ from its last `EngineStats`, the machine's from the system, all when somebody sc
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from slipstream.server.metrics.engine_metrics import Engine, engine_families
@@ -23,7 +23,7 @@ from slipstream.server.metrics.statistics import CountedModel, ModelCounters, Pa
 from slipstream.server.metrics.summaries import Summaries
 from slipstream.server.models.response_cache import CachedModel
 
-__all__ = ["CountedModel", "Engine", "ModelCounters", "ServerMetrics", "metrics_app"]
+__all__ = ["CountedModel", "Engine", "ModelCounters", "ServerMetrics"]
 
 _COUNTERS: tuple[tuple[str, str, Callable[[ModelCounters], int]], ...] = (
     (
@@ -235,25 +235,3 @@ def _parts(model: Any) -> Mapping[str, str]:
             return dict(model.parts)
         model = getattr(model, "inner", None)
     return {}
-
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-def metrics_app(metrics: ServerMetrics) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
-    """The ASGI application of the metrics port. As with Triton, any other path is an empty 200."""
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http"
-        status, content_type, body = 200, b"text/plain; charset=utf-8", b""
-        if scope["method"] != "GET":
-            status, content_type, body = 405, b"text/plain", b'{"error":"Method Not Allowed"}'
-        elif scope["path"] == "/metrics":
-            body = metrics.render().encode()
-        headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    return app

@@ -7,15 +7,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from slipstream.server.http.asgi import (
-    EVENTS,
-    JSON,
-    Send,
-    end_chunks,
-    send_chunk,
-    send_whole,
-    start_chunked,
-)
+from slipstream.server.http.exchange import EVENTS, JSON, Exchange
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.errors import as_api_error
 from slipstream.server.openai.fields import ignored_header
@@ -25,7 +17,7 @@ from slipstream.server.text.pipeline import TextDelta, in_thread_if_long
 DONE = b"data: [DONE]\n\n"
 
 
-async def answer_whole(call: Call, answers: CallAnswers, send: Send) -> None:
+async def answer_whole(call: Call, answers: CallAnswers, exchange: Exchange) -> None:
     async with aclosing(answers.news()) as arrivals:
         async for _ in arrivals:
             pass
@@ -33,28 +25,27 @@ async def answer_whole(call: Call, answers: CallAnswers, send: Send) -> None:
         len(choice.log_probs) + sum(map(len, choice.top_log_probs)) for choice in answers.choices
     )
     body = await in_thread_if_long(scores, lambda: msgspec.json.encode(call.document(answers)))
-    await send_whole(send, 200, body, JSON, ignored_header(call.ignored))
+    await exchange.respond(200, body, JSON, ignored_header(call.ignored))
 
 
-async def answer_stream(call: Call, answers: CallAnswers, send: Send) -> None:
+async def answer_stream(call: Call, answers: CallAnswers, exchange: Exchange) -> None:
     """What goes wrong before the first byte is raised; after it, it is the last event."""
     events, started = EventWriter(call, answers), False
     try:
         async with aclosing(answers.news()) as arrivals:
             async for place, news in arrivals:
                 if not started:
-                    await start_chunked(send, 200, EVENTS, ignored_header(call.ignored))
+                    exchange.start_chunks(200, EVENTS, ignored_header(call.ignored))
                     started = True
                 if written := events.write(place, news):
-                    await send_chunk(send, written)
+                    await exchange.send_chunk(written)
     except Exception as error:
         if not started:
             raise
-        await end_chunks(
-            send, b"data: " + as_api_error(error, call.id, call.guided_by).body() + b"\n\n"
-        )
+        problem = as_api_error(error, call.id, call.guided_by)
+        await exchange.end_chunks(b"data: " + problem.body() + b"\n\n")
         return
-    await end_chunks(send, events.end())
+    await exchange.end_chunks(events.end())
 
 
 class EventWriter:

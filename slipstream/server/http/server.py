@@ -1,0 +1,49 @@
+"""One listening HTTP port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from slipstream.server.http.connection import ConnectionLimits, ConnectionSet, HttpConnection
+from slipstream.server.http.exchange import Handler
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048  # connections that the kernel accepts before this process does
+_POLL_SECONDS = 0.01
+
+
+class HttpServer:
+    def __init__(self, handler: Handler, limits: ConnectionLimits | None = None) -> None:
+        self._handler = handler
+        self._limits = limits or ConnectionLimits()
+        self._members = ConnectionSet()
+        self._listener: asyncio.Server | None = None
+
+    async def open(self, listening: socket.socket) -> None:
+        """Accept connections from this socket."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(
+            lambda: HttpConnection(self._handler, self._members, self._limits),
+            sock=listening,
+            backlog=_BACKLOG,
+        )
+
+    async def close(self, seconds: float) -> None:
+        """Stop listening, and give the responses that are being sent this long to end."""
+        if self._listener is None:
+            return
+        self._listener.close()
+        for connection in list(self._members.connections):
+            connection.shut_down()
+        try:
+            async with asyncio.timeout(seconds):
+                while self._members.connections or self._members.tasks:
+                    await asyncio.sleep(_POLL_SECONDS)
+        except TimeoutError:
+            count = len(self._members.tasks)
+            logger.warning("the server stops while it sends %d responses; they are cut off", count)
+            for task in self._members.tasks:
+                task.cancel()

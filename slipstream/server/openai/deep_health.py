@@ -1,0 +1,105 @@
+"""The probes of servers with OpenAI's API: `/health` and `/health_generate`, 200 or 503 with a
+reason.
+
+`/health_generate` asks each engine that serves a text model for one token. An engine whose rows are
+all in use is not asked: it is working, and its watchdog reports it if it stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from typing import Any
+
+from slipstream.engine.request import SamplingParams
+from slipstream.server.http.exchange import Exchange
+from slipstream.server.http.pages import describe_get
+from slipstream.server.http.routes import GET, Parameters, Route, RouteGroup, State
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.json_writer import write_error
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.models.llm_models import run
+from slipstream.server.models.queue_policy import TIMED_OUT
+from slipstream.server.openai.models import NamedModel, text_models
+from slipstream.server.text.pipeline import TextRequest
+
+HEALTH = "/health"
+HEALTH_GENERATE = "/health_generate"
+ANSWER_SECONDS = 10.0
+_REPLY_SECONDS = 2.0  # added for an engine to report that it had no time
+_HIGHEST_PRIORITY = 2**31 - 1
+
+
+class HealthProbes:
+    def __init__(self, registry: ModelRegistry, state: State) -> None:
+        self._registry = registry
+        self._state = state
+
+    def group(self) -> RouteGroup:
+        """Return these routes for the table of the HTTP port."""
+        routes = [
+            Route(GET, HEALTH, "health", self._answer_health),
+            Route(GET, HEALTH_GENERATE, "health", self._answer_health_generate),
+        ]
+        return RouteGroup(routes, _describe)
+
+    async def _answer_health(self, exchange: Exchange, parameters: Parameters) -> None:
+        await _respond(exchange, self._find_problem())
+
+    async def _answer_health_generate(self, exchange: Exchange, parameters: Parameters) -> None:
+        problem = self._find_problem()
+        if not problem:
+            with exchange.cancel_on_disconnect():
+                problem = await find_engine_problems(self._registry)
+        await _respond(exchange, problem)
+
+    def _find_problem(self) -> str:
+        return "" if self._state.ready else "the server is not ready"
+
+
+async def _respond(exchange: Exchange, problem: str) -> None:
+    if problem:
+        await exchange.respond(503, write_error(problem))
+    else:
+        await exchange.respond(200, b"{}")
+
+
+def _describe() -> dict[str, Any]:
+    return {
+        HEALTH: describe_get("Whether the server takes work", "Empty; 503 when it does not"),
+        HEALTH_GENERATE: describe_get("Whether every engine makes a token", "Empty; 503 when not"),
+    }
+
+
+async def find_engine_problems(registry: ModelRegistry) -> str:
+    """Ask every engine for a token. Return what went wrong, or nothing."""
+    models = {id(model.text.generator.engine): model for model in text_models(registry)}
+    problems = await asyncio.gather(*map(_find_engine_problem, models.values()))
+    return "; ".join(filter(None, problems))
+
+
+async def _find_engine_problem(model: NamedModel) -> str:
+    engine = model.text.generator.engine
+    if engine.info is not None and getattr(engine, "outstanding", 0) >= engine.info.max_rows:
+        return ""
+    tokenizer = model.tokenizer
+    prompt = [tokenizer.bos_id if tokenizer.bos_id is not None else 0]
+    request = TextRequest(
+        prompt,
+        SamplingParams(max_tokens=1),
+        ignore_end=True,
+        priority=_HIGHEST_PRIORITY,
+        deadline=time.monotonic() + ANSWER_SECONDS,
+    )
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS + _REPLY_SECONDS):
+            async with aclosing(run(model.text.generator, request)) as answers:
+                async for _ in answers:
+                    pass
+    except TimeoutError:
+        return f"{model.text.engine.name} gave no token in {ANSWER_SECONDS:g} s"
+    except InferenceError as error:
+        # An engine whose rows were all taken meanwhile times the request out: it is working.
+        return "" if error.message == TIMED_OUT else f"{model.text.engine.name}: {error.message}"
+    return ""
