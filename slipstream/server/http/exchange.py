@@ -61,7 +61,7 @@ class Channel(Protocol):
 class ResponseTrace(Protocol):
     """A trace that records when the response begins and ends."""
 
-    def stamp(self, name: str, ns: int = 0) -> None: ...
+    def stamp(self, name: str) -> None: ...
 
 
 class Exchange:
@@ -79,7 +79,6 @@ class Exchange:
         "_head",
         "_pieces",
         "_reader",
-        "_trace",
         "complete",
         "headers",
         "keep_alive",
@@ -87,6 +86,7 @@ class Exchange:
         "path",
         "raw_headers",
         "started",
+        "trace",
     )
 
     def __init__(
@@ -112,7 +112,7 @@ class Exchange:
         self.started = False
         self.complete = False
         self._head = b""  # head of a chunked response, until its first chunk is sent
-        self._trace: ResponseTrace | None = None
+        self.trace: ResponseTrace | None = None
 
     def header(self, name: bytes) -> bytes:
         """Return the value of a header by its lower-case name, or nothing."""
@@ -120,11 +120,6 @@ class Exchange:
             if key == name:
                 return value
         return b""
-
-    def begin_trace(self, trace: ResponseTrace, arrival_ns: int = 0) -> None:
-        """Record the time of arrival (0: now), and later the begin and the end of the response."""
-        trace.stamp("HTTP_RECV_START", arrival_ns)
-        self._trace = trace
 
     # -- the request's body
 
@@ -219,8 +214,8 @@ class Exchange:
         lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
         self._head = b"".join(lines)
         self.started = True
-        if self._trace is not None:
-            self._trace.stamp("HTTP_SEND_START")
+        if self.trace is not None:
+            self.trace.stamp("HTTP_SEND_START")
 
     def _take_head(self) -> bytes:
         """Return the head where it is not sent yet."""
@@ -239,8 +234,8 @@ class Exchange:
     def _finish(self, data: bytes) -> None:
         self._channel.write_last(data)
         self.complete = True
-        if self._trace is not None:
-            self._trace.stamp("HTTP_SEND_END")
+        if self.trace is not None:
+            self.trace.stamp("HTTP_SEND_END")
         self._channel.response_sent(self.keep_alive)
 
     def cancel_on_disconnect(self) -> CancelOnDisconnect:

@@ -70,6 +70,30 @@ class RouteGroup:
     describe: Callable[[], dict[str, Any]]
 
 
+class TracedExchange:
+    """`with TracedExchange(exchange, trace):` records the work within and its response.
+
+    `trace` is None for a request that is not traced. `arrival_ns`: 0 for now.
+    """
+
+    __slots__ = ("_arrival_ns", "_exchange", "_finishing", "_trace")
+
+    def __init__(self, exchange: Exchange, trace: RequestTrace | None, arrival_ns: int = 0) -> None:
+        self._exchange = exchange
+        self._trace = trace
+        self._arrival_ns = arrival_ns
+        self._finishing = Finishing(trace)
+
+    def __enter__(self) -> None:
+        if self._trace is not None:
+            self._trace.stamp("HTTP_RECV_START", self._arrival_ns)
+            self._exchange.trace = self._trace
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._exchange.trace = None
+        self._finishing.__exit__(kind, error, traceback)
+
+
 class State(Protocol):
     """What the server as a whole is doing; `health.ServerState` is the real one."""
 
@@ -257,8 +281,8 @@ class HttpRoutes:
         check_coupled(entry)
         limit = self._context.http_max_input_bytes
         memory = self._context.memory
-        trace = self._begin_trace(entry, exchange)
-        with Finishing(trace):
+        trace = self._context.trace.begin(entry.name, exchange.headers)
+        with TracedExchange(exchange, trace):
             body = await exchange.read_body(limit)
             if trace is not None:
                 trace.stamp("HTTP_RECV_END")
@@ -281,8 +305,8 @@ class HttpRoutes:
         entry = self._find_model(parameters)
         if exchange.header(b"content-encoding").lower() not in (b"", b"identity"):
             raise InferenceError("Unsupported content-encoding, only 'identity' is supported.")
-        trace = self._begin_trace(entry, exchange)
-        with Finishing(trace):
+        trace = self._context.trace.begin(entry.name, exchange.headers)
+        with TracedExchange(exchange, trace):
             body = await exchange.read_body(self._context.http_max_input_bytes)
             if trace is not None:
                 trace.stamp("HTTP_RECV_END")
@@ -295,9 +319,3 @@ class HttpRoutes:
         if self._state.draining:
             raise Unavailable("the server is shutting down and takes no new requests")
         return self._registry.find(parameters["model"], parameters["version"])
-
-    def _begin_trace(self, entry: ModelVersion, exchange: Exchange) -> RequestTrace | None:
-        trace = self._context.trace.begin(entry.name, exchange.headers)
-        if trace is not None:
-            exchange.begin_trace(trace)
-        return trace

@@ -12,7 +12,14 @@ import msgspec
 
 from slipstream.server.http.access import check_access
 from slipstream.server.http.exchange import JSON, ClientGone, Exchange
-from slipstream.server.http.routes import ANY_METHOD, Parameters, Route, RouteGroup, State
+from slipstream.server.http.routes import (
+    ANY_METHOD,
+    Parameters,
+    Route,
+    RouteGroup,
+    State,
+    TracedExchange,
+)
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError, Unavailable
 from slipstream.server.kserve.registry import ModelRegistry
@@ -24,7 +31,7 @@ from slipstream.server.openai.errors import ApiError, as_api_error
 from slipstream.server.openai.generation import CallAnswers, infer_request
 from slipstream.server.openai.models import find_model, named_models
 from slipstream.server.openai.streaming import answer_stream, answer_whole
-from slipstream.server.tracing.tracing import CHAT, TEXT_COMPLETION, Finishing, RequestTrace
+from slipstream.server.tracing.tracing import CHAT, TEXT_COMPLETION, RequestTrace
 
 _MODELS = "/v1/models"
 _CALLS: dict[str, Callable[[bytes, ModelRegistry], Awaitable[Call]]] = {
@@ -91,9 +98,7 @@ class OpenAIRoutes:
             call = await _CALLS[path](body, self._registry)
             operation = CHAT if path == "/v1/chat/completions" else TEXT_COMPLETION
             trace = self._context.trace.begin(call.model.entry.name, exchange.headers, operation)
-            with Finishing(trace):
-                if trace is not None:
-                    exchange.begin_trace(trace, began)
+            with TracedExchange(exchange, trace, began):
                 await self._answer(call, trace, exchange)
 
     async def _answer(self, call: Call, trace: RequestTrace | None, exchange: Exchange) -> None:
