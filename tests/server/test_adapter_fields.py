@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.engine.adapters.adapters import AdapterSource
 from slipstream.server.fields.adapters import AdapterRegistry
-from slipstream.server.fields.limits import FieldValue, given_fields
+from slipstream.server.fields.limits import RequestFields, given_fields
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.tensors import Tensor
@@ -15,7 +15,7 @@ from slipstream.server.kserve.tensors import Tensor
 HALF = numpy.arange(6, dtype=numpy.float16)
 
 
-def fields(**values) -> dict[str, FieldValue]:
+def fields(**values) -> RequestFields:
     request = InferRequest("tensorrt_llm", "1", {})
     types = {
         "lora_weights": "FP16",

@@ -183,7 +183,7 @@ def test_a_request_asks_for_drafts_of_the_named_model(engine_folder, target, tmp
             in ask(status=400, num_draft_tokens=3, bad_words=["7"])["error"]
         )
         assert (
-            "use_draft_logits is not taken"
+            "use_draft_logits is not supported"
             in ask(status=400, num_draft_tokens=3, use_draft_logits=True)["error"]
         )
 

@@ -216,7 +216,7 @@ async def test_a_type_of_request_that_leaves_part_of_the_work_to_others_is_refus
         "tensorrt_llm", token_inputs([3], 2), parameters={"request_type": "context_only"}
     )
     ((_, error),) = await ask(stack.client, asked)
-    assert error.message().startswith("request_type 'context_only' is not taken by this server")
+    assert error.message().startswith("request_type 'context_only' is not supported by this server")
     whole = request(
         "tensorrt_llm", token_inputs([3], 2), parameters={"request_type": "context_and_generation"}
     )

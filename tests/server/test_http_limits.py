@@ -12,16 +12,16 @@ from slipstream.repository.pbtxt import Message, Scalar, parse_pbtxt
 from slipstream.repository.templates import template
 from slipstream.request_fields.field import Range
 from slipstream.request_fields.table import ENGINE_FIELDS, FIELDS, number_range, word_bounds
-from slipstream.server.fields.limits import FieldValue, given_fields
-from slipstream.server.fields.prompt_tables import table_salt
+from slipstream.server.fields.limits import FieldValue, RequestFields, given_fields
+from slipstream.server.fields.prompts import prompt_table_salt
 from slipstream.server.fields.sampling import (
-    cache_salt_of,
+    cache_salt,
     never_ends,
     pack_words,
     sampling_params,
-    word_ids,
+    unpack_words,
 )
-from slipstream.server.fields.token_requests import word_lists
+from slipstream.server.fields.token_requests import read_word_list
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.tensors import Tensor
@@ -80,7 +80,7 @@ def sampling(**fields: object) -> SamplingParams:
         (
             "draft_acceptance_threshold",
             0.5,
-            "draft_acceptance_threshold is not taken by this server: a draft token is "
+            "draft_acceptance_threshold is not supported by this server: a draft token is "
             "accepted exactly when it is the one that is drawn in its place",
         ),
         ("cache_salt", [b"x" * 257], "a word of cache_salt must have at most 256 bytes, got 257"),
@@ -91,7 +91,7 @@ def sampling(**fields: object) -> SamplingParams:
         (
             "use_draft_logits",
             True,
-            "use_draft_logits is not taken by this server: a draft token is accepted exactly "
+            "use_draft_logits is not supported by this server: a draft token is accepted exactly "
             "when it is the one that is drawn in its place",
         ),
         (
@@ -103,12 +103,12 @@ def sampling(**fields: object) -> SamplingParams:
         (
             "decoder_text_input",
             b"x",
-            "decoder_text_input is not taken by this server: it runs decoder-only models of text",
+            "decoder_text_input is not supported by this server: it runs decoder-only models of text",
         ),
         (
             "context_phase_params",
             1,
-            "context_phase_params is not taken by this server: it computes prompt and answer "
+            "context_phase_params is not supported by this server: it computes prompt and answer "
             "itself",
         ),
         ("runtime_top_p_decay", 0.0, "runtime_top_p_decay must be over 0 and at most 1, got 0.0"),
@@ -269,12 +269,12 @@ def test_word_lists_in_the_engines_layout() -> None:
     words = [(1, 2, 3), (4, 5)]
     length, flat = pack_words(words)
     assert (length, flat) == (5, [1, 2, 3, 4, 5, 3, 5, -1, -1, -1])
-    assert word_ids(Tensor.from_values("w", "INT32", (1, 2, 5), flat)) == words
+    assert unpack_words(Tensor.from_values("w", "INT32", (1, 2, 5), flat)) == words
     assert pack_words([]) == (1, [0, -1])
-    assert word_ids(Tensor.from_values("w", "INT32", (1, 2, 0), [])) == []
+    assert unpack_words(Tensor.from_values("w", "INT32", (1, 2, 0), [])) == []
     for ends in ([4, 9], [3, 1]):
         with pytest.raises(InferenceError, match="offsets"):
-            word_ids(Tensor.from_values("w", "INT32", (1, 2, 2), [1, 2, *ends]))
+            unpack_words(Tensor.from_values("w", "INT32", (1, 2, 2), [1, 2, *ends]))
 
 
 @pytest.mark.parametrize(
@@ -287,19 +287,16 @@ def test_word_lists_in_the_engines_layout() -> None:
 )
 def test_word_lists_are_bounded_in_number_and_length(ids: list[list[int]], message: str) -> None:
     length, flat = pack_words(ids)
-    fields = {
-        "bad_words_list": FieldValue(
-            "bad_words_list", Tensor.from_values("bad_words_list", "INT32", (1, 2, length), flat)
-        )
-    }
+    tensor = Tensor.from_values("bad_words_list", "INT32", (1, 2, length), flat)
+    fields = RequestFields({"bad_words_list": FieldValue("bad_words_list", tensor)})
     with pytest.raises(InferenceError) as caught:
-        word_lists(fields, "bad_words_list", word_bounds("bad_words"), 96)
+        read_word_list(fields, "bad_words_list", word_bounds("bad_words"), 96)
     assert caught.value.message == message
 
 
 def test_prompt_table_ids_are_separated_from_the_cache_salt() -> None:
     def salt(tenant: str, ids: list[int]) -> str:
         fields = given_fields(request(cache_salt=tenant.encode(), prompt_table_extra_ids=ids), {})
-        return cache_salt_of(fields) + table_salt(fields)
+        return cache_salt(fields) + prompt_table_salt(fields)
 
     assert len({salt("a", [1]), salt("a1", []), salt("a", [1, 1]), salt("", [1])}) == 4

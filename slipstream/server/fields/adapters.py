@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.engine.adapters.adapters import AdapterSource
-from slipstream.server.fields.limits import FieldValue
+from slipstream.server.fields.limits import RequestFields
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.tensor_bytes import pack
 
@@ -50,7 +49,7 @@ class AdapterRegistry:
         self._folder = folder
         self._tasks: OrderedDict[int, int] = OrderedDict()  # task id → the adapter's number
 
-    async def chosen(self, fields: Mapping[str, FieldValue]) -> AdapterUse | None:
+    async def chosen(self, fields: RequestFields) -> AdapterUse | None:
         given = [field for field in FIELDS if field in fields and len(fields[field].tensor.data)]
         if not given:
             return None
@@ -73,7 +72,7 @@ class AdapterRegistry:
         number = _number(str(folder.resolve()).encode(), *(stamp.encode() for stamp in stamps))
         return AdapterUse(number, name, AdapterSource(folder=str(folder.resolve())))
 
-    def _by_name(self, fields: Mapping[str, FieldValue], given: list[str]) -> AdapterUse | None:
+    def _by_name(self, fields: RequestFields, given: list[str]) -> AdapterUse | None:
         name = fields["lora_name"].tensor.text()
         if not name:
             return None
@@ -112,9 +111,7 @@ class AdapterRegistry:
         folder = self._folder / name
         return folder if folder.is_dir() else None
 
-    async def _by_tensors(
-        self, fields: Mapping[str, FieldValue], given: list[str], task: int
-    ) -> AdapterUse:
+    async def _by_tensors(self, fields: RequestFields, given: list[str], task: int) -> AdapterUse:
         for field in ("lora_weights", "lora_config"):
             if field not in given:
                 raise InferenceError(

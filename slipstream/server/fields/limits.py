@@ -6,7 +6,7 @@ each repository generation into them. An error uses the name that the client use
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.tensors import Tensor
 
 # Most characters that one token stands for. A prompt with more than this per token of the context
-# is refused without being tokenized.
+# is rejected without being tokenized.
 LONGEST_TOKEN_CHARACTERS = 256
 
 # The only supported value of the parameter request_type. The others are for disaggregated serving.
@@ -43,42 +43,104 @@ class FieldValue:
 
     @property
     def value(self) -> Any:
+        """Return the first value of the tensor, None if it is empty."""
         return self.tensor.first
 
 
+class RequestFields(Mapping[str, FieldValue]):
+    """The fields of one request, within their bounds, by the names of the field table.
+
+    The getters return a default for a field that is missing or has no value.
+    """
+
+    def __init__(self, fields: dict[str, FieldValue]) -> None:
+        self._fields = fields
+
+    def __getitem__(self, name: str) -> FieldValue:
+        return self._fields[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def given(self, name: str) -> FieldValue | None:
+        """Return the field if it has a value."""
+        field = self._fields.get(name)
+        return None if field is None or field.value is None else field
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Return the first value of a field."""
+        field = self.given(name)
+        return default if field is None else field.value
+
+    def integer(self, name: str, default: int = 0) -> int:
+        return int(self.value(name, default))
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return bool(self.value(name, default))
+
+    def text(self, name: str) -> str:
+        """Return the first text of a field, empty if there is none."""
+        return self._fields[name].tensor.text() if name in self._fields else ""
+
+    def texts(self, name: str) -> list[str]:
+        return self._fields[name].tensor.texts() if name in self._fields else []
+
+    def numbers(self, name: str) -> list[Any]:
+        """Return all numbers of a field."""
+        return self._fields[name].tensor.values() if name in self._fields else []
+
+    def require(self, name: str, label: str) -> FieldValue:
+        """Return a field that must have a value. `label` is the name that the client knows.
+
+        Triton checks that required inputs are sent, but not that they have values.
+        """
+        field = self.given(name)
+        if field is None:
+            raise InferenceError(f"{label} is required")
+        return field
+
+
 def check_batch(request: InferRequest, config: ModelConfig) -> None:
-    """A request is one prompt; in-flight batching is what puts requests together."""
+    """Refuse a request with several prompts: in-flight batching combines requests instead."""
     if config.max_batch_size > 0 and any(
         tensor.shape[0] != 1 for tensor in request.inputs.values()
     ):
         raise InferenceError("Inflight batching backend expects requests with batch size of 1.")
 
 
-def given_fields(request: InferRequest, names: Mapping[str, str]) -> dict[str, FieldValue]:
-    """The request's fields, each within its bounds. `names`: the wire's name → the field."""
+def given_fields(request: InferRequest, names: Mapping[str, str]) -> RequestFields:
+    """Return the fields of a request after checking their bounds. `names`: input → field."""
     fields = {
         names.get(name, name): FieldValue(name, tensor) for name, tensor in request.inputs.items()
     }
     for name, value in request.parameters.items():
         field = ALIASES.get(name, name)
         if name in BY_PARAMETER and field not in fields:
-            datatype = BY_PARAMETER[name].datatype
-            fields[field] = FieldValue(name, _tensor_of(name, datatype, value))
+            tensor = _parameter_tensor(name, BY_PARAMETER[name].datatype, value)
+            fields[field] = FieldValue(name, tensor)
     for field, given in fields.items():
         _check(field, given)
-    if request.parameters.get("request_type", _WHOLE) != _WHOLE:
-        asked = f"request_type {request.parameters['request_type']!r}"
+    request_type = request.parameters.get("request_type", _WHOLE)
+    if request_type != _WHOLE:
         raise InferenceError(
-            f"{asked} is not taken by this server, which computes prompt and answer",
+            f"request_type {request_type!r} is not supported by this server: "
+            "it computes prompt and output itself",
             Code.UNSUPPORTED,
         )
-    return fields
+    return RequestFields(fields)
 
 
-def _tensor_of(name: str, datatype: str, value: Any) -> Tensor:
+def _parameter_tensor(name: str, datatype: str, value: Any) -> Tensor:
+    """Return the tensor of a value that a client sent as a request parameter."""
     if type(value) not in _PYTHON_TYPES[datatype]:
         raise InferenceError(f"{name} must be of type {datatype}, got {value!r}")
-    # wide types, so that an error quotes the number as it was sent
+    # Wide types keep the number as it was sent, so that an error can quote it.
     wide = {"INT32": "INT64", "FP32": "FP64"}.get(datatype, datatype)
     item = value.encode() if isinstance(value, str) else value
     try:
@@ -97,7 +159,7 @@ def _check(name: str, given: FieldValue) -> None:
         _check_words(field.bound, given)
     elif field.refused and _asks_for_something(given):
         raise InferenceError(
-            f"{given.name} is not taken by this server: {field.refused}", Code.UNSUPPORTED
+            f"{given.name} is not supported by this server: {field.refused}", Code.UNSUPPORTED
         )
 
 
@@ -114,11 +176,11 @@ def _check_numbers(bound: Range, given: FieldValue) -> None:
         and not bound.problem(data.min().item())
         and not bound.problem(data.max().item())
     ):
-        return  # a number for each token of a vocabulary is looked at as a whole
+        return  # fast path for tensors as long as the vocabulary
     for value in given.tensor.values():
-        rule = bound.problem(value)
-        if rule:
-            raise InferenceError(f"{given.name} {rule}, got {value}")
+        problem = bound.problem(value)
+        if problem:
+            raise InferenceError(f"{given.name} {problem}, got {value}")
 
 
 def _check_words(bound: Words, given: FieldValue) -> None:
@@ -134,14 +196,6 @@ def _check_words(bound: Words, given: FieldValue) -> None:
         )
 
 
-def require(fields: Mapping[str, FieldValue], field: str, name: str) -> FieldValue:
-    """Triton counts inputs only, so that a required one may still be missing."""
-    given = fields.get(field)
-    if given is None or given.value is None:
-        raise InferenceError(f"{name} is required")
-    return given
-
-
 def check_tokens(prompt: list[int], longest: int) -> None:
     if len(prompt) > longest:
         raise InferenceError(
@@ -150,7 +204,7 @@ def check_tokens(prompt: list[int], longest: int) -> None:
 
 
 def check_prompt_length(given: FieldValue, max_input_tokens: int) -> None:
-    """Refuse, without reading it, a text that no tokenizer could make short enough."""
+    """Reject, without tokenizing it, a text that has too many tokens with any tokenizer."""
     size = len(given.value)
     if size > max_input_tokens * LONGEST_TOKEN_CHARACTERS:
         text = f"Prompt length (over {max_input_tokens}, {given.name} has {size} bytes)"

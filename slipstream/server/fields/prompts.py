@@ -1,66 +1,82 @@
-"""What a text model goes on from: a text, or a conversation that the model's own chat template
-writes.
+"""The prompt of a request: a text, a conversation, or token ids with a table of embeddings.
 
-A conversation is the field `messages`: a text that holds a JSON list. A model takes it where its
-config.pbtxt declares such an input, so that a repository that does not is the one it always was.
+A conversation is the field `messages`: a text that holds a JSON list, which the model's chat
+template renders. A model takes it if its config.pbtxt declares the input.
+
+A table of embeddings (prompt tuning) has the rows of token ids beyond the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
-from slipstream.server.fields.limits import FieldValue, check_prompt_length
+from slipstream.engine.request import PromptTable
+from slipstream.model.spec import ModelSpec
+from slipstream.server.fields.limits import FieldValue, RequestFields, check_prompt_length
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.text.chat import ChatError
+from slipstream.server.kserve.tensors import Array, Tensor
+from slipstream.server.text.chat import ChatError, Message
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.messages import MessageError, template_messages, unknown_fields
 from slipstream.server.text.pipeline import in_thread_if_long
-
-if TYPE_CHECKING:
-    from slipstream.server.models.llm_models import Generator
+from slipstream.server.text.tokenizer import Tokenizer
 
 MESSAGES = "messages"
 UNDECLARED = (
     "A conversation is taken by models whose config.pbtxt declares the input "
     '{ name: "messages" data_type: TYPE_STRING dims: [ 1 ] optional: true }.'
 )
-_WANTED = 'must be a JSON list of messages, such as [{"role": "user", "content": "Hello"}]'
+_EXPECTED = 'must be a JSON list of messages, such as [{"role": "user", "content": "Hello"}]'
+
+_TABLE_FIELDS = ("prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id")
+MAX_TABLE_BYTES = 64 << 20  # bytes of the tables of all sequences of a request
+LARGEST_VALUE = 65504.0  # largest FP16 number; a model's own embeddings are near 1
+
+
+class ChatGenerator(Protocol):
+    """Renders conversations. `TextGenerator` is the real one."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    async def chat_prompt(self, messages: Sequence[Message]) -> list[int]: ...
 
 
 def check_prompt(
-    fields: Mapping[str, FieldValue], names: Mapping[str, str], parameters: Mapping[str, Any]
+    fields: RequestFields, names: Mapping[str, str], parameters: Mapping[str, Any]
 ) -> None:
-    """Exactly one field must have the prompt. `names`: those of the model's inputs, by their
-    fields.
-    """
-    text, messages = fields.get("text_input"), fields.get(MESSAGES)
+    """Check that exactly one field has the prompt. `names`: field → input of the model."""
+    text = fields.get("text_input")
+    messages = fields.get(MESSAGES)
     if messages is None and MESSAGES in parameters:
         raise InferenceError(f"{MESSAGES} is no input of this model. {UNDECLARED}")
     if text is not None and messages is not None:
         raise InferenceError(
             f"{text.name} and {messages.name} cannot be given together: send one of them"
         )
-    given = text or messages
-    if given is None or given.value is None:
-        either = [names[field] for field in ("text_input", MESSAGES) if field in names]
-        raise InferenceError(f"{' or '.join(either)} is required")
+    if fields.given("text_input") is None and fields.given(MESSAGES) is None:
+        known = [names[field] for field in ("text_input", MESSAGES) if field in names]
+        raise InferenceError(f"{' or '.join(known)} is required")
 
 
-async def conversation_tokens(given: FieldValue, generator: Generator, longest: int) -> list[int]:
-    """The prompt of a conversation; `longest` is in tokens. What is long is read in a thread."""
+async def conversation_tokens(
+    given: FieldValue, generator: ChatGenerator, max_tokens: int
+) -> list[int]:
+    """Return the tokens of a rendered conversation. Long ones are parsed in a thread."""
     tensor = given.tensor
     if tensor.datatype != "BYTES" or len(tensor.data) != 1:
         raise InferenceError(
             f"{given.name} must be one text of type BYTES, which holds a JSON list of messages"
         )
-    check_prompt_length(given, longest)
+    check_prompt_length(given, max_tokens)
     template = generator.tokenizer.chat_template or ""
     try:
         messages = await in_thread_if_long(
-            len(given.value), _read, given.name, tensor.text(), template
+            len(given.value), _parse_messages, given.name, tensor.text(), template
         )
         tokens = await generator.chat_prompt(messages)
     except MessageError as error:
@@ -68,17 +84,17 @@ async def conversation_tokens(given: FieldValue, generator: Generator, longest: 
     except (ChatError, TokenizerError) as error:
         raise InferenceError(f"{given.name}: {error}") from error
     if not tokens:
-        raise InferenceError(f"{given.name} has no tokens: the chat template makes nothing of it")
+        raise InferenceError(f"{given.name} has no tokens: the chat template renders nothing")
     return tokens
 
 
-def _read(name: str, text: str, template: str) -> list[dict[str, Any]]:
+def _parse_messages(name: str, text: str, template: str) -> list[dict[str, Any]]:
     try:
         messages = msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
-        raise MessageError(name, f"{_WANTED}; it is not valid JSON: {error}") from error
+        raise MessageError(name, f"{_EXPECTED}; it is not valid JSON: {error}") from error
     if not isinstance(messages, list):
-        raise MessageError(name, _WANTED)
+        raise MessageError(name, _EXPECTED)
     for number, message in enumerate(messages):
         if not isinstance(message, dict):
             raise MessageError(f"{name}[{number}]", "must be an object with role and content")
@@ -88,3 +104,64 @@ def _read(name: str, text: str, template: str) -> list[dict[str, Any]]:
             "is not known: a message has role, content, name, tool_call_id and tool_calls",
         )
     return template_messages(messages, template, name)
+
+
+def read_prompt_table(
+    fields: RequestFields, spec: ModelSpec, sequences: int = 1
+) -> PromptTable | None:
+    """Return the table of embeddings of a request, if it has one."""
+    rows = fields.integer("prompt_vocab_size")
+    given = fields.given("prompt_embedding_table")
+    if given is None:
+        if rows:
+            name = fields["prompt_vocab_size"].name
+            raise InferenceError(f"{name} is {rows}, but there is no prompt_embedding_table")
+        return None
+    *_, table_rows, width = given.tensor.shape
+    if width != spec.hidden_size:
+        raise InferenceError(
+            f"{given.name} has rows of {width} numbers, "
+            f"the model's hidden size is {spec.hidden_size}"
+        )
+    if rows > table_rows:
+        raise InferenceError(
+            f"{given.name} has {table_rows} rows, fewer than the prompt_vocab_size of {rows}"
+        )
+    size = table_rows * width * 4 * sequences
+    if size > MAX_TABLE_BYTES:
+        limit = f"over the bound of {MAX_TABLE_BYTES >> 20} MiB"
+        raise InferenceError(f"{given.name} takes {size >> 20} MiB, {limit}")
+    rows = rows or table_rows
+    values = _float32(given.tensor)[: rows * width]
+    # NaN fails the comparison. Larger values would give keys and values that are not finite.
+    if not (np.abs(values) <= LARGEST_VALUE).all():
+        raise InferenceError(
+            f"{given.name} must hold finite numbers between "
+            f"{-LARGEST_VALUE:g} and {LARGEST_VALUE:g}"
+        )
+    return PromptTable(spec.vocab_size, rows, values.tobytes())
+
+
+def refuse_prompt_table(fields: RequestFields, engine: str) -> None:
+    """Reject a prompt table on a text model, whose prompts have no ids beyond the vocabulary."""
+    for field in _TABLE_FIELDS:
+        if fields.value(field, 0) != 0:
+            raise InferenceError(
+                f"{fields[field].name} works with token ids beyond the vocabulary, which a text "
+                f"cannot have: send it and the ids to '{engine}'"
+            )
+
+
+def prompt_table_salt(fields: RequestFields) -> str:
+    """Return the part of the cache salt that separates prompts with the same prompt table.
+
+    It begins with a zero byte, which separates it from the request's own salt before it.
+    """
+    ids = fields.numbers("prompt_table_extra_ids")
+    return "\0" + ",".join(map(str, ids)) if ids else ""
+
+
+def _float32(tensor: Tensor) -> Array:
+    if tensor.datatype == "BF16":  # the upper half of a float32
+        return (tensor.array().astype("<u4") << 16).view("<f4")
+    return tensor.array().astype("<f4")

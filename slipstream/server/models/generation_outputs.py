@@ -18,7 +18,7 @@ import numpy as np
 from slipstream.engine.messages import Scores, Timing
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.config import ModelConfig
-from slipstream.server.fields.limits import FieldValue
+from slipstream.server.fields.limits import RequestFields
 from slipstream.server.kserve.joining import LONG
 from slipstream.server.kserve.tensors import DTYPES, Tensor
 from slipstream.server.text.pipeline import TextDelta
@@ -78,7 +78,7 @@ class Asked:
 
 
 def asked_of(
-    fields: Mapping[str, FieldValue],
+    fields: RequestFields,
     sampling: SamplingParams,
     inputs: Collection[str],
     outputs: Collection[str],

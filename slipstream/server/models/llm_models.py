@@ -22,22 +22,25 @@ from slipstream.server.engine_link.mailbox import EngineUnavailable
 from slipstream.server.fields.adapters import FIELDS as ADAPTER_FIELDS
 from slipstream.server.fields.adapters import AdapterRegistry, AdapterUse
 from slipstream.server.fields.limits import (
-    FieldValue,
+    RequestFields,
     check_batch,
     check_prompt_length,
     check_tokens,
     given_fields,
-    require,
 )
-from slipstream.server.fields.prompt_tables import refuse_table
-from slipstream.server.fields.prompts import MESSAGES, check_prompt, conversation_tokens
+from slipstream.server.fields.prompts import (
+    MESSAGES,
+    check_prompt,
+    conversation_tokens,
+    refuse_prompt_table,
+)
 from slipstream.server.fields.sampling import (
-    cache_salt_of,
+    bias_words_size,
+    cache_salt,
     never_ends,
+    read_words,
     sampling_params,
-    sequences_of,
-    words_of,
-    words_size,
+    sequence_count,
 )
 from slipstream.server.fields.token_requests import token_request
 from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
@@ -125,9 +128,7 @@ async def run(generator: Generates, request: TextRequest) -> AsyncGenerator[Text
         raise Unavailable(str(error)) from error
 
 
-async def chosen_adapter(
-    generator: Generator, fields: Mapping[str, FieldValue]
-) -> AdapterUse | None:
+async def chosen_adapter(generator: Generator, fields: RequestFields) -> AdapterUse | None:
     return (
         await generator.adapters.chosen(fields)
         if any(field in fields for field in ADAPTER_FIELDS)
@@ -135,7 +136,7 @@ async def chosen_adapter(
     )
 
 
-def is_true(fields: Mapping[str, FieldValue], field: str, otherwise: bool = False) -> bool:
+def is_true(fields: RequestFields, field: str, otherwise: bool = False) -> bool:
     return bool(fields[field].value) if field in fields else otherwise
 
 
@@ -241,10 +242,10 @@ class TextModel:
         given.trail.end_infer()
 
     async def _answer(
-        self, fields: Mapping[str, FieldValue], given: InferRequest
+        self, fields: RequestFields, given: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
         trail, urgent = given.trail, urgency(given, self.engine)
-        text_request = await in_thread_if_long(words_size(fields), self._text_request, fields)
+        text_request = await in_thread_if_long(bias_words_size(fields), self._text_request, fields)
         asked = asked_of(
             fields, text_request.sampling, self._names, self._outputs, self._chain.placeholders
         )
@@ -290,7 +291,7 @@ class TextModel:
             ]
             yield await made(self._response, texts, asked, parts, True)
 
-    def _guessing(self, fields: Mapping[str, FieldValue]) -> Generates:
+    def _guessing(self, fields: RequestFields) -> Generates:
         """The generator of a request: with the draft model's guesses where it asks for them."""
         count = int(fields["num_draft_tokens"].value or 0) if "num_draft_tokens" in fields else 0
         if not count:
@@ -300,25 +301,25 @@ class TextModel:
             raise InferenceError(text)
         return DraftedGenerator(self.generator, self.generator.tokenizer, self._draft, count)
 
-    def _text_request(self, fields: Mapping[str, FieldValue]) -> TextRequest:
+    def _text_request(self, fields: RequestFields) -> TextRequest:
         """All but the prompt, which takes longest to read and so comes last."""
         tokenizer = self.generator.tokenizer
-        require(fields, "max_tokens", self._name("max_tokens"))
-        refuse_table(fields, self._chain.engine)
+        fields.require("max_tokens", self._name("max_tokens"))
+        refuse_prompt_table(fields, self._chain.engine)
         sampling = sampling_params(fields, lambda word: tokenizer.encode(word, False))
         return TextRequest(
             prompt="",
             sampling=sampling,
-            bad_words=words_of(fields, "bad_words", self._chain.comma_words),
-            stop_words=words_of(fields, "stop_words", self._chain.comma_words),
+            bad_words=read_words(fields, "bad_words", self._chain.comma_words),
+            stop_words=read_words(fields, "stop_words", self._chain.comma_words),
             add_special_tokens=self.engine.add_special_tokens,
             skip_special_tokens=self.engine.skip_special_tokens,
             ignore_end=never_ends(fields),
-            sequences=sequences_of(fields),
-            cache_salt=cache_salt_of(fields),
+            sequences=sequence_count(fields),
+            cache_salt=cache_salt(fields),
         )
 
-    async def _prompt(self, fields: Mapping[str, FieldValue]) -> str | list[int]:
+    async def _prompt(self, fields: RequestFields) -> str | list[int]:
         """As tokens where they had to be counted: the engine may be built for less than its
         context.
         """
@@ -359,9 +360,7 @@ class TextModel:
     def _name(self, field: str) -> str:
         return self._names.get(field, field)
 
-    def _whole(
-        self, fields: Mapping[str, FieldValue], prompt: str | list[int], progress: Progress
-    ) -> str:
+    def _whole(self, fields: RequestFields, prompt: str | list[int], progress: Progress) -> str:
         """With the prompt, unless it is to be left out: as it was sent or, of a conversation, as
         its tokens read.
         """
@@ -458,7 +457,7 @@ class TokenModel:
             yield InferResponse(error=error, final=True)
 
     async def _answer(
-        self, fields: Mapping[str, FieldValue], given: InferRequest
+        self, fields: RequestFields, given: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
         trail, urgent = given.trail, urgency(given, self._engine)
         request = replace(

@@ -11,14 +11,13 @@ from slipstream.repository.models import EngineModel, RepositoryModel
 from slipstream.repository.roles import takes_comma_words
 from slipstream.request_fields.table import PREPROCESSING_FIELDS
 from slipstream.server.fields.limits import (
-    FieldValue,
+    RequestFields,
     check_batch,
     check_prompt_length,
     given_fields,
-    require,
 )
 from slipstream.server.fields.prompts import MESSAGES, check_prompt, conversation_tokens
-from slipstream.server.fields.sampling import pack_words, sampling_params, words_of
+from slipstream.server.fields.sampling import pack_words, read_words, sampling_params
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.kserve.tensors import Tensor
@@ -71,7 +70,7 @@ class PreprocessingModel:
         except (InferenceError, TokenizerError) as error:
             yield InferResponse(error=InferenceError(str(error)))
 
-    async def _prompt(self, fields: Mapping[str, FieldValue]) -> list[int]:
+    async def _prompt(self, fields: RequestFields) -> list[int]:
         longest = self._engine.engine.build.max_input_len
         if MESSAGES in fields:
             return await conversation_tokens(fields[MESSAGES], self._generator, longest)
@@ -80,9 +79,9 @@ class PreprocessingModel:
             fields["text_input"].tensor.text(), self._engine.add_special_tokens
         )
 
-    def _outputs(self, fields: Mapping[str, FieldValue], ids: list[int]) -> list[Tensor]:
+    def _outputs(self, fields: RequestFields, ids: list[int]) -> list[Tensor]:
         tokenizer = self._generator.tokenizer
-        length = require(fields, "max_tokens", "REQUEST_OUTPUT_LEN")
+        length = fields.require("max_tokens", "REQUEST_OUTPUT_LEN")
         end_id = fields["end_id"].value if "end_id" in fields else tokenizer.eos_id
         pad_id = fields["pad_id"].value if "pad_id" in fields else tokenizer.pad_id
         return [
@@ -98,17 +97,17 @@ class PreprocessingModel:
             Tensor.from_values("OUT_PAD_ID", "INT32", (1, 1), [_pad(pad_id, tokenizer.eos_id)]),
         ]
 
-    def _word_ids(self, fields: Mapping[str, FieldValue], field: str, name: str) -> Tensor:
+    def _word_ids(self, fields: RequestFields, field: str, name: str) -> Tensor:
         if field not in fields:
             return Tensor.from_values(name, "INT32", (1, 2, 0), [])
         words = [
             self._generator.tokenizer.encode(word, False)
-            for word in words_of(fields, field, self._comma_words)
+            for word in read_words(fields, field, self._comma_words)
         ]
         length, data = pack_words(words)
         return Tensor.from_values(name, "INT32", (1, 2, length), data)
 
-    def _bias(self, fields: Mapping[str, FieldValue]) -> Tensor:
+    def _bias(self, fields: RequestFields) -> Tensor:
         tokenizer = self._generator.tokenizer
         pairs = sampling_params(fields, lambda word: tokenizer.encode(word, False)).logit_bias
         data = [0.0] * (self._engine.engine.spec.vocab_size if pairs else 0)
