@@ -77,7 +77,7 @@ class Services:
         self.registry.wrap(self.metrics.count)
         trace = self._trace = TraceSettings(options.trace_settings, options.trace_export)
         if trace.exporter is not None:
-            self.metrics.add_source(trace.exporter.families)
+            self.metrics.watch_span_export(trace.exporter)
         self.loader = ModelLoader(
             options.repositories,
             self.registry,

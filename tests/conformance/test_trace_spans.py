@@ -212,16 +212,19 @@ def test_times_are_in_order_and_of_this_day() -> None:
         assert [span.began, *times, span.ended] == sorted([span.began, *times, span.ended])
 
 
-def test_what_is_said_of_the_server_and_how_it_is_sent() -> None:
-    export = {
-        "resource": {"service.name": "x", "test.key": "test.value"},
-        "headers": {"x-key": "secret"},
-    }
-    with Collector() as collector, serving(tracing(collector, **export)) as port:
+def test_exports_carry_the_resource_attributes_and_the_headers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=secret")
+    resource = {"service.name": "x", "test.key": "test.value"}
+    with Collector() as collector, serving(tracing(collector, resource=resource)) as port:
         infer(port)
         collector.wait()
         received = collector.received[0]
-    assert (received.path, received.headers["content-type"]) == ("/v1/traces", "application/json")
+    assert (received.path, received.headers["content-type"]) == (
+        "/v1/traces",
+        "application/x-protobuf",
+    )
     assert received.headers["x-key"] == "secret"
     about = attributes_of(received.message.resource_spans[0].resource.attributes)
     assert {"service.name": "x", "test.key": "test.value"}.items() <= about.items()
@@ -290,7 +293,10 @@ def test_spans_hold_nothing_that_was_asked_or_answered() -> None:
     assert "secret" not in collector.text
 
 
-def test_requests_are_answered_whatever_the_collector_does() -> None:
+def test_requests_are_answered_whatever_the_collector_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")  # seconds
     with Collector() as collector:
         collector.gate.clear()
         trace = tracing(collector, queue_spans=6, batch_spans=3)

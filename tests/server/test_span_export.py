@@ -1,236 +1,189 @@
-"""How spans reach a collector, and that one which is slow, down or rude harms nobody."""
+"""How spans reach a collector, and that a slow, missing or faulty one affects no request."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import socket
-import time
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 
 import pytest
 from span_collector import Collector, refused_port
 from tiny_server import wait_for
 
-from slipstream.server.tracing.context import read_context
+from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.tracing.export_settings import ExportSettings
-from slipstream.server.tracing.otlp import SpanExporter, encode
-from slipstream.server.tracing.spans import MOST_EVENTS, MOST_SPANS, Span, SpanTraces
-from slipstream.server.tracing.tracing import TEXT_COMPLETION, UNLIMITED, Turn
+from slipstream.server.tracing.settings import TraceSettings
+from slipstream.server.tracing.span_export import SpanExport
+from slipstream.server.tracing.spans import MAX_EVENTS, MAX_SPANS, ParentSpan, Span, SpanTraces
+from slipstream.server.tracing.tracing import TEXT_COMPLETION, UNLIMITED, Headers, RequestSampler
+
+TIMEOUT = "OTEL_EXPORTER_OTLP_TIMEOUT"  # in seconds, as the SDK reads it
 
 
-def spans(count: int, name: str = "InferRequest") -> list[Span]:
-    made = [Span(name, f"{number + 1:032x}", "", "", 10**18) for number in range(count)]
-    for span in made:
+def make_spans(count: int, name: str = "InferRequest") -> list[Span]:
+    spans = [Span(name, f"{number + 1:032x}", "", "", 10**18) for number in range(count)]
+    for span in spans:
         span.add("HTTP_RECV_START", 5)
-    return made
+    return spans
 
 
 def settings(collector: Collector, **changes: int) -> ExportSettings:
     return ExportSettings(url=collector.url, **{"delay_ms": 20, **changes})
 
 
-def counted(exporter: SpanExporter) -> dict[str, float]:
-    return {family.name: family.samples[0][1] for family in exporter.families()}
+def counts(export: SpanExport) -> tuple[int, int]:
+    return export.exported, export.dropped
 
 
-def figures(exported: int, dropped: int) -> dict[str, int]:
-    return {
-        "slipstream_trace_spans_exported_total": exported,
-        "slipstream_trace_spans_dropped_total": dropped,
-    }
+def batch_sizes(collector: Collector) -> list[int]:
+    return [
+        len(received.message.resource_spans[0].scope_spans[0].spans)
+        for received in collector.received
+    ]
 
 
-@contextlib.contextmanager
-def by_hand(query: str = "", **changes: float) -> Iterator[tuple[SpanExporter, socket.socket, str]]:
-    """An exporter with a span to send, what its collector would listen at, and that address."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/traces"
-        exporter = SpanExporter(ExportSettings(url=address + query, **{"delay_ms": 20, **changes}))
-        exporter.add(spans(1))
-        yield exporter, listening, address
-        exporter.close()
-
-
-def test_batches_are_as_large_as_allowed_and_closing_sends_the_rest() -> None:
+def test_full_batches_are_sent_at_once_and_closing_sends_the_rest() -> None:
     with Collector() as collector:
-        exporter = SpanExporter(settings(collector, batch_spans=3, delay_ms=600_000))
-        exporter.add(spans(2))
-        exporter.add(spans(2))
+        export = SpanExport(settings(collector, batch_spans=3, delay_ms=600_000))
+        export.add(make_spans(2))
+        export.add(make_spans(2))
         wait_for(lambda: len(collector.spans) == 3)
         assert collector.tries == 1
-        exporter.close()
-        assert [
-            len(one.message.resource_spans[0].scope_spans[0].spans) for one in collector.received
-        ] == [3, 1]
-        assert counted(exporter) == figures(4, 0)
-        exporter.add(spans(1))  # too late
-        assert counted(exporter) == figures(4, 1)
+        export.close()
+        assert batch_sizes(collector) == [3, 1]
+        assert counts(export) == (4, 0)
+        export.add(make_spans(1))  # after the close
+        assert counts(export) == (4, 1)
 
 
-def test_a_collector_that_comes_later_gets_what_was_kept(capfd) -> None:
+def test_a_collector_that_starts_late_gets_the_spans(capfd: pytest.CaptureFixture[str]) -> None:
     with Collector(listening=False) as collector:
-        exporter = SpanExporter(settings(collector))
-        exporter.add(spans(2))
-        wait_for(lambda: exporter._complained)
+        export = SpanExport(settings(collector))
+        export.add(make_spans(2))
+        lines = ""
+        while "Connection refused" not in lines:
+            lines += capfd.readouterr().err
         collector.listen()
         assert len(collector.wait(2)) == 2
-        exporter.close()
-        assert counted(exporter) == figures(2, 0)
-    said = capfd.readouterr().err
-    assert said.count("cannot be reached, its spans are kept for later") == 1
-    assert said.count("takes spans again") == 1
+        export.close()
+        assert counts(export) == (2, 0)
+    lines += capfd.readouterr().err
+    assert lines.count(f"the trace collector at {collector.url}: ") == 1
+    assert lines.count(f"the trace collector at {collector.url} takes spans again") == 1
+    assert len(lines.splitlines()) == 2
 
 
-def test_what_a_collector_cannot_take_now_is_sent_again_and_what_it_refuses_is_not() -> None:
-    with Collector(statuses=[503, 429, 400, 302]) as collector:
-        exporter = SpanExporter(settings(collector, batch_spans=1))
-        for number in range(3):
-            exporter.add(spans(1, f"n{number}"))
-        wait_for(lambda: len(collector.spans) == 1)
-        exporter.close()
-        assert collector.tries == 5  # a redirection is not followed
-        assert [span.name for span in collector.spans] == ["n2"]
-        assert counted(exporter) == figures(1, 2)
+def test_a_busy_collector_gets_spans_again_and_one_that_rejects_them_does_not() -> None:
+    with Collector(statuses=[503, 400]) as collector:
+        export = SpanExport(settings(collector, batch_spans=1))
+        export.add(make_spans(1, "rejected"))
+        wait_for(lambda: counts(export) == (0, 1))
+        export.add(make_spans(1, "accepted"))
+        wait_for(lambda: counts(export) == (1, 1))
+        export.close()
+        assert collector.tries == 3
+        assert [span.name for span in collector.spans] == ["accepted"]
 
 
-def test_a_collector_that_does_not_answer_costs_spans_and_nothing_else(capfd) -> None:
+def test_a_collector_that_does_not_respond_costs_spans_and_nothing_else(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with Collector() as collector:
         collector.gate.clear()
-        exporter = SpanExporter(settings(collector, queue_spans=6, batch_spans=2))
-        exporter.add(spans(2))
+        export = SpanExport(settings(collector, queue_spans=6, batch_spans=2))
+        export.add(make_spans(2))
         wait_for(lambda: collector.tries == 1)
-        exporter.add(spans(4))
-        exporter.add(spans(3))  # no room for all three, so for none
-        exporter.add(spans(2))
-        assert counted(exporter) == figures(0, 3)
-        exporter.close(0.1)  # returns though nobody has been answered
+        export.add(make_spans(4))
+        export.add(make_spans(3))  # the queue has room for two of them
+        export.add(make_spans(2))
+        assert counts(export) == (0, 3)
+        export.close(0.1)
         assert collector.received == []
-        assert counted(exporter) == figures(0, 11)
+        assert counts(export) == (0, 11)
     assert "11 trace spans were dropped, 0 went to" in capfd.readouterr().err
+    assert counts(export) == (0, 11)  # also after the collector has responded
 
 
-def test_a_full_queue_before_a_collector_that_is_down_is_given_up_at_the_end() -> None:
+def test_a_missing_collector_costs_the_spans_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, "0.5")
     with refused_port() as held:
         url = f"http://127.0.0.1:{held.getsockname()[1]}/v1/traces"
-        exporter = SpanExporter(
-            ExportSettings(url=url, queue_spans=4, batch_spans=4, delay_ms=600_000)
-        )
-        exporter.add(spans(4))
-        wait_for(lambda: exporter._complained)
-        exporter.close()
-    assert counted(exporter) == figures(0, 4)
+        export = SpanExport(ExportSettings(url=url, queue_spans=4, batch_spans=4))
+        export.add(make_spans(4))
+        wait_for(lambda: counts(export) == (0, 4))
+        export.add(make_spans(3))
+        export.close()
+    assert counts(export) == (0, 7)
 
 
-@pytest.mark.parametrize(
-    ("answer", "told"),
-    [
-        (
-            b"\x1b[31mno\x07\r\nI1115 forged",
-            "cannot be reached, its spans are kept for later: ?[31mno?",
-        ),
-        (b"HTTP/1.1 400 \x1b[31mno" + b"o" * 9000 + b"\r\n\r\n", "refuses spans: 400 ?[31mno"),
-    ],
-)
-def test_what_a_collector_says_is_one_short_line_and_its_address_has_no_key(
-    answer: bytes, told: str, capfd
+def test_counters_of_spans_are_metrics() -> None:
+    with Collector(statuses=[400]) as collector:
+        export = SpanExport(settings(collector))
+        export.add(make_spans(2))
+        wait_for(lambda: counts(export) == (0, 2))
+        export.add(make_spans(3))
+        wait_for(lambda: counts(export) == (3, 2))
+        export.close()
+    metrics = ServerMetrics()
+    metrics.watch_span_export(export)
+    lines = metrics.render().splitlines()
+    assert "slipstream_trace_spans_exported_total 3" in lines
+    assert "slipstream_trace_spans_dropped_total 2" in lines
+
+
+def test_trouble_is_one_short_line_without_control_characters_and_without_the_key(
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with by_hand("?key=secret") as (exporter, listening, address):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/traces"
+        export = SpanExport(ExportSettings(url=f"{address}?key=secret", delay_ms=20))
+        export.add(make_spans(1))
         connection, _ = listening.accept()
         with connection:
             assert connection.recv(65536).startswith(b"POST /v1/traces?key=secret ")
-            connection.sendall(answer)
-        wait_for(lambda: exporter._complained)
-        listening.close()
-    said = capfd.readouterr().err
-    assert f"the trace collector at {address} {told}" in said
-    assert len(said.splitlines()) == 2  # the other one is of what was given up
-    assert len(said) < 700
-    assert "\x1b" not in said
-    assert "secret" not in said
-    assert "secret" not in str(ExportSettings(url=f"{address}?key=secret").shown())
+            reason = b"\x1b[31mno" + b"o" * 9000
+            connection.sendall(b"HTTP/1.1 400 " + reason + b"\r\nContent-Length: 0\r\n\r\n")
+        wait_for(lambda: export.dropped == 1)
+        export.close()
+    lines = capfd.readouterr().err
+    assert f"the trace collector at {address}: Failed to export spans batch code: 400" in lines
+    assert "reason: ?[31mno" in lines
+    assert len(lines.splitlines()) == 2  # the other line gives the number of dropped spans
+    assert len(lines) < 800
+    assert "\x1b" not in lines
+    assert "secret" not in lines
+    assert "secret" not in str(export.shown())
 
 
-@pytest.mark.parametrize(
-    ("says", "exported", "told"),
-    [
-        (
-            b'{"partialSuccess": {"rejectedSpans": "2", "errorMessage": "too old"}}',
-            3,
-            "rejects spans: too old",
-        ),
-        (b'{"partialSuccess": {"rejectedSpans": 99}}', 0, "rejects spans: "),
-        (b'{"partialSuccess": {"errorMessage": "all is well"}}', 5, ""),
-        (b'{"partialSuccess": 7}', 5, ""),
-        (b"", 5, ""),
-    ],
-)
-def test_what_a_collector_rejects_is_not_counted_as_taken(
-    says: bytes, exported: int, told: str, capfd
+def test_a_refused_connection_is_logged_without_the_key(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Collector(says=says) as collector:
-        exporter = SpanExporter(settings(collector))
-        exporter.add(spans(5))
-        wait_for(lambda: sum(counted(exporter).values()) == 5)
-        exporter.close()
-    assert counted(exporter) == figures(exported, 5 - exported)
-    said = capfd.readouterr().err
-    assert told in said
-    assert ("rejects" in said) == bool(told)
+    monkeypatch.setenv(TIMEOUT, "0.5")
+    with refused_port() as held:
+        url = f"http://127.0.0.1:{held.getsockname()[1]}/v1/traces?key=secret"
+        export = SpanExport(ExportSettings(url=url, delay_ms=20))
+        export.add(make_spans(1))
+        wait_for(lambda: export.dropped == 1)
+        export.close()
+    lines = capfd.readouterr().err
+    assert "trace collector" in lines
+    assert "secret" not in lines
 
 
-def test_a_collector_that_took_spans_and_says_no_more_does_not_get_them_twice() -> None:
-    with by_hand(timeout_seconds=0.2) as (exporter, listening, _):
-        connection, _ = listening.accept()
-        with connection:
-            connection.recv(65536)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n")
-            wait_for(lambda: counted(exporter) == figures(1, 0))
-    assert counted(exporter) == figures(1, 0)
-
-
-@pytest.mark.parametrize("piece", [b"HTTP/1.1 100 Continue\r\n\r\n", b"H"])
-def test_a_collector_whose_answer_never_ends_is_broken_off(piece: bytes) -> None:
-    with by_hand(timeout_seconds=0.3) as (exporter, listening, _):
-        connection, _ = listening.accept()
-        # by which the other end is known to have left
-        with connection, contextlib.suppress(OSError):
-            for _ in range(2_000):
-                connection.sendall(piece)
-                time.sleep(0.01)
-            pytest.fail("it is still listened to")
-        again, _ = listening.accept()
-        with again:
-            again.recv(65536)
-            again.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-            wait_for(lambda: counted(exporter)["slipstream_trace_spans_exported_total"] > 0)
-    assert counted(exporter) == figures(1, 0)
-
-
-def test_a_span_may_be_told_of_while_it_is_sent() -> None:
-    class Late(str):
-        def encode(self, *how: str) -> bytes:
-            span.attributes["late"] = 1
-            return super().encode(*how)
-
-    (span,) = spans(1)
-    span.attributes["triton.request_id"] = Late("a")
-    assert b'"stringValue":"a"' in encode([span], {})
-    assert "late" in span.attributes
-
-
-def test_events_of_a_long_stream_are_bounded_and_its_last_ones_stay() -> None:
+def test_events_of_a_long_stream_are_bounded_and_its_last_events_stay() -> None:
     with Collector() as collector:
-        exporter = SpanExporter(settings(collector))
-        (span,) = spans(1)
+        export = SpanExport(settings(collector))
+        (span,) = make_spans(1)
         for number in range(1000):
             span.add("INFER_RESPONSE_COMPLETE", 10 + number)
         span.add("HTTP_SEND_END", 2000)
-        exporter.add([span])
+        export.add([span])
         (found,) = collector.wait()
-        exporter.close()
-    assert len(found.events) == MOST_EVENTS + 1
-    assert found.events_dropped == 1001 - MOST_EVENTS
+        export.close()
+    assert len(found.events) == MAX_EVENTS + 1
+    assert found.events_dropped == 1001 - MAX_EVENTS
     assert (found.events[0], found.events[-1]) == (
         ("HTTP_RECV_START", 10**18 + 5),
         ("HTTP_SEND_END", 10**18 + 2000),
@@ -238,33 +191,80 @@ def test_events_of_a_long_stream_are_bounded_and_its_last_ones_stay() -> None:
     assert (found.began, found.ended) == (10**18 + 5, 10**18 + 2000)
 
 
+class FakeExporter:
+    def __init__(self) -> None:
+        self.calls: list[Sequence[Span]] = []
+
+    def read_parent(self, headers: Headers) -> ParentSpan | None:
+        return None
+
+    def add(self, spans: Sequence[Span]) -> None:
+        self.calls.append(spans)
+
+
 def test_spans_of_one_call_are_bounded_and_those_left_out_are_counted() -> None:
-    exported: list[Sequence[Span]] = []
-    trace = SpanTraces(exported.append, Turn(1, UNLIMITED), itertools.count(1)).next(
-        (), TEXT_COMPLETION
-    )
+    exporter = FakeExporter()
+    traces = SpanTraces(exporter, RequestSampler(1, UNLIMITED), itertools.count(1))
+    trace = traces.next((), TEXT_COMPLETION)
+    assert trace is not None
     trace.model("caller", "1", "x" * 1000)
-    for _ in range(MOST_SPANS + 6):
+    for _ in range(MAX_SPANS + 6):
         trace.child().model("called", "1", "")
     trace.finish()
-    (spans_of_call,) = exported
-    assert len(spans_of_call) == MOST_SPANS + 1
-    assert spans_of_call[-1].attributes == {"slipstream.spans_left_out": 7}
-    assert spans_of_call[0].attributes["triton.request_id"] == "x" * 256
+    (spans,) = exporter.calls
+    assert len(spans) == MAX_SPANS + 1
+    assert spans[-1].attributes == {"slipstream.spans_left_out": 7}
+    assert spans[0].attributes["triton.request_id"] == "x" * 256
 
 
-def test_a_state_that_is_no_text_is_not_passed_on() -> None:
+@pytest.mark.parametrize(
+    ("state", "expected"), [(b"a=b", "a=b"), (b"a=\xff", ""), (b"a=\x1b", ""), (b"x" * 600, "")]
+)
+def test_only_a_valid_state_of_the_caller_is_passed_on(
+    state: bytes, expected: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     parent = (b"traceparent", b"00-0af7651916cd43dd8448eb211c12666c-b7ad6b7169242424-01")
-    for state, passed in ((b"a=b", "a=b"), (b"a=\xff", ""), (b"a=\x1b", "")):
-        assert read_context([parent, (b"tracestate", state)]).state == passed
+    export = SpanExport(ExportSettings())
+    found = export.read_parent([parent, (b"tracestate", state)])
+    assert found == ("0af7651916cd43dd8448eb211c12666c", "b7ad6b7169242424", expected)
+    assert capfd.readouterr().err == ""  # a client cannot fill the log
 
 
-def test_an_id_that_is_no_text_goes_out_as_well_as_it_can() -> None:
+def test_a_request_id_that_is_not_unicode_is_sent_with_replacement_characters() -> None:
     with Collector() as collector:
-        exporter = SpanExporter(settings(collector))
-        (span,) = spans(1)
+        export = SpanExport(settings(collector))
+        (span,) = make_spans(1)
         span.attributes["triton.request_id"] = b"a\xffb".decode("utf-8", "surrogateescape")
-        exporter.add([span])
+        export.add([span])
         (found,) = collector.wait()
-        exporter.close()
+        export.close()
     assert found.attributes == {"triton.request_id": "a?b"}
+
+
+def test_resource_attributes_of_the_command_line_win_over_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert SpanExport(ExportSettings()).shown()["resource"] == [
+        "service.name=triton-inference-server"
+    ]
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=a%20b,region=here")
+    export = SpanExport(ExportSettings(resource={"region": "there"}))
+    assert sorted(export.shown()["resource"]) == [
+        "region=there",
+        "service.name=chat",
+        "team=a b",
+    ]
+
+
+def test_without_the_sdk_the_mode_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "slipstream.server.tracing.span_export")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(InferenceError) as refused:
+        TraceSettings({"trace_level": ["TIMESTAMPS"]}, ExportSettings())
+    assert refused.value.message == (
+        "the trace mode opentelemetry needs the OpenTelemetry SDK; "
+        "install it with: pip install 'slipstream[otel]'"
+    )

@@ -1,11 +1,7 @@
-"""A collector of OpenTelemetry's on a loopback port. What comes is read by OpenTelemetry's own
-message types.
-"""
+"""A collector on a loopback port that reads spans with OpenTelemetry's own message types."""
 
 from __future__ import annotations
 
-import base64
-import json
 import socket
 import threading
 import time
@@ -14,10 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-_IDS = ("traceId", "spanId", "parentSpanId")
 
 
 @dataclass
@@ -50,16 +43,14 @@ class Received:
 
 @dataclass
 class Collector:
-    """`with Collector() as collector:` it listens at `collector.url`.
+    """`with Collector() as collector:` listens at `collector.url`.
 
-    `statuses`: what the first posts are answered; then it is 200. `gate`: cleared, nothing is
-    answered at all. `listening=False`: connections are refused until `listen`. `says`: the body of
-    every answer.
+    `statuses`: the status codes of the first responses; the later ones are 200. `gate`: while it is
+    cleared, no request gets a response. `listening=False`: connections are refused until `listen`.
     """
 
     statuses: Iterable[int] = ()
     listening: bool = True
-    says: bytes = b"{}"
     received: list[Received] = field(default_factory=list)
     tries: int = 0
     gate: threading.Event = field(default_factory=threading.Event)
@@ -96,7 +87,9 @@ class Collector:
         self.gate.wait(60)
         status = self._waiting_statuses.pop(0) if self._waiting_statuses else 200
         if status == 200:
-            self.received.append(Received(path, headers, body, read_export(body)))
+            self.received.append(
+                Received(path, headers, body, ExportTraceServiceRequest.FromString(body))
+            )
         return status
 
     @property
@@ -111,10 +104,11 @@ class Collector:
 
     @property
     def text(self) -> str:
-        return "".join(one.body.decode() for one in self.received)
+        """Everything received, to search for text that must not be in it."""
+        return "".join(one.body.decode("latin-1") for one in self.received)
 
     def wait(self, roots: int = 1) -> list[CollectedSpan]:
-        """All spans, once so many calls are whole: the root of each ends last."""
+        """Return all spans after this many calls have arrived; the root of a call comes last."""
         deadline = time.monotonic() + 20
         while sum(span.name == "InferRequest" for span in self.spans) < roots:
             assert time.monotonic() < deadline, self.spans
@@ -131,50 +125,20 @@ def _handler(collector: Collector) -> type[BaseHTTPRequestHandler]:
             status = collector.answer(
                 self.path, {name.lower(): value for name, value in self.headers.items()}, body
             )
-            answer = collector.says
             self.send_response(status)
-            if status in (301, 302, 307):
-                self.send_header("Location", collector.url)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def do_GET(self) -> None:
-            """Nobody asks, unless by following a redirection."""
-            collector.tries += 1
-            self.send_response(200)
+            self.send_header("Content-Type", "application/x-protobuf")
+            self.send_header("Content-Length", "0")
             self.end_headers()
 
-        def log_message(self, *about: object) -> None:
-            """Nobody reads it."""
+        def log_message(self, *arguments: object) -> None:
+            """Print nothing."""
 
     return Handler
 
 
-def read_export(body: bytes) -> ExportTraceServiceRequest:
-    """Fails on a name or a value that the protocol does not have. Its JSON writes ids in digits,
-    not in base64.
-    """
-    return json_format.ParseDict(_with_base64_ids(json.loads(body)), ExportTraceServiceRequest())
-
-
-def _with_base64_ids(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_with_base64_ids(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        name: base64.b64encode(bytes.fromhex(one)).decode()
-        if name in _IDS
-        else _with_base64_ids(one)
-        for name, one in value.items()
-    }
-
-
 def attributes_of(pairs: Any) -> dict[str, Any]:
     found = {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}
-    assert len(found) == len(pairs), "a name twice"
+    assert len(found) == len(pairs), "a name appears twice"
     return found
 
 
@@ -197,7 +161,7 @@ def _collected(span: Any) -> CollectedSpan:
 
 
 def refused_port() -> socket.socket:
-    """Bound, so that nobody else has it, and not listening."""
+    """Return a socket that holds a port and does not listen."""
     held = socket.socket()
     held.bind(("127.0.0.1", 0))
     return held

@@ -114,6 +114,15 @@ class Entry(Protocol):
     def model(self) -> Any: ...
 
 
+class SpanCounters(Protocol):
+    """The exporter of trace spans."""
+
+    @property
+    def exported(self) -> int: ...
+    @property
+    def dropped(self) -> int: ...
+
+
 class ServerMetrics:
     def __init__(
         self, machine: Machine | None = None, config: MetricsConfig = MetricsConfig()
@@ -161,6 +170,9 @@ class ServerMetrics:
         self._models = {key: found for key, found in self._models.items() if key[0] != name}
         self._engines = {key: found for key, found in self._engines.items() if key[0] != name}
         self._whole_batches.discard(name)
+
+    def watch_span_export(self, counters: SpanCounters) -> None:
+        self.add_source(lambda: _span_families(counters))
 
     def add_source(self, source: Callable[[], Iterable[Family]]) -> None:
         """More families, asked for at every scrape: those that models define themselves."""
@@ -226,6 +238,21 @@ class ServerMetrics:
             filled = [(labels, histogram) for labels, histogram in found if histogram.count]
             if filled:
                 yield Family(name, "histogram", text, histograms=filled)
+
+
+def _span_families(counters: SpanCounters) -> Iterator[Family]:
+    yield Family(
+        "slipstream_trace_spans_exported_total",
+        "counter",
+        "Number of trace spans that the collector took",
+        [({}, counters.exported)],
+    )
+    yield Family(
+        "slipstream_trace_spans_dropped_total",
+        "counter",
+        "Number of trace spans that were given up",
+        [({}, counters.dropped)],
+    )
 
 
 def _parts(model: Any) -> Mapping[str, str]:

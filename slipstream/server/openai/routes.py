@@ -104,7 +104,7 @@ class OpenAIRoutes:
     async def _answer(self, call: Call, trace: RequestTrace | None, exchange: Exchange) -> None:
         if trace is not None:
             trace.stamp("HTTP_RECV_END")
-        traces = [trace, *[trace and trace.beside() for _ in call.texts[1:]]]
+        traces = [trace, *[trace and trace.sibling() for _ in call.texts[1:]]]
         requests = [
             infer_request(call.model, text, call.id, trace)
             for text, trace in zip(call.texts, traces, strict=True)

@@ -1,28 +1,28 @@
-"""Trace settings, global and for single models: kept, checked and shown as Triton does, and who is
-traced by them.
-"""
+"""Trace settings, global and per model, with Triton's checks and texts."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.tracing.export_settings import ExportSettings
-from slipstream.server.tracing.otlp import SpanExporter
 from slipstream.server.tracing.spans import SpanTraces
 from slipstream.server.tracing.tracing import (
     TENSORS,
     TEXT_COMPLETION,
     FileTraces,
     Headers,
+    RequestSampler,
     RequestTrace,
     TraceFile,
     Traces,
-    Turn,
 )
+
+if TYPE_CHECKING:
+    from slipstream.server.tracing.span_export import SpanExport
 
 Value = str | list[str]
 LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
@@ -38,8 +38,9 @@ FILE_SETTINGS = ("log_frequency", "trace_file")
 
 
 class TraceSettings:
-    """`start`: what the command line says. `export`: traces go to a collector, not to files.
-    `begin` is asked at every request.
+    """Decides for each request whether it is traced, and where its trace goes.
+
+    `start`: the settings of the command line. `export`: send spans to a collector, write no files.
     """
 
     def __init__(
@@ -47,61 +48,63 @@ class TraceSettings:
     ) -> None:
         self._start: dict[str, Value] = {**DEFAULTS, **(start or {})}
         self._shown_export: dict[str, Value] = {}
-        self.exporter: SpanExporter | None = None
+        self.exporter: SpanExport | None = None
         if export is not None:
             self._start["trace_mode"] = "opentelemetry"
-            self._shown_export = dict(export.shown())
-            self.exporter = SpanExporter(export)
+            self.exporter = _make_exporter(export)
+            self._shown_export = dict(self.exporter.shown())
         self._changed: dict[str, Value] = {}
         self._models: dict[str, dict[str, Value]] = {}
         self._file = TraceFile(Path(str(self._start["trace_file"])))
         self._ids = itertools.count(1)
-        # by model; "" is for those without settings of their own
+        # by model name; "" stands for the models without settings of their own
         self._traces: dict[str, Traces | None] = {}
         self._check_usable(self._start, starting=True)
-        self._active = _is_on(self._start)  # somebody may be traced
+        self._active = _is_on(self._start)  # at least one model is traced
 
     def begin(
         self, model: str, headers: Headers = (), operation: str = TEXT_COMPLETION
     ) -> RequestTrace | None:
-        """The trace of a request that has just come; its `finish` must be called.
+        """Return the trace of a new request, or None. The caller must call its `finish`.
 
-        `operation`: what a model of language is asked for, in the words of OpenTelemetry's
-        conventions.
+        `operation`: TEXT_COMPLETION or CHAT, for the spans of language models.
         """
         if not self._active:
             return None
         scope = model if model in self._models else ""
         if scope not in self._traces:
-            self._traces[scope] = self._traces_by(self.get(model))
+            self._traces[scope] = self._make_traces(self.get(model))
         traces = self._traces[scope]
         return traces.next(headers, operation) if traces is not None else None
 
     def get(self, model: str = "") -> dict[str, Value]:
-        """The settings in force for a model, or for all models that have none of their own."""
-        shown = {**self._start, **self._changed, **self._left("")}
+        """Return the settings of a model, or of all models without settings of their own."""
+        shown = {**self._start, **self._changed, **self._remaining("")}
         if model in self._models:
-            shown |= self._models[model] | self._left(model)
+            shown |= self._models[model] | self._remaining(model)
         if self.exporter is not None:
-            shown = {
-                name: value for name, value in shown.items() if name not in FILE_SETTINGS
-            } | self._shown_export
+            for name in FILE_SETTINGS:
+                shown.pop(name, None)
+            shown |= self._shown_export
         return shown
 
-    def _left(self, scope: str) -> dict[str, Value]:
-        """What is left of a count that has been drawn from."""
+    def _remaining(self, scope: str) -> dict[str, Value]:
+        """Return the trace count that is left after the requests traced so far."""
         traces = self._traces.get(scope)
-        return {"trace_count": str(traces.left)} if traces is not None else {}
+        return {"trace_count": str(traces.remaining)} if traces is not None else {}
 
-    def update(self, wanted: Mapping[str, Any], model: str = "") -> dict[str, Value]:
-        """Change some; None takes a change back; names nobody knows are ignored, as with Triton."""
+    def update(self, requested: Mapping[str, Any], model: str = "") -> dict[str, Value]:
+        """Change some settings and return all.
+
+        Like Triton, ignore unknown names and undo earlier changes where the value is None.
+        """
         changes = {
-            name: _checked(name, value) for name, value in wanted.items() if name in DEFAULTS
+            name: _check(name, value) for name, value in requested.items() if name in DEFAULTS
         }
         if self.exporter is not None and changes.get("log_frequency") is not None:
             raise _invalid("the mode opentelemetry has no log_frequency")
         target = dict(self._models.get(model, {}) if model else self._changed)
-        target |= self._left(model)  # what is used up stays used up
+        target |= self._remaining(model)  # requests traced so far still count
         for name, value in changes.items():
             if value is None:
                 target.pop(name, None)
@@ -112,46 +115,52 @@ class TraceSettings:
             self._models[model] = target
         else:
             self._changed = target
-        self._begin_anew([model] if model else list(self._traces))
+        self._restart([model] if model else list(self._traces))
         return self.get(model)
 
     def forget(self, model: str) -> None:
         self._models.pop(model, None)
-        self._begin_anew([model])
+        self._restart([model])
 
     def close(self) -> None:
-        """Write what has been collected. May take as long as a collector is given."""
-        self._begin_anew(list(self._traces))
+        """Write the collected traces. May wait for a collector for some seconds."""
+        self._restart(list(self._traces))
         if self.exporter is not None:
             self.exporter.close()
 
-    def _begin_anew(self, scopes: list[str]) -> None:
+    def _restart(self, scopes: list[str]) -> None:
+        """Write the collected traces of these models and apply changed settings to new ones."""
         for scope in scopes:
             if (traces := self._traces.pop(scope, None)) is not None:
                 traces.flush()
         self._active = any(_is_on(self.get(model)) for model in ("", *self._models))
 
-    def _traces_by(self, settings: Mapping[str, Value]) -> Traces | None:
+    def _make_traces(self, settings: Mapping[str, Value]) -> Traces | None:
         if not _is_on(settings):
             return None
-        turn = Turn(int(str(settings["trace_rate"])), int(str(settings["trace_count"])))
+        sampler = RequestSampler(
+            int(str(settings["trace_rate"])), int(str(settings["trace_count"]))
+        )
         if self.exporter is not None:
-            return SpanTraces(self.exporter.add, turn, self._ids)
+            return SpanTraces(self.exporter, sampler, self._ids)
         return FileTraces(
             self._file,
             settings["trace_level"],
-            turn,
+            sampler,
             int(str(settings["log_frequency"])),
             self._ids,
         )
 
     def _check_usable(self, settings: Mapping[str, Value], starting: bool = False) -> None:
-        """A server that starts with a rate of 0 traces the requests that callers have put into a
-        trace, only those.
+        """Raise InferenceError for settings that cannot work together.
+
+        A server may start with a rate of 0 in the mode opentelemetry: it then traces only the
+        requests that belong to a caller's trace.
         """
         if not _is_on(settings):
             return
-        reason, rate = None, int(str(settings["trace_rate"]))
+        reason = None
+        rate = int(str(settings["trace_rate"]))
         if self.exporter is not None and TENSORS in settings["trace_level"]:
             reason = "the mode opentelemetry has no level TENSORS, only TIMESTAMPS"
         elif rate == 0 and not (starting and self.exporter is not None):
@@ -161,9 +170,22 @@ class TraceSettings:
         elif self.exporter is None and not settings["trace_file"]:
             reason = "trace file name is not given"
         elif settings["trace_count"] == "0":
-            reason = ""  # Triton's reason too
+            reason = ""  # Triton gives no reason either
         if reason is not None:
             raise _invalid(reason)
+
+
+def _make_exporter(export: ExportSettings) -> SpanExport:
+    try:
+        from slipstream.server.tracing.span_export import SpanExport
+    except ImportError as error:
+        if not (error.name or "").startswith("opentelemetry"):
+            raise
+        raise InferenceError(
+            "the trace mode opentelemetry needs the OpenTelemetry SDK; "
+            "install it with: pip install 'slipstream[otel]'"
+        ) from error
+    return SpanExport(export)
 
 
 def _invalid(reason: str) -> InferenceError:
@@ -174,7 +196,7 @@ def _is_on(settings: Mapping[str, Value]) -> bool:
     return "OFF" not in settings["trace_level"]
 
 
-def _checked(name: str, value: Any) -> Value | None:
+def _check(name: str, value: Any) -> Value | None:
     if value is None:
         return None
     if name == "trace_file":
@@ -202,7 +224,7 @@ def _checked(name: str, value: Any) -> Value | None:
 
 
 def _levels(values: list[Any]) -> list[str]:
-    """Words nobody knows count for nothing, and nothing is OFF."""
+    """Return the known levels, or OFF when there are none."""
     if any(not isinstance(value, str) for value in values):
         raise InferenceError("attempt to access JSON non-string as string", Code.INTERNAL)
     known = [value for value in values if value in LEVELS and value != "OFF"]

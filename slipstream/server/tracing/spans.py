@@ -1,9 +1,9 @@
-"""A request as OpenTelemetry's spans, named as Triton names them: `InferRequest` is the call, below
-it is a span for each model that worked on it, and below that `compute`. Events carry the names of
-Triton's timestamps.
+"""Records a request as OpenTelemetry spans with Triton's names.
 
-What a language model generated is told in the words of OpenTelemetry's conventions for generative
-AI. A span holds times, counts and names; never what was asked or answered.
+The span `InferRequest` is the call. Below it is one span for each model that worked on the call,
+and below that the span `compute`. Events have the names of Triton's timestamps. The output of a
+language model is described with the attributes of OpenTelemetry's conventions for generative AI.
+Spans contain times, counts and names, never prompts or generated text.
 """
 
 from __future__ import annotations
@@ -12,31 +12,44 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from slipstream.server.kserve.tensors import Tensor
-from slipstream.server.tracing.context import TraceContext, read_context
-from slipstream.server.tracing.tracing import Headers, Turn
+from slipstream.server.tracing.tracing import Headers, RequestSampler
 
-ROOT, COMPUTE = "InferRequest", "compute"
+ROOT = "InferRequest"
+COMPUTE = "compute"
 PROVIDER = "slipstream"
-MOST_EVENTS = 128  # of one span: what OpenTelemetry allows by default
-MOST_SPANS = 1024  # of one call: a Python model may ask others for as long as it answers
-MOST_TEXT = 256  # characters of an attribute
-_OF_MODEL = ("REQUEST_START", "QUEUE_START", "REQUEST_END")
+MAX_EVENTS = 128  # per span; OpenTelemetry's default
+MAX_SPANS = 1024  # per call; a Python model may call other models any number of times
+MAX_TEXT = 256  # characters of an attribute
+_MODEL_EVENTS = ("REQUEST_START", "QUEUE_START", "REQUEST_END")
 Attribute = str | int | float
+
+
+class ParentSpan(NamedTuple):
+    """The caller's span. Both ids are lower-case hexadecimal digits."""
+
+    trace_id: str
+    span_id: str
+    state: str = ""  # W3C `tracestate`
 
 
 @dataclass(slots=True)
 class Span:
-    """It begins with its first event and ends with its last. Times are `time.monotonic_ns()`."""
+    """One span. It starts with its earliest event and ends with its latest.
+
+    Times are `time.monotonic_ns()`; adding `wall_ns` makes them nanoseconds since 1970.
+    """
 
     name: str
     trace_id: str
-    parent_id: str  # empty for the first of a trace
+    parent_id: str  # empty for the first span of a trace
     state: str
-    wall_ns: int  # what turns one of its times into one since 1970
+    wall_ns: int
+    remote_parent: bool = False
     id: str = field(default_factory=lambda: os.urandom(8).hex())
     began_ns: int = 0
     ended_ns: int = 0
@@ -45,77 +58,87 @@ class Span:
     attributes: dict[str, Attribute] = field(default_factory=dict)
     failed: bool = False
 
-    def below(self, name: str) -> Span:
+    def child(self, name: str) -> Span:
         return Span(name, self.trace_id, self.id, self.state, self.wall_ns)
 
     def add(self, event: str, ns: int) -> None:
+        """Add an event. Above the limit, drop it unless it is the first of its name."""
         self.began_ns = min(self.began_ns, ns) or ns
         self.ended_ns = max(self.ended_ns, ns)
-        if len(self.events) >= MOST_EVENTS and any(event == name for name, _ in self.events):
-            self.events_dropped += 1  # a stream answers as often as it likes
+        if len(self.events) >= MAX_EVENTS and any(event == name for name, _ in self.events):
+            self.events_dropped += 1
         else:
             self.events.append((event, ns))
 
     def fail(self, kind: str) -> None:
-        """The first failure is the one that tells why."""
+        """Mark the span as failed. The first failure counts: it is the cause of the others."""
         if not self.failed:
             self.failed = True
             self.attributes["error.type"] = kind
 
 
+class Exporter(Protocol):
+    """What traces need of the connection to a collector."""
+
+    def read_parent(self, headers: Headers) -> ParentSpan | None: ...
+    def add(self, spans: Sequence[Span]) -> None: ...
+
+
 class SpanTraces:
-    """Those that go to a collector. A request that a caller has put into a trace is always traced."""
+    """Traces that go to a collector. A request that belongs to a caller's trace is always traced."""
 
     def __init__(
-        self, export: Callable[[Sequence[Span]], None], turn: Turn, ids: itertools.count[int]
+        self, exporter: Exporter, sampler: RequestSampler, ids: itertools.count[int]
     ) -> None:
-        self.export = export
+        self.exporter = exporter
         self.ids = ids
-        self._turn = turn
+        self._sampler = sampler
 
     @property
-    def left(self) -> int:
-        return self._turn.left
+    def remaining(self) -> int:
+        return self._sampler.remaining
 
     def next(self, headers: Headers, operation: str) -> SpanTrace | None:
-        turn, context = self._turn.comes(), read_context(headers)
-        if not turn and context is None:
+        sampled = self._sampler.sample()
+        caller = self.exporter.read_parent(headers)
+        if not sampled and caller is None:
             return None
-        given = context or TraceContext(os.urandom(16).hex(), "")
+        parent = caller or ParentSpan(os.urandom(16).hex(), "")
+        wall_ns = time.time_ns() - time.monotonic_ns()
         root = Span(
-            ROOT, given.trace_id, given.span_id, given.state, time.time_ns() - time.monotonic_ns()
+            ROOT, parent.trace_id, parent.span_id, parent.state, wall_ns, remote_parent=True
         )
-        return SpanTrace(next(self.ids), _Whole(root, self, operation), root)
+        return SpanTrace(next(self.ids), _Call(root, self, operation), root)
 
     def flush(self) -> None:
-        """Nothing is kept here."""
+        """Do nothing: finished traces go to the exporter at once."""
 
 
 @dataclass(slots=True)
-class _Whole:
+class _Call:
     """What all requests of one call share."""
 
     root: Span
     traces: SpanTraces
     operation: str
-    spans: list[Span] = field(default_factory=list)  # but the root
-    left_out: int = 0  # spans
+    spans: list[Span] = field(default_factory=list)  # all spans except the root
+    spans_left_out: int = 0
 
     def begin(self, parent: Span, name: str) -> Span:
-        span = parent.below(name)
-        if len(self.spans) < MOST_SPANS:
+        span = parent.child(name)
+        if len(self.spans) < MAX_SPANS:
             self.spans.append(span)
         else:
-            self.left_out += 1
+            self.spans_left_out += 1
         return span
 
 
 @dataclass(slots=True)
 class SpanTrace:
-    """One request to a model."""
+    """The trace of one request to a model."""
 
     id: int
-    whole: _Whole
+    call: _Call
     parent: Span
     parent_id: int = 0
     _model: Span | None = None
@@ -128,15 +151,14 @@ class SpanTrace:
         return json.dumps({"traceparent": f"00-{span.trace_id}-{span.id}-01", **state})
 
     def child(self) -> SpanTrace:
-        return SpanTrace(
-            next(self.whole.traces.ids), self.whole, self._model or self.parent, self.id
-        )
+        return SpanTrace(next(self.call.traces.ids), self.call, self._model or self.parent, self.id)
 
-    def beside(self) -> SpanTrace:
-        return SpanTrace(next(self.whole.traces.ids), self.whole, self.parent, self.parent_id)
+    def sibling(self) -> SpanTrace:
+        return SpanTrace(next(self.call.traces.ids), self.call, self.parent, self.parent_id)
 
     def model(self, name: str, version: str, request_id: str) -> None:
-        self._model = span = self.whole.begin(self.parent, name)
+        span = self.call.begin(self.parent, name)
+        self._model = span
         span.attributes |= {
             "triton.model_name": name,
             "triton.model_version": int(version),
@@ -144,44 +166,46 @@ class SpanTrace:
             "triton.trace_parent_id": self.parent_id,
         }
         if request_id:
-            span.attributes["triton.request_id"] = request_id[:MOST_TEXT]
+            span.attributes["triton.request_id"] = request_id[:MAX_TEXT]
 
     def stamp(self, name: str, ns: int = 0) -> None:
         ns = ns or time.monotonic_ns()
-        if self._model is not None and name in _OF_MODEL:
+        if self._model is not None and name in _MODEL_EVENTS:
             self._model.add(name, ns)
         elif self._model is not None and name.startswith("COMPUTE_"):
-            self._compute = self._compute or self.whole.begin(self._model, COMPUTE)
+            if self._compute is None:
+                self._compute = self.call.begin(self._model, COMPUTE)
             self._compute.add(name, ns)
         elif not self.parent_id:
-            self.whole.root.add(name, ns)
+            self.call.root.add(name, ns)
 
     def tensors(self, activity: str, tensors: Iterable[Tensor]) -> None:
-        """Never: they are what was asked and answered."""
+        """Record nothing: tensors contain prompts and generated text."""
 
     def generated(self, prompt_tokens: int, output_tokens: int, first_token_ns: int) -> None:
-        if (span := self._model) is None:
+        span = self._model
+        if span is None:
             return
         span.attributes |= {
-            "gen_ai.operation.name": self.whole.operation,
+            "gen_ai.operation.name": self.call.operation,
             "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": span.name,
             "gen_ai.usage.input_tokens": prompt_tokens,
             "gen_ai.usage.output_tokens": output_tokens,
         }
         if first_token_ns:
-            span.attributes["gen_ai.response.time_to_first_chunk"] = (
-                first_token_ns - span.began_ns
-            ) / 1e9
+            seconds = (first_token_ns - span.began_ns) / 1e9
+            span.attributes["gen_ai.response.time_to_first_chunk"] = seconds
 
     def fail(self, kind: str) -> None:
-        for span in (self._model, None if self.parent_id else self.whole.root):
-            if span is not None:
-                span.fail(kind)
+        if self._model is not None:
+            self._model.fail(kind)
+        if not self.parent_id:
+            self.call.root.fail(kind)
 
     def finish(self) -> None:
-        root = self.whole.root
+        root = self.call.root
         root.ended_ns = max(root.ended_ns, time.monotonic_ns())
-        if self.whole.left_out:
-            root.attributes["slipstream.spans_left_out"] = self.whole.left_out
-        self.whole.traces.export([*self.whole.spans, root])
+        if self.call.spans_left_out:
+            root.attributes["slipstream.spans_left_out"] = self.call.spans_left_out
+        self.call.traces.exporter.add([*self.call.spans, root])

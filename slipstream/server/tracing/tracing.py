@@ -1,9 +1,9 @@
-"""Traces of single requests: who is traced, what is told of him, and the files that Triton writes
-of it.
+"""Traces of single requests: which requests are traced, and the trace files that Triton writes.
 
-A `Turn` picks the requests by rate and count. The files are JSON arrays of small objects, each with
-the trace's id. With a log frequency every so many traces become a file of their own (`FILE.0`,
-`FILE.1`, …); without one they are collected in FILE, which is whole after every trace.
+A `RequestSampler` picks the requests by rate and count. A trace file is a JSON array of small
+objects, each with the id of its trace. With the log frequency N, every N traces become a file of
+their own (`FILE.0`, `FILE.1`, ...). Without it, all traces go to FILE, which is valid JSON after
+each trace.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ from slipstream.server.kserve.tensors import Tensor
 
 logger = logging.getLogger(__name__)
 
-TIMESTAMPS, TENSORS = "TIMESTAMPS", "TENSORS"
+TIMESTAMPS = "TIMESTAMPS"
+TENSORS = "TENSORS"
 UNLIMITED = -1
-TEXT_COMPLETION, CHAT = "text_completion", "chat"
+# operations of OpenTelemetry's conventions for generative AI
+TEXT_COMPLETION = "text_completion"
+CHAT = "chat"
 Headers = Iterable[tuple[str | bytes, str | bytes]]
 
 
 class RequestTrace(Protocol):
-    """One request on its way, told of by whoever works on it."""
+    """Records what happens to one request. Each part of the server adds what it knows."""
 
     @property
     def context(self) -> str:
-        """JSON of the headers with which others could join it; empty where they cannot."""
+        """JSON of the headers that make another request part of this trace; empty if unsupported."""
         ...
 
     def child(self) -> RequestTrace:
-        """Of a request that this one is taken apart into."""
+        """Return the trace of a request that this request causes, such as a step of an ensemble."""
         ...
 
-    def beside(self) -> RequestTrace | None:
-        """Of another request that the same call makes; None where a trace tells of one only."""
+    def sibling(self) -> RequestTrace | None:
+        """Return the trace of another request of the same call; None if a trace has only one."""
         ...
 
     def stamp(self, name: str, ns: int = 0) -> None: ...
@@ -53,22 +56,22 @@ class RequestTrace(Protocol):
 
 
 class Traces(Protocol):
-    """The traces that one set of settings asks for."""
+    """The traces of one set of settings."""
 
     @property
-    def left(self) -> int: ...
+    def remaining(self) -> int: ...
 
     def next(self, headers: Headers, operation: str) -> RequestTrace | None:
-        """For one more request; None where it is not to be traced."""
+        """Return the trace of the next request, or None when it is not sampled."""
         ...
 
     def flush(self) -> None: ...
 
 
 class Finishing:
-    """`with Finishing(trace, …):` while the request is worked on; what goes wrong is told, too.
+    """`with Finishing(trace, ...):` around the work on a request. Records an exception, too.
 
-    `last`: the stamps that end it.
+    `last`: the timestamps to record at the end.
     """
 
     __slots__ = ("_last", "_trace")
@@ -90,27 +93,28 @@ class Finishing:
         trace.finish()
 
 
-class Turn:
-    """Every `rate`-th request, `left` of them; with a rate of 0 nobody."""
+class RequestSampler:
+    """Picks every `rate`-th request until `count` requests are picked. A rate of 0 picks none."""
 
     def __init__(self, rate: int, count: int) -> None:
-        self.left = count
+        self.remaining = count
         self._rate = rate
         self._seen = 0
 
-    def comes(self) -> bool:
-        if self.left == 0 or not self._rate:
+    def sample(self) -> bool:
+        """Count a request and return whether it is traced."""
+        if self.remaining == 0 or not self._rate:
             return False
         self._seen += 1
         if self._seen % self._rate:
             return False
-        if self.left > 0:
-            self.left -= 1
+        if self.remaining > 0:
+            self.remaining -= 1
         return True
 
 
 class TraceFile:
-    """Where the traces of one file name go, whatever settings they were made under."""
+    """The trace files of one name. They outlive the settings that traces were made under."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -118,82 +122,85 @@ class TraceFile:
         self._begun = False
 
     def add(self, activities: bytes) -> None:
-        """At the end of the file itself, which begins anew with the first."""
+        """Append to the file itself. The first call overwrites what an earlier server left."""
         try:
             with self._path.open("r+b" if self._begun else "wb") as file:
                 if self._begun:
-                    file.seek(-1, 2)  # over the bracket
+                    file.seek(-1, 2)  # overwrite the closing bracket
                 file.write((b"," if self._begun else b"[") + activities + b"]")
             self._begun = True
         except OSError as error:
-            self._complain(self._path, error)
+            self._log_error(self._path, error)
 
     def add_indexed(self, activities: bytes) -> None:
-        """As a file of its own, beside it."""
+        """Write a numbered file next to the file itself."""
         path = self._path.with_name(f"{self._path.name}.{self._next_index}")
         self._next_index += 1
         try:
             path.write_bytes(b"[" + activities + b"]")
         except OSError as error:
-            self._complain(path, error)
+            self._log_error(path, error)
 
-    def _complain(self, path: Path, error: OSError) -> None:
+    def _log_error(self, path: Path, error: OSError) -> None:
         logger.error("cannot write the trace file %s: %s", path, error.strerror)
 
 
 class FileTraces:
-    """Those that go to a file."""
+    """Traces that go to a file."""
 
     def __init__(
         self,
         file: TraceFile,
         levels: Iterable[str],
-        turn: Turn,
+        sampler: RequestSampler,
         log_frequency: int,
         ids: itertools.count[int],
     ) -> None:
         self.levels = frozenset(levels)
         self.ids = ids
         self._file = file
-        self._turn = turn
+        self._sampler = sampler
         self._log_frequency = log_frequency
         self._open = 0
         self._collected: list[bytes] = []
 
     @property
-    def left(self) -> int:
-        return self._turn.left
+    def remaining(self) -> int:
+        return self._sampler.remaining
 
     def next(self, headers: Headers, operation: str) -> FileTrace | None:
-        if not self._turn.comes():
+        if not self._sampler.sample():
             return None
         self._open += 1
         return FileTrace(next(self.ids), self)
 
     def finish(self, activities: bytes) -> None:
         self._open -= 1
-        if not self._log_frequency and self.left == UNLIMITED:
+        if not self._log_frequency and self.remaining == UNLIMITED:
             self._file.add(activities)
             return
         self._collected.append(activities)
-        exhausted = self.left == 0 and not self._open
+        exhausted = self.remaining == 0 and not self._open
         if exhausted or len(self._collected) == self._log_frequency:
             self.flush(indexed=True)
 
     def flush(self, indexed: bool = False) -> None:
-        """Write what is collected. Without a frequency, a count that was never reached ends in the
-        file itself.
+        """Write the collected traces: to a numbered file, or to the file itself when no log
+        frequency is set and the count was not reached.
         """
-        if self._collected:
-            collected, self._collected = b",".join(self._collected), []
-            (self._file.add_indexed if indexed or self._log_frequency else self._file.add)(
-                collected
-            )
+        if not self._collected:
+            return
+        activities = b",".join(self._collected)
+        self._collected = []
+        if indexed or self._log_frequency:
+            self._file.add_indexed(activities)
+        else:
+            self._file.add(activities)
 
 
 @dataclass(slots=True)
 class FileTrace:
-    """One request. Those it is taken apart into are its children, and are written with it."""
+    """The trace of one request. The traces of requests that it causes are written with it."""
 
     id: int
     traces: FileTraces
@@ -204,7 +211,7 @@ class FileTrace:
     def child(self) -> FileTrace:
         return FileTrace(next(self.traces.ids), self.traces, self.id, self.activities)
 
-    def beside(self) -> None:
+    def sibling(self) -> None:
         return None
 
     def stamp(self, name: str, ns: int = 0) -> None:
@@ -230,10 +237,10 @@ class FileTrace:
                 self.activities.append(_tensor_activity(self.id, activity.encode(), tensor))
 
     def generated(self, prompt_tokens: int, output_tokens: int, first_token_ns: int) -> None:
-        """These files have no place for it."""
+        """Record nothing: Triton's files have no field for it."""
 
     def fail(self, kind: str) -> None:
-        """Nor for this."""
+        """Record nothing: Triton's files have no field for it."""
 
     def finish(self) -> None:
         self.traces.finish(b",".join(self.activities))
@@ -253,7 +260,7 @@ def _tensor_activity(trace_id: int, activity: bytes, tensor: Tensor) -> bytes:
 
 
 def _element(value: object) -> bytes:
-    """As a C++ stream prints it; text stands in quotes."""
+    """Format a value as a C++ stream does. Text is in quotes."""
     if isinstance(value, bytes):
         return b'"' + value + b'"'
     return b"%d" % value if isinstance(value, int) else f"{value:g}".encode()
