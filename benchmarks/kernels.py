@@ -26,16 +26,16 @@ from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.bf12 import pack
 from slipstream.kernels.gpu.activation import silu_gated
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_chunks import DecodePlan, cut_chunks, places_of
+from slipstream.kernels.gpu.decode_chunks import DecodePlan, count_resident_ctas, cut_chunks
 from slipstream.kernels.gpu.gated_gemm import gated_gemm, supports_gated_gemm
 from slipstream.kernels.gpu.gemv import gemv
 from slipstream.kernels.gpu.normalisation import add_norm
-from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, far_tiles
-from slipstream.kernels.gpu.prefix import Prefix, lay_out, pays
+from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, use_large_tiles
 from slipstream.kernels.gpu.quantised import quantise
 from slipstream.kernels.gpu.rotary import rotate_write
 from slipstream.kernels.gpu.skinny_gemm import skinny_gemm
 from slipstream.kernels.gpu.step import likeliest
+from slipstream.kernels.gpu.unpacked_kv import UnpackedKv, plan_unpacking, unpacking_pays
 from slipstream.kernels.normalisation import Norm
 
 READ_BYTES_PER_SECOND, FLOPS = 4.30e12, 782e12
@@ -206,13 +206,13 @@ def layers_over_seconds() -> None:
             functional.linear(attended, weights[1])
             functional.linear(gated(x, weights[2]), weights[3])
 
-        apart, joined = in_turn(
+        apart, fused = in_turn(
             lambda: layer(lambda x, weight: silu_gated(functional.linear(x, weight))),
             lambda: layer(gated_gemm),
         )
         print(
             f"a layer's products {name} × {tokens}, over seconds: {apart:.3f} ms with the gate behind them, "
-            f"{joined:.3f} with it in its product: {apart / joined - 1:+.1%}",
+            f"{fused:.3f} with it in its product: {apart / fused - 1:+.1%}",
             flush=True,
         )
 
@@ -249,9 +249,11 @@ def decode_attention(
     cache = random(copies, 2, kv_heads, blocks * BLOCK, size) * 0.5
     cache = packed_of(cache) if packed else cache.to(dtype)
     step = random(len(lengths), heads + 2 * kv_heads, size)
-    places = places_of(DEVICE, narrow=packed)
-    plan = DecodePlan(on_device(cut_chunks(np.arange(len(lengths)), lengths, kv_heads, places)))
-    attention = GpuAttention(tables, BLOCK, places, len(lengths), plan, None)
+    resident_ctas = count_resident_ctas(DEVICE, one_warp=packed)
+    plan = DecodePlan(
+        on_device(cut_chunks(np.arange(len(lengths)), lengths, kv_heads, resident_ctas))
+    )
+    attention = GpuAttention(tables, BLOCK, resident_ctas, len(lengths), plan, None)
     time = microseconds(
         lambda i: attention.attend(step, *cache[i], AttentionRule(size**-0.5)), copies
     )
@@ -284,16 +286,16 @@ def prefill_attention(prompts: list[int], prefix: int, heads: int, kv_heads: int
     tables, blocks = tables_for(counts + prefix)
     cache = packed_of(random(1, 2, kv_heads, blocks * BLOCK, size))[0]
     step = random(int(counts.sum()), heads + 2 * kv_heads, size)
-    far = far_tiles(max(prompts) + prefix, step.dtype, size, DEVICE)
+    large_tiles = use_large_tiles(max(prompts) + prefix, step.dtype, size, DEVICE)
     rows, positions = np.arange(len(counts)), np.full(len(counts), prefix)
-    columns = cut_tiles(rows, positions, counts, np.cumsum(counts) - counts, far)
-    plan = PrefillPlan(*map(on_device, columns), far=far)  # type: ignore[misc]
+    columns = cut_tiles(rows, positions, counts, np.cumsum(counts) - counts, large_tiles)
+    plan = PrefillPlan(*map(on_device, columns), large_tiles=large_tiles)  # type: ignore[misc]
     before = None
-    if pays(positions, counts, BLOCK, 4 * kv_heads * size):
-        where, own = map(on_device, lay_out(rows, positions, BLOCK, tables.shape[1]))
+    if unpacking_pays(positions, counts, BLOCK, 4 * kv_heads * size):
+        where, own = map(on_device, plan_unpacking(rows, positions, BLOCK, tables.shape[1]))
         keys, values = random(2, kv_heads, len(where) * BLOCK, size)
-        before = Prefix(tables.view(-1)[where], own, keys, values, BLOCK)
-    attention = GpuAttention(tables, BLOCK, places_of(DEVICE), 0, None, plan, before)
+        before = UnpackedKv(tables.view(-1)[where], own, keys, values, BLOCK)
+    attention = GpuAttention(tables, BLOCK, count_resident_ctas(DEVICE), 0, None, plan, before)
     time = microseconds(lambda _: attention.attend(step, *cache, AttentionRule(size**-0.5)), 1)
     flops = sum(4 * heads * size * (count * prefix + count * count / 2) for count in prompts)
     behind = f" behind {prefix}" if prefix else ""
@@ -329,12 +331,12 @@ def small_kernels() -> None:
             random(2, kv_heads, tokens + BLOCK, size),
             torch.arange(tokens, device=DEVICE, dtype=torch.int32),
         )
-        turn = (torch.rand(8192, size, device=DEVICE), torch.rand(8192, size, device=DEVICE))
+        rope = (torch.rand(8192, size, device=DEVICE), torch.rand(8192, size, device=DEVICE))
         show(
             "rotate_write",
             f"[{tokens}, {heads + 2 * kv_heads}, {size}]",
             microseconds(
-                lambda i: rotate_write(step[i], slots, slots, turn, None, None, 1e-5, *cache),
+                lambda i: rotate_write(step[i], slots, slots, rope, None, None, 1e-5, *cache),
                 copies,
             ),
             tokens * size * 2 * (2 * (heads + kv_heads) + 3 * kv_heads),

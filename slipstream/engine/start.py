@@ -214,7 +214,7 @@ def _prepare_gpu(
     """
     from slipstream.engine.gpu.graphs import ladder  # these need Triton
     from slipstream.engine.gpu.mixed_graphs import PROMPTS
-    from slipstream.kernels.gpu.prefill_attention import FAR
+    from slipstream.kernels.gpu.prefill_attention import LARGE_TILES_FROM
 
     runner.model.prepare_gates()
     warm_up(spec, runner, blocks, longest)
@@ -225,7 +225,11 @@ def _prepare_gpu(
     step_bytes = torch.cuda.max_memory_allocated() - held
     # Long prompts, and those of several steps, have kernels of their own, not to be compiled while
     # others wait.
-    for tokens in (_WARM_UP_TOKENS, FAR) if longest - 2 >= FAR else (_WARM_UP_TOKENS,):
+    for tokens in (
+        (_WARM_UP_TOKENS, LARGE_TILES_FROM)
+        if longest - 2 >= LARGE_TILES_FROM
+        else (_WARM_UP_TOKENS,)
+    ):
         warm_up(spec, runner, blocks, longest, tokens)
         warm_up(spec, runner, blocks, longest, tokens, steps=2)
     free, _ = torch.cuda.mem_get_info()

@@ -189,15 +189,15 @@ def test_no_kernel_is_compiled_behind_the_start():
         gated_gemm,
         packed_decode,
         prefill_attention,
-        prefix,
         rotary,
+        unpacked_kv,
     )
 
     kernels = (
         decode_attention._decode,
         packed_decode.decode_packed,
         prefill_attention._prefill,
-        prefix._unpack,
+        unpacked_kv._unpack,
         rotary._rotate_write,
         gated_gemm._gated_gemm,
     )

@@ -40,10 +40,10 @@ def test_gated_gemm_matches_gemm_then_gate(tokens, size, columns):
     assert (got.float() - exact).norm() < 5e-3 * exact.norm()
 
 
-@pytest.mark.parametrize("processors", [1, 3])
-def test_tiles_beyond_a_band_and_several_ctas(monkeypatch, processors):
+@pytest.mark.parametrize("sm_count", [1, 3])
+def test_tiles_beyond_a_band_and_several_ctas(monkeypatch, sm_count):
     """The sums are exact, so the results equal the gate's bit by bit."""
-    monkeypatch.setattr(module, "processors", lambda device: processors)
+    monkeypatch.setattr(module, "sm_count", lambda device: sm_count)
     torch.manual_seed(0)
     x, weight = torch.randint(-8, 9, (1100, 64)) / 8, torch.randint(-8, 9, (512, 64)) / 8
     got = gated_gemm(x.to(DEVICE, DTYPE), weight.to(DEVICE, DTYPE))
@@ -57,7 +57,7 @@ def test_no_more_ctas_than_tiles(monkeypatch):
         def __getitem__(self, grid):
             return lambda *arguments, **constants: launched.append((grid, arguments[3:]))
 
-    monkeypatch.setattr(module, "processors", lambda device: 4)
+    monkeypatch.setattr(module, "sm_count", lambda device: 4)
     monkeypatch.setattr(module, "_gated_gemm", Launched())
     gated_gemm(torch.empty(130, 64), torch.empty(256, 64))
     assert launched == [((2,), (130, 128, 64, 2))]
@@ -81,7 +81,7 @@ def test_no_more_ctas_than_tiles(monkeypatch):
     ],
 )
 def test_gated_gemm_is_used_where_tiles_fill_132_sms(monkeypatch, tokens, rows, worth):
-    monkeypatch.setattr(module, "processors", lambda device: 132)
+    monkeypatch.setattr(module, "sm_count", lambda device: 132)
     assert module.is_faster(tokens, torch.empty(rows, 1)) is worth
 
 

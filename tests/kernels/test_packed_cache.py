@@ -15,8 +15,8 @@ from slipstream.kernels import packed_cache
 from slipstream.kernels.attention import plan_attention
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu.packed_cache import _place
-from slipstream.kernels.gpu.prefix import Prefix, lay_out, pays
 from slipstream.kernels.gpu.rotary import rotate_write
+from slipstream.kernels.gpu.unpacked_kv import UnpackedKv, plan_unpacking, unpacking_pays
 
 BLOCK = 32
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -219,7 +219,7 @@ def test_what_is_unpacked_beforehand_is_seen_as_if_it_were_not(size, mix, rule):
     step = torch.randn(int(counts.sum()), 8, size).bfloat16().to(DTYPE).to(DEVICE)
     expected = plan.attend(step, *cache, rule)
     rows = np.array([row for row in order if counts[row] > 1])
-    where, own_tables = lay_out(rows, positions[rows], BLOCK, tables.shape[1])
+    where, own_tables = plan_unpacking(rows, positions[rows], BLOCK, tables.shape[1])
     assert tables.ravel()[where].tolist() == [
         b for r in rows for b in tables[r][: -(-positions[r] // BLOCK)]
     ]
@@ -229,7 +229,7 @@ def test_what_is_unpacked_beforehand_is_seen_as_if_it_were_not(size, mix, rule):
     blocks, own_tables = (
         torch.from_numpy(x).to(DEVICE) for x in (tables.ravel()[where], own_tables)
     )
-    plan.prefix = Prefix(blocks, own_tables, keys, values, BLOCK)
+    plan.unpacked = UnpackedKv(blocks, own_tables, keys, values, BLOCK)
     places = np.searchsorted(rows, plan.prefill.tile_row.cpu().numpy())
     plan.prefill.tile_row = torch.from_numpy(places.astype(np.int32)).to(DEVICE)
     assert (
@@ -243,7 +243,7 @@ def test_blocks_may_hold_several_runs_of_tokens():
     plain = torch.randn(2, 2, 3 * block, size).bfloat16().float()
     found = torch.full((2, 2, 2 * block, size), math.nan, dtype=DTYPE, device=DEVICE)
     blocks = torch.tensor([2, 1], dtype=torch.int32, device=DEVICE)
-    Prefix(blocks, blocks[None], *found, block).unpack(*pack(plain))
+    UnpackedKv(blocks, blocks[None], *found, block).unpack(*pack(plain))
     wanted = torch.cat((plain[:, :, 2 * block :], plain[:, :, block : 2 * block]), 2)
     assert torch.allclose(found.float().cpu(), wanted, rtol=0, atol=2.0**-19)
 
@@ -283,7 +283,7 @@ def test_a_cache_may_have_more_words_than_32_bits_count():
     ],
 )
 def test_when_it_is_worth_unpacking(positions, counts, worth):
-    assert pays(np.array(positions), np.array(counts), BLOCK, token_bytes=4096) is worth
+    assert unpacking_pays(np.array(positions), np.array(counts), BLOCK, token_bytes=4096) is worth
 
 
 def test_keys_and_values_of_any_size_are_attended_to():

@@ -12,8 +12,8 @@ from test_packed_cache import BLOCK, DTYPE, RULES, TOLERANCE, new_cache, pack, r
 
 from slipstream.engine.gpu.runner import GpuRunner
 from slipstream.engine.rows import Rows
-from slipstream.kernels.gpu import prefix
-from slipstream.kernels.gpu.decode_chunks import places_of
+from slipstream.kernels.gpu import unpacked_kv
+from slipstream.kernels.gpu.decode_chunks import count_resident_ctas
 from slipstream.kernels.gpu.rotary import rotate_write
 
 
@@ -54,9 +54,9 @@ def test_a_step_is_the_same_where_what_it_looks_back_at_is_unpacked_beforehand(m
     runner = GpuRunner.__new__(GpuRunner)
     spec = SimpleNamespace(kv_heads=2, head_size=64, kv_size=128)
     runner.model = SimpleNamespace(spec=spec, dtype=DTYPE, device=DEVICE)
-    runner.block_tokens, runner.places, runner.cache = (
+    runner.block_tokens, runner.resident_ctas, runner.cache = (
         BLOCK,
-        places_of(DEVICE, narrow=True),
+        count_resident_ctas(DEVICE, one_warp=True),
         cache[None],
     )
     runner.graphs, runner.adapters, runner._row_pages = SimpleNamespace(logits=None), None, None
@@ -67,15 +67,15 @@ def test_a_step_is_the_same_where_what_it_looks_back_at_is_unpacked_beforehand(m
     heads = torch.randn(int(counts.sum()), 8, 64).bfloat16().to(DTYPE).to(DEVICE)
     found = []
     for worth in (10**9, 1):
-        monkeypatch.setattr(prefix, "_WORTH", worth)
+        monkeypatch.setattr(unpacked_kv, "_WORTH", worth)
         step = runner._step(rows, positions, counts, np.array([0]), None)
-        assert (step.attention.prefix is not None) is (worth == 1)
+        assert (step.attention.unpacked is not None) is (worth == 1)
         found.append(step.attention.attend(heads, *cache, rule).float())
     assert (found[0] - found[1]).norm() < TOLERANCE * found[0].norm()
 
 
 @pytest.mark.parametrize(
-    ("positions", "counts", "dtype", "far"),
+    ("positions", "counts", "dtype", "large_tiles"),
     [
         ([3072, 0], [200, 50], torch.int16, True),
         ([3071], [200], torch.int16, False),
@@ -84,10 +84,11 @@ def test_a_step_is_the_same_where_what_it_looks_back_at_is_unpacked_beforehand(m
         ([3072], [200], torch.bfloat16, False),
     ],
 )
-def test_which_steps_are_worth_more_than_a_graph(positions, counts, dtype, far):
+def test_which_steps_are_worth_more_than_a_graph(positions, counts, dtype, large_tiles):
     runner = GpuRunner.__new__(GpuRunner)
     runner.model, runner.block_tokens = SimpleNamespace(spec=SimpleNamespace(kv_size=1024)), BLOCK
     runner.cache = torch.empty(0, dtype=dtype)
     assert (
-        runner._looks_far_back(np.array(positions, dtype=int), np.array(counts, dtype=int)) == far
+        runner._looks_far_back(np.array(positions, dtype=int), np.array(counts, dtype=int))
+        == large_tiles
     )

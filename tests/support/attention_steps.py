@@ -19,8 +19,8 @@ triton = pytest.importorskip(
 import triton.language as tl  # noqa: E402, F401  (for tests with kernels of their own)
 
 from slipstream.kernels.gpu.attention import GpuAttention  # noqa: E402
-from slipstream.kernels.gpu.decode_chunks import DecodePlan, cut_chunks, places_of  # noqa: E402
-from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, far_tiles  # noqa: E402
+from slipstream.kernels.gpu.decode_chunks import DecodePlan, count_resident_ctas, cut_chunks  # noqa: E402
+from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, use_large_tiles  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 
@@ -40,15 +40,17 @@ def gpu_plan(tables, positions, counts, block, kv_heads, dtype, size, packed=Fal
     if decodes:
         lengths = (positions + counts)[:decodes]
         decode = DecodePlan(
-            device(cut_chunks(rows[:decodes], lengths, kv_heads, places_of(DEVICE, packed)))
+            device(
+                cut_chunks(rows[:decodes], lengths, kv_heads, count_resident_ctas(DEVICE, packed))
+            )
         )
     if decodes < len(rows):
         rest = slice(decodes, None)
-        far = far_tiles(int((positions + counts).max()), dtype, size, DEVICE)
-        tiles = cut_tiles(rows[rest], positions[rest], counts[rest], offsets[rest], far)
-        prefill = PrefillPlan(*map(device, tiles), far=far)
+        large_tiles = use_large_tiles(int((positions + counts).max()), dtype, size, DEVICE)
+        tiles = cut_tiles(rows[rest], positions[rest], counts[rest], offsets[rest], large_tiles)
+        prefill = PrefillPlan(*map(device, tiles), large_tiles=large_tiles)
     return order, GpuAttention(
-        device(tables), block, places_of(DEVICE, packed), decodes, decode, prefill
+        device(tables), block, count_resident_ctas(DEVICE, packed), decodes, decode, prefill
     )
 
 

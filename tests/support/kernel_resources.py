@@ -30,7 +30,7 @@ from slipstream.kernels.gpu import (
     rotary,
     skinny_gemm,
 )
-from slipstream.kernels.gpu.decode_chunks import DecodePlan, Places, cut_chunks
+from slipstream.kernels.gpu.decode_chunks import DecodePlan, ResidentCtas, cut_chunks
 
 ARCHITECTURE, SHARED_BYTES = int(sys.argv[1]), int(sys.argv[2])
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def new_cache(kv_heads: int, size: int, cached: torch.dtype) -> torch.Tensor:
 def decode(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, cached: torch.dtype, rows: int
 ) -> None:
-    places = Places(5 * 128, narrow=cached == packed_cache.DTYPE)
+    places = ResidentCtas(5 * 128, one_warp=cached == packed_cache.DTYPE)
     plan = cut_chunks(np.zeros(rows, dtype=np.int64), np.full(rows, 100), kv_heads, places)
     q, cache = torch.empty(rows, heads, size, dtype=dtype), new_cache(kv_heads, size, cached)
     tables, chunks = torch.zeros(rows, 4, dtype=torch.int32), DecodePlan(torch.from_numpy(plan))
@@ -103,9 +103,9 @@ def decode(
 def prefill(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, cached: torch.dtype, longest: int
 ) -> None:
-    far = prefill_attention.far_tiles(longest, dtype, size, CPU)
-    tiles = prefill_attention.cut_tiles(*(np.array([n]) for n in (0, 0, 64, 0)), far)
-    plan = prefill_attention.PrefillPlan(*map(torch.from_numpy, tiles), far=far)  # type: ignore[misc, arg-type]
+    large_tiles = prefill_attention.use_large_tiles(longest, dtype, size, CPU)
+    tiles = prefill_attention.cut_tiles(*(np.array([n]) for n in (0, 0, 64, 0)), large_tiles)
+    plan = prefill_attention.PrefillPlan(*map(torch.from_numpy, tiles), large_tiles=large_tiles)  # type: ignore[misc, arg-type]
     step, cache = (
         torch.empty(64, heads + 2 * kv_heads, size, dtype=dtype),
         new_cache(kv_heads, size, cached),
@@ -128,7 +128,7 @@ def unpack_prefix(kv_heads: int, size: int) -> None:
         torch.zeros(4, dtype=torch.int32),
         torch.empty(2, kv_heads, 128, size, dtype=torch.bfloat16),
     )
-    prefix.Prefix(blocks, blocks[None], *plain, 32).unpack(
+    prefix.UnpackedKv(blocks, blocks[None], *plain, 32).unpack(
         *new_cache(kv_heads, size, packed_cache.DTYPE)
     )
 
@@ -155,7 +155,7 @@ def main() -> None:
         module.overlapping = lambda device: overlapping  # type: ignore[attr-defined]
     for module in (skinny_gemm, prefill_attention):
         module.shared_memory = lambda device: SHARED_BYTES  # type: ignore[attr-defined]
-    skinny_gemm.processors = lambda device: 132  # type: ignore[attr-defined]
+    skinny_gemm.sm_count = lambda device: 132  # type: ignore[attr-defined]
     half = torch.bfloat16
     for tokens in (16, 32, 64):
         product(tokens, half, half)

@@ -19,11 +19,11 @@ from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import GpuStepAdapters, decode_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
 from slipstream.kernels.gpu.decode_chunks import (
-    CHUNK_NUMBERS,
+    CHUNK_FIELDS,
     DecodePlan,
-    Places,
+    ResidentCtas,
     cut_chunks,
-    most_chunks,
+    max_chunks,
 )
 from slipstream.kernels.gpu.linear import fastest_blas_library
 from slipstream.kernels.gpu.step import likeliest, step_inputs, write_back
@@ -78,25 +78,30 @@ class DecodeBuffers:
     """The numbers of a decode step of up to `size` rows."""
 
     def __init__(
-        self, size: int, kv_heads: int, places: Places, padding_row: int, device: torch.device
+        self,
+        size: int,
+        kv_heads: int,
+        resident_ctas: ResidentCtas,
+        padding_row: int,
+        device: torch.device,
     ) -> None:
-        self.size, self.kv_heads, self.places, self.padding_row = (
+        self.size, self.kv_heads, self.resident_ctas, self.padding_row = (
             size,
             kv_heads,
-            places,
+            resident_ctas,
             padding_row,
         )
-        chunks = most_chunks(size, kv_heads, places)
-        self._numbers = Numbers([size, size, size, chunks * CHUNK_NUMBERS], device)
+        chunks = max_chunks(size, kv_heads, resident_ctas)
+        self._numbers = Numbers([size, size, size, chunks * CHUNK_FIELDS], device)
         self.rows, self.positions, self.lengths, cut = self._numbers.arrays
-        self.plan = DecodePlan(cut.view(-1, CHUNK_NUMBERS))
+        self.plan = DecodePlan(cut.view(-1, CHUNK_FIELDS))
 
     def fill(self, rows: list[int], positions: list[int]) -> None:
         """Rows of the step and the positions they compute; the rest is padding."""
         padding = self.size - len(rows)
         lengths = np.array(positions + [0] * padding) + 1
         padded = np.array(rows + [self.padding_row] * padding)
-        chunks = cut_chunks(padded, lengths, self.kv_heads, self.places)
+        chunks = cut_chunks(padded, lengths, self.kv_heads, self.resident_ctas)
         self._numbers.fill([padded, lengths - 1, lengths, chunks.ravel()])
 
 
@@ -132,10 +137,15 @@ def record(run: Callable[[], Any], tokens: int, pool: Any) -> tuple[torch.cuda.C
 
 class DecodeGraphs:
     def __init__(
-        self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, places: Places
+        self,
+        model: Transformer,
+        cache: Tensor,
+        rows: Rows,
+        block_tokens: int,
+        resident_ctas: ResidentCtas,
     ) -> None:
         self.model, self.cache, self.rows = model, cache, rows
-        self.block_tokens, self.places = block_tokens, places
+        self.block_tokens, self.resident_ctas = block_tokens, resident_ctas
         self._graphs: dict[int, Captured] = {}
         self._adapted: dict[int, Captured] = {}  # with adapters: captured when first needed
         self.pool: Any = None  # torch's handle on the memory the graphs share
@@ -179,7 +189,7 @@ class DecodeGraphs:
     def _capture(self, size: int, adapters: tuple[AdapterPages, Tensor] | None = None) -> Captured:
         kv_heads = self.model.spec.kv_heads
         buffers = DecodeBuffers(
-            size, kv_heads, self.places, self.rows.padding_row, self.rows.device
+            size, kv_heads, self.resident_ctas, self.rows.padding_row, self.rows.device
         )
         buffers.fill([], [])
         added = None if adapters is None else GpuStepAdapters(*adapters, decode_tiles(buffers.rows))
@@ -194,7 +204,12 @@ class DecodeGraphs:
             buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens
         )
         attention = GpuAttention(
-            self.rows.tables, self.block_tokens, self.places, buffers.size, buffers.plan, None
+            self.rows.tables,
+            self.block_tokens,
+            self.resident_ctas,
+            buffers.size,
+            buffers.plan,
+            None,
         )
         place = None if self.logits is None else self.logits[: buffers.size]
         logits = self.model(

@@ -19,11 +19,11 @@ from slipstream.engine.gpu.graphs import Numbers, record
 from slipstream.engine.rows import Rows
 from slipstream.kernels.gpu.attention import GpuAttention
 from slipstream.kernels.gpu.decode_chunks import (
-    CHUNK_NUMBERS,
+    CHUNK_FIELDS,
     DecodePlan,
-    Places,
+    ResidentCtas,
     cut_chunks,
-    most_chunks,
+    max_chunks,
 )
 from slipstream.kernels.gpu.prefill_attention import QUERY_TILE, PrefillPlan, cut_tiles
 from slipstream.kernels.gpu.step import step_inputs
@@ -46,18 +46,21 @@ class MixedBuffers:
         decodes: int,
         tokens: int,
         kv_heads: int,
-        places: Places,
+        resident_ctas: ResidentCtas,
         padding_row: int,
         device: torch.device,
     ) -> None:
         self.decodes, self.tokens = decodes, tokens
-        self.kv_heads, self.places, self.padding_row = kv_heads, places, padding_row
-        chunks, tiles = most_chunks(decodes, kv_heads, places), tokens // QUERY_TILE + PROMPTS + 1
+        self.kv_heads, self.resident_ctas, self.padding_row = kv_heads, resident_ctas, padding_row
+        chunks, tiles = (
+            max_chunks(decodes, kv_heads, resident_ctas),
+            tokens // QUERY_TILE + PROMPTS + 1,
+        )
         total, wanted = decodes + tokens, decodes + PROMPTS
-        rooms = [total, total, wanted, chunks * CHUNK_NUMBERS, *[tiles] * 5]
+        rooms = [total, total, wanted, chunks * CHUNK_FIELDS, *[tiles] * 5]
         self._numbers = Numbers(rooms, device)
         self.rows, self.positions, self.wanted, cut = self._numbers.arrays[:4]
-        self.decode = DecodePlan(cut.view(-1, CHUNK_NUMBERS))
+        self.decode = DecodePlan(cut.view(-1, CHUNK_FIELDS))
         self.prefill = PrefillPlan(*self._numbers.arrays[4:])  # type: ignore[arg-type]
 
     def fill(
@@ -77,7 +80,7 @@ class MixedBuffers:
         place = np.arange(self.decodes, self.decodes + self.tokens)
         own_positions = place + np.repeat(positions - offsets, counts)
         own_positions[self.tokens - left :] = 0  # the padding row has no more than one block
-        chunks = cut_chunks(single_rows, single_positions + 1, self.kv_heads, self.places)
+        chunks = cut_chunks(single_rows, single_positions + 1, self.kv_heads, self.resident_ctas)
         tiles = cut_tiles(rows, positions, counts, offsets)
         self._numbers.fill(
             [
@@ -98,10 +101,15 @@ class _Captured(NamedTuple):
 
 class MixedGraphs:
     def __init__(
-        self, model: Transformer, cache: Tensor, rows: Rows, block_tokens: int, places: Places
+        self,
+        model: Transformer,
+        cache: Tensor,
+        rows: Rows,
+        block_tokens: int,
+        resident_ctas: ResidentCtas,
     ) -> None:
         self.model, self.cache, self.rows = model, cache, rows
-        self.block_tokens, self.places = block_tokens, places
+        self.block_tokens, self.resident_ctas = block_tokens, resident_ctas
         self._graphs: dict[tuple[int, int], _Captured] = {}
 
     def capture(self, pool: Any, progress: Callable[[int], None]) -> None:
@@ -115,7 +123,7 @@ class MixedGraphs:
     def _capture(self, decodes: int, tokens: int, pool: Any, logits: Tensor) -> _Captured:
         kv_heads, device = self.model.spec.kv_heads, self.rows.device
         buffers = MixedBuffers(
-            decodes, tokens, kv_heads, self.places, self.rows.padding_row, device
+            decodes, tokens, kv_heads, self.resident_ctas, self.rows.padding_row, device
         )
         nothing = np.zeros(0, dtype=np.int64)
         buffers.fill(nothing, nothing, nothing, nothing)
@@ -160,7 +168,7 @@ class MixedGraphs:
         attention = GpuAttention(
             self.rows.tables,
             self.block_tokens,
-            self.places,
+            self.resident_ctas,
             buffers.decodes,
             buffers.decode,
             buffers.prefill,

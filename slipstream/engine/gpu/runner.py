@@ -20,12 +20,22 @@ from slipstream.kernels import packed_cache
 from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import TILE_TOKENS, GpuStepAdapters, Tiles, cut_adapter_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_attention import one_warp
-from slipstream.kernels.gpu.decode_chunks import CHUNK_NUMBERS, DecodePlan, cut_chunks, places_of
+from slipstream.kernels.gpu.decode_attention import fits_one_warp
+from slipstream.kernels.gpu.decode_chunks import (
+    CHUNK_FIELDS,
+    DecodePlan,
+    count_resident_ctas,
+    cut_chunks,
+)
 from slipstream.kernels.gpu.launch import power_of_two
-from slipstream.kernels.gpu.prefill_attention import FAR, PrefillPlan, cut_tiles, far_tiles
-from slipstream.kernels.gpu.prefix import Prefix, lay_out, pays
+from slipstream.kernels.gpu.prefill_attention import (
+    LARGE_TILES_FROM,
+    PrefillPlan,
+    cut_tiles,
+    use_large_tiles,
+)
 from slipstream.kernels.gpu.step import step_inputs, write_back
+from slipstream.kernels.gpu.unpacked_kv import UnpackedKv, plan_unpacking, unpacking_pays
 from slipstream.model.transformer import Step, Transformer
 
 
@@ -70,13 +80,15 @@ class GpuRunner:
         self.model = model
         self.block_tokens = block_tokens
         group = model.spec.heads // model.spec.kv_heads
-        narrow = model.cache_dtype == packed_cache.DTYPE and one_warp(group, model.spec.head_size)
-        self.places = places_of(model.device, narrow)
+        one_warp = model.cache_dtype == packed_cache.DTYPE and fits_one_warp(
+            group, model.spec.head_size
+        )
+        self.resident_ctas = count_resident_ctas(model.device, one_warp)
         self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
         self.cache = model.new_cache((total_blocks + 1) * block_tokens)  # with the null block
         self.host: HostCache | None = None  # for blocks that the cache has no room for
-        self.graphs = DecodeGraphs(model, self.cache, self.rows, block_tokens, self.places)
-        self.mixed = MixedGraphs(model, self.cache, self.rows, block_tokens, self.places)
+        self.graphs = DecodeGraphs(model, self.cache, self.rows, block_tokens, self.resident_ctas)
+        self.mixed = MixedGraphs(model, self.cache, self.rows, block_tokens, self.resident_ctas)
         self.adapters: AdapterPages | None = None  # none before the first adapter comes
         # [rows, 1 + pages]: how many pages a row's adapter has, then those
         self._row_pages: Tensor | None = None
@@ -181,14 +193,21 @@ class GpuRunner:
         position_of_token = np.arange(ends[-1]) + np.repeat(positions - offsets, counts)
         decodes = int((counts == 1).sum())
         chunks = cut_chunks(
-            rows[:decodes], (positions + counts)[:decodes], self.model.spec.kv_heads, self.places
+            rows[:decodes],
+            (positions + counts)[:decodes],
+            self.model.spec.kv_heads,
+            self.resident_ctas,
         )
         several = slice(decodes, None)
         longest = int((positions + counts)[several].max(initial=0))
-        far = far_tiles(longest, self.model.dtype, self.model.spec.head_size, self.model.device)
-        prefix = self._prefix(rows[several], positions[several], counts[several])
-        tables = rows[several] if prefix is None else np.arange(len(rows) - decodes)
-        tiles = cut_tiles(tables, positions[several], counts[several], offsets[several], far)
+        large_tiles = use_large_tiles(
+            longest, self.model.dtype, self.model.spec.head_size, self.model.device
+        )
+        unpacked = self._unpacked_kv(rows[several], positions[several], counts[several])
+        tables = rows[several] if unpacked is None else np.arange(len(rows) - decodes)
+        tiles = cut_tiles(
+            tables, positions[several], counts[several], offsets[several], large_tiles
+        )
         parts = _pack(
             [row_of_token, position_of_token, wanted, chunks.ravel(), *tiles],
             self.model.device,
@@ -199,15 +218,15 @@ class GpuRunner:
         )
         prefill = None
         if decodes < len(rows):
-            prefill = PrefillPlan(*parts[4:9], far=far)  # type: ignore[misc, arg-type]
+            prefill = PrefillPlan(*parts[4:9], large_tiles=large_tiles)  # type: ignore[misc, arg-type]
         attention = GpuAttention(
             self.rows.tables,
             self.block_tokens,
-            self.places,
+            self.resident_ctas,
             decodes,
-            DecodePlan(cut.view(-1, CHUNK_NUMBERS)) if decodes else None,
+            DecodePlan(cut.view(-1, CHUNK_FIELDS)) if decodes else None,
             prefill,
-            prefix,
+            unpacked,
         )
         adapters = self._step_adapters(rows, counts)
         return Step(
@@ -225,20 +244,24 @@ class GpuRunner:
         """Whether unpacking beforehand, which no graph does, is worth more to rows with several new
         tokens.
         """
-        return positions.max(initial=0) >= FAR and self._unpacks(positions, counts)
+        return positions.max(initial=0) >= LARGE_TILES_FROM and self._unpacks(positions, counts)
 
     def _unpacks(self, positions: np.ndarray, counts: np.ndarray) -> bool:
         packed = self.cache.dtype == packed_cache.DTYPE
-        return packed and pays(positions, counts, self.block_tokens, 4 * self.model.spec.kv_size)
+        return packed and unpacking_pays(
+            positions, counts, self.block_tokens, 4 * self.model.spec.kv_size
+        )
 
-    def _prefix(self, rows: np.ndarray, positions: np.ndarray, counts: np.ndarray) -> Prefix | None:
+    def _unpacked_kv(
+        self, rows: np.ndarray, positions: np.ndarray, counts: np.ndarray
+    ) -> UnpackedKv | None:
         """What rows with several new tokens look back at, to be unpacked before they do, where that
         pays.
         """
         spec, block_tokens = self.model.spec, self.block_tokens
         if not self._unpacks(positions, counts):
             return None
-        where, tables = lay_out(rows, positions, block_tokens, self.rows.tables.shape[1])
+        where, tables = plan_unpacking(rows, positions, block_tokens, self.rows.tables.shape[1])
         blocks = self.rows.tables.view(-1)[to_device(where, self.model.device)]
         # By powers of two: each step of a long prompt looks back further than what the last one
         # left has room for.
@@ -247,7 +270,7 @@ class GpuRunner:
             keys, values = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
         except torch.OutOfMemoryError:
             return None  # then it is unpacked while it is looked at
-        return Prefix(blocks, to_device(tables, self.model.device), keys, values, block_tokens)
+        return UnpackedKv(blocks, to_device(tables, self.model.device), keys, values, block_tokens)
 
     def _padded(self, wanted: np.ndarray) -> np.ndarray:
         """The tokens whose logits are wanted, and others behind them up to a number that was met

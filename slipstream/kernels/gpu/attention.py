@@ -8,9 +8,9 @@ from torch import Tensor
 
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu.decode_attention import attend_decode
-from slipstream.kernels.gpu.decode_chunks import DecodePlan, Places
+from slipstream.kernels.gpu.decode_chunks import DecodePlan, ResidentCtas
 from slipstream.kernels.gpu.prefill_attention import PrefillPlan, attend_prefill
-from slipstream.kernels.gpu.prefix import Prefix
+from slipstream.kernels.gpu.unpacked_kv import UnpackedKv
 
 
 @dataclass(slots=True)
@@ -19,12 +19,12 @@ class GpuAttention:
 
     tables: Tensor  # int32 [rows of the engine, blocks]
     block_tokens: int
-    places: Places
+    resident_ctas: ResidentCtas
     decodes: int
     decode: DecodePlan | None
     prefill: PrefillPlan | None
     # what the rest looks back at, where it is unpacked beforehand: its tables' rows count
-    prefix: Prefix | None = None
+    unpacked: UnpackedKv | None = None
 
     def attend(self, heads: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
         """heads: [tokens, q_heads + 2 * kv_heads, head_size], rotated → [tokens, q_heads,
@@ -42,14 +42,18 @@ class GpuAttention:
                 self.tables,
                 self.decode,
                 self.block_tokens,
-                self.places,
+                self.resident_ctas,
                 rule,
                 out[first],
             )
         if self.prefill is not None:
             tables = self.tables
-            if self.prefix is not None:
-                self.prefix.unpack(keys, values)
-                keys, values, tables = self.prefix.keys, self.prefix.values, self.prefix.tables
+            if self.unpacked is not None:
+                self.unpacked.unpack(keys, values)
+                keys, values, tables = (
+                    self.unpacked.keys,
+                    self.unpacked.values,
+                    self.unpacked.tables,
+                )
             attend_prefill(heads, keys, values, tables, self.prefill, self.block_tokens, rule, out)
         return out

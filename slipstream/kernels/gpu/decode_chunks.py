@@ -1,14 +1,15 @@
-"""How rows with one new token each are cut into chunks, one for a program, and how a row's chunks
-are merged.
+"""Decode attention's schedule: rows with one new token each are cut into chunks, one per CTA, and
+the partial results of a row's chunks are merged.
 
-The longest chunks go first, so that the short ones fill what is left at the end. The plan lies in
-device memory and the grid never changes, so a graph may hold it.
+The longest chunks go first, so that the short ones fill the SMs at the end. The plan is in device
+memory and the grid never changes, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,120 +17,151 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import processors
+from slipstream.kernels.gpu.launch import sm_count
 
-_STEP = 64  # tokens that chunks end at a multiple of: the most that a program looks at at once
-_AT_ONCE = 5  # programs of several warps that a processor holds
-# Even shares of all tokens that a chunk holds at least: to begin and to merge one takes its time,
-# which others fill where there are many, and narrow. Of those, with heads of 128, it holds seven.
-_FULL, _FULL_OF_MANY = 1.3, _AT_ONCE / 7
-_MERGED = 32  # chunks that are soon merged
-CHUNK_NUMBERS = 8
-_NUMBERS = tl.constexpr(CHUNK_NUMBERS)
+_STEP = 64  # chunk sizes are multiples of this: the largest tile of a CTA
+_CTAS_PER_SM = 5  # resident CTAs of several warps
+_ONE_WARP_CTAS_PER_SM = 7  # resident CTAs of one warp, with heads of 128
+# The least tokens of a chunk, in even shares of all tokens. Starting and merging a chunk takes time;
+# where there are many CTAs of one warp, others fill that time.
+_LEAST_SHARE = 1.3
+_LEAST_SHARE_OF_MANY = _CTAS_PER_SM / _ONE_WARP_CTAS_PER_SM
+_QUICKLY_MERGED = 32  # chunks of a row that take little time to merge
+
+
+class Chunk(NamedTuple):
+    """The fields of a chunk, in their order in device memory: int32 each."""
+
+    row: Any  # row of the step
+    table_row: Any  # row of the block tables
+    start: Any  # first token
+    end: Any  # token behind the last
+    length: Any  # tokens of the row
+    part: Any  # index among the chunks of all rows that are cut
+    first_part: Any  # `part` of the row's first chunk
+    parts: Any  # chunks of the row; 0: nothing to do
+
+
+CHUNK_FIELDS = len(Chunk._fields)
+_FIELDS = tl.constexpr(CHUNK_FIELDS)
+# offsets of the fields
+_ROW, _TABLE_ROW, _START, _END, _LENGTH, _PART, _FIRST_PART, _PARTS = (
+    tl.constexpr(index) for index in range(CHUNK_FIELDS)
+)
 
 
 @dataclass(slots=True)
 class DecodePlan:
-    """What `cut_chunks` gave, on the device; rows of zeros behind it are nothing to do."""
+    """The result of `cut_chunks` on the device; rows of zeros behind it are nothing to do."""
 
-    chunks: Tensor  # int32 [chunks, CHUNK_NUMBERS]
+    chunks: Tensor  # int32 [chunks, CHUNK_FIELDS]
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    count: int  # of programs that the machine holds at once
-    # whether programs may have one warp: where there are many, rows are then cut finer
-    narrow: bool = False
+class ResidentCtas:
+    count: int  # CTAs of several warps that the device runs at once
+    one_warp: bool = False  # whether CTAs may have one warp: many rows are then cut finer
 
 
-def places_of(device: torch.device, narrow: bool = False) -> Places:
-    # 4: the interpreter
-    return Places(processors(device) * _AT_ONCE if device.type == "cuda" else 4, narrow)
+def count_resident_ctas(device: torch.device, one_warp: bool = False) -> ResidentCtas:
+    # the interpreter is treated as a device of four CTAs
+    count = sm_count(device) * _CTAS_PER_SM if device.type == "cuda" else 4
+    return ResidentCtas(count, one_warp)
 
 
-def most_chunks(rows: int, kv_heads: int, places: Places) -> int:
-    """How many chunks `cut_chunks` makes at most."""
-    most = rows + int(places.count / (_full(rows * kv_heads, places) * kv_heads))
-    return min(rows * _most_of_a_row(kv_heads, places), most)
+def max_chunks(rows: int, kv_heads: int, resident: ResidentCtas) -> int:
+    """Return the most chunks that `cut_chunks` makes."""
+    most = rows + int(resident.count / (_least_share(rows * kv_heads, resident) * kv_heads))
+    return min(rows * _max_chunks_of_row(kv_heads, resident), most)
 
 
-def shared_chunks(items: int, rows: int, kv_heads: int, places: Places) -> int:
-    """How many of so many chunks, of all key heads, there are at most that have to be merged: a row
-    that is cut has at most twice as many chunks as it has tokens over those of a chunk.
+def max_shared_chunks(items: int, rows: int, kv_heads: int, resident: ResidentCtas) -> int:
+    """Return an upper bound on the chunks that need merging, over all KV heads.
+
+    items: chunks over all KV heads
     """
-    return min(items, int(2 * places.count / _full(rows * kv_heads, places)))
+    # A row that is cut has at most twice as many chunks as it has tokens per chunk's tokens.
+    return min(items, int(2 * resident.count / _least_share(rows * kv_heads, resident)))
 
 
-def _full(programs: int, places: Places) -> float:
-    return _FULL_OF_MANY if places.narrow and 2 * programs >= places.count else _FULL
+def _least_share(ctas: int, resident: ResidentCtas) -> float:
+    many = resident.one_warp and 2 * ctas >= resident.count
+    return _LEAST_SHARE_OF_MANY if many else _LEAST_SHARE
 
 
-def _most_of_a_row(kv_heads: int, places: Places) -> int:
-    """Chunks of a row, which one program merges: as many as it takes to keep the machine busy, and
-    no more.
-    """
-    return max(_MERGED, places.count // (4 * kv_heads))
+def _max_chunks_of_row(kv_heads: int, resident: ResidentCtas) -> int:
+    """One CTA merges a row's chunks: as many as keep the device busy, and no more."""
+    return max(_QUICKLY_MERGED, resident.count // (4 * kv_heads))
 
 
 def cut_chunks(
-    tables: np.ndarray, lengths: np.ndarray, kv_heads: int, places: Places
+    tables: np.ndarray, lengths: np.ndarray, kv_heads: int, resident: ResidentCtas
 ) -> np.ndarray:
-    """tables: [rows], which one is whose; lengths: [rows] → int32 [chunks, CHUNK_NUMBERS], the
-    longest first.
+    """Return int32 [chunks, CHUNK_FIELDS], the longest chunks first.
 
-    The numbers of a chunk: the row of the step, its table, the first token and the one behind the
-    last, the row's length, the chunk's place among those of all rows that are cut, that of the
-    row's first, and how many the row has.
+    tables: [rows], each row's row of the block tables; lengths: [rows]
     """
-    programs = len(lengths) * kv_heads
-    least = _STEP * (1 if 10 * programs < places.count else 2 if 5 * programs < places.count else 4)
-    share = _full(programs, places) * int(lengths.sum()) * kv_heads / places.count
-    of_longest = int(lengths.max(initial=0)) // _most_of_a_row(kv_heads, places) + 1
-    size = -(-max(least, math.ceil(share), of_longest) // _STEP) * _STEP
+    size = _chunk_size(lengths, kv_heads, resident)
     counts = -(-lengths // size)
     cut = np.where(counts > 1, counts, 0)
-    first = np.cumsum(cut) - cut
+    first_part = np.cumsum(cut) - cut
     row = np.repeat(np.arange(len(lengths)), counts)
-    number = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]  # of the row's chunks
-    start = number * size
+    index = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]  # among the row's chunks
+    start = index * size
     end = np.minimum(start + size, lengths[row])
-    numbers = (
-        row,
-        tables[row],
-        start,
-        end,
-        lengths[row],
-        first[row] + number,
-        first[row],
-        counts[row],
+    fields = Chunk(
+        row=row,
+        table_row=tables[row],
+        start=start,
+        end=end,
+        length=lengths[row],
+        part=first_part[row] + index,
+        first_part=first_part[row],
+        parts=counts[row],
     )
-    return np.stack(numbers, axis=1).astype(np.int32)[np.argsort(start - end, kind="stable")]
+    return np.stack(fields, axis=1).astype(np.int32)[np.argsort(start - end, kind="stable")]
+
+
+def _chunk_size(lengths: np.ndarray, kv_heads: int, resident: ResidentCtas) -> int:
+    """Return the tokens of a chunk."""
+    ctas = len(lengths) * kv_heads
+    least = 4 * _STEP
+    if 10 * ctas < resident.count:
+        least = _STEP
+    elif 5 * ctas < resident.count:
+        least = 2 * _STEP
+    share = _least_share(ctas, resident) * int(lengths.sum()) * kv_heads / resident.count
+    of_longest = int(lengths.max(initial=0)) // _max_chunks_of_row(kv_heads, resident) + 1
+    return -(-max(least, math.ceil(share), of_longest) // _STEP) * _STEP
 
 
 @triton.jit
 def read_chunk(chunks, item, KV_HEADS: tl.constexpr):
-    """→ a program's key head, and the numbers of its chunk, of which the sixth is its place among
-    those of all heads
+    """Return (kv_head, row, table_row, start, end, length, part, first_part, parts) of a CTA.
+
+    `part` counts over all KV heads.
     """
-    head = item % KV_HEADS
-    chunk = chunks + item // KV_HEADS * _NUMBERS
-    place = tl.load(chunk + 5) * KV_HEADS + head
+    kv_head = item % KV_HEADS
+    chunk = chunks + item // KV_HEADS * _FIELDS
+    part = tl.load(chunk + _PART) * KV_HEADS + kv_head
     return (
-        head,
-        tl.load(chunk),
-        tl.load(chunk + 1),
-        tl.load(chunk + 2),
-        tl.load(chunk + 3),
-        tl.load(chunk + 4),
-        place,
-        tl.load(chunk + 6),
-        tl.load(chunk + 7),
+        kv_head,
+        tl.load(chunk + _ROW),
+        tl.load(chunk + _TABLE_ROW),
+        tl.load(chunk + _START),
+        tl.load(chunk + _END),
+        tl.load(chunk + _LENGTH),
+        part,
+        tl.load(chunk + _FIRST_PART),
+        tl.load(chunk + _PARTS),
     )
 
 
 @triton.jit
-def in_sight(start, length, window, TILE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr):
-    """→ where a chunk's tiles begin, and the oldest token within the window"""
+def visible_range(
+    start, length, window, TILE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr
+):
+    """Return where a chunk's tiles begin, and the oldest token within the window."""
     oldest = tl.maximum(length - window, 0)
     begin = start
     if WINDOW and not SINKS:
@@ -138,7 +170,7 @@ def in_sight(start, length, window, TILE: tl.constexpr, WINDOW: tl.constexpr, SI
 
 
 @triton.jit
-def slots_of(
+def visible_slots(
     tile,
     end,
     oldest,
@@ -148,7 +180,7 @@ def slots_of(
     BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """The tokens of a tile → which of them are seen, and their slots"""
+    """Return which tokens of a tile are attended to, and their cache slots."""
     token = tile + tl.arange(0, TILE)
     seen = token < end
     if WINDOW:
@@ -168,27 +200,27 @@ def arrive(
     part,
     first,
     parts,
-    head,
+    kv_head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """A chunk's total is stored; who is the last of its row and head merges them all."""
+    """Publish a chunk's partial result. The last CTA of a row and KV head merges all of them."""
     at = statistics + part * 2 * QUERIES + tl.arange(0, QUERIES)
     tl.store(at, best)
     tl.store(at + QUERIES, mass)
-    tl.debug_barrier()  # every thread's part is stored before the arrival is told
+    tl.debug_barrier()  # every thread has stored its part before the counter is raised
     if tl.atomic_add(arrivals, 1) == parts - 1:
-        tl.store(arrivals, 0)  # for the next layer
+        tl.store(arrivals, 0)  # reset for the next layer
         _merge(
             partial,
             statistics,
             result,
             first,
             first + parts,
-            head,
+            kv_head,
             KV_HEADS,
             GROUP,
             SIZE,
@@ -204,15 +236,15 @@ def _merge(
     result,
     first,
     last,
-    head,
+    kv_head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """The chunks of one row and head, always in the same order; other processors may have written
-    them.
+    """Merge the chunks of one row and KV head, always in the same order. Other SMs may have written
+    them, so that loads bypass L1.
     """
     query = tl.arange(0, QUERIES)
     column = tl.arange(0, PADDED)
@@ -221,7 +253,7 @@ def _merge(
     total = tl.zeros([QUERIES, PADDED], tl.float32)
     held = (query[:, None] < GROUP) & (column[None, :] < SIZE)
     for chunk in range(first, last):
-        item = chunk * KV_HEADS + head
+        item = chunk * KV_HEADS + kv_head
         at = statistics + item * 2 * QUERIES + query
         chunk_best = tl.load(at, cache_modifier=".cg")
         chunk_mass = tl.load(at + QUERIES, cache_modifier=".cg")

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.gpu.activation import silu_times
-from slipstream.kernels.gpu.launch import Quick, pieces, processors, shared_memory
+from slipstream.kernels.gpu.launch import Quick, pieces, shared_memory, sm_count
 
 _TOKENS = 128  # of a tile
 _ROWS = 128  # of each half of the weight
@@ -67,7 +67,7 @@ def gated_gemm(x: Tensor, weight: Tensor) -> Tensor:
     tokens, columns = x.shape
     size = weight.shape[0] // 2
     out = x.new_empty((tokens, size))
-    programs = min(processors(x.device), _tiles(tokens, size))
+    programs = min(sm_count(x.device), _tiles(tokens, size))
     _gated_gemm[(programs,)](
         TensorDescriptor.from_tensor(x, [_TOKENS, _COLUMNS]),
         TensorDescriptor.from_tensor(weight.view(2, size, columns), [2, _ROWS, _COLUMNS]),
@@ -107,7 +107,7 @@ def supports_gated_gemm(weight: Tensor) -> bool:
 
 def is_faster(tokens: int, weight: Tensor) -> bool:
     """Whether it is faster than the library and a kernel for the gate."""
-    tiles, programs = _tiles(tokens, weight.shape[0] // 2), processors(weight.device)
+    tiles, programs = _tiles(tokens, weight.shape[0] // 2), sm_count(weight.device)
     until_the_last = pieces(tiles, programs) * programs  # tiles that there is time for
     least = _LEAST_BUSY if tokens < _VERY_MANY else _LEAST_BUSY_OF_VERY_MANY
     return tokens * tiles > least * until_the_last * pieces(tokens, _TOKENS) * _TOKENS

@@ -78,7 +78,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 @cache
-def processors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return 1  # the interpreter
     return torch.cuda.get_device_properties(device).multi_processor_count

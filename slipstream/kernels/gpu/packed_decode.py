@@ -1,5 +1,5 @@
-"""Attention of rows with one new token each over a cache of twelve bits a number:
-`decode_attention.py` with the head taken by its four runs, each with products of its own.
+"""Decode attention over a 12-bit KV cache: `decode_attention.py` with each head taken as its four
+runs.
 """
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slipstream.kernels.gpu.decode_chunks import arrive, in_sight, read_chunk, slots_of
+from slipstream.kernels.gpu.decode_chunks import arrive, read_chunk, visible_range, visible_slots
 from slipstream.kernels.gpu.launch import Quick, let_next, wait
 from slipstream.kernels.gpu.packed_cache import UP, column, raw, read_words
-from slipstream.kernels.gpu.softmax import soften
+from slipstream.kernels.gpu.softmax import online_softmax_update
 
 
 @Quick
@@ -32,7 +32,7 @@ def decode_packed(
     table_stride,
     window,
     sinks,
-    places,
+    resident,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -46,18 +46,19 @@ def decode_packed(
     OVERLAP: tl.constexpr,
 ):
     RUN: tl.constexpr = SIZE // 4
-    # The plan was there before the step: what it says is read while the kernel ahead runs out.
-    head, row, table_row, start, end, length, part, first, parts = read_chunk(
+    # The plan was written before the step: read it while the previous kernel finishes.
+    kv_head, row, table_row, start, end, length, part, first, parts = read_chunk(
         chunks, tl.program_id(0), KV_HEADS
     )
     table = tables + table_row.to(tl.int64) * table_stride
-    # and no need to wait: another program of the grid does, and the grid is not over before
+    # Return without waiting: another CTA of the grid waits, and the grid does not end before.
     if parts == 0:
         return
     query = tl.arange(0, QUERIES)
-    mine = q + row.to(tl.int64) * q_stride + head * GROUP * SIZE
+    mine = q + row.to(tl.int64) * q_stride + kv_head * GROUP * SIZE
     wait(OVERLAP)
-    room = 2 * tl.num_programs(0) <= places  # for the next kernel beside all programs of this one
+    # whether the next kernel fits beside all CTAs of this one
+    room = 2 * tl.num_programs(0) <= resident
     if room:
         let_next(OVERLAP)
     q_0 = _queries(mine, query, 0, GROUP, SIZE, ON_DEVICE)
@@ -70,27 +71,29 @@ def decode_packed(
     total_1 = tl.zeros([QUERIES, RUN], tl.float32)
     total_2 = tl.zeros([QUERIES, RUN], tl.float32)
     total_3 = tl.zeros([QUERIES, RUN], tl.float32)
-    begin, oldest = in_sight(start, length, window, TILE, WINDOW, SINKS)
+    begin, oldest = visible_range(start, length, window, TILE, WINDOW, SINKS)
     for tile in tl.range(begin, end, TILE):
-        seen, slot = slots_of(tile, end, oldest, sinks, table, TILE, BLOCK_TOKENS, WINDOW)
-        x, y, z, key_scale = read_words(keys, head, cache_slots, slot, seen, RUN)
+        seen, slot = visible_slots(tile, end, oldest, sinks, table, TILE, BLOCK_TOKENS, WINDOW)
+        x, y, z, key_scale = read_words(keys, kv_head, cache_slots, slot, seen, RUN)
         k_0, k_1, k_2, k_3 = raw(x, y, z, ON_DEVICE)
-        x, y, z, value_scale = read_words(values, head, cache_slots, slot, seen, RUN)
+        x, y, z, value_scale = read_words(values, kv_head, cache_slots, slot, seen, RUN)
         v_0, v_1, v_2, v_3 = raw(x, y, z, ON_DEVICE)
         scores = tl.dot(q_0, tl.trans(k_0))
         scores = tl.dot(q_1, tl.trans(k_1), scores)
         scores = tl.dot(q_2, tl.trans(k_2), scores)
         scores = tl.dot(q_3, tl.trans(k_3), scores) * (key_scale * scale)[None, :]
-        best, mass, weights, shrink = soften(scores, seen, best, mass, softcap, WINDOW, SOFTCAP)
+        best, mass, weights, shrink = online_softmax_update(
+            scores, seen, best, mass, softcap, WINDOW, SOFTCAP
+        )
         weights = (weights * value_scale[None, :]).to(v_0.dtype)
         total_0 = tl.dot(weights, v_0, total_0 * shrink[:, None])
         total_1 = tl.dot(weights, v_1, total_1 * shrink[:, None])
         total_2 = tl.dot(weights, v_2, total_2 * shrink[:, None])
         total_3 = tl.dot(weights, v_3, total_3 * shrink[:, None])
     result = (
-        out + row.to(tl.int64) * GROUP * KV_HEADS * SIZE + (head * GROUP + query[:, None]) * SIZE
+        out + row.to(tl.int64) * GROUP * KV_HEADS * SIZE + (kv_head * GROUP + query[:, None]) * SIZE
     )
-    left = tl.interleave(total_0, total_1) * UP  # the head's two halves
+    left = tl.interleave(total_0, total_1) * UP  # first half of the head
     right = tl.interleave(total_2, total_3) * UP
     half = tl.arange(0, 2 * RUN)[None, :]
     held = query[:, None] < GROUP
@@ -105,14 +108,14 @@ def decode_packed(
         arrive(
             partial,
             statistics,
-            arrivals + row * KV_HEADS + head,
+            arrivals + row * KV_HEADS + kv_head,
             result,
             best,
             mass,
             part,
             first,
             parts,
-            head,
+            kv_head,
             KV_HEADS,
             GROUP,
             SIZE,
@@ -127,8 +130,8 @@ def decode_packed(
 def _queries(
     q, query, part: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ON_DEVICE: tl.constexpr
 ):
-    """The columns of one run; zeros where a key head has fewer queries. Cached numbers are as much
-    too small.
+    """Load the columns of one run; zeros where a KV head has fewer queries. Scaled by UP, because
+    cached numbers are too small by that factor.
     """
     at = q + query[:, None] * SIZE + column(part, SIZE // 4)[None, :]
     numbers = tl.load(at, query[:, None] < GROUP, other=0.0).to(tl.float32) * UP

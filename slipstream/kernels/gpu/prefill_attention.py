@@ -21,11 +21,11 @@ from slipstream.kernels import packed_cache
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu.launch import Quick, power_of_two, shared_memory
 from slipstream.kernels.gpu.packed_cache import read_whole
-from slipstream.kernels.gpu.softmax import squeeze
+from slipstream.kernels.gpu.softmax import tanh
 
 # tokens of a row from which large tiles pay: they read keys less often, small ones compute less in
 # vain
-FAR = 3072
+LARGE_TILES_FROM = 3072
 QUERY_TILE, _FAR_QUERY_TILE = 64, 128
 _FAR_BYTES = 230_400  # of shared memory that large tiles take
 _LOG2_E = 1.4426950408889634
@@ -40,8 +40,8 @@ class PrefillPlan:
     tile_queries: Tensor  # [tiles]
     tile_row: Tensor  # [tiles]: which table
     # [tiles]: how many of the row's tokens the cache holds from before this step
-    tile_prefix: Tensor
-    far: bool = False  # whether tiles are large
+    tile_cached: Tensor
+    large_tiles: bool = False  # whether tiles are large
 
 
 def cut_tiles(
@@ -49,7 +49,7 @@ def cut_tiles(
     positions: np.ndarray,
     counts: np.ndarray,
     offsets: np.ndarray,
-    far: bool = False,
+    large_tiles: bool = False,
 ) -> tuple[np.ndarray, ...]:
     """Columns of PrefillPlan for rows that compute counts[i] tokens from positions[i], at the
     step's offsets[i].
@@ -57,7 +57,7 @@ def cut_tiles(
     Later tiles of a row look at more keys: they go first, so that the last programs to start are
     short.
     """
-    size = _query_tile(far)
+    size = _query_tile(large_tiles)
     tiles = -(-counts // size)
     row = np.repeat(np.arange(len(counts)), tiles)
     number = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
@@ -69,9 +69,13 @@ def cut_tiles(
     return tuple(column.astype(np.int32) for column in columns)
 
 
-def far_tiles(longest: int, dtype: torch.dtype, size: int, device: torch.device) -> bool:
+def use_large_tiles(longest: int, dtype: torch.dtype, size: int, device: torch.device) -> bool:
     """Whether to cut a step into large tiles whose longest row has so many tokens."""
-    return longest >= FAR and _by_descriptor(dtype, size) and shared_memory(device) >= _FAR_BYTES
+    return (
+        longest >= LARGE_TILES_FROM
+        and _by_descriptor(dtype, size)
+        and shared_memory(device) >= _FAR_BYTES
+    )
 
 
 def _by_descriptor(dtype: torch.dtype, size: int) -> bool:
@@ -81,8 +85,8 @@ def _by_descriptor(dtype: torch.dtype, size: int) -> bool:
     return dtype != torch.float32 and 16 <= size <= 128 and size == power_of_two(size)
 
 
-def _query_tile(far: bool) -> int:
-    return _FAR_QUERY_TILE if far else QUERY_TILE
+def _query_tile(large_tiles: bool) -> int:
+    return _FAR_QUERY_TILE if large_tiles else QUERY_TILE
 
 
 @triton.jit
@@ -103,7 +107,7 @@ def _look(
     """Take one tile of keys and values into the running softmax."""
     scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
-        scores = softcap / scale * squeeze(scores * (scale / softcap))
+        scores = softcap / scale * tanh(scores * (scale / softcap))
     if MASK:
         scores = tl.where(seen, scores, float("-inf"))
     top = tl.maximum(best, tl.max(scores, 1) * scale)
@@ -191,7 +195,7 @@ def _look_at_own(
     heads,
     first,
     start,
-    prefix,
+    cached,
     asking,
     end,
     queries,
@@ -231,7 +235,7 @@ def _look_at_own(
         KEYS,
         DESCRIPTOR,
     )
-    key = prefix + first + tl.arange(0, KEYS)
+    key = cached + first + tl.arange(0, KEYS)
     seen = key[None, :] <= asking[:, None]
     if WINDOW:
         seen = seen & ((key[None, :] > asking[:, None] - window) | (key[None, :] < sinks))
@@ -250,7 +254,7 @@ def _prefill(
     tile_position,
     tile_queries,
     tile_row,
-    tile_prefix,
+    tile_cached,
     out,
     scale,
     softcap,
@@ -280,7 +284,7 @@ def _prefill(
     token = tl.load(tile_token + tile)
     position = tl.load(tile_position + tile)
     count = tl.load(tile_queries + tile)
-    prefix = tl.load(tile_prefix + tile)
+    cached = tl.load(tile_cached + tile)
     table = tables + tl.load(tile_row + tile).to(tl.int64) * table_stride
     query = tl.arange(0, QUERIES)
     column = tl.arange(0, PADDED)
@@ -301,13 +305,13 @@ def _prefill(
     # mask.
     begin = oldest // KEYS * KEYS
     if not WINDOW:
-        for first in tl.range(0, prefix // KEYS * KEYS, KEYS):
+        for first in tl.range(0, cached // KEYS * KEYS, KEYS):
             k, v = _cached(
                 keys,
                 values,
                 table,
                 first,
-                prefix,
+                cached,
                 kv_head,
                 cache_slots,
                 kind,
@@ -321,14 +325,14 @@ def _prefill(
             best, mass, total = _look(
                 queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION
             )
-        begin = prefix // KEYS * KEYS
-    for first in tl.range(begin, prefix, KEYS):
+        begin = cached // KEYS * KEYS
+    for first in tl.range(begin, cached, KEYS):
         k, v = _cached(
             keys,
             values,
             table,
             first,
-            prefix,
+            cached,
             kv_head,
             cache_slots,
             kind,
@@ -340,7 +344,7 @@ def _prefill(
             ON_DEVICE,
         )
         key = first + tl.arange(0, KEYS)
-        seen = tl.broadcast_to((key < prefix)[None, :], [QUERIES, KEYS])
+        seen = tl.broadcast_to((key < cached)[None, :], [QUERIES, KEYS])
         if WINDOW:
             seen = seen & ((key[None, :] > asking[:, None] - window) | (key[None, :] < sinks))
         best, mass, total = _look(
@@ -348,10 +352,10 @@ def _prefill(
         )
     # The step's own tokens: whole tiles before the first query, then those that only later queries
     # see.
-    start = token - (position - prefix)  # the step's token of the row's first one
-    own_begin = tl.maximum(oldest - prefix, 0) // KEYS * KEYS
+    start = token - (position - cached)  # the step's token of the row's first one
+    own_begin = tl.maximum(oldest - cached, 0) // KEYS * KEYS
     if not WINDOW:
-        own_begin = (position - prefix) // KEYS * KEYS
+        own_begin = (position - cached) // KEYS * KEYS
         for first in tl.range(0, own_begin, KEYS):
             k, v = _own(
                 own,
@@ -370,7 +374,7 @@ def _prefill(
             best, mass, total = _look(
                 queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION
             )
-    own_end = position - prefix + count
+    own_end = position - cached + count
     whole = own_end
     if DESCRIPTOR:
         whole = own_end // KEYS * KEYS
@@ -380,7 +384,7 @@ def _prefill(
             heads,
             first,
             start,
-            prefix,
+            cached,
             asking,
             token + count,
             queries,
@@ -409,7 +413,7 @@ def _prefill(
             heads,
             whole,
             start,
-            prefix,
+            cached,
             asking,
             token + count,
             queries,
@@ -451,7 +455,7 @@ def attend_prefill(
     kv_heads = keys.shape[0]
     q_heads = all_heads - 2 * kv_heads
     packed = keys.dtype == packed_cache.DTYPE
-    tuning = _tuning(heads.dtype, size, plan.far, packed)
+    tuning = _tuning(heads.dtype, size, plan.large_tiles, packed)
     whole = tuning.pop("DESCRIPTOR")
     own: Any = heads
     if whole:
@@ -470,7 +474,7 @@ def attend_prefill(
         plan.tile_position,
         plan.tile_queries,
         plan.tile_row,
-        plan.tile_prefix,
+        plan.tile_cached,
         out,
         rule.scale * _LOG2_E,
         rule.softcap * _LOG2_E,
@@ -485,7 +489,7 @@ def attend_prefill(
         SIZE=size,
         PADDED=max(16, power_of_two(size)),
         BLOCK_TOKENS=block_tokens,
-        QUERIES=_query_tile(plan.far),
+        QUERIES=_query_tile(plan.large_tiles),
         PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
         SOFTCAP=rule.softcap > 0,
         WINDOW=rule.window is not None,
@@ -496,11 +500,11 @@ def attend_prefill(
     )
 
 
-def _tuning(dtype: torch.dtype, size: int, far: bool, packed: bool) -> dict[str, Any]:
+def _tuning(dtype: torch.dtype, size: int, large_tiles: bool, packed: bool) -> dict[str, Any]:
     if _by_descriptor(dtype, size):
         return {
-            "KEYS": 128 if far else 32,
-            "num_warps": 8 if far else 4,
+            "KEYS": 128 if large_tiles else 32,
+            "num_warps": 8 if large_tiles else 4,
             "num_stages": 3,
             "DESCRIPTOR": True,
         }

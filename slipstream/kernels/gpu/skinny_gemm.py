@@ -27,8 +27,8 @@ from slipstream.kernels.gpu.launch import (
     pieces,
     power_of_two,
     prefetch,
-    processors,
     shared_memory,
+    sm_count,
 )
 
 _ROWS = 64  # of a tile: what the matrix units take at once
@@ -239,9 +239,9 @@ def _tiling(rows: int, size: int, width: int, x: Tensor, weight: Tensor) -> _Til
         size / parts > _MOST_COLUMNS or _idle(tiles, parts, weight)
     ):
         parts *= 2
-    # Many programs keep the processors busy by their number, few by the depth of their queues.
+    # Many programs keep the sm_count busy by their number, few by the depth of their queues.
     if weight.dtype == torch.int16:
-        wanted = 3 if tiles * parts <= 2 * processors(x.device) else 2
+        wanted = 3 if tiles * parts <= 2 * sm_count(x.device) else 2
     else:
         wanted = 4 if tiles >= 256 or width > 32 else 6
     room = shared_memory(x.device) // (_ROWS * row_bytes + width * columns * x.element_size())
@@ -249,7 +249,7 @@ def _tiling(rows: int, size: int, width: int, x: Tensor, weight: Tensor) -> _Til
 
 
 def _idle(tiles: int, parts: int, weight: Tensor) -> bool:
-    """Whether so many programs leave processors idle for longer than it takes twice as many to
+    """Whether so many programs leave sm_count idle for longer than it takes twice as many to
     share the columns.
     """
     # unpacking takes time, too; but the more share them, the less there is to gain

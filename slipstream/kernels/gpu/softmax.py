@@ -1,4 +1,4 @@
-"""Softmax over tiles of scores, taken one after the other."""
+"""Online softmax: scores are taken tile by tile."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton.language as tl
 
 
 @triton.jit
-def squeeze(x):
-    """tanh, from the one power the hardware has; near zero, where that would cancel, from its
+def tanh(x):
+    """Compute tanh from the hardware's exp2, and near zero, where that would cancel, from its
     series.
     """
     square = x * x
@@ -17,17 +17,19 @@ def squeeze(x):
 
 
 @triton.jit
-def soften(scores, seen, best, mass, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Take a tile's scores into the running softmax → the best so far, the mass, the tile's
-    weights, and by how much what was summed before shrinks
+def online_softmax_update(
+    scores, seen, best, mass, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """Add a tile's scores to the running softmax. Return the new maximum and sum, the tile's
+    weights, and the factor for what was accumulated before.
     """
     if SOFTCAP:
-        scores = softcap * squeeze(scores / softcap)
+        scores = softcap * tanh(scores / softcap)
     scores = tl.where(seen[None, :], scores, float("-inf"))
     top = tl.maximum(best, tl.max(scores, 1))
     safe = top
     if WINDOW:
-        safe = tl.where(top == float("-inf"), 0.0, top)  # nothing of the chunk may be in sight yet
+        safe = tl.where(top == float("-inf"), 0.0, top)  # no token of the chunk may be visible yet
     weights = tl.exp2(scores - safe[:, None])
     shrink = tl.exp2(best - safe)
     return top, mass * shrink + tl.sum(weights, 1), weights, shrink

@@ -21,7 +21,7 @@ _TOKENS = tl.constexpr(packed_cache.TOKENS)
 
 
 @dataclass(slots=True)
-class Prefix:
+class UnpackedKv:
     """The step's blocks one after the other, and which row has which of them."""
 
     blocks: Tensor  # int32 [blocks]: of the cache
@@ -46,7 +46,9 @@ class Prefix:
             )
 
 
-def pays(positions: np.ndarray, counts: np.ndarray, block_tokens: int, token_bytes: int) -> bool:
+def unpacking_pays(
+    positions: np.ndarray, counts: np.ndarray, block_tokens: int, token_bytes: int
+) -> bool:
     """positions, counts: of rows with several new tokens; token_bytes: of one layer's unpacked keys
     and values
     """
@@ -54,7 +56,7 @@ def pays(positions: np.ndarray, counts: np.ndarray, block_tokens: int, token_byt
     return 0 < taken <= _MOST_BYTES and int(positions @ counts) >= _WORTH * int(positions.sum())
 
 
-def lay_out(
+def plan_unpacking(
     rows: np.ndarray, positions: np.ndarray, block_tokens: int, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """→ where the rows' blocks stand in tables of this width, [blocks], and tables of places in
