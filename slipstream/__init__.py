@@ -1,7 +1,6 @@
 """Slipstream: an LLM inference server that speaks Triton + TensorRT-LLM.
 
-`slipstream.LLM` is loaded on first use, so that importing the package (as the server process does)
-does not import torch.
+`slipstream.LLM` is loaded on first use, because it imports torch and the server process must not.
 """
 
 from typing import TYPE_CHECKING, Any

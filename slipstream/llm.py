@@ -1,4 +1,4 @@
-"""A model in this process, without a server.
+"""Text generation in this process, without a server.
 
     from slipstream import LLM
 
@@ -7,7 +7,7 @@
             print(completion.text, completion.finish_reason)
         print(llm.chat([{"role": "user", "content": "Hello!"}], temperature=0.7).text)
 
-and in a coroutine: `async for piece in llm.stream("Once upon a time"): ...`
+In a coroutine: `async for piece in llm.stream("Once upon a time"): ...`
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.engine.messages import Scores
 from slipstream.engine.request import SamplingParams
@@ -46,41 +48,44 @@ from slipstream.weights.home import expanded, slipstream_home
 __all__ = ["LLM", "Completion", "GenerationFailed", "SamplingOptions", "engine_folder"]
 
 Conversation = Sequence[Message]
+Logits = npt.NDArray[np.float32]
 Result = TypeVar("Result")
 
 
 class GenerationFailed(RuntimeError):
-    """The engine gave up on a request. The text is its reason."""
+    """The engine failed a request. The message is its reason."""
 
 
 @dataclass(frozen=True)
 class Completion:
+    """The generated text of one prompt. What was not requested is None."""
+
     text: str
     tokens: list[int]
     finish_reason: str  # stop, length, cancelled or timeout
-    prompt_tokens: int
-    cached_tokens: int  # of the prompt, found in the cache
-    log_probs: list[float] | None = None
-    top_log_probs: list[list[tuple[int, float]]] | None = None
-    prompt_log_probs: list[float] | None = None  # of each prompt token but the first
-    context_logits: np.ndarray | None = None  # float32 [prompt tokens, vocab]
-    generation_logits: np.ndarray | None = None  # float32 [tokens, vocab]
-    total_log_prob: float | None = None  # of a beam, its end included
-    # the other answers to the same prompt: of a search, best first
+    prompt_tokens: int  # number of prompt tokens
+    cached_tokens: int  # number of prompt tokens found in the KV cache
+    log_probs: list[float] | None = None  # log-probability of each token
+    top_log_probs: list[list[tuple[int, float]]] | None = None  # most likely tokens at each token
+    prompt_log_probs: list[float] | None = None  # log-probability of each prompt token but one
+    context_logits: Logits | None = None  # float32 [prompt tokens, vocab]
+    generation_logits: Logits | None = None  # float32 [tokens, vocab]
+    total_log_prob: float | None = None  # log-probability of a beam, including its end token
+    # further completions of the same prompt; with beam search, the best first
     others: tuple[Completion, ...] = ()
 
 
 class LLM:
-    """An engine and its tokenizer.
+    """An engine in this process, with its tokenizer.
 
     `model` is an engine folder, a Hugging Face folder, a GGUF file, a hub id such as
-    "Qwen/Qwen2.5-0.5B", or a known name such as "smollm2-135m". All but an engine folder are built
-    once, into the `engines` folder under SLIPSTREAM_HOME (~/.cache/slipstream), and found there
-    afterwards.
+    "Qwen/Qwen2.5-0.5B", or a known name such as "smollm2-135m". Unless it is an engine folder, an
+    engine is built from it once, in `engines` under SLIPSTREAM_HOME (~/.cache/slipstream).
 
-    `dtype` is what the engine computes in, and what a new build stores: auto, float32, bfloat16 or
-    float16. `weight_only` ("int8", "fp8" or "int4") makes a new build smaller. `settings` are those
-    of `EngineSettings`, such as max_rows, cache_tokens, max_sequence_tokens, reuse and threads.
+    `dtype` is the type that the engine computes in and that a new build stores: auto, float32,
+    bfloat16 or float16. `weight_only` ("int8", "fp8" or "int4") quantises the weights of a new
+    build. `settings` are the fields of `EngineSettings`, such as max_rows, cache_tokens,
+    max_sequence_tokens, reuse and threads.
     """
 
     def __init__(
@@ -104,14 +109,13 @@ class LLM:
         sampling_params: SamplingOptions | None = None,
         **options: Any,
     ) -> list[Completion]:
-        """Complete one prompt or many at once; a prompt is a text or a list of token ids.
+        """Return the completions of one or more prompts, in their order.
 
-        `options` are the fields of `SamplingOptions`: max_tokens, temperature, top_k, top_p, min_p,
-        seed, stop, bad_words, repetition_penalty, and so on. Answers are in the order of the
-        prompts.
+        A prompt is a text or a list of token ids. `options` are the fields of `SamplingOptions`:
+        max_tokens, temperature, top_k, top_p, seed, stop and so on.
         """
-        chosen = _options(sampling_params, options)
-        requests = [chosen.request(prompt) for prompt in _prompts(prompts)]
+        chosen = _select_options(sampling_params, options)
+        requests = [chosen.request(prompt) for prompt in _list_prompts(prompts)]
         return self._caller.run(self._complete_all(requests))
 
     def chat(
@@ -123,8 +127,8 @@ class LLM:
         template_variables: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Completion:
-        """The assistant's answer to a conversation, by the model's own chat template."""
-        chosen = _options(sampling_params, options)
+        """Return the assistant's answer to a conversation."""
+        chosen = _select_options(sampling_params, options)
 
         async def answer() -> Completion:
             prompt = await self._generator.chat_prompt(
@@ -140,10 +144,10 @@ class LLM:
         sampling_params: SamplingOptions | None = None,
         **options: Any,
     ) -> AsyncGenerator[str, None]:
-        """The pieces of one answer as they are written. Leaving the loop early cancels the request."""
-        chosen = _options(sampling_params, options)
+        """Yield the pieces of one completion. Leaving the loop early cancels the request."""
+        chosen = _select_options(sampling_params, options)
         if chosen.n > 1:
-            raise ValueError(f"a stream is one answer: n must be 1, got {chosen.n}")
+            raise ValueError(f"a stream has one completion: n must be 1, got {chosen.n}")
         if _is_conversation(prompt):
             prompt = await self._generator.chat_prompt(cast(Conversation, prompt))
         async with aclosing(
@@ -155,7 +159,7 @@ class LLM:
                     yield delta.text
 
     def close(self) -> None:
-        """Stop the engine and free its memory. Answers still being written fail."""
+        """Stop the engine and free its memory. Running requests fail."""
         self._engine.close()
         self._caller.close()
 
@@ -170,7 +174,7 @@ class LLM:
         try:
             return await asyncio.gather(*tasks)
         finally:
-            # one has failed, or the caller was interrupted: the rest need not go on
+            # One request failed or the caller was interrupted: cancel the others.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -178,56 +182,54 @@ class LLM:
     async def _complete(self, request: TextRequest) -> Completion:
         async with aclosing(self._generator.generate(request)) as stream:
             deltas = [_check(delta) async for delta in stream]
-        parts = [
-            [delta for delta in deltas if delta.sequence == place]
-            for place in range(request.sequences)
-        ]
-        completions = [self._completion(request, part) for part in parts if part]
+        completions = []
+        for sequence in range(request.sequences):
+            own = [delta for delta in deltas if delta.sequence == sequence]
+            if own:
+                completions.append(self._completion(request, own))
         if deltas[-1].beams:
-            completions = [
-                _of_beam(completions[0], beam, request.sampling.log_probs)
-                for beam in deltas[-1].beams
-            ]
-        first = completions[0]
-        others = (
-            replace(
-                other, prompt_log_probs=first.prompt_log_probs, context_logits=first.context_logits
-            )
-            for other in completions[1:]
-        )  # the prompt is the same, and scored once
+            log_probs = request.sampling.log_probs
+            best = completions[0]
+            completions = [_beam_completion(best, beam, log_probs) for beam in deltas[-1].beams]
+        first, *rest = completions
+        others = []
+        # Only the first sequence has the scores of the prompt, which all share.
+        prompt_log_probs = first.prompt_log_probs
+        logits = first.context_logits
+        for other in rest:
+            others.append(replace(other, prompt_log_probs=prompt_log_probs, context_logits=logits))
         return replace(first, others=tuple(others))
 
     def _completion(self, request: TextRequest, deltas: Sequence[TextDelta]) -> Completion:
         return Completion(
             text="".join(delta.text for delta in deltas),
-            tokens=[token for delta in deltas for token in delta.tokens],
+            tokens=list(chain.from_iterable(delta.tokens for delta in deltas)),
             finish_reason=deltas[-1].finish_reason,
             prompt_tokens=deltas[-1].prompt_tokens,
             cached_tokens=max(delta.cached_tokens for delta in deltas),
-            log_probs=_joined([delta.log_probs for delta in deltas]),
-            top_log_probs=_joined([delta.top_log_probs for delta in deltas]),
+            log_probs=_concatenate([delta.log_probs for delta in deltas]),
+            top_log_probs=_concatenate([delta.top_log_probs for delta in deltas]),
             **self._scores(request.sampling, deltas),
         )
 
     def _scores(self, sampling: SamplingParams, deltas: Sequence[TextDelta]) -> dict[str, Any]:
-        """The numbers that were asked for, by the names of Completion."""
+        """Return the requested scores, by the names of Completion."""
         scores = Scores()
         for delta in deltas:
             scores.merge(delta.scores or Scores())
         width = self._engine.info.vocab_size if self._engine.info is not None else 1
-        found: dict[str, Any] = (
-            {"prompt_log_probs": scores.prompt_log_probs} if sampling.prompt_log_probs else {}
-        )
+        requested: dict[str, Any] = {}
+        if sampling.prompt_log_probs:
+            requested["prompt_log_probs"] = scores.prompt_log_probs
         for name in ("context_logits", "generation_logits"):
             if getattr(sampling, name):
-                found[name] = np.frombuffer(getattr(scores, name), dtype=np.float32).reshape(
-                    -1, width
-                )
-        return found
+                logits = np.frombuffer(getattr(scores, name), dtype=np.float32)
+                requested[name] = logits.reshape(-1, width)
+        return requested
 
 
 class _EventLoopThread:
-    """An event loop for callers that have none, or that call from inside their own."""
+    """An event loop in a thread, for callers without one or inside their own."""
 
     def __init__(self) -> None:
         self._event_loop = asyncio.new_event_loop()
@@ -256,11 +258,11 @@ class _EventLoopThread:
 
 
 def engine_folder(model: str | Path, dtype: str, weight_only: str | None) -> Path:
-    """The engine folder that `model` is, or the one built from it."""
+    """Return the engine folder of a model. Builds the engine if there is none."""
     path = expanded(model)
     if path.is_dir() and _is_engine(path):
         if weight_only is not None:
-            raise ValueError(f"{path} is built already: weight_only must be given when it is built")
+            raise ValueError(f"{path} is already built: weight_only applies to new builds only")
         return read_engine_config(path).path
     source = str(path.resolve()) if path.exists() else str(model)
     output = slipstream_home() / "engines" / _folder_name(source, dtype, weight_only)
@@ -268,24 +270,22 @@ def engine_folder(model: str | Path, dtype: str, weight_only: str | None) -> Pat
 
 
 def _is_engine(path: Path) -> bool:
-    """Whether the folder is an engine, of whatever release: its reader then says what is wrong with
-    it.
-    """
+    """Return whether the folder is an engine of any release. Reading it finds what is wrong."""
     try:
         config = json.loads((find_engine_folder(path) / "config.json").read_text(encoding="utf-8"))
     except (EngineFolderError, OSError, ValueError):
-        return False  # no config, or a broken one: the builder names what it misses
+        return False  # building from it reports what is missing
     return isinstance(config, dict) and "pretrained_config" in config
 
 
 def _folder_name(source: str, dtype: str, weight_only: str | None) -> str:
-    """A name that a person can read, made unique by what decides the build."""
+    """Return a readable folder name, unique for the source, type and quantisation."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).name or "model")
     digest = hashlib.sha256(json.dumps([source, dtype, weight_only]).encode()).hexdigest()[:8]
     return "-".join(part for part in (readable, dtype, weight_only, digest) if part)
 
 
-def _options(given: SamplingOptions | None, options: dict[str, Any]) -> SamplingOptions:
+def _select_options(given: SamplingOptions | None, options: dict[str, Any]) -> SamplingOptions:
     if given is None:
         return SamplingOptions(**options)
     if options:
@@ -293,7 +293,7 @@ def _options(given: SamplingOptions | None, options: dict[str, Any]) -> Sampling
     return given
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if prompts and all(isinstance(token, int) for token in prompts):
@@ -311,7 +311,7 @@ def _check(delta: TextDelta) -> TextDelta:
     return delta
 
 
-def _of_beam(best: Completion, beam: TextBeam, log_probs: bool) -> Completion:
+def _beam_completion(best: Completion, beam: TextBeam, log_probs: bool) -> Completion:
     reason = beam.finish_reason if best.finish_reason in ("stop", "length") else best.finish_reason
     return replace(
         best,
@@ -323,6 +323,7 @@ def _of_beam(best: Completion, beam: TextBeam, log_probs: bool) -> Completion:
     )
 
 
-def _joined(lists: Sequence[list[Any] | None]) -> list[Any] | None:
+def _concatenate(lists: Sequence[list[Any] | None]) -> list[Any] | None:
+    """Return the lists as one. None: there is no list."""
     given = [items for items in lists if items is not None]
-    return [item for items in given for item in items] if given else None
+    return list(chain.from_iterable(given)) if given else None
