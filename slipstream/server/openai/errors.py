@@ -1,6 +1,4 @@
-"""Errors as OpenAI's clients expect them: a status, and an object that says what it is, and about
-which field.
-"""
+"""Errors in OpenAI's format: a status, and an object with a message, a type and a field name."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded", 503: "service_unav
 
 
 class ApiError(Exception):
-    """A request that is answered with an error. `param` is the field it is about."""
+    """An error response. `param` is the request field that caused it."""
 
     def __init__(
         self,
@@ -37,7 +35,10 @@ class ApiError(Exception):
         headers: Headers = (),
     ) -> None:
         super().__init__(message)
-        self.message, self.param, self.status, self.headers = message, param, status, headers
+        self.message = message
+        self.param = param
+        self.status = status
+        self.headers = headers
         self.code = code or _CODES.get(status)
 
     def body(self) -> bytes:
@@ -47,13 +48,14 @@ class ApiError(Exception):
 
 
 def refused(name: str, problem: str) -> ApiError:
-    """A field with a value that cannot be."""
+    """Return the error for a field with a wrong value."""
     return ApiError(f"{name} {problem}", name)
 
 
 def as_api_error(error: Exception, where: str, guided_by: str = "") -> ApiError:
-    """What a model, or the door, said; what nobody meant to say is for the log. `guided_by`: what a
-    guide came in.
+    """Convert any exception to an ApiError. Unexpected ones are logged and become a 500.
+
+    `guided_by` is the request field that carried the grammar.
     """
     if isinstance(error, ApiError):
         return error
@@ -66,7 +68,7 @@ def as_api_error(error: Exception, where: str, guided_by: str = "") -> ApiError:
     if not isinstance(error, InferenceError):
         logger.error("%s failed:", where, exc_info=error)
         return ApiError("internal error, the server's log has the details", status=500)
-    # The models name the guide by their own field; here it came in another.
+    # Models use Triton's name of the field that carried the grammar.
     if guided_by and error.message.startswith(GUIDE):
         return refused(guided_by, error.message.removeprefix(GUIDE))
     return ApiError(error.message, status=400 if error.code is Code.UNSUPPORTED else error.status)

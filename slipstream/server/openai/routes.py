@@ -1,5 +1,6 @@
-"""The routes under /v1. They guard, count, trace and cancel as those of Triton's protocol do;
-errors are OpenAI's.
+"""The routes under /v1.
+
+Access, statistics, traces and cancellation are the same as on Triton's routes. Errors are OpenAI's.
 """
 
 from __future__ import annotations
@@ -77,10 +78,9 @@ class OpenAIRoutes:
             await exchange.respond(200, msgspec.json.encode(model.document(self._started)))
         else:
             self._check("metadata", exchange.method, exchange)
-            there = ", ".join((_MODELS, *_CALLS))
-            raise ApiError(
-                f"There is no {path[:200]} here. There are: {there}", status=404, code="unknown_url"
-            )
+            known = ", ".join((_MODELS, *_CALLS))
+            message = f"There is no {path[:200]} here. Known paths: {known}"
+            raise ApiError(message, status=404, code="unknown_url")
 
     def _check(self, api: str, method: str, exchange: Exchange) -> None:
         check_access(self._context.access, api, exchange)
@@ -110,7 +110,8 @@ class OpenAIRoutes:
             for text, trace in zip(call.texts, traces, strict=True)
         ]
         answers = CallAnswers(call.model, requests, call.texts[0].sequences)
+        answer = answer_stream if call.stream else answer_whole
         try:
-            await (answer_stream if call.stream else answer_whole)(call, answers, exchange)
+            await answer(call, answers, exchange)
         except InferenceError as error:
             raise as_api_error(error, call.id, call.guided_by) from error
