@@ -15,8 +15,7 @@ from tiny_engine import build_tiny_engine
 from tritonclient.utils import InferenceServerException
 
 import slipstream
-from slipstream.server.metrics.gpu import Gpus
-from slipstream.server.metrics.machine import Machine
+from slipstream.server.metrics.machine import Gpus, Machine
 from slipstream.server.metrics.metrics import ServerMetrics
 
 DASHBOARD = Path(slipstream.__file__).parent / "server" / "metrics" / "grafana.json"

@@ -16,10 +16,10 @@ from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
 from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.metrics.histograms import Summary
 from slipstream.server.metrics.latency_metrics import MetricsConfig
 from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.metrics.statistics import model_statistics
-from slipstream.server.metrics.summaries import Summary
 from slipstream.server.models.response_cache import (
     ENTRY_BYTES,
     CachedModel,

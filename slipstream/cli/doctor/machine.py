@@ -21,8 +21,7 @@ from slipstream.cli.doctor.report import Finding, Section
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.server.engine_link.child import child_environment
-from slipstream.server.metrics.gpu import nvidia_driver
-from slipstream.server.metrics.machine import memory
+from slipstream.server.metrics.machine import memory, nvidia_driver
 from slipstream.version import VERSION
 from slipstream.weights.home import hugging_face_cache, slipstream_home
 

@@ -1,4 +1,4 @@
-"""The engine's own figures: upstream's `nv_trt_llm_*` gauges, and ours under `slipstream_*`."""
+"""Metrics of the engine: TensorRT-LLM's `nv_trt_llm_*` gauges and our own `slipstream_*`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-# by the name and version of the model that stands for it
+# by the name and version of the engine's model in the repository
 Engines = Mapping[tuple[str, str], Engine]
 
 
 def engine_families(engines: Engines, whole_batches: Collection[str] = ()) -> Iterator[Family]:
-    """`whole_batches`: the models whose repository asks for batches that run as a whole (upstream's
-    V1).
+    """Return the metrics of all loaded engines.
+
+    `whole_batches`: names of the models that ask for TensorRT-LLM's V1 batching. They have its
+    metrics instead of those of in-flight batching.
     """
     loaded = {
         key: (engine.info, engine.stats)
@@ -37,7 +39,7 @@ def engine_families(engines: Engines, whole_batches: Collection[str] = ()) -> It
         samples: list[tuple[Mapping[str, str], float]] = []
         for key, (info, stats) in loaded.items():
             if name == (_INFLIGHT if key[0] in whole_batches else _V1):
-                continue  # has the figures of its own kind of batches only
+                continue
             samples += [
                 (_labels(key) | {label: category}, value)
                 for category, value in read(info, stats).items()
@@ -109,7 +111,7 @@ def _batcher_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
     return {
         "total_context_tokens": stats.context_tokens,
         "generation_requests": stats.generation_requests,
-        "micro_batch_id": 0,  # one batch at a time, number 0
+        "micro_batch_id": 0,  # there is only one micro batch
         "paused_requests": stats.paused,
     }
 
@@ -117,14 +119,13 @@ def _batcher_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
 def _v1_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
     return {
         "total_context_tokens": stats.context_tokens,
-        "total_generation_tokens": stats.generation_requests,  # one of each
-        # a place whose request has ended does not wait for the others: the next has it
-        "empty_generation_slots": 0,
+        "total_generation_tokens": stats.generation_requests,  # one token per request
+        "empty_generation_slots": 0,  # the next request takes a free slot at once
     }
 
 
 def _disaggregated_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
-    # prompts and answers are computed in one place
+    # Prefill and decode are not disaggregated.
     return {"kv_cache_transfer_ms": 0, "request_count": 0}
 
 
@@ -132,7 +133,8 @@ def _general_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
     return {"timestamp": int(time.time()), "iteration_counter": stats.steps}
 
 
-_INFLIGHT, _V1 = "nv_trt_llm_inflight_batcher_metrics", "nv_trt_llm_v1_metrics"
+_INFLIGHT = "nv_trt_llm_inflight_batcher_metrics"
+_V1 = "nv_trt_llm_v1_metrics"
 _ReadGauges = Callable[[EngineInfo, EngineStats], dict[str, float]]
 _UPSTREAM: tuple[tuple[str, str, str, _ReadGauges], ...] = (
     ("nv_trt_llm_request_metrics", "TRT LLM request metrics", "request_type", _request_metrics),
@@ -185,13 +187,13 @@ _OWN: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
     (
         "slipstream_requests_preempted",
         "gauge",
-        "Requests that ran and wait again",
+        "Requests that were preempted and wait again",
         lambda s: s.paused,
     ),
     (
         "slipstream_preemptions_total",
         "counter",
-        "Times a request gave way to another",
+        "Number of times a request was preempted by another",
         lambda s: s.preemptions,
     ),
     (
@@ -203,7 +205,7 @@ _OWN: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
     (
         "slipstream_requests_cancelled_total",
         "counter",
-        "Requests whose client left or that it cancelled",
+        "Requests that the client cancelled or left",
         lambda s: s.cancelled,
     ),
     (
@@ -225,7 +227,7 @@ _OWN: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
         lambda s: s.cached_prompt_tokens,
     ),
     ("slipstream_output_tokens_total", "counter", "Tokens sampled", lambda s: s.output_tokens),
-    ("slipstream_steps_total", "counter", "Steps of the engine", lambda s: s.steps),
+    ("slipstream_steps_total", "counter", "Engine steps", lambda s: s.steps),
     (
         "slipstream_kv_blocks_used",
         "gauge",
@@ -235,7 +237,7 @@ _OWN: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
     (
         "slipstream_kv_blocks_free",
         "gauge",
-        "Blocks that can be handed out",
+        "Blocks of the KV cache that are free",
         lambda s: s.free_blocks,
     ),
     (
@@ -247,7 +249,7 @@ _OWN: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
     (
         "slipstream_kv_blocks_reused_total",
         "counter",
-        "Blocks found in the cache",
+        "Blocks of a prompt found in the KV cache",
         lambda s: s.reused_blocks,
     ),
     (
@@ -257,13 +259,13 @@ _OWN: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
         _hit_rate,
     ),
 )
-# once there has been one
+# metrics that exist after the first adapter was loaded
 _ADAPTERS: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
     ("slipstream_adapters", "gauge", "Adapters in the host's memory", lambda s: s.adapters),
     (
         "slipstream_adapter_bytes",
         "gauge",
-        "Host memory that adapters take",
+        "Host memory used by adapters",
         lambda s: s.adapter_bytes,
     ),
     (
@@ -275,7 +277,7 @@ _ADAPTERS: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
     (
         "slipstream_adapter_pages_free",
         "gauge",
-        "Pages of the device's memory for adapters that nobody uses",
+        "Free pages of the device memory for adapters",
         lambda s: s.free_adapter_pages,
     ),
 )

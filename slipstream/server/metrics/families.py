@@ -1,25 +1,26 @@
-"""Families of Prometheus' text format."""
+"""Metric families and their Prometheus text, spelled like Triton's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.server.metrics.histograms import Histogram
-from slipstream.server.metrics.summaries import QUANTILES, Summary
+from slipstream.server.metrics.histograms import DEFAULT_QUANTILES, Histogram, Summary
 
 Labels = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Family:
+    """A metric: its name, help text and samples. `kind`: counter, gauge, histogram or summary."""
+
     name: str
-    kind: str  # counter, gauge, histogram or summary
+    kind: str
     help: str
     samples: Sequence[tuple[Labels, float]] = ()
     histograms: Sequence[tuple[Labels, Histogram]] = field(default_factory=list)
     summaries: Sequence[tuple[Labels, Summary]] = ()
-    quantiles: tuple[float, ...] = QUANTILES
+    quantiles: tuple[float, ...] = DEFAULT_QUANTILES
 
     def render(self) -> str:
         lines = [f"# HELP {self.name} {self.help}", f"# TYPE {self.name} {self.kind}"]
@@ -47,7 +48,7 @@ def _summary_lines(
     yield _line(f"{name}_count", labels, summary.count)
     yield _line(f"{name}_sum", labels, summary.sum)
     for quantile, value in zip(quantiles, summary.quantiles(quantiles), strict=True):
-        shown = "Nan" if value != value else f"{value:g}"  # as Triton's library spells it
+        shown = "Nan" if value != value else f"{value:g}"  # the spelling of Triton's library
         yield _text_line(name, {**labels, "quantile": f"{quantile:g}"}, shown)
 
 

@@ -1,6 +1,4 @@
-"""Metrics that a server has only when it is told to: of the response cache, and summaries of
-latencies.
-"""
+"""Metrics that exist only when switched on: those of the response cache, and latency summaries."""
 
 from __future__ import annotations
 
@@ -8,20 +6,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from slipstream.server.metrics.families import Family
+from slipstream.server.metrics.histograms import DEFAULT_QUANTILES, Summaries, Summary
 from slipstream.server.metrics.statistics import ModelCounters
-from slipstream.server.metrics.summaries import QUANTILES, Summaries, Summary
 
 Models = Mapping[tuple[str, str], ModelCounters]  # by name and version
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """`--metrics-config`."""
+    """The settings of `--metrics-config`."""
 
     summary_latencies: bool = False
     counter_latencies: bool = True
     histogram_latencies: bool = True
-    summary_quantiles: tuple[float, ...] = QUANTILES
+    summary_quantiles: tuple[float, ...] = DEFAULT_QUANTILES
 
 
 _CACHE: tuple[tuple[str, str, Callable[[ModelCounters], int]], ...] = (
@@ -46,8 +44,7 @@ _CACHE: tuple[tuple[str, str, Callable[[ModelCounters], int]], ...] = (
         lambda counters: counters.cache_miss.ns // 1000,
     ),
 )
-# Name, help, whose it is (True: models with a cache, False: those without, None: all) and which
-# summary.
+# Name, help, models that have it (True: with a response cache, False: without, None: all), summary.
 _SUMMARIES: tuple[tuple[str, str, bool | None, Callable[[Summaries], Summary]], ...] = (
     (
         "nv_inference_request_summary_us",
@@ -75,7 +72,8 @@ _SUMMARIES: tuple[tuple[str, str, bool | None, Callable[[Summaries], Summary]], 
     ),
     (
         "nv_inference_compute_output_summary_us",
-        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+        "Cumulative inference compute output duration in microseconds "
+        "(does not include cached requests)",
         None,
         lambda summaries: summaries.compute_output,
     ),
@@ -95,7 +93,7 @@ _SUMMARIES: tuple[tuple[str, str, bool | None, Callable[[Summaries], Summary]], 
 
 
 def cache_families(models: Models) -> Iterator[Family]:
-    """Of the models that ask for the cache, once there is one."""
+    """Return the cache metrics of the models that use the response cache."""
     cached = {key: counters for key, counters in models.items() if counters.cached}
     if cached:
         for name, text, value in _CACHE:

@@ -1,7 +1,7 @@
-"""The metrics port: Triton's names and labels, our own histograms, and only values that are true.
+"""All metrics of a server, with Triton's names and labels and our own `slipstream_*`.
 
-What happened to requests is read from the models' counters (`statistics.py`), the engine's figures
-from its last `EngineStats`, the machine's from the system, all when somebody scrapes.
+Each scrape reads the counters of the models (`statistics.py`), the latest `EngineStats` of the
+engines, and the machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from slipstream.server.metrics.engine_metrics import Engine, engine_families
 from slipstream.server.metrics.families import Family
-from slipstream.server.metrics.histograms import Histogram
+from slipstream.server.metrics.histograms import Histogram, Summaries
 from slipstream.server.metrics.latency_metrics import (
     MetricsConfig,
     cache_families,
@@ -20,8 +20,6 @@ from slipstream.server.metrics.latency_metrics import (
 )
 from slipstream.server.metrics.machine import Machine
 from slipstream.server.metrics.statistics import CountedModel, ModelCounters, Part
-from slipstream.server.metrics.summaries import Summaries
-from slipstream.server.models.response_cache import CachedModel
 
 __all__ = ["CountedModel", "Engine", "ModelCounters", "ServerMetrics"]
 
@@ -58,11 +56,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ModelCounters], int]], ...] = (
     ),
     (
         "nv_inference_compute_output_duration_us",
-        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+        "Cumulative inference compute output duration in microseconds "
+        "(does not include cached requests)",
         lambda counters: counters.phases.compute_output // 1000,
     ),
 )
-# Name, help, a label besides model and version, and which of a model's histograms it is.
+# Name, help, labels besides model and version, and the histogram of a model.
 _HISTOGRAMS: tuple[tuple[str, str, dict[str, str], Callable[[ModelCounters], Histogram]], ...] = (
     (
         "nv_inference_first_response_histogram_ms",
@@ -84,21 +83,21 @@ _HISTOGRAMS: tuple[tuple[str, str, dict[str, str], Callable[[ModelCounters], His
     ),
     (
         "slipstream_time_to_first_token_seconds",
-        "From a request's arrival to its first token",
+        "From the arrival of a request to its first token",
         {},
         lambda counters: counters.tokens.first_token_s,
     ),
     (
         "slipstream_inter_token_latency_seconds",
-        "Between one token of a request and the next",
+        "Between two tokens of a request",
         {},
         lambda counters: counters.tokens.between_tokens_s,
     ),
     (
         "slipstream_request_seconds",
-        "From a request's arrival to the end of its answer, successful requests",
+        "From the arrival of a successful request to the end of its response",
         {},
-        lambda counters: counters.tokens.whole_answer_s,
+        lambda counters: counters.tokens.request_s,
     ),
 )
 
@@ -130,7 +129,7 @@ class ServerMetrics:
         self._config = config
         self._models: dict[tuple[str, str], ModelCounters] = {}
         self._engines: dict[tuple[str, str], Engine] = {}
-        self._whole_batches: set[str] = set()  # names of the models that ask for upstream's V1
+        self._whole_batches: set[str] = set()  # models that ask for TensorRT-LLM's V1 batching
         self._machine = machine or Machine()
         self._sources: list[Callable[[], Iterable[Family]]] = []
 
@@ -141,10 +140,13 @@ class ServerMetrics:
         return self._models[name, version]
 
     def count(self, entry: Entry) -> CountedModel:
-        """This model, with its requests counted, and those of the models it does the work of."""
+        """Return the model with counters around it.
+
+        Its requests also count for the models whose work it does.
+        """
         parts = {phase: self._latest(name) for phase, name in _parts(entry.model).items()}
         counters = self.model(entry.name, entry.version)
-        counters.cached = isinstance(entry.model, CachedModel)
+        counters.cached = getattr(entry.model, "cached", False)
         if entry.model.config.parameter("gpt_model_type") in ("V1", "v1"):
             self._whole_batches.add(entry.name)
         return CountedModel(entry.model, counters, parts)
@@ -153,20 +155,18 @@ class ServerMetrics:
         def find() -> Part:
             versions = [version for model, version in self._models if model == name]
             if not versions:
-                return Part(name, "", ModelCounters())  # not loaded: nobody's
+                return Part(name, "", ModelCounters())  # not loaded: the counts are not shown
             latest = max(versions, key=int)
             return Part(name, latest, self.model(name, latest))
 
         return find
 
     def watch_engine(self, name: str, engine: Engine, version: str = "1") -> None:
-        """`name` is the model that stands for this engine in the repository."""
+        """Add the metrics of an engine. `name`: its model in the repository."""
         self._engines[name, version] = engine
 
     def forget(self, name: str) -> None:
-        """A model is gone, and its figures with it, as with Triton; one that comes back begins at
-        zero.
-        """
+        """Remove the metrics of an unloaded model. Like Triton's, they restart at zero."""
         self._models = {key: found for key, found in self._models.items() if key[0] != name}
         self._engines = {key: found for key, found in self._engines.items() if key[0] != name}
         self._whole_batches.discard(name)
@@ -175,7 +175,7 @@ class ServerMetrics:
         self.add_source(lambda: _span_families(counters))
 
     def add_source(self, source: Callable[[], Iterable[Family]]) -> None:
-        """More families, asked for at every scrape: those that models define themselves."""
+        """Add families that `source` returns at every scrape."""
         self._sources.append(source)
 
     def render(self) -> str:
@@ -228,7 +228,7 @@ class ServerMetrics:
         yield from self._histogram_families()
 
     def _histogram_families(self) -> Iterator[Family]:
-        """Those that some model fills: only models that decode tokens have figures of tokens."""
+        """Return the histograms that have observations in some model."""
         for name, text, label, read in _HISTOGRAMS:
             if name.startswith("nv_inference_") and not self._config.histogram_latencies:
                 continue
@@ -256,7 +256,7 @@ def _span_families(counters: SpanCounters) -> Iterator[Family]:
 
 
 def _parts(model: Any) -> Mapping[str, str]:
-    """The models whose work a model does, also where something stands around it."""
+    """Return the models whose work a model does, by phase. Looks inside wrapped models."""
     while model is not None:
         if hasattr(model, "parts"):
             return dict(model.parts)

@@ -25,8 +25,7 @@ from slipstream.server.kserve.inference import (
     batch_size,
 )
 from slipstream.server.log.formats import set_error_context
-from slipstream.server.metrics.histograms import TokenLatencies
-from slipstream.server.metrics.summaries import Summaries
+from slipstream.server.metrics.histograms import Summaries, TokenLatencies
 from slipstream.server.tracing.tracing import RequestTrace
 
 if TYPE_CHECKING:

@@ -92,6 +92,8 @@ def wants_cache(config: ModelConfig) -> bool:
 
 
 class CachedModel(WrappedModel):
+    cached = True  # statistics count the hits and misses of its requests
+
     def __init__(self, model: ServedModel, cache: ResponseCache) -> None:
         super().__init__(model)
         self._cache = cache

@@ -75,7 +75,8 @@ def _check_url(url: str) -> str:
     shown = url.partition("?")[0]  # the query may contain a key
     if "@" in shown:  # checked first, because the other message repeats the URL
         raise ValueError(
-            "url must not hold a name or a password: OTEL_EXPORTER_OTLP_HEADERS is the place for them"
+            "url must not hold a name or a password: "
+            "OTEL_EXPORTER_OTLP_HEADERS is the place for them"
         )
     try:
         parts = urlsplit(url)

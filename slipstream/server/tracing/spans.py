@@ -85,7 +85,7 @@ class Exporter(Protocol):
 
 
 class SpanTraces:
-    """Traces that go to a collector. A request that belongs to a caller's trace is always traced."""
+    """Traces that go to a collector. Requests of a caller's trace are always traced."""
 
     def __init__(
         self, exporter: Exporter, sampler: RequestSampler, ids: itertools.count[int]

@@ -36,7 +36,7 @@ class RequestTrace(Protocol):
 
     @property
     def context(self) -> str:
-        """JSON of the headers that make another request part of this trace; empty if unsupported."""
+        """JSON of the headers that add another request to this trace; empty if unsupported."""
         ...
 
     def child(self) -> RequestTrace:
