@@ -1,9 +1,8 @@
-"""From a repository to a server that answers, and back to nothing: start, drain, leave.
+"""Starts a server from a repository, drains it and stops it.
 
-The order matters. The repository is read and the ports are taken first, so that a mistake is told
-at once. Then the engine process starts to load, and only then does this process import its web
-stack, which takes as long. Ports begin to listen when the engines serve, as with Triton: until then
-a client is refused and tries again.
+The order matters. The repository is read and the ports are bound first, so that a mistake is
+reported at once. Then the engine process begins to load, and meanwhile this process imports its
+HTTP and gRPC modules. As in Triton, the ports listen only when the engines serve.
 """
 
 from __future__ import annotations
@@ -36,47 +35,45 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-# gRPC's library looks at this as it is imported. Its sockets are then read by whoever takes its
-# events, and not by threads of its own, which would have to wake somebody for every call.
+# The gRPC library reads this variable when it is imported. Its sockets are then read by the thread
+# that takes its events, and not by threads of its own, which would wake that one for each call.
 GRPC_READING = ("GRPC_EXPERIMENTS", "-event_engine_listener")
 
 
 class StartFailed(Exception):
-    """The server cannot start. The text is the cause and what to do about it."""
+    """The server cannot start. The text gives the cause and the remedy."""
 
 
 class ModelsFailed(StartFailed):
-    """Not all models could be loaded, and the server was told not to run without them."""
+    """Some models could not be loaded, and the options do not allow to run without them."""
 
 
 def run_server(options: ServerOptions) -> int:
-    """Serve until a signal or a failure. Returns the exit code; StartFailed is the way a failure
-    ends it.
-    """
-    early_signals: list[int] = []  # those that come before the event loop can take them
+    """Serve until a signal, and return the exit code. Raise StartFailed on a failure."""
+    early_signals: list[int] = []  # signals that arrive before the event loop runs
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: early_signals.append(number))
-    factories = _factories(options)
-    reading = _read(options, factories)
+    factories = _create_factories(options)
+    reading = _read_repository(options, factories)
     for warning in reading.problems.warnings:
         logger.warning(str(warning))
     _warn_of_exposure(options)
     sockets = _Sockets(options)
     engines = EnginePool(options.engine_settings, options.supervision, options.engine_command)
     try:
-        wanted = _wanted(options, reading)
-        for name in reading.engines_of(wanted):
+        models = _models_to_load(options, reading)
+        for name in reading.engines_of(models):
             engines.spawn(reading.repository.engines[name])
         import uvloop
 
-        server = _Server(options, reading, wanted, engines, sockets, factories)
+        server = _Server(options, reading, models, engines, sockets, factories)
         return uvloop.run(server.run(early_signals))
     finally:
         engines.kill()
         sockets.close()
 
 
-def _factories(options: ServerOptions) -> list[ModelFactory]:
+def _create_factories(options: ServerOptions) -> list[ModelFactory]:
     if not options.allow_python_models:
         return []
     from slipstream.server.python_models.factory import PythonModels
@@ -86,7 +83,7 @@ def _factories(options: ServerOptions) -> list[ModelFactory]:
     return [PythonModels(limiter, options.complete_config)]
 
 
-def _read(options: ServerOptions, factories: Sequence[ModelFactory]) -> Reading:
+def _read_repository(options: ServerOptions, factories: Sequence[ModelFactory]) -> Reading:
     try:
         reading = Reading(
             *inspect_repository(
@@ -104,33 +101,30 @@ def _read(options: ServerOptions, factories: Sequence[ModelFactory]) -> Reading:
             logger.error(str(problem))
         count = len(reading.problems.errors)
         places = ", ".join(str(path) for path in options.repositories)
-        found = (
-            str(reading.problems.errors[0])
-            if count == 1
-            else f"{count} problems in {places}, listed above"
-        )
-        raise ModelsFailed(f"cannot serve the model repository: {found}")
+        cause = f"{count} problems in {places}, listed above"
+        if count == 1:
+            cause = str(reading.problems.errors[0])
+        raise ModelsFailed(f"cannot serve the model repository: {cause}")
     return reading
 
 
-def _wanted(options: ServerOptions, reading: Reading) -> list[str]:
-    """The models to load at the start."""
+def _models_to_load(options: ServerOptions, reading: Reading) -> list[str]:
+    """Return the names of the models to load at the start, each once."""
     names = list(reading.repository.models)
     if options.control_mode != "explicit":
         return names
-    chosen = names if ALL_MODELS in options.load_models else []
-    return list(
-        dict.fromkeys([*chosen, *(name for name in options.load_models if name != ALL_MODELS)])
-    )
+    all_models = names if ALL_MODELS in options.load_models else []
+    by_name = [name for name in options.load_models if name != ALL_MODELS]
+    return list(dict.fromkeys([*all_models, *by_name]))
 
 
 def _warn_of_exposure(options: ServerOptions) -> None:
-    """One block, once, where strangers can reach what they should not use unasked."""
+    """Warn once where other machines can use the models without a key."""
     exposed = sorted({address for address in options.addresses if not _is_loopback(address)})
     if exposed and not options.access.guarded:
         logger.warning(
-            "listening at %s without an API key: whoever can reach this machine can use its models, "
-            "unasked. Set --api-key (a file, or the variable SLIPSTREAM_API_KEY), or listen at "
+            "listening at %s without an API key: everyone who can reach this machine can use its "
+            "models. Set --api-key (a file, or the variable SLIPSTREAM_API_KEY), or listen at "
             "127.0.0.1 only.",
             ", ".join(exposed),
         )
@@ -141,41 +135,41 @@ def _is_loopback(address: str) -> bool:
 
 
 class _Sockets:
-    """The ports, taken before anything slow happens; they do not listen yet."""
+    """The ports, bound before anything slow happens. They do not listen yet."""
 
     def __init__(self, options: ServerOptions) -> None:
-        self._taken: list[socket.socket] = []
+        self._bound: list[socket.socket] = []
         try:
-            self.http = self._taken_port(options.http, "--http-port")
-            self.metrics = self._taken_port(options.metrics, "--metrics-port")
-            # gRPC opens its own; this one only tells whether it will be able to.
-            grpc = self._taken_port(options.grpc, "--grpc-port")
+            self.http = self._bind_port(options.http, "--http-port")
+            self.metrics = self._bind_port(options.metrics, "--metrics-port")
+            # The gRPC library binds its own; this one only shows early that it can.
+            grpc = self._bind_port(options.grpc, "--grpc-port")
             if grpc is not None:
                 grpc.close()
         except StartFailed:
             self.close()
             raise
 
-    def _taken_port(self, port: Port, option: str) -> socket.socket | None:
-        return self._take(port.address, port.number, option) if port.open else None
+    def _bind_port(self, port: Port, option: str) -> socket.socket | None:
+        return self._bind(port.address, port.number, option) if port.open else None
 
-    def _take(self, address: str, port: int, option: str) -> socket.socket:
+    def _bind(self, address: str, port: int, option: str) -> socket.socket:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        taken = socket.socket(family, socket.SOCK_STREAM)
-        self._taken.append(taken)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        self._bound.append(bound)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            taken.bind((address, port))
+            bound.bind((address, port))
         except OverflowError as error:
             raise StartFailed(f"{option} must be 0 to 65535, got {port}") from error
         except OSError as error:
             remedy = f"stop what uses it or choose another port with {option}"
             raise StartFailed(f"cannot use {address}:{port}: {error.strerror}; {remedy}") from error
-        return taken
+        return bound
 
     def close(self) -> None:
-        for taken in self._taken:
-            taken.close()
+        for bound in self._bound:
+            bound.close()
 
 
 class _Server:
@@ -183,19 +177,19 @@ class _Server:
         self,
         options: ServerOptions,
         reading: Reading,
-        wanted: list[str],
+        models: list[str],
         engines: EnginePool,
         sockets: _Sockets,
         factories: Sequence[ModelFactory],
     ) -> None:
         self._options = options
         self._reading = reading
-        self._wanted = wanted
+        self._models = models
         self._engines = engines
         self._sockets = sockets
         self._factories = factories
         self._state = ServerState(engines)
-        self._told_to_stop = asyncio.Event()
+        self._stop_requested = asyncio.Event()
 
     async def run(self, early_signals: list[int]) -> int:
         for number in SIGNALS:
@@ -203,23 +197,20 @@ class _Server:
         if early_signals:
             return 0
         self._engines.attend()
-        await asyncio.sleep(0)  # so that the engines are watched from here on
+        await asyncio.sleep(0)  # the tasks that watch the engines begin to run
         os.environ.setdefault(*GRPC_READING)
         from slipstream.server.services import Services
 
-        spare_what_is_there()  # all but models, which may go again
+        spare_what_is_there()  # before models are loaded, because they may be unloaded
         try:
             services = Services(self._options, self._engines, self._state, self._factories)
-            loading = asyncio.ensure_future(services.load(self._wanted, self._reading))
+            loading = asyncio.ensure_future(services.load(self._models, self._reading))
             if not await self._first(loading):
                 return 0
             _log_models(services.loader.rows(), self._engines)
             self._check_loaded(services, loading.result())
             await services.open(self._sockets.http, self._sockets.metrics)
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # a port that was taken meanwhile, a certificate that is none
+        except (OSError, ValueError) as error:  # a port in use, a bad certificate
             places = ", ".join(str(path) for path in self._options.repositories)
             raise StartFailed(f"cannot serve {places}: {error}") from error
         if self._options.announce:
@@ -256,10 +247,8 @@ class _Server:
         return 0
 
     async def _first(self, event: asyncio.Future[Any]) -> bool:
-        """True when `event` comes first, False when the order to stop does. Raises what the event
-        raises.
-        """
-        stop = asyncio.ensure_future(self._told_to_stop.wait())
+        """Return whether `event` comes before the order to stop. Raise what the event raises."""
+        stop = asyncio.ensure_future(self._stop_requested.wait())
         await asyncio.wait([stop, event], return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if event.done():
@@ -269,7 +258,7 @@ class _Server:
         return False
 
     async def _drain(self, services: Services) -> None:
-        """Refuse new work, finish what was admitted, but not beyond the exit timeout."""
+        """Refuse new requests and finish the admitted ones, at most for the exit timeout."""
         self._state.draining = True
         self._engines.begin_drain()
         under_way = self._engines.outstanding + services.loader.under_way
@@ -280,96 +269,99 @@ class _Server:
         except TimeoutError:
             seconds = self._options.exit_timeout_seconds
             logger.warning(
-                "requests still run after %g s (--exit-timeout-secs) and are given up", seconds
+                "requests still run after %g s (--exit-timeout-secs) and are cancelled", seconds
             )
             await self._engines.stop()
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if not self._told_to_stop.is_set():
-            self._told_to_stop.set()
+        if not self._stop_requested.is_set():
+            self._stop_requested.set()
             return
-        logger.warning("second %s: leaving at once", number.name)
+        logger.warning("second %s: exiting at once", number.name)
         self._engines.kill()
         os._exit(128 + number)
 
     def _announce(self) -> None:
-        """What a person wants next: where everything is, and a command that shows it works."""
+        """Show where everything is, and a command to try."""
         if self._sockets.http is None:
             return
         address = self._options.http.address
         host = "localhost" if address in ("0.0.0.0", "::") else address
         port = self._sockets.http.getsockname()[1]
-        place = f"API docs: http://{host}:{port}/docs"
+        lines = [self._describe_start_time()]
+        if self._reading.repository.chains:
+            lines += self._describe_text_models(f"{host}:{port}")
+        places = f"API docs: http://{host}:{port}/docs"
         if self._sockets.metrics is not None:
-            place += f"   metrics: http://{host}:{self._sockets.metrics.getsockname()[1]}/metrics"
-        lines = [place]
-        repository = self._reading.repository
-        if repository.chains:
-            guarded = self._options.access.guarded
-            chat = f"slipstream chat -u {host}:{port}"
-            # A browser cannot bring a key.
-            chat = (
-                f"{chat} --api-key YOUR_KEY_FILE" if guarded else f"http://{host}:{port}/ or {chat}"
-            )
-            lines.insert(0, f"OpenAI:   http://{host}:{port}/v1   chat: {chat}")
-            body = json.dumps({"text_input": "What is machine learning?", "max_tokens": 64})
-            url = f"http://{host}:{port}/v2/models/{_model_to_show(repository)}/generate"
-            key = "-H 'Authorization: Bearer YOUR_KEY' " if guarded else ""
-            lines.insert(0, f"Try it:   curl -s {key}{url} -d '{body}'")
-        lines.insert(0, self._time_taken())
+            metrics_port = self._sockets.metrics.getsockname()[1]
+            places += f"   metrics: http://{host}:{metrics_port}/metrics"
+        lines.append(places)
         if HANDLER.settings.format == "json":
             logger.info("\n".join(lines))
         else:
             print("\n".join(lines), flush=True)
 
-    def _time_taken(self) -> str:
-        """Engines load side by side, so the slowest of them is what a start waits for."""
+    def _describe_text_models(self, place: str) -> list[str]:
+        """Return a command to try and the ways to chat. `place`: host and port."""
+        guarded = self._options.access.guarded
+        body = json.dumps({"text_input": "What is machine learning?", "max_tokens": 64})
+        url = f"http://{place}/v2/models/{_example_model(self._reading.repository)}/generate"
+        key = "-H 'Authorization: Bearer YOUR_KEY' " if guarded else ""
+        chat = f"slipstream chat -u {place}"
+        if guarded:  # a browser that opens the page sends no key
+            chat = f"{chat} --api-key YOUR_KEY_FILE"
+        else:
+            chat = f"http://{place}/ or {chat}"
+        return [
+            f"Try it:   curl -s {key}{url} -d '{body}'",
+            f"OpenAI:   http://{place}/v1   chat: {chat}",
+        ]
+
+    def _describe_start_time(self) -> str:
+        """Return how long the start took. Engines load in parallel, so the slowest counts."""
         whole = round(_process_seconds(), 1)
         loads = [
             round(engine.info.load_seconds, 1)
             for _, engine in self._engines.items()
             if engine.info is not None
         ]
-        parts = (
-            f": {max(loads):.1f} s to load, {whole - max(loads):.1f} s for all else"
-            if loads
-            else ""
-        )
+        parts = ""
+        if loads:
+            parts = f": {max(loads):.1f} s to load, {whole - max(loads):.1f} s for all else"
         return f"Ready:    in {whole:.1f} s{parts}"
 
 
 def _process_seconds() -> float:
-    """Since this process began."""
-    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf(
-        "SC_CLK_TCK"
-    )
+    """Return the age of this process."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
-def _model_to_show(repository: Repository) -> str:
-    """The text model somebody named; `ensemble` and `tensorrt_llm_bls` are in every repository."""
+def _example_model(repository: Repository) -> str:
+    """Return a text model, rather one with a name of its own than `ensemble`."""
     customary = ("ensemble", "tensorrt_llm_bls")
     return min(repository.chains, key=lambda name: (name in customary, name))
 
 
 def _log_models(rows: list[tuple[str, str, str]], engines: EnginePool) -> None:
-    """Triton's table of models, and how each engine uses the machine."""
-    widths = [
-        max(len(row[column]) for row in [("Model", "Version", "Status"), *rows])
-        for column in range(3)
-    ]
-
-    def line(cells: Sequence[str]) -> str:
-        return (
-            "| "
-            + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-            + " |"
-        )
-
+    """Log Triton's table of models, and how each engine uses the memory."""
+    head = ("Model", "Version", "Status")
+    shown = [head, *(_on_one_line(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
-    shown = [tuple(cell.replace("\n", " ") for cell in row) for row in rows]
-    table = [rule, line(("Model", "Version", "Status")), rule, *(line(row) for row in shown), rule]
+    lines = [_table_line(row, widths) for row in shown]
+    table = [rule, lines[0], rule, *lines[1:], rule]
     logger.info("\n" + "\n".join(table) + "\n", extra={"place": "server.cc:674"})
     for name, engine in engines.items():
         if (info := engine.info) is not None:
             logger.info("\n".join(memory_table(name, info)) + "\n", extra={"model": name})
+
+
+def _on_one_line(cells: Sequence[str]) -> tuple[str, ...]:
+    return tuple(cell.replace("\n", " ") for cell in cells)
+
+
+def _table_line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+    return "| " + " | ".join(padded) + " |"

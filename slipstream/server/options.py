@@ -1,6 +1,4 @@
-"""Everything a server is told when it starts. Commands fill it in; nothing here loads the web
-stack.
-"""
+"""The options of a server. Commands fill them in; nothing here imports HTTP or gRPC."""
 
 from __future__ import annotations
 
@@ -34,14 +32,14 @@ class ServerOptions:
     grpc: Port = Port(8001)
     metrics: Port = Port(8002)
     control_mode: ControlMode = "none"
-    load_models: tuple[str, ...] = ()  # at the start, in the mode explicit; `*` is all of them
+    load_models: tuple[str, ...] = ()  # loaded at the start in mode "explicit"; `*` is all models
     poll_seconds: float = 15.0
     strict_readiness: bool = True
     exit_on_error: bool = True
     exit_timeout_seconds: float = 30.0
     server_name: str = "triton"
     allow_python_models: bool = False
-    complete_config: bool = True  # Python models may complete their own configuration
+    complete_config: bool = True  # whether Python models complete their own configuration
     allow_client_shared_memory: bool = False
     access: Access = field(default_factory=Access)
     http_max_input_bytes: int = DEFAULT_HTTP_MAX_INPUT_BYTES
@@ -49,16 +47,16 @@ class ServerOptions:
     grpc_forwarded_headers: re.Pattern[str] | None = None
     grpc_settings: Mapping[str, Any] = field(default_factory=dict)  # fields of GrpcOptions
     trace_settings: Mapping[str, Any] = field(default_factory=dict)
-    trace_export: ExportSettings | None = None  # None: traces are files
+    trace_export: ExportSettings | None = None  # None: traces are written to files
     response_cache_bytes: int = 0  # 0: no cache
-    # None: instances execute when they can
+    # resources of Python models by name and device; None: no limits
     rate_limits: Mapping[tuple[str, int | str], int] | None = None
     metrics_settings: Mapping[str, Any] = field(default_factory=dict)  # fields of MetricsConfig
-    # win over what the repository says
+    # engine settings that override those of the repository
     engine_settings: Mapping[str, Any] = field(default_factory=dict)
     supervision: Supervision = field(default_factory=Supervision)
     engine_command: Sequence[str] = ENGINE_COMMAND
-    announce: bool = True  # tell a person what to do next
+    announce: bool = True  # whether to print the addresses and a command to try
 
     @property
     def addresses(self) -> list[str]:

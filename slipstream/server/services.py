@@ -1,4 +1,4 @@
-"""The three services of a server: HTTP, gRPC and metrics. Importing this loads the web stack."""
+"""The three services of a server: HTTP, gRPC and metrics. Importing this imports their modules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from slipstream.server.tracing.settings import TraceSettings
 
 logger = logging.getLogger(__name__)
 
-# Answers that are complete need this long at most to reach their readers.
+# The time in which clients can read the responses that are complete when the server stops.
 CLOSE_SECONDS = 5.0
 
 
@@ -99,7 +99,7 @@ class Services:
         self._connect(factories)
 
     def _connect(self, factories: Sequence[ModelFactory]) -> None:
-        """Models of a factory may load models themselves, and bring metrics of their own."""
+        """Give repository control to the factories whose models use it, and add their metrics."""
         for factory in factories:
             if hasattr(factory, "control"):
                 factory.control = self.loader
@@ -108,7 +108,7 @@ class Services:
                 self.metrics.add_source(families)
 
     def _forget(self, name: str, trace: TraceSettings) -> None:
-        """A model is gone: what was set for it and counted of it goes too."""
+        """Drop the trace settings and the counters of a model that was removed."""
         trace.forget(name)
         self.metrics.forget(name)
 
@@ -121,7 +121,7 @@ class Services:
         return await self.loader.load_all(names, reading)
 
     async def open(self, http: socket.socket | None, metrics: socket.socket | None) -> None:
-        """Listen, and say so as Triton does, each service once it really does."""
+        """Listen, and log each service as Triton does once it listens."""
         if self._options.grpc.open:
             place = await self._open_grpc()
             _log_start("GRPCInferenceService", place, "grpc_server.cc:2463")
@@ -133,7 +133,8 @@ class Services:
             _log_start("Metrics Service", _place(metrics), "http_server.cc:362")
 
     async def _open_grpc(self) -> str:
-        address, port = self._options.grpc.address, self._options.grpc.number
+        address = self._options.grpc.address
+        port = self._options.grpc.number
         host = f"[{address}]" if ":" in address else address
         try:
             port = add_port(self._grpc, f"{host}:{port}", self._grpc_options)
@@ -145,7 +146,7 @@ class Services:
         return f"{host}:{port}"
 
     async def close(self) -> None:
-        """Stop listening; answers that are on their way arrive."""
+        """Stop listening. Responses that are being sent are given time to end."""
         await asyncio.gather(
             self._grpc.stop(CLOSE_SECONDS),
             self._http.close(CLOSE_SECONDS),

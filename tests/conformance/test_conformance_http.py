@@ -152,14 +152,14 @@ CLOSED = [
 
 
 @pytest.mark.parametrize("case", CLOSED, ids=lambda case: case["case"])
-def test_recorded_silence(mimic: int, case: dict[str, Any]) -> None:
+def test_recorded_close_without_a_response(mimic: int, case: dict[str, Any]) -> None:
     """What is not HTTP, or not within bounds, gets no answer and a closed connection."""
     with Connection(mimic) as connection:
         connection.send(request_of(case))
         assert connection.head() is None
 
 
-def test_short_body_gets_no_answer_while_it_is_waited_for(mimic: int) -> None:
+def test_short_body_is_waited_for_without_an_answer(mimic: int) -> None:
     case = next(case for case in recorded("mimic") if case["case"] == "route-short-body")
     with Connection(mimic) as connection:
         connection.send(request_of(case))

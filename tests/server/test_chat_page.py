@@ -71,7 +71,7 @@ def policy(answer: Answer) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_a_page_is_its_file_and_may_run_its_own_script_only(port: int, path: str) -> None:
+def test_a_page_is_its_file_and_may_run_only_its_own_script(port: int, path: str) -> None:
     answer = get(port, path)
     file = FILE.with_name("chat.html" if path == "/" else "docs.html")
     assert (answer.status, answer.header("content-type")) == (200, "text/html; charset=utf-8")
@@ -87,7 +87,7 @@ def test_a_page_is_its_file_and_may_run_its_own_script_only(port: int, path: str
     assert answer.header("x-content-type-options") == "nosniff"
 
 
-def test_it_is_one_file_that_fetches_nothing_elsewhere(page: Elements) -> None:
+def test_the_page_is_one_file_that_fetches_only_from_its_server(page: Elements) -> None:
     text = FILE.read_text("utf-8")
     assert len(text.splitlines()) < 400
     assert not re.search(r"https?:|[\"'(]//|@import|\bimport\s*\(|\beval\b|innerHTML", text)
@@ -113,7 +113,7 @@ def test_every_control_has_a_label_and_every_reference_a_target(page: Elements) 
     assert roles["log"]["aria-label"] == "Conversation"
 
 
-def test_what_it_asks_for_is_there(port: int, page: Elements) -> None:
+def test_the_routes_and_fields_that_the_page_uses_exist(port: int, page: Elements) -> None:
     (script,) = page.texts["script"]
     asked = set(re.findall(r'"(v1/[\w/]+)"', script))
     assert asked == {"v1/models", "v1/chat/completions", "v1/completions"}
@@ -126,7 +126,7 @@ def test_what_it_asks_for_is_there(port: int, page: Elements) -> None:
     assert sent | {"prompt"} <= set(CompletionFields.__struct_fields__)
 
 
-def test_answers_are_the_likeliest_unless_somebody_asks_for_others(page: Elements) -> None:
+def test_sampling_is_greedy_by_default(page: Elements) -> None:
     """As with `slipstream chat`: small models, which people try first, lose themselves otherwise."""
     (temperature,) = [
         attributes for _, attributes in page.found if attributes.get("id") == "temperature"
@@ -134,7 +134,7 @@ def test_answers_are_the_likeliest_unless_somebody_asks_for_others(page: Element
     assert temperature["value"] == "0"
 
 
-def test_it_is_guarded_like_everything_else() -> None:
+def test_pages_need_a_key_where_the_server_does() -> None:
     for access, status in (
         (Access(api_key="user-key"), 401),
         (Access(http_restrictions={"metadata": Restriction("pass", "word")}), 403),
@@ -146,7 +146,7 @@ def test_it_is_guarded_like_everything_else() -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="nothing here runs the page's script")
-def test_an_answer_that_is_cleared_away_half_way_is_forgotten() -> None:
+def test_a_conversation_cleared_during_an_answer_forgets_the_answer() -> None:
     command = ["node", str(Path(__file__).with_name("chat_page.mjs")), str(FILE)]
     done = json.loads(
         subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -174,7 +174,7 @@ def contrast(one: str, other: str) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def test_both_colour_schemes_can_be_read(page: Elements) -> None:
+def test_both_colour_schemes_have_enough_contrast(page: Elements) -> None:
     """The ratios are those of WCAG 2: 4.5 for text, 3 for the edges of controls."""
     (style,) = page.texts["style"]
     blocks = re.findall(r":root \{(.*?)\}", style, re.DOTALL)

@@ -84,13 +84,15 @@ def test_every_route_needs_a_key(port: int, route: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("route", "expected"), ROUTES.items())
-def test_the_key_opens_what_users_need(port: int, route: tuple[str, str], expected: int) -> None:
+def test_the_api_key_opens_the_routes_of_users(
+    port: int, route: tuple[str, str], expected: int
+) -> None:
     assert status(port, *route, ["Authorization", "Bearer user-key"]) == expected
     assert status(port, *route, ["X-API-Key", "admin-key"]) == expected
 
 
 @pytest.mark.parametrize(("route", "expected"), ADMIN_ROUTES.items())
-def test_the_admin_key_alone_opens_control(
+def test_only_the_admin_key_opens_the_routes_of_control(
     port: int, route: tuple[str, str], expected: int
 ) -> None:
     assert status(port, *route, ["Authorization", "Bearer user-key"]) == 403
@@ -104,7 +106,7 @@ def refused(access: Access, api: str, protocol: str = "http", **headers: str) ->
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_one_key_alone_guards_everything(api: str) -> None:
+def test_a_single_key_guards_every_api(api: str) -> None:
     for access in (Access(api_key="k"), Access(admin_key="k")):
         for protocol in ("http", "grpc"):
             assert refused(access, api, protocol) == 401
@@ -116,7 +118,7 @@ def test_one_key_alone_guards_everything(api: str) -> None:
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_of_several_keys_none_opens_control(api: str) -> None:
+def test_none_of_several_api_keys_opens_control(api: str) -> None:
     access = Access(api_key="ours\ntheirs")
     for protocol in ("http", "grpc"):
         assert refused(access, api, protocol, x_api_key="ours") == (403 if api in ADMIN_APIS else 0)
@@ -125,7 +127,7 @@ def test_of_several_keys_none_opens_control(api: str) -> None:
         )
 
 
-def test_restrictions_are_read_and_what_is_wrong_is_said() -> None:
+def test_restrictions_are_parsed_and_errors_name_the_problem() -> None:
     assert parse_restrictions(["inference,statistics:key=v=1", "health:h=2"]) == {
         "inference": Restriction("key", "v=1"),
         "statistics": Restriction("key", "v=1"),

@@ -240,8 +240,8 @@ def check(port: int, bad: Bad) -> None:
     assert answer.header("content-type") == "application/json", bad.what
 
 
-def test_bad_input_is_told_and_the_canary_sings_on(stage: Stage) -> None:
-    """The whole table, and bodies that are too big, while a stream runs; the stream is the one of a
+def test_bad_input_gets_its_error_and_does_not_disturb_a_stream(stage: Stage) -> None:
+    """The whole table, and bodies that are too big, while a stream runs. The stream is the same as on a
     quiet server.
     """
     quiet = canary(stage.port)
@@ -260,7 +260,7 @@ def test_bad_input_is_told_and_the_canary_sings_on(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.what)
-def test_streaming_tells_the_same(stage: Stage, bad: Bad) -> None:
+def test_generate_stream_reports_the_same_errors(stage: Stage, bad: Bad) -> None:
     """What is wrong before a model runs is JSON; what a model refuses is an event."""
     answer = post(stage.port, bad.path + "_stream", bad.body)
     assert (answer.status, answer.framing) == (bad.status, bad.framing)
@@ -300,7 +300,7 @@ def test_body_over_the_limit_is_refused_with_its_size(stage: Stage, chunked: boo
         assert after.status == 200
 
 
-def test_huge_body_that_waits_to_be_told_is_not_asked_for(stage: Stage) -> None:
+def test_huge_body_of_a_client_that_expects_100_continue_is_refused(stage: Stage) -> None:
     with Connection(stage.port) as connection:
         head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {10**12}\r\nExpect: 100-continue\r\n\r\n"
         connection.send(head.encode())
@@ -310,7 +310,7 @@ def test_huge_body_that_waits_to_be_told_is_not_asked_for(stage: Stage) -> None:
         assert f"request JSON size of {10**12} bytes".encode() in answer.body
 
 
-def test_million_tiny_chunks_are_cut_off(stage: Stage) -> None:
+def test_a_body_of_very_many_chunks_closes_the_connection(stage: Stage) -> None:
     with Connection(stage.port) as connection:
         head = (
             b"POST "
@@ -325,7 +325,7 @@ def test_million_tiny_chunks_are_cut_off(stage: Stage) -> None:
     assert post(stage.port, GENERATE, fields()).status == 200
 
 
-def test_bad_requests_leave_nothing_in_the_engine(stage: Stage) -> None:
+def test_bad_requests_do_not_reach_the_engine(stage: Stage) -> None:
     before = len(stage.engine.submitted)
     for bad in TABLE:
         post(stage.port, bad.path, bad.body)

@@ -168,7 +168,7 @@ def test_lengths_may_be_unsigned_as_the_clients_of_2023_send_them(
     assert ("data-type is" in answer.body.decode()) is (status == 400)
 
 
-def test_all_four_ways_in_give_the_same_text(start: Start) -> None:
+def test_all_four_input_formats_give_the_same_text(start: Start) -> None:
     server = start()
     body = json.dumps({"text_input": "abc", "max_tokens": 5}).encode()
     once = json.loads(post(server.port, "/v2/models/ensemble/generate", body).body)["text_output"]
@@ -192,7 +192,7 @@ def test_priority_and_timeout_reach_the_engine(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("default", "as_none"), [("", 2), ("default_priority_level: 1", 1)])
-def test_the_first_priority_goes_before_requests_that_bring_none(
+def test_the_first_priority_precedes_requests_without_one(
     start: Start, default: str, as_none: int
 ) -> None:
     """Unless the configuration says that those are the first as well."""
@@ -213,7 +213,7 @@ def test_a_level_beyond_those_of_the_model_is_its_default(start: Start) -> None:
     assert [priority for priority, _ in server.engine.urgency] == [-3, -1, -2, -4, -3, -3]
 
 
-def test_a_request_whose_time_is_up_before_it_began_is_refused(start: Start) -> None:
+def test_a_request_that_timed_out_before_it_began_is_refused(start: Start) -> None:
     server = start()
     server.engine.finish_reason = "timeout"
     answer = server.infer("llama", ["a"], [1], {"parameters": {"timeout": 1}})
@@ -241,7 +241,7 @@ def test_a_queue_that_is_full_refuses_with_tritons_text(start: Start) -> None:
 
 
 @pytest.mark.parametrize("level", [2**33, 2**63 - 1])
-def test_a_priority_of_any_size_can_be_told_to_the_engine(start: Start, level: int) -> None:
+def test_a_priority_of_any_size_reaches_the_engine(start: Start, level: int) -> None:
     server = start()
     assert server.infer("llama", ["a"], [1], {"parameters": {"priority": level}}).status == 200
     assert server.engine.urgency[0][0] == -(2**32 - 1)
@@ -270,14 +270,14 @@ def test_the_queue_policys_timeout(
         assert before + expected <= deadline <= time.monotonic() + expected
 
 
-def test_a_small_body_that_becomes_a_big_one_is_refused(start: Start) -> None:
+def test_a_body_that_decompresses_beyond_the_limit_is_refused(start: Start) -> None:
     bomb = gzip.compress(b" " * (MAX_BYTES + 1))
     answer = post(start().port, "/v2/models/llama/infer", bomb, [["Content-Encoding", "gzip"]])
     assert answer.status == 400
     assert f"more than {MAX_BYTES} bytes" in json.loads(answer.body)["error"]
 
 
-def test_an_unknown_encoding_and_a_body_that_is_too_big(start: Start) -> None:
+def test_an_unknown_encoding_and_a_body_that_is_too_large_are_refused(start: Start) -> None:
     server = start()
     answer = post(server.port, "/v2/models/llama/infer", b"{}", [["Content-Encoding", "br"]])
     assert (answer.status, json.loads(answer.body)) == (
@@ -296,7 +296,7 @@ HOSTILE = {
     "too many dimensions": {"shape": [1] * 1000, "data": [1]},
     "a size beyond the body": {"shape": [1], "parameters": {"binary_data_size": 10**12}},
     "a size that is no number": {"shape": [1], "parameters": {"binary_data_size": "x"}},
-    "a region nobody registered": {
+    "a region that is not registered": {
         "shape": [1],
         "parameters": {"shared_memory_region": "x", "shared_memory_byte_size": 4},
     },
@@ -312,7 +312,7 @@ def test_hostile_inputs_are_refused(start: Start, given: dict[str, Any]) -> None
     assert json.loads(answer.body)["error"] != "internal error, the server's log has the details"
 
 
-def test_splitting_and_joining_are_each_others_reverse() -> None:
+def test_joining_reverses_splitting() -> None:
     tensor = Tensor.from_values("x", "INT32", (3, 2), [1, 2, 3, 4, 5, 6])
     parts = split(InferRequest("m", "1", {"x": tensor}), 3)
     assert [part.inputs["x"].values() for part in parts] == [[1, 2], [3, 4], [5, 6]]

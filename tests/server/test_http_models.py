@@ -130,9 +130,7 @@ def test_continuation_of_a_sentencepiece_prompt_keeps_its_space() -> None:
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_model_that_is_not_decoupled_answers_once_whatever_is_asked(
-    start: Start, model: str
-) -> None:
+def test_model_that_is_not_decoupled_answers_once(start: Start, model: str) -> None:
     server = start(decoupled_mode="false")
     assert (
         server.generate(model, text_input="abc", max_tokens=4, stream=True)["text_output"] == "abca"
@@ -257,9 +255,7 @@ def test_missing_field_hidden_by_an_optional_one_is_named(start: Start) -> None:
     assert json.loads(answer.body) == {"error": "max_tokens is required"}
 
 
-async def test_batch_of_two_for_a_model_that_streams_is_refused_not_halved(
-    start: Start, tmp_path: Path
-) -> None:
+async def test_batch_of_two_for_a_decoupled_model_is_refused(start: Start, tmp_path: Path) -> None:
     """JSON cannot say it for these models, but gRPC can."""
     start()
     registry = text_registry(read_repository(tmp_path / "repo"), EchoEngine())
@@ -282,7 +278,7 @@ def test_unknown_field_is_a_parameter_and_changes_nothing(start: Start) -> None:
     )
 
 
-def test_engine_that_takes_no_work_is_503_with_a_hint(start: Start) -> None:
+def test_engine_that_takes_no_work_is_503_with_retry_after(start: Start) -> None:
     server = start()
     server.engine.unavailable = "the engine is not running: it is still loading"
     for endpoint in ("generate", "generate_stream"):
@@ -297,7 +293,7 @@ def test_engine_that_takes_no_work_is_503_with_a_hint(start: Start) -> None:
     assert server.generate("ensemble", text_input="a", max_tokens=1)["text_output"] == "a"
 
 
-def test_draining_server_refuses_new_work_and_finishes_the_old(start: Start) -> None:
+def test_draining_server_refuses_new_requests_and_finishes_old_ones(start: Start) -> None:
     server = start(delay=0.002)
     body = json.dumps({"text_input": "abc", "max_tokens": 60, "stream": True}).encode()
     with Connection(server.port) as connection:

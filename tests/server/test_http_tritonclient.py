@@ -206,7 +206,7 @@ async def test_the_asyncio_client(address: str, client: Any) -> None:
         assert bytes(answer.as_numpy("text_output")[0]) == expected(client, "7 8", 5)
 
 
-def test_what_a_client_asks_about_the_server(client: Any) -> None:
+def test_server_and_model_metadata(client: Any) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("ensemble", "1")

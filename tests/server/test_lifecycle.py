@@ -55,7 +55,7 @@ def generate(server, prompt="5", max_tokens=3, milliseconds=0):
 
 
 class Stream(threading.Thread):
-    """A client of generate_stream that keeps what it was told."""
+    """A client of generate_stream that keeps the events it receives."""
 
     def __init__(self, server, prompt, max_tokens, milliseconds):
         super().__init__(daemon=True)
@@ -101,7 +101,7 @@ def counting(first, count):
     return " ".join(str(number) for number in range(first, first + count))
 
 
-def test_it_starts_answers_and_leaves_nothing(serve):
+def test_a_server_starts_answers_and_stops_without_leftovers(serve):
     server = serve().wait_started()
     started = [line for line in server.lines if "] Started " in line]
     assert [line.split("] ")[1].split(" at ")[0] for line in started] == [
@@ -121,14 +121,14 @@ def test_it_starts_answers_and_leaves_nothing(serve):
     assert server.left_behind() == []
 
 
-def test_the_curl_it_prints_works(steady):
+def test_the_printed_curl_command_works(steady):
     command = next(line for line in steady.lines if "curl" in line).partition("curl")[2]
     found = subprocess.run(f"curl{command}", shell=True, capture_output=True, text=True, check=True)
     assert json.loads(found.stdout).get("model_name") == MODEL, found.stdout
     assert any("/docs" in line and "/metrics" in line for line in steady.lines)
 
 
-def test_it_says_what_the_start_took(steady):
+def test_the_start_time_is_printed(steady):
     told = next(line for line in steady.lines if line.startswith("Ready:"))
     found = re.fullmatch(
         r"Ready: +in ([\d.]+) s: ([\d.]+) s to load, ([\d.]+) s for all else", told
@@ -154,7 +154,7 @@ def test_sigterm_lets_every_admitted_stream_finish_and_refuses_new_work(serve):
     assert server.left_behind() == []
 
 
-def test_streams_that_do_not_end_in_time_are_told_and_given_up(serve):
+def test_streams_that_exceed_the_exit_timeout_are_cancelled(serve):
     server = serve("--exit-timeout-secs", "0.5").wait_started()
     stream = Stream(server, "1", 2000, 20).wait_begun()
     server.process.send_signal(signal.SIGINT)
@@ -162,7 +162,7 @@ def test_streams_that_do_not_end_in_time_are_told_and_given_up(serve):
     assert server.wait_exit() == 0
 
 
-def test_a_second_signal_ends_it_at_once(serve):
+def test_a_second_signal_ends_the_server_at_once(serve):
     server = serve().wait_started()
     engine = server.engine_process()
     stream = Stream(server, "1", 2000, 20).wait_begun()
@@ -176,7 +176,7 @@ def test_a_second_signal_ends_it_at_once(serve):
     assert server.left_behind() == []
 
 
-def test_killing_the_server_takes_the_engine_along(serve):
+def test_killing_the_server_ends_the_engine(serve):
     server = serve().wait_started()
     engine = server.engine_process()
     assert is_running(engine)
@@ -219,7 +219,7 @@ def test_an_engine_that_hangs_is_replaced(serve):
     assert generate(server).json()["text_output"] == "6 7 8"
 
 
-def test_a_port_in_use_is_told_before_anything_is_loaded(serve, tmp_path):
+def test_a_port_in_use_is_reported_before_anything_is_loaded(serve, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = serve("--http-port", str(port))
@@ -230,20 +230,20 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(serve, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--http-port", "--grpc-port", "--metrics-port"])
-def test_a_port_that_does_not_exist_is_told_in_one_line(serve, option):
+def test_an_invalid_port_is_reported_in_one_line(serve, option):
     server = serve(option, "65536")
     assert server.wait_exit() == 1
     assert server.lines == [f"error: {option} must be 0 to 65535, got 65536"]
 
 
-def test_a_repository_that_is_not_there_is_the_last_line(tmp_path):
+def test_a_missing_repository_is_reported_in_the_last_line(tmp_path):
     server = TinyServer(tmp_path / "nowhere", tmp_path / "tmp")
     assert server.wait_exit() == 1
     assert str(tmp_path / "nowhere") in server.lines[-1]
     assert server.lines[-1].startswith("error: cannot serve the model repository")
 
 
-def test_an_engine_that_cannot_start_is_the_last_line(serve):
+def test_an_engine_that_cannot_start_is_reported_in_the_last_line(serve):
     server = serve(engine="bad")
     assert server.wait_exit() == 1
     assert (
@@ -254,7 +254,7 @@ def test_an_engine_that_cannot_start_is_the_last_line(serve):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_engine_loads_ends_it_cleanly(serve, number):
+def test_a_signal_while_the_engine_loads_ends_the_server_cleanly(serve, number):
     server = serve(engine="slow")
     wait_for(lambda: server.engine_process())
     engine = server.engine_process()

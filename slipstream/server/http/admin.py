@@ -1,4 +1,4 @@
-"""The HTTP endpoints around the models: repository control, log and trace settings, shared memory."""
+"""HTTP endpoints around the models: repository control, log and trace settings, shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gzip and deflate, both ways, within a limit on what a small body may become."""
+"""Compresses and decompresses bodies with gzip and deflate, within a limit on their size."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from slipstream.server.kserve.errors import Code, InferenceError
 _WINDOW = {"gzip": 31, "deflate": 15}
 
 
-def decompress(encoding: str, body: bytes, most: int) -> bytes:
+def decompress(encoding: str, body: bytes, limit: int) -> bytes:
     if encoding in ("", "identity"):
         return body
     if encoding not in _WINDOW:
         raise InferenceError("Unsupported compression type", Code.UNSUPPORTED)
     reader = zlib.decompressobj(_WINDOW[encoding])
     try:
-        data = reader.decompress(body, most + 1)
+        data = reader.decompress(body, limit + 1)
     except zlib.error as error:
         raise InferenceError(f"the request's body is not {encoding} data: {error}") from error
-    if len(data) > most:
+    if len(data) > limit:
         raise InferenceError(
-            f"the request's body has more than {most} bytes when it is decompressed"
+            f"the request's body has more than {limit} bytes when it is decompressed"
         )
     if not reader.eof or reader.unused_data:
         raise InferenceError(
@@ -35,9 +35,10 @@ def compress(encoding: str, body: bytes) -> bytes:
     return writer.compress(body) + writer.flush()
 
 
-def chosen_encoding(accepted: str) -> str:
-    """What an Accept-Encoding header likes best of gzip and deflate; empty where it prefers the
-    body as it is.
+def choose_encoding(accepted: str) -> str:
+    """Return gzip or deflate, whichever an Accept-Encoding header prefers.
+
+    The result is empty where the header prefers the body without compression.
     """
     qualities: dict[str, float] = {}
     for part in accepted.split(","):

@@ -278,8 +278,8 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 def _too_large(size: int, limit: int) -> InferenceError:
     return InferenceError(
-        f"request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. "
-        "Use --http-max-input-size to increase the limit."
+        f"request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} "
+        "bytes. Use --http-max-input-size to increase the limit."
     )
 
 

@@ -1,6 +1,6 @@
 """The generate endpoints: JSON to a request of tensors, and responses to one flat JSON object.
 
-`generate` answers with one object. `generate_stream` sends one event for each response of the model.
+`generate` answers with one object. `generate_stream` sends one event for each response.
 
 In a request, a key that names an input is that tensor, any other key is a request parameter, and
 the object "parameters" holds more keys of both kinds. Checks, their order and their texts are
@@ -33,8 +33,8 @@ from slipstream.server.text.pipeline import in_thread_if_long
 
 NESTED_KEY = "parameters"
 EXACTLY_ONE = (
-    "generate expects model to produce exactly 1 response, use generate stream for model that generates various "
-    "number of responses"
+    "generate expects model to produce exactly 1 response, use generate stream for model that "
+    "generates various number of responses"
 )
 
 
@@ -73,8 +73,10 @@ def _convert(
     for name, value in document:
         if name == NESTED_KEY and not nested:
             if not isinstance(value, Members):
-                text = f"Expected JSON object for keyword: '{name}': attempt to access JSON non-object as object"
-                raise InferenceError(text, Code.INTERNAL)
+                text = "attempt to access JSON non-object as object"
+                raise InferenceError(
+                    f"Expected JSON object for keyword: '{name}': {text}", Code.INTERNAL
+                )
             _convert(request, value, tensors, batched, nested=True)
         elif name not in tensors:
             _add_parameter(request, name, value)
@@ -98,7 +100,7 @@ def _add_parameter(request: InferRequest, name: str, value: Any) -> None:
 
 
 def _encode_messages(value: Any) -> Any:
-    """Return a conversation as the JSON text that its tensor holds. Texts are returned as they are."""
+    """Return a conversation as the JSON text of its tensor. Texts are returned unchanged."""
     if isinstance(value, str) or (
         type(value) is list and value and all(isinstance(item, str) for item in value)
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from slipstream.server.http.compression import chosen_encoding, compress, decompress
+from slipstream.server.http.compression import choose_encoding, compress, decompress
 from slipstream.server.http.exchange import JSON, OCTETS, TEXT, Exchange, Headers
 from slipstream.server.http.infer_request import InferCall, read_infer_call
 from slipstream.server.http.infer_response import InferBody, values_as_text, write_infer_response
@@ -98,7 +98,7 @@ async def _send(written: InferBody, exchange: Exchange) -> None:
     if written.tensors:
         headers = [(b"inference-header-content-length", b"%d" % len(written.header))]
     accepted = exchange.header(b"accept-encoding").decode("latin-1")
-    encoding = chosen_encoding(accepted) if accepted else ""
+    encoding = choose_encoding(accepted) if accepted else ""
     if encoding:
         body = compress(encoding, body)
         headers = [*headers, (b"content-encoding", encoding.encode())]

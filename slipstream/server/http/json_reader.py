@@ -1,9 +1,9 @@
-"""Request bodies read as Triton's JSON parser (rapidjson) reads them, errors and their offsets
-included.
+"""Parses JSON as Triton's parser (rapidjson) does, with its error texts and offsets.
 
-Python's own decoder does the work. When it refuses, or when something it is laxer about may be in
-the body, the exact reader below goes over the bytes again: it accepts a byte-order mark, NaN and
-bytes that are not UTF-8, and says what rapidjson says about everything else.
+Python's decoder does the work. Where it fails, or where the body may hold something that only
+rapidjson refuses, the reader below parses the bytes again. It accepts a byte-order mark, NaN and
+bytes that are not UTF-8, and reports every error as rapidjson does. Recordings of Triton hold the
+texts and the offsets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from slipstream.server.kserve.errors import Code, InferenceError
 
-MAX_DEPTH = 128  # rapidjson has no limit of its own, and falls over a stack; requests need 3
+MAX_DEPTH = 128  # rapidjson has no limit and overflows its stack; requests need 3
 MAX_NUMBER_DIGITS = 4000
 _WHITE = re.compile(rb"[ \t\n\r]*")
 _PLAIN = re.compile(rb'[^"\\\x00-\x1f]*')
@@ -34,10 +34,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Members(list[tuple[str, Any]]):
-    """A JSON object as it was written: pairs, in order, repeated names included."""
+    """A JSON object as (name, value) pairs in their order, with repeated names."""
 
     def first(self) -> dict[str, Any]:
-        """By name; of a repeated one the first, as rapidjson finds it."""
+        """Return the values by name. For a repeated name it is the first value, as in rapidjson."""
         return dict(reversed(self))
 
     def get(self, name: str) -> Any:
@@ -45,43 +45,45 @@ class Members(list[tuple[str, Any]]):
 
 
 def parse_json(body: bytes) -> Any:
-    """Members, list, str, int, float, bool or None. InferenceError says what is wrong, and where."""
+    """Return Members, list, str, int, float, bool or None. InferenceError names the place."""
     try:
         text = body.decode("utf-8").strip(" \t\n\r")
         value, end = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
-        return _Reader(body).document()
+        return _Reader(body).parse_document()
     if end != len(text):
-        return _Reader(body).document()
-    nested = body.count(b"[") + body.count(b"{") > MAX_DEPTH and not _shallow(value)
-    if nested or (b"\\u" in body and not _encodable(value)):
-        return _Reader(body).document()
+        return _Reader(body).parse_document()
+    nested = body.count(b"[") + body.count(b"{") > MAX_DEPTH and not _is_shallow(value)
+    if nested or (b"\\u" in body and not _is_encodable(value)):
+        return _Reader(body).parse_document()
     return value
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if number in (float("inf"), float("-inf")):
-        raise ValueError("too big")
+        raise ValueError("too large")
     return number
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=Members, parse_float=_finite)
+_DECODER = json.JSONDecoder(object_pairs_hook=Members, parse_float=_parse_finite)
 
 
-def _shallow(value: Any) -> bool:
+def _is_shallow(value: Any) -> bool:
+    """Return whether arrays and objects are nested at most MAX_DEPTH deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [
-            child for parent in level for child in _children(parent) if isinstance(child, list)
-        ]
-        if not level:
+        children: list[Any] = []
+        for parent in level:
+            children += [child for child in _children(parent) if isinstance(child, list)]
+        if not children:
             return True
+        level = children
     return False
 
 
-def _encodable(value: Any) -> bool:
-    """Half a surrogate pair cannot be written as UTF-8, and rapidjson refuses it where it stands."""
+def _is_encodable(value: Any) -> bool:
+    """Return False where a string holds half a surrogate pair, which rapidjson refuses."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -104,8 +106,9 @@ def _children(value: Any) -> list[Any]:
 
 
 class _Reader:
-    """rapidjson's grammar, order of checks and error offsets. The zero byte at the end is its end
-    of input.
+    """A parser with rapidjson's grammar, order of checks and error offsets.
+
+    A zero byte marks the end of the input.
     """
 
     def __init__(self, body: bytes) -> None:
@@ -134,39 +137,39 @@ class _Reader:
             return True
         return False
 
-    def document(self) -> Any:
+    def parse_document(self) -> Any:
         self.skip_white()
         if self.peek == 0:
             raise self.fail("The document is empty.")
-        value = self.value()
+        value = self.parse_value()
         self.skip_white()
         if self.peek != 0:
             raise self.fail("The document root must not be followed by other values.")
         return value
 
-    def value(self) -> Any:
+    def parse_value(self) -> Any:
         first = chr(self.peek)
         if first in "{[":
             self.depth += 1
             if self.depth > MAX_DEPTH:
                 raise self.fail(f"More than {MAX_DEPTH} levels of arrays and objects.")
-            value = self.members() if first == "{" else self.array()
+            value = self.parse_object() if first == "{" else self.parse_array()
             self.depth -= 1
             return value
         if first == '"':
-            return self.string()
+            return self.parse_string()
         for word, meaning in (("null", None), ("true", True), ("false", False)):
             if first == word[0]:
-                self.word(word)
+                self.expect_word(word)
                 return meaning
-        return self.number()
+        return self.parse_number()
 
-    def word(self, word: str) -> None:
+    def expect_word(self, word: str) -> None:
         for character in word:
             if not self.accept(character):
                 raise self.fail("Invalid value.")
 
-    def members(self) -> Members:
+    def parse_object(self) -> Members:
         self.position += 1
         self.skip_white()
         found = Members()
@@ -175,12 +178,12 @@ class _Reader:
         while True:
             if self.peek != ord('"'):
                 raise self.fail("Missing a name for object member.")
-            name = self.string()
+            name = self.parse_string()
             self.skip_white()
             if not self.accept(":"):
                 raise self.fail("Missing a colon after a name of object member.")
             self.skip_white()
-            found.append((name, self.value()))
+            found.append((name, self.parse_value()))
             self.skip_white()
             if self.accept("}"):
                 return found
@@ -188,14 +191,14 @@ class _Reader:
                 raise self.fail("Missing a comma or '}' after an object member.")
             self.skip_white()
 
-    def array(self) -> list[Any]:
+    def parse_array(self) -> list[Any]:
         self.position += 1
         self.skip_white()
         found: list[Any] = []
         if self.accept("]"):
             return found
         while True:
-            found.append(self.value())
+            found.append(self.parse_value())
             self.skip_white()
             if self.accept("]"):
                 return found
@@ -203,7 +206,7 @@ class _Reader:
                 raise self.fail("Missing a comma or ']' after an array element.")
             self.skip_white()
 
-    def string(self) -> str:
+    def parse_string(self) -> str:
         self.position += 1
         pieces = []
         while True:
@@ -217,75 +220,75 @@ class _Reader:
                 raise self.fail("Missing a closing quotation mark in string.")
             if self.peek != ord("\\"):
                 raise self.fail("Invalid encoding in string.")
-            pieces.append(self.escape())
+            pieces.append(self.parse_escape())
 
-    def escape(self) -> bytes:
+    def parse_escape(self) -> bytes:
         start = self.position
         self.position += 1
         if self.accept("u"):
-            return chr(self.code_point(start)).encode("utf-8")
+            return chr(self.parse_code_point(start)).encode("utf-8")
         if self.peek not in _ESCAPES:
             raise self.fail("Invalid escape character in string.", start)
         self.position += 1
         return _ESCAPES[self.body[self.position - 1]]
 
-    def code_point(self, start: int) -> int:
-        code = self.hex4(start)
+    def parse_code_point(self, start: int) -> int:
+        code = self.parse_hex4(start)
         if not 0xD800 <= code <= 0xDFFF:
             return code
         if code > 0xDBFF or not (self.accept("\\") and self.accept("u")):
             raise self.fail("The surrogate pair in string is invalid.", start)
-        low = self.hex4(start)
+        low = self.parse_hex4(start)
         if not 0xDC00 <= low <= 0xDFFF:
             raise self.fail("The surrogate pair in string is invalid.", start)
         return 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00)
 
-    def hex4(self, start: int) -> int:
+    def parse_hex4(self, start: int) -> int:
         match = _HEX.match(self.body, self.position)
         if match is None:
             raise self.fail("Incorrect hex digit after \\u escape in string.", start)
         self.position = match.end()
         return int(match.group(), 16)
 
-    def number(self) -> int | float:
+    def parse_number(self) -> int | float:
         start = self.position
         negative = self.accept("-")
         if chr(self.peek) in "NI":
-            return self.not_finite(negative)
-        if not self.accept("0") and not self.digits():
+            return self.parse_not_finite(negative)
+        if not self.accept("0") and not self.skip_digits():
             raise self.fail("Invalid value.")
         whole = True
         if self.accept("."):
             whole = False
-            if not self.digits():
+            if not self.skip_digits():
                 raise self.fail("Miss fraction part in number.")
         if self.accept("e") or self.accept("E"):
             whole = False
             if not self.accept("+"):
                 self.accept("-")
-            if not self.digits():
+            if not self.skip_digits():
                 raise self.fail("Miss exponent in number.")
-        return self.numeral(start, whole)
+        return self.convert_number(start, whole)
 
-    def digits(self) -> bool:
+    def skip_digits(self) -> bool:
         match = _DIGITS.match(self.body, self.position)
         assert match is not None
         found = match.end() > self.position
         self.position = match.end()
         return found
 
-    def numeral(self, start: int, whole: bool) -> int | float:
+    def convert_number(self, start: int, whole: bool) -> int | float:
         text = self.body[start : self.position]
         number = float(text)
         if number in (float("inf"), float("-inf")):
             raise self.fail("Number too big to be stored in double.", start)
         return int(text) if whole and len(text) < MAX_NUMBER_DIGITS else number
 
-    def not_finite(self, negative: bool) -> float:
+    def parse_not_finite(self, negative: bool) -> float:
         if self.accept("N"):
-            self.word("aN")
+            self.expect_word("aN")
             return float("nan")
-        self.word("Inf")
+        self.expect_word("Inf")
         if self.peek == ord("i"):
-            self.word("inity")
+            self.expect_word("inity")
         return float("-inf") if negative else float("inf")

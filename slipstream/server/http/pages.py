@@ -46,7 +46,8 @@ def _content_security_policy(text: str) -> str:
     styles = _hash_elements(text, "style")
     return (
         f"default-src 'none'; script-src {scripts}; style-src {styles}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
     )
 
 
@@ -66,7 +67,7 @@ _FIELD_TYPES = {"BOOL": "boolean", "BYTES": "string", "FP32": "number", "FP64": 
 
 
 def openapi_document(registry: ModelRegistry, paths: Mapping[str, Any]) -> bytes:
-    """Return the OpenAPI document of these paths and of Triton's. Its examples run on this server."""
+    """Return the OpenAPI document of these paths and Triton's. Its examples run on this server."""
     info = {
         "title": "Slipstream",
         "version": VERSION,
