@@ -82,6 +82,18 @@ def client(registry: ModelRegistry, shared: ServerContext) -> Iterator[Client]:
         yield made
 
 
+@pytest.fixture(scope="module", params=["core", "aio"])
+def either_client(
+    request: pytest.FixtureRequest, registry: ModelRegistry, shared: ServerContext
+) -> Iterator[Client]:
+    """A client of a server on each transport."""
+    with (
+        RunningGrpc(registry, ServerState([]), shared, request.param) as server,
+        Client(server.port) as made,
+    ):
+        yield made
+
+
 @pytest.fixture(scope="module")
 def language_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("trtllm")
@@ -94,15 +106,15 @@ def language_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client
 
 
 @pytest.mark.parametrize("case", cases("grpc", "mimic"), ids=lambda case: case["case"])
-def test_recorded_call(client: Client, case: dict[str, Any]) -> None:
+def test_recorded_call(either_client: Client, case: dict[str, Any]) -> None:
     expected = case["response"]
     if expected["code"] == "OK":
-        assert comparable(case["case"], send(client, case)) == comparable(
+        assert comparable(case["case"], send(either_client, case)) == comparable(
             case["case"], expected["response"] or {}
         )
         return
     with pytest.raises(grpc.RpcError) as raised:
-        send(client, case)
+        send(either_client, case)
     assert raised.value.code().name == expected["code"]
     # an unknown method: the library has a text, Triton's has none
     if not case["case"].startswith("grpc-unknown"):
@@ -122,8 +134,9 @@ def recorded_answers(case: dict[str, Any]) -> list[dict[str, Any]]:
     [case for case in cases("grpc-stream", "mimic") if case["response"]["code"] == "OK"],
     ids=lambda case: case["case"],
 )
-def test_recorded_stream(client: Client, case: dict[str, Any]) -> None:
-    found, expected = answers(client, case), recorded_answers(case)
+def test_recorded_stream(either_client: Client, case: dict[str, Any]) -> None:
+    found = answers(either_client, case)
+    expected = recorded_answers(case)
     # side by side here; each one's answers keep their order
     if case["case"] == "grpcstream-two-requests":
         found.sort(key=lambda answer: answer["infer_response"]["id"])

@@ -26,9 +26,9 @@ from tiny_engine import build_tiny_engine
 from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import InferenceServerException
 
-from slipstream.server.grpc import reflection as grpc_reflection
 from slipstream.server.grpc.options import GrpcOptions
-from slipstream.server.grpc.protocol import messages
+from slipstream.server.grpc.protocol import compile_proto, messages
+from slipstream.server.grpc.standard_services import ReflectionRequest, ReflectionResponse
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.log.output import HANDLER
@@ -41,9 +41,15 @@ def engine_folder(tmp_path_factory):
     return build_tiny_engine(tmp_path_factory.mktemp("tiny"))
 
 
+# The fixture `stack` on both transports; elsewhere it is on the default one.
+ON_BOTH = pytest.mark.parametrize("stack", ["core", "aio"], indirect=True)
+TRANSPORTS = pytest.mark.parametrize("transport", ["core", "aio"])
+
+
 @pytest.fixture
-async def stack(engine_folder, tmp_path):
-    async with running(engine_folder, tmp_path) as found:
+async def stack(request, engine_folder, tmp_path):
+    options = GrpcOptions(transport=getattr(request, "param", "core"))
+    async with running(engine_folder, tmp_path, options=options) as found:
         yield found
 
 
@@ -138,6 +144,7 @@ async def test_the_blocking_client(stack):
     assert await asyncio.to_thread(talk) == ([[3, 4]], [[5]])
 
 
+@ON_BOTH
 async def test_text_is_the_same_in_a_stream_or_not_and_as_tokens(stack):
     streamed = await ask(stack.client, request("ensemble", text_inputs("3 4 5", 6)))
     whole = await ask(stack.client, request("ensemble", text_inputs("3 4 5", 6, stream=False)))
@@ -168,10 +175,10 @@ async def test_compression_both_ways(engine_folder, tmp_path):
         assert sum(result.as_numpy("output_ids").size for result, _ in answers) == 3
 
 
-async def test_a_request_above_the_limit_is_refused(engine_folder, tmp_path):
-    async with running(
-        engine_folder, tmp_path, options=GrpcOptions(largest_request_bytes=20_000)
-    ) as stack:
+@TRANSPORTS
+async def test_a_request_above_the_limit_is_refused(engine_folder, tmp_path, transport):
+    options = GrpcOptions(largest_request_bytes=20_000, transport=transport)
+    async with running(engine_folder, tmp_path, options=options) as stack:
         with pytest.raises(InferenceServerException) as raised:
             await stack.client.infer("preprocessing", preprocessing_inputs("3 " * 20_000))
         assert raised.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
@@ -179,6 +186,7 @@ async def test_a_request_above_the_limit_is_refused(engine_folder, tmp_path):
         assert result.as_numpy("INPUT_ID").tolist() == [[3, 4]]
 
 
+@ON_BOTH
 async def test_errors_end_a_stream_for_clients_that_ask_for_it(stack):
     wrong, right = (
         request("nope", token_inputs([3], 2)),
@@ -199,6 +207,7 @@ async def test_errors_end_a_stream_for_clients_that_ask_for_it(stack):
     assert sum(result.as_numpy("output_ids").size for result, _ in answers[1:]) == 2
 
 
+@ON_BOTH
 async def test_a_deadline_cancels_in_the_engine(stack):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await ask(
@@ -276,12 +285,14 @@ async def test_without_its_key_no_call_is_answered(engine_folder, tmp_path):
         assert await stack.client.is_server_live(headers={"authorization": "Bearer k1"})
 
 
+@TRANSPORTS
 async def test_metadata_that_is_to_be_forwarded_becomes_parameters(
-    engine_folder, tmp_path, monkeypatch
+    engine_folder, tmp_path, monkeypatch, transport
 ):
     seen = []
     shared = ServerContext(grpc_forwarded_headers=re.compile("x-tenant.*"))
-    async with running(engine_folder, tmp_path, shared) as stack:
+    options = GrpcOptions(transport=transport)
+    async with running(engine_folder, tmp_path, shared, options) as stack:
         model = stack.registry.find("preprocessing").model
         infer = model.infer
         monkeypatch.setattr(
@@ -307,9 +318,15 @@ def test_options_reach_the_library():
 
 
 @pytest.mark.parametrize(
-    "options", [{"server_key": "k"}, {"server_certificate": "c"}, {"root_certificate": "r"}]
+    "options",
+    [
+        {"server_key": "k"},
+        {"server_certificate": "c"},
+        {"root_certificate": "r"},
+        {"transport": "x"},
+    ],
 )
-def test_half_of_what_tls_needs_is_refused(options):
+def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(ValueError):
         GrpcOptions(**options)
 
@@ -335,12 +352,15 @@ def certificate(folder, name, *options):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
-@pytest.mark.parametrize("mutual", [False, True])
-async def test_tls(engine_folder, tmp_path, mutual):
+@pytest.mark.parametrize(("mutual", "transport"), [(False, "core"), (True, "core"), (True, "aio")])
+async def test_tls(engine_folder, tmp_path, mutual, transport):
     key, chain = certificate(tmp_path, "server")
     client_key, client_chain = certificate(tmp_path, "client")
     options = GrpcOptions(
-        server_key=key, server_certificate=chain, root_certificate=client_chain if mutual else None
+        server_key=key,
+        server_certificate=chain,
+        root_certificate=client_chain if mutual else None,
+        transport=transport,
     )
     shown = (client_key.read_bytes(), client_chain.read_bytes()) if mutual else (None, None)
     async with running(engine_folder, tmp_path, options=options) as stack:
@@ -359,6 +379,7 @@ async def test_tls(engine_folder, tmp_path, mutual):
                 await asyncio.to_thread(live, None, None, chain.read_bytes())
 
 
+@ON_BOTH
 async def test_the_health_service_tells_changes(stack):
     def status():
         with grpc.insecure_channel(stack.address) as channel:
@@ -377,13 +398,14 @@ async def test_the_health_service_tells_changes(stack):
 def reflected(address, version, **asked):
     path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
     with grpc.insecure_channel(address) as channel:
-        question = grpc_reflection.Request(**asked)
+        question = ReflectionRequest(**asked)
         call = channel.stream_stream(
-            path, lambda m: m.SerializeToString(), grpc_reflection.Answer.FromString
+            path, lambda m: m.SerializeToString(), ReflectionResponse.FromString
         )
         return next(call(iter([question]), timeout=20))
 
 
+@ON_BOTH
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection(stack, version):
     listed = await asyncio.to_thread(reflected, stack.address, version, list_services="*")
@@ -450,8 +472,23 @@ def test_messages_are_those_of_tritons_client(ours, theirs):
     assert not newer or len(newer) < 20  # a later client may know fields that nobody here fills
 
 
-def test_the_descriptor_is_what_the_proto_files_say():
-    pytest.importorskip("grpc_tools")
-    from slipstream.server.grpc.protocol import compile_proto
+def test_the_descriptor_modules_are_those_that_the_proto_files_give():
+    written = compile_proto.compile_proto()
+    assert len(written) == 2
+    for name, text in written.items():
+        assert (compile_proto.HERE / name).read_text() == text, f"run compile_proto for {name}"
 
-    assert (compile_proto.HERE / "descriptor.py").read_text() == compile_proto.compile_proto()
+
+def test_the_descriptor_modules_build_what_protoc_reads():
+    for file in compile_proto.read_proto().file:
+        found = descriptor_pb2.FileDescriptorProto()
+        messages.POOL.FindFileByName(file.name).CopyToProto(found)
+        assert found == file
+
+
+def test_messages_of_tritons_client_may_be_in_the_same_process():
+    ours = messages.ModelInferRequest(model_name="a", id="b")
+    theirs = service_pb2.ModelInferRequest.FromString(ours.SerializeToString())
+    assert (theirs.model_name, theirs.id) == ("a", "b")
+    assert messages.ModelInferRequest.DESCRIPTOR is not service_pb2.ModelInferRequest.DESCRIPTOR
+    assert messages.POOL is not descriptor_pool.Default()

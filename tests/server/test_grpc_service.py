@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from slipstream.repository.models import read_repository
 from slipstream.server.engine_link.in_process import InProcessEngine
+from slipstream.server.grpc.options import GrpcOptions
 from slipstream.server.grpc.protocol import messages
 from slipstream.server.grpc.service import create_grpc_server
 from slipstream.server.kserve.health import ServerState
@@ -27,8 +28,12 @@ from slipstream.server.text.tokenizer import Tokenizer
 FINAL = "triton_final_response"
 
 
+# The fixture `served` on both transports; elsewhere it is on the default one.
+ON_BOTH = pytest.mark.parametrize("served", ["core", "aio"], indirect=True)
+
+
 @asynccontextmanager
-async def serving(repository_folder):
+async def serving(repository_folder, transport="core"):
     repository = read_repository(repository_folder)
     model = repository.engines["tensorrt_llm"]
     loop = ScriptedLoop()
@@ -37,7 +42,7 @@ async def serving(repository_folder):
     registry = build_registry(
         repository, {"tensorrt_llm": TextGenerator(Tokenizer.load(model.tokenizer_folder), engine)}
     )
-    server = create_grpc_server(registry, state)
+    server = create_grpc_server(registry, state, options=GrpcOptions(transport=transport))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     client = triton.InferenceServerClient(address)
@@ -50,8 +55,9 @@ async def serving(repository_folder):
 
 
 @pytest.fixture
-async def served(tmp_path):
-    async with serving(make_repository(tmp_path)) as everything:
+async def served(request, tmp_path):
+    transport = getattr(request, "param", "core")
+    async with serving(make_repository(tmp_path), transport) as everything:
         yield everything
 
 
@@ -140,6 +146,7 @@ def texts(answers):
     ).decode()
 
 
+@ON_BOTH
 async def test_health_and_metadata(served):
     client = served.client
     assert await client.is_server_live()
@@ -155,6 +162,7 @@ async def test_health_and_metadata(served):
     assert not await client.is_server_ready()
 
 
+@ON_BOTH
 async def test_the_standard_health_check(served):
     async with grpc.aio.insecure_channel(served.address) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -163,6 +171,7 @@ async def test_the_standard_health_check(served):
         assert await check(b"") == b"\x08\x02"
 
 
+@ON_BOTH
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 async def test_the_last_token_carries_the_final_flag(served, model):
     inputs = token_inputs([5], 3) if model == "tensorrt_llm" else text_inputs()
@@ -201,6 +210,7 @@ async def test_an_ensemble_carries_the_sequence_parameters(served):
     }
 
 
+@ON_BOTH
 async def test_token_ids_in_and_out(served):
     answers = await ask(served.client, request("tensorrt_llm", token_inputs([10, 20], 4)))
     ids = [int(i) for _, _, result in answers for i in result.as_numpy("output_ids").ravel()]
@@ -226,6 +236,7 @@ def preprocessing_inputs():
     return [tensor("QUERY", [b"3 4"], "BYTES"), tensor("REQUEST_OUTPUT_LEN", [4], "INT32")]
 
 
+@ON_BOTH
 async def test_unary_infer_of_a_model_that_answers_once(served):
     result = await served.client.infer("preprocessing", preprocessing_inputs(), request_id="p")
     assert result.as_numpy("INPUT_ID").tolist() == [[3, 4]]
@@ -245,6 +256,7 @@ async def test_models_that_answer_once_keep_the_order_of_a_stream(coupled):
     assert [response.id for response, _, _ in answers] == ["a", "b"]
 
 
+@ON_BOTH
 @pytest.mark.parametrize(
     ("model", "inputs", "more", "code", "text"),
     [
@@ -294,6 +306,7 @@ async def test_errors_of_a_unary_call(served, model, inputs, more, code, text):
     assert (raised.value.status(), raised.value.message()) == (f"StatusCode.{code}", text)
 
 
+@ON_BOTH
 async def test_errors_in_a_stream_are_answers_and_the_stream_goes_on(served):
     answers = await ask(
         served.client,
@@ -390,6 +403,7 @@ async def test_reserved_parameters_are_refused(served):
     )
 
 
+@ON_BOTH
 async def test_a_client_that_leaves_cancels_its_requests(served):
     endless = text_inputs("1", 2000, True, 5)
 
@@ -412,6 +426,7 @@ async def test_new_work_is_refused_while_draining(served):
     assert raised.value.status() == "StatusCode.UNAVAILABLE"
 
 
+@ON_BOTH
 async def test_what_is_not_there_is_unimplemented(served):
     async with grpc.aio.insecure_channel(served.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -419,6 +434,7 @@ async def test_what_is_not_there_is_unimplemented(served):
     assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
+@ON_BOTH
 async def test_a_request_of_several_megabytes_is_taken(served):
     given = [
         tensor("QUERY", [b"3 " * (3 << 20)], "BYTES"),

@@ -9,10 +9,11 @@ import pytest
 from grpc_stack import until
 
 from slipstream.repository.models import inspect_repository
+from slipstream.server.grpc.core_transport import CoreStreamCall
 from slipstream.server.grpc.infer import Inference
 from slipstream.server.grpc.protocol import messages
 from slipstream.server.grpc.service import create_grpc_server
-from slipstream.server.grpc.transport import ClientGone, GrpcServer, StreamCall, Streaming
+from slipstream.server.grpc.transport import ClientGone, Streaming, create_server
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import InferResponse
@@ -153,7 +154,7 @@ async def test_clients_that_leave_amid_errors_leave_no_line_in_the_log(tmp_path,
 
 
 @asynccontextmanager
-async def stubborn(after):
+async def stubborn(after, transport="core"):
     """A handler that does something more when its client is gone; where `ended` says that it could,
     and what it saw.
     """
@@ -170,7 +171,9 @@ async def stubborn(after):
             finally:
                 seen.ended.set()
 
-    server = GrpcServer({"/test.Service/Handle": Streaming(handle)}, [("grpc.so_reuseport", 0)])
+    server = create_server(
+        {"/test.Service/Handle": Streaming(handle)}, [("grpc.so_reuseport", 0)], transport
+    )
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
@@ -192,7 +195,7 @@ async def leave(how, server, call):
 @pytest.mark.parametrize("how", ["client", "server"])
 async def test_nothing_is_read_of_a_call_that_is_gone(how, monkeypatch):
     async def read_on(call):
-        monkeypatch.setattr(StreamCall, "_start", lambda *operation: started.append(operation))
+        monkeypatch.setattr(CoreStreamCall, "_start", lambda *operation: started.append(operation))
         async with asyncio.timeout(5):
             return [message async for message in call]
 
@@ -204,12 +207,16 @@ async def test_nothing_is_read_of_a_call_that_is_gone(how, monkeypatch):
         assert (seen.result, started) == ([], [])
 
 
-@pytest.mark.parametrize("how", ["client", "server"])
-async def test_what_is_written_to_a_call_that_is_gone_ends_its_handler_in_silence(how, capfd):
+@pytest.mark.parametrize(
+    ("how", "transport"), [("client", "core"), ("server", "core"), ("client", "aio")]
+)
+async def test_what_is_written_to_a_call_that_is_gone_ends_its_handler_in_silence(
+    how, transport, capfd
+):
     async def write_on(call):
         await call.write(b"an error")
 
-    async with stubborn(write_on) as (seen, server, call):
+    async with stubborn(write_on, transport) as (seen, server, call):
         await leave(how, server, call)
         await seen.ended.wait()
         await until(lambda: not server.running)

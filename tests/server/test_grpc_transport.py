@@ -1,25 +1,39 @@
-"""The gRPC server below the service, asked by gRPC's own clients: what a handler sees, and what a
-client gets.
-"""
+"""The two gRPC transports below the service, called by gRPC's own clients."""
 
 import asyncio
+import sys
+import types
 from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 from grpc_load import PATH, grpc_rate
 
+import slipstream.server.grpc
+from slipstream.server.grpc.aio_transport import AioServer
+from slipstream.server.grpc.core_transport import CoreServer
 from slipstream.server.grpc.options import GrpcOptions
-from slipstream.server.grpc.transport import INTERNAL, GrpcServer, Status, Streaming, Unary
+from slipstream.server.grpc.transport import (
+    INTERNAL,
+    Status,
+    Streaming,
+    Unary,
+    core_problem,
+    create_server,
+)
 
 ARGUMENTS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1 << 20)]
 
 
+@pytest.fixture(params=["core", "aio"])
+def transport(request):
+    return request.param
+
+
 @asynccontextmanager
-async def serving(**handlers):
-    server = GrpcServer(
-        {f"/test.Service/{name}": handler for name, handler in handlers.items()}, ARGUMENTS
-    )
+async def serving(transport, **handlers):
+    by_path = {f"/test.Service/{name}": handler for name, handler in handlers.items()}
+    server = create_server(by_path, ARGUMENTS, transport)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
@@ -65,8 +79,8 @@ class Waiting:
         await self.wait()
 
 
-async def test_many_calls_at_once_each_get_their_own_answer():
-    async with serving(Twice=Unary(twice)) as (server, channel):
+async def test_many_calls_at_once_each_get_their_own_answer(transport):
+    async with serving(transport, Twice=Unary(twice)) as (server, channel):
         call = channel.unary_unary("/test.Service/Twice")
         answers = await asyncio.gather(*(call(b"%d" % number) for number in range(300)))
         assert answers == [b"%d" % number * 2 for number in range(300)]
@@ -74,14 +88,14 @@ async def test_many_calls_at_once_each_get_their_own_answer():
         assert not server.running
 
 
-async def test_a_handler_sees_the_metadata_of_its_call():
+async def test_a_handler_sees_the_metadata_of_its_call(transport):
     seen = []
 
     async def look(data, call):
         seen.extend(call.metadata)
         return b""
 
-    async with serving(Look=Unary(look)) as (_, channel):
+    async with serving(transport, Look=Unary(look)) as (_, channel):
         await channel.unary_unary("/test.Service/Look")(
             b"", metadata=[("x-name", "v"), ("x-data-bin", b"\xff\x00")]
         )
@@ -91,11 +105,11 @@ async def test_a_handler_sees_the_metadata_of_its_call():
     ]
 
 
-async def test_a_call_ends_with_the_status_its_handler_raises():
+async def test_a_call_ends_with_the_status_its_handler_raises(transport):
     async def refuse(data, call):
         raise Status(grpc.StatusCode.NOT_FOUND, "nö: 100%")
 
-    async with serving(Refuse=Unary(refuse)) as (_, channel):
+    async with serving(transport, Refuse=Unary(refuse)) as (_, channel):
         found = await failure(channel.unary_unary("/test.Service/Refuse")(b""))
         assert found == (grpc.StatusCode.NOT_FOUND, "nö: 100%")
         assert await failure(channel.unary_unary("/test.Service/Other")(b"")) == (
@@ -104,14 +118,17 @@ async def test_a_call_ends_with_the_status_its_handler_raises():
         )
 
 
-async def test_a_handler_that_breaks_is_told_of_in_the_log_only(capfd):
+async def test_a_handler_that_breaks_is_told_of_in_the_log_only(transport, capfd):
     async def break_down(data, call):
         raise KeyError("a secret")
 
     async def cancel_itself(data, call):
         raise asyncio.CancelledError
 
-    async with serving(Break=Unary(break_down), Cancel=Unary(cancel_itself)) as (server, channel):
+    async with serving(transport, Break=Unary(break_down), Cancel=Unary(cancel_itself)) as (
+        server,
+        channel,
+    ):
         found = await failure(channel.unary_unary("/test.Service/Break")(b""))
         assert found == (grpc.StatusCode.INTERNAL, INTERNAL)
         code, _ = await failure(channel.unary_unary("/test.Service/Cancel")(b""))
@@ -120,8 +137,8 @@ async def test_a_handler_that_breaks_is_told_of_in_the_log_only(capfd):
     assert "KeyError: 'a secret'" in capfd.readouterr().err
 
 
-async def test_a_unary_call_takes_exactly_one_message_of_bounded_length():
-    async with serving(Twice=Unary(twice)) as (_, channel):
+async def test_a_unary_call_takes_exactly_one_message_of_bounded_length(transport):
+    async with serving(transport, Twice=Unary(twice)) as (_, channel):
         code, _ = await failure(channel.stream_unary("/test.Service/Twice")(iter([])))
         assert code is grpc.StatusCode.UNIMPLEMENTED
         code, _ = await failure(channel.unary_unary("/test.Service/Twice")(bytes((1 << 20) + 1)))
@@ -131,10 +148,10 @@ async def test_a_unary_call_takes_exactly_one_message_of_bounded_length():
 
 @pytest.mark.parametrize("kind", ["unary", "stream"])
 @pytest.mark.parametrize("how", ["leaves", "deadline"])
-async def test_a_client_that_leaves_cancels_the_handler(kind, how):
+async def test_a_client_that_leaves_cancels_the_handler(transport, kind, how):
     waiting = Waiting()
     handler = Unary(waiting.unary) if kind == "unary" else Streaming(waiting.stream)
-    async with serving(Wait=handler) as (server, channel), asyncio.timeout(20):
+    async with serving(transport, Wait=handler) as (server, channel), asyncio.timeout(20):
         method = channel.unary_unary if kind == "unary" else channel.unary_stream
         call = method("/test.Service/Wait")(b"", timeout=0.2 if how == "deadline" else None)
         await waiting.begun.wait()
@@ -149,7 +166,7 @@ async def test_a_client_that_leaves_cancels_the_handler(kind, how):
         assert not server.running
 
 
-async def test_a_stream_passes_messages_both_ways_in_order():
+async def test_a_stream_passes_messages_both_ways_in_order(transport):
     async def echo(call):
         count = 0
         async for message in call:
@@ -157,7 +174,7 @@ async def test_a_stream_passes_messages_both_ways_in_order():
             await call.write(message)
         raise Status(grpc.StatusCode.DATA_LOSS, f"after {count}")
 
-    async with serving(Echo=Streaming(echo)) as (_, channel):
+    async with serving(transport, Echo=Streaming(echo)) as (_, channel):
         call = channel.stream_stream("/test.Service/Echo")(b"%d" % number for number in range(500))
         answers = []
 
@@ -169,7 +186,7 @@ async def test_a_stream_passes_messages_both_ways_in_order():
         assert answers == [b"%d" % number for number in range(500)]
 
 
-async def test_a_reader_that_is_slow_holds_up_the_writer():
+async def test_a_reader_that_is_slow_holds_up_the_writer(transport):
     written, ended = 0, asyncio.Event()
 
     async def flood(call):
@@ -181,7 +198,7 @@ async def test_a_reader_that_is_slow_holds_up_the_writer():
         finally:
             ended.set()
 
-    async with serving(Flood=Streaming(flood)) as (_, channel), asyncio.timeout(20):
+    async with serving(transport, Flood=Streaming(flood)) as (_, channel), asyncio.timeout(20):
         call = channel.unary_stream("/test.Service/Flood")(b"")
         assert len(await call.read()) == 64 << 10
         before = -1
@@ -214,12 +231,12 @@ class Counting:
 @pytest.mark.parametrize(
     ("compression", "short"), [("none", False), ("deflate", True), ("gzip", True)]
 )
-async def test_answers_are_compressed_where_the_server_is_told_to(compression, short):
+async def test_answers_are_compressed_where_the_server_is_told_to(transport, compression, short):
     async def large(data, call):
         return bytes(1 << 20)
 
     arguments = GrpcOptions(response_compression=compression).channel_arguments()
-    server = GrpcServer({"/test.Service/Large": Unary(large)}, arguments)
+    server = create_server({"/test.Service/Large": Unary(large)}, arguments, transport)
     counting = Counting(server.add_insecure_port("127.0.0.1:0"))
     await server.start()
     async with await asyncio.start_server(counting.connect, "127.0.0.1", 0) as listening:
@@ -230,10 +247,10 @@ async def test_answers_are_compressed_where_the_server_is_told_to(compression, s
     assert (counting.received < 10_000) == short
 
 
-async def test_stopping_lets_calls_end_within_the_grace():
+async def test_stopping_lets_calls_end_within_the_grace(transport):
     waiting = Waiting()
     async with (
-        serving(Wait=Unary(waiting.unary), Twice=Unary(twice)) as (server, channel),
+        serving(transport, Wait=Unary(waiting.unary), Twice=Unary(twice)) as (server, channel),
         asyncio.timeout(20),
     ):
         call = channel.unary_unary("/test.Service/Wait")(b"")
@@ -251,10 +268,10 @@ async def test_stopping_lets_calls_end_within_the_grace():
 
 
 @pytest.mark.parametrize("grace", [None, 0.1])
-async def test_stopping_cancels_what_goes_on_longer(grace):
+async def test_stopping_cancels_what_goes_on_longer(transport, grace):
     waiting, streaming = Waiting(), Waiting()
     handlers = {"Wait": Unary(waiting.unary), "Stream": Streaming(streaming.stream)}
-    async with serving(**handlers) as (server, channel), asyncio.timeout(20):
+    async with serving(transport, **handlers) as (server, channel), asyncio.timeout(20):
         calls = (
             channel.unary_unary("/test.Service/Wait")(b""),
             channel.unary_stream("/test.Service/Stream")(b""),
@@ -268,9 +285,10 @@ async def test_stopping_cancels_what_goes_on_longer(grace):
         assert [await call.code() for call in calls] == [grpc.StatusCode.UNAVAILABLE] * 2
 
 
-async def test_a_port_that_is_taken_is_an_error_and_a_server_need_not_start():
-    async with serving() as _:
-        first, second = GrpcServer({}, ARGUMENTS), GrpcServer({}, ARGUMENTS)
+async def test_a_port_that_is_taken_is_an_error_and_a_server_need_not_start(transport):
+    async with serving(transport) as _:
+        first = create_server({}, ARGUMENTS, transport)
+        second = create_server({}, ARGUMENTS, transport)
         port = first.add_insecure_port("127.0.0.1:0")
         with pytest.raises(RuntimeError, match=f"cannot listen at 127.0.0.1:{port}"):
             second.add_insecure_port(f"127.0.0.1:{port}")
@@ -278,12 +296,12 @@ async def test_a_port_that_is_taken_is_an_error_and_a_server_need_not_start():
         await second.stop(None)
 
 
-async def test_the_client_of_the_benchmark_counts_answers_and_tells_of_errors():
+async def test_the_client_of_the_benchmark_counts_answers_and_reports_errors():
     async def refuse(data, call):
         raise Status(grpc.StatusCode.NOT_FOUND, "no")
 
     for handler in (Unary(twice), Unary(refuse)):
-        server = GrpcServer({PATH: handler}, ARGUMENTS)
+        server = create_server({PATH: handler}, ARGUMENTS)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         if handler.answer is twice:
@@ -292,3 +310,24 @@ async def test_the_client_of_the_benchmark_counts_answers_and_tells_of_errors():
             with pytest.raises(RuntimeError, match="ModelInfer answered"):
                 await grpc_rate(port, b"message", 1, 0.1)
         await server.stop(None)
+
+
+async def test_the_core_transport_is_used_where_it_can_be():
+    assert core_problem(grpc.__version__) == ""
+    assert isinstance(create_server({}, ARGUMENTS), CoreServer)
+    assert isinstance(create_server({}, ARGUMENTS, "aio"), AioServer)
+
+
+@pytest.mark.parametrize("version", ["1.66.2", "1.90.0", "2.0.0", "unknown"])
+async def test_an_untested_grpcio_is_served_by_aio(version, monkeypatch, caplog):
+    monkeypatch.setattr(grpc, "__version__", version)
+    assert isinstance(create_server({}, ARGUMENTS), AioServer)
+    assert f"grpcio {version} is not among the tested releases 1.67 to 1.89" in caplog.text
+
+
+async def test_a_grpcio_without_the_names_is_served_by_aio(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "grpc._cython.cygrpc", types.ModuleType("cygrpc"))
+    monkeypatch.delitem(sys.modules, CoreServer.__module__)
+    monkeypatch.delattr(slipstream.server.grpc, "core_transport")
+    assert isinstance(create_server({}, ARGUMENTS), AioServer)
+    assert "lacks a name: cannot import name 'CompletionQueue'" in caplog.text

@@ -22,8 +22,10 @@ from recorded_models import RECORDED, RecordedModel
 from slipstream.repository.models import read_repository
 from slipstream.server.engine_link.client import Supervision
 from slipstream.server.engine_link.pool import EnginePool
+from slipstream.server.grpc.options import GrpcOptions
 from slipstream.server.grpc.protocol.messages import SERVICE, method_messages
 from slipstream.server.grpc.service import create_grpc_server
+from slipstream.server.grpc.transport import Transport
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import InferRequest, InferResponse
@@ -107,13 +109,16 @@ def recorded_registry() -> tuple[ModelRegistry, ServerMetrics]:
 
 
 class RunningGrpc:
-    """`with RunningGrpc(registry, state) as server:` it is served on `server.port` by a thread of
-    its own.
-    """
+    """A server in a thread: `with RunningGrpc(registry, state) as server:`, on `server.port`."""
 
     def __init__(
-        self, registry: ModelRegistry, state: ServerState, shared: ServerContext | None = None
+        self,
+        registry: ModelRegistry,
+        state: ServerState,
+        shared: ServerContext | None = None,
+        transport: Transport = "core",
     ) -> None:
+        self._options = GrpcOptions(transport=transport)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve(registry, state, shared)), daemon=True
         )
@@ -125,7 +130,7 @@ class RunningGrpc:
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
-        server = create_grpc_server(registry, state, shared)
+        server = create_grpc_server(registry, state, shared, self._options)
         self.port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         self._started.set()
@@ -232,5 +237,6 @@ def fails(client: Client, name: str) -> None:
 def comparable(name: str, found: dict[str, Any]) -> dict[str, Any]:
     if name == "grpc-infer-params":  # the order of a request's parameters means nothing
         text = json.loads(base64.b64decode(found["raw_output_contents"][0])[4:])
-        found["raw_output_contents"] = [{**text, "params": json.loads(text["params"])}]
+        contents = [{**text, "params": json.loads(text["params"])}]
+        return {**found, "raw_output_contents": contents}
     return found

@@ -1,4 +1,4 @@
-"""Errors as gRPC tells them: Triton's code and text, and nothing of ours."""
+"""Errors and access checks of gRPC calls: Triton's codes and texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from slipstream.server.grpc.transport import Call, Status
+from slipstream.server.grpc.transport import Call, Status, Unary
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.errors import Code, InferenceError
 
@@ -37,29 +37,37 @@ def read_message(kind: Any, data: bytes) -> Any:
         raise Status(grpc.StatusCode.INTERNAL, UNREADABLE) from None
 
 
-def answering(
-    method: Callable[..., Awaitable[Any]], request: Any, access: Access, api: str
-) -> Callable[..., Any]:
-    """A unary call whose errors become gRPC's, for those who may call it. Inference also sees the
-    call.
+def unary_call(
+    method: Callable[[Any, Call], Awaitable[Any]], request: Any, access: Access, api: str
+) -> Unary:
+    """Return the handler of a method that takes the message and the call.
+
+    It checks the access to `api`, reads the message and translates errors to gRPC's.
     """
 
     async def answer(data: bytes, call: Call) -> bytes:
         check_access(call, access, api)
         message = read_message(request, data)
         try:
-            answered = await (method(message, call) if api == "inference" else method(message))
+            response = await method(message, call)
         except InferenceError as error:
             raise Status(STATUS[error.code], error.message) from None
-        return bytes(answered.SerializeToString())
+        return bytes(response.SerializeToString())
 
-    return answer
+    return Unary(answer)
+
+
+def unary_message(
+    method: Callable[[Any], Awaitable[Any]], request: Any, access: Access, api: str
+) -> Unary:
+    """Return the handler of a method that takes only the message."""
+    return unary_call(lambda message, call: method(message), request, access, api)
 
 
 def check_access(call: Call, access: Access, api: str) -> None:
-    """Raises Status for those who may not."""
+    """Raise Status where the client may not use the API."""
     if not access.guarded and api not in access.grpc_restrictions:
-        return  # everybody may, so the metadata need not be looked through
+        return  # all clients may, so the metadata need not be read
     metadata = {key.lower(): value for key, value in call.metadata}
 
     def header(name: str) -> str | None:

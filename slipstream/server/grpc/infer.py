@@ -86,7 +86,8 @@ class Inference:
 
     async def model_stream_infer(self, call: StreamCall) -> None:
         """Any number of requests, answered side by side. An error is an answer; the stream goes on."""
-        stream, room = _Stream(call, self.forwarded(call)), asyncio.Semaphore(_MOST_UNDER_WAY)
+        stream = _Stream(call, self.forwarded(call))
+        room = asyncio.Semaphore(_MOST_UNDER_WAY)
         try:
             # the client's leaving cancels this call, and so all of them
             async with asyncio.TaskGroup() as answering:

@@ -1,24 +1,25 @@
-"""How the gRPC port is set up."""
+"""Settings of the gRPC port."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import grpc
 
-from slipstream.server.grpc.transport import GrpcServer
+from slipstream.server.grpc.transport import GrpcServer, Transport
 
 UNLIMITED = -1
 Compression = Literal["none", "deflate", "gzip"]
-_COMPRESSION = {"none": 0, "deflate": 1, "gzip": 2}  # the library's numbers
+_COMPRESSION = {"none": 0, "deflate": 1, "gzip": 2}  # gRPC's numbers of the algorithms
 
 
 @dataclass(frozen=True)
 class GrpcOptions:
-    """Triton's defaults, but for the size of a request: nobody fills this server's memory with one."""
+    """Triton's defaults, except for the size of a request, which is bounded to protect memory."""
 
+    transport: Transport = "core"  # falls back to "aio" where it cannot be used
     largest_request_bytes: int = 256 << 20  # requests carry whole tensors (adapters, embeddings)
     response_compression: Compression = "none"
     keepalive_time_ms: int = 7_200_000
@@ -27,17 +28,19 @@ class GrpcOptions:
     http2_max_pings_without_data: int = 2
     http2_min_recv_ping_interval_without_data_ms: int = 300_000
     http2_max_ping_strikes: int = 2
-    max_connection_age_ms: int = 0  # 0: a connection may last for ever
-    max_connection_age_grace_ms: int = 0  # 0: for ever
-    server_certificate: Path | None = None  # with these two, the port speaks TLS
+    max_connection_age_ms: int = 0  # 0: unlimited
+    max_connection_age_grace_ms: int = 0  # 0: unlimited
+    server_certificate: Path | None = None  # certificate for TLS, together with its key
     server_key: Path | None = None
-    root_certificate: Path | None = None  # with this one, clients show certificates too
+    root_certificate: Path | None = None  # certificate that those of clients must derive from
 
     def __post_init__(self) -> None:
+        if self.transport not in get_args(Transport):
+            raise ValueError(f"transport must be core or aio, got {self.transport!r}")
         if (self.server_certificate is None) != (self.server_key is None):
             raise ValueError("TLS needs both a certificate and its key")
         if self.root_certificate is not None and self.server_certificate is None:
-            raise ValueError("clients can only show certificates where the server has one")
+            raise ValueError("client certificates need a server certificate")
 
     def channel_arguments(self) -> list[tuple[str, int]]:
         arguments = [
@@ -62,7 +65,7 @@ class GrpcOptions:
         return arguments
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """None: without TLS. Raises OSError where a file cannot be read."""
+        """Return the TLS credentials, None without TLS. Raises OSError for an unreadable file."""
         if self.server_certificate is None or self.server_key is None:
             return None
         pair = (self.server_key.read_bytes(), self.server_certificate.read_bytes())
@@ -71,9 +74,7 @@ class GrpcOptions:
 
 
 def add_port(server: GrpcServer, address: str, options: GrpcOptions) -> int:
-    """Listen at an address ("127.0.0.1:8001"), with TLS where it is asked for; the port that it
-    became.
-    """
+    """Bind an address ("127.0.0.1:8001"), with TLS where `options` has it; return the port."""
     credentials = options.credentials()
     if credentials is None:
         return server.add_insecure_port(address)

@@ -11,18 +11,23 @@ from slipstream.server.grpc.control import (
     SettingCalls,
     SharedMemoryCalls,
 )
-from slipstream.server.grpc.errors import answering, check_access
-from slipstream.server.grpc.health import health_handlers
+from slipstream.server.grpc.errors import check_access, unary_call, unary_message
 from slipstream.server.grpc.infer import Inference
 from slipstream.server.grpc.options import GrpcOptions
 from slipstream.server.grpc.protocol import messages
-from slipstream.server.grpc.reflection import reflection_handlers
-from slipstream.server.grpc.transport import GrpcServer, Handler, StreamCall, Streaming, Unary
+from slipstream.server.grpc.standard_services import health_handlers, reflection_handlers
+from slipstream.server.grpc.transport import (
+    GrpcServer,
+    Handler,
+    StreamCall,
+    Streaming,
+    create_server,
+)
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 
-Method = Callable[..., Awaitable[Any]]
+Method = Callable[[Any], Awaitable[Any]]
 
 
 def create_grpc_server(
@@ -31,37 +36,48 @@ def create_grpc_server(
     shared: ServerContext | None = None,
     options: GrpcOptions | None = None,
 ) -> GrpcServer:
-    shared, options = shared or ServerContext(), options or GrpcOptions()
+    shared = shared or ServerContext()
+    options = options or GrpcOptions()
     handlers = {
-        **_inference_handlers(registry, state, shared),
+        **_inference_handlers(Inference(registry, state, shared), shared),
+        **_control_handlers(registry, state, shared),
         **health_handlers(state, shared.access),
         **reflection_handlers(shared.access),
     }
-    return GrpcServer(handlers, options.channel_arguments())
+    return create_server(handlers, options.channel_arguments(), options.transport)
 
 
-def _inference_handlers(
-    registry: ModelRegistry, state: ServerState, shared: ServerContext
-) -> dict[str, Handler]:
-    inference = Inference(registry, state, shared)
-    handlers: dict[str, Handler] = {}
-    for name, (api, method) in _unary_methods(registry, state, shared, inference).items():
-        request, _ = messages.method_messages(name)
-        handlers[f"/{messages.SERVICE}/{name}"] = Unary(
-            answering(method, request, shared.access, api)
-        )
+def _inference_handlers(inference: Inference, shared: ServerContext) -> dict[str, Handler]:
+    request, _ = messages.method_messages("ModelInfer")
 
     async def stream_infer(call: StreamCall) -> None:
         check_access(call, shared.access, "inference")
         await inference.model_stream_infer(call)
 
-    return {**handlers, f"/{messages.SERVICE}/ModelStreamInfer": Streaming(stream_infer)}
+    return {
+        _path("ModelInfer"): unary_call(inference.model_infer, request, shared.access, "inference"),
+        _path("ModelStreamInfer"): Streaming(stream_infer),
+    }
 
 
-def _unary_methods(
-    registry: ModelRegistry, state: ServerState, shared: ServerContext, inference: Inference
+def _control_handlers(
+    registry: ModelRegistry, state: ServerState, shared: ServerContext
+) -> dict[str, Handler]:
+    handlers: dict[str, Handler] = {}
+    for name, (api, method) in _control_methods(registry, state, shared).items():
+        request, _ = messages.method_messages(name)
+        handlers[_path(name)] = unary_message(method, request, shared.access, api)
+    return handlers
+
+
+def _path(method: str) -> str:
+    return f"/{messages.SERVICE}/{method}"
+
+
+def _control_methods(
+    registry: ModelRegistry, state: ServerState, shared: ServerContext
 ) -> dict[str, tuple[str, Method]]:
-    """Every unary call, and the API it counts to when somebody may use only some."""
+    """Return the calls other than inference, each with the API that access rules name it by."""
     description = Description(registry, state, shared.server_name)
     repository = RepositoryCalls(shared.control)
     memory = SharedMemoryCalls(shared.memory)
@@ -74,7 +90,6 @@ def _unary_methods(
         "ModelMetadata": ("metadata", description.model_metadata),
         "ModelConfig": ("model-config", description.model_config),
         "ModelStatistics": ("statistics", description.model_statistics),
-        "ModelInfer": ("inference", inference.model_infer),
         "RepositoryIndex": ("model-repository", repository.index),
         "RepositoryModelLoad": ("model-repository", repository.load),
         "RepositoryModelUnload": ("model-repository", repository.unload),

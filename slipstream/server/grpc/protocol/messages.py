@@ -1,17 +1,17 @@
-"""The protocol's message classes, made from the compiled descriptor.
+"""The classes of the protocol's messages.
 
-They live in a descriptor pool of their own, so that a process may also import Triton's client
-library, which registers messages of the same names; and no protoc-generated code ties us to one
-release of protobuf.
+They live in a descriptor pool of their own: a process may also import Triton's client library,
+which registers messages of the same names in protobuf's default pool.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf import descriptor_pool, message_factory
 
-from slipstream.server.grpc.protocol.descriptor import FILE_DESCRIPTOR_SET
+from slipstream.server.grpc.protocol import grpc_service_descriptor, model_config_descriptor
+from slipstream.server.grpc.protocol.descriptors import message_class
 
 PACKAGE = "inference"
 SERVICE = f"{PACKAGE}.GRPCInferenceService"
@@ -19,27 +19,23 @@ SERVICE = f"{PACKAGE}.GRPCInferenceService"
 
 def _load_pool() -> descriptor_pool.DescriptorPool:
     pool = descriptor_pool.DescriptorPool()
-    for file in descriptor_pb2.FileDescriptorSet.FromString(FILE_DESCRIPTOR_SET).file:
-        pool.AddSerializedFile(file.SerializeToString())
+    for module in (model_config_descriptor, grpc_service_descriptor):
+        pool.AddSerializedFile(module.FILE.SerializeToString())
     return pool
 
 
 POOL = _load_pool()
 
 
-def _message(name: str) -> Any:
-    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
-
-
 def method_messages(name: str) -> tuple[Any, Any]:
-    """The classes of a call's request and answer."""
+    """Return the classes of a call's request and response."""
     method = POOL.FindServiceByName(SERVICE).methods_by_name[name]
-    return message_factory.GetMessageClass(method.input_type), message_factory.GetMessageClass(
-        method.output_type
-    )
+    request = message_factory.GetMessageClass(method.input_type)
+    response = message_factory.GetMessageClass(method.output_type)
+    return request, response
 
 
-ModelConfig = _message("ModelConfig")
-ModelInferRequest = _message("ModelInferRequest")
-ModelInferResponse = _message("ModelInferResponse")
-ModelStreamInferResponse = _message("ModelStreamInferResponse")
+ModelConfig = message_class(POOL, f"{PACKAGE}.ModelConfig")
+ModelInferRequest = message_class(POOL, f"{PACKAGE}.ModelInferRequest")
+ModelInferResponse = message_class(POOL, f"{PACKAGE}.ModelInferResponse")
+ModelStreamInferResponse = message_class(POOL, f"{PACKAGE}.ModelStreamInferResponse")
