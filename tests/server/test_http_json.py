@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slipstream.server.http import json_reader as json_errors
-from slipstream.server.http.json_reader import MAX_DEPTH, Members, _Reader, parse_json
+from slipstream.server.http import json_reader
+from slipstream.server.http.json_reader import MAX_DEPTH, ExactReader, Members, parse_json
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.json_writer import write_double, write_string, write_values
 
@@ -39,7 +39,7 @@ def plain(value: object) -> object:
 def test_both_readers_read_written_json(value: object, ascii_only: bool) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
     assert plain(parse_json(body)) == value
-    assert plain(_Reader(body).parse_document()) == value
+    assert plain(ExactReader(body).parse_document()) == value
 
 
 @settings(deadline=None)
@@ -54,7 +54,7 @@ def test_fast_and_exact_readers_agree(body: bytes) -> None:
         except InferenceError as error:
             return error.message
 
-    assert outcome(lambda: parse_json(body)) == outcome(_Reader(body).document)
+    assert outcome(lambda: parse_json(body)) == outcome(ExactReader(body).parse_document)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_depth_is_bounded(opening: bytes) -> None:
 def test_long_prompt_with_brackets_and_escapes_stays_on_the_fast_reader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(json_errors, "_Reader", None)
+    monkeypatch.setattr(json_reader, "ExactReader", None)
     text = "[{ \u00e9 }]" * 1000
     assert parse_json(json.dumps({"text_input": text}).encode()) == [("text_input", text)]
 
@@ -159,7 +159,7 @@ def test_doubles_as_rapidjson_lays_them_out(number: float, text: str) -> None:
 @given(st.binary())
 def test_any_bytes_become_a_string_that_reads_back(data: bytes) -> None:
     written = write_string(data)
-    assert _Reader(written).string().encode("utf-8", "surrogateescape") == data
+    assert ExactReader(written).parse_string().encode("utf-8", "surrogateescape") == data
     assert not any(byte < 0x20 for byte in written)
 
 

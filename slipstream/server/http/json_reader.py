@@ -50,12 +50,12 @@ def parse_json(body: bytes) -> Any:
         text = body.decode("utf-8").strip(" \t\n\r")
         value, end = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
-        return _Reader(body).parse_document()
+        return ExactReader(body).parse_document()
     if end != len(text):
-        return _Reader(body).parse_document()
+        return ExactReader(body).parse_document()
     nested = body.count(b"[") + body.count(b"{") > MAX_DEPTH and not _is_shallow(value)
     if nested or (b"\\u" in body and not _is_encodable(value)):
-        return _Reader(body).parse_document()
+        return ExactReader(body).parse_document()
     return value
 
 
@@ -105,7 +105,7 @@ def _children(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-class _Reader:
+class ExactReader:
     """A parser with rapidjson's grammar, order of checks and error offsets.
 
     A zero byte marks the end of the input.
