@@ -30,7 +30,7 @@ from slipstream.kernels.gpu.decode_chunks import DecodePlan, count_resident_ctas
 from slipstream.kernels.gpu.gated_gemm import gated_gemm, supports_gated_gemm
 from slipstream.kernels.gpu.gemv import gemv
 from slipstream.kernels.gpu.normalisation import add_norm
-from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, use_large_tiles
+from slipstream.kernels.gpu.prefill_tiles import PrefillPlan, cut_tiles, use_large_tiles
 from slipstream.kernels.gpu.quantised import quantise
 from slipstream.kernels.gpu.rotary import rotate_write
 from slipstream.kernels.gpu.skinny_gemm import skinny_gemm

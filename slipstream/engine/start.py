@@ -214,7 +214,7 @@ def _prepare_gpu(
     """
     from slipstream.engine.gpu.graphs import ladder  # these need Triton
     from slipstream.engine.gpu.mixed_graphs import PROMPTS
-    from slipstream.kernels.gpu.prefill_attention import LARGE_TILES_FROM
+    from slipstream.kernels.gpu.prefill_tiles import LARGE_TILES_FROM
 
     runner.model.prepare_gates()
     warm_up(spec, runner, blocks, longest)

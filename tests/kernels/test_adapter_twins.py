@@ -115,7 +115,7 @@ def given(mix: list, linear: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("linear", [QKV, O_PROJ, UP_PROJ, DOWN_PROJ])
 @pytest.mark.parametrize("mix", MIXES)
-def test_tokens_are_grouped_by_adapter(mix, linear):
+def test_cpu_groups_match_a_loop_over_tokens(mix, linear):
     y, x = given(MIXES[mix], linear)
     step = CpuStepAdapters(stored(torch.device("cpu")), *zip(*MIXES[mix], strict=True))
     for layer in range(LAYERS):
@@ -146,7 +146,7 @@ def gpu_step(mix: list, as_decode: bool = False):
 
 @pytest.mark.parametrize("linear", [QKV, O_PROJ, UP_PROJ, DOWN_PROJ])
 @pytest.mark.parametrize("mix", MIXES)
-def test_kernels(mix, linear):
+def test_gpu_kernels_match_a_loop_over_tokens(mix, linear):
     pytest.importorskip(
         "triton", reason="the kernels need Triton, which a CPU installation of torch does not bring"
     )
@@ -160,8 +160,8 @@ def test_kernels(mix, linear):
         )
 
 
-def test_a_row_may_change_its_adapter_without_a_new_plan():
-    """What a captured step reads of a row's pages is what lies there when it runs."""
+def test_row_pages_are_read_when_the_step_runs():
+    """A row may change its adapter without a new plan, as captured steps need."""
     pytest.importorskip("triton")
     mix = MIXES["decode of all"]
     y, x = given(mix, UP_PROJ)
@@ -176,9 +176,9 @@ def test_a_row_may_change_its_adapter_without_a_new_plan():
     torch.testing.assert_close(got.cpu(), expected(y, x, other, 1, UP_PROJ), rtol=1e-4, atol=1e-4)
 
 
-def test_spread():
+def test_copy_runs_kernel_writes_the_runs_and_nothing_else():
     pytest.importorskip("triton")
-    from slipstream.kernels.gpu.adapters import spread
+    from slipstream.kernels.gpu.copy_runs import copy_runs
 
     values, page = torch.arange(3000.0), torch.full((4000,), -1.0)
     expected_page = page.clone()
@@ -186,5 +186,5 @@ def test_spread():
     for start, place, length in runs.tolist():
         expected_page[place : place + length] = values[start : start + length]
     moved = page.to(DEVICE)
-    spread(values.to(DEVICE), runs.to(DEVICE), moved)
+    copy_runs(values.to(DEVICE), runs.to(DEVICE), moved)
     assert torch.equal(moved.cpu(), expected_page)

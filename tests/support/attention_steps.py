@@ -20,7 +20,7 @@ import triton.language as tl  # noqa: E402, F401  (for tests with kernels of the
 
 from slipstream.kernels.gpu.attention import GpuAttention  # noqa: E402
 from slipstream.kernels.gpu.decode_chunks import DecodePlan, count_resident_ctas, cut_chunks  # noqa: E402
-from slipstream.kernels.gpu.prefill_attention import PrefillPlan, cut_tiles, use_large_tiles  # noqa: E402
+from slipstream.kernels.gpu.prefill_tiles import PrefillPlan, cut_tiles, use_large_tiles  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 

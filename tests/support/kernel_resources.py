@@ -26,6 +26,7 @@ from slipstream.kernels.gpu import (
     gemv,
     launch,
     prefill_attention,
+    prefill_tiles,
     prefix,
     rotary,
     skinny_gemm,
@@ -103,9 +104,9 @@ def decode(
 def prefill(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, cached: torch.dtype, longest: int
 ) -> None:
-    large_tiles = prefill_attention.use_large_tiles(longest, dtype, size, CPU)
-    tiles = prefill_attention.cut_tiles(*(np.array([n]) for n in (0, 0, 64, 0)), large_tiles)
-    plan = prefill_attention.PrefillPlan(*map(torch.from_numpy, tiles), large_tiles=large_tiles)  # type: ignore[misc, arg-type]
+    large_tiles = prefill_tiles.use_large_tiles(longest, dtype, size, CPU)
+    tiles = prefill_tiles.cut_tiles(*(np.array([n]) for n in (0, 0, 64, 0)), large_tiles)
+    plan = prefill_tiles.PrefillPlan(*map(torch.from_numpy, tiles), large_tiles=large_tiles)  # type: ignore[misc, arg-type]
     step, cache = (
         torch.empty(64, heads + 2 * kv_heads, size, dtype=dtype),
         new_cache(kv_heads, size, cached),
@@ -153,7 +154,7 @@ def main() -> None:
     )
     for module in (decode_attention, skinny_gemm, gemv, rotary):
         module.overlapping = lambda device: overlapping  # type: ignore[attr-defined]
-    for module in (skinny_gemm, prefill_attention):
+    for module in (skinny_gemm, prefill_tiles):
         module.shared_memory = lambda device: SHARED_BYTES  # type: ignore[attr-defined]
     skinny_gemm.sm_count = lambda device: 132  # type: ignore[attr-defined]
     half = torch.bfloat16

@@ -25,7 +25,7 @@ from slipstream.kernels.gpu.decode_chunks import (
     cut_chunks,
     max_chunks,
 )
-from slipstream.kernels.gpu.prefill_attention import QUERY_TILE, PrefillPlan, cut_tiles
+from slipstream.kernels.gpu.prefill_tiles import QUERY_TILE, PrefillPlan, cut_tiles
 from slipstream.kernels.gpu.step import step_inputs
 from slipstream.model.transformer import Step, Transformer
 

@@ -28,7 +28,7 @@ from slipstream.kernels.gpu.decode_chunks import (
     cut_chunks,
 )
 from slipstream.kernels.gpu.launch import power_of_two
-from slipstream.kernels.gpu.prefill_attention import (
+from slipstream.kernels.gpu.prefill_tiles import (
     LARGE_TILES_FROM,
     PrefillPlan,
     cut_tiles,

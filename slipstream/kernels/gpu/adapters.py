@@ -1,13 +1,13 @@
-"""Low-rank additions on the GPU: the torch twin is `CpuStepAdapters` of kernels/adapters.py.
+"""LoRA adapters on the GPU. The torch twin is `CpuStepAdapters` of kernels/adapters.py.
 
-Two kernels a linear. The first makes the middle [tokens, pages, parts * rank] of x and A, the
-second adds B's share to y. Both run over tiles: runs of tokens of one row. Which pages a tile's row
-has, they read on the device, and the grid depends on the number of tiles alone; so a decode step,
-whose tiles are its tokens, can be captured once for whatever adapters its rows will have. Tiles
-without an adapter, and pages that add nothing to the linear, end at once.
+Two kernels per linear layer: `_shrink` computes the middle [tokens, pages, parts * rank] from x and
+A, `_expand` adds B's share to y. Both run over tiles, which are tokens of one row. They read a row's
+pages on the device, and the grid depends on the number of tiles alone. So a decode step, whose tiles
+are its tokens, can be captured once for any adapters. Tiles without an adapter, and pages that add
+nothing to the linear layer, end at once.
 
-Tokens of a decode step have nothing to share: kernels of their own read each adapter once, as fast
-as memory gives it.
+Tokens of a decode step share no adapter weights: the `_one` kernels read each adapter once, at
+memory speed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, power_of_two
 
-TILE_TOKENS = 64  # of a prompt
-_SMALLEST = 16  # the least that tl.dot multiplies
-_INPUTS = 128  # of x and A, loaded at once
+TILE_TOKENS = 64  # tokens of a prompt's tile
+_SMALLEST = 16  # the smallest dimension of tl.dot
+_INPUTS = 128  # columns of x and A that are loaded at once
 _OUTPUTS = 128
-_SPLITS = 4  # of the sum over inputs, where there are few tiles to keep the machine busy
+_SPLITS = 4  # parts of the sum over inputs, where there are few tiles to keep the device busy
 _MANY_TILES = 256
-_HELD = 8192  # elements of A or B that a program of a decode step reads at once
-_MOST_SPLITS = 16  # of the sum over inputs in a decode step
+_HELD = 8192  # elements of A or B that a CTA of a decode step reads at once
+_MOST_SPLITS = 16  # parts of the sum over inputs in a decode step
 
 
 @Quick
@@ -248,8 +248,8 @@ def _expand_one(
     rank = tl.arange(0, PADDED)
     held = column < end
     place = memory + second_at + rank[:, None] * outputs + column[None, :]
-    # The pages were there before the step: B comes while the kernel ahead runs out, or the page
-    # before is added.
+    # The pages were written before the step: load B while the previous kernel finishes, or while
+    # the previous page is added.
     page = tl.load(table + 1).to(tl.int64)
     # columns of B
     added = (pages > 0).to(tl.int32) * ((tl.load(linears + page) >> LINEAR) & 1) * RANK
@@ -269,7 +269,7 @@ def _expand_one(
             at = middle + token * token_stride + (number * PARTS + part) * RANK + rank
             for split in tl.static_range(SPLITS):
                 given += tl.load(at + split * split_stride, rank < added, other=0.0)
-            # Rounded as the linear of many tokens rounds it.
+            # Rounded as `_expand` rounds it.
             given = given.to(second.dtype).to(tl.float32)
             total += tl.sum(given[:, None] * second.to(tl.float32), 0)
             second = next_second
@@ -281,8 +281,8 @@ def _expand_one(
 def _columns_of(
     block, outputs, FIRST_PART: tl.constexpr, SECOND_PART: tl.constexpr, OUTPUTS: tl.constexpr
 ):
-    """Part, first column and end of a block of columns, which lies in one part: each is cut into
-    blocks by itself.
+    """Return the part, first column and end of a block of columns. Each part is cut into blocks by
+    itself.
     """
     first_blocks: tl.constexpr = (FIRST_PART + OUTPUTS - 1) // OUTPUTS
     second_blocks: tl.constexpr = (SECOND_PART + OUTPUTS - 1) // OUTPUTS
@@ -302,37 +302,18 @@ def _columns_of(
     return part, begin, end
 
 
-@Quick
-@triton.jit
-def _spread(values, runs, page, BLOCK: tl.constexpr):
-    run = runs + tl.program_id(0) * 3
-    start, place, length = tl.load(run), tl.load(run + 1), tl.load(run + 2)
-    for begin in range(0, length, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        tl.store(
-            page + place + at, tl.load(values + start + at, at < length, other=0.0), at < length
-        )
-
-
-def spread(values: Tensor, runs: Tensor, page: Tensor) -> None:
-    """Copy runs of values [n] to their places in a page; runs: int32 [runs, (begin in values, in
-    the page, length)]
-    """
-    _spread[(runs.shape[0],)](values, runs, page, BLOCK=1024, num_warps=4)
-
-
 @dataclass(slots=True)
 class Tiles:
-    """Runs of tokens, each of one row."""
+    """Runs of tokens, each of one row of the step."""
 
-    starts: Tensor  # int32 [tiles]: the first token
+    starts: Tensor  # int32 [tiles]: first token
     counts: Tensor  # int32 [tiles]: at most `tokens`
-    rows: Tensor  # int32 [tiles]
-    tokens: int
+    rows: Tensor  # int32 [tiles]: row of the engine
+    tokens: int  # the most tokens of a tile
 
 
 def decode_tiles(rows: Tensor) -> Tiles:
-    """A tile for each token of a step in which every row has one. rows: int32 [tokens]"""
+    """Return a tile per token, for a step with one token per row. rows: int32 [tokens]"""
     starts = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
     return Tiles(starts, torch.ones_like(starts), rows, 1)
 
@@ -340,8 +321,8 @@ def decode_tiles(rows: Tensor) -> Tiles:
 def cut_adapter_tiles(
     rows: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """rows, counts: of a step's rows, whose tokens lie one row after the other → starts, counts,
-    rows of tiles.
+    """Return starts, counts and rows of tiles. rows, counts: of the step's rows, whose tokens
+    follow each other
     """
     offsets = np.cumsum(counts) - counts
     tiles = -(-counts // TILE_TOKENS)
@@ -356,10 +337,12 @@ def cut_adapter_tiles(
 
 class GpuStepAdapters:
     def __init__(self, pages: AdapterPages, row_pages: Tensor, tiles: Tiles) -> None:
-        """row_pages: int32 [rows of the engine, 1 + most pages]: how many pages a row has, then
-        those.
+        """row_pages: int32 [rows of the engine, 1 + most pages]: the number of a row's pages, then
+        the pages
         """
-        self._pages, self._row_pages, self._tiles = pages, row_pages, tiles
+        self._pages = pages
+        self._row_pages = row_pages
+        self._tiles = tiles
 
     def add(self, y: Tensor, x: Tensor, layer: int, linear: int) -> None:
         """y: [tokens, out], x: [tokens, in]; the last dimension of both is contiguous"""
@@ -369,113 +352,125 @@ class GpuStepAdapters:
             self._add_tiles(y, x, layer, linear)
 
     def _add_one(self, y: Tensor, x: Tensor, layer: int, linear: int) -> None:
-        layout, memory, table = self._pages.layout, self._pages.memory, self._row_pages
+        """Add the adapters of a decode step."""
+        layout = self._pages.layout
+        memory = self._pages.memory
         inputs, outputs = layout.shapes[linear]
-        parts, rank, tokens = len(outputs), layout.rank, self._tiles.starts.shape[0]
-        width = power_of_two(parts * rank)
-        taken = max(64, _HELD // width)
-        splits = min(_MOST_SPLITS, pieces(inputs, taken))
-        middle = self._middle(splits, x, parts * rank)
-        common = (self._tiles.rows, table, self._pages.device_linears)
-        strides = (memory.stride(0), table.stride(0), middle.stride(0), middle.stride(1))
+        width = len(outputs) * layout.rank
+        padded_width = power_of_two(width)
+        input_columns = max(64, _HELD // padded_width)
+        splits = min(_MOST_SPLITS, pieces(inputs, input_columns))
+        middle = self._middle(splits, x, width)
+        tables = (self._tiles.rows, self._row_pages, self._pages.device_linears)
+        strides = self._strides(middle)
         first_at, second_at = layout.starts(layer, linear)
+        tokens = self._tiles.starts.shape[0]
         _shrink_one[(tokens, splits)](
             x,
             memory,
             middle,
-            *common,
+            *tables,
             inputs,
             x.stride(0),
             *strides,
             first_at,
             LINEAR=linear,
-            WIDTH=parts * rank,
-            PADDED=width,
-            INPUTS=taken,
+            WIDTH=width,
+            PADDED=padded_width,
+            INPUTS=input_columns,
             SPLITS=splits,
             num_warps=4,
             **overlapping(x.device),
         )
-        columns = max(64, _HELD // power_of_two(rank))
-        _expand_one[(tokens, sum(pieces(width, columns) for width in outputs))](
+        output_columns = max(64, _HELD // power_of_two(layout.rank))
+        _expand_one[(tokens, _blocks(outputs, output_columns))](
             middle,
             memory,
             y,
-            *common,
+            *tables,
             sum(outputs),
             y.stride(0),
             *strides,
             second_at,
-            FIRST_PART=outputs[0],
-            SECOND_PART=outputs[1] if parts > 1 else 0,
-            LINEAR=linear,
-            PARTS=parts,
-            RANK=rank,
-            PADDED=power_of_two(rank),
-            OUTPUTS=columns,
-            SPLITS=splits,
-            num_warps=4,
+            **self._expand_constants(linear, splits),
+            PADDED=power_of_two(layout.rank),
+            OUTPUTS=output_columns,
             **overlapping(x.device),
         )
 
     def _add_tiles(self, y: Tensor, x: Tensor, layer: int, linear: int) -> None:
-        layout, memory, tiles, table = (
-            self._pages.layout,
-            self._pages.memory,
-            self._tiles,
-            self._row_pages,
-        )
+        """Add the adapters of a step with prompts."""
+        layout = self._pages.layout
+        memory = self._pages.memory
+        tiles = self._tiles
         inputs, outputs = layout.shapes[linear]
-        parts, rank, count = len(outputs), layout.rank, tiles.starts.shape[0]
+        width = len(outputs) * layout.rank
+        count = tiles.starts.shape[0]
         splits = 1 if count > _MANY_TILES else _SPLITS
         tile = max(_SMALLEST, power_of_two(tiles.tokens))
-        middle = self._middle(splits, x, parts * rank)
-        common = (tiles.starts, tiles.counts, tiles.rows, table, self._pages.device_linears)
-        strides = (memory.stride(0), table.stride(0), middle.stride(0), middle.stride(1))
+        middle = self._middle(splits, x, width)
+        spans = (tiles.starts, tiles.counts, tiles.rows)
+        tables = (*spans, self._row_pages, self._pages.device_linears)
+        strides = self._strides(middle)
         first_at, second_at = layout.starts(layer, linear)
-        _shrink[(count, table.shape[1] - 1, splits)](
+        _shrink[(count, self._row_pages.shape[1] - 1, splits)](
             x,
             memory,
             middle,
-            *common,
+            *tables,
             inputs,
             x.stride(0),
             *strides,
             first_at,
             LINEAR=linear,
-            WIDTH=parts * rank,
-            PADDED=_padded(parts * rank),
+            WIDTH=width,
+            PADDED=_padded(width),
             TILE=tile,
             INPUTS=_INPUTS,
             SPLITS=splits,
             num_warps=4,
         )
-        blocks = sum(pieces(width, _OUTPUTS) for width in outputs)
-        _expand[(count, blocks)](
+        _expand[(count, _blocks(outputs, _OUTPUTS))](
             middle,
             memory,
             y,
-            *common,
+            *tables,
             sum(outputs),
             y.stride(0),
             *strides,
             second_at,
-            FIRST_PART=outputs[0],
-            SECOND_PART=outputs[1] if parts > 1 else 0,
-            LINEAR=linear,
-            PARTS=parts,
-            RANK=rank,
-            PADDED=_padded(rank),
+            **self._expand_constants(linear, splits),
+            PADDED=_padded(layout.rank),
             TILE=tile,
             OUTPUTS=_OUTPUTS,
-            SPLITS=splits,
-            num_warps=4,
         )
 
+    def _strides(self, middle: Tensor) -> tuple[int, ...]:
+        """Return the strides of pages, rows, splits and tokens."""
+        page = self._pages.memory.stride(0)
+        return (page, self._row_pages.stride(0), middle.stride(0), middle.stride(1))
+
+    def _expand_constants(self, linear: int, splits: int) -> dict[str, int]:
+        outputs = self._pages.layout.shapes[linear].outputs
+        return {
+            "FIRST_PART": outputs[0],
+            "SECOND_PART": outputs[1] if len(outputs) > 1 else 0,
+            "LINEAR": linear,
+            "PARTS": len(outputs),
+            "RANK": self._pages.layout.rank,
+            "SPLITS": splits,
+            "num_warps": 4,
+        }
+
     def _middle(self, splits: int, x: Tensor, width: int) -> Tensor:
-        """Room for what A makes of x: [splits of the sum, tokens, most pages * width]"""
+        """Return memory for A x: [splits of the sum, tokens, most pages * width]."""
         shape = (splits, x.shape[0], (self._row_pages.shape[1] - 1) * width)
         return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def _blocks(outputs: tuple[int, ...], columns: int) -> int:
+    """Return the number of blocks of columns, where each part is cut by itself."""
+    return sum(pieces(width, columns) for width in outputs)
 
 
 def _padded(count: int) -> int:

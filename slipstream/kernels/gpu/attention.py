@@ -1,4 +1,4 @@
-"""A step's attention on the GPU: decode rows first, then rows with several new tokens."""
+"""Attention of a step on the GPU: decode rows first, then rows with several new tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from torch import Tensor
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.gpu.decode_attention import attend_decode
 from slipstream.kernels.gpu.decode_chunks import DecodePlan, ResidentCtas
-from slipstream.kernels.gpu.prefill_attention import PrefillPlan, attend_prefill
+from slipstream.kernels.gpu.prefill_attention import attend_prefill
+from slipstream.kernels.gpu.prefill_tiles import PrefillPlan
 from slipstream.kernels.gpu.unpacked_kv import UnpackedKv
 
 
 @dataclass(slots=True)
 class GpuAttention:
-    """The step's first `decodes` tokens are those of decode rows; `prefill` tells of the rest."""
+    """The step's first `decodes` tokens are decode rows; `prefill` plans the rest."""
 
     tables: Tensor  # int32 [rows of the engine, blocks]
     block_tokens: int
@@ -23,12 +24,12 @@ class GpuAttention:
     decodes: int
     decode: DecodePlan | None
     prefill: PrefillPlan | None
-    # what the rest looks back at, where it is unpacked beforehand: its tables' rows count
+    # cached tokens of the rest, unpacked in advance; `prefill` then uses its tables
     unpacked: UnpackedKv | None = None
 
     def attend(self, heads: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
-        """heads: [tokens, q_heads + 2 * kv_heads, head_size], rotated → [tokens, q_heads,
-        head_size]
+        """Return [tokens, q_heads, head_size]. heads: [tokens, q_heads + 2 * kv_heads, head_size],
+        queries and keys rotated
         """
         tokens, all_heads, size = heads.shape
         q_heads = all_heads - 2 * keys.shape[0]
@@ -50,10 +51,8 @@ class GpuAttention:
             tables = self.tables
             if self.unpacked is not None:
                 self.unpacked.unpack(keys, values)
-                keys, values, tables = (
-                    self.unpacked.keys,
-                    self.unpacked.values,
-                    self.unpacked.tables,
-                )
+                keys = self.unpacked.keys
+                values = self.unpacked.values
+                tables = self.unpacked.tables
             attend_prefill(heads, keys, values, tables, self.prefill, self.block_tokens, rule, out)
         return out

@@ -1,17 +1,14 @@
-"""Attention of rows with several new tokens each: over what the cache holds from before, then over
-the step's own.
+"""Prefill attention: rows with several new tokens each, over the cached tokens and the step's own.
 
-The step's own keys and values are read from the product that made them, not from the cache: they
-lie in one piece there, so that the hardware copies whole tiles, and they are exact where the cache
-holds fewer bits.
+The step's own keys and values are read from the output of the QKV layer, not from the cache. There
+they are contiguous, so that the copy engine (TMA) loads whole tiles, and they are exact even if the
+cache holds fewer bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,78 +16,16 @@ from torch import Tensor
 
 from slipstream.kernels import packed_cache
 from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.gpu.launch import Quick, power_of_two, shared_memory
+from slipstream.kernels.gpu.launch import Quick, power_of_two
 from slipstream.kernels.gpu.packed_cache import read_whole
+from slipstream.kernels.gpu.prefill_tiles import PrefillPlan, query_tile, uses_descriptors
 from slipstream.kernels.gpu.softmax import tanh
 
-# tokens of a row from which large tiles pay: they read keys less often, small ones compute less in
-# vain
-LARGE_TILES_FROM = 3072
-QUERY_TILE, _FAR_QUERY_TILE = 64, 128
-_FAR_BYTES = 230_400  # of shared memory that large tiles take
 _LOG2_E = 1.4426950408889634
 
 
-@dataclass(slots=True)
-class PrefillPlan:
-    """What `cut_tiles` gave: all int32, on the device; a tile is some queries of one row."""
-
-    tile_token: Tensor  # [tiles]: the step's token of the first query
-    tile_position: Tensor  # [tiles]: its position
-    tile_queries: Tensor  # [tiles]
-    tile_row: Tensor  # [tiles]: which table
-    # [tiles]: how many of the row's tokens the cache holds from before this step
-    tile_cached: Tensor
-    large_tiles: bool = False  # whether tiles are large
-
-
-def cut_tiles(
-    rows: np.ndarray,
-    positions: np.ndarray,
-    counts: np.ndarray,
-    offsets: np.ndarray,
-    large_tiles: bool = False,
-) -> tuple[np.ndarray, ...]:
-    """Columns of PrefillPlan for rows that compute counts[i] tokens from positions[i], at the
-    step's offsets[i].
-
-    Later tiles of a row look at more keys: they go first, so that the last programs to start are
-    short.
-    """
-    size = _query_tile(large_tiles)
-    tiles = -(-counts // size)
-    row = np.repeat(np.arange(len(counts)), tiles)
-    number = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    begin = number * size
-    order = np.argsort(-(positions[row] + begin), kind="stable")
-    row, begin = row[order], begin[order]
-    queries = np.minimum(counts[row] - begin, size)
-    columns = (offsets[row] + begin, positions[row] + begin, queries, rows[row], positions[row])
-    return tuple(column.astype(np.int32) for column in columns)
-
-
-def use_large_tiles(longest: int, dtype: torch.dtype, size: int, device: torch.device) -> bool:
-    """Whether to cut a step into large tiles whose longest row has so many tokens."""
-    return (
-        longest >= LARGE_TILES_FROM
-        and _by_descriptor(dtype, size)
-        and shared_memory(device) >= _FAR_BYTES
-    )
-
-
-def _by_descriptor(dtype: torch.dtype, size: int) -> bool:
-    """The copy engine wants tiles a power of two wide; wider and longer numbers leave no room for
-    its queues.
-    """
-    return dtype != torch.float32 and 16 <= size <= 128 and size == power_of_two(size)
-
-
-def _query_tile(large_tiles: bool) -> int:
-    return _FAR_QUERY_TILE if large_tiles else QUERY_TILE
-
-
 @triton.jit
-def _look(
+def _attend(
     queries,
     k,
     v,
@@ -104,7 +39,7 @@ def _look(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take one tile of keys and values into the running softmax."""
+    """Add one tile of keys and values to the running softmax."""
     scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
         scores = softcap / scale * tanh(scores * (scale / softcap))
@@ -113,7 +48,9 @@ def _look(
     top = tl.maximum(best, tl.max(scores, 1) * scale)
     safe = top
     if MASK:
-        safe = tl.where(top == float("-inf"), 0.0, top)  # a query may see nothing of this tile
+        safe = tl.where(
+            top == float("-inf"), 0.0, top
+        )  # a query may attend to nothing of this tile
     weights = tl.exp2(scores * scale - safe[:, None])
     shrink = tl.exp2(best - safe)
     mass = mass * shrink + tl.sum(weights, 1)
@@ -122,7 +59,7 @@ def _look(
 
 
 @triton.jit
-def _cached(
+def _load_cached(
     keys,
     values,
     table,
@@ -138,7 +75,7 @@ def _cached(
     PACKED: tl.constexpr,
     ON_DEVICE: tl.constexpr,
 ):
-    """A tile of the row's cached keys and values, from position `first` on; zeros from `end` on."""
+    """Load a tile of the row's cached keys and values from position `first`; zeros from `end` on."""
     column = tl.arange(0, PADDED)
     key = first + tl.arange(0, KEYS)
     real = key < end
@@ -156,7 +93,7 @@ def _cached(
 
 
 @triton.jit
-def _own(
+def _load_own(
     own,
     heads,
     first,
@@ -170,9 +107,10 @@ def _own(
     KEYS: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
 ):
-    """A tile of the step's own keys and values, from its token `first` on. A descriptor is for
-    tiles that end before `end`; otherwise zeros stand from there on, because what the row behind
-    has there may be no number.
+    """Load a tile of the step's own keys and values from its token `first`.
+
+    A descriptor is for tiles that end before `end`. Other tiles have zeros from there on, because
+    the next row may hold nan.
     """
     key_column = (Q_HEADS + kv_head) * SIZE
     value_column = (Q_HEADS + KV_HEADS + kv_head) * SIZE
@@ -190,13 +128,13 @@ def _own(
 
 
 @triton.jit
-def _look_at_own(
+def _attend_own(
     own,
     heads,
     first,
     start,
     cached,
-    asking,
+    query_position,
     end,
     queries,
     best,
@@ -218,10 +156,10 @@ def _look_at_own(
     PRECISION: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
 ):
-    """Take a tile of the row's own keys, from its `first` new one on, of which not every query may
-    see all.
+    """Add a tile of the row's own keys, from its new token `first`, with a mask: not every query
+    attends to all of them.
     """
-    k, v = _own(
+    k, v = _load_own(
         own,
         heads,
         start + first,
@@ -236,10 +174,10 @@ def _look_at_own(
         DESCRIPTOR,
     )
     key = cached + first + tl.arange(0, KEYS)
-    seen = key[None, :] <= asking[:, None]
+    seen = key[None, :] <= query_position[:, None]
     if WINDOW:
-        seen = seen & ((key[None, :] > asking[:, None] - window) | (key[None, :] < sinks))
-    return _look(queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION)
+        seen = seen & ((key[None, :] > query_position[:, None] - window) | (key[None, :] < sinks))
+    return _attend(queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION)
 
 
 @Quick
@@ -294,19 +232,18 @@ def _prefill(
         heads + (token + query).to(tl.int64)[:, None] * token_stride + head * SIZE + column[None, :]
     )
     queries = tl.load(at, held, other=0.0)
-    asking = position + query  # positions of the queries
+    query_position = position + query
     best = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     total = tl.zeros([QUERIES, PADDED], tl.float32)
     oldest = 0
     if WINDOW:
         oldest = tl.where(sinks > 0, 0, tl.maximum(position - window + 1, 0))
-    # What the cache holds from before this step: every query comes after it. Whole tiles need no
-    # mask.
+    # Tokens cached before this step: every query comes after them. Whole tiles need no mask.
     begin = oldest // KEYS * KEYS
     if not WINDOW:
         for first in tl.range(0, cached // KEYS * KEYS, KEYS):
-            k, v = _cached(
+            k, v = _load_cached(
                 keys,
                 values,
                 table,
@@ -322,12 +259,12 @@ def _prefill(
                 PACKED,
                 ON_DEVICE,
             )
-            best, mass, total = _look(
+            best, mass, total = _attend(
                 queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION
             )
         begin = cached // KEYS * KEYS
     for first in tl.range(begin, cached, KEYS):
-        k, v = _cached(
+        k, v = _load_cached(
             keys,
             values,
             table,
@@ -346,18 +283,20 @@ def _prefill(
         key = first + tl.arange(0, KEYS)
         seen = tl.broadcast_to((key < cached)[None, :], [QUERIES, KEYS])
         if WINDOW:
-            seen = seen & ((key[None, :] > asking[:, None] - window) | (key[None, :] < sinks))
-        best, mass, total = _look(
+            seen = seen & (
+                (key[None, :] > query_position[:, None] - window) | (key[None, :] < sinks)
+            )
+        best, mass, total = _attend(
             queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION
         )
-    # The step's own tokens: whole tiles before the first query, then those that only later queries
-    # see.
-    start = token - (position - cached)  # the step's token of the row's first one
+    # The step's own tokens: whole tiles before the first query, then tiles that only later queries
+    # attend to.
+    start = token - (position - cached)  # the step's token of the row's first new token
     own_begin = tl.maximum(oldest - cached, 0) // KEYS * KEYS
     if not WINDOW:
         own_begin = (position - cached) // KEYS * KEYS
         for first in tl.range(0, own_begin, KEYS):
-            k, v = _own(
+            k, v = _load_own(
                 own,
                 heads,
                 start + first,
@@ -371,7 +310,7 @@ def _prefill(
                 KEYS,
                 DESCRIPTOR,
             )
-            best, mass, total = _look(
+            best, mass, total = _attend(
                 queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION
             )
     own_end = position - cached + count
@@ -379,13 +318,13 @@ def _prefill(
     if DESCRIPTOR:
         whole = own_end // KEYS * KEYS
     for first in tl.range(own_begin, whole, KEYS):
-        best, mass, total = _look_at_own(
+        best, mass, total = _attend_own(
             own,
             heads,
             first,
             start,
             cached,
-            asking,
+            query_position,
             token + count,
             queries,
             best,
@@ -408,13 +347,13 @@ def _prefill(
             DESCRIPTOR,
         )
     if whole < own_end:
-        best, mass, total = _look_at_own(
+        best, mass, total = _attend_own(
             own,
             heads,
             whole,
             start,
             cached,
-            asking,
+            query_position,
             token + count,
             queries,
             best,
@@ -451,68 +390,62 @@ def attend_prefill(
     rule: AttentionRule,
     out: Tensor,  # [tokens, q_heads, head_size], contiguous
 ) -> None:
-    tokens, all_heads, size = heads.shape
+    """Write the attention of the queries of `plan` to `out`."""
+    _, all_heads, size = heads.shape
     kv_heads = keys.shape[0]
     q_heads = all_heads - 2 * kv_heads
     packed = keys.dtype == packed_cache.DTYPE
     tuning = _tuning(heads.dtype, size, plan.large_tiles, packed)
-    whole = tuning.pop("DESCRIPTOR")
-    own: Any = heads
-    if whole:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        own = TensorDescriptor.from_tensor(
-            heads.view(tokens, all_heads * size), [tuning["KEYS"], size]
-        )
-    _prefill[(q_heads, plan.tile_token.shape[0])](
-        own,
-        heads,
-        keys,
-        values,
-        tables,
+    own = _own_descriptor(heads, tuning["KEYS"]) if tuning["DESCRIPTOR"] else heads
+    tiles = (
         plan.tile_token,
         plan.tile_position,
         plan.tile_queries,
         plan.tile_row,
         plan.tile_cached,
-        out,
-        rule.scale * _LOG2_E,
-        rule.softcap * _LOG2_E,
-        heads.stride(0),
-        out.stride(0),
-        keys.shape[1],
-        tables.stride(0),
-        rule.window if rule.window is not None else 2**30,
+    )
+    scales = (rule.scale * _LOG2_E, rule.softcap * _LOG2_E)
+    strides = (heads.stride(0), out.stride(0), keys.shape[1], tables.stride(0))
+    window = rule.window if rule.window is not None else 2**30
+    arguments = (own, heads, keys, values, tables, *tiles, out, *scales, *strides, window)
+    _prefill[(q_heads, plan.tile_token.shape[0])](
+        *arguments,
         rule.sinks,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         SIZE=size,
         PADDED=max(16, power_of_two(size)),
         BLOCK_TOKENS=block_tokens,
-        QUERIES=_query_tile(plan.large_tiles),
+        QUERIES=query_tile(plan.large_tiles),
         PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
         SOFTCAP=rule.softcap > 0,
         WINDOW=rule.window is not None,
-        DESCRIPTOR=whole,
         PACKED=packed,
         ON_DEVICE=heads.is_cuda,
         **tuning,
     )
 
 
+def _own_descriptor(heads: Tensor, keys: int) -> Any:
+    """Return a descriptor by which the copy engine loads tiles of `keys` tokens of one head."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    tokens, all_heads, size = heads.shape
+    return TensorDescriptor.from_tensor(heads.view(tokens, all_heads * size), [keys, size])
+
+
 def _tuning(dtype: torch.dtype, size: int, large_tiles: bool, packed: bool) -> dict[str, Any]:
-    if _by_descriptor(dtype, size):
+    if uses_descriptors(dtype, size):
         return {
             "KEYS": 128 if large_tiles else 32,
             "num_warps": 8 if large_tiles else 4,
             "num_stages": 3,
             "DESCRIPTOR": True,
         }
-    row_bytes = dtype.itemsize * power_of_two(size)  # of a key
-    # words need room, too
-    keys = max(16, min(128 // dtype.itemsize, 2 ** (13 if packed else 14) // row_bytes))
+    row_bytes = dtype.itemsize * power_of_two(size)  # bytes of a key
+    tile_bytes = 2 ** (13 if packed else 14)  # packed words need room, too
     return {
-        "KEYS": keys,
+        "KEYS": max(16, min(128 // dtype.itemsize, tile_bytes // row_bytes)),
         "num_warps": 4,
         "num_stages": 2 if row_bytes <= 512 else 1,
         "DESCRIPTOR": False,
