@@ -1,32 +1,35 @@
-"""A chart as SVG: lines or dots over two axes, with a legend. Nothing but text, so that a page
-needs no script.
-"""
+"""SVG charts: lines or dots over two axes, with a legend. A page needs no script for them."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-_WIDTH, _HEIGHT = 640, 320
-_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 16, 16, 48
+_WIDTH = 640
+_HEIGHT = 320
+_LEFT = 72  # margins
+_RIGHT = 16
+_TOP = 16
+_BOTTOM = 48
 _COLOURS = ("#2266aa", "#cc5533", "#338855", "#8844aa", "#997700", "#337788", "#aa3377", "#666666")
 _TICKS = 5
-_MOST_POINTS = 1000  # of a series: more would be drawn on top of each other
+_MAX_POINTS = 1000  # points per series; more would overlap
 
 
 @dataclass(frozen=True)
 class Series:
     label: str
     points: Sequence[tuple[float, float]]
-    dots: bool = False  # otherwise a line through the points
-    notes: Sequence[str] = ()  # beside each point
+    dots: bool = False  # otherwise a line connects the points
+    notes: Sequence[str] = ()  # labels of the points
 
 
 @dataclass(frozen=True)
 class Axis:
-    """From a value to a place between `begin` and `end`; it starts at 0."""
+    """A linear scale from 0 to `high`, drawn between the coordinates `begin` and `end`."""
 
     high: float
     step: float
@@ -40,7 +43,7 @@ class Axis:
         step = next(power * times for times in (1, 2, 2.5, 5, 10) if power * times * _TICKS >= most)
         return cls(step * math.ceil(most / step), step, begin, end)
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         return self.begin + (self.end - self.begin) * value / self.high
 
     def ticks(self) -> list[float]:
@@ -48,7 +51,8 @@ class Axis:
 
 
 def chart(across: str, up: str, series: Sequence[Series]) -> str:
-    points = [point for one in series for point in one.points]
+    """Return a chart. `across` and `up` name the axes."""
+    points = list(itertools.chain.from_iterable(one.points for one in series))
     x = Axis.over([point[0] for point in points], _LEFT, _WIDTH - _RIGHT)
     y = Axis.over([point[1] for point in points], _HEIGHT - _BOTTOM, _TOP)
     drawn = [
@@ -63,12 +67,12 @@ def chart(across: str, up: str, series: Sequence[Series]) -> str:
 
 def _frame(x: Axis, y: Axis, across: str, up: str) -> str:
     lines = [
-        f'<path class="grid" d="M{_LEFT} {y.place(tick):.1f}H{_WIDTH - _RIGHT}"/>'
-        f'<text x="{_LEFT - 6}" y="{y.place(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>'
+        f'<path class="grid" d="M{_LEFT} {y.position(tick):.1f}H{_WIDTH - _RIGHT}"/>'
+        f'<text x="{_LEFT - 6}" y="{y.position(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>'
         for tick in y.ticks()
     ]
     lines += [
-        f'<text x="{x.place(tick):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{tick:g}</text>'
+        f'<text x="{x.position(tick):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{tick:g}</text>'
         for tick in x.ticks()
     ]
     middle = (_TOP + _HEIGHT - _BOTTOM) / 2
@@ -83,13 +87,12 @@ def _frame(x: Axis, y: Axis, across: str, up: str) -> str:
 
 
 def _series(series: Series, x: Axis, y: Axis, colour: str) -> str:
-    every = max(1, -(-len(series.points) // _MOST_POINTS))
-    kept = [
-        *series.points[::every],
-        *(series.points[-1:] if (len(series.points) - 1) % every else []),
-    ]
+    every = max(1, -(-len(series.points) // _MAX_POINTS))
+    kept = list(series.points[::every])
+    if (len(series.points) - 1) % every:
+        kept += series.points[-1:]
     places = [
-        (x.place(across), y.place(up))
+        (x.position(across), y.position(up))
         for across, up in kept
         if math.isfinite(across) and math.isfinite(up)
     ]
@@ -103,8 +106,10 @@ def _series(series: Series, x: Axis, y: Axis, colour: str) -> str:
             for left, top in places
         ]
         return "".join([*marks, *notes])
+    if not places:
+        return ""
     path = "L".join(f"{left:.1f} {top:.1f}" for left, top in places)
-    return f'<path class="line" stroke="{colour}" d="M{path}"/>' + "".join(notes) if places else ""
+    return f'<path class="line" stroke="{colour}" d="M{path}"/>' + "".join(notes)
 
 
 def _legend(series: Sequence[Series]) -> str:

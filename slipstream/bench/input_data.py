@@ -1,6 +1,4 @@
-"""Requests for any model as perf_analyzer makes them: from a file of tensors, or all zeros, or
-random.
-"""
+"""Request data for any model, as perf_analyzer makes it: from a file, zeros, or random."""
 
 from __future__ import annotations
 
@@ -39,15 +37,15 @@ class DataError(ValueError):
 @dataclass(frozen=True)
 class InputTensor:
     name: str
-    kind: str  # of numpy
-    dims: tuple[int, ...]  # without the batch
+    dtype: str  # numpy's name of the type
+    dims: tuple[int, ...]  # shape without the batch dimension
     optional: bool
 
 
 def input_tensors(
     config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[InputTensor]:
-    """From a model's configuration; `shapes` stand in for those that it leaves open."""
+    """Return the inputs of a model's configuration. `shapes` override its dimensions."""
     tensors = []
     for tensor in config.get("input", []):
         dims = shapes.get(tensor["name"], tuple(int(dim) for dim in tensor["dims"]))
@@ -63,8 +61,9 @@ def input_tensors(
 
 
 def read_rows(path: Path, tensors: Sequence[InputTensor]) -> list[dict[str, Array]]:
-    """The requests of a file {"data": [{tensor: values, or {"content": values, "shape": dims}},
-    …]}, unbatched.
+    """Read the rows of a JSON file, one row per request without batches.
+
+    Its form is {"data": [{tensor: values, or {"content": values, "shape": dims}}, …]}.
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["data"]
@@ -82,27 +81,32 @@ def _row(row: Mapping[str, Any], tensors: Sequence[InputTensor]) -> dict[str, Ar
     if missing:
         raise DataError(f"the input {missing[0]} is missing")
     return {
-        tensor.name: _given(row[tensor.name], tensor) for tensor in tensors if tensor.name in row
+        tensor.name: _read_values(row[tensor.name], tensor)
+        for tensor in tensors
+        if tensor.name in row
     }
 
 
-def _given(value: Any, tensor: InputTensor) -> Array:
-    content, shape = (
-        (value["content"], value.get("shape")) if isinstance(value, Mapping) else (value, None)
-    )
+def _read_values(value: Any, tensor: InputTensor) -> Array:
+    content = value
+    shape = None
+    if isinstance(value, Mapping):
+        content = value["content"]
+        shape = value.get("shape")
     flat = content if isinstance(content, list) else [content]
-    items = [str(item).encode() for item in flat] if tensor.kind == "object" else flat
+    items = [str(item).encode() for item in flat] if tensor.dtype == "object" else flat
     dims = tuple(shape) if shape is not None else tensor.dims
     if sum(dim < 0 for dim in dims) == 1 and len(dims) == 1:
         dims = (len(items),)
-    return numpy.array(items, dtype=tensor.kind).reshape(dims)
+    return numpy.array(items, dtype=tensor.dtype).reshape(dims)
 
 
-def made_up_row(
+def generate_row(
     tensors: Sequence[InputTensor], random: bool, text: str | None, length: int
 ) -> dict[str, Array]:
-    """Zeros or random values for every input that a request must have; texts are `text`, or random
-    letters.
+    """Return zeros or random values for every required input.
+
+    Texts are `text`, or `length` random letters.
     """
     generator = numpy.random.default_rng(0)
     row = {}
@@ -113,21 +117,21 @@ def made_up_row(
             raise DataError(
                 f"the input {tensor.name} has no fixed shape; give --shape {tensor.name}:N,…"
             )
-        if tensor.kind == "object":
+        if tensor.dtype == "object":
             letters = "".join(chr(97 + int(letter)) for letter in generator.integers(0, 26, length))
-            row[tensor.name] = numpy.full(
-                tensor.dims, (text if text is not None else letters).encode(), dtype=object
-            )
+            content = letters if text is None else text
+            row[tensor.name] = numpy.full(tensor.dims, content.encode(), dtype=object)
         elif random:
-            row[tensor.name] = generator.integers(0, _MOST_RANDOM, tensor.dims).astype(tensor.kind)
+            row[tensor.name] = generator.integers(0, _MOST_RANDOM, tensor.dims).astype(tensor.dtype)
         else:
-            row[tensor.name] = numpy.zeros(tensor.dims, dtype=tensor.kind)
+            row[tensor.name] = numpy.zeros(tensor.dims, dtype=tensor.dtype)
     return row
 
 
-def batches(rows: Sequence[Mapping[str, Array]], size: int) -> list[dict[str, Array]]:
-    """Requests of `size` rows that follow each other, from each row once; `size` 0: the model takes
-    no batches.
+def batch_rows(rows: Sequence[Mapping[str, Array]], size: int) -> list[dict[str, Array]]:
+    """Return the inputs of requests with `size` rows each, so that every row is used.
+
+    With `size` 0 the rows have no batch dimension.
     """
     if size == 0:
         return [dict(row) for row in rows]

@@ -1,6 +1,4 @@
-"""genai-perf's table and its files: the inputs, every request's times, and the metrics as JSON and
-CSV.
-"""
+"""genai-perf's table and files: inputs, times of every request, and metrics as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -10,18 +8,17 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy
 from rich.console import Console
 from rich.table import Table
 
 from slipstream.bench.llm_metrics import LlmMetrics, Metric
 from slipstream.bench.load import Measured, Record
-from slipstream.client.tensors import Array
+from slipstream.client.tensors import Array, text_list
 
 _COLUMNS = ("avg", "min", "max", "p99", "p90", "p75")
 _CSV_COLUMNS = ("avg", "min", "max", "p99", "p95", "p90", "p75", "p50", "p25")
 _NOT_SHOWN = "output_token_throughput_per_request"
-_WIDTH = 110  # of the table where there is no terminal to ask
+_WIDTH = 110  # width of the table if the output is no terminal
 
 
 def print_table(metrics: LlmMetrics) -> None:
@@ -72,7 +69,7 @@ def csv_report(metrics: LlmMetrics) -> str:
 
 
 def profile_export(measured: Measured, mode: str, value: float) -> str:
-    """perf_analyzer's file: what was sent and what came when, request by request."""
+    """Return perf_analyzer's file: data and times of every request and its answers."""
     experiment = {
         "experiment": {"mode": mode, "value": value},
         "requests": [_request_document(record) for record in measured.records],
@@ -86,29 +83,25 @@ def profile_export(measured: Measured, mode: str, value: float) -> str:
 def _request_document(record: Record) -> dict[str, Any]:
     return {
         "timestamp": record.sent,
-        "request_inputs": {name: _plain(array) for name, array in record.request.inputs.items()},
+        "request_inputs": _tensors_document(record.request.inputs),
         "response_timestamps": list(record.answered),
-        "response_outputs": [
-            {name: _plain(array) for name, array in outputs.items()} for outputs in record.outputs
-        ],
+        "response_outputs": [_tensors_document(outputs) for outputs in record.outputs],
     }
 
 
+def _tensors_document(tensors: Mapping[str, Array]) -> dict[str, Any]:
+    return {name: _plain(array) for name, array in tensors.items()}
+
+
 def _plain(array: Array) -> Any:
-    if array.dtype == object:
-        items = [bytes(item).decode(errors="replace") for item in array.reshape(-1)]
-    else:
-        items = numpy.asarray(array).reshape(-1).tolist()
+    items: list[Any] = text_list(array) if array.dtype == object else array.reshape(-1).tolist()
     return items[0] if len(items) == 1 else items
 
 
 def inputs_document(rows: Sequence[Mapping[str, Any]]) -> str:
-    return json.dumps(
-        {
-            "data": [
-                {name: value if name == "model" else [value] for name, value in row.items()}
-                for row in rows
-            ]
-        },
-        indent=2,
-    )
+    """Return the fields of every request as JSON."""
+    return json.dumps({"data": [_row_document(row) for row in rows]}, indent=2)
+
+
+def _row_document(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value if name == "model" else [value] for name, value in row.items()}

@@ -1,7 +1,8 @@
-"""Load on a server: requests kept in flight or sent at a rate, and when each of their answers came."""
+"""Load on a server: requests kept in flight or sent at a rate, and the times of their answers."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,9 +18,7 @@ _STABLE_WINDOWS = 3
 
 @dataclass(frozen=True)
 class Record:
-    """One request: when it was sent and when each answer came, in nanoseconds of one clock, and
-    what they held.
-    """
+    """One request and its answers. Times are nanoseconds of a monotonic clock."""
 
     request: Request
     sent: int
@@ -39,25 +38,44 @@ class Record:
 Sender = Callable[[Request], Record]
 
 
+class LoadError(ValueError):
+    """Requests of a load failed, or none was answered."""
+
+
+def check_answers(records: Sequence[Record]) -> list[Record]:
+    """Return the records. Raises LoadError if a request failed or nothing was answered."""
+    failed = [record.error for record in records if record.error]
+    if failed:
+        raise LoadError(f"{len(failed)} of {len(records)} requests failed; the first: {failed[0]}")
+    if not records:
+        raise LoadError(
+            "no request was answered; give a longer --measurement-interval or a --request-count"
+        )
+    return list(records)
+
+
 def stream_sender(connection: GrpcConnection) -> Sender:
-    """Every request over a stream of its own; its answers are timed as they come."""
+    """Return a sender that uses a stream for each request and times every answer."""
 
     def send(request: Request) -> Record:
-        sent, times, outputs = time.monotonic_ns(), [], []
+        sent = time.monotonic_ns()
+        times = []
+        outputs = []
         try:
             for answer in connection.stream([request]):
                 times.append(time.monotonic_ns())
                 outputs.append(answer.outputs)
         except ServerError as error:
             return _failed(request, sent, error)
-        return Record(
-            request, sent, tuple(times), tuple(outputs), "" if times else "no answer came"
-        )
+        error_text = "" if times else "no answer came"
+        return Record(request, sent, tuple(times), tuple(outputs), error_text)
 
     return send
 
 
 def single_sender(connection: Connection) -> Sender:
+    """Return a sender for models that give one answer."""
+
     def send(request: Request) -> Record:
         sent = time.monotonic_ns()
         try:
@@ -74,8 +92,10 @@ def _failed(request: Request, sent: int, error: ServerError) -> Record:
 
 
 class Load:
-    """Sends requests until it is closed or they run out: `workers` at a time, or after `waits` of
-    so many seconds.
+    """Sends requests until it is closed or they run out.
+
+    `workers` requests are in flight, or with `waits`, a request is sent after each of these times
+    in seconds.
     """
 
     def __init__(
@@ -85,7 +105,9 @@ class Load:
         workers: int,
         waits: Iterator[float] | None = None,
     ) -> None:
-        self._send, self._requests, self._waits = send, requests, waits
+        self._send = send
+        self._requests = requests
+        self._waits = waits
         self._done: list[Record] = []
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -104,7 +126,7 @@ class Load:
         return any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """No further requests; those in flight are waited for."""
+        """Send no further requests, and wait for those in flight."""
         self._closing.set()
         for thread in list(self._threads):
             thread.join()
@@ -124,7 +146,8 @@ class Load:
 
     def _send_at_a_rate(self) -> None:
         assert self._waits is not None
-        started, due = [], time.monotonic()
+        started = []
+        due = time.monotonic()
         while (request := self._next()) is not None:
             due += next(self._waits)
             if self._closing.wait(max(0.0, due - time.monotonic())):
@@ -136,32 +159,39 @@ class Load:
 
 
 class Measured(NamedTuple):
-    records: list[Record]  # answered within the windows, the failed ones too
-    boundaries: list[int]  # nanoseconds
+    records: list[Record]  # requests answered or failed within the windows
+    boundaries: list[int]  # start and end of the windows, in nanoseconds
     stable: bool
 
 
 class WindowRule(NamedTuple):
-    """Windows of so many seconds, until three in a row differ from their mean by no more than this
-    share.
-    """
+    """When a measurement ends: after three windows in a row that are about equal."""
 
-    seconds: float
-    most_difference: float
-    most_windows: int
+    seconds: float  # length of a window
+    max_difference: float  # difference from the mean of the three, as a share
+    max_windows: int
+
+
+def measure(load: Load, rule: WindowRule | None) -> Measured:
+    """Measure a load in windows, or without a rule, until its requests have run out."""
+    if rule is None:
+        return measure_all(load)
+    try:
+        return measure_windows(load, rule)
+    finally:
+        load.close()
 
 
 def measure_windows(load: Load, rule: WindowRule) -> Measured:
-    """Watch a load for some windows. One in which nothing was answered is made longer until
-    something is.
-    """
-    boundaries, stable = [load.begun], False
-    while len(boundaries) <= rule.most_windows and not stable:
+    """Measure a load in windows. A window lasts until at least one request is answered."""
+    boundaries = [load.begun]
+    stable = False
+    while len(boundaries) <= rule.max_windows and not stable:
         time.sleep(rule.seconds)
         while load.running and not _within(load.records(), boundaries[-1], time.monotonic_ns()):
             time.sleep(min(rule.seconds, 0.1))
         boundaries.append(time.monotonic_ns())
-        stable = _is_stable(load.records(), boundaries, rule.most_difference)
+        stable = _is_stable(load.records(), boundaries, rule.max_difference)
         if not load.running:
             break
     kept = boundaries[-_STABLE_WINDOWS - 1 :]
@@ -169,7 +199,7 @@ def measure_windows(load: Load, rule: WindowRule) -> Measured:
 
 
 def measure_all(load: Load) -> Measured:
-    """Until the requests have run out."""
+    """Measure a load until its requests have run out."""
     while load.running:
         time.sleep(0.01)
     return Measured(load.records(), [load.begun, time.monotonic_ns()], True)
@@ -182,17 +212,17 @@ def _within(records: Iterable[Record], begin: int, end: int) -> list[Record]:
 def _is_stable(records: Sequence[Record], boundaries: Sequence[int], most: float) -> bool:
     if len(boundaries) <= _STABLE_WINDOWS:
         return False
-    rates, latencies = [], []
-    for begin, end in zip(
-        boundaries[-_STABLE_WINDOWS - 1 :], boundaries[-_STABLE_WINDOWS:], strict=False
-    ):
+    rates = []
+    latencies = []
+    for begin, end in itertools.pairwise(boundaries[-_STABLE_WINDOWS - 1 :]):
         window = _within(records, begin, end)
         if not window:
             return False
         rates.append(len(window) / (end - begin))
         latencies.append(fmean(record.latency for record in window))
-    return all(
-        abs(value - fmean(values)) <= most * fmean(values)
-        for values in (rates, latencies)
-        for value in values
-    )
+    return _are_near_mean(rates, most) and _are_near_mean(latencies, most)
+
+
+def _are_near_mean(values: Sequence[float], most: float) -> bool:
+    mean = fmean(values)
+    return all(abs(value - mean) <= most * mean for value in values)

@@ -1,6 +1,4 @@
-"""What was measured, as one page: how latencies are spread, how they went over time, and what load
-does to them.
-"""
+"""An HTML page with the measurements: distribution of latencies, course over time, effect of load."""
 
 from __future__ import annotations
 
@@ -23,42 +21,40 @@ table { border-collapse: collapse } th, td { padding: .2rem .8rem; text-align: r
 """
 _COLUMNS = ("avg", "p50", "p90", "p99")
 _TITLES = {
-    "time_to_first_token": "Time to the first token",
-    "inter_token_latency": "Time between tokens",
-    "request_latency": "Time of a whole request",
+    "time_to_first_token": "Time to first token",
+    "inter_token_latency": "Inter-token latency",
+    "request_latency": "Request latency",
 }
 
 
 @dataclass(frozen=True)
 class Run:
-    """One load, and what came of it."""
+    """The measurement of one level of load."""
 
     label: str
-    load: float  # requests in flight, or a second
+    load: float  # requests in flight, or requests a second
     records: Sequence[Record]
     metrics: LlmMetrics
 
 
 def page(title: str, load_name: str, runs: Sequence[Run]) -> str:
+    """Return the page. `load_name` is the unit of the loads."""
     parts = [f"<h1>{escape(title)}</h1>", _table(runs)]
     for name, heading in _TITLES.items():
-        spread = [
-            Series(run.label, _spread(values)) for run in runs if (values := _values(run, name))
+        measured = [run for run in runs if _values(run, name)]
+        if not measured:
+            continue
+        spread = [Series(run.label, _distribution(_values(run, name))) for run in measured]
+        course = [Series(run.label, _over_time(run, name), dots=True) for run in runs]
+        parts += [
+            f"<h2>{heading}</h2>",
+            "<h3>Distribution</h3>",
+            chart("ms", "% of requests", spread),
+            "<h3>Over time</h3>",
+            chart("seconds", "ms", course),
         ]
-        if spread:
-            parts += [
-                f"<h2>{heading}</h2>",
-                "<h3>Share of requests within a time</h3>",
-                chart("ms", "% of requests", spread),
-                "<h3>As the measurement went on</h3>",
-                chart(
-                    "seconds",
-                    "ms",
-                    [Series(run.label, _over_time(run, name), dots=True) for run in runs],
-                ),
-            ]
     if len(runs) > 1:
-        parts += ["<h2>What load does</h2>", *_comparisons(load_name, runs)]
+        parts += ["<h2>Effect of load</h2>", *_comparisons(load_name, runs)]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
@@ -69,26 +65,23 @@ def page(title: str, load_name: str, runs: Sequence[Run]) -> str:
 def _table(runs: Sequence[Run]) -> str:
     names = [name for name in _TITLES if any(name in run.metrics.by_name() for run in runs)]
     heads = "".join(f'<th colspan="{len(_COLUMNS)}">{_TITLES[name]}, ms</th>' for name in names)
-    below = "".join(f"<th>{column}</th>" for _ in names for column in _COLUMNS)
-    lines = []
-    for run in runs:
-        found = run.metrics.by_name()
-        cells = [
-            f"{found[name].statistics[column]:,.1f}" if name in found else ""
-            for name in names
-            for column in _COLUMNS
-        ]
-        cells += [
-            f"{run.metrics.output_tokens_per_second:,.1f}",
-            f"{run.metrics.requests_per_second:,.2f}",
-        ]
-        lines.append(
-            f"<tr><th>{escape(run.label)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-        )
+    below = "".join(f"<th>{column}</th>" for column in _COLUMNS) * len(names)
+    lines = "".join(_table_row(run, names) for run in runs)
     return (
         f'<div class="wide"><table><tr><th></th>{heads}<th>tokens / s</th><th>requests / s</th></tr>'
-        f"<tr><th></th>{below}<th></th><th></th></tr>{''.join(lines)}</table></div>"
+        f"<tr><th></th>{below}<th></th><th></th></tr>{lines}</table></div>"
     )
+
+
+def _table_row(run: Run, names: Sequence[str]) -> str:
+    found = run.metrics.by_name()
+    cells: list[str] = []
+    for name in names:
+        statistics = found[name].statistics if name in found else None
+        cells += [f"{statistics[column]:,.1f}" if statistics else "" for column in _COLUMNS]
+    cells.append(f"{run.metrics.output_tokens_per_second:,.1f}")
+    cells.append(f"{run.metrics.requests_per_second:,.2f}")
+    return f"<tr><th>{escape(run.label)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def _values(run: Run, name: str) -> tuple[float, ...]:
@@ -96,13 +89,16 @@ def _values(run: Run, name: str) -> tuple[float, ...]:
     return found.values if found else ()
 
 
-def _spread(values: Sequence[float]) -> list[tuple[float, float]]:
+def _distribution(values: Sequence[float]) -> list[tuple[float, float]]:
     ordered = sorted(values)
     return [(value, 100.0 * (number + 1) / len(ordered)) for number, value in enumerate(ordered)]
 
 
 def _over_time(run: Run, name: str) -> list[tuple[float, float]]:
-    """By when each request was sent. Only answers of several tokens have a time between them."""
+    """Return the values by the time at which each request was sent.
+
+    Only answers of several tokens have an inter-token latency.
+    """
     records = list(run.records)
     if name == "inter_token_latency":
         counts = _values(run, "output_sequence_length")
@@ -118,7 +114,7 @@ def _comparisons(load_name: str, runs: Sequence[Run]) -> list[str]:
     parts = [
         "<h3>Throughput</h3>",
         chart(load_name, "tokens / s", [Series("all requests", throughput)]),
-        "<h3>What throughput costs in latency</h3>",
+        "<h3>Throughput against latency</h3>",
     ]
     trade = []
     for column in ("p50", "p99"):
@@ -126,7 +122,7 @@ def _comparisons(load_name: str, runs: Sequence[Run]) -> list[str]:
         points = [(latency, rate) for latency, (_, rate) in zip(latencies, throughput, strict=True)]
         trade.append(
             Series(
-                f"{column} of whole requests", points, notes=[f"{run.load:g}" for run in ordered]
+                f"{column} of request latency", points, notes=[f"{run.load:g}" for run in ordered]
             )
         )
     return [*parts, chart("ms", "tokens / s", trade)]

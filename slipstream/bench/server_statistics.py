@@ -1,20 +1,20 @@
-"""What the server counted while a load was measured: requests, and where their time went."""
+"""The server's own statistics of a load: requests, and the time in each of their phases."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-_PHASES = ("queue", "compute_input", "compute_infer", "compute_output")
+PHASES = ("queue", "compute_input", "compute_infer", "compute_output")
 
 
 class ServerCounts(NamedTuple):
-    """Of one model, since the server started. Times are in nanoseconds, summed over requests."""
+    """The counters of one model since the server started, or between two readings."""
 
     inferences: int
     executions: int
     requests: int
-    nanoseconds: Mapping[str, int]  # of `success` and of each phase
+    nanoseconds: Mapping[str, int]  # total time of `success` and of each phase
 
     def since(self, before: ServerCounts) -> ServerCounts:
         return ServerCounts(
@@ -28,16 +28,13 @@ class ServerCounts(NamedTuple):
         return self.nanoseconds[phase] / 1000 / self.requests if self.requests else 0.0
 
     def lines(self) -> list[str]:
-        """As perf_analyzer prints them."""
-        parts = {phase: self.average_us(phase) for phase in _PHASES}
+        """Return the lines that perf_analyzer prints."""
+        parts = {phase: self.average_us(phase) for phase in PHASES}
         total = self.average_us("success")
         overhead = max(0.0, total - sum(parts.values()))
-        shown = " + ".join(
-            [
-                f"overhead {overhead:.0f} usec",
-                *(f"{phase.replace('_', ' ')} {value:.0f} usec" for phase, value in parts.items()),
-            ]
-        )
+        terms = [f"overhead {overhead:.0f} usec"]
+        terms += [f"{phase.replace('_', ' ')} {value:.0f} usec" for phase, value in parts.items()]
+        shown = " + ".join(terms)
         return [
             f"Inference count: {self.inferences}",
             f"Execution count: {self.executions}",
@@ -46,11 +43,11 @@ class ServerCounts(NamedTuple):
         ]
 
 
-def counts_of(document: Mapping[str, Any]) -> ServerCounts:
-    """From a statistics document; over gRPC its whole numbers come as text, and zeros are left out."""
+def read_counts(document: Mapping[str, Any]) -> ServerCounts:
+    """Read a statistics document. Over gRPC, numbers are texts and zeros are left out."""
     found = document["model_stats"][0]
     times = found.get("inference_stats", {})
-    nanoseconds = {name: int(times.get(name, {}).get("ns", 0)) for name in ("success", *_PHASES)}
+    nanoseconds = {name: int(times.get(name, {}).get("ns", 0)) for name in ("success", *PHASES)}
     return ServerCounts(
         int(found.get("inference_count", 0)),
         int(found.get("execution_count", 0)),

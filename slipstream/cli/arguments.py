@@ -1,98 +1,201 @@
-"""Parsing as the old scripts parsed, and forgiving where their documents and their code disagreed.
+"""The argument parser of every command: argparse with one layout and one error style.
 
-Long options are taken with '-' or '_', as `--x v` or `--x=v`, and by a unique beginning. What is
-unknown is refused in one line with the nearest known name.
+A long option is accepted with '-' or '_', as `--x v` or `--x=v`, and by a unique prefix. An unknown
+option is an error of one line that suggests the nearest known option.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+import shutil
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 from slipstream.cli.log import log
-from slipstream.weights.flags import SHORT_NAMES, Flag
+
+NO_EFFECT = "Accepted for compatibility; no effect."
+_NO_EFFECT_TITLE = "accepted for compatibility; no effect"
 
 
 class CommandError(Exception):
-    """What to tell the user in one line; the command ends with code 1."""
+    """A failure to report in one line. The command exits with code 1."""
+
+
+class UsageError(CommandError):
+    """A mistake in the command line. The command exits with code 2."""
+
+
+class ArgumentContainer(Protocol):
+    """A parser or one group of its options."""
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action: ...
 
 
 class Parser(argparse.ArgumentParser):
-    """`argparse` with every spelling of a long option, and suggestions."""
+    """An `ArgumentParser` that knows its arguments and suggests a correction for a typo."""
+
+    def __init__(self, prog: str, description: str, **settings: Any) -> None:
+        self.arguments: list[argparse.Action] = []
+        super().__init__(prog, description=description, add_help=False, **settings)
+        self.add_help_option()
+
+    def add_help_option(self) -> None:
+        self.add_argument("-h", "--help", action="help", help="Show this help and exit.")
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        action = super().add_argument(*names, **_state_default(settings))
+        self.arguments.append(action)
+        return action
+
+    def group(self, title: str, description: str | None = None) -> ArgumentContainer:
+        """Return a titled section of the help, to which options can be added."""
+        return _Group(self, self.add_argument_group(title, description))
+
+    def alternatives(self) -> ArgumentContainer:
+        """Return a group of options. At most one of them can be given."""
+        return _Group(self, self.add_mutually_exclusive_group())
+
+    def no_effect_group(self) -> ArgumentContainer:
+        """Return the section for options that are accepted and ignored."""
+        return self.group(_NO_EFFECT_TITLE)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        known, unknown = self.parse_known_args(self._spelled(arguments))
-        if unknown:
-            self.error(self._unknown_text(unknown[0]))
+        """Return the parsed arguments. A mistake is printed in one line and exits with code 2."""
+        words = self._normalise(arguments)
+        self._refuse_unknown(words)
+        known, rest = self.parse_known_args(words)
+        if rest:
+            self.error(self.describe_unknown(rest[0]))
         return known
 
     def error(self, message: str) -> NoReturn:
         log("ERROR", f"{message} (see {self.prog} --help)")
         raise SystemExit(2)
 
-    def _long_options(self) -> dict[str, str]:
-        """The name with '-' for every '_' → the option as it was declared; those of subcommands,
-        too.
-        """
-        options = {}
-        for action in self._actions:
-            for option in action.option_strings:
-                options[option.replace("_", "-")] = option
-            if isinstance(action, argparse._SubParsersAction):
-                for child in action.choices.values():
-                    options.update(child._long_options())
-        return options
+    def format_help(self) -> str:
+        self.usage = self._short_usage()
+        return super().format_help()
 
-    def _spelled(self, arguments: Sequence[str]) -> list[str]:
-        options = self._long_options()
-        spelled: list[str] = []
-        for position, argument in enumerate(arguments):
-            if argument == "--":
-                return [*spelled, *arguments[position:]]
-            name, equals, value = argument.partition("=")
-            if name.startswith("--"):
-                name = options.get(name.replace("_", "-"), name)
-            spelled.append(name + equals + value)
-        return spelled
+    def format_usage(self) -> str:
+        self.usage = self._short_usage()
+        return super().format_usage()
 
-    def _unknown_text(self, argument: str) -> str:
+    def describe_unknown(self, argument: str) -> str:
+        """Return the error text for an argument that the parser does not know."""
         name = argument.partition("=")[0]
         if not name.startswith("-"):
             return f"unexpected argument '{argument}'"
-        close = difflib.get_close_matches(name.replace("_", "-"), self._long_options(), n=1)
-        hint = f"; did you mean {self._long_options()[close[0]]}?" if close else ""
+        options = self.long_options()
+        close = difflib.get_close_matches(name.replace("_", "-"), options, n=1)
+        hint = f"; did you mean {options[close[0]]}?" if close else ""
         return f"there is no option {name}{hint}"
 
+    def long_options(self) -> dict[str, str]:
+        """Return every option as declared, keyed by its name with '-' in place of '_'."""
+        options = {}
+        for action in self.arguments:
+            for option in action.option_strings:
+                options[option.replace("_", "-")] = option
+        return options
 
-_NUMBER_OF_VALUES: dict[str, dict[str, Any]] = {
-    "nothing": {"action": "store_true"},
-    "value": {},
-    "maybe": {"nargs": "?", "const": ""},
-    "values": {"nargs": "*"},
-}
+    def _normalise(self, arguments: Sequence[str]) -> list[str]:
+        """Return the arguments with every long option spelled as it was declared."""
+        options = self.long_options()
+        words: list[str] = []
+        for position, argument in enumerate(arguments):
+            if argument == "--":
+                return [*words, *arguments[position:]]
+            name, equals, value = argument.partition("=")
+            if name.startswith("--"):
+                name = options.get(name.replace("_", "-"), name)
+            words.append(name + equals + value)
+        return words
 
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        """Report an unknown long option before argparse reports what is missing because of it."""
+        options = self.long_options()
+        for word in words:
+            if word == "--":
+                return
+            name = word.partition("=")[0].replace("_", "-")
+            is_option = name.startswith("--") and " " not in name
+            if is_option and not any(option.startswith(name) for option in options):
+                self.error(self.describe_unknown(word))
 
-def add_flags(parser: Parser, flags: Iterable[Flag]) -> None:
-    """Declare a table of flags; what is not given stays out of the result."""
-    for flag in flags:
-        names = [f"--{flag.name}"]
-        if flag.name in SHORT_NAMES:
-            names.append(f"-{SHORT_NAMES[flag.name]}")
-        parser.add_argument(
-            *names, default=argparse.SUPPRESS, help=flag.text, **_NUMBER_OF_VALUES[flag.takes]
+    def _short_usage(self) -> str:
+        """Return `PROG [options]`, the required options and the positional arguments."""
+        required = [action for action in self.arguments if action.option_strings]
+        parts = [
+            f"{action.option_strings[0]} {_value_name(action)}"
+            for action in required
+            if action.required
+        ]
+        parts += [
+            _positional_usage(action) for action in self.arguments if not action.option_strings
+        ]
+        width = max(20, shutil.get_terminal_size().columns - len("usage: ") - 2)
+        lines = textwrap.wrap(
+            " ".join([self.prog, "[options]", *parts]), width, break_on_hyphens=False
         )
+        return "\n         ".join(lines).replace("%", "%%")
 
 
-def explain_flags(flags: Iterable[Flag], given: argparse.Namespace) -> None:
-    """One line for each flag that changes nothing; CommandError for the first that cannot be
-    honoured.
-    """
-    for flag in flags:
-        if not hasattr(given, flag.name):
-            continue
-        if flag.effect == "refused":
-            raise CommandError(f"--{flag.name}: {flag.text}")
-        if flag.effect == "explained":
-            print(f"[INFO] --{flag.name} changes nothing: {flag.text}", flush=True)
+class _Group:
+    """A group of options whose parser keeps a list of them."""
+
+    def __init__(self, parser: Parser, group: ArgumentContainer) -> None:
+        self._parser = parser
+        self._group = group
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        action = self._group.add_argument(*names, **_state_default(settings))
+        self._parser.arguments.append(action)
+        return action
+
+
+def _state_default(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an option with its default value in the help text."""
+    text = settings.get("help")
+    default = settings.get("default")
+    if text is None or "default" in text or default is None or isinstance(default, bool):
+        return settings
+    if default == argparse.SUPPRESS or default == "" or default == []:
+        return settings
+    shown = f"{default:g}" if isinstance(default, float) else "%(default)s"
+    return {**settings, "help": f"{text.rstrip('.')} (default: {shown})."}
+
+
+def _value_name(action: argparse.Action) -> str:
+    if isinstance(action.metavar, str):
+        return action.metavar
+    return action.dest.upper()
+
+
+def _positional_usage(action: argparse.Action) -> str:
+    name = _value_name(action) if action.metavar else action.dest
+    return {"?": f"[{name}]", "*": f"[{name} ...]"}.get(str(action.nargs), name)
+
+
+def at_least(minimum: float, kind: type[int] | type[float] = float) -> Callable[[str], float]:
+    """Return a `type=` function for numbers that are not below `minimum`."""
+
+    def read(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = None
+        if number is None or not number >= minimum:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(
+                f"must be {what} of at least {minimum:g}, not '{text}'"
+            )
+        return number
+
+    return read
+
+
+def add_verbose(parser: ArgumentContainer) -> None:
+    """Add `-v`, which Triton CLI has for every command."""
+    parser.add_argument("-v", "--verbose", action="store_true", help=NO_EFFECT)

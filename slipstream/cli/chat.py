@@ -5,55 +5,58 @@ pipe.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import signal
 import sys
-from collections.abc import Generator, Iterator, Sequence
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from slipstream.cli.arguments import CommandError, Parser
+from slipstream.cli.connections import (
+    add_address,
+    add_api_key,
+    closing_connection,
+    server_address,
+)
 from slipstream.cli.keys import read_api_key
 from slipstream.cli.log import CONTROL, log
-from slipstream.cli.server_address import add_address, address_of
 from slipstream.client.connection import HttpConnection, ServerError
 
 PROMPT = ">>> "
 _TICK_SECONDS = 0.2
-_HOW = "Ctrl-C stops an answer, /clear forgets what was said, /exit or Ctrl-D ends."
+_HELP = "Ctrl-C stops an answer, /clear starts a new conversation, /exit or Ctrl-D quits."
 _COMMAND = re.compile(r"/[a-z]+")
-# are in every repository, beside the model under its own name
-_CUSTOMARY = ("ensemble", "tensorrt_llm_bls")
+# models that every repository has beside the one with a name of its own
+_STANDARD_NAMES = ("ensemble", "tensorrt_llm_bls")
 
 
 class Conversation:
-    """What was said so far, on this side of the connection: the server keeps nothing."""
+    """The messages so far. The client keeps them: the server keeps nothing."""
 
     def __init__(self, connection: HttpConnection, model: str, system: str | None) -> None:
         self._connection = connection
-        # Small models, which people try first, lose themselves where anything but the likeliest is
-        # drawn.
+        # greedy: small models, which people try first, often lose the thread when sampled
         self._settings = {"model": model, "temperature": 0, "stream": True}
         self._beginning = [] if system is None else [{"role": "system", "content": system}]
-        self.cut_short = False  # the last answer, by the end of the context
+        self.cut_short = False  # the last answer ended because the context was full
         self.clear()
 
     def clear(self) -> None:
         self._messages = list(self._beginning)
 
     def answer(self, question: str) -> Generator[str, None, None]:
-        """The pieces of an answer. One that is stopped half-way is a part of the conversation as
-        far as it came.
-        """
+        """Yield the pieces of an answer. A stopped answer stays in the conversation as it is."""
         messages = [*self._messages, {"role": "user", "content": question}]
         body = {**self._settings, "messages": messages}
-        said, self.cut_short = "", False
+        said = ""
+        self.cut_short = False
+        stream = self._connection.events("/v1/chat/completions", body)
         try:
-            with contextlib.closing(
-                self._connection.events("/v1/chat/completions", body)
-            ) as events:
-                for piece, end in (choice for event in events for choice in _choices(event)):
-                    self.cut_short = end == "length"
+            with contextlib.closing(stream) as events:
+                for piece, finish_reason in itertools.chain.from_iterable(map(_choices, events)):
+                    self.cut_short = finish_reason == "length"
                     if piece:
                         said += piece
                         yield piece
@@ -63,56 +66,54 @@ class Conversation:
 
 
 def _choices(event: Any) -> list[tuple[str, Any]]:
-    """What each of an event's choices adds to the answer, and why it ends there."""
+    """Return the text and the finish reason of each choice of an event."""
     try:
         return [
             (str(choice["delta"].get("content") or ""), choice["finish_reason"])
             for choice in event["choices"]
         ]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ServerError("what answers there is not OpenAI's API") from error
+        raise ServerError("the server's answer is not one of OpenAI's API") from error
 
 
-def main(arguments: Sequence[str]) -> int:
+def create_parser() -> Parser:
     parser = Parser(
         "slipstream chat",
-        description=f"Talk to a model of a running server. {_HOW} What comes through "
-        "a pipe is answered line by line.",
+        f"Chat with a model of a running server. {_HELP} Lines from a pipe are answered in order.",
     )
     parser.add_argument(
-        "-m", "--model", help="The model to talk to (default: the first with a name of its own)."
+        "-m",
+        "--model",
+        help="Name of the model (default: the first that is not an ensemble or BLS model).",
     )
     parser.add_argument(
-        "--system", metavar="TEXT", help="A system message for the conversation to begin with."
+        "--system", metavar="TEXT", help="System message at the start of the conversation."
     )
-    parser.add_argument(
-        "--api-key",
-        type=Path,
-        metavar="FILE",
-        help="A file with the server's key; else SLIPSTREAM_API_KEY is it.",
-    )
+    add_api_key(parser)
     add_address(parser, "8000")
-    given = parser.parse(arguments)
-    address = address_of(given, 8000)
-    with contextlib.closing(HttpConnection(address, read_api_key(given.api_key))) as connection:
-        try:
-            model = _chosen(connection.models(), given.model)
-            conversation = Conversation(connection, model, given.system)
-            _accept_any_bytes()
-            if sys.stdin.isatty():
-                print(f"This is {CONTROL.sub('', model)} at {address}. {_HOW}\n")
-                _talk(conversation)
-            else:
-                _answer_lines(conversation)
-        except ServerError as error:
-            raise CommandError(str(error)) from error
+    return parser
+
+
+def run(given: Namespace) -> int:
+    address = server_address(given, 8000)
+    connection = HttpConnection(address, read_api_key(given.api_key))
+    with closing_connection(connection):
+        model = _choose_model(connection.models(), given.model)
+        conversation = Conversation(connection, model, given.system)
+        _accept_any_bytes()
+        if sys.stdin.isatty():
+            print(f"This is {CONTROL.sub('', model)} at {address}. {_HELP}\n")
+            _talk(conversation)
+        else:
+            _answer_lines(conversation)
     return 0
 
 
-def _chosen(models: dict[str, str], wanted: str | None) -> str:
-    """The model that is wanted or, of those that are no adapters, the one that somebody has named."""
+def _choose_model(models: dict[str, str], wanted: str | None) -> str:
+    """Return the wanted model, else the first that is no adapter and has a name of its own."""
     own = sorted(
-        (name for name, parent in models.items() if not parent), key=lambda name: name in _CUSTOMARY
+        (name for name, parent in models.items() if not parent),
+        key=lambda name: name in _STANDARD_NAMES,
     )
     if wanted is not None and wanted not in models:
         raise CommandError(
@@ -126,9 +127,7 @@ def _chosen(models: dict[str, str], wanted: str | None) -> str:
 
 
 def _accept_any_bytes() -> None:
-    """What is typed or piped is not always UTF-8, and not every terminal has all that a model
-    writes.
-    """
+    """Replace invalid UTF-8 in the input, and what the terminal cannot show in the output."""
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -136,37 +135,39 @@ def _accept_any_bytes() -> None:
 
 def _answer_lines(conversation: Conversation) -> None:
     for line in sys.stdin:
-        if not _heed(line.strip(), conversation, end="\n"):
+        if not _handle_line(line.strip(), conversation, end="\n"):
             return
 
 
 def _talk(conversation: Conversation) -> None:
-    # some Pythons are built without it, and edit lines less well
+    # line editing; some Pythons are built without it
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
     while True:
         try:
-            with _ticking():
+            with _interruptible():
                 line = input(PROMPT)
-        except (EOFError, KeyboardInterrupt) as leaving:
+        except EOFError:
             print()
-            if isinstance(leaving, EOFError):
-                return
-            continue  # only the line that was typed is given up
+            return
+        except KeyboardInterrupt:
+            print()
+            continue  # discards the typed line
         try:
-            with _ticking():
-                if not _heed(line.strip(), conversation, end="\n\n"):
+            with _interruptible():
+                if not _handle_line(line.strip(), conversation, end="\n\n"):
                     return
         except KeyboardInterrupt:
-            continue  # only the answer ends
+            continue  # stops the answer
         except ServerError as error:
             log("ERROR", str(error))
 
 
 @contextlib.contextmanager
-def _ticking() -> Iterator[None]:
-    """A Ctrl-C that comes just before a read begins is seen when that read ends; each tick of a
-    clock ends one.
+def _interruptible() -> Iterator[None]:
+    """Let a timer interrupt blocking reads.
+
+    A Ctrl-C that arrives just before a read starts is noticed only when that read returns.
     """
     before = signal.signal(signal.SIGALRM, lambda number, frame: None)
     signal.setitimer(signal.ITIMER_REAL, _TICK_SECONDS, _TICK_SECONDS)
@@ -177,14 +178,14 @@ def _ticking() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _heed(line: str, conversation: Conversation, end: str) -> bool:
-    """Answer, or do as told; False where the conversation is over."""
+def _handle_line(line: str, conversation: Conversation, end: str) -> bool:
+    """Answer a message or run a command. Returns False at the end of the conversation."""
     if line == "/exit":
         return False
     if line == "/clear":
         conversation.clear()
     elif _COMMAND.fullmatch(line):
-        log("ERROR", f"there is no {line}: {_HOW}")
+        log("ERROR", f"there is no command {line}: {_HELP}")
     elif line:
         _print(conversation.answer(line), end)
         if conversation.cut_short:
@@ -193,13 +194,14 @@ def _heed(line: str, conversation: Conversation, end: str) -> bool:
 
 
 def _print(pieces: Generator[str, None, None], end: str) -> None:
-    """As they come. Leaving early closes them, by which the server knows that nobody reads on."""
-    shown, ending = sys.stdout.isatty(), ""
+    """Print the pieces as they arrive. Closing them early makes the server stop generating."""
+    terminal = sys.stdout.isatty()
+    ending = ""
     try:
         with contextlib.closing(pieces):
             for piece in pieces:
                 ending = end
-                sys.stdout.write(CONTROL.sub("", piece) if shown else piece)
+                sys.stdout.write(CONTROL.sub("", piece) if terminal else piece)
                 sys.stdout.flush()
         ending = end
     except KeyboardInterrupt:

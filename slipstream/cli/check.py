@@ -1,34 +1,32 @@
-"""`slipstream check REPO`: everything that is wrong with a model repository, at once and without
-loading weights.
-"""
+"""`slipstream check`: report every problem of a model repository without loading weights."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
 from slipstream.cli.arguments import Parser
 from slipstream.repository.check import check_repository
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "slipstream check", description="Say everything that is wrong with a model repository."
-    )
-    parser.add_argument("repository", type=Path, help="The folder that holds the models.")
-    given = parser.parse(arguments)
+def create_parser() -> Parser:
+    parser = Parser("slipstream check", "Report every problem of a model repository.")
+    parser.add_argument("repository", type=Path, help="Folder that holds the models.")
+    return parser
+
+
+def run(given: Namespace) -> int:
     problems = check_repository(given.repository)
     for problem in problems.found:
         kind = "error" if problem.fatal else "warning"
         print(f"{kind}: {problem}", file=sys.stderr if problem.fatal else sys.stdout)
-    errors, warnings = len(problems.errors), len(problems.warnings)
+    errors = len(problems.errors)
+    counts = f"{_count(errors, 'error')}, {_count(len(problems.warnings), 'warning')}"
     verdict = "cannot be served" if errors else "can be served"
-    print(
-        f"{given.repository}: {_count(errors, 'error')}, {_count(warnings, 'warning')}: {verdict}"
-    )
+    print(f"{given.repository}: {counts}: {verdict}")
     return 1 if errors else 0
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,40 +1,108 @@
-"""Connections to a server for the commands that take `-i http|grpc` and `-u`."""
+"""The options that name a server, and connections to it."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from slipstream.cli.arguments import Parser
+from slipstream.cli.arguments import ArgumentContainer, CommandError, Parser, add_verbose
 from slipstream.cli.keys import read_api_key
-from slipstream.client.connection import Connection, GrpcConnection, HttpConnection, Tls
+from slipstream.client.connection import (
+    Connection,
+    GrpcConnection,
+    HttpConnection,
+    ServerError,
+    Tls,
+)
 from slipstream.server.grpc.protocol import messages
 
-_DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
+PORTS = {"http": 8000, "grpc": 8001}
 
 
-def add_connection(parser: Parser, default: str = "http") -> None:
+def add_connection(parser: Parser, protocol: str = "http") -> None:
+    """Add `-u HOST:PORT` and `-i`, as the tutorials' scripts have them."""
     parser.add_argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="No effect: everything there is to say is said.",
+        "-u",
+        "--url",
+        metavar="HOST:PORT",
+        help="Address of the server (default: localhost:8000, or localhost:8001 with -i grpc).",
     )
-    parser.add_argument("-u", "--url", help="Default: localhost:8000, or localhost:8001 with grpc.")
+    add_protocol(parser, protocol)
+    add_verbose(parser)
+
+
+def add_protocol(parser: ArgumentContainer, default: str) -> None:
     parser.add_argument(
-        "-i", "--protocol", default=default, choices=["http", "grpc"], help="How to ask."
+        "-i",
+        "--protocol",
+        default=default,
+        choices=["http", "grpc"],
+        help="Protocol of the requests.",
     )
 
 
-def open_connection(given: Namespace) -> Connection:
-    return connect(given.protocol, given.url or _DEFAULT_URLS[given.protocol])
+def add_address(parser: Parser, ports: str) -> None:
+    """Add `-u HOST` and `-p PORT`, as Triton CLI has them. `ports` describes the default port."""
+    parser.add_argument(
+        "-u",
+        "--url",
+        default="localhost",
+        metavar="HOST",
+        help="Host of the server, optionally with :PORT.",
+    )
+    parser.add_argument("-p", "--port", type=int, help=f"Port of the server (default: {ports}).")
+    add_verbose(parser)
+
+
+def add_api_key(parser: Parser) -> None:
+    parser.add_argument(
+        "--api-key",
+        type=Path,
+        metavar="FILE",
+        help="File that holds the server's API key (default: the key in SLIPSTREAM_API_KEY).",
+    )
+
+
+def server_address(given: Namespace, port: int) -> str:
+    """Return HOST:PORT. A port in the address counts if -p is not given."""
+    host: str = given.url.removeprefix("http://").rstrip("/")
+    if ":" in host and given.port is None:
+        return host
+    return f"{host.split(':')[0]}:{given.port or port}"
 
 
 def connect(protocol: str, url: str) -> Connection:
-    """With the key of a server that needs one, from SLIPSTREAM_API_KEY."""
-    return HttpConnection(url, read_api_key(None)) if protocol == "http" else connect_grpc(url)
+    """Connect with the key in SLIPSTREAM_API_KEY."""
+    if protocol == "http":
+        return HttpConnection(url, read_api_key(None))
+    return connect_grpc(url)
 
 
 def connect_grpc(
     url: str, tls: Tls | None = None, compression: str | None = None
 ) -> GrpcConnection:
     return GrpcConnection(messages, url, tls, compression, read_api_key(None))
+
+
+@contextmanager
+def connected(given: Namespace) -> Iterator[Connection]:
+    """Connect to the server of `-i` and `-u`. An error of the server becomes a CommandError."""
+    url = given.url
+    if "port" in given:
+        url = server_address(given, PORTS[given.protocol])
+    connection = connect(given.protocol, url or f"localhost:{PORTS[given.protocol]}")
+    with closing_connection(connection):
+        yield connection
+
+
+@contextmanager
+def closing_connection(connection: Connection) -> Iterator[None]:
+    """Close the connection at the end. An error of the server becomes a CommandError."""
+    try:
+        yield
+    except ServerError as error:
+        raise CommandError(str(error)) from error
+    finally:
+        connection.close()

@@ -1,65 +1,46 @@
-"""`slipstream infer`: send one prompt, print the text as it comes."""
+"""`slipstream infer`: send one prompt and print the text as it arrives."""
 
 from __future__ import annotations
 
-import struct
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated, Any
 
-import typer
-
+from slipstream.cli.arguments import CommandError, Parser
+from slipstream.cli.connections import PORTS, add_address, add_api_key, add_protocol, server_address
 from slipstream.cli.keys import read_api_key
-from slipstream.cli.log import VerboseOption, log
-from slipstream.client.connection import HttpConnection, ServerError, grpc_error_text
+from slipstream.client.connection import GrpcConnection, HttpConnection, Request, ServerError
 
 
-class Protocol(StrEnum):
-    HTTP = "http"
-    GRPC = "grpc"
+def create_parser() -> Parser:
+    parser = Parser("slipstream infer", "Send one prompt to a running server and print the answer.")
+    parser.add_argument("-m", "--model", required=True, help="Name of the model.")
+    parser.add_argument("--prompt", required=True, help="Text to complete.")
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, help="Maximum number of tokens to generate."
+    )
+    add_protocol(parser, "http")
+    add_api_key(parser)
+    add_address(parser, "8000, or 8001 with -i grpc")
+    return parser
 
 
-def infer(
-    model: Annotated[str, typer.Option("-m", "--model", help="The model to ask.")],
-    prompt: Annotated[str, typer.Option("--prompt", help="What to ask it.")],
-    protocol: Annotated[
-        Protocol, typer.Option("-i", "--protocol", help="How to ask.")
-    ] = Protocol.HTTP,
-    url: Annotated[str, typer.Option("-u", "--url", help="The server's host.")] = "localhost",
-    port: Annotated[
-        int | None, typer.Option("-p", "--port", help="8000, or 8001 with grpc.")
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", help="The longest answer, in tokens.")
-    ] = 128,
-    api_key: Annotated[
-        Path | None,
-        typer.Option(
-            "--api-key", help="A file with the server's key; else SLIPSTREAM_API_KEY is it."
-        ),
-    ] = None,
-    verbose: VerboseOption = False,
-) -> None:
-    key = read_api_key(api_key)
-    if protocol is Protocol.HTTP:
-        pieces = stream_http(f"{url}:{port or 8000}", model, prompt, max_tokens, key)
-    else:
-        pieces = stream_grpc(f"{url}:{port or 8001}", model, prompt, max_tokens, key)
+def run(given: Namespace) -> int:
+    stream = stream_http if given.protocol == "http" else stream_grpc
+    address = server_address(given, PORTS[given.protocol])
+    key = read_api_key(given.api_key)
     try:
-        for piece in pieces:
+        for piece in stream(address, given.model, given.prompt, given.max_tokens, key):
             sys.stdout.write(piece)
             sys.stdout.flush()
     except KeyboardInterrupt:
-        # leaving closes the connection, and the server stops generating
-        raise typer.Exit(130) from None
+        return 130  # the connection is closed, and the server stops generating
     except ServerError as error:
-        log("ERROR", str(error))
-        raise typer.Exit(1) from None
+        raise CommandError(str(error)) from error
     finally:
         sys.stdout.write("\n")
+    return 0
 
 
 def stream_http(
@@ -75,40 +56,16 @@ def stream_http(
 def stream_grpc(
     address: str, model: str, prompt: str, max_tokens: int, key: str = ""
 ) -> Iterator[str]:
-    import grpc
-
+    from slipstream.client.tensors import first_text, scalar, texts
     from slipstream.server.grpc.protocol import messages
 
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        call = channel.stream_stream(
-            f"/{messages.SERVICE}/ModelStreamInfer",
-            request_serializer=messages.ModelInferRequest.SerializeToString,
-            response_deserializer=messages.ModelStreamInferResponse.FromString,
-        )
-        request = messages.ModelInferRequest(model_name=model)
-        text = prompt.encode()
-        _add_input(request, "text_input", "BYTES", struct.pack("<I", len(text)) + text)
-        _add_input(request, "max_tokens", "INT32", struct.pack("<i", max_tokens))
-        _add_input(request, "stream", "BOOL", b"\x01")
-        try:
-            for answer in call(
-                iter([request]), metadata=[("authorization", f"Bearer {key}")] if key else []
-            ):
-                if answer.error_message:
-                    raise ServerError(answer.error_message)
-                yield _text_output(answer.infer_response)
-        except grpc.RpcError as error:
-            raise ServerError(grpc_error_text(error, address)) from error
-
-
-def _add_input(request: Any, name: str, datatype: str, raw: bytes) -> None:
-    request.inputs.add(name=name, datatype=datatype, shape=[1, 1])
-    request.raw_input_contents.append(raw)
-
-
-def _text_output(response: Any) -> str:
-    outputs = zip(response.outputs, response.raw_output_contents, strict=True)
-    for output, raw in outputs:
-        if output.name == "text_output":
-            return bytes(raw[4:]).decode(errors="replace")  # one element behind its length
-    return ""
+    inputs = {
+        "text_input": texts([prompt]),
+        "max_tokens": scalar(max_tokens),
+        "stream": scalar(True),
+    }
+    with closing(GrpcConnection(messages, address, key=key)) as connection:
+        for answer in connection.stream([Request(model, inputs)]):
+            text = answer.outputs.get("text_output")
+            if text is not None:
+                yield first_text(text)

@@ -1,5 +1,6 @@
-"""API keys from files or the environment; never from the command line, where every user of the
-machine reads them.
+"""API keys from files or the environment.
+
+Keys are never given on the command line, which every user of the machine can read.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from slipstream.cli.log import fail
+from slipstream.cli.arguments import CommandError
 from slipstream.server.kserve.access import (
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,
@@ -23,46 +24,47 @@ def read_access(
     http: Mapping[str, Restriction] | None = None,
     grpc: Mapping[str, Restriction] | None = None,
 ) -> Access:
-    """A file of API keys may hold several, a line each."""
+    """Return the keys that a server accepts. A file may hold several API keys, one per line."""
     keys = _server_key(api_key, API_KEY_VARIABLE, "--api-key")
     admin = _server_key(admin_key, ADMIN_KEY_VARIABLE, "--admin-key")
     if len(admin.splitlines()) > 1:
-        where = (
-            ADMIN_KEY_VARIABLE if admin_key is None else f"--admin-key: the key file {admin_key}"
-        )
-        fail(f"{where} has several lines; there is one admin key")
+        where = ADMIN_KEY_VARIABLE
+        if admin_key is not None:
+            where = f"--admin-key: the key file {admin_key}"
+        raise CommandError(f"{where} has several lines; there is one admin key")
     return Access(keys, admin, http_restrictions=http or {}, grpc_restrictions=grpc or {})
 
 
 def read_api_key(file: Path | None) -> str:
-    """A client's: the first of the file, or of the environment where there is none; empty where
-    nobody gave one.
-    """
-    keys = (
-        os.environ.get(API_KEY_VARIABLE, "").strip() if file is None else _read(file, "--api-key")
-    )
-    return keys.partition("\n")[0].strip()
+    """Return a client's key: the first of the file, else of SLIPSTREAM_API_KEY, else nothing."""
+    keys = os.environ.get(API_KEY_VARIABLE, "")
+    if file is not None:
+        keys = _read(file, "--api-key")
+    return keys.strip().partition("\n")[0].strip()
 
 
 def _server_key(file: Path | None, variable: str, option: str) -> str:
     if file is not None:
         return _read(file, option)
     key = os.environ.get(variable, "")
-    if key and not key.strip():  # taken for no key, it would open the server to everybody
-        fail(f"{variable} is set, but to blanks only")
+    if key and not key.strip():  # an empty key would leave the server open
+        raise CommandError(f"{variable} is set, but to blanks only")
     return key.strip()
 
 
 def _read(file: Path, option: str) -> str:
     try:
         key = file.expanduser().read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError, RuntimeError) as error:
-        other = (
-            "it is not text"
-            if isinstance(error, UnicodeDecodeError)
-            else "there is no such home folder"
-        )
-        fail(f"{option}: the key file {file} cannot be read: {getattr(error, 'strerror', other)}")
+    except OSError as error:
+        raise _unreadable(file, option, str(error.strerror)) from error
+    except UnicodeDecodeError as error:
+        raise _unreadable(file, option, "it is not text") from error
+    except RuntimeError as error:
+        raise _unreadable(file, option, "there is no such home folder") from error
     if not key:
-        fail(f"{option}: the key file {file} is empty")
+        raise CommandError(f"{option}: the key file {file} is empty")
     return key
+
+
+def _unreadable(file: Path, option: str, reason: str) -> CommandError:
+    return CommandError(f"{option}: the key file {file} cannot be read: {reason}")

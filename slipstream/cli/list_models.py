@@ -1,61 +1,66 @@
-"""`slipstream list`: the model repository as a tree. The tree is Triton CLI's."""
+"""`slipstream list`: print the model repository as a tree, as Triton CLI does."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from slipstream.cli.log import VerboseOption, fail, log
+from slipstream.cli.arguments import CommandError, Parser, add_verbose
+from slipstream.cli.log import log
 from slipstream.weights.home import expanded
 
-RepositoryOption = Annotated[
-    Path,
-    typer.Option(
-        "--repo", "--model-repository", "--model-store", help="The folder that holds the models."
-    ),
-]
 DEFAULT_REPOSITORY = Path("~/models")
+REPOSITORY_OPTIONS = ("--repo", "--model-repository", "--model-store")
 
 
-def list_models(
-    repo: RepositoryOption = DEFAULT_REPOSITORY, verbose: VerboseOption = False
-) -> None:
-    """Show the models of a repository."""
-    repo = repository_folder(repo)
-    if not repo.is_dir():
-        fail(f"No model repository exists at {repo}")
-    log_repository(repo)
+def create_parser() -> Parser:
+    parser = Parser("slipstream list", "List the models in the repository as a tree of files.")
+    add_repository(parser)
+    add_verbose(parser)
+    return parser
 
 
-def repository_folder(repo: Path) -> Path:
-    """Where --repo is, from its `~` on."""
-    try:
-        return expanded(repo, "--repo")
-    except ValueError as error:
-        fail(str(error))
+def run(given: Namespace) -> int:
+    repository = repository_folder(given.repo)
+    if not repository.is_dir():
+        raise CommandError(f"No model repository exists at {repository}")
+    log_repository(repository)
+    return 0
 
 
-def log_repository(repo: Path) -> None:
-    log("INFO", f"Current repo at {repo}:")
-    print(tree_text(repo), flush=True)
+def add_repository(parser: Parser) -> None:
+    parser.add_argument(
+        *REPOSITORY_OPTIONS,
+        type=Path,
+        default=DEFAULT_REPOSITORY,
+        metavar="FOLDER",
+        help="Folder that holds the models.",
+    )
+
+
+def repository_folder(repository: Path) -> Path:
+    """Return the folder of --repo with `~` expanded."""
+    return expanded(repository, "--repo")
+
+
+def log_repository(repository: Path) -> None:
+    log("INFO", f"Current repo at {repository}:")
+    print(tree_text(repository), flush=True)
 
 
 def tree_text(folder: Path) -> str:
+    """Return the tree of a folder's files, without hidden ones."""
     return "\n".join([f"{folder.resolve().name}/", *_tree_lines(folder, "")]) + "\n"
 
 
 def _tree_lines(folder: Path, indent: str) -> Iterator[str]:
-    entries = sorted(
-        (entry for entry in folder.iterdir() if not entry.name.startswith(".")),
-        key=lambda e: e.name,
-    )
+    visible = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+    entries = sorted(visible, key=lambda entry: entry.name)
     for entry in entries:
         last = entry is entries[-1]
-        # a linked folder is shown, not followed: it may lead round in a circle
-        inside = entry.is_dir() and not entry.is_symlink()
-        yield f"{indent}{'└── ' if last else '├── '}{entry.name}{'/' if entry.is_dir() else ''}"
-        if inside:
+        branch = "└── " if last else "├── "
+        yield f"{indent}{branch}{entry.name}{'/' if entry.is_dir() else ''}"
+        # a linked folder is not entered: the link may lead back to this tree
+        if entry.is_dir() and not entry.is_symlink():
             yield from _tree_lines(entry, indent + ("    " if last else "│   "))

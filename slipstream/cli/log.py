@@ -1,4 +1,4 @@
-"""The lines that commands print about what they do: one form for `slipstream`, Triton CLI's for
+"""The lines that commands print about their work: one form for `slipstream`, Triton CLI's for
 `triton`.
 """
 
@@ -10,57 +10,43 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Annotated, NoReturn
-
-import typer
 
 from slipstream.server.log.output import HANDLER
 
-# what others write must not steer the terminal
+# control characters in other programs' text, which could change the state of the terminal
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PROGRAM: ContextVar[str] = ContextVar("program", default="slipstream")
 
 
-# Triton CLI has it for every command.
-VerboseOption = Annotated[
-    bool, typer.Option("-v", "--verbose", help="No effect: all there is to say is said.")
-]
-
-
 def log(level: str, message: str) -> None:
-    """One line on stdout, an ERROR on stderr; a record on stderr where a server's log is made of
-    them.
+    """Print one line on stdout, or on stderr for an ERROR.
+
+    With `--log-format json` the line is a record of the server's log instead.
     """
+    text = " ".join(message.split())
     if HANDLER.settings.format == "json":
-        number = logging.getLevelNamesMapping()[level]
-        HANDLER.write_console(number, " ".join(message.split()))
+        HANDLER.write_console(logging.getLevelNamesMapping()[level], text)
         return
     stream = sys.stderr if level == "ERROR" else sys.stdout
-    print(line(level, CONTROL.sub("", " ".join(message.split()))), file=stream, flush=True)
+    print(format_line(level, CONTROL.sub("", text)), file=stream, flush=True)
 
 
-def line(level: str, text: str) -> str:
-    """`triton - INFO - text` is what scripts around Triton CLI look for."""
+def format_line(level: str, text: str) -> str:
+    """Return a line. Scripts around Triton CLI look for its form, `triton - INFO - text`."""
     if program() == "triton":
         return f"triton - {level} - {text}"
     return f"error: {text}" if level == "ERROR" else f"[{level}] {text}"
 
 
 def program() -> str:
-    """`triton` where the command line begins with it."""
+    """Return the name of the running program: `slipstream` or `triton`."""
     return _PROGRAM.get()
 
 
 @contextmanager
-def running_as(name: str | None) -> Iterator[None]:
+def running_as(name: str) -> Iterator[None]:
     before = _PROGRAM.set("triton" if name == "triton" else "slipstream")
     try:
         yield
     finally:
         _PROGRAM.reset(before)
-
-
-def fail(message: str) -> NoReturn:
-    """One line, and exit code 1."""
-    log("ERROR", message)
-    raise typer.Exit(1)

@@ -1,8 +1,8 @@
-"""The model that `slipstream start MODEL` names: an engine and a repository for it alone, in
+"""The model of `slipstream start MODEL`: an engine and a repository for this model only, in
 Slipstream's own folder.
 
-Run as a program it makes them, or finds that nothing is to be done. That is a process apart,
-because building an engine needs torch, which the server never loads.
+Run as a program, this module builds what is missing. It is a separate process because building an
+engine needs torch, which the server never loads.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
-
-from slipstream.cli.import_model import engine_folder_of
-from slipstream.cli.log import fail, log
+from slipstream.cli.arguments import CommandError
+from slipstream.cli.import_model import engine_folder
+from slipstream.cli.log import log
 from slipstream.cli.progress import ProgressLines
 from slipstream.repository.config import CONFIG_NAME
 from slipstream.repository.templates import FIXED_NAMES, write_repository
@@ -34,33 +33,36 @@ _UNFIT_FOR_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class NamedModel:
-    name: str  # to serve it under
+    name: str  # the name under which it is served
     source: str
     engine: Path
     repository: Path
 
 
 def find_named_model(text: str) -> NamedModel:
-    """Two models of one name, from two places, are two: each has folders of its own, and one more
-    repository for every place of its engine, which the repository points to.
+    """Return the name and the folders of the model that a command line names.
+
+    Models of the same name from different places have different folders. A repository belongs to
+    one engine folder, because it points to it.
     """
-    path = _path_of(text)
+    path = _existing_path(text)
     if path.exists():
         path = path.resolve()
-        name, source = path.name if path.is_dir() else path.stem, str(path)
+        name = path.name if path.is_dir() else path.stem
+        source = str(path)
     else:
-        name, source = text.removeprefix("hf:").rpartition("/")[2], text
+        name = text.removeprefix("hf:").rpartition("/")[2]
+        source = text
     name = _UNFIT_FOR_A_NAME.sub("-", name).lstrip(".-") or "model"
     if name in (*FIXED_NAMES, "all"):
         name += "-model"
-    engine = path if is_engine(path) else engine_folder_of(_key(name, source)).absolute()
-    return NamedModel(
-        name, source, engine, slipstream_home() / "repositories" / _key(name, str(engine))
-    )
+    engine = path if is_engine(path) else engine_folder(_key(name, source)).absolute()
+    repository = slipstream_home() / "repositories" / _key(name, str(engine))
+    return NamedModel(name, source, engine, repository)
 
 
-def _path_of(text: str) -> Path:
-    """What it names if it names something here. ValueError where no path could be meant."""
+def _existing_path(text: str) -> Path:
+    """Return the path that the text names if it is a path. Raises ValueError for an empty one."""
     given = text.removeprefix("local:")
     if not given:
         raise ValueError(
@@ -70,9 +72,7 @@ def _path_of(text: str) -> Path:
 
 
 def _key(name: str, place: str) -> str:
-    """No name that `slipstream import` takes has an @ in it: its engines, which other repositories
-    serve, are safe.
-    """
+    """Return a folder name that cannot be one of `slipstream import`, which refuses '@'."""
     return f"{name}@{hashlib.sha256(os.fsencode(place)).hexdigest()[:8]}"
 
 
@@ -83,47 +83,42 @@ def is_engine(path: Path) -> bool:
         return False
 
 
-def repository_of(text: str) -> Path:
-    """Where the model is served from, once it is there. Otherwise why not has been said, and this
-    exits.
-    """
-    try:
-        given = _path_of(text)
-        if any(given.glob(f"*/{CONFIG_NAME}")):
-            return given  # a repository that was named as if it were a model
-        if (given / CONFIG_NAME).is_file():
-            parent = shlex.quote(str(given.resolve().parent))
-            fail(
-                f"{text} is one model of a repository; serve the repository in its place: --repo {parent}"
-            )
-    except (ValueError, OSError) as error:
-        fail(str(error))
-    code = subprocess.call(
-        [sys.executable, "-P", "-m", "slipstream.cli.served_model", text], env=child_environment()
-    )
+def prepare_repository(text: str) -> Path:
+    """Build what is missing for a model and return the repository that serves it."""
+    given = _existing_path(text)
+    if any(given.glob(f"*/{CONFIG_NAME}")):
+        return given  # a repository, which may be named like a model
+    if (given / CONFIG_NAME).is_file():
+        parent = shlex.quote(str(given.resolve().parent))
+        raise CommandError(
+            f"{text} is one model of a repository; serve the repository in its place: --repo {parent}"
+        )
+    command = [sys.executable, "-P", "-m", "slipstream.cli.served_model", text]
+    code = subprocess.call(command, env=child_environment())
     if code != 0:
-        raise typer.Exit(code)
+        raise SystemExit(code)  # the process has reported the reason
     return find_named_model(text).repository
 
 
 def make(model: NamedModel) -> None:
+    """Build the engine and write the repository of a model, unless they exist."""
     if str(model.engine) != model.source:
         with ProgressLines(lambda text: log("INFO", text)) as display:
             build_engine(model.source, model.engine, dtype="auto", progress=display.update)
-    # otherwise its files may have been changed, and stay
+    # an existing repository is kept: its files may have been edited
     if not (model.repository / model.name).exists():
         _write_repository(model)
     log("INFO", f"{model.name} is served from {model.repository}")
 
 
 def _write_repository(model: NamedModel) -> None:
-    """All of it at once: half of one would be taken for one that somebody has changed."""
+    """Write the whole repository at once: a partial one would be kept as an edited one."""
     if model.repository.exists():
         if any(model.repository.iterdir()):
             raise ValueError(
-                f"{model.repository} has no {model.name} in it; remove the folder, and it is made anew"
+                f"{model.repository} has no {model.name} in it; remove the folder, and it is written again"
             )
-        model.repository.rmdir()  # what `slipstream remove` leaves
+        model.repository.rmdir()  # `slipstream remove` leaves an empty folder
     limits = read_engine_config(model.engine).build
     try:
         with whole_folder(model.repository, model.name) as staging:
@@ -132,17 +127,18 @@ def _write_repository(model: NamedModel) -> None:
         log("INFO", f"{model.repository} was written by another process meanwhile")
 
 
-def main(text: str) -> None:
+def main(text: str) -> int:
+    """Make the model that `text` names. Returns the exit code."""
     try:
         make(find_named_model(text))
-    except (ValueError, OSError) as error:  # what weights/ refuses is a ValueError
-        fail(str(error))
+    except (ValueError, OSError) as error:  # weights/ reports bad input with ValueError
+        log("ERROR", str(error))
+        return 1
     except KeyboardInterrupt:
-        fail("interrupted; nothing was left behind")
+        log("ERROR", "interrupted; nothing was left behind")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1])
-    except typer.Exit as end:
-        sys.exit(end.exit_code)
+    sys.exit(main(sys.argv[1]))

@@ -1,20 +1,19 @@
-"""`slipstream start`: serve a model repository, or a model; with neither, bring in the default
-model first.
+"""`slipstream start`: serve a model repository or one model.
+
+Without either, the default model is imported first.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from enum import StrEnum
+from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from slipstream.cli.arguments import CommandError, Parser, add_verbose, at_least
 from slipstream.cli.keys import read_access
-from slipstream.cli.list_models import DEFAULT_REPOSITORY, repository_folder
-from slipstream.cli.log import VerboseOption, fail, log
+from slipstream.cli.list_models import DEFAULT_REPOSITORY, REPOSITORY_OPTIONS, repository_folder
 from slipstream.server.engine_link.child import child_environment
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.output import configure_log
@@ -24,136 +23,168 @@ if TYPE_CHECKING:
     from slipstream.server.options import ServerOptions
 
 DEFAULT_MODEL = "smollm2-135m"
+_AUTO = "auto"
 
 
-class DataType(StrEnum):
-    AUTO = "auto"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
-
-
-class Device(StrEnum):
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class LogFormat(StrEnum):
-    DEFAULT = "default"
-    ISO8601 = "ISO8601"
-    JSON = "json"
-
-
-class Mode(StrEnum):
-    LOCAL = "local"
-    DOCKER = "docker"
-
-
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(
+def create_parser() -> Parser:
+    parser = Parser(
+        "slipstream start",
+        "Serve a model repository or one model. Without either, serve ~/models, and import a small "
+        "model into it first if it is empty.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
         metavar="MODEL",
-        help="A model to serve alone, in place of --repo: a known name, a folder, a GGUF "
-        "file, or org/name at the hub.",
-    ),
-]
-RepositoryOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--repo",
-        "--model-repository",
-        "--model-store",
-        help="The folder that holds the models; default ~/models, with a small model if it is empty.",
-    ),
-]
-TraceOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--trace-config",
-        metavar="[MODE,]NAME=VALUE",
-        help="Traces, as tritonserver takes it; repeatable.",
-    ),
-]
+        help="Serve only this model: a known name, a folder, a GGUF file, or ORG/NAME on the hub.",
+    )
+    parser.add_argument(
+        *REPOSITORY_OPTIONS,
+        type=Path,
+        metavar="FOLDER",
+        help=f"Folder that holds the models (default: {DEFAULT_REPOSITORY}).",
+    )
+    _add_ports(parser)
+    _add_keys(parser)
+    _add_engine(parser)
+    _add_log(parser)
+    ignored = parser.group("other options")
+    ignored.add_argument(
+        "--mode",
+        default="local",
+        choices=["local", "docker"],
+        help="Only local is supported; docker is refused.",
+    )
+    add_verbose(ignored)
+    return parser
 
 
-def start(
-    model: ModelArgument = None,
-    repo: RepositoryOption = None,
-    address: Annotated[
-        str, typer.Option("--address", help="Where to listen; 0.0.0.0 is everywhere.")
-    ] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option("--http-port", help="HTTP; 0: any free port.")] = 8000,
-    grpc_port: Annotated[int, typer.Option("--grpc-port", help="gRPC; 0: any free port.")] = 8001,
-    metrics_port: Annotated[
-        int, typer.Option("--metrics-port", help="Metrics; 0: any free port.")
-    ] = 8002,
-    exit_timeout: Annotated[
-        float,
-        typer.Option(
-            "--exit-timeout-secs", min=0, metavar="SECONDS", help="For requests to finish at exit."
-        ),
-    ] = 30.0,
-    server_timeout: Annotated[
-        float,
-        typer.Option("--server-timeout", min=1, metavar="SECONDS", help="For an engine to load."),
-    ] = 300.0,
-    watchdog: Annotated[
-        float,
-        typer.Option(
-            "--watchdog-secs",
-            min=1,
-            metavar="SECONDS",
-            help="Of silence, before an engine is replaced.",
-        ),
-    ] = 60.0,
-    api_key: Annotated[
-        Path | None, typer.Option("--api-key", help="A file with the keys of clients, a line each.")
-    ] = None,
-    admin_key: Annotated[
-        Path | None, typer.Option("--admin-key", help="A file with the key of those who control.")
-    ] = None,
-    allow_python_models: Annotated[
-        bool,
-        typer.Option("--allow-python-models", help="Run the model.py files of the repository."),
-    ] = False,
-    dtype: Annotated[
-        DataType, typer.Option("--dtype", help="What the engine computes in.")
-    ] = DataType.AUTO,
-    device: Annotated[Device, typer.Option("--device", help="What it computes on.")] = Device.AUTO,
-    log_format: Annotated[
-        LogFormat, typer.Option("--log-format", help="How log lines are written.")
-    ] = LogFormat.DEFAULT,
-    trace_config: TraceOption = None,
-    mode: Annotated[
-        Mode, typer.Option("--mode", help="local; there is no container to start.")
-    ] = Mode.LOCAL,
-    verbose: VerboseOption = False,
-) -> None:
-    configure_log(format=log_format.value)
-    with capture_output():
-        if mode is Mode.DOCKER:
-            fail("--mode docker: there is no container to start; leave it out")
-        tracing = _tracing(trace_config or [])
-        access = read_access(api_key, admin_key)  # before a model is built, which may take long
-        repository = _repository(model, repo)
-        from slipstream.server.engine_link.client import Supervision
-        from slipstream.server.options import Port, ServerOptions
-
-        options = ServerOptions(
-            repositories=(repository,),
-            http=Port(http_port, address),
-            grpc=Port(grpc_port, address),
-            metrics=Port(metrics_port, address),
-            exit_timeout_seconds=exit_timeout,
-            access=access,
-            allow_python_models=allow_python_models,
-            engine_settings=_overrides(dtype, device),
-            trace_settings=tracing.settings,
-            trace_export=tracing.export,
-            supervision=Supervision(silence_seconds=watchdog, start_seconds=server_timeout),
+def _add_ports(parser: Parser) -> None:
+    group = parser.group("network")
+    group.add_argument(
+        "--address",
+        default="127.0.0.1",
+        help="IP address to listen on; 0.0.0.0: all interfaces.",
+    )
+    for name, service, port in (("http", "HTTP", 8000), ("grpc", "gRPC", 8001)):
+        group.add_argument(
+            f"--{name}-port",
+            type=int,
+            default=port,
+            metavar="PORT",
+            help=f"Port for {service}; 0: any free port.",
         )
-        raise typer.Exit(_serve(options))
+    group.add_argument(
+        "--metrics-port",
+        type=int,
+        default=8002,
+        metavar="PORT",
+        help="Port for metrics; 0: any free port.",
+    )
+    group.add_argument(
+        "--exit-timeout-secs",
+        type=at_least(0),
+        default=30.0,
+        metavar="SECONDS",
+        help="At exit, wait this long for running requests to finish.",
+    )
+
+
+def _add_keys(parser: Parser) -> None:
+    group = parser.group("access")
+    group.add_argument(
+        "--api-key",
+        type=Path,
+        metavar="FILE",
+        help="Require an API key; FILE holds the accepted keys, one per line.",
+    )
+    group.add_argument(
+        "--admin-key",
+        type=Path,
+        metavar="FILE",
+        help="Require this key, the content of FILE, for loading models and changing settings.",
+    )
+    group.add_argument(
+        "--allow-python-models",
+        action="store_true",
+        help="Run the model.py files of the repository.",
+    )
+
+
+def _add_engine(parser: Parser) -> None:
+    group = parser.group("engines")
+    group.add_argument(
+        "--dtype",
+        default=_AUTO,
+        choices=[_AUTO, "bfloat16", "float16", "float32"],
+        help="Data type of the computation.",
+    )
+    group.add_argument(
+        "--device", default=_AUTO, choices=[_AUTO, "cpu", "cuda"], help="Device to run on."
+    )
+    group.add_argument(
+        "--server-timeout",
+        type=at_least(1),
+        default=300.0,
+        metavar="SECONDS",
+        help="Fail if an engine has not loaded after this long.",
+    )
+    group.add_argument(
+        "--watchdog-secs",
+        type=at_least(1),
+        default=60.0,
+        metavar="SECONDS",
+        help="Restart an engine that has not responded for this long.",
+    )
+
+
+def _add_log(parser: Parser) -> None:
+    group = parser.group("log and traces")
+    group.add_argument(
+        "--log-format",
+        default="default",
+        choices=["default", "ISO8601", "json"],
+        help="Format of log lines.",
+    )
+    group.add_argument(
+        "--trace-config",
+        action="append",
+        default=[],
+        metavar="[MODE,]NAME=VALUE",
+        help="Trace setting, as for tritonserver; can be repeated.",
+    )
+
+
+def run(given: Namespace) -> int:
+    configure_log(format=given.log_format)
+    with capture_output():
+        return _serve(_server_options(given))
+
+
+def _server_options(given: Namespace) -> ServerOptions:
+    from slipstream.server.engine_link.client import Supervision
+    from slipstream.server.options import Port, ServerOptions
+
+    if given.mode == "docker":
+        raise CommandError("--mode docker: there is no container to start; leave it out")
+    tracing = _tracing(given.trace_config)
+    access = read_access(given.api_key, given.admin_key)  # fails before a model is built
+    overrides = {"dtype": given.dtype, "device": given.device}
+    return ServerOptions(
+        repositories=(_repository(given.model, given.repo),),
+        http=Port(given.http_port, given.address),
+        grpc=Port(given.grpc_port, given.address),
+        metrics=Port(given.metrics_port, given.address),
+        exit_timeout_seconds=given.exit_timeout_secs,
+        access=access,
+        allow_python_models=given.allow_python_models,
+        engine_settings={name: value for name, value in overrides.items() if value != _AUTO},
+        trace_settings=tracing.settings,
+        trace_export=tracing.export,
+        supervision=Supervision(
+            silence_seconds=given.watchdog_secs, start_seconds=given.server_timeout
+        ),
+    )
 
 
 def _serve(options: ServerOptions) -> int:
@@ -162,8 +193,10 @@ def _serve(options: ServerOptions) -> int:
     try:
         return run_server(options)
     except StartFailed as error:
-        log("ERROR", str(error))
-        return 1
+        raise CommandError(str(error)) from error
+    except (ValueError, OSError) as error:
+        # not a mistake of the user, so the traceback must be seen
+        raise RuntimeError("the server failed") from error
 
 
 def _tracing(texts: list[str]) -> Tracing:
@@ -173,41 +206,37 @@ def _tracing(texts: list[str]) -> Tracing:
     try:
         return trace_settings(parse_flags([f"--trace-config={text}" for text in texts]))
     except FlagError as error:
-        fail(str(error))
+        raise CommandError(str(error)) from error
 
 
-def _repository(model: str | None, repo: Path | None) -> Path:
-    if model is None and repo is not None:
-        return repository_folder(repo)
+def _repository(model: str | None, repository: Path | None) -> Path:
     if model is None:
-        return _default_repository()
-    if repo is not None:
-        fail(
-            f"give either a model to serve ({model}) or a repository (--repo {repo}), not both; to put a model into "
-            "a repository, use: slipstream import"
+        return _default_repository() if repository is None else repository_folder(repository)
+    if repository is not None:
+        raise CommandError(
+            f"give either a model to serve ({model}) or a repository (--repo {repository}), not "
+            "both; to put a model into a repository, use: slipstream import"
         )
-    from slipstream.cli.served_model import repository_of
+    from slipstream.cli.served_model import prepare_repository
 
-    return repository_of(model)
-
-
-def _overrides(dtype: DataType, device: Device) -> dict[str, str]:
-    given = {"dtype": dtype.value, "device": device.value}
-    return {name: value for name, value in given.items() if value != "auto"}
+    return prepare_repository(model)
 
 
 def _default_repository() -> Path:
-    """~/models; when there is nothing in it, the default model is brought in."""
+    """Return ~/models. If it holds no model, import the default model first."""
     repository = repository_folder(DEFAULT_REPOSITORY)
-    if not any(repository.glob("*/config.pbtxt")):
-        typer.echo(
-            f"No model repository at {repository}: importing {DEFAULT_MODEL}, the default model."
+    if any(repository.glob("*/config.pbtxt")):
+        return repository
+    print(
+        f"No model repository at {repository}: importing {DEFAULT_MODEL}, the default model.",
+        flush=True,
+    )
+    # A separate process: building an engine needs torch, which the server never loads.
+    command = [sys.executable, "-P", "-m", "slipstream.cli.main", "import", "-m", DEFAULT_MODEL]
+    code = subprocess.call([*command, "--repo", str(repository)], env=child_environment())
+    if code != 0:
+        raise CommandError(
+            f"{DEFAULT_MODEL} could not be imported, for the reason above; "
+            "import another model with: slipstream import -m NAME --source PATH"
         )
-        # In a process of its own: building an engine needs torch, which the server never loads.
-        command = [sys.executable, "-P", "-m", "slipstream.cli.main", "import", "-m", DEFAULT_MODEL]
-        code = subprocess.call([*command, "--repo", str(repository)], env=child_environment())
-        if code != 0:
-            remedy = "import another model with: slipstream import -m NAME --source PATH"
-            log("ERROR", f"{DEFAULT_MODEL} could not be imported, for the reason above; {remedy}")
-            raise typer.Exit(code)
     return repository

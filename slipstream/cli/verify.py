@@ -1,9 +1,9 @@
-"""`slipstream verify ENGINE --against HF_DIR`: does the engine say what the model says?"""
+"""`slipstream verify`: compare an engine's tokens and logits with those of its original model."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from slipstream.cli.arguments import CommandError, Parser
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.engine_config import EngineConfig, read_engine_config
 
-# Plain text, a list, code, accents, other scripts, an emoji: what tokenizers treat differently.
+# Plain text, a list, code, accents, other scripts and an emoji: tokenizers treat them differently.
 TEXTS = (
     "The harbour was quiet that morning, and the gulls had the quay to themselves.",
     "1. flour  2. water\n3. salt\n\nMix, wait, and bake at 230 °C for 35 minutes.",
@@ -19,41 +19,51 @@ TEXTS = (
     "Où est la bibliothèque? Straße, mañana, þorn.",
     "東京は夜の七時。 Привет, мир! مرحبا 👋",
 )
-_LEAST_AGREEMENT = {0: 0.99, 8: 0.97, 4: 0.85}  # by the bits of a weight-only engine
+# bits of a weight-only engine (0: not quantised): lowest accepted share of equal top-1 tokens
+_LEAST_AGREEMENT = {0: 0.99, 8: 0.97, 4: 0.85}
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "slipstream verify", description="Compare an engine with the model it was made from."
-    )
-    parser.add_argument("engine", type=Path, help="The engine's folder.")
+def create_parser() -> Parser:
+    parser = Parser("slipstream verify", "Compare an engine with the model it was built from.")
+    parser.add_argument("engine", type=Path, help="Folder of the engine.")
     parser.add_argument(
-        "--against", type=Path, required=True, help="The Hugging Face folder it was made from."
+        "--against",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="Hugging Face folder that the engine was built from.",
     )
-    given = parser.parse(arguments)
+    return parser
+
+
+def run(given: Namespace) -> int:
     config = read_engine_config(given.engine)
     if not (given.against / "config.json").is_file():
         raise CommandError(
             f"--against {given.against}: not a Hugging Face folder: there is no config.json in it"
         )
     transformers = _transformers()
-    tokenizer = Tokenizer.load(config.path)
     reference = transformers.AutoTokenizer.from_pretrained(str(given.against))
-    unequal = [text for text in TEXTS if tokenizer.encode(text) != reference(text).input_ids]
-    for text in unequal:
-        print(
-            f"tokenisation differs: {text!r}: {tokenizer.encode(text)} here, {reference(text).input_ids} there"
-        )
-    verdict = "not equal" if unequal else "equal"
-    print(f"tokenisation: {verdict} ({len(TEXTS) - len(unequal)} of {len(TEXTS)} texts)")
-    good = _compare_numbers(
-        config, given.against, transformers, [reference(text).input_ids for text in TEXTS]
-    )
-    return 0 if good and not unequal else 1
+    sequences = [reference(text).input_ids for text in TEXTS]
+    same_tokens = _compare_tokens(Tokenizer.load(config.path), sequences)
+    same_logits = _compare_logits(config, given.against, transformers, sequences)
+    return 0 if same_tokens and same_logits else 1
+
+
+def _compare_tokens(tokenizer: Tokenizer, expected: list[list[int]]) -> bool:
+    equal = 0
+    for text, tokens in zip(TEXTS, expected, strict=True):
+        found = tokenizer.encode(text)
+        equal += found == tokens
+        if found != tokens:
+            print(f"tokenisation differs: {text!r}: {found} here, {tokens} there")
+    verdict = "equal" if equal == len(TEXTS) else "not equal"
+    print(f"tokenisation: {verdict} ({equal} of {len(TEXTS)} texts)")
+    return equal == len(TEXTS)
 
 
 def _transformers() -> Any:
-    """Loaded by name: the package itself never needs it."""
+    """Import transformers by name: the package does not depend on it."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
@@ -63,7 +73,7 @@ def _transformers() -> Any:
         ) from error
 
 
-def _compare_numbers(
+def _compare_logits(
     config: EngineConfig, against: Path, transformers: Any, sequences: list[list[int]]
 ) -> bool:
     from slipstream.weights.verify import compare, trace_engine

@@ -1,4 +1,4 @@
-"""Tensors of the protocol as numpy arrays, both ways."""
+"""Conversion between the protocol's tensors and numpy arrays."""
 
 from __future__ import annotations
 
@@ -29,20 +29,40 @@ _NAMES = {numpy.dtype(kind): name for name, kind in _TYPES.items()}
 
 
 def datatype_of(array: Array) -> str:
-    """The protocol's name of an array's type; an array of objects holds texts."""
+    """Return the protocol's name of an array's type. An array of objects holds texts."""
     return "BYTES" if array.dtype == object else _NAMES[array.dtype]
 
 
 def texts(*rows: list[str]) -> Array:
-    """A [batch, n] tensor of texts."""
-    return numpy.array([[text.encode() for text in row] for row in rows], dtype=object)
+    """Return a [batch, n] tensor of texts."""
+    encoded = [[text.encode() for text in row] for row in rows]
+    return numpy.array(encoded, dtype=object)
+
+
+def scalar(value: bool | int | float) -> Array:
+    """Return [[value]] in the type that the protocol uses for such a value."""
+    if isinstance(value, bool):
+        return numpy.array([[value]], dtype=numpy.bool_)
+    if isinstance(value, int):
+        return numpy.array([[value]], dtype=numpy.int32)
+    return numpy.array([[value]], dtype=numpy.float32)
+
+
+def text_list(array: Array) -> list[str]:
+    """Return every text of a tensor."""
+    return [bytes(_as_bytes(text)).decode(errors="replace") for text in array.reshape(-1)]
+
+
+def first_text(array: Array) -> str:
+    """Return the first text of a tensor, or an empty one."""
+    return text_list(array.reshape(-1)[:1])[0] if array.size else ""
 
 
 def to_bytes(array: Array) -> bytes:
+    """Return the raw contents of a tensor. A text comes after its length."""
     if array.dtype == object:
-        return b"".join(
-            struct.pack("<I", len(item)) + item for item in map(_as_bytes, array.reshape(-1))
-        )
+        items = map(_as_bytes, array.reshape(-1))
+        return b"".join(struct.pack("<I", len(item)) + item for item in items)
     return numpy.ascontiguousarray(array).tobytes()
 
 
@@ -52,7 +72,8 @@ def _as_bytes(item: str | bytes) -> bytes:
 
 def from_bytes(datatype: str, shape: list[int], raw: bytes) -> Array:
     if datatype == "BYTES":
-        items = numpy.empty(len(found := list(_elements(raw))), dtype=object)
+        found = list(_elements(raw))
+        items = numpy.empty(len(found), dtype=object)
         items[:] = found
         return items.reshape(shape)
     return numpy.frombuffer(raw, dtype=_TYPES[datatype]).reshape(shape)
@@ -73,7 +94,8 @@ def to_json(name: str, array: Array) -> dict[str, Any]:
 
 
 def from_json(tensor: Mapping[str, Any]) -> Array:
-    datatype, shape = tensor["datatype"], tensor["shape"]
+    datatype = tensor["datatype"]
+    shape = tensor["shape"]
     if datatype == "BYTES":
         items = numpy.empty(len(tensor["data"]), dtype=object)
         items[:] = [item.encode() for item in tensor["data"]]

@@ -1,4 +1,4 @@
-"""Requests to an engine model, tensor by tensor, and what its answers hold."""
+"""The tensors of requests to an engine model, and the tokens of its answers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy
 
-from slipstream.client.tensors import Array
+from slipstream.client.tensors import Array, scalar
 
 
 @dataclass(frozen=True)
 class TokenRequest:
-    """What a token-level client asks for; None: the tensor is not sent."""
+    """A request of a token-level client. A tensor whose value is None is not sent."""
 
     tokens: list[int]
     output_length: int
@@ -26,9 +26,10 @@ class TokenRequest:
     top_p: float = 0.0
     streaming: bool = False
     return_log_probs: bool = False
-    # tensor name: a number or a truth value
+    # tensor name: a number or a boolean
     optional: Mapping[str, Any] = field(default_factory=dict)
-    arrays: Mapping[str, Array] = field(default_factory=dict)  # tensors sent as they are
+    # further tensors
+    arrays: Mapping[str, Array] = field(default_factory=dict)
 
     def inputs(self) -> dict[str, Array]:
         sent = {
@@ -48,26 +49,14 @@ class TokenRequest:
         return {**sent, **self.arrays}
 
 
-def scalar(value: bool | int | float) -> Array:
-    """[[value]] in the type that the protocol's scalars of its kind have."""
-    kind = (
-        numpy.bool_
-        if isinstance(value, bool)
-        else numpy.int32
-        if isinstance(value, int)
-        else numpy.float32
-    )
-    return numpy.array([[value]], dtype=kind)
-
-
 _FLOATS = {"FP16": "float16", "FP32": "float32"}
 
 
 def as_declared(inputs: Mapping[str, Array], declared: Mapping[str, str]) -> dict[str, Array]:
-    """The tensors in the types a model declares: lengths were UINT32 before 0.7, and INT32 from
-    then on.
+    """Return the tensors in the types that a model declares.
 
-    A tensor that the model does not know is left out where it asks for nothing.
+    Lengths were UINT32 before 0.7 and are INT32 since then. A tensor that the model does not
+    declare is left out if all its values are zero.
     """
     fitting = {}
     for name, array in inputs.items():
@@ -82,7 +71,7 @@ def as_declared(inputs: Mapping[str, Array], declared: Mapping[str, str]) -> dic
 
 
 def stop_inputs() -> dict[str, Array]:
-    """The tensors of a stop order; a request needs some tokens to be one."""
+    """Return the tensors of a stop request, with the tokens that every request must have."""
     return {
         "input_ids": scalar(0),
         "input_lengths": scalar(0),
@@ -92,8 +81,9 @@ def stop_inputs() -> dict[str, Array]:
 
 
 def lora_arrays(folder: Path | None, task_id: int | None) -> dict[str, Array]:
-    """The tensors of an adapter that `slipstream lora` (or hf_lora_convert.py) wrote; its number
-    alone where the server has it already.
+    """Return the tensors of an adapter that `slipstream lora` (or hf_lora_convert.py) wrote.
+
+    Without a folder this is the task id only: the server has the adapter in its cache.
     """
     arrays: dict[str, Array] = {}
     if task_id:
@@ -115,18 +105,49 @@ def lora_arrays(folder: Path | None, task_id: int | None) -> dict[str, Array]:
 
 
 def prompt_table_arrays(path: Path, task: int, dtype: str) -> dict[str, Array]:
-    """One task's rows of a table [tasks, rows, hidden], as tensors of a request."""
+    """Return the request tensors for one task of a table [tasks, rows, hidden]."""
     table = numpy.load(path, allow_pickle=False)
     rows = table[task].astype(dtype)
     return {"prompt_embedding_table": rows[None], "prompt_vocab_size": scalar(int(rows.shape[0]))}
 
 
-def beams_of(outputs: Mapping[str, Array], prompt: list[int]) -> list[list[int]]:
-    """The new tokens of each beam, whether or not the server sent the prompt back before them."""
+def beam_tokens(outputs: Mapping[str, Array], prompt: list[int]) -> list[list[int]]:
+    """Return the new tokens of each beam, without the prompt that some servers put before them."""
     beams = []
     rows = outputs["output_ids"][0]
-    whole = numpy.full(len(rows), rows.shape[-1])  # before 0.6 nothing said how long an answer is
+    whole = numpy.full(len(rows), rows.shape[-1])  # before 0.6 there was no sequence_length
     for row, length in zip(rows, outputs.get("sequence_length", whole).reshape(-1), strict=True):
         tokens = [int(token) for token in row[: int(length)]]
         beams.append(tokens[len(prompt) :] if tokens[: len(prompt)] == prompt else tokens)
     return beams
+
+
+def gpt_inputs(
+    tokens: Array,
+    output_length: int,
+    beam_width: int,
+    top_k: int,
+    top_p: float,
+    pad_id: int,
+    end_id: int,
+) -> dict[str, Array]:
+    """Return the tensors for the engine model of the gpt repository. `tokens`: [batch, length]."""
+    batch = tokens.shape[0]
+    scalars = {
+        "input_lengths": tokens.shape[1],
+        "request_output_len": output_length,
+        "pad_id": pad_id,
+        "end_id": end_id,
+        "beam_width": beam_width,
+        "temperature": 1.0,
+        "runtime_top_k": top_k,
+        "runtime_top_p": top_p,
+        "len_penalty": 1.0,
+        "repetition_penalty": 1.0,
+        "min_length": 1,
+        "presence_penalty": 0.0,
+    }
+    inputs = {"input_ids": tokens.astype(numpy.int32)}
+    inputs |= {name: numpy.repeat(scalar(value), batch, axis=0) for name, value in scalars.items()}
+    inputs["random_seed"] = numpy.zeros((batch, 1), dtype=numpy.uint64)
+    return inputs

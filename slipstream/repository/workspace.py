@@ -18,7 +18,7 @@ from slipstream.weights.whole_file import write_whole
 _DOOR = '''#!/usr/bin/env python3
 """The same as `slipstream {command}`."""
 
-from slipstream.cli.compat.classic import script
+from slipstream.cli.compat.scripts import script
 
 script("{command}")
 '''

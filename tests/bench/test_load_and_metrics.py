@@ -13,14 +13,18 @@ from pathlib import Path
 import numpy
 import pytest
 
-from slipstream.bench.classic_files import differing, write_trace
-from slipstream.bench.classic_table import Sample
-from slipstream.bench.input_data import DataError, batches, input_tensors, made_up_row, read_rows
+from slipstream.bench.core_model_report import Sample, find_differences, write_trace
+from slipstream.bench.input_data import (
+    DataError,
+    batch_rows,
+    generate_row,
+    input_tensors,
+    read_rows,
+)
 from slipstream.bench.llm_metrics import llm_metrics
 from slipstream.bench.llm_report import csv_report, json_report
 from slipstream.bench.load import Load, Record, WindowRule, measure_all, measure_windows
-from slipstream.bench.prompts import HISTOGRAMS, histogram_work
-from slipstream.bench.synthetic import Lengths, synthetic_prompt
+from slipstream.bench.prompts import HISTOGRAMS, Lengths, histogram_prompts, synthetic_prompt
 from slipstream.client.connection import Request
 from slipstream.client.tensors import texts
 
@@ -154,7 +158,7 @@ def test_rows_of_a_file_become_batches(tmp_path: Path) -> None:
         {"ids": [5, 6]},
     ]
     (tmp_path / "data.json").write_text(json.dumps({"data": rows}))
-    found = batches(read_rows(tmp_path / "data.json", input_tensors(CONFIG, {})), 2)
+    found = batch_rows(read_rows(tmp_path / "data.json", input_tensors(CONFIG, {})), 2)
     assert [batch["ids"].tolist() for batch in found] == [[[1, 2], [3, 4]], [[5, 6], [1, 2]]]
 
 
@@ -172,8 +176,8 @@ def test_rows_that_do_not_fit_the_model_are_refused(
 
 def test_made_up_data_needs_shapes() -> None:
     with pytest.raises(DataError, match="give --shape ids"):
-        made_up_row(input_tensors(CONFIG, {}), False, None, 4)
-    row = made_up_row(input_tensors(CONFIG, {"ids": (3,)}), False, None, 4)
+        generate_row(input_tensors(CONFIG, {}), False, None, 4)
+    row = generate_row(input_tensors(CONFIG, {"ids": (3,)}), False, None, 4)
     assert {name: array.tolist() for name, array in row.items()} == {"ids": [0, 0, 0]}
     with pytest.raises(DataError, match="--shape other"):
         input_tensors(CONFIG, {"other": (1,)})
@@ -195,7 +199,7 @@ def test_prompts_have_the_tokens_asked_for_and_follow_the_seed() -> None:
 
 
 def test_lengths_follow_the_histogram_up_to_the_longest() -> None:
-    work = list(histogram_work(500, "example", 64, numpy.random.default_rng(0)))
+    work = list(histogram_prompts(500, "example", 64, numpy.random.default_rng(0)))
     lengths = {len(one.tokens) for one in work}
     assert lengths == {length for length in HISTOGRAMS["example"]["input"] if length <= 64}
     assert {one.output_length for one in work} <= set(HISTOGRAMS["example"]["output"])
@@ -204,17 +208,20 @@ def test_lengths_follow_the_histogram_up_to_the_longest() -> None:
 def test_figures_are_compared_with_both_tolerances(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(json.dumps({"a": {"x": 100, "y": 10}, "empty": {}}))
     rows = [("x", "104.00"), ("y", "10.40")]
-    assert differing(tmp_path / "r.json", "a", rows, 0.0, 0.05) == []
-    assert differing(tmp_path / "r.json", "a", rows, 0.0, 0.03) == [
+    assert find_differences(tmp_path / "r.json", "a", rows, 0.0, 0.05) == []
+    assert find_differences(tmp_path / "r.json", "a", rows, 0.0, 0.03) == [
         "x is 104.0, which is not near 100.0",
         "y is 10.4, which is not near 10.0",
     ]
-    assert differing(tmp_path / "r.json", "a", rows, 5.0, 0.0) == []
-    assert differing(tmp_path / "r.json", "a", rows[:1], 5.0, 0.0) == [
+    assert find_differences(tmp_path / "r.json", "a", rows, 5.0, 0.0) == []
+    assert find_differences(tmp_path / "r.json", "a", rows[:1], 5.0, 0.0) == [
         "there is no figure 'y'; there are x"
     ]
-    assert "no figures for 'b'" in differing(tmp_path / "r.json", "b", rows, 5.0, 0.0)[0]
-    assert "no figures for 'empty'" in differing(tmp_path / "r.json", "empty", rows, 5.0, 0.0)[0]
+    assert "no figures for 'b'" in find_differences(tmp_path / "r.json", "b", rows, 5.0, 0.0)[0]
+    assert (
+        "no figures for 'empty'"
+        in find_differences(tmp_path / "r.json", "empty", rows, 5.0, 0.0)[0]
+    )
 
 
 def test_a_trace_begins_at_the_first_request(tmp_path: Path) -> None:

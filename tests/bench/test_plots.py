@@ -54,7 +54,7 @@ def points(svg: str) -> list[list[tuple[float, float]]]:
 def test_an_axis_has_round_numbers_and_room_for_all(most, high, step):
     axis = Axis.over([0.0, most, float("nan")], 100.0, 300.0)
     assert (axis.high, axis.step) == (pytest.approx(high), pytest.approx(step))
-    assert (axis.place(0.0), axis.place(axis.high)) == (100.0, 300.0)
+    assert (axis.position(0.0), axis.position(axis.high)) == (100.0, 300.0)
     assert axis.ticks()[-1] == pytest.approx(high)
 
 
@@ -85,7 +85,7 @@ def test_many_points_are_thinned_and_the_last_one_stays():
 def test_a_page_of_one_run_says_nothing_of_loads():
     text = page("m at x", "requests in flight", [run_of(1)])
     assert text.count("<svg") == 6  # three times, each spread out and over time
-    assert "What load does" not in text
+    assert "Effect of load" not in text
     assert page("m", "requests in flight", [run_of(1, streaming=False)]).count("<svg") == 2
 
 

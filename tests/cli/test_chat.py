@@ -185,7 +185,9 @@ def test_a_line_without_an_end_and_a_separator_inside_are_text(place: Place) -> 
 
 def test_an_unknown_command_is_told_and_not_sent(place: Place) -> None:
     done = place.pipe("/clera\n/usr/bin?\n")
-    assert done.stderr.startswith("error: there is no /clera: Ctrl-C stops an answer, /clear ")
+    assert done.stderr.startswith(
+        "error: there is no command /clera: Ctrl-C stops an answer, /clear "
+    )
     assert done.stdout == "[user] /usr/bin? [assistant]\n"
 
 
@@ -248,8 +250,8 @@ PIECE = {"delta": {"content": "caf\u00e9"}, "finish_reason": None}
     [
         ({"hello": 1}, None, "what answers at http://{address} has no list of models"),
         ([1], None, "what answers at http://{address} has no list of models"),
-        (LISTED, 5, "what answers there is not OpenAI's API"),
-        (LISTED, {"choices": [{"delta": None}]}, "what answers there is not OpenAI's API"),
+        (LISTED, 5, "the server's answer is not one of OpenAI's API"),
+        (LISTED, {"choices": [{"delta": None}]}, "the server's answer is not one of OpenAI's API"),
         (LISTED, {"error": {"message": "no\x1b[31m!"}}, "no[31m!"),
         (LISTED, {"choices": [PIECE], "error": None}, ""),
     ],

@@ -9,11 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from typer.testing import CliRunner
-
-from slipstream.cli import main as command
-
-runner = CliRunner()
+from command_line import run_cli
 
 
 def free_port():
@@ -37,7 +33,7 @@ def test_when_nobody_answers_it_says_what_to_run(protocol, named):
         "-i",
         protocol,
     ]
-    result = runner.invoke(command.app, arguments)
+    result = run_cli(arguments)
     assert result.exit_code == 1
     assert f"no server answers {named}at 127.0.0.1:{port}; start one with" in result.output
 
@@ -69,7 +65,7 @@ def infer_from(handler):
             "-i",
             "grpc",
         ]
-        return runner.invoke(command.app, arguments)
+        return run_cli(arguments)
     finally:
         server.stop(None).wait()
 
@@ -111,7 +107,7 @@ def test_the_key_is_sent_over_http(source, tmp_path, monkeypatch):
         monkeypatch.setenv("SLIPSTREAM_API_KEY", "secret")
     with http.server.HTTPServer(("127.0.0.1", 0), Noting) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
-        result = runner.invoke(command.app, [*arguments, "-p", str(server.server_port)])
+        result = run_cli([*arguments, "-p", str(server.server_port)])
     assert (result.exit_code, result.output.strip(), seen) == (0, "yes", ["Bearer secret"])
 
 
@@ -154,7 +150,7 @@ def answer():
             "-p",
             str(server.server_port),
         ]
-        return runner.invoke(command.app, arguments)
+        return run_cli(arguments)
 
     yield ask
     for server in servers:
@@ -185,6 +181,6 @@ def test_errors_are_told_on_stderr_with_exit_code_1(answer, status, body, text):
 
 
 def test_the_prompt_is_required():
-    result = runner.invoke(command.app, ["infer", "-m", "x"])
+    result = run_cli(["infer", "-m", "x"])
     assert result.exit_code == 2
     assert "--prompt" in result.output

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import typer
 
+from slipstream.cli.arguments import CommandError
 from slipstream.cli.keys import read_access, read_api_key
 
 
@@ -28,36 +28,31 @@ def test_keys_of_the_environment_may_have_blanks_around_them(
 
 @pytest.mark.parametrize("text", ["one\ntwo\n", "one\r\n\r\ntwo"])
 def test_two_admin_keys_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     (tmp_path / "key").write_text(text)
-    with pytest.raises(typer.Exit):
+    with pytest.raises(CommandError) as refused:
         read_access(None, tmp_path / "key")
     file = f"--admin-key: the key file {tmp_path / 'key'}"
-    assert capsys.readouterr().err == f"error: {file} has several lines; there is one admin key\n"
+    assert str(refused.value) == f"{file} has several lines; there is one admin key"
     monkeypatch.setenv("SLIPSTREAM_ADMIN_KEY", text)
-    with pytest.raises(typer.Exit):
+    with pytest.raises(CommandError) as refused:
         read_access(None, None)
-    assert (
-        capsys.readouterr().err
-        == "error: SLIPSTREAM_ADMIN_KEY has several lines; there is one admin key\n"
-    )
+    assert str(refused.value) == "SLIPSTREAM_ADMIN_KEY has several lines; there is one admin key"
 
 
 @pytest.mark.parametrize("variable", ["SLIPSTREAM_API_KEY", "SLIPSTREAM_ADMIN_KEY"])
-def test_blanks_are_not_taken_for_no_key(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str
-) -> None:
+def test_blanks_are_not_taken_for_no_key(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, " \n")
-    with pytest.raises(typer.Exit):
+    with pytest.raises(CommandError) as refused:
         read_access(None, None)
-    assert capsys.readouterr().err == f"error: {variable} is set, but to blanks only\n"
+    assert str(refused.value) == f"{variable} is set, but to blanks only"
     monkeypatch.setenv(variable, "")
     assert not read_access(None, None).guarded
 
 
-def test_a_file_in_a_home_that_is_not_known_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit):
+def test_a_file_in_an_unknown_home_is_refused_by_name() -> None:
+    with pytest.raises(CommandError) as refused:
         read_access(Path("~no.such.user/key"), None)
-    said = "--api-key: the key file ~no.such.user/key cannot be read: there is no such home folder"
-    assert capsys.readouterr().err == f"error: {said}\n"
+    text = "--api-key: the key file ~no.such.user/key cannot be read: there is no such home folder"
+    assert str(refused.value) == text

@@ -1,60 +1,95 @@
-"""The `slipstream` command itself."""
+"""The `slipstream` command itself: commands, grouped help, suggestions."""
 
 import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
+from command_line import run_cli
 
-from slipstream.cli import main as command
+from slipstream.cli.commands import COMMANDS, GROUPS
 from slipstream.version import VERSION
 
-runner = CliRunner()
 
-
-def test_help_lists_every_command_and_loads_none_of_them():
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"]])
+def test_help_lists_every_command_and_imports_none_of_them(words):
     code = (
-        "import sys; sys.argv = ['slipstream', '--help']\n"
+        f"import sys; sys.argv = ['slipstream', *{words}]\n"
         "from slipstream.cli.main import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'httptools', 'uvloop', 'grpc', 'httpx', 'zmq', 'slipstream.cli.start'}\n"
+        "heavy = {'torch', 'numpy', 'httpx', 'grpc', 'httptools', 'uvloop', 'zmq', 'rich', 'slipstream.cli.start'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert found.splitlines()[-1] == "[]"
-    for name in ("import", "list", "remove", "start", "infer"):
-        assert f" {name} " in found
+    for name in COMMANDS:
+        assert f"\n  {name} " in found
 
 
-@pytest.mark.parametrize("name", list(command.SUBCOMMANDS))
-def test_every_command_has_help_of_its_own(name):
-    result = runner.invoke(command.app, [name, "--help"])
-    assert result.exit_code == 0
-    assert f"{name} [OPTIONS]" in result.output
+def test_help_has_a_section_for_each_group():
+    lines = run_cli(["--help"]).stdout.splitlines()
+    titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["options:", "Use:", "Operate:", "Triton and TensorRT-LLM:"]
+    for title, group in GROUPS.items():
+        start = lines.index(f"{title}:") + 1
+        listed = [line.split()[0] for line in lines[start : start + len(group)]]
+        assert listed == list(group)
+
+
+def test_without_arguments_help_is_printed_and_the_exit_code_is_2():
+    result = run_cli([])
+    assert (result.exit_code, result.stderr) == (2, "")
+    assert result.stdout.strip() == run_cli(["--help"]).stdout.strip()
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_has_help(name, option):
+    result = run_cli([name, option])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"usage: slipstream {name} [options]")
+
+
+def test_help_of_a_command_can_be_asked_for_by_name():
+    assert run_cli(["help", "chat"]).stdout.strip() == run_cli(["chat", "-h"]).stdout.strip()
+    assert run_cli(["help", "caht"]).exit_code == 2
 
 
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("strat", "Did you mean 'start'?"),
-        ("xyz", "There are: import, list"),
-        ("xyz", "metrics, config, status."),
+        ("strat", "did you mean 'start'? (see slipstream --help)"),
+        ("worksapce", "did you mean 'workspace'? (see slipstream --help)"),
+        ("xyz", f"there are: {', '.join(COMMANDS)} (see slipstream --help)"),
     ],
 )
 def test_an_unknown_command_gets_a_suggestion(typed, hint):
-    result = runner.invoke(command.app, [typed])
+    result = run_cli([typed])
     assert result.exit_code == 2
-    assert hint in " ".join(result.output.replace("│", " ").split())
+    assert result.output == f"error: there is no command '{typed}'; {hint}\n"
 
 
 def test_version():
-    assert runner.invoke(command.app, ["--version"]).output == f"slipstream {VERSION}\n"
+    assert run_cli(["--version"]).output == f"slipstream {VERSION}\n"
 
 
-def test_an_unknown_option_is_refused():
-    result = runner.invoke(command.app, ["start", "--http-prot", "1"])
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["start", "--http-prot", "1"],
+            "there is no option --http-prot; did you mean --http-port?",
+        ),
+        (["infer", "--promt", "x"], "there is no option --promt; did you mean --prompt?"),
+        (["infer", "-m", "x"], "the following arguments are required: --prompt"),
+        (["start", "a", "b"], "unexpected argument 'b'"),
+        (["start", "--http-port", "x"], "argument --http-port: invalid int value: 'x'"),
+    ],
+)
+def test_a_usage_error_is_one_line_with_exit_code_2(words, text):
+    result = run_cli(words)
     assert result.exit_code == 2
-    assert "--http-port" in result.output
+    assert result.output == f"error: {text} (see slipstream {words[0]} --help)\n"
+    assert run_cli(words, "triton").stderr.startswith(f"triton - ERROR - {text}")

@@ -5,13 +5,10 @@ serving.
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from command_line import run_cli
 
-from slipstream.cli import main as command
 from slipstream.cli import start as start_module
 from slipstream.server import lifecycle
-
-runner = CliRunner()
 
 
 @pytest.fixture
@@ -47,7 +44,7 @@ def imports(monkeypatch):
 
 
 def test_the_defaults_are_tritons_ports_on_the_loopback_address(home, served):
-    result = runner.invoke(command.app, ["start", "--repo", "/some/models"])
+    result = run_cli(["start", "--repo", "/some/models"])
     assert result.exit_code == 0
     (options,) = served
     assert options.repositories == (Path("/some/models"),)
@@ -67,12 +64,12 @@ def test_the_defaults_are_tritons_ports_on_the_loopback_address(home, served):
 @pytest.mark.parametrize("joined", [True, False])
 def test_every_spelling_of_the_repository(home, served, spelling, joined):
     arguments = [f"{spelling}=/x"] if joined else [spelling, "/x"]
-    assert runner.invoke(command.app, ["start", *arguments]).exit_code == 0
+    assert run_cli(["start", *arguments]).exit_code == 0
     assert served[0].repositories == (Path("/x"),)
 
 
 def test_a_repository_in_a_home_that_is_not_known_is_refused(home, served):
-    result = runner.invoke(command.app, ["start", "--repo", "~no.such.user/x"])
+    result = run_cli(["start", "--repo", "~no.such.user/x"])
     assert (result.exit_code, served) == (1, [])
     assert (
         result.output
@@ -81,10 +78,7 @@ def test_a_repository_in_a_home_that_is_not_known_is_refused(home, served):
 
 
 def test_help_says_that_it_takes_a_model_too():
-    assert (
-        "Serve the repository, or a model."
-        in runner.invoke(command.app, ["start", "--help"]).output
-    )
+    assert "Serve a model repository or one model." in run_cli(["start", "--help"]).output
 
 
 def test_overrides_reach_the_engine_and_its_supervisor(home, served):
@@ -98,13 +92,13 @@ def test_overrides_reach_the_engine_and_its_supervisor(home, served):
         "--server-timeout",
         "7",
     ]
-    runner.invoke(command.app, ["start", "--repo", "/x", *given])
+    run_cli(["start", "--repo", "/x", *given])
     assert served[0].engine_settings == {"dtype": "float32", "device": "cpu"}
     assert (served[0].supervision.silence_seconds, served[0].supervision.start_seconds) == (5, 7)
 
 
 def test_without_a_repository_the_default_model_is_imported_first(home, served, imports):
-    result = runner.invoke(command.app, ["start"])
+    result = run_cli(["start"])
     assert result.exit_code == 0
     assert imports["commands"] == [
         [
@@ -125,13 +119,13 @@ def test_without_a_repository_the_default_model_is_imported_first(home, served, 
 def test_an_existing_repository_is_served_as_it_is(home, served, imports):
     (home / "models" / "mine").mkdir(parents=True)
     (home / "models" / "mine" / "config.pbtxt").touch()
-    assert runner.invoke(command.app, ["start"]).exit_code == 0
+    assert run_cli(["start"]).exit_code == 0
     assert imports["commands"] == []
 
 
 def test_an_import_that_fails_ends_it_with_the_way_out(home, served, imports):
     imports["code"] = 1
-    result = runner.invoke(command.app, ["start"])
+    result = run_cli(["start"])
     assert result.exit_code == 1
     assert served == []
     assert "slipstream import -m NAME --source PATH" in result.output.splitlines()[-1]
@@ -142,14 +136,14 @@ def test_a_failure_is_one_last_line_and_exit_code_1(home, monkeypatch):
         raise lifecycle.StartFailed("the cause; the remedy")
 
     monkeypatch.setattr(lifecycle, "run_server", run_server)
-    result = runner.invoke(command.app, ["start", "--repo", "/x"])
+    result = run_cli(["start", "--repo", "/x"])
     assert result.exit_code == 1
     assert result.output == "error: the cause; the remedy\n"
 
 
 @pytest.mark.parametrize("option", ["--watchdog-secs", "--server-timeout", "--exit-timeout-secs"])
 def test_seconds_that_no_server_could_live_with_are_refused(home, served, option):
-    result = runner.invoke(command.app, ["start", "--repo", "/some/models", option, "-1"])
+    result = run_cli(["start", "--repo", "/some/models", option, "-1"])
     assert (result.exit_code, served) == (2, [])
     assert option in result.output
 
@@ -157,7 +151,7 @@ def test_seconds_that_no_server_could_live_with_are_refused(home, served, option
 def test_traces_are_asked_for_as_of_tritonserver(home, served, tmp_path):
     given = ["level=TIMESTAMPS", "rate=7", f"triton,file={tmp_path}/trace.json"]
     options = [word for text in given for word in ("--trace-config", text)]
-    assert runner.invoke(command.app, ["start", "--repo", "/x", *options]).exit_code == 0
+    assert run_cli(["start", "--repo", "/x", *options]).exit_code == 0
     assert served[0].trace_settings == {
         "trace_file": f"{tmp_path}/trace.json",
         "trace_level": ["TIMESTAMPS"],
@@ -168,8 +162,8 @@ def test_traces_are_asked_for_as_of_tritonserver(home, served, tmp_path):
         "--trace-config=mode=opentelemetry",
         "--trace-config=opentelemetry,url=http://collector:1/v1/traces",
     ]
-    assert runner.invoke(command.app, ["start", "--repo", "/x", *options]).exit_code == 0
+    assert run_cli(["start", "--repo", "/x", *options]).exit_code == 0
     assert served[1].trace_export.url == "http://collector:1/v1/traces"
-    result = runner.invoke(command.app, ["start", "--repo", "/x", "--trace-config", "rate=often"])
+    result = run_cli(["start", "--repo", "/x", "--trace-config", "rate=often"])
     assert (result.exit_code, len(served)) == (1, 2)
     assert result.output == "error: --trace-config: rate must be a whole number, not 'often'\n"

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli.compat.classic import run_command
+from slipstream.cli.commands import run_command
 from slipstream.cli.doctor import command as doctor
 from slipstream.cli.doctor import machine as doctor_machine
 from slipstream.cli.doctor import ports as doctor_ports

@@ -14,7 +14,7 @@ from real_server import CACHE_TOKENS, build_engine
 from safetensors.torch import save_file
 from tiny_hf_folder import greedy_text, save_model
 
-from slipstream.cli.compat.classic import run_command
+from slipstream.cli.commands import run_command
 
 TEXTS = ("What is ML?", "Hello")
 

@@ -11,8 +11,8 @@ import pytest
 from real_server import CACHE_TOKENS, RealServer, build_engine, write_model, write_repository
 from tiny_hf_folder import END, VOCABULARY, greedy_text, save_model
 
-from slipstream.cli.compat import benchmark_core_model
-from slipstream.cli.compat.classic import run_command
+from slipstream.bench import core_model
+from slipstream.cli.commands import run_command
 from slipstream.repository.generations.render import render_template
 
 STREAMING = "streaming_llm"
@@ -499,12 +499,12 @@ class TestLoad:
                 4,
             )
         page = tmp_path / f"{name}1,3.html"
-        assert f"[INFO] Drawn: {page}" in printed.splitlines()
+        assert f"[INFO] Plots: {page}" in printed.splitlines()
         text = page.read_text()
-        shown = ("1 in flight", "3 in flight", "Time to the first token", "What load does")
+        shown = ("1 in flight", "3 in flight", "Time to first token", "Effect of load")
         assert [words for words in shown if words not in text] == []
         printed = ask(capsys, "bench", *words)
-        assert f"[INFO] Drawn: {tmp_path / f'{name}1' / 'plots.html'}" in printed.splitlines()
+        assert f"[INFO] Plots: {tmp_path / f'{name}1' / 'plots.html'}" in printed.splitlines()
 
     @pytest.mark.parametrize("protocol", ["http", "grpc"])
     def test_perf_analyzer_on_made_data(
@@ -576,7 +576,7 @@ class TestTools:
     @pytest.fixture(autouse=True)
     def short_warm_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its answers of 100 tokens are for the figures, which no test reads."""
-        monkeypatch.setattr(benchmark_core_model, "_WARM_UP_LENGTH", 2)
+        monkeypatch.setattr(core_model, "WARM_UP_LENGTH", 2)
 
     @pytest.fixture
     def dataset(self, tmp_path: Path) -> Path:

@@ -27,8 +27,8 @@ from tiny_server import (
 )
 from tritonclient.utils import InferenceServerException
 
+from slipstream.cli.commands import run_command
 from slipstream.cli.compat import tritonserver
-from slipstream.cli.compat.classic import run_command
 from slipstream.cli.compat.tritonserver_flags import FLAGS, FlagError, parse_flags
 from slipstream.server.grpc.options import GrpcOptions
 from slipstream.server.tracing.export_settings import ExportSettings
@@ -164,7 +164,7 @@ def test_it_serves_under_its_name_and_leaves_on_sigterm(serve: Callable[..., Tri
     assert any(line.split() == ["|", MODEL, "|", "1", "|", "READY", "|"] for line in server.lines)
     assert (
         sum(
-            "without an effect in this server: --grpc-infer-thread-count" in line
+            "compatibility, without effect: --grpc-infer-thread-count" in line
             for line in server.lines
         )
         == 1
@@ -389,7 +389,7 @@ def test_what_is_wrong_is_said_in_one_line(flags: list[str], text: str) -> None:
         ),
         (
             ["--model-repository=/a", "--cache-config=redis,host=x"],
-            "the one cache there is is 'local'",
+            "the only cache is 'local'",
         ),
         (["--model-repository=/a", "--cache-config=local,host=x"], "has no setting 'host'"),
         (["--model-repository=/a", "--rate-limit=always"], "must be off or execution_count"),

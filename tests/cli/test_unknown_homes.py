@@ -5,9 +5,8 @@ under that name.
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
+from command_line import run_cli
 
-from slipstream.cli import main as command
 from slipstream.cli.compat.tritonserver import run
 
 PATH = "~no.such.user/x"
@@ -30,7 +29,7 @@ UNKNOWN = "the home folder that it begins with is not known here"
 def test_a_command_names_the_path(tmp_path, monkeypatch, arguments, named):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
-    result = CliRunner().invoke(command.app, arguments)
+    result = run_cli(arguments)
     assert (result.exit_code, result.stderr) == (1, f"error: {named}: {UNKNOWN}\n")
     assert not list(tmp_path.glob("~*"))
 
@@ -38,9 +37,7 @@ def test_a_command_names_the_path(tmp_path, monkeypatch, arguments, named):
 @pytest.mark.parametrize("variable", ["SLIPSTREAM_HOME", "ENGINE_DEST_PATH"])
 def test_so_is_a_variable_named(tmp_path, monkeypatch, variable):
     monkeypatch.setenv(variable, PATH)
-    result = CliRunner().invoke(
-        command.app, ["import", "-m", "mine", "--source", "x", "--repo", str(tmp_path / "r")]
-    )
+    result = run_cli(["import", "-m", "mine", "--source", "x", "--repo", str(tmp_path / "r")])
     assert (result.exit_code, result.stderr) == (1, f"error: {variable} {PATH}: {UNKNOWN}\n")
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from slipstream.bench.classic_table import Sample, core_model_rows, table_text
+from slipstream.bench.core_model_report import Sample, core_model_rows, table_text
 from slipstream.client.tensors import datatype_of, from_bytes, from_json, texts, to_bytes, to_json
-from slipstream.client.token_request import TokenRequest, as_declared, beams_of
+from slipstream.client.token_request import TokenRequest, as_declared, beam_tokens
 
 ARRAYS = [
     numpy.array([[1, -2], [3, 4]], dtype=numpy.int32),
@@ -44,7 +44,7 @@ def test_the_prompt_is_taken_off_only_where_it_came_back() -> None:
         "sequence_length": numpy.array([[4]]),
     }
     alone = {"output_ids": numpy.array([[[8, 9, -1]]]), "sequence_length": numpy.array([[2]])}
-    assert beams_of(echoed, [1, 2]) == beams_of(alone, [1, 2]) == [[8, 9]]
+    assert beam_tokens(echoed, [1, 2]) == beam_tokens(alone, [1, 2]) == [[8, 9]]
 
 
 def test_the_table_of_the_benchmark() -> None:

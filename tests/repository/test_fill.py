@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli.compat import fill as command
+from slipstream.cli.commands import run_command
 from slipstream.repository.fill import FillError, fill_text, parse_substitutions, report
 
 
@@ -49,9 +49,9 @@ def test_a_misspelt_key_is_reported_with_the_nearest_one() -> None:
 def test_in_place_or_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.pbtxt"
     file.write_text("n: ${n}\n")
-    assert command.main([str(file), "n:1"]) == 0
+    assert run_command("fill", [str(file), "n:1"]) == 0
     assert capsys.readouterr().out == "n: 1\n\n"
     assert file.read_text() == "n: ${n}\n"
-    assert command.main(["-i", str(file), "n:1"]) == 0
+    assert run_command("fill", ["-i", str(file), "n:1"]) == 0
     assert file.read_text() == "n: 1\n"
     assert [path.name for path in tmp_path.iterdir()] == ["config.pbtxt"]

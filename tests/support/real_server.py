@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from slipstream.cli.compat.classic import run_command
+from slipstream.cli.commands import run_command
 from slipstream.repository.fill import fill_text
 from slipstream.repository.generations.render import render_template
 from slipstream.repository.generations.tables import models_of

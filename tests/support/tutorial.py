@@ -24,9 +24,9 @@ _PROGRAMS = {
     "python": "",
     "slipstream": "-m slipstream.cli.main",
     "triton": "-c \"import sys; sys.argv[0] = 'triton'; from slipstream.cli.main import main; main()\"",
-    "genai-perf": '-c "from slipstream.cli.compat.classic import genai_perf; genai_perf()"',
-    "perf_analyzer": '-c "from slipstream.cli.compat.classic import perf_analyzer; perf_analyzer()"',
-    "trtllm-build": '-c "from slipstream.cli.compat.classic import trtllm_build; trtllm_build()"',
+    "genai-perf": '-c "from slipstream.cli.compat.scripts import genai_perf; genai_perf()"',
+    "perf_analyzer": '-c "from slipstream.cli.compat.scripts import perf_analyzer; perf_analyzer()"',
+    "trtllm-build": '-c "from slipstream.cli.compat.scripts import trtllm_build; trtllm_build()"',
     "tritonserver": "-m slipstream.cli.compat.tritonserver",
 }
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_line import run_cli
 
 from slipstream.cli.list_models import tree_text
-from slipstream.cli.main import app
 from slipstream.weights.engine_config import read_engine_config
 from slipstream.weights.parameters import Quantisation
 
@@ -40,9 +39,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.delenv("ENGINE_DEST_PATH", raising=False)
 
     def call(*words: object) -> Any:
-        return CliRunner().invoke(
-            app, [*map(str, words), "--repo", str(tmp_path / "models")], prog_name="triton"
-        )
+        return run_cli([*map(str, words), "--repo", str(tmp_path / "models")], program="triton")
 
     return call
 
@@ -62,13 +59,9 @@ def test_import_builds_the_engine_and_writes_the_repository(
     assert read_engine_config(engine).spec.layers == 2
     assert str(engine) in (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text()
     assert run("list").stdout == listed
-    plain = CliRunner().invoke(
-        app, ["list", "--repo", str(tmp_path / "models")], prog_name="slipstream"
-    )
+    plain = run_cli(["list", "--repo", str(tmp_path / "models")], program="slipstream")
     assert plain.stdout == f"[INFO] Current repo at {tmp_path / 'models'}:\n{TREE}\n"
-    missing = CliRunner().invoke(
-        app, ["list", "--repo", str(tmp_path / "none")], prog_name="slipstream"
-    )
+    missing = run_cli(["list", "--repo", str(tmp_path / "none")], program="slipstream")
     assert missing.stderr == f"error: No model repository exists at {tmp_path / 'none'}\n"
 
 

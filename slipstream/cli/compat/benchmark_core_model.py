@@ -1,110 +1,236 @@
-"""The old benchmark_core_model.py: load on an engine model, and its table. Options stand before or
-after the kind.
-"""
+"""The old benchmark_core_model.py: load on an engine model, and a table of figures."""
 
 from __future__ import annotations
 
-import threading
-import time
-from argparse import SUPPRESS, Namespace
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import numpy
 
-from slipstream.bench.classic_files import TRACE_NAME, append_row, differing, write_trace
-from slipstream.bench.classic_table import Sample, core_model_rows, table_text
+from slipstream.bench.core_model import CoreModelClient, CoreModelLoad
+from slipstream.bench.core_model_report import (
+    TRACE_NAME,
+    Sample,
+    append_row,
+    core_model_rows,
+    find_differences,
+    table_text,
+    write_trace,
+)
 from slipstream.bench.prompts import (
     HISTOGRAMS,
-    Work,
-    delays,
-    from_dataset,
-    histogram_work,
-    random_work,
+    TokenPrompt,
+    dataset_prompts,
+    histogram_prompts,
+    random_prompts,
     read_dataset,
 )
-from slipstream.cli.arguments import CommandError, Parser
-from slipstream.cli.connections import add_connection, open_connection
-from slipstream.client.connection import Connection, GrpcConnection, Request, ServerError
-from slipstream.client.token_request import as_declared, scalar
+from slipstream.cli.arguments import CommandError, Parser, UsageError
+from slipstream.cli.connections import add_connection, connected
 from slipstream.server.text.tokenizer import Tokenizer
 
-_WARM_UPS, _WARM_UP_LENGTH = 10, 100
-_KINDS = {
-    "dataset": ["dataset"],
-    "token-norm-dist": ["token_norm_dist"],
-    "token-from-histogram": ["token_from_histogram"],
-}
-SHARED: dict[str, dict[str, Any]] = {
-    "--max-input-len": {"type": int, "help": "Leave out longer prompts."},
-    "--request-rate": {
-        "type": float,
-        "default": -1.0,
-        "help": "Requests a second; -1: all at once.",
-    },
-    "--time-delay-dist": {
-        "default": "exponential_dist",
-        "choices": ["constant", "exponential_dist"],
-        "help": "How the times between requests differ.",
-    },
-    "--num-requests": {"type": int, "default": 30000, "help": "How many requests."},
-    "--op-stats-csv": {"type": Path, "help": "Append a row of figures."},
-    "--dump-perfetto-trace": {
-        "action": "store_true",
-        "help": f"Write {TRACE_NAME}, which Perfetto shows.",
-    },
-    "--exclude-input-in-output": {
-        "action": "store_true",
-        "help": "The server leaves the prompt out of its answers.",
-    },
-    "--tensorrt-llm-model-name": {
-        "action": "append",
-        "help": "The engine model; given again: all of them in turn.",
-    },
-    "--decoupled": {
-        "action": "store_true",
-        "help": "Ask over the gRPC stream, as a decoupled model needs it.",
-    },
-    "--check-perf-json": {"type": Path, "help": "Figures to compare with: {key: {figure: value}}."},
-    "--check-perf-key": {"default": "", "help": "Which of them."},
-    "--check-perf-atol": {"type": float, "default": 50.0, "help": "How far a figure may be off."},
-    "--check-perf-rtol": {
-        "type": float,
-        "default": 0.05,
-        "help": "And how far beyond that, as a share of it.",
-    },
+# workload: the options that it requires
+_WORKLOADS: dict[str, tuple[str, ...]] = {
+    "dataset": ("dataset", "tokenizer_dir"),
+    "token-norm-dist": ("input_mean", "input_stdev", "output_mean", "output_stdev"),
+    "token-from-histogram": (),
 }
 
 
-def main(arguments: Sequence[str]) -> int:
-    given = _parser().parse(arguments)
-    given.tensorrt_llm_model_name = given.tensorrt_llm_model_name or ["tensorrt_llm"]
+def create_parser() -> Parser:
+    parser = Parser("benchmark_core_model.py", "Send load to an engine model and print a table.")
+    parser.add_argument(
+        "workload",
+        type=lambda text: text.replace("_", "-"),
+        choices=list(_WORKLOADS),
+        help="Kind of prompts: a dataset, or random tokens with lengths of a distribution.",
+    )
+    add_connection(parser)
+    add_load(parser)
+    add_dataset(parser)
+    group = parser.group("token-norm-dist")
+    for name in ("input", "output"):
+        for figure, text in (("mean", "Mean"), ("stdev", "Standard deviation")):
+            group.add_argument(
+                f"--{name}-{figure}",
+                type=float,
+                metavar="TOKENS",
+                help=f"{text} of the {name} lengths.",
+            )
+    group = parser.group("token-from-histogram")
+    group.add_argument(
+        "--histogram-key",
+        default="example",
+        choices=sorted(HISTOGRAMS),
+        help="Histogram of the lengths.",
+    )
+    add_tokenizer_type(parser)
+    return parser
+
+
+def add_load(parser: Parser) -> None:
+    """Add the options that do not depend on the kind of prompts."""
+    add = parser.add_argument
+    add(
+        "-c",
+        "--concurrency",
+        type=int,
+        default=128,
+        metavar="REQUESTS",
+        help="Maximum number of requests in flight.",
+    )
+    add(
+        "--request-rate",
+        type=float,
+        default=-1.0,
+        metavar="RATE",
+        help="Requests a second; -1: without delays.",
+    )
+    add(
+        "--time-delay-dist",
+        default="exponential_dist",
+        choices=["constant", "exponential_dist"],
+        help="Distribution of the delays between requests.",
+    )
+    add("--num-requests", type=int, default=30000, metavar="N", help="Number of requests.")
+    add(
+        "--max-input-len",
+        type=int,
+        metavar="TOKENS",
+        help="Leave out longer prompts (default: no limit).",
+    )
+    add(
+        "--tensorrt-llm-model-name",
+        action="append",
+        metavar="MODEL",
+        help="Engine model; can be repeated, to use several in turn (default: tensorrt_llm).",
+    )
+    add(
+        "--decoupled",
+        action="store_true",
+        help="Use the gRPC stream, which a decoupled model needs.",
+    )
+    add(
+        "-t",
+        "--stream-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="With --decoupled: fail if an answer takes longer (default: no limit).",
+    )
+    add(
+        "--exclude-input-in-output",
+        action="store_true",
+        help="Count tokens for a server that leaves the prompt out of its answers.",
+    )
+    _add_report(parser)
+
+
+def _add_report(parser: Parser) -> None:
+    add = parser.group("report").add_argument
+    add("--op-stats-csv", type=Path, metavar="FILE", help="Append the figures to a CSV file.")
+    add(
+        "--dump-perfetto-trace",
+        action="store_true",
+        help=f"Write the requests to {TRACE_NAME}, for Perfetto.",
+    )
+    add(
+        "--check-perf-json",
+        type=Path,
+        metavar="FILE",
+        help="Compare with figures of a JSON file {key: {figure: value}}.",
+    )
+    add("--check-perf-key", default="", metavar="KEY", help="Key in --check-perf-json.")
+    add(
+        "--check-perf-atol",
+        type=float,
+        default=50.0,
+        metavar="TOLERANCE",
+        help="Absolute tolerance of --check-perf-json.",
+    )
+    add(
+        "--check-perf-rtol",
+        type=float,
+        default=0.05,
+        metavar="TOLERANCE",
+        help="Relative tolerance of --check-perf-json, added to the absolute one.",
+    )
+
+
+def add_dataset(parser: Parser, required: bool = False) -> None:
+    add = parser.group("dataset").add_argument
+    add(
+        "--dataset",
+        type=Path,
+        required=required,
+        metavar="FILE",
+        help="JSON list of objects with input, instruction and output.",
+    )
+    add(
+        "--tokenizer-dir",
+        type=Path,
+        required=required,
+        metavar="FOLDER",
+        help="Folder of the tokenizer.",
+    )
+    add(
+        "--op-tokens-per-word",
+        type=float,
+        default=1.3,
+        metavar="TOKENS",
+        help="Tokens to ask for per word of the dataset's output.",
+    )
+
+
+def add_tokenizer_type(parser: Parser) -> None:
+    parser.no_effect_group().add_argument(
+        "--tokenizer-type", default="auto", help="The type is read from the tokenizer's files."
+    )
+
+
+def run(given: Namespace) -> int:
+    missing = [name for name in _WORKLOADS[given.workload] if getattr(given, name) is None]
+    if missing:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise UsageError(f"{given.workload} requires {names}")
+    return measure(given, create_prompts(given))
+
+
+def measure(given: Namespace, prompts: list[TokenPrompt]) -> int:
+    """Send the prompts, print the figures and return the exit code."""
     if given.decoupled and given.protocol != "grpc":
-        raise CommandError("--decoupled needs -i grpc: a stream is a thing of gRPC")
-    return measure(given, work_of(given))
-
-
-def measure(given: Namespace, work: list[Work]) -> int:
-    """Send the work and print what came of it."""
-    if not work:
+        raise CommandError("--decoupled needs -i grpc, the only protocol with streams")
+    if not prompts:
         raise CommandError("no prompt is left to send; raise --max-input-len")
-    connection = open_connection(given)
-    try:
-        given.declared = {
-            name: connection.input_types(name) for name in given.tensorrt_llm_model_name
-        }
+    load = CoreModelLoad(
+        given.tensorrt_llm_model_name or ["tensorrt_llm"],
+        given.concurrency,
+        given.request_rate,
+        given.time_delay_dist,
+        given.decoupled,
+        given.stream_timeout,
+        answers_hold_prompt=not given.exclude_input_in_output,
+    )
+    with connected(given) as connection:
+        client = CoreModelClient(connection, load)
         print("[INFO] Warm up for benchmarking.", flush=True)
-        for number in range(_WARM_UPS):
-            _send(given, connection, Work(work[0].tokens, _WARM_UP_LENGTH), number)
-        print(f"[INFO] Start benchmarking on {len(work)} prompts.", flush=True)
-        samples = _samples(given, connection, work)
-    except ServerError as error:
-        raise CommandError(str(error)) from error
-    finally:
-        connection.close()
+        client.warm_up(prompts[0])
+        print(f"[INFO] Start benchmarking on {len(prompts)} prompts.", flush=True)
+        samples = client.measure(prompts)
     return _report(given, samples)
+
+
+def create_prompts(given: Namespace) -> list[TokenPrompt]:
+    generator = numpy.random.default_rng(0)
+    if given.workload == "dataset":
+        encode = Tokenizer.load(given.tokenizer_dir).encode
+        items = read_dataset(given.dataset)[: given.num_requests]
+        return list(dataset_prompts(items, encode, given.op_tokens_per_word, given.max_input_len))
+    if given.workload == "token-from-histogram":
+        key = given.histogram_key
+        return list(histogram_prompts(given.num_requests, key, given.max_input_len, generator))
+    lengths = (given.input_mean, given.input_stdev)
+    outputs = (given.output_mean, given.output_stdev)
+    return list(random_prompts(given.num_requests, lengths, outputs, generator))
 
 
 def _report(given: Namespace, samples: list[Sample]) -> int:
@@ -112,132 +238,21 @@ def _report(given: Namespace, samples: list[Sample]) -> int:
     print(f"[INFO] Total Latency: {total * 1000:.3f} ms")
     print(f"[INFO] Total request latencies: {sum(sample.latency_ms for sample in samples)} ms")
     rows = core_model_rows(samples)
-    print(
-        table_text(("Stat", "Value"), [row for row in rows if row[0] != "Avg. InFlight requests"])
-    )
+    shown = [row for row in rows if row[0] != "Avg. InFlight requests"]
+    print(table_text(("Stat", "Value"), shown))
     if given.op_stats_csv is not None:
         append_row(given.op_stats_csv, rows)
     if given.dump_perfetto_trace:
         write_trace(Path(TRACE_NAME), samples)
-    if given.check_perf_json is not None:
-        wrong = differing(
-            given.check_perf_json,
-            given.check_perf_key,
-            rows,
-            given.check_perf_atol,
-            given.check_perf_rtol,
-        )
-        for line in wrong:
-            print(f"[ERROR] {line}")
-        return 1 if wrong else 0
-    return 0
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "benchmark_core_model.py", description="Send load to an engine model and print a table."
+    if given.check_perf_json is None:
+        return 0
+    differences = find_differences(
+        given.check_perf_json,
+        given.check_perf_key,
+        rows,
+        given.check_perf_atol,
+        given.check_perf_rtol,
     )
-    add_connection(parser)
-    add_shared(parser)
-    kinds = parser.add_subparsers(dest="workload", required=True)
-    for kind, aliases in _KINDS.items():
-        child = kinds.add_parser(kind, aliases=aliases)
-        for name, options in SHARED.items():
-            child.add_argument(name, **{**options, "default": SUPPRESS})
-        if kind == "dataset":
-            add_dataset(child)
-        elif kind == "token-from-histogram":
-            child.add_argument(
-                "--histogram-key", default="example", choices=sorted(HISTOGRAMS), help="Which one."
-            )
-        else:
-            for name in ("--input-mean", "--input-stdev", "--output-mean", "--output-stdev"):
-                child.add_argument(
-                    name, type=float, required=True, help="Of the numbers of tokens."
-                )
-    return parser
-
-
-def add_shared(parser: Parser) -> None:
-    parser.add_argument(
-        "-c", "--concurrency", type=int, default=128, help="Requests in flight at most."
-    )
-    parser.add_argument(
-        "-t",
-        "--stream-timeout",
-        type=float,
-        help="Seconds that an answer may take, with --decoupled.",
-    )
-    for name, options in SHARED.items():
-        parser.add_argument(name, **options)
-
-
-def add_dataset(parser: Any) -> None:
-    parser.add_argument(
-        "--dataset", type=Path, required=True, help="A JSON list: input, instruction and output."
-    )
-    parser.add_argument("--tokenizer-dir", type=Path, required=True, help="The tokenizer's folder.")
-    parser.add_argument(
-        "--tokenizer-type", default="auto", help="No effect: its files say what it is."
-    )
-    parser.add_argument(
-        "--op-tokens-per-word", type=float, default=1.3, help="How long an answer is asked for."
-    )
-
-
-def work_of(given: Namespace) -> list[Work]:
-    generator = numpy.random.default_rng(0)
-    if given.workload == "dataset":
-        encode = Tokenizer.load(given.tokenizer_dir).encode
-        items = read_dataset(given.dataset)[: given.num_requests]
-        return list(from_dataset(items, encode, given.op_tokens_per_word, given.max_input_len))
-    if given.workload.replace("_", "-") == "token-from-histogram":
-        return list(
-            histogram_work(given.num_requests, given.histogram_key, given.max_input_len, generator)
-        )
-    return list(
-        random_work(
-            given.num_requests,
-            (given.input_mean, given.input_stdev),
-            (given.output_mean, given.output_stdev),
-            generator,
-        )
-    )
-
-
-def _samples(given: Namespace, connection: Connection, work: list[Work]) -> list[Sample]:
-    waits = delays(
-        len(work), given.request_rate, given.time_delay_dist, numpy.random.default_rng(1)
-    )
-    with ThreadPoolExecutor(given.concurrency) as pool:
-        pending = []
-        for number, (one, wait) in enumerate(zip(work, waits, strict=True)):
-            threading.Event().wait(wait)
-            pending.append(pool.submit(_send, given, connection, one, number, time.monotonic()))
-        return [future.result() for future in pending]
-
-
-def _send(
-    given: Namespace, connection: Connection, work: Work, number: int, sent: float | None = None
-) -> Sample:
-    sent = time.monotonic() if sent is None else sent
-    model = given.tensorrt_llm_model_name[number % len(given.tensorrt_llm_model_name)]
-    inputs = {
-        "input_ids": numpy.array([work.tokens], dtype=numpy.int32),
-        "input_lengths": scalar(len(work.tokens)),
-        "request_output_len": scalar(work.output_length),
-        "end_id": scalar(-1),
-    }
-    request = Request(model, as_declared(inputs, given.declared[model]), request_id=str(number))
-    if given.decoupled:
-        assert isinstance(connection, GrpcConnection)
-        answers = [
-            answer
-            for answer in connection.stream([request], given.stream_timeout)
-            if answer.outputs
-        ]
-    else:
-        answers = [connection.infer(request)]
-    ids = sum(answer.outputs["output_ids"].shape[2] for answer in answers)
-    echoed = 0 if given.exclude_input_in_output or ids < len(work.tokens) else len(work.tokens)
-    return Sample(sent, time.monotonic(), len(work.tokens), ids - echoed)
+    for line in differences:
+        print(f"[ERROR] {line}")
+    return 1 if differences else 0

@@ -1,14 +1,13 @@
-"""`slipstream convert`, the old convert_checkpoint.py of every model."""
+"""`slipstream convert`: the old convert_checkpoint.py of every model."""
 
 from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Sequence
 
-from slipstream.cli.arguments import CommandError, Parser, add_flags, explain_flags
+from slipstream.cli.arguments import CommandError, Parser, UsageError
+from slipstream.cli.compat.classic_flags import add_flags, explain_flags, print_version_line
 from slipstream.cli.progress import ProgressLines
-from slipstream.cli.versions import print_version_line
 from slipstream.weights.convert import DEFAULT_OUTPUT, Conversion, convert
 from slipstream.weights.flags import CONVERT_FLAGS
 from slipstream.weights.home import expanded
@@ -18,22 +17,23 @@ PRECISIONS = ("int8", "int4", "fp8")
 _FP8_FLAGS = ("enable_fp8", "use_fp8", "use_fp8_rowwise")
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "slipstream convert", description="Turn a model's weights into a unified checkpoint."
-    )
+def create_parser() -> Parser:
+    parser = Parser("slipstream convert", "Convert a model's weights to a unified checkpoint.")
     add_flags(parser, CONVERT_FLAGS)
-    given = parser.parse(arguments)
+    return parser
+
+
+def run(given: Namespace) -> int:
     started = time.monotonic()
     print_version_line()
     explain_flags(CONVERT_FLAGS, given)
     if not hasattr(given, "model_dir"):
-        parser.error("--model_dir is required: a Hugging Face folder, a GGUF file or a hub id")
+        raise UsageError("--model_dir is required: a Hugging Face folder, a GGUF file or a hub id")
     wanted = Conversion(
         model=given.model_dir,
         output=expanded(getattr(given, "output_dir", DEFAULT_OUTPUT), "--output_dir"),
-        dtype=dtype_of(given) or "float16",
-        weight_only=weight_only_of(given),
+        dtype=dtype_flag(given) or "float16",
+        weight_only=weight_only_flag(given),
         fp8_kv_cache=hasattr(given, "fp8_kv_cache"),
         mapping=RankMapping(whole_number(given, "tp_size", 1), whole_number(given, "pp_size", 1)),
         config_only=hasattr(given, "save_config_only"),
@@ -47,13 +47,14 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def dtype_of(given: Namespace) -> str | None:
-    """`fp8` is the type of the linears; the rest keeps the model's own 16 bits then."""
+def dtype_flag(given: Namespace) -> str | None:
+    """Return the --dtype of the weights. With fp8, which is for the linears only, it is auto."""
     dtype = getattr(given, "dtype", None)
     return "auto" if dtype == "fp8" else dtype
 
 
-def weight_only_of(given: Namespace) -> str | None:
+def weight_only_flag(given: Namespace) -> str | None:
+    """Return the quantised type of the linears, or None."""
     fp8 = next((f"--{name}" for name in _FP8_FLAGS if hasattr(given, name)), None)
     fp8 = fp8 or ("--dtype fp8" if getattr(given, "dtype", None) == "fp8" else None)
     if fp8 is not None:
@@ -71,6 +72,7 @@ def weight_only_of(given: Namespace) -> str | None:
 
 
 def whole_number(given: Namespace, name: str, default: int) -> int:
+    """Return the value of a flag as a number of at least 1."""
     text = getattr(given, name, default)
     try:
         number = int(text)

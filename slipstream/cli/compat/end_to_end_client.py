@@ -1,136 +1,151 @@
-"""The old end_to_end_grpc_client.py: text to a text model over the gRPC stream."""
+"""The old end_to_end_grpc_client.py: sends text to a text model over a gRPC stream."""
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from slipstream.cli.arguments import Parser
+from slipstream.cli.arguments import Parser, add_verbose
+from slipstream.cli.compat.request_flags import PENALTIES, add_penalties, add_token_ids
 from slipstream.cli.connections import connect_grpc
 from slipstream.client.connection import Answer, Request, ServerError
-from slipstream.client.tensors import Array, texts
-from slipstream.client.token_request import lora_arrays, scalar
+from slipstream.client.tensors import Array, scalar, text_list, texts
+from slipstream.client.token_request import lora_arrays
+
+_NUMBERS = ("temperature", *PENALTIES, "end_id", "pad_id", "num_return_sequences")
+# input tensor that asks for a further output: its description
+_FURTHER_OUTPUTS = {
+    "return_context_logits": "Ask for the logits of the prompt.",
+    "return_generation_logits": "Ask for the logits of the generated tokens.",
+    "return_log_probs": "Ask for log-probabilities.",
+    "return_kv_cache_reuse_stats": "Ask for the statistics of KV cache reuse.",
+    "exclude_input_in_output": "Ask for the answer without the prompt.",
+}
+# output tensor whose shape is printed: the input tensor that asks for it
+_SHAPES = {
+    "context_logits": "return_context_logits",
+    "generation_logits": "return_generation_logits",
+    "cum_log_probs": "return_log_probs",
+    "output_log_probs": "return_log_probs",
+}
 
 
-def main(arguments: Sequence[str]) -> int:
-    given = _parser().parse(arguments)
+def create_parser() -> Parser:
+    parser = Parser(
+        "end_to_end_grpc_client.py", "Send a prompt to a text model and print the answer."
+    )
+    add = parser.add_argument
+    add("-p", "--prompt", required=True, nargs="+", help="Prompts.")
+    add("--batch-inputs", action="store_true", help="Send all prompts in one request.")
+    add(
+        "-u",
+        "--url",
+        default="localhost:8001",
+        metavar="HOST:PORT",
+        help="gRPC address of the server.",
+    )
+    add("-i", "--protocol", default="grpc", choices=["grpc"], help="Protocol of the requests.")
+    add("--model-name", default="ensemble", help="Name of the text model.")
+    add("-S", "--streaming", action="store_true", help="Receive the text as it is generated.")
+    add(
+        "--overwrite-output-text",
+        action="store_true",
+        help="Print the last answer only, for models that send the whole text so far.",
+    )
+    add("--request-id", default="", metavar="ID", help="Id of the request.")
+    _add_sampling(parser)
+    for name, text in _FURTHER_OUTPUTS.items():
+        add(f"--{name.replace('_', '-')}", action="store_true", help=text)
+    add(
+        "--expected-outputs",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="Texts that --check-outputs expects.",
+    )
+    add("--check-outputs", action="store_true", help="Exit with code 1 if the answers differ.")
+    add_verbose(parser)
+    return parser
+
+
+def _add_sampling(parser: Parser) -> None:
+    add = parser.add_argument
+    add(
+        "-o",
+        "--output-len",
+        type=int,
+        default=100,
+        metavar="TOKENS",
+        help="Maximum number of tokens to generate.",
+    )
+    add("-b", "--beam-width", type=int, default=1, help="Number of beams of a beam search.")
+    add("-n", "--num-return-sequences", type=int, help="Number of answers to sample (default: 1).")
+    add(
+        "--temperature",
+        type=float,
+        help="Divide the logits by this before sampling (default: greedy).",
+    )
+    add_penalties(parser)
+    add("--stop-words", nargs="+", default=[], metavar="TEXT", help="Texts that end the answer.")
+    add("--bad-words", nargs="+", default=[], metavar="TEXT", help="Texts that are not generated.")
+    add(
+        "--embedding-bias-words",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="Words whose logits are changed.",
+    )
+    add(
+        "--embedding-bias-weights",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="WEIGHT",
+        help="Number to add to the logits of each of these words.",
+    )
+    add_token_ids(parser)
+    add(
+        "--lora-path",
+        type=Path,
+        metavar="FOLDER",
+        help="LoRA adapter to send: a folder that slipstream lora wrote.",
+    )
+    add("--lora-task-id", type=int, metavar="ID", help="Id of the adapter in the server's cache.")
+
+
+def run(given: Namespace) -> int:
     connection = connect_grpc(given.url)
-    rounds = [given.prompt] if given.batch_inputs else [[prompt] for prompt in given.prompt]
-    shown: list[str] = []
+    batches = [given.prompt] if given.batch_inputs else [[prompt] for prompt in given.prompt]
+    printed: list[str] = []
     try:
-        for prompts in rounds:
-            request = Request(
-                given.model_name, _inputs(given, prompts), request_id=given.request_id
-            )
-            shown += _show(given, list(connection.stream([request])))
+        for prompts in batches:
+            inputs = _inputs(given, prompts)
+            request = Request(given.model_name, inputs, request_id=given.request_id)
+            printed += _print_answers(given, list(connection.stream([request])))
     except ServerError as error:
         print(error)
         return 0  # as the old client did
     finally:
         connection.close()
-    if given.check_outputs and shown != given.expected_outputs:
-        print(f"expected {given.expected_outputs}, got {shown}")
+    if given.check_outputs and printed != given.expected_outputs:
+        print(f"expected {given.expected_outputs}, got {printed}")
         return 1
     return 0
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        "end_to_end_grpc_client.py",
-        description="Send a prompt to a text model and print the answer.",
-    )
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="No effect: all that comes back is printed."
-    )
-    parser.add_argument("-u", "--url", default="localhost:8001", help="The server's gRPC address.")
-    parser.add_argument(
-        "-i", "--protocol", default="grpc", choices=["grpc"], help="gRPC is the only one."
-    )
-    parser.add_argument("-p", "--prompt", required=True, nargs="+", help="The prompt, or several.")
-    parser.add_argument(
-        "--batch-inputs", action="store_true", help="Send all prompts in one request."
-    )
-    parser.add_argument(
-        "--model-name", default="ensemble", help="ensemble, tensorrt_llm_bls or any text model."
-    )
-    parser.add_argument(
-        "-S", "--streaming", action="store_true", help="Take the answer piece by piece."
-    )
-    parser.add_argument(
-        "-b", "--beam-width", type=int, default=1, help="How many answers a beam search keeps."
-    )
-    parser.add_argument(
-        "-n", "--num-return-sequences", type=int, help="How many answers to sample."
-    )
-    parser.add_argument("--temperature", type=float, help="Sample; default: the likeliest token.")
-    for name in ("repetition-penalty", "presence-penalty", "frequency-penalty"):
-        parser.add_argument(f"--{name}", type=float, help="Sent where it is given.")
-    parser.add_argument(
-        "-o", "--output-len", type=int, default=100, help="The longest answer, in tokens."
-    )
-    parser.add_argument("--request-id", default="", help="The request's id.")
-    for name in ("stop-words", "bad-words", "embedding-bias-words"):
-        parser.add_argument(f"--{name}", nargs="+", default=[], help="Words, one after the other.")
-    parser.add_argument(
-        "--embedding-bias-weights", nargs="+", type=float, default=[], help="A weight for each."
-    )
-    parser.add_argument(
-        "--overwrite-output-text", action="store_true", help="For models that send the text so far."
-    )
-    for name in (
-        "return-context-logits",
-        "return-generation-logits",
-        "return-log-probs",
-        "return-kv-cache-reuse-stats",
-        "exclude-input-in-output",
-    ):
-        parser.add_argument(f"--{name}", action="store_true", help="Ask for it.")
-    parser.add_argument("--end-id", type=int, help="Default: the tokenizer's.")
-    parser.add_argument("--pad-id", type=int, help="Default: the tokenizer's.")
-    parser.add_argument(
-        "--lora-path", type=Path, help="An adapter: a folder that slipstream lora wrote."
-    )
-    parser.add_argument("--lora-task-id", type=int, help="Its number in the server's cache.")
-    parser.add_argument(
-        "--expected-outputs", nargs="+", default=[], help="What --check-outputs compares with."
-    )
-    parser.add_argument(
-        "--check-outputs", action="store_true", help="Exit code 1 where the answers differ."
-    )
-    return parser
-
-
 def _inputs(given: Namespace, prompts: list[str]) -> dict[str, Array]:
-    """The prompts as one batch; whatever else is asked holds for all of them."""
+    """Return the tensors of one request. All prompts have the same options."""
+    optional: dict[str, Any] = {name: getattr(given, name) for name in _NUMBERS}
+    optional |= {name: getattr(given, name) or None for name in _FURTHER_OUTPUTS}
     inputs = {
         "max_tokens": scalar(given.output_len),
         "stream": scalar(given.streaming),
         "beam_width": scalar(given.beam_width),
     }
-    optional: dict[str, Any] = {
-        name: getattr(given, name)
-        for name in (
-            "temperature",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "end_id",
-            "pad_id",
-            "num_return_sequences",
-        )
-    }
-    for name in (
-        "return_context_logits",
-        "return_generation_logits",
-        "return_log_probs",
-        "return_kv_cache_reuse_stats",
-        "exclude_input_in_output",
-    ):
-        optional[name] = getattr(given, name) or None
     inputs |= {name: scalar(value) for name, value in optional.items() if value is not None}
     for name in ("stop_words", "bad_words", "embedding_bias_words"):
         if getattr(given, name):
@@ -144,30 +159,21 @@ def _inputs(given: Namespace, prompts: list[str]) -> dict[str, Array]:
     return {**batch, "text_input": texts(*([prompt] for prompt in prompts))}
 
 
-def _show(given: Namespace, answers: list[Answer]) -> list[str]:
-    pieces = [
-        [bytes(text).decode(errors="replace") for text in answer.outputs["text_output"].reshape(-1)]
-        for answer in answers
-        if "text_output" in answer.outputs
-    ]
+def _print_answers(given: Namespace, answers: list[Answer]) -> list[str]:
+    """Print the texts of the answers, and return them."""
+    with_text = [answer.outputs for answer in answers if "text_output" in answer.outputs]
+    pieces = [text_list(outputs["text_output"]) for outputs in with_text]
     if given.beam_width > 1 or (given.num_return_sequences or 1) > 1 or given.batch_inputs:
-        shown = [text for piece in pieces for text in piece]
-        print(shown)
-        return shown
-    texts_so_far = [piece[0] for piece in pieces if piece]
-    whole = (
-        (texts_so_far[-1] if texts_so_far else "")
-        if given.overwrite_output_text
-        else "".join(texts_so_far)
-    )
-    print(whole)
-    wanted = {
-        "context_logits": given.return_context_logits,
-        "generation_logits": given.return_generation_logits,
-        "cum_log_probs": given.return_log_probs,
-        "output_log_probs": given.return_log_probs,
-    }
-    for name, asked in wanted.items():
-        if asked and answers and name in answers[-1].outputs:
-            print(f"{name}.shape: {answers[-1].outputs[name].shape}")
-    return [whole]
+        printed = list(itertools.chain.from_iterable(pieces))
+        print(printed)
+        return printed
+    parts = [piece[0] for piece in pieces if piece]
+    if given.overwrite_output_text:
+        parts = parts[-1:]
+    text = "".join(parts)
+    print(text)
+    last = answers[-1].outputs if answers else {}
+    for name, flag in _SHAPES.items():
+        if getattr(given, flag) and name in last:
+            print(f"{name}.shape: {last[name].shape}")
+    return [text]

@@ -1,29 +1,32 @@
-"""`slipstream fill`: the old tools/fill_template.py, which also says what it could not place and
-what is left.
-"""
+"""`slipstream fill`: the old tools/fill_template.py. It also reports what is left unfilled."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
 from slipstream.cli.arguments import CommandError, Parser
 from slipstream.repository.fill import fill_text, parse_substitutions, replace_file, report
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "slipstream fill", description="Fill the ${variables} of a config.pbtxt template."
-    )
-    parser.add_argument("file", type=Path, help="The template.")
+def create_parser() -> Parser:
+    parser = Parser("slipstream fill", "Fill the ${variables} of a config.pbtxt template.")
+    parser.add_argument("file", type=Path, help="Template to fill.")
     parser.add_argument(
-        "substitutions", help="key:value,key:value,… (\\, \\: \\\\ are the characters themselves)"
+        "substitutions",
+        help="Values as key:value,key:value; write \\, \\: and \\\\ for the characters themselves.",
     )
     parser.add_argument(
-        "-i", "--in_place", action="store_true", help="Write the file instead of standard output."
+        "-i",
+        "--in_place",
+        action="store_true",
+        help="Change the file instead of printing the result.",
     )
-    given = parser.parse(arguments)
+    return parser
+
+
+def run(given: Namespace) -> int:
     try:
         text = given.file.read_text(encoding="utf-8")
     except OSError as error:

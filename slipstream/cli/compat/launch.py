@@ -1,6 +1,4 @@
-"""`slipstream launch`: the old scripts/launch_triton_server.py. Starts the server in the background
-and returns.
-"""
+"""`slipstream launch`: the old launch_triton_server.py. Starts a server in the background."""
 
 from __future__ import annotations
 
@@ -9,71 +7,87 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.cli.arguments import CommandError, Parser
+from slipstream.cli.arguments import NO_EFFECT, CommandError, Parser
 
 _PROGRAM = "tritonserver"
 
 
-def main(arguments: Sequence[str]) -> int:
-    given = _parser().parse(arguments)
-    _refuse_second(given.force)
-    _explain(given)
-    environment = {**os.environ, **_environment(given)}
-    process = subprocess.Popen(server_command(given), env=environment, start_new_session=True)
-    try:
-        code = process.wait(timeout=0.2)  # a mistake in the command line shows at once
-    except subprocess.TimeoutExpired:
-        return 0  # it runs; whoever needs it asks its health
-    raise CommandError(f"the server ended at once, with code {code}")
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "slipstream launch", description="Start a server for a model repository, in the background."
+def create_parser() -> Parser:
+    parser = Parser("slipstream launch", "Start a server for a model repository in the background.")
+    parser.add_argument(
+        "--model_repo",
+        metavar="FOLDER",
+        help="Model repository (default: all_models/gpt of the workspace that holds the script).",
+    )
+    for name, service, port in (
+        ("grpc", "gRPC", "8001"),
+        ("http", "HTTP", "8000"),
+        ("metrics", "metrics", "8002"),
+    ):
+        parser.add_argument(
+            f"--{name}_port", default=port, metavar="PORT", help=f"Port for {service}."
+        )
+    parser.add_argument(
+        "--tritonserver",
+        metavar="PROGRAM",
+        help="Server program to run (default: the tritonserver of slipstream).",
     )
     parser.add_argument(
-        "--world_size", type=int, default=1, help="Ranks; one server is started whatever it says."
-    )
-    parser.add_argument(
-        "--tritonserver", help="The server program; default: the one installed with slipstream."
-    )
-    parser.add_argument("--model_repo", default=None, help="The model repository.")
-    parser.add_argument("--grpc_port", default="8001", help="gRPC.")
-    parser.add_argument("--http_port", default="8000", help="HTTP.")
-    parser.add_argument("--metrics_port", default="8002", help="Metrics.")
-    parser.add_argument(
-        "-f", "--force", action="store_true", help="Start even if a tritonserver is busy already."
+        "-f",
+        "--force",
+        action="store_true",
+        help="Start even if a busy tritonserver is running.",
     )
     parser.add_argument("--log", action="store_true", help="Write a verbose log to --log-file.")
-    parser.add_argument("--log-file", default="triton_log.txt", help="With --log: where to.")
+    parser.add_argument("--log-file", default="triton_log.txt", help="File for --log.")
     parser.add_argument(
-        "--tensorrt_llm_model_name", default="tensorrt_llm", help="No effect: there is one rank."
+        "--exit_timeout",
+        type=int,
+        metavar="SECONDS",
+        help="At exit, wait this long for running requests to finish (default: 30).",
     )
     parser.add_argument(
-        "--multi-model", action="store_true", help="Several engine models in one repository."
+        "--multi-model",
+        action="store_true",
+        help="Allow several engine models in one repository.",
     )
-    parser.add_argument("--disable-spawn-processes", action="store_true", help="No effect.")
     parser.add_argument(
         "--multimodal_gpu0_cuda_mem_pool_bytes",
         type=int,
         default=0,
-        help="Passed on as --cuda-memory-pool-byte-size=0:N.",
+        metavar="BYTES",
+        help="Passed to the server as --cuda-memory-pool-byte-size=0:BYTES.",
     )
-    parser.add_argument(
-        "--oversubscribe", action="store_true", help="No effect: mpirun is not used."
-    )
-    parser.add_argument("--no-mpi", action="store_true", help="No effect: mpirun is not used.")
-    parser.add_argument("--trtllm_llmapi_launch", action="store_true", help="No effect.")
-    parser.add_argument(
-        "--exit_timeout",
+    ignored = parser.no_effect_group()
+    ignored.add_argument(
+        "--world_size",
         type=int,
-        default=None,
-        help="Seconds that running requests get at the end.",
+        default=1,
+        metavar="RANKS",
+        help="One server is started for any number of ranks.",
     )
+    ignored.add_argument(
+        "--tensorrt_llm_model_name", default="tensorrt_llm", help="Ranks are not started by name."
+    )
+    for name in ("--oversubscribe", "--no-mpi"):
+        ignored.add_argument(name, action="store_true", help="mpirun is not used.")
+    for name in ("--disable-spawn-processes", "--trtllm_llmapi_launch"):
+        ignored.add_argument(name, action="store_true", help=NO_EFFECT)
     return parser
+
+
+def run(given: Namespace) -> int:
+    _check_ranks(given)
+    _refuse_second(given.force)
+    environment = {**os.environ, **_environment(given)}
+    process = subprocess.Popen(server_command(given), env=environment, start_new_session=True)
+    try:
+        code = process.wait(timeout=0.2)  # long enough to notice a wrong command line
+    except subprocess.TimeoutExpired:
+        return 0
+    raise CommandError(f"the server ended at once, with code {code}")
 
 
 def server_command(given: Namespace) -> list[str]:
@@ -97,9 +111,7 @@ def server_command(given: Namespace) -> list[str]:
 
 
 def _program(given: str | None) -> list[str]:
-    """The program that was named; else ours, beside this interpreter or on the path; else the
-    module itself.
-    """
+    """Return the command that starts the server: --tritonserver, else the installed program."""
     if given:
         if shutil.which(given) is None:
             raise CommandError(
@@ -112,10 +124,9 @@ def _program(given: str | None) -> list[str]:
 
 
 def _repository(given: str | None) -> Path:
-    """Without one: the gpt repository of the workspace that the script is in, as it always was."""
-    repository = (
-        Path(given) if given else Path(sys.argv[0]).resolve().parent.parent / "all_models" / "gpt"
-    )
+    """Return the repository to serve. As in the old script, the default is the gpt repository."""
+    workspace = Path(sys.argv[0]).resolve().parent.parent
+    repository = Path(given) if given else workspace / "all_models" / "gpt"
     if not repository.is_dir():
         raise CommandError(f"--model_repo {repository}: no such folder")
     return repository
@@ -131,15 +142,16 @@ def _refuse_second(force: bool) -> None:
 
 
 def busy_servers(processes: Path = Path("/proc")) -> list[int]:
-    """Servers that are computing at this moment, as `pgrep -r R tritonserver` finds them; a waiting
-    one passes.
+    """Return the ids of server processes that are running at this moment, not waiting.
+
+    The old script used `pgrep -r R tritonserver`.
     """
     found = []
     for status in processes.glob("[0-9]*/stat"):
         try:
             text = status.read_text()
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process has ended
         name, _, rest = text.partition("(")[2].rpartition(")")
         if name == _PROGRAM and rest.split()[0] == "R":
             found.append(int(status.parent.name))
@@ -157,11 +169,12 @@ def _environment(given: Namespace) -> dict[str, str]:
     }
 
 
-def _explain(given: Namespace) -> None:
+def _check_ranks(given: Namespace) -> None:
     if given.world_size < 1:
         raise CommandError(f"--world_size must be at least 1, not {given.world_size}")
     if given.world_size > 1:
         print(
-            f"[INFO] --world_size {given.world_size}: one server is started, which starts its engines itself",
+            f"[INFO] --world_size {given.world_size}: one server is started, "
+            "which starts its engines itself",
             flush=True,
         )

@@ -1,14 +1,14 @@
-"""The old examples/quantization/quantize.py: a checkpoint with fewer bits, and no calibration."""
+"""The old examples/quantization/quantize.py: writes a quantised checkpoint without calibration."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from slipstream.cli.arguments import CommandError, Parser
 from slipstream.cli.compat import convert
 
-# What each format is of the flags of `slipstream convert`.
+# format: the flags of `slipstream convert` that give it
 _FORMATS = {
     "fp8": ["--use_fp8"],
     "int8_wo": ["--use_weight_only", "--weight_only_precision", "int8"],
@@ -16,7 +16,7 @@ _FORMATS = {
     "full_prec": [],
 }
 _CALIBRATED = ("int8_sq", "int4_awq", "w4a8_awq")
-_WITHOUT_EFFECT = (
+_CALIBRATION_FLAGS = (
     "--device",
     "--seed",
     "--max_seq_length",
@@ -27,34 +27,39 @@ _WITHOUT_EFFECT = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
-    given = _parser().parse(arguments)
-    return convert.main(list(_flags(given)))
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "quantize.py", description="Write a checkpoint whose linears are kept in fewer bits."
+def create_parser() -> Parser:
+    parser = Parser("quantize.py", "Write a checkpoint with quantised linear layers.")
+    parser.add_argument(
+        "--model_dir", required=True, help="Hugging Face folder, GGUF file or hub id."
+    )
+    parser.add_argument("--output_dir", default="exported_model", help="Folder for the checkpoint.")
+    parser.add_argument(
+        "--dtype", default="float16", help="Data type of the layers that are not quantised."
     )
     parser.add_argument(
-        "--model_dir", required=True, help="A Hugging Face folder, a GGUF file or a hub id."
-    )
-    parser.add_argument("--output_dir", default="exported_model", help="Where the checkpoint goes.")
-    parser.add_argument("--dtype", default="float16", help="Of what is not quantised.")
-    parser.add_argument(
-        "--qformat", default="full_prec", choices=[*_FORMATS, *_CALIBRATED], help="How."
+        "--qformat",
+        default="full_prec",
+        choices=[*_FORMATS, *_CALIBRATED],
+        help="Format of the linear layers.",
     )
     parser.add_argument(
-        "--kv_cache_dtype", choices=["int8", "fp8"], help="fp8: keys and values too."
+        "--kv_cache_dtype",
+        choices=["int8", "fp8"],
+        help="Data type of the KV cache; only fp8 is supported (default: the --dtype).",
     )
-    parser.add_argument("--tp_size", default="1", help="Ranks that share each layer.")
-    parser.add_argument("--pp_size", default="1", help="Ranks that each hold some of the layers.")
-    for name in _WITHOUT_EFFECT:
-        parser.add_argument(name, help="No effect: nothing is calibrated.")
+    parser.add_argument("--tp_size", default="1", help="Tensor-parallel ranks.")
+    parser.add_argument("--pp_size", default="1", help="Pipeline-parallel ranks.")
+    ignored = parser.no_effect_group()
+    for name in _CALIBRATION_FLAGS:
+        ignored.add_argument(name, help="Nothing is calibrated.")
     return parser
 
 
-def _flags(given: Namespace) -> Iterator[str]:
+def run(given: Namespace) -> int:
+    return convert.run(convert.create_parser().parse(list(_convert_flags(given))))
+
+
+def _convert_flags(given: Namespace) -> Iterator[str]:
     if given.qformat in _CALIBRATED:
         raise CommandError(
             f"--qformat {given.qformat}: formats that need calibration are not available; "

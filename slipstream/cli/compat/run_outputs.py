@@ -1,6 +1,4 @@
-"""What `slipstream run` prints or writes of its answers: texts, or files of ids, log-probabilities
-and logits.
-"""
+"""The output of `slipstream run`: texts, or files of ids, log-probabilities and logits."""
 
 from __future__ import annotations
 
@@ -14,11 +12,12 @@ if TYPE_CHECKING:
     from slipstream.server.text.tokenizer import Tokenizer
 
 
-def give_out(
+def print_completions(
     given: Namespace, tokenizer: Tokenizer, prompts: list[list[int]], found: list[Completion]
 ) -> None:
-    """`found`: the best answer to each prompt; its others, of a search or of several draws, come
-    with it.
+    """Print the texts, or write the files that the flags name.
+
+    `found` holds the best completion of each prompt, whose `others` are the other beams or samples.
     """
     if given.output_csv is None and given.output_npy is None:
         for index, (prompt, best) in enumerate(zip(prompts, found, strict=True)):
@@ -26,18 +25,16 @@ def give_out(
             for beam, answer in enumerate((best, *best.others)):
                 print(f'Output [Text {index} Beam {beam}]: "{answer.text}"', flush=True)
     else:
-        rows = [
-            [*prompt, *answer.tokens]
-            for prompt, best in zip(prompts, found, strict=True)
-            for answer in (best, *best.others)
-        ]
+        rows = []
+        for prompt, best in zip(prompts, found, strict=True):
+            rows += [[*prompt, *answer.tokens] for answer in (best, *best.others)]
         _write_ids(given, tokenizer, rows)
     _write_log_probs(given, found)
     if given.output_logits_npy is not None:
         _write_logits(given.output_logits_npy, found)
 
 
-def _padded(rows: list[list[Any]], filler: Any) -> list[list[Any]]:
+def _pad(rows: list[list[Any]], filler: Any) -> list[list[Any]]:
     longest = max(map(len, rows))
     return [[*row, *[filler] * (longest - len(row))] for row in rows]
 
@@ -49,30 +46,31 @@ def _write_ids(given: Namespace, tokenizer: Tokenizer, rows: list[list[int]]) ->
     if given.output_csv is not None:
         given.output_csv.parent.mkdir(parents=True, exist_ok=True)
         with given.output_csv.open("w", newline="") as file:
-            csv.writer(file).writerows(_padded(rows, filler))
+            csv.writer(file).writerows(_pad(rows, filler))
     if given.output_npy is not None:
         given.output_npy.parent.mkdir(parents=True, exist_ok=True)
-        numpy.save(given.output_npy, numpy.array(_padded(rows, filler), dtype=numpy.int32))
+        numpy.save(given.output_npy, numpy.array(_pad(rows, filler), dtype=numpy.int32))
 
 
 def _write_log_probs(given: Namespace, found: list[Completion]) -> None:
-    """[prompts, beams, tokens] and [prompts, beams]."""
+    """Write arrays [prompts, beams, tokens] and [prompts, beams]."""
     import numpy
 
     beams = [[answer.log_probs or [] for answer in (best, *best.others)] for best in found]
     if given.output_log_probs_npy is not None:
         longest = max(len(row) for rows in beams for row in rows)
-        filled = [[[*row, *[0.0] * (longest - len(row))] for row in rows] for rows in beams]
-        numpy.save(given.output_log_probs_npy, numpy.array(filled, dtype=numpy.float32))
+        filled = numpy.zeros((len(beams), len(beams[0]), longest), dtype=numpy.float32)
+        for prompt, rows in enumerate(beams):
+            for beam, row in enumerate(rows):
+                filled[prompt, beam, : len(row)] = row
+        numpy.save(given.output_log_probs_npy, filled)
     if given.output_cum_log_probs_npy is not None:
         sums = [[sum(row) for row in rows] for rows in beams]
         numpy.save(given.output_cum_log_probs_npy, numpy.array(sums, dtype=numpy.float32))
 
 
 def _write_logits(path: Path, found: list[Completion]) -> None:
-    """X_context.npy [tokens of all prompts, vocab] and X_generation.npy [tokens of all answers,
-    vocab].
-    """
+    """Write X_context.npy [prompt tokens, vocab] and X_generation.npy [output tokens, vocab]."""
     import numpy
 
     stem = path.with_suffix("")

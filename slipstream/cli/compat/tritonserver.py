@@ -1,6 +1,4 @@
-"""`tritonserver`: the command people's scripts start, with its flags, its log lines and its exit
-codes.
-"""
+"""`tritonserver`: the server program with Triton's flags, log lines and exit codes."""
 
 from __future__ import annotations
 
@@ -14,13 +12,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.cli.compat.tritonserver_flags import FLAGS, FlagError, Given, parse_flags
+from slipstream.cli.arguments import CommandError
+from slipstream.cli.compat.tritonserver_flags import (
+    FlagError,
+    FlagValues,
+    create_parser,
+    parse_flags,
+)
 from slipstream.cli.compat.tritonserver_settings import (
     metrics_settings,
     rate_limits,
     response_cache_bytes,
     trace_settings,
 )
+from slipstream.cli.log import log
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.formats import FORMATS
 from slipstream.server.log.output import HANDLER, configure_log
@@ -38,7 +43,7 @@ _API_FLAGS = {
     "allow-vertex-ai": "Vertex AI",
     "model-namespacing": "model namespaces",
 }
-# Those of Triton's command line, and the field of GrpcOptions that each sets.
+# flag: the field of GrpcOptions that it sets
 _GRPC_SETTINGS = {
     "grpc-infer-response-compression-level": "response_compression",
     "grpc-keepalive-time": "keepalive_time_ms",
@@ -59,36 +64,42 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
+    """Run the server and return the exit code. A mistake in a flag is one line of the log."""
     try:
-        given = parse_flags(arguments)
-        if given["help"]:
-            print(_help())
-            return 0
-        if given["version"]:
-            print(f"tritonserver (slipstream {VERSION})")
-            return 0
-        if given["log-format"] not in FORMATS:
-            known = ", ".join(FORMATS)
-            raise FlagError(f"--log-format must be one of {known}, not '{given['log-format']}'")
-        configure_log(format=given["log-format"])
-        _check(given)
-        if rank() != 0:
-            return wait_quietly()
-        with capture_output():
-            return _serve(given)
+        return _run(parse_flags(arguments))
     except FlagError as error:
         HANDLER.write_console(logging.ERROR, f"tritonserver: error: {error}")
-        return 1
+    except CommandError as error:
+        log("ERROR", str(error))
+    return 1
+
+
+def _run(given: FlagValues) -> int:
+    if given["help"]:
+        print(create_parser().format_help())
+        return 0
+    if given["version"]:
+        print(f"tritonserver (slipstream {VERSION})")
+        return 0
+    if given["log-format"] not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise FlagError(f"--log-format must be one of {known}, not '{given['log-format']}'")
+    configure_log(format=given["log-format"])
+    _check(given)
+    if rank() != 0:
+        return wait_quietly()
+    with capture_output():
+        return _serve(given)
 
 
 def name_process() -> None:
-    """`pgrep tritonserver` and `pkill tritonserver` go by this name."""
+    """Set the name of the process, for `pgrep tritonserver` and `pkill tritonserver`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, PROCESS_NAME, 0, 0, 0)
 
 
 def rank(environment: Mapping[str, str] = os.environ) -> int:
-    """Which of several copies that one launcher started this is; 0 where nothing says otherwise."""
+    """Return the rank of this process among those that a launcher such as mpirun started."""
     for name in RANK_VARIABLES:
         value = environment.get(name, "")
         if value.isdigit():
@@ -97,13 +108,13 @@ def rank(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def wait_quietly() -> int:
-    """A rank other than the first: the first one serves, and starts what it needs by itself."""
+    """Wait for a signal, as a rank other than 0. Rank 0 serves and starts its engines itself."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     signal.sigwait({signal.SIGINT, signal.SIGTERM})
     return 0
 
 
-def _check(given: Given) -> None:
+def _check(given: FlagValues) -> None:
     if not given["model-repository"]:
         raise FlagError("--model-repository is missing: it names the folder that holds the models")
     if given["model-control-mode"] not in MODES:
@@ -117,7 +128,7 @@ def _check(given: Given) -> None:
             raise FlagError(f"--{flag} is not supported: this server has no {what}")
 
 
-def _serve(given: Given) -> int:
+def _serve(given: FlagValues) -> int:
     from slipstream.server.lifecycle import ModelsFailed, StartFailed, run_server
 
     options = server_options(given)
@@ -135,7 +146,7 @@ def _serve(given: Given) -> int:
         ) from error
     if given.ignored:
         names = ", ".join(f"--{name}" for name in given.ignored)
-        logger.info("taken, without an effect in this server: %s", names)
+        logger.info("accepted for compatibility, without effect: %s", names)
     try:
         return run_server(options)
     except ModelsFailed as error:
@@ -148,7 +159,7 @@ def _serve(given: Given) -> int:
     return 1
 
 
-def server_options(given: Given) -> Any:
+def server_options(given: FlagValues) -> Any:
     from slipstream.server.options import Port, ServerOptions
 
     tracing = trace_settings(given)
@@ -185,33 +196,29 @@ def server_options(given: Given) -> Any:
     )
 
 
-def _repositories(given: Given) -> tuple[Path, ...]:
+def _repositories(given: FlagValues) -> tuple[Path, ...]:
     try:
         return tuple(expanded(path, "--model-repository") for path in given["model-repository"])
     except ValueError as error:
         raise FlagError(str(error)) from error
 
 
-def _access(given: Given) -> Any:
-    import typer
-
+def _access(given: FlagValues) -> Any:
     from slipstream.cli.keys import read_access
 
-    restricted = (
+    return read_access(
+        _file(given["api-key"]),
+        _file(given["admin-key"]),
         _restrictions(given, "http-restricted-api"),
         _restrictions(given, "grpc-restricted-protocol"),
     )
-    try:
-        return read_access(_file(given["api-key"]), _file(given["admin-key"]), *restricted)
-    except typer.Exit as refusal:  # it has been said why
-        raise SystemExit(refusal.exit_code) from refusal
 
 
 def _file(value: str) -> Path | None:
     return Path(value) if value else None
 
 
-def _restrictions(given: Given, flag: str) -> Any:
+def _restrictions(given: FlagValues, flag: str) -> Any:
     from slipstream.server.kserve.access import parse_restrictions
 
     try:
@@ -220,14 +227,14 @@ def _restrictions(given: Given, flag: str) -> Any:
         raise FlagError(f"--{flag}: {error}") from error
 
 
-def _pattern(given: Given, flag: str) -> re.Pattern[str] | None:
+def _pattern(given: FlagValues, flag: str) -> re.Pattern[str] | None:
     try:
         return re.compile(given[flag]) if given[flag] else None
     except re.error as error:
         raise FlagError(f"--{flag}: '{given[flag]}' is no regular expression: {error}") from error
 
 
-def _grpc_settings(given: Given) -> dict[str, Any]:
+def _grpc_settings(given: FlagValues) -> dict[str, Any]:
     settings = {field: given[flag] for flag, field in _GRPC_SETTINGS.items()}
     level = given["grpc-infer-response-compression-level"]
     if level not in _COMPRESSION:
@@ -245,16 +252,6 @@ def _grpc_settings(given: Given) -> dict[str, Any]:
                 raise FlagError("--grpc-use-ssl-mutual needs --grpc-root-cert")
             settings["root_certificate"] = Path(given["grpc-root-cert"])
     return settings
-
-
-def _help() -> str:
-    lines = ["Usage: tritonserver --model-repository=<folder> [flags]", ""]
-    for name, flag in sorted(FLAGS.items()):
-        notes = [f"default {flag.default}"] if flag.default not in (None, "", [], False) else []
-        notes += ["may be repeated"] if flag.many else []
-        notes += [] if flag.honoured else ["taken, without an effect here"]
-        lines.append(f"  --{name} <{flag.kind}>" + (f"  ({', '.join(notes)})" if notes else ""))
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

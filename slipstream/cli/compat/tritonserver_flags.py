@@ -1,99 +1,167 @@
-"""Every flag of tritonserver, as `--name=value` or `--name value`: its kind of value, and whether
-it has an effect.
+"""Every flag of tritonserver: its kind of value, its default, and whether it has an effect.
+
+The table is declared as an argparse parser with tritonserver's rules: `--name=value` or
+`--name value`, flags that can be repeated, and booleans that can stand alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
+
+from slipstream.cli.arguments import Parser
 
 Kind = Literal["text", "integer", "number", "boolean"]
 _TRUE = ("true", "1", "on", "yes")
 _FALSE = ("false", "0", "off", "no")
+_VALUE_NAMES = {"text": "TEXT", "integer": "N", "number": "NUMBER", "boolean": "BOOL"}
 ALIASES = {"model-store": "model-repository"}
 
 
 class FlagError(Exception):
-    """One line for the user."""
+    """A mistake in the command line, in one line."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    kind: Kind = "text"
-    default: Any = None
-    many: bool = False
-    honoured: bool = True  # otherwise it is taken, and one line says that it changes nothing here
+    kind: Kind
+    default: Any
+    help: str
+    many: bool = False  # can be repeated
+    honoured: bool = True  # otherwise the flag is accepted and has no effect
+
+
+def _text(default: str, help: str) -> Flag:
+    return Flag("text", default, help)
+
+
+def _integer(default: int, help: str) -> Flag:
+    return Flag("integer", default, help)
+
+
+def _boolean(default: bool, help: str) -> Flag:
+    return Flag("boolean", default, help)
+
+
+def _texts(help: str) -> Flag:
+    return Flag("text", [], f"{help}; can be repeated.", many=True)
 
 
 def _ignored(kind: Kind = "text", many: bool = False) -> Flag:
-    return Flag(kind, [] if many else None, many, honoured=False)
+    text = "Accepted for compatibility; no effect."
+    return Flag(kind, [] if many else None, text, many, honoured=False)
 
 
-FLAGS: dict[str, Flag] = {
-    "help": Flag("boolean", False),
-    "version": Flag("boolean", False),
-    "id": Flag("text", "triton"),
-    "model-repository": Flag("text", [], many=True),
-    "model-control-mode": Flag("text", "none"),
-    "load-model": Flag("text", [], many=True),
-    "repository-poll-secs": Flag("number", 15.0),
-    "strict-readiness": Flag("boolean", True),
-    "exit-on-error": Flag("boolean", True),
-    "exit-timeout-secs": Flag("number", 30.0),
-    "disable-auto-complete-config": Flag("boolean", False),
-    "strict-model-config": Flag("boolean", False),  # what the one above was called before
-    "allow-http": Flag("boolean", True),
-    "http-address": Flag("text", "0.0.0.0"),
-    "http-port": Flag("integer", 8000),
-    "http-max-input-size": Flag("integer", 64 << 20),
-    "http-header-forward-pattern": Flag("text", ""),
-    "http-restricted-api": Flag("text", [], many=True),
-    "allow-grpc": Flag("boolean", True),
-    "grpc-address": Flag("text", "0.0.0.0"),
-    "grpc-port": Flag("integer", 8001),
-    "grpc-header-forward-pattern": Flag("text", ""),
-    "grpc-restricted-protocol": Flag("text", [], many=True),
-    "grpc-use-ssl": Flag("boolean", False),
-    "grpc-use-ssl-mutual": Flag("boolean", False),
-    "grpc-server-cert": Flag("text", ""),
-    "grpc-server-key": Flag("text", ""),
-    "grpc-root-cert": Flag("text", ""),
-    "grpc-infer-response-compression-level": Flag("text", "none"),
-    "grpc-keepalive-time": Flag("integer", 7_200_000),
-    "grpc-keepalive-timeout": Flag("integer", 20_000),
-    "grpc-keepalive-permit-without-calls": Flag("boolean", False),
-    "grpc-http2-max-pings-without-data": Flag("integer", 2),
-    "grpc-http2-min-recv-ping-interval-without-data": Flag("integer", 300_000),
-    "grpc-http2-max-ping-strikes": Flag("integer", 2),
-    "grpc-max-connection-age": Flag("integer", 0),
-    "grpc-max-connection-age-grace": Flag("integer", 0),
-    "allow-metrics": Flag("boolean", True),
-    "metrics-address": Flag("text", ""),  # where HTTP is, unless told otherwise
-    "metrics-port": Flag("integer", 8002),
-    "log-verbose": Flag("integer", 0),
-    "log-info": Flag("boolean", True),
-    "log-warning": Flag("boolean", True),
-    "log-error": Flag("boolean", True),
-    "log-format": Flag("text", "default"),
-    "log-file": Flag("text", ""),
-    "allow-client-shm": Flag("boolean", False),
-    "api-key": Flag("text", ""),
-    "admin-key": Flag("text", ""),
-    "allow-python-models": Flag("boolean", False),
-    "allow-sagemaker": Flag("boolean", False),
-    "allow-vertex-ai": Flag("boolean", False),
-    "model-namespacing": Flag("boolean", False),
-    "trace-config": Flag("text", [], many=True),
-    **dict.fromkeys(
-        ("trace-file", "trace-level", "trace-rate", "trace-count", "trace-log-frequency"), Flag()
+_GENERAL = {
+    "help": _boolean(False, "Print this help and exit."),
+    "version": _boolean(False, "Print the version and exit."),
+    "id": _text("triton", "Name of the server in its metadata."),
+    "model-repository": _texts("Folder that holds the models"),
+    "model-control-mode": _text(
+        "none",
+        "When models are loaded: none (all at the start), poll (when files change) or explicit "
+        "(by requests).",
     ),
-    "cache-config": Flag("text", [], many=True),
-    "response-cache-byte-size": Flag("integer", 0),
-    "rate-limit": Flag("text", "off"),
-    "rate-limit-resource": Flag("text", [], many=True),
-    "metrics-config": Flag("text", [], many=True),
+    "load-model": _texts("With explicit control: model to load at the start; * for all"),
+    "repository-poll-secs": Flag(
+        "number", 15.0, "With poll control: seconds between two checks of the repository."
+    ),
+    "strict-readiness": _boolean(True, "Report ready only if all models are ready."),
+    "exit-on-error": _boolean(True, "Exit if a model fails to load at the start."),
+    "exit-timeout-secs": Flag(
+        "number", 30.0, "Seconds that running requests have to finish at exit."
+    ),
+    "disable-auto-complete-config": _boolean(False, "Require complete config.pbtxt files."),
+    "strict-model-config": _boolean(False, "Older name of --disable-auto-complete-config."),
+    "allow-python-models": _boolean(False, "Run the model.py files of the repository."),
+}
+_HTTP = {
+    "allow-http": _boolean(True, "Serve HTTP."),
+    "http-address": _text("0.0.0.0", "IP address that HTTP listens on."),
+    "http-port": _integer(8000, "Port for HTTP."),
+    "http-max-input-size": _integer(64 << 20, "Maximum size of a request's body in bytes."),
+    "http-header-forward-pattern": _text(
+        "", "Regular expression of HTTP headers to forward as request parameters."
+    ),
+    "http-restricted-api": _texts("Require a header for APIs over HTTP: <apis>:<key>=<value>"),
+}
+_GRPC = {
+    "allow-grpc": _boolean(True, "Serve gRPC."),
+    "grpc-address": _text("0.0.0.0", "IP address that gRPC listens on."),
+    "grpc-port": _integer(8001, "Port for gRPC."),
+    "grpc-header-forward-pattern": _text(
+        "", "Regular expression of gRPC metadata to forward as request parameters."
+    ),
+    "grpc-restricted-protocol": _texts(
+        "Require a metadata entry for APIs over gRPC: <apis>:<key>=<value>"
+    ),
+    "grpc-use-ssl": _boolean(False, "Serve gRPC over TLS."),
+    "grpc-use-ssl-mutual": _boolean(False, "Serve gRPC over TLS and verify clients."),
+    "grpc-server-cert": _text("", "PEM file of the server's certificate."),
+    "grpc-server-key": _text("", "PEM file of the server's private key."),
+    "grpc-root-cert": _text("", "PEM file of the root certificate of clients."),
+    "grpc-infer-response-compression-level": _text(
+        "none", "Compression of responses: none, low, medium or high."
+    ),
+    "grpc-keepalive-time": _integer(7_200_000, "Milliseconds between keepalive pings."),
+    "grpc-keepalive-timeout": _integer(
+        20_000, "Milliseconds to wait for the answer to a keepalive ping."
+    ),
+    "grpc-keepalive-permit-without-calls": _boolean(
+        False, "Send keepalive pings without active calls, too."
+    ),
+    "grpc-http2-max-pings-without-data": _integer(2, "Maximum number of pings without data."),
+    "grpc-http2-min-recv-ping-interval-without-data": _integer(
+        300_000, "Minimum time in milliseconds between a client's pings without data."
+    ),
+    "grpc-http2-max-ping-strikes": _integer(
+        2, "Bad pings after which the connection is closed; 0: never."
+    ),
+    "grpc-max-connection-age": _integer(
+        0, "Maximum age of a connection in milliseconds; 0: no limit."
+    ),
+    "grpc-max-connection-age-grace": _integer(
+        0, "Milliseconds that calls have to finish after the maximum age; 0: no limit."
+    ),
+}
+_METRICS_AND_LOG = {
+    "allow-metrics": _boolean(True, "Serve metrics."),
+    "metrics-address": _text(
+        "", "IP address that metrics listen on (default: the --http-address)."
+    ),
+    "metrics-port": _integer(8002, "Port for metrics."),
+    "metrics-config": _texts("Metrics setting: <setting>=<value>"),
+    "log-verbose": _integer(0, "Level of verbose log lines; 0: none."),
+    "log-info": _boolean(True, "Write INFO lines."),
+    "log-warning": _boolean(True, "Write WARNING lines."),
+    "log-error": _boolean(True, "Write ERROR lines."),
+    "log-format": _text("default", "Format of log lines: default, ISO8601 or json."),
+    "log-file": _text("", "File for the log (default: standard error)."),
+    "trace-config": _texts("Trace setting: [<mode>,]<setting>=<value>"),
+    "trace-file": Flag("text", None, "Older form of --trace-config triton,file=."),
+    "trace-level": Flag("text", None, "Older form of --trace-config level=."),
+    "trace-rate": Flag("text", None, "Older form of --trace-config rate=."),
+    "trace-count": Flag("text", None, "Older form of --trace-config count=."),
+    "trace-log-frequency": Flag(
+        "text", None, "Older form of --trace-config triton,log-frequency=."
+    ),
+}
+_ACCESS_AND_LIMITS = {
+    "api-key": _text("", "File of the accepted API keys, one per line (default: no keys)."),
+    "admin-key": _text("", "File of the key for loading models and changing settings."),
+    "allow-client-shm": _boolean(False, "Allow clients to register shared memory."),
+    "cache-config": _texts("Response cache setting: local,size=<bytes>"),
+    "response-cache-byte-size": _integer(0, "Older form of --cache-config local,size=."),
+    "rate-limit": _text("off", "Rate limiter of Python models: off or execution_count."),
+    "rate-limit-resource": _texts("Resource of the rate limiter: <name>:<count>[:<device>]"),
+    "allow-sagemaker": _boolean(False, "Not supported."),
+    "allow-vertex-ai": _boolean(False, "Not supported."),
+    "model-namespacing": _boolean(False, "Not supported."),
+}
+_IGNORED = {
     **dict.fromkeys(
         (
             "backend-directory",
@@ -140,63 +208,132 @@ FLAGS: dict[str, Flag] = {
         _ignored(many=True),
     ),
 }
+GROUPS = {
+    "server and models": _GENERAL,
+    "HTTP": _HTTP,
+    "gRPC": _GRPC,
+    "metrics, log and traces": _METRICS_AND_LOG,
+    "access and limits": _ACCESS_AND_LIMITS,
+}
+FLAGS: dict[str, Flag] = {
+    **_GENERAL,
+    **_HTTP,
+    **_GRPC,
+    **_METRICS_AND_LOG,
+    **_ACCESS_AND_LIMITS,
+    **_IGNORED,
+}
 
 
 @dataclass
-class Given:
-    """The flags of one command line, with defaults for the others."""
+class FlagValues:
+    """The values of all flags of one command line."""
 
     values: dict[str, Any]
-    ignored: list[str] = field(default_factory=list)  # taken, without an effect
+    ignored: list[str] = field(default_factory=list)  # given flags without an effect
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
 
-def parse_flags(arguments: Sequence[str]) -> Given:
-    given = Given(
-        {name: list(flag.default) if flag.many else flag.default for name, flag in FLAGS.items()}
+class FlagParser(Parser):
+    """Reports mistakes with FlagError, in tritonserver's words."""
+
+    def add_help_option(self) -> None:
+        """Add nothing: --help is in the table."""
+
+    def error(self, message: str) -> NoReturn:
+        raise FlagError(message)
+
+    def describe_unknown(self, argument: str) -> str:
+        if not argument.startswith("--"):
+            return f"unexpected argument '{argument}'"
+        written = argument[2:].partition("=")[0]
+        close = difflib.get_close_matches(written.replace("_", "-"), [*FLAGS, *ALIASES], n=1)
+        hint = (
+            f"; did you mean --{close[0]}?" if close else " (tritonserver --help lists all flags)"
+        )
+        return f"unknown flag --{written}{hint}"
+
+
+class _StoreFlag(argparse.Action):
+    """Reads the value of a flag, and appends it if the flag can be repeated."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        given = namespace.flags
+        flag = FLAGS[self.dest]
+        value = _read(self.dest, flag.kind, _value_or_default(self.dest, flag, values))
+        if flag.many:
+            given.values[self.dest].append(value)
+        else:
+            given.values[self.dest] = value
+        if not flag.honoured and self.dest not in given.ignored:
+            given.ignored.append(self.dest)
+
+
+def create_parser() -> FlagParser:
+    """Return the parser of all flags. `parse_flags` calls it and returns the values."""
+    parser = FlagParser(
+        "tritonserver",
+        "Serve model repositories with the flags of Triton Inference Server.",
+        allow_abbrev=False,
     )
-    waiting = list(arguments)
-    while waiting:
-        word = waiting.pop(0)
-        if not word.startswith("--"):
-            raise FlagError(f"unexpected argument '{word}'")
-        written, equals, value = word[2:].partition("=")
-        name = ALIASES.get(written.replace("_", "-"), written.replace("_", "-"))
-        if name not in FLAGS:
-            raise FlagError(f"unknown flag --{written}{_suggestion(name)}")
-        flag = FLAGS[name]
-        if not equals:
-            value = _next_value(name, flag, waiting)
-        _store(given, name, flag, value)
+    for title, flags in GROUPS.items():
+        _add_flags(parser.group(title), flags)
+    _add_flags(parser.no_effect_group(), _IGNORED)
+    return parser
+
+
+def _add_flags(group: Any, flags: dict[str, Flag]) -> None:
+    for name, flag in flags.items():
+        aliases = [f"--{alias}" for alias, target in ALIASES.items() if target == name]
+        if name == "help":
+            aliases.append("-h")
+        group.add_argument(
+            f"--{name}",
+            *aliases,
+            action=_StoreFlag,
+            dest=name,
+            nargs="?",
+            metavar=_VALUE_NAMES[flag.kind],
+            help=_help_text(flag),
+        )
+
+
+def _help_text(flag: Flag) -> str:
+    if "default" in flag.help or flag.default in (None, "", [], False):
+        return flag.help
+    default = f"{flag.default:g}" if flag.kind == "number" else str(flag.default).lower()
+    return f"{flag.help.rstrip('.')} (default: {default})."
+
+
+def parse_flags(arguments: Sequence[str]) -> FlagValues:
+    """Return the values of all flags. Raises FlagError."""
+    defaults = {
+        name: list(flag.default) if flag.many else flag.default for name, flag in FLAGS.items()
+    }
+    given = FlagValues(defaults)
+    parser = create_parser()
+    parser.set_defaults(flags=given)
+    parser.parse(arguments)
     return given
 
 
-def _suggestion(name: str) -> str:
-    close = difflib.get_close_matches(name, [*FLAGS, *ALIASES], n=1)
-    return f"; did you mean --{close[0]}?" if close else " (tritonserver --help lists all flags)"
-
-
-def _next_value(name: str, flag: Flag, waiting: list[str]) -> str:
-    """The value in the next word. A switch may stand alone."""
+def _value_or_default(name: str, flag: Flag, value: str | None) -> str:
+    """Return the value of a flag. A boolean and --log-verbose can stand alone."""
+    if value is not None:
+        return value
     if flag.kind == "boolean":
-        return waiting.pop(0) if waiting and waiting[0].lower() in (*_TRUE, *_FALSE) else "true"
-    if not waiting or waiting[0].startswith("--"):
-        if name == "log-verbose":
-            return "1"
-        raise FlagError(f"--{name} needs a value")
-    return waiting.pop(0)
-
-
-def _store(given: Given, name: str, flag: Flag, value: str) -> None:
-    read = _read(name, flag.kind, value)
-    if flag.many:
-        given.values[name].append(read)
-    else:
-        given.values[name] = read
-    if not flag.honoured and name not in given.ignored:
-        given.ignored.append(name)
+        return "true"
+    if name == "log-verbose":
+        return "1"
+    raise FlagError(f"--{name} needs a value")
 
 
 def _read(name: str, kind: Kind, value: str) -> Any:

@@ -1,6 +1,4 @@
-"""The flags of tritonserver that hold settings of their own: trace, response cache, rate limiter,
-metrics.
-"""
+"""The flags of tritonserver that hold settings: trace, response cache, rate limiter, metrics."""
 
 from __future__ import annotations
 
@@ -8,12 +6,12 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slipstream.cli.compat.tritonserver_flags import FlagError, Given
+from slipstream.cli.compat.tritonserver_flags import FlagError, FlagValues
 
 if TYPE_CHECKING:
     from slipstream.server.tracing.export_settings import ExportSettings
 
-# The flags of older releases, and the setting that each of them is now.
+# flag of older releases: the setting of --trace-config that replaced it
 _OLD_TRACE_FLAGS = {
     "trace-file": "file",
     "trace-level": "level",
@@ -40,14 +38,14 @@ _METRIC_SWITCHES = ("summary_latencies", "counter_latencies", "histogram_latenci
 
 
 class Tracing(NamedTuple):
-    """What `TraceSettings` is made of."""
+    """The arguments of `TraceSettings`."""
 
     settings: dict[str, Any]
-    export: ExportSettings | None  # None: traces are files
+    export: ExportSettings | None  # None: traces are written to files
 
 
-def trace_settings(given: Given) -> Tracing:
-    """`--trace-config=level=TIMESTAMPS --trace-config=triton,file=…`, and the older flags."""
+def trace_settings(given: FlagValues) -> Tracing:
+    """Return the settings of --trace-config and of the older trace flags."""
     general: list[tuple[str, str]] = []
     spans: list[tuple[str, str]] = []
     files = [
@@ -61,8 +59,10 @@ def trace_settings(given: Given) -> Tracing:
     mode = dict(general).get("mode", "triton")
     if mode not in _MODES:
         raise FlagError(f"--trace-config: mode must be triton or opentelemetry, not '{mode}'")
-    to_files = [name for name, _ in (*files, *general) if name in _FILE_SETTINGS]
-    if unused := to_files if mode == "opentelemetry" else [name for name, _ in spans]:
+    unused = [name for name, _ in spans]
+    if mode == "opentelemetry":
+        unused = [name for name, _ in (*files, *general) if name in _FILE_SETTINGS]
+    if unused:
         raise FlagError(f"--trace-config: '{unused[0]}' means nothing in the mode {mode}")
     settings = _trace_values([pair for pair in (*files, *general) if pair[0] != "mode"])
     tracing = Tracing(settings, _export(spans) if mode == "opentelemetry" else None)
@@ -116,15 +116,13 @@ def _whole_number(flag: str, name: str, text: str) -> str:
     return str(int(text))
 
 
-def response_cache_bytes(given: Given) -> int:
-    """How large the response cache may get; 0 where there is none."""
+def response_cache_bytes(given: FlagValues) -> int:
+    """Return the size of the response cache in bytes; 0: no cache."""
     size = int(given["response-cache-byte-size"] or 0)
     for text in given["cache-config"]:
         cache, name, value = _setting("cache-config", text)
         if cache != "local":
-            raise FlagError(
-                f"--cache-config: '{text}' is not supported: the one cache there is is 'local'"
-            )
+            raise FlagError(f"--cache-config: '{text}' is not supported: the only cache is 'local'")
         if name != "size":
             raise FlagError(f"--cache-config: the cache 'local' has no setting '{name}', only size")
         size = int(_whole_number("cache-config", name, value))
@@ -133,7 +131,7 @@ def response_cache_bytes(given: Given) -> int:
     return size
 
 
-def rate_limits(given: Given) -> dict[tuple[str, int | str], int] | None:
+def rate_limits(given: FlagValues) -> dict[tuple[str, int | str], int] | None:
     from slipstream.server.python_models.rate_limiter import parse_resources
 
     mode = given["rate-limit"] or "off"
@@ -149,8 +147,8 @@ def rate_limits(given: Given) -> dict[tuple[str, int | str], int] | None:
         raise FlagError(f"--rate-limit-resource: {error}") from error
 
 
-def metrics_settings(given: Given) -> dict[str, Any]:
-    """For `MetricsConfig`."""
+def metrics_settings(given: FlagValues) -> dict[str, Any]:
+    """Return the arguments of `MetricsConfig`."""
     settings: dict[str, Any] = {}
     for text in given["metrics-config"]:
         scope, name, value = _setting("metrics-config", text)
@@ -171,7 +169,7 @@ def metrics_settings(given: Given) -> dict[str, Any]:
 
 
 def _quantiles(texts: Iterable[str]) -> tuple[float, ...]:
-    """`0.5:0.05,0.9:0.01`: each with the error it may have; ours have none."""
+    """Read `0.5:0.05,0.9:0.01`. The allowed errors are not used: the quantiles are exact."""
     found = []
     for text in texts:
         try:
@@ -187,7 +185,7 @@ def _quantiles(texts: Iterable[str]) -> tuple[float, ...]:
 
 
 def _setting(flag: str, text: str) -> tuple[str, str, str]:
-    """`local,size=1` → local, size, 1. A value may hold commas, so the first `=` counts."""
+    """Split `local,size=1` at the first `=`: a value may hold commas."""
     before, equals, value = text.partition("=")
     scope, comma, name = before.partition(",")
     if not comma:

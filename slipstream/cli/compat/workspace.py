@@ -1,8 +1,8 @@
-"""`slipstream workspace DIR`: a folder in which the tutorials' commands work as pasted."""
+"""`slipstream workspace`: write a folder in which the tutorials' commands work as pasted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
 from slipstream.cli.arguments import Parser
@@ -10,27 +10,32 @@ from slipstream.repository.generations.tables import GENERATIONS, find_generatio
 from slipstream.repository.workspace import write_workspace
 
 
-def main(arguments: Sequence[str]) -> int:
+def create_parser() -> Parser:
     parser = Parser(
-        "slipstream workspace", description="Write a folder like the checkout the tutorials clone."
+        "slipstream workspace",
+        "Write a folder with the templates and scripts of the repositories that tutorials clone.",
     )
     parser.add_argument(
-        "folder", type=Path, help="Where; tensorrtllm_backend is what the tutorials call it."
+        "folder", type=Path, help="Folder to write; the tutorials call it tensorrtllm_backend."
     )
     parser.add_argument(
-        "--like", default="v0.10", help=f"The release whose templates: {', '.join(GENERATIONS)}."
+        "--like",
+        default="v0.10",
+        metavar="RELEASE",
+        help=f"Release to take the templates from: {', '.join(GENERATIONS)}.",
     )
-    given = parser.parse(arguments)
+    return parser
+
+
+def run(given: Namespace) -> int:
     generation = find_generation(given.like)
     written = write_workspace(given.folder, generation)
     for path in written.kept:
         print(
-            f"[WARNING] {path} is there already and differs: left as it is; delete it to have it written anew"
+            f"[WARNING] {path} exists and differs: it was kept; delete it to have it written again"
         )
-    what = (
-        f"{written.new} files written"
-        if written.new
-        else "everything is there already: nothing to do"
-    )
-    print(f"[INFO] {given.folder} is a workspace like {generation}: {what}")
+    result = "everything is there already: nothing to do"
+    if written.new:
+        result = f"{written.new} files written"
+    print(f"[INFO] {given.folder} is a workspace like {generation}: {result}")
     return 0

@@ -1,12 +1,11 @@
-"""`slipstream doctor`: what a bug report needs, and what to look at first when something does not
-work.
-"""
+"""`slipstream doctor`: what a bug report needs, and what to look at first if something fails."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.cli.arguments import Parser
@@ -52,10 +51,9 @@ _BEGINNINGS = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
+def create_parser() -> Parser:
     parser = Parser(
-        "slipstream doctor",
-        description="Describe this machine and say what stands in the way of serving.",
+        "slipstream doctor", "Describe this machine and report what prevents it from serving."
     )
     parser.add_argument(
         "--model-repository",
@@ -63,10 +61,14 @@ def main(arguments: Sequence[str]) -> int:
         "--model-store",
         type=Path,
         dest="repository",
-        help="The folder that holds the models; default ~/models.",
+        metavar="FOLDER",
+        help=f"Folder that holds the models (default: {DEFAULT_REPOSITORY}).",
     )
-    parser.add_argument("--json", action="store_true", help="Print the same as one JSON object.")
-    given = parser.parse(arguments)
+    parser.add_argument("--json", action="store_true", help="Print the report as a JSON object.")
+    return parser
+
+
+def run(given: Namespace) -> int:
     report = examine(given.repository)
     print(json.dumps(report.document(), indent=2) if given.json else report.text())
     return 0 if report.ready else 1

@@ -1,0 +1,180 @@
+"""Load on any model at several levels, as perf_analyzer measures it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy
+
+from slipstream.bench.load import (
+    Load,
+    Measured,
+    Sender,
+    WindowRule,
+    check_answers,
+    measure,
+    single_sender,
+    stream_sender,
+)
+from slipstream.bench.server_statistics import PHASES, ServerCounts, read_counts
+from slipstream.client.connection import Connection, GrpcConnection, Request
+
+PERCENTILES = (50, 90, 95, 99)
+_NANOSECONDS_PER_US = 1000
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How one level of load is generated and measured."""
+
+    model: str
+    batch_size: int
+    windows: WindowRule
+    request_count: int = 0  # 0: measure in windows
+    warmup_request_count: int = 0
+    streaming: bool = False
+    by_rate: bool = False  # levels are requests a second, otherwise requests in flight
+    poisson: bool = False  # with by_rate: random intervals
+    percentile: int | None = None  # reported instead of the mean
+
+    @property
+    def level_name(self) -> str:
+        return "Request Rate" if self.by_rate else "Concurrency"
+
+    @property
+    def latency_name(self) -> str:
+        return f"p{self.percentile}" if self.percentile else "Average"
+
+
+class Level(NamedTuple):
+    """The measurement of one level of load."""
+
+    value: float  # requests in flight, or requests a second
+    measured: Measured
+    inferences_per_second: float
+    latency_us: float  # the mean or the requested percentile
+    latencies_us: list[float]
+    server: ServerCounts
+
+
+def parse_levels(text: str) -> list[float]:
+    """Return the levels of FIRST[:LAST[:STEP]], including the last."""
+    parts = text.split(":")
+    if len(parts) == 1:
+        parts.append(parts[0])
+    if len(parts) == 2:
+        parts.append("1")
+    try:
+        first, last, step = (float(part) for part in parts)
+    except ValueError:
+        raise ValueError(f"'{text}' is not FIRST:LAST:STEP") from None
+    if first <= 0 or step <= 0:
+        raise ValueError(f"'{text}': FIRST and STEP must be over 0")
+    return list(itertools.takewhile(lambda level: level <= last, itertools.count(first, step)))
+
+
+def measure_level(
+    connection: Connection, requests: Sequence[Request], settings: LoadSettings, value: float
+) -> Level:
+    """Measure one level of load: first the warm-up requests, then the measurement."""
+    send = _sender(connection, settings.streaming)
+    for request in itertools.islice(itertools.cycle(requests), settings.warmup_request_count):
+        check_answers([send(request)])
+    before = read_counts(connection.statistics(settings.model))
+    measured = _measure(send, requests, settings, value)
+    server = read_counts(connection.statistics(settings.model)).since(before)
+    records = check_answers(measured.records)
+    seconds = (measured.boundaries[-1] - measured.boundaries[0]) / 1e9
+    latencies = [record.latency / _NANOSECONDS_PER_US for record in records]
+    latency = statistics.fmean(latencies)
+    if settings.percentile:
+        latency = float(numpy.percentile(latencies, settings.percentile))
+    rate = len(records) * settings.batch_size / seconds
+    return Level(value, measured, rate, latency, latencies, server)
+
+
+def _sender(connection: Connection, streaming: bool) -> Sender:
+    if not streaming:
+        return single_sender(connection)
+    assert isinstance(connection, GrpcConnection)
+    return stream_sender(connection)
+
+
+def _measure(
+    send: Sender, requests: Sequence[Request], settings: LoadSettings, value: float
+) -> Measured:
+    endless: Iterator[Request] = itertools.cycle(requests)
+    if settings.request_count:
+        endless = itertools.islice(endless, settings.request_count)
+    waits = _waits(value, settings.poisson) if settings.by_rate else None
+    load = Load(send, endless, max(1, int(value)), waits)
+    return measure(load, None if settings.request_count else settings.windows)
+
+
+def _waits(rate: float, poisson: bool) -> Iterator[float]:
+    generator = numpy.random.default_rng(0)
+    while True:
+        yield float(generator.exponential(1 / rate)) if poisson else 1 / rate
+
+
+def level_lines(level: Level, settings: LoadSettings) -> list[str]:
+    """Return the lines that perf_analyzer prints for a level."""
+    latencies = level.latencies_us
+    name = "Request Rate" if settings.by_rate else "Request concurrency"
+    lines = [f"{name}: {level.value:g}"]
+    if not level.measured.stable:
+        limit = settings.windows.max_difference * 100
+        lines.append(f"  [WARNING] the windows differ by more than {limit:g}%")
+    deviation = statistics.pstdev(latencies)
+    mean = statistics.fmean(latencies)
+    lines += [
+        "  Client:",
+        f"    Request count: {len(latencies)}",
+        f"    Throughput: {level.inferences_per_second:g} infer/sec",
+        f"    Avg latency: {mean:.0f} usec (standard deviation {deviation:.0f} usec)",
+    ]
+    for percent in PERCENTILES:
+        lines.append(f"    p{percent} latency: {_percentile(level, percent):.0f} usec")
+    lines.append("  Server:")
+    lines += [f"    {line}" for line in level.server.lines()]
+    return lines
+
+
+def _percentile(level: Level, percent: int) -> float:
+    return float(numpy.percentile(level.latencies_us, percent))
+
+
+def csv_table(levels: Sequence[Level], settings: LoadSettings) -> str:
+    """Return perf_analyzer's CSV report, one row per level.
+
+    The time between client and server is one column, because its parts are not measured.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(
+        [
+            settings.level_name,
+            "Inferences/Second",
+            "Client Send",
+            "Network+Server Send/Recv",
+            "Server Queue",
+            "Server Compute Input",
+            "Server Compute Infer",
+            "Server Compute Output",
+            "Client Recv",
+            *(f"p{percent} latency" for percent in PERCENTILES),
+        ]
+    )
+    for level in levels:
+        phases = [level.server.average_us(phase) for phase in PHASES]
+        network = max(0.0, statistics.fmean(level.latencies_us) - sum(phases))
+        percentiles = [_percentile(level, percent) for percent in PERCENTILES]
+        figures = [f"{figure:.0f}" for figure in (0, network, *phases, 0, *percentiles)]
+        writer.writerow([f"{level.value:g}", f"{level.inferences_per_second:g}", *figures])
+    return text.getvalue()

@@ -1,0 +1,44 @@
+"""Tokenization for load generators, with a local tokenizer or with the server's text models."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from slipstream.client.connection import Connection
+from slipstream.client.text_models import ServerTokenizer
+from slipstream.server.text.tokenizer import Tokenizer
+
+
+class TextTokenizer(Protocol):
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without BOS and EOS."""
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+class LocalTextTokenizer:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens)
+
+
+class ServerTextTokenizer:
+    """The server's text models, without the tokens that they put before every text."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._models = ServerTokenizer(connection)
+        first = self._models.encode("a").tokens
+        second = self._models.encode("b").tokens
+        equal = [one == other for one, other in zip(first, second, strict=False)]
+        self._prefix_length = equal.index(False) if False in equal else 0
+
+    def encode(self, text: str) -> list[int]:
+        return self._models.encode(text).tokens[self._prefix_length :] if text else []
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._models.decode(tokens)

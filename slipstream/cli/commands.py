@@ -1,0 +1,120 @@
+"""The commands of `slipstream`, and how one of them is run.
+
+The module of a command is imported when the command runs, so that `slipstream --help` is immediate.
+Each module has `create_parser() -> Parser` and `run(given: Namespace) -> int`, the exit code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
+
+from slipstream.cli.arguments import CommandError, Parser, UsageError
+from slipstream.cli.log import log, program
+
+
+class Command(NamedTuple):
+    """A command's module, without `slipstream.cli.`, and its line in the help."""
+
+    module: str
+    help: str
+
+
+class CommandModule(Protocol):
+    def create_parser(self) -> Parser: ...
+
+    def run(self, given: Namespace) -> int: ...
+
+
+# title of a section of the help: its commands
+GROUPS: dict[str, dict[str, Command]] = {
+    "Use": {
+        "start": Command("start", "Serve a model repository or one model."),
+        "serve": Command("start", "The same as start."),
+        "chat": Command("chat", "Chat with a model of a running server."),
+        "infer": Command("infer", "Send one prompt to a running server."),
+        "import": Command("import_model", "Add a model to the repository."),
+        "list": Command("list_models", "List the models in the repository."),
+        "remove": Command("remove_model", "Remove a model from the repository."),
+    },
+    "Operate": {
+        "status": Command("status", "Print whether a server is live and ready."),
+        "metrics": Command("metrics", "Print a server's metrics as JSON."),
+        "config": Command("config", "Print a model's configuration as JSON."),
+        "bench": Command("bench", "Measure latency and throughput of a text model."),
+        "doctor": Command("doctor.command", "Describe this machine and find problems."),
+    },
+    "Triton and TensorRT-LLM": {
+        "convert": Command(
+            "compat.convert", "Convert weights to a checkpoint (convert_checkpoint.py)."
+        ),
+        "build": Command("compat.build", "Build an engine from a checkpoint (trtllm-build)."),
+        "run": Command("compat.run", "Run an engine without a server (run.py)."),
+        "lora": Command("compat.lora", "Convert a LoRA adapter (hf_lora_convert.py)."),
+        "fill": Command("compat.fill", "Fill a config.pbtxt template (fill_template.py)."),
+        "workspace": Command("compat.workspace", "Write the folder that the tutorials clone."),
+        "launch": Command(
+            "compat.launch", "Start a server in the background (launch_triton_server.py)."
+        ),
+        "client": Command(
+            "compat.client", "Send tokens to an engine (inflight_batcher_llm_client.py)."
+        ),
+        "check": Command("check", "Report every problem of a model repository."),
+        "verify": Command("verify", "Compare an engine with its original model."),
+        "profile": Command("bench", "The same as bench (genai-perf)."),
+    },
+}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+# command behind a script of a workspace: its module
+SCRIPTS = {
+    "end-to-end-client": "compat.end_to_end_client",
+    "speculative-client": "compat.speculative_client",
+    "end-to-end-test": "compat.end_to_end_test",
+    "identity-test": "compat.identity_test",
+    "benchmark-core-model": "compat.benchmark_core_model",
+    "genai-perf": "bench",
+    "perf-analyzer": "compat.perf_analyzer",
+    "gpt-client": "compat.gpt.client",
+    "gpt-identity-test": "compat.gpt.identity_test",
+    "gpt-input-data": "compat.gpt.gen_input_data",
+    "gpt-end-to-end-test": "compat.gpt.end_to_end_test",
+    "gpt-convert": "compat.gpt.hf_gpt_convert",
+    "quantize": "compat.quantize",
+}
+
+
+def load_command(name: str) -> CommandModule:
+    """Import the module of a command or of a workspace's script."""
+    module = COMMANDS[name].module if name in COMMANDS else SCRIPTS[name]
+    return cast(CommandModule, importlib.import_module(f"slipstream.cli.{module}"))
+
+
+def create_parser(name: str) -> Parser:
+    """Return a command's parser. Its help and errors use the name that the user typed."""
+    parser = load_command(name).create_parser()
+    if name in COMMANDS:
+        parser.prog = f"{program()} {name}"
+    return parser
+
+
+def run_command(name: str, arguments: Sequence[str]) -> int:
+    """Run a command and return its exit code. A failure is one line on stderr."""
+    try:
+        parser = create_parser(name)
+        given = parser.parse(arguments)
+        return load_command(name).run(given)
+    except BrokenPipeError:
+        return 128 + signal.SIGPIPE  # the reader of our output is gone, and of our errors too
+    except KeyboardInterrupt:
+        log("ERROR", "interrupted; nothing was left behind")
+        return 130
+    except UsageError as error:
+        parser.error(str(error))
+    except (CommandError, ValueError, OSError) as error:
+        # weights/ and repository/ report bad input with subclasses of ValueError
+        log("ERROR", str(error))
+        return 1
