@@ -1,19 +1,19 @@
 """The command-line reference as Markdown, generated from the parsers.
 
-`python -m slipstream.cli.reference` prints it.
+`python -m slipstream.cli.reference > docs/reference/cli.md` writes the page of the docs.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+import textwrap
 
 from slipstream.cli.arguments import Parser
 from slipstream.cli.commands import COMMANDS, GROUPS, SCRIPTS, create_parser
 from slipstream.cli.compat import tritonserver_flags
-from slipstream.cli.main import create_main_parser
 
+_WIDTH = 100
 _INTRODUCTION = """# Command-line reference
 
 This page is generated from the parsers of the commands. Every command prints the same with `-h`.
@@ -23,15 +23,18 @@ Long options are accepted with `-` or `_`, as `--x v` or `--x=v`, and by a uniqu
 
 def render_reference() -> str:
     """Return the page: the commands by group, `tritonserver`, and the scripts of a workspace."""
-    parts = [_INTRODUCTION, "## slipstream", _help_block(create_main_parser())]
+    parts = [_INTRODUCTION]
     for title, group in GROUPS.items():
         parts.append(f"## {title}")
         for name, command in group.items():
             parts += [f"### slipstream {name}", _render(name, command.module)]
-    parts += ["## Programs with Triton's names", "### tritonserver"]
-    parts.append(render_parser(tritonserver_flags.create_parser()))
+    parts.append("## Other programs")
+    parts.append(
+        "`triton` is `slipstream` with Triton CLI's log lines, `trtllm-build` is\n"
+        "`slipstream build`, and `genai-perf` is `slipstream bench`."
+    )
+    parts += ["### tritonserver", render_parser(tritonserver_flags.create_parser())]
     parts += ["### perf_analyzer", render_parser(create_parser("perf-analyzer"))]
-    parts.append("`trtllm-build` is `slipstream build`, and `genai-perf` is `slipstream bench`.")
     parts.append("## Scripts of a workspace")
     for name in SCRIPTS:
         if name not in ("genai-perf", "perf-analyzer"):
@@ -51,18 +54,19 @@ def _render(name: str, module: str) -> str:
 def render_parser(parser: Parser) -> str:
     """Return a parser's description, usage and options."""
     usage = re.sub(r"\s+", " ", parser.format_usage().removeprefix("usage: ")).strip()
-    lines = [str(parser.description), "", f"    {usage}", ""]
-    lines += [_option_line(action) for action in parser.arguments]
+    lines = [textwrap.fill(str(parser.description), _WIDTH), "", f"    {usage}", ""]
+    lines += [_option_item(action) for action in parser.arguments]
     return "\n".join(lines)
 
 
-def _option_line(action: argparse.Action) -> str:
-    """Return `- `-x`, `--name VALUE`: help` for an option or a positional argument."""
-    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{_value(action)}`"
-    value = _value(action)
-    if action.option_strings and value:
-        names = f"{names} `{value}`"
-    return f"- {names}: {_expand_default(action)}"
+def _option_item(action: argparse.Action) -> str:
+    """Return a list item with the names, the value and the help of an argument."""
+    value = f"`{_value(action)}`" if _value(action) else ""
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    item = f"- {' '.join(filter(None, [names, value]))}: {_help_text(action)}"
+    return textwrap.fill(
+        item, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _value(action: argparse.Action) -> str:
@@ -72,21 +76,13 @@ def _value(action: argparse.Action) -> str:
     if isinstance(action.metavar, str):
         return action.metavar
     if action.choices is not None:
-        return "|".join(map(str, _as_list(action.choices)))
+        return "|".join(str(choice) for choice in action.choices)
     return action.dest.upper() if action.option_strings else action.dest
 
 
-def _as_list(choices: Iterable[object]) -> list[object]:
-    return list(choices)
-
-
-def _expand_default(action: argparse.Action) -> str:
-    text = action.help or ""
-    return (text % {"default": action.default}).replace("<", "&lt;")
-
-
-def _help_block(parser: Parser) -> str:
-    return f"```text\n{parser.format_help().strip()}\n```"
+def _help_text(action: argparse.Action) -> str:
+    text = (action.help or "") % {"default": action.default}
+    return text.replace("<", "&lt;").replace("*", "\\*")
 
 
 def main() -> None:
