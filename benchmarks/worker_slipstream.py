@@ -12,7 +12,7 @@ from worker_protocol import Generate, Timed, serve
 from slipstream.engine.request import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.client import EngineClient
-from slipstream.server.engine_link.mailbox import Generation
+from slipstream.server.engine_link.mailbox import InFlightRequest
 
 
 def start(options: dict[str, Any]) -> Generate:
@@ -31,7 +31,7 @@ async def _generate(engine: EngineClient, prompts: list[list[int]], max_tokens: 
     began = time.perf_counter()
     firsts: list[float] = []
 
-    async def read(generation: Generation) -> list[int]:
+    async def read(generation: InFlightRequest) -> list[int]:
         tokens: list[int] = []
         async for delta in generation:
             if delta.error:

@@ -34,7 +34,7 @@ from slipstream.engine_worker.process import start_real_engine
 from slipstream.sampling_options import Prompt, SamplingOptions
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.text.chat import Message
-from slipstream.server.text.pipeline import TextDelta, TextGenerator, TextRequest
+from slipstream.server.text.pipeline import TextGenerator, TextOutput, TextRequest
 from slipstream.server.text.sequences import TextBeam
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.build import build_engine
@@ -200,7 +200,7 @@ class LLM:
             others.append(replace(other, prompt_log_probs=prompt_log_probs, context_logits=logits))
         return replace(first, others=tuple(others))
 
-    def _completion(self, request: TextRequest, deltas: Sequence[TextDelta]) -> Completion:
+    def _completion(self, request: TextRequest, deltas: Sequence[TextOutput]) -> Completion:
         return Completion(
             text="".join(delta.text for delta in deltas),
             tokens=list(chain.from_iterable(delta.tokens for delta in deltas)),
@@ -212,7 +212,7 @@ class LLM:
             **self._scores(request.sampling, deltas),
         )
 
-    def _scores(self, sampling: SamplingParams, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+    def _scores(self, sampling: SamplingParams, deltas: Sequence[TextOutput]) -> dict[str, Any]:
         """Return the requested scores, by the names of Completion."""
         scores = Scores()
         for delta in deltas:
@@ -305,7 +305,7 @@ def _is_conversation(prompt: Prompt | Conversation) -> bool:
     return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-def _check(delta: TextDelta) -> TextDelta:
+def _check(delta: TextOutput) -> TextOutput:
     if delta.finish_reason == "error":
         raise GenerationFailed(delta.error or "the engine gave no reason")
     return delta

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.server.openai.log_probs import ScoredTokens
-from slipstream.server.text.pipeline import TextDelta
+from slipstream.server.text.pipeline import TextOutput
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ def load(kind: str) -> Tokenizer:
     return Tokenizer.load(samples.ALL[kind]())
 
 
-def deltas(tokenizer: Tokenizer, ids: list[int], stop: str, size: int) -> list[TextDelta]:
+def deltas(tokenizer: Tokenizer, ids: list[int], stop: str, size: int) -> list[TextOutput]:
     """Return the outputs of a generator for these tokens. The last one reaches the length limit."""
     stream, news = TextStream(tokenizer, [stop]), []
     for start in range(0, len(ids), size):
@@ -29,7 +29,7 @@ def deltas(tokenizer: Tokenizer, ids: list[int], stop: str, size: int) -> list[T
         text += stream.finish() if last else ""
         tokens = chunk[: max(stream.tokens_used - before, 0)] if stream.stopped else chunk
         reason = "stop" if stream.stopped else "length" if last else ""
-        news.append(TextDelta(text, tokens, [0.0] * len(tokens), finish_reason=reason))
+        news.append(TextOutput(text, tokens, [0.0] * len(tokens), finish_reason=reason))
         if stream.stopped:
             break
     return news
@@ -53,7 +53,7 @@ def test_scored_tokens_are_exactly_those_of_the_text(kind, data, size):
     )
     reason = news[-1].finish_reason if news else ""
     whole = ScoredTokens(tokenizer, True).push(
-        TextDelta(text, tokens, [0.0] * len(tokens), finish_reason=reason)
+        TextOutput(text, tokens, [0.0] * len(tokens), finish_reason=reason)
     )
     streamed = ScoredTokens(tokenizer, True)
     assert [entry for delta in news for entry in streamed.push(delta)] == whole

@@ -128,11 +128,11 @@ def test_tokens_are_counted_in_the_models_metrics(serving):
 async def test_a_disconnect_between_two_pieces_cancels_the_request():
     from slipstream.server.kserve.inference import InferRequest, InferResponse
     from slipstream.server.metrics.statistics import ModelCounters
-    from slipstream.server.text.pipeline import TextDelta
+    from slipstream.server.text.pipeline import TextOutput
 
     async def answers():
         for final in (False, True):
-            yield InferResponse(news=TextDelta("a", [1]), final=final)
+            yield InferResponse(text_output=TextOutput("a", [1]), final=final)
 
     for pieces, failures in ((1, 1), (2, 0)):
         counters = ModelCounters()

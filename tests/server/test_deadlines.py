@@ -20,7 +20,7 @@ from test_pipeline_text import SpokenEngine
 from tiny_text import BEGIN, write_engine_folder
 
 from slipstream.repository.models import read_repository
-from slipstream.server.engine_link.mailbox import Delta
+from slipstream.server.engine_link.mailbox import RequestOutput
 from slipstream.server.grpc.options import GrpcOptions, add_port
 from slipstream.server.grpc.service import create_grpc_server
 from slipstream.server.kserve.health import ServerState
@@ -30,8 +30,12 @@ from slipstream.server.services import create_app
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 
-RAN = [Delta(tokens=[32, 33]), Delta(tokens=[34]), Delta(finish_reason="timeout")]
-NEVER_RAN = [Delta(finish_reason="timeout")]
+RAN = [
+    RequestOutput(tokens=[32, 33]),
+    RequestOutput(tokens=[34]),
+    RequestOutput(finish_reason="timeout"),
+]
+NEVER_RAN = [RequestOutput(finish_reason="timeout")]
 
 
 class Stack:

@@ -24,7 +24,7 @@ from slipstream.server.kserve.health import ServerState
 from slipstream.server.models.build import build_registry
 from slipstream.server.models.drafting import DraftedGenerator
 from slipstream.server.services import create_app
-from slipstream.server.text.pipeline import PromptError, TextDelta, TextGenerator, TextRequest
+from slipstream.server.text.pipeline import PromptError, TextGenerator, TextOutput, TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.load import start_engine
 
@@ -47,7 +47,7 @@ class Wrong:
     """Guesses that are right now and then, by chance only."""
 
     async def generate(self, request: TextRequest):
-        yield TextDelta(
+        yield TextOutput(
             "",
             [
                 (len(request.prompt) * 7 + i) % VOCABULARY
@@ -119,7 +119,7 @@ async def test_adapters_are_the_targets_and_times_those_of_all_turns(target):
     class Watched:
         async def generate(self, request: TextRequest):
             seen.append(request.adapter)
-            yield TextDelta("", [1, 1], finish_reason="length")
+            yield TextOutput("", [1, 1], finish_reason="length")
 
     sampling = SamplingParams(max_tokens=6, timing=True)
     drafted = DraftedGenerator(target, target.tokenizer, Watched(), 2)

@@ -37,15 +37,15 @@ async def test_the_engines_queue_counts_as_waiting_and_the_longest_of_a_batch_fo
     request = InferRequest("llm", "1", {})
 
     async def generated():
-        request.trail.end_input()
+        request.times.end_input()
         await asyncio.sleep(0.004)
         for number in (2, 1):
-            branch = request.trail.branch()
+            branch = request.times.branch()
             branch.add_tokens(
                 3, 1, Timing(arrived_ns=10**6, first_scheduled_ns=(1 + number) * 10**6)
             )
-        request.trail.branch().add_tokens(3, 1, Timing(arrived_ns=10**6))  # never came to run
-        request.trail.end_infer()
+        request.times.branch().add_tokens(3, 1, Timing(arrived_ns=10**6))  # never came to run
+        request.times.end_infer()
         yield InferResponse()
 
     times = await spent(request, generated())
@@ -58,9 +58,9 @@ async def test_a_wait_that_is_longer_than_the_request_leaves_nothing_below_zero(
     request = InferRequest("llm", "1", {})
 
     async def generated():
-        request.trail.end_input()
-        request.trail.add_tokens(3, 1, Timing(arrived_ns=1, first_scheduled_ns=10**12))
-        request.trail.end_infer()
+        request.times.end_input()
+        request.times.add_tokens(3, 1, Timing(arrived_ns=1, first_scheduled_ns=10**12))
+        request.times.end_infer()
         yield InferResponse()
 
     times = await spent(request, generated())

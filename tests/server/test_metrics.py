@@ -128,7 +128,7 @@ async def test_pending_is_what_has_no_answer_yet():
 async def test_a_request_lets_go_of_who_counted_it():
     request = asked()
     recorded = ModelCounters().record(request, answers(InferResponse()))
-    request.trail.branch()
+    request.times.branch()
     assert [answer async for answer in recorded] == [InferResponse()]
     counting = weakref.ref(recorded)
     del recorded
@@ -290,7 +290,7 @@ async def test_figures_of_tokens():
 
     async def generating():
         for count in (1, 2, 0):
-            request.trail.add_tokens(40, count)
+            request.times.add_tokens(40, count)
             yield InferResponse()
 
     async with aclosing(counters.record(request, generating())) as recorded:
@@ -347,10 +347,10 @@ async def test_phases_add_up_to_the_request():
     request = asked()
 
     async def phased():
-        request.trail.leave_queue()
-        request.trail.end_input()
+        request.times.leave_queue()
+        request.times.end_input()
         await asyncio.sleep(0.001)
-        request.trail.end_infer()
+        request.times.end_infer()
         yield InferResponse()
 
     async with aclosing(counters.record(request, phased())) as recorded:
@@ -387,7 +387,7 @@ class Part:
         self.parts = {"compute_input": "pre", "compute_infer": "engine"}
 
     async def infer(self, request):
-        request.trail.end_input()
+        request.times.end_input()
         yield InferResponse(error=InferenceError("no") if request.id == "bad" else None)
 
 

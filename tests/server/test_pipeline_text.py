@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from slipstream.engine.messages import EngineInfo
 from slipstream.engine.request import SamplingParams
-from slipstream.server.engine_link.mailbox import Delta
+from slipstream.server.engine_link.mailbox import RequestOutput
 from slipstream.server.text import pipeline
 from slipstream.server.text.chat import ChatError
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.pipeline import (
     PromptError,
-    TextDelta,
     TextGenerator,
+    TextOutput,
     TextRequest,
     bad_word_tokens,
 )
@@ -46,17 +46,17 @@ INFO = EngineInfo(
 class SpokenGeneration:
     """Gives out its deltas one a read, then waits for ever, as an engine with more to say would."""
 
-    deltas: list[Delta]
+    deltas: list[RequestOutput]
     request_id: int = 1
     cancelled: list[str] = field(default_factory=list)
 
     def cancel(self, reason: str = "cancelled") -> None:
         self.cancelled.append(reason)
 
-    def __aiter__(self) -> AsyncIterator[Delta]:
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> RequestOutput:
         if not self.deltas:
             await asyncio.Event().wait()
         return self.deltas.pop(0)
@@ -64,7 +64,7 @@ class SpokenGeneration:
 
 @dataclass
 class SpokenEngine:
-    deltas: list[Delta] = field(default_factory=list)
+    deltas: list[RequestOutput] = field(default_factory=list)
     info: EngineInfo | None = INFO
     ready: bool = True
 
@@ -80,14 +80,16 @@ def load(kind: str = "byte_level") -> Tokenizer:
     return Tokenizer.load(samples.ALL[kind]())
 
 
-def speak(text: str, *more: Delta, chunk: int = 1, kind: str = "byte_level") -> list[Delta]:
+def speak(
+    text: str, *more: RequestOutput, chunk: int = 1, kind: str = "byte_level"
+) -> list[RequestOutput]:
     ids = load(kind).encode(text, False)
-    return [*(Delta(tokens=ids[i : i + chunk]) for i in range(0, len(ids), chunk)), *more]
+    return [*(RequestOutput(tokens=ids[i : i + chunk]) for i in range(0, len(ids), chunk)), *more]
 
 
 async def collect(
     engine: SpokenEngine, request: TextRequest, kind: str = "byte_level"
-) -> list[TextDelta]:
+) -> list[TextOutput]:
     async with (
         asyncio.timeout(10),
         aclosing(TextGenerator(load(kind), engine).generate(request)) as deltas,
@@ -95,12 +97,14 @@ async def collect(
         return [delta async for delta in deltas]
 
 
-def text_of(deltas: list[TextDelta]) -> str:
+def text_of(deltas: list[TextOutput]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
 async def test_tokens_become_text_until_the_engine_is_done():
-    engine = SpokenEngine(speak("hello 日本 world", Delta(finish_reason="length", cached_tokens=3)))
+    engine = SpokenEngine(
+        speak("hello 日本 world", RequestOutput(finish_reason="length", cached_tokens=3))
+    )
     deltas = await collect(engine, TextRequest("the dog"))
     assert text_of(deltas) == "hello 日本 world"
     assert [delta.finish_reason for delta in deltas] == [""] * (len(deltas) - 1) + ["length"]
@@ -116,7 +120,8 @@ async def test_tokens_become_text_until_the_engine_is_done():
 async def test_what_a_detokenizer_holds_comes_with_the_last_delta():
     half = load().encode("日", False)[:-1] or pytest.skip("one token")
     deltas = await collect(
-        SpokenEngine([Delta(tokens=half), Delta(finish_reason="length")]), TextRequest("x")
+        SpokenEngine([RequestOutput(tokens=half), RequestOutput(finish_reason="length")]),
+        TextRequest("x"),
     )
     assert [delta.text for delta in deltas] == ["", "\ufffd"]
 
@@ -131,7 +136,7 @@ async def test_what_a_detokenizer_holds_comes_with_the_last_delta():
     stops=st.lists(st.text("ab <日", max_size=3), max_size=3),
 )
 def test_text_is_cut_at_the_first_stop_word_and_the_engine_told(text, chunk, stops):
-    engine = SpokenEngine(speak(text, Delta(finish_reason="length"), chunk=chunk))
+    engine = SpokenEngine(speak(text, RequestOutput(finish_reason="length"), chunk=chunk))
     deltas = asyncio.run(collect(engine, TextRequest("x", stop_words=stops)))
     whole = load().decode(load().encode(text, False))
     found = [whole.find(stop) for stop in stops if stop and stop in whole]
@@ -146,7 +151,7 @@ async def test_nothing_after_a_stop_word_is_reported():
     ids = [token for letter in "abENDxy" for token in load().encode(letter, False)]
     numbers = [float(-i) for i in range(len(ids))]
     tops = [[(token, -0.5)] for token in ids]
-    delta = Delta(tokens=ids, log_probs=numbers, top_log_probs=tops)
+    delta = RequestOutput(tokens=ids, log_probs=numbers, top_log_probs=tops)
     engine = SpokenEngine([delta])
     (last,) = await collect(engine, TextRequest("x", stop_words=["END"]))
     assert last.text == "ab"
@@ -159,7 +164,7 @@ async def test_nothing_after_a_stop_word_is_reported():
 
 async def test_a_stop_word_that_ends_with_the_engines_last_token():
     engine = SpokenEngine(
-        speak("ab", Delta(tokens=load().encode("c", False), finish_reason="length"))
+        speak("ab", RequestOutput(tokens=load().encode("c", False), finish_reason="length"))
     )
     deltas = await collect(engine, TextRequest("x", stop_words=["bc", "abcd"]))
     assert (text_of(deltas), deltas[-1].finish_reason) == ("a", "stop")
@@ -172,7 +177,7 @@ async def test_a_stop_word_that_ends_with_the_engines_last_token():
 async def test_the_end_token_is_no_text_even_where_special_tokens_are_shown():
     end = load().eos_id
     for skip in (True, False):
-        engine = SpokenEngine(speak("hi", Delta(tokens=[end], finish_reason="stop")))
+        engine = SpokenEngine(speak("hi", RequestOutput(tokens=[end], finish_reason="stop")))
         deltas = await collect(engine, TextRequest("x", skip_special_tokens=skip))
         assert text_of(deltas) == "hi"
         assert engine.sampling.end_ids == (end,)
@@ -180,21 +185,21 @@ async def test_the_end_token_is_no_text_even_where_special_tokens_are_shown():
 
 async def test_an_end_id_of_the_request_that_is_an_ordinary_word():
     (the,) = load().encode(" the", False)
-    engine = SpokenEngine(speak("hi", Delta(tokens=[the], finish_reason="stop")))
+    engine = SpokenEngine(speak("hi", RequestOutput(tokens=[the], finish_reason="stop")))
     deltas = await collect(engine, TextRequest("x", replace(SamplingParams(), end_ids=(the,))))
     assert text_of(deltas) == "hi"
     assert engine.sampling.end_ids == (the,)
 
 
 async def test_ignoring_the_end():
-    engine = SpokenEngine(speak("a<|im_end|>b", Delta(finish_reason="length")))
+    engine = SpokenEngine(speak("a<|im_end|>b", RequestOutput(finish_reason="length")))
     deltas = await collect(engine, TextRequest("x", ignore_end=True))
     assert engine.sampling.end_ids == ()
     assert text_of(deltas) == "ab"
 
 
 async def test_special_tokens_are_shown_on_request():
-    engine = SpokenEngine(speak("a<|im_start|>b", Delta(finish_reason="length")))
+    engine = SpokenEngine(speak("a<|im_start|>b", RequestOutput(finish_reason="length")))
     assert (
         text_of(await collect(engine, TextRequest("x", skip_special_tokens=False)))
         == "a<|im_start|>b"
@@ -205,7 +210,7 @@ async def test_special_tokens_are_shown_on_request():
 
 
 async def test_parameters_reach_the_engine_and_the_output_fits():
-    engine = SpokenEngine([Delta(finish_reason="length")])
+    engine = SpokenEngine([RequestOutput(finish_reason="length")])
     sampling = SamplingParams(max_tokens=1000, temperature=0.5, seed=7, end_ids=(3, 4))
     request = TextRequest([5] * 60, sampling, priority=2, deadline=9.5, cache_salt="tenant")
     await collect(engine, request)
@@ -215,7 +220,7 @@ async def test_parameters_reach_the_engine_and_the_output_fits():
 
 
 async def test_max_tokens_that_fit_are_kept():
-    engine = SpokenEngine([Delta(finish_reason="length")])
+    engine = SpokenEngine([RequestOutput(finish_reason="length")])
     await collect(engine, TextRequest([5] * 10, SamplingParams(max_tokens=54)))
     assert engine.sampling.max_tokens == 54
 
@@ -239,19 +244,19 @@ async def test_prompts_that_cannot_run_never_reach_the_engine(prompt, error, mes
 
 
 async def test_the_longest_prompt_that_fits_has_room_for_one_token():
-    engine = SpokenEngine([Delta(finish_reason="length")])
+    engine = SpokenEngine([RequestOutput(finish_reason="length")])
     await collect(engine, TextRequest([5] * 63, SamplingParams(max_tokens=9)))
     assert engine.sampling.max_tokens == 1
 
 
 async def test_an_empty_prompt_is_fine_where_the_model_begins_with_a_token():
-    engine = SpokenEngine([Delta(finish_reason="length")])
+    engine = SpokenEngine([RequestOutput(finish_reason="length")])
     await collect(engine, TextRequest(""), "llama2_json")
     assert engine.prompt == [1]
 
 
 async def test_special_tokens_are_not_added_when_not_wanted():
-    engine = SpokenEngine([Delta(finish_reason="length")])
+    engine = SpokenEngine([RequestOutput(finish_reason="length")])
     await collect(engine, TextRequest("hello", add_special_tokens=False), "llama2_json")
     assert engine.prompt == load("llama2_json").encode("hello", False)
     assert 1 not in engine.prompt
@@ -277,7 +282,9 @@ async def test_long_texts_are_tokenised_beside_the_event_loop(monkeypatch):
         lambda self, *args: threads.append(threading.current_thread()) or original(self, *args),
     )
     for prompt in ("a", "a " * pipeline._LONG_TEXT_CHARS):
-        await collect(SpokenEngine([Delta(finish_reason="length")], info=None), TextRequest(prompt))
+        await collect(
+            SpokenEngine([RequestOutput(finish_reason="length")], info=None), TextRequest(prompt)
+        )
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
@@ -306,7 +313,7 @@ def test_bad_words_have_no_special_tokens_and_no_repeats(kind):
 
 
 async def test_bad_words_join_those_given_as_tokens():
-    engine = SpokenEngine([Delta(finish_reason="length")])
+    engine = SpokenEngine([RequestOutput(finish_reason="length")])
     dog = bad_word_tokens(load(), ["dog"])
     sampling = SamplingParams(bad_words=((9, 9), dog[0]))
     await collect(engine, TextRequest("x", sampling, bad_words=["dog", ""]))
@@ -337,7 +344,7 @@ async def test_a_reader_that_is_cancelled_while_it_waits_cancels_the_request():
 
 
 async def test_an_error_of_the_engine_is_passed_on():
-    engine = SpokenEngine(speak("hi", Delta(finish_reason="error", error="out of memory")))
+    engine = SpokenEngine(speak("hi", RequestOutput(finish_reason="error", error="out of memory")))
     deltas = await collect(engine, TextRequest("x"))
     assert (text_of(deltas), deltas[-1].finish_reason, deltas[-1].error) == (
         "hi",
@@ -347,7 +354,7 @@ async def test_an_error_of_the_engine_is_passed_on():
 
 
 async def test_a_token_that_no_vocabulary_has_fails_the_request_and_cancels_it():
-    engine = SpokenEngine([Delta(tokens=[10**6])])
+    engine = SpokenEngine([RequestOutput(tokens=[10**6])])
     with pytest.raises(TokenizerError, match="token id 1000000 "):
         await collect(engine, TextRequest("x"))
     assert engine.generation.cancelled == ["cancelled"]

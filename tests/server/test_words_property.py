@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_pipeline_text import SpokenEngine, collect
 
 from slipstream.engine.constraints.bad_words import BadTexts, Spelling
-from slipstream.server.engine_link.mailbox import Delta
+from slipstream.server.engine_link.mailbox import RequestOutput
 from slipstream.server.text.pipeline import TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.server.text.vocabulary import vocabulary_of
@@ -56,8 +56,8 @@ def test_random_tokens_are_cut_at_random_stop_words(kind, seed, chunk):
     if not whole:
         return
     stops = [piece_of(chance, whole) for _ in range(chance.randrange(1, 4))]
-    deltas = [Delta(tokens=ids[i : i + chunk]) for i in range(0, len(ids), chunk)]
-    engine = SpokenEngine([*deltas, Delta(finish_reason="length")])
+    deltas = [RequestOutput(tokens=ids[i : i + chunk]) for i in range(0, len(ids), chunk)]
+    engine = SpokenEngine([*deltas, RequestOutput(finish_reason="length")])
     told = asyncio.run(collect(engine, TextRequest("x", stop_words=stops), kind))
     assert "".join(delta.text for delta in told) == cut_at(whole, stops)
     assert told[-1].finish_reason == ("stop" if any(stop in whole for stop in stops) else "length")
@@ -126,7 +126,7 @@ def test_a_stop_word_that_is_a_special_token_ends_the_answer_there(kind):
     marks = [(token, word) for token, word in marks if tokenizer.encode(word, False) == [token]]
     assert marks
     for token, word in marks:
-        engine = SpokenEngine([Delta(finish_reason="length")])
+        engine = SpokenEngine([RequestOutput(finish_reason="length")])
         asyncio.run(
             collect(engine, TextRequest("the dog", stop_words=["dog", word], ignore_end=True), kind)
         )
@@ -141,7 +141,7 @@ def test_a_stop_word_that_is_a_special_token_ends_the_answer_there(kind):
 def test_tokenizers_whose_tokens_have_neighbours_fall_back_to_their_likely_tokens():
     tokenizer = Tokenizer.load(samples.word_piece())
     assert vocabulary_of(tokenizer, tokenizer.vocab_size) is None
-    engine = SpokenEngine([Delta(finish_reason="length")])
+    engine = SpokenEngine([RequestOutput(finish_reason="length")])
     asyncio.run(collect(engine, TextRequest("the dog", bad_words=["dog"]), "word_piece"))
     assert engine.sampling.bad_texts == ()
     assert engine.sampling.bad_words

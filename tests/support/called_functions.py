@@ -12,7 +12,7 @@ from slipstream.engine.constraints.guided import Guided, Guides
 from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.request import Guide
 from slipstream.server.openai.call_reader import Reader, ToolCall
-from slipstream.server.text.pipeline import TextDelta
+from slipstream.server.text.pipeline import TextOutput
 
 MESSAGES: Any = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {
@@ -84,7 +84,7 @@ def say(serving, monkeypatch, pieces: list[str]) -> list[Any]:
     async def generate(request):
         requests.append(request)
         for number, piece in enumerate(pieces):
-            yield TextDelta(
+            yield TextOutput(
                 piece,
                 [5],
                 finish_reason="stop" if number == len(pieces) - 1 else "",

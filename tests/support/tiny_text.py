@@ -18,7 +18,7 @@ from slipstream.engine.request import SamplingParams
 from slipstream.model.spec import ModelSpec
 from slipstream.repository.models import Repository
 from slipstream.repository.templates import write_repository
-from slipstream.server.engine_link.mailbox import Delta, EngineUnavailable
+from slipstream.server.engine_link.mailbox import EngineUnavailable, RequestOutput
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.build import build_registry
 from slipstream.server.text.pipeline import TextGenerator
@@ -104,7 +104,7 @@ class EchoGeneration:
     def __aiter__(self) -> EchoGeneration:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> RequestOutput:
         if self._finished:
             raise StopAsyncIteration
         if self._engine.delay:
@@ -117,12 +117,14 @@ class EchoGeneration:
         if self._cancelled or self._engine.failure:
             self._finished = True
             reason = "error" if self._engine.failure else self._cancelled
-            return Delta(finish_reason=reason, error=self._engine.failure)
+            return RequestOutput(finish_reason=reason, error=self._engine.failure)
         token = self._tokens[self._given]
         self._given += 1
         self._finished = self._given == len(self._tokens)
         log_probs = [-0.5] if self._sampling.log_probs else None
-        return Delta([token], log_probs, finish_reason=self._reason if self._finished else "")
+        return RequestOutput(
+            [token], log_probs, finish_reason=self._reason if self._finished else ""
+        )
 
 
 class EchoEngine:

@@ -28,17 +28,22 @@ from slipstream.engine.request import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
 from slipstream.server.engine_link.link import EngineFailed, FromEngine
-from slipstream.server.engine_link.mailbox import Delta, EngineUnavailable, Generation, Mailboxes
+from slipstream.server.engine_link.mailbox import (
+    EngineUnavailable,
+    InFlightRequest,
+    Mailboxes,
+    RequestOutput,
+)
 from slipstream.server.engine_link.submission import Submission, engine_request
 
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "Delta",
     "EngineClient",
     "EngineStartFailed",
     "EngineUnavailable",
-    "Generation",
+    "InFlightRequest",
+    "RequestOutput",
     "Supervision",
 ]
 
@@ -122,7 +127,7 @@ class EngineClient:
 
     def submit(
         self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]
-    ) -> Generation:
+    ) -> InFlightRequest:
         if self._draining or self._stopping:
             raise EngineUnavailable("the server is shutting down")
         if not self._serving or self._child is None:

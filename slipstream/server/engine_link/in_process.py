@@ -16,7 +16,7 @@ from typing import Unpack
 from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
 from slipstream.engine.request import SamplingParams
 from slipstream.server.engine_link.link import FromEngine, ToEngine
-from slipstream.server.engine_link.mailbox import EngineUnavailable, Generation, Mailboxes
+from slipstream.server.engine_link.mailbox import EngineUnavailable, InFlightRequest, Mailboxes
 from slipstream.server.engine_link.serve import Loop, describe, serve
 from slipstream.server.engine_link.submission import Submission, engine_request
 
@@ -44,7 +44,7 @@ class InProcessEngine:
 
     def submit(
         self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]
-    ) -> Generation:
+    ) -> InFlightRequest:
         if self._draining:
             raise EngineUnavailable("the server is shutting down")
         with self._door:

@@ -22,7 +22,7 @@ class EngineUnavailable(Exception):
 
 
 @dataclass(slots=True)
-class Delta:
+class RequestOutput:
     """What is new since the last read. A non-empty `finish_reason` makes it the last one."""
 
     tokens: list[int] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Delta:
     beams: list[Beam] | None = None  # with the last delta of a beam search, best first
     lost: bool = False  # the engine is gone, so that the error is nobody's request's fault
 
-    def merge(self, newer: Delta) -> None:
+    def merge(self, newer: RequestOutput) -> None:
         self.tokens += newer.tokens
         if newer.log_probs is not None:
             self.log_probs = (self.log_probs or []) + newer.log_probs
@@ -56,8 +56,8 @@ class Delta:
             self.scores.merge(newer.scores)
 
 
-class Generation:
-    """An async iterator of `Delta`. It ends after the delta that carries a finish reason."""
+class InFlightRequest:
+    """An async iterator of `RequestOutput`. It ends after the delta that carries a finish reason."""
 
     def __init__(
         self, request_id: int, sampling: SamplingParams, cancel: Callable[[int, str], None]
@@ -66,7 +66,7 @@ class Generation:
         self.sampling = sampling
         self.event_loop = asyncio.get_running_loop()
         self._cancel = cancel
-        self._unread: Delta | None = None
+        self._unread: RequestOutput | None = None
         self._arrival: asyncio.Future[None] | None = None
         self._finished = False  # the last delta has arrived
         self._ended = False  # the last delta has been read
@@ -82,7 +82,7 @@ class Generation:
         if not self._finished:
             self._cancel(self.request_id, reason)
 
-    def deliver(self, delta: Delta) -> None:
+    def deliver(self, delta: RequestOutput) -> None:
         if self._finished:
             return
         self._finished = bool(delta.finish_reason)
@@ -94,12 +94,12 @@ class Generation:
             self._arrival.set_result(None)
 
     def fail(self, reason: str) -> None:
-        self.deliver(Delta(finish_reason="error", error=reason, lost=True))
+        self.deliver(RequestOutput(finish_reason="error", error=reason, lost=True))
 
-    def __aiter__(self) -> Generation:
+    def __aiter__(self) -> InFlightRequest:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> RequestOutput:
         while self._unread is None:
             if self._ended:
                 raise StopAsyncIteration
@@ -117,20 +117,20 @@ class Mailboxes:
     """The requests in flight, by id. A request leaves with its last delta."""
 
     def __init__(self) -> None:
-        self._generations: dict[int, Generation] = {}
+        self._generations: dict[int, InFlightRequest] = {}
         self._next_id = 0
         self._emptied: list[asyncio.Future[None]] = []
 
     def __len__(self) -> int:
         return len(self._generations)
 
-    def open(self, sampling: SamplingParams, cancel: Callable[[int, str], None]) -> Generation:
+    def open(self, sampling: SamplingParams, cancel: Callable[[int, str], None]) -> InFlightRequest:
         self._next_id += 1  # never reused, so a late message of an old request finds nobody
-        generation = Generation(self._next_id, sampling, cancel)
+        generation = InFlightRequest(self._next_id, sampling, cancel)
         self._generations[generation.request_id] = generation
         return generation
 
-    def withdraw(self, generation: Generation) -> None:
+    def withdraw(self, generation: InFlightRequest) -> None:
         """It could not be sent: nothing will come for it."""
         self._close(generation.request_id)
 
@@ -187,10 +187,12 @@ class Mailboxes:
             self._emptied.clear()
 
 
-def _delta(outputs: StepOutputs, row: int, start: int, end: int, sampling: SamplingParams) -> Delta:
+def _delta(
+    outputs: StepOutputs, row: int, start: int, end: int, sampling: SamplingParams
+) -> RequestOutput:
     request_id = outputs.request_ids[row]
     wants_log_probs = sampling.log_probs and bool(outputs.log_probs)
-    return Delta(
+    return RequestOutput(
         tokens=outputs.tokens[start:end],
         log_probs=outputs.log_probs[start:end] if wants_log_probs else None,
         top_log_probs=outputs.top_log_probs.get(request_id) if sampling.top_log_probs else None,

@@ -145,7 +145,7 @@ def begin_grpc(trace: RequestTrace, request: InferRequest) -> None:
     now = time.monotonic_ns()
     trace.stamp("GRPC_WAITREAD_START", now)
     trace.stamp("GRPC_WAITREAD_END", now)
-    request.trail.trace = trace
+    request.times.trace = trace
 
 
 class _Stream:
@@ -221,7 +221,7 @@ class _Answers:
         await self._stream.fail(message, code, messages.ModelInferResponse(id=self._message.id))
 
     async def _answer_traced(self, admitted: Admitted, after: asyncio.Task[None] | None) -> None:
-        with Finishing(admitted.call.request.trail.trace, "GRPC_SEND_END"):
+        with Finishing(admitted.call.request.times.trace, "GRPC_SEND_END"):
             await self._answer(admitted, after)
 
     async def _answer(self, admitted: Admitted, after: asyncio.Task[None] | None) -> None:
@@ -241,7 +241,7 @@ class _Answers:
     async def _send(self, admitted: Admitted, response: InferResponse, final: bool) -> None:
         message = self._inference.write(admitted, response)
         set_parameters(message, [(FINAL, final)])
-        if (trace := admitted.call.request.trail.trace) is not None:
+        if (trace := admitted.call.request.times.trace) is not None:
             trace.stamp("GRPC_SEND_START")
         if response.error is not None:
             await self._stream.fail(response.error.message, response.error.code, message)

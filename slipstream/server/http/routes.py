@@ -287,7 +287,7 @@ class HttpRoutes:
             if trace is not None:
                 trace.stamp("HTTP_RECV_END")
             call = read_call(exchange, body, entry, memory, limit)
-            call.request.trail.trace = trace
+            call.request.times.trace = trace
             if (forwarded := self._context.http_forwarded_headers) is not None:
                 call.request.parameters.update(forwarded_headers(exchange, forwarded))
             with exchange.cancel_on_disconnect():
@@ -312,7 +312,7 @@ class HttpRoutes:
                 trace.stamp("HTTP_RECV_END")
             with exchange.cancel_on_disconnect():
                 request = await read_request(body, entry.model.config, entry.version)
-                request.trail.trace = trace
+                request.times.trace = trace
                 await answer(entry.model, request, exchange)
 
     def _find_model(self, parameters: Parameters) -> ModelVersion:

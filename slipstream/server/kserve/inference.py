@@ -15,13 +15,13 @@ from slipstream.server.tracing.tracing import RequestTrace
 
 if TYPE_CHECKING:
     from slipstream.engine.messages import Timing
-    from slipstream.server.text.pipeline import TextDelta, TextRequest
+    from slipstream.server.text.pipeline import TextOutput, TextRequest
 
 Parameter = str | int | float | bool
 
 
 @dataclass(slots=True)
-class RequestTrail:
+class RequestTimes:
     """When a request passed each stage, by `time.monotonic_ns()`. A model marks what it knows; 0 is
     not marked.
 
@@ -43,7 +43,7 @@ class RequestTrail:
     cache_miss_ns: int = 0  # what looking for it and keeping it took, where it was not
     trace: RequestTrace | None = None  # where somebody wants to read later how it went
     # of the requests this one was taken apart into
-    branches: list[RequestTrail] = field(default_factory=list)
+    branches: list[RequestTimes] = field(default_factory=list)
     _executing: Callable[[], None] | None = None
     _latencies: TokenLatencies | None = None
 
@@ -56,20 +56,20 @@ class RequestTrail:
         """From whoever attended: the two must not keep each other, and all the request's tensors,
         in memory.
         """
-        for trail in (self, *self.branches):
-            trail._executing = None
+        for times in (self, *self.branches):
+            times._executing = None
 
-    def branch(self) -> RequestTrail:
-        """The trail of one batch item: its tokens are its own, what is counted is counted with the
+    def branch(self) -> RequestTimes:
+        """The times of one batch item: its tokens are its own, what is counted is counted with the
         whole.
         """
-        made = RequestTrail(self.began_ns, _executing=self._executing, _latencies=self._latencies)
+        made = RequestTimes(self.began_ns, _executing=self._executing, _latencies=self._latencies)
         self.branches.append(made)
         return made
 
     @property
-    def generated(self) -> list[RequestTrail]:
-        """The trails of what was generated: this one, or those of its batch items."""
+    def generated(self) -> list[RequestTimes]:
+        """The times of what was generated: this one, or those of its batch items."""
         return [part for part in (self, *self.branches) if part.prompt_tokens]
 
     def leave_queue(self) -> None:
@@ -106,7 +106,7 @@ class InferRequest:
     id: str = ""
     # without those that have a field below
     parameters: dict[str, Parameter] = field(default_factory=dict)
-    trail: RequestTrail = field(default_factory=RequestTrail)
+    times: RequestTimes = field(default_factory=RequestTimes)
     outputs: tuple[str, ...] = ()  # the ones asked for; none named means all
     priority: int = 0  # 1 is the most urgent, 0 the model's default
     timeout_microseconds: int = 0  # 0: none
@@ -131,7 +131,7 @@ class InferResponse:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     error: InferenceError | None = None
     final: bool = False
-    news: TextDelta | None = None  # in place of outputs, where the request had a `text`
+    text_output: TextOutput | None = None  # in place of outputs, where the request had a `text`
 
 
 class Answers(Protocol):

@@ -14,7 +14,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slipstream.server.kserve.inference import RequestTrail
+    from slipstream.server.kserve.inference import RequestTimes
 
 # upper bounds in seconds
 FIRST_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -57,25 +57,25 @@ class TokenLatencies:
         self.output_tokens = Histogram(TOKEN_COUNT_BOUNDS)
         self.first_response_ms = Histogram(FIRST_RESPONSE_BOUNDS)
 
-    def arrive(self, trail: RequestTrail, count: int) -> None:
+    def arrive(self, times: RequestTimes, count: int) -> None:
         """Record that `count` tokens of a request arrived now."""
         now = time.monotonic_ns()
-        last = trail.last_token_ns
+        last = times.last_token_ns
         later = count
         if not last:
-            trail.first_token_ns = now
-            self.first_token_s.observe((now - trail.began_ns) / 1e9)
+            times.first_token_ns = now
+            self.first_token_s.observe((now - times.began_ns) / 1e9)
             later -= 1
         if later > 0:
             # Tokens that arrive together share the time since the last ones.
             since = now - (last or now)
             self.between_tokens_s.observe(since / 1e9 / later, later)
-        trail.last_token_ns = now
-        trail.output_tokens += count
+        times.last_token_ns = now
+        times.output_tokens += count
 
-    def finish(self, trail: RequestTrail, seconds: float) -> None:
+    def finish(self, times: RequestTimes, seconds: float) -> None:
         """Record a successful request that took this long."""
-        generated = trail.generated
+        generated = times.generated
         if not generated:
             return
         self.request_s.observe(seconds)

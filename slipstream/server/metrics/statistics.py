@@ -19,7 +19,7 @@ from slipstream.server.kserve.inference import (
     Answers,
     InferRequest,
     InferResponse,
-    RequestTrail,
+    RequestTimes,
     ServedModel,
     WrappedModel,
     batch_size,
@@ -58,16 +58,16 @@ class _Spent(NamedTuple):
     compute_output: int
 
     @staticmethod
-    def between(began: int, ended: int, trail: RequestTrail) -> _Spent:
+    def between(began: int, ended: int, times: RequestTimes) -> _Spent:
         """A phase that the model said nothing of took no time; what is left over is computing. A
         model waits in its own queue, before it begins, or in its engine's, after its inputs are
         ready.
         """
-        queue_end = trail.queue_ended_ns or began
-        input_end = max(trail.input_ended_ns, queue_end)
-        infer_end = trail.infer_ended_ns or ended
+        queue_end = times.queue_ended_ns or began
+        input_end = max(times.input_ended_ns, queue_end)
+        infer_end = times.infer_ended_ns or ended
         inferring = max(infer_end - input_end, 0)
-        waited = min(max(part.engine_queue_ns for part in (trail, *trail.branches)), inferring)
+        waited = min(max(part.engine_queue_ns for part in (times, *times.branches)), inferring)
         return _Spent(
             queue_end - began + waited, input_end - queue_end, inferring - waited, ended - infer_end
         )
@@ -215,18 +215,18 @@ class _Counted:
         self._counters = counters
         self._responses = responses
         self._parts = parts
-        self._trail = request.trail
+        self._times = request.times
         self._about = request.model_name, request.id
         self._batch_size = batch_size
         self._began = time.monotonic_ns()
         self._waiting = True
-        if self._trail.trace is not None:
-            self._begin_trace(self._trail.trace, request)
+        if self._times.trace is not None:
+            self._begin_trace(self._times.trace, request)
         self._failure: str | None = None
         self._complete = False  # otherwise the reader has left
         self._ended = False
         counters.pending += 1
-        self._trail.attend(self._begin_answering, counters.tokens, self._began)
+        self._times.attend(self._begin_answering, counters.tokens, self._began)
 
     def __aiter__(self) -> _Counted:
         return self
@@ -255,8 +255,8 @@ class _Counted:
 
     def _fail(self, error: BaseException) -> None:
         self._failure = failure_reason(error)
-        if self._trail.trace is not None:
-            self._trail.trace.fail(error_type(error))
+        if self._times.trace is not None:
+            self._times.trace.fail(error_type(error))
 
     def _begin_answering(self) -> None:
         if self._waiting:
@@ -279,7 +279,7 @@ class _Counted:
             trace.stamp("COMPUTE_OUTPUT_START", ended - spent.compute_output)
             trace.stamp("COMPUTE_END", ended)
         trace.stamp("REQUEST_END", ended)
-        if generated := self._trail.generated:
+        if generated := self._times.generated:
             firsts = [part.first_token_ns for part in generated if part.first_token_ns]
             prompt, output = (sum(getattr(part, name) for part in generated) for name in _COUNTS)
             trace.generated(prompt, output, min(firsts, default=0))
@@ -288,7 +288,7 @@ class _Counted:
 
     def _trace_parts(self, trace: RequestTrace, spent: _Spent) -> None:
         began = self._began
-        reached = (began, self._trail.input_ended_ns, self._trail.infer_ended_ns)
+        reached = (began, self._times.input_ended_ns, self._times.infer_ended_ns)
         for phase, came in zip(PHASES, reached, strict=True):
             computing = began + (spent.queue if phase == "compute_infer" else 0)
             ended = computing + getattr(spent, phase)
@@ -305,20 +305,20 @@ class _Counted:
             began = ended
 
     def _answer(self, response: InferResponse) -> None:
-        if self._trail.trace is not None:
-            self._trail.trace.tensors("TENSOR_BACKEND_OUTPUT", response.outputs)
-            self._trail.trace.stamp("INFER_RESPONSE_COMPLETE")
+        if self._times.trace is not None:
+            self._times.trace.tensors("TENSOR_BACKEND_OUTPUT", response.outputs)
+            self._times.trace.stamp("INFER_RESPONSE_COMPLETE")
         # Nothing can follow these, so a reader that stops here has all of it.
-        only = not self._counters.decoupled and response.news is None
+        only = not self._counters.decoupled and response.text_output is None
         self._complete = self._complete or response.final or only
         if response.error is not None:
             self._fail(response.error)
-        elif not self._trail.first_answer_ns:
+        elif not self._times.first_answer_ns:
             if self._waiting:
                 self._begin_answering()
-            self._trail.first_answer_ns = time.monotonic_ns()
+            self._times.first_answer_ns = time.monotonic_ns()
             if self._counters.decoupled:
-                waited = (self._trail.first_answer_ns - self._began) / 1e6
+                waited = (self._times.first_answer_ns - self._began) / 1e6
                 self._counters.tokens.first_response_ms.observe(waited)
 
     def _end(self) -> None:
@@ -326,23 +326,23 @@ class _Counted:
         if self._waiting:
             self._begin_answering()
         ended = time.monotonic_ns()
-        spent = _Spent.between(self._began, ended, self._trail)
+        spent = _Spent.between(self._began, ended, self._times)
         succeeded = self._complete and self._failure is None
-        if self._trail.cache_miss_ns:
-            self._counters.miss_cache(self._trail.cache_miss_ns)
-        if succeeded and self._trail.cache_hit_ns:
-            self._counters.succeed_from_cache(spent, self._trail.cache_hit_ns)
+        if self._times.cache_miss_ns:
+            self._counters.miss_cache(self._times.cache_miss_ns)
+        if succeeded and self._times.cache_hit_ns:
+            self._counters.succeed_from_cache(spent, self._times.cache_hit_ns)
         elif succeeded:
             self._counters.succeed(spent, self._batch_size)
         else:
             self._counters.failed(self._failure or "CANCELED", spent, self._batch_size)
-        if succeeded and (self._trail.prompt_tokens or self._trail.branches):
-            self._counters.tokens.finish(self._trail, (ended - self._began) / 1e9)
+        if succeeded and (self._times.prompt_tokens or self._times.branches):
+            self._counters.tokens.finish(self._times, (ended - self._began) / 1e9)
         if self._parts:
             self._end_parts(spent, succeeded)
-        if self._trail.trace is not None:
-            self._end_trace(self._trail.trace, spent, ended)
-        self._trail.part()
+        if self._times.trace is not None:
+            self._end_trace(self._times.trace, spent, ended)
+        self._times.part()
 
     def _end_parts(self, spent: _Spent, succeeded: bool) -> None:
         for phase, find in self._parts.items():
@@ -351,7 +351,7 @@ class _Counted:
             )
             if succeeded:
                 find().counters.succeed(share, self._batch_size)
-            elif phase == "compute_infer" and self._trail.input_ended_ns:
+            elif phase == "compute_infer" and self._times.input_ended_ns:
                 find().counters.failed(self._failure or "CANCELED", share, self._batch_size)
 
 

@@ -131,7 +131,7 @@ def split(request: InferRequest, count: int) -> list[InferRequest]:
     parts = []
     for item in range(count):
         inputs = {name: _slice(tensor, item) for name, tensor in request.inputs.items()}
-        parts.append(replace(request, inputs=inputs, trail=request.trail.branch()))
+        parts.append(replace(request, inputs=inputs, times=request.times.branch()))
     return parts
 
 

@@ -17,7 +17,7 @@ from slipstream.engine.request import SamplingParams
 from slipstream.request_fields.field import DRAFT_MODEL
 from slipstream.request_fields.table import conflicting_parameter
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.text.pipeline import PromptError, TextDelta, TextRequest, in_thread_if_long
+from slipstream.server.text.pipeline import PromptError, TextOutput, TextRequest, in_thread_if_long
 from slipstream.server.text.stops import StopWords
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ from slipstream.server.text.tokenizer import Tokenizer
 class Generates(Protocol):
     """What answers requests."""
 
-    def generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]: ...
+    def generate(self, request: TextRequest) -> AsyncGenerator[TextOutput, None]: ...
 
 
 class Sized(Protocol):
@@ -44,7 +44,7 @@ class DraftedGenerator:
     def __init__(self, target: Target, tokenizer: Tokenizer, draft: Generates, count: int) -> None:
         self._target, self._tokenizer, self._draft, self._count = target, tokenizer, draft, count
 
-    async def generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
+    async def generate(self, request: TextRequest) -> AsyncGenerator[TextOutput, None]:
         check(request)
         prompt = request.prompt
         if isinstance(prompt, str):
@@ -92,7 +92,7 @@ class DraftedGenerator:
             if over:
                 return
 
-    async def _turn(self, request: TextRequest, prompt: list[int], answer: list[int]) -> TextDelta:
+    async def _turn(self, request: TextRequest, prompt: list[int], answer: list[int]) -> TextOutput:
         """What the target makes of the next guesses, as one delta without a text."""
         left = request.sampling.max_tokens - len(answer)
         guesses: list[int] = []
@@ -143,9 +143,9 @@ def _together(earlier: Timing | None, last: Timing | None) -> Timing | None:
     )
 
 
-async def _whole(generator: Generates, request: TextRequest) -> TextDelta:
+async def _whole(generator: Generates, request: TextRequest) -> TextOutput:
     """All deltas of a request in one; its text is not used."""
-    whole = TextDelta("", [])
+    whole = TextOutput("", [])
     async with aclosing(generator.generate(request)) as deltas:
         async for delta in deltas:
             whole.tokens += delta.tokens

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from slipstream.repository.config import EnsembleStep, ModelConfig
 from slipstream.repository.ensembles import needed_steps, run_order
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.kserve.inference import InferRequest, InferResponse, RequestTrail
+from slipstream.server.kserve.inference import InferRequest, InferResponse, RequestTimes
 from slipstream.server.kserve.input_checks import check_request
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models.llm_models import ENSEMBLE_PARAMETERS
@@ -114,8 +114,8 @@ def _step_request(
         sequence_id=request.sequence_id,
         sequence_start=request.sequence_start,
         sequence_end=request.sequence_end,
-        trail=RequestTrail(
-            trace=trace.child() if (trace := request.trail.trace) is not None else None
+        times=RequestTimes(
+            trace=trace.child() if (trace := request.times.trace) is not None else None
         ),
     )
 

@@ -21,7 +21,7 @@ from slipstream.repository.config import ModelConfig
 from slipstream.server.fields.limits import RequestFields
 from slipstream.server.kserve.joining import LONG
 from slipstream.server.kserve.tensors import DTYPES, Tensor
-from slipstream.server.text.pipeline import TextDelta
+from slipstream.server.text.pipeline import TextOutput
 from slipstream.server.text.sequences import TextBeam
 
 Made = TypeVar("Made")
@@ -50,7 +50,7 @@ _TIMED = frozenset(name for name, flags in FLAGS.items() if "return_perf_metrics
 
 
 @dataclass(frozen=True)
-class Asked:
+class OutputRequest:
     """What one request wants besides its text or ids."""
 
     sampling: SamplingParams
@@ -77,13 +77,13 @@ class Asked:
         )
 
 
-def asked_of(
+def read_output_request(
     fields: RequestFields,
     sampling: SamplingParams,
     inputs: Collection[str],
     outputs: Collection[str],
     placeholders: bool,
-) -> Asked:
+) -> OutputRequest:
     """`inputs`, `outputs`: the fields that the model declares."""
     optional = set()
     for name, flags in FLAGS.items():
@@ -92,11 +92,11 @@ def asked_of(
             name in outputs and not any(flag in inputs or flag in fields for flag in flags)
         ):
             optional.add(name)
-    return Asked(sampling, frozenset(optional), placeholders)
+    return OutputRequest(sampling, frozenset(optional), placeholders)
 
 
 @dataclass
-class Progress:
+class Completion:
     """What a generation has produced so far, as the outputs need it."""
 
     end_ids: frozenset[int]  # tokens that end the text and are not part of it
@@ -116,7 +116,7 @@ class Progress:
     told: int = 0  # tokens whose scores were sent
     context_told: bool = False  # the prompt's scores were sent, or are another sequence's to send
 
-    def add(self, delta: TextDelta) -> TextDelta:
+    def add(self, delta: TextOutput) -> TextOutput:
         """Take a delta in; the answer is the same without the token that ended the text."""
         if delta.finish_reason == "stop" and delta.tokens and delta.tokens[-1] in self.end_ids:
             delta.tokens = delta.tokens[:-1]
@@ -135,7 +135,7 @@ class Progress:
         self.beams = delta.beams or []
         return delta
 
-    def parts(self) -> list[Progress]:
+    def parts(self) -> list[Completion]:
         """One for each sequence that is answered with: the beams of a search, or itself."""
         if not self.beams:
             return [self]
@@ -161,7 +161,11 @@ class Progress:
 
 
 async def made(
-    make: Callable[..., Made], texts: Any, asked: Asked, parts: Sequence[Progress], *more: Any
+    make: Callable[..., Made],
+    texts: Any,
+    asked: OutputRequest,
+    parts: Sequence[Completion],
+    *more: Any,
 ) -> Made:
     """An answer; in a thread where it has so many logits that others' answers would wait for it."""
     logits = sum(
@@ -172,7 +176,7 @@ async def made(
     return await asyncio.to_thread(make, texts, asked, parts, *more)
 
 
-def side_outputs(asked: Asked, progress: Progress) -> list[Tensor]:
+def side_outputs(asked: OutputRequest, progress: Completion) -> list[Tensor]:
     """By field name: all that goes with a text, of the tokens since the last call. Streams call it
     again and again.
     """
@@ -187,7 +191,7 @@ def side_outputs(asked: Asked, progress: Progress) -> list[Tensor]:
     return outputs
 
 
-def _log_probs(asked: Asked, progress: Progress, start: int) -> list[Tensor]:
+def _log_probs(asked: OutputRequest, progress: Completion, start: int) -> list[Tensor]:
     outputs, sampling = [], asked.sampling
     if sampling.log_probs:
         values = progress.log_probs[start:]
@@ -212,7 +216,7 @@ def _log_probs(asked: Asked, progress: Progress, start: int) -> list[Tensor]:
     return outputs
 
 
-def _logits(asked: Asked, progress: Progress, start: int) -> list[Tensor]:
+def _logits(asked: OutputRequest, progress: Completion, start: int) -> list[Tensor]:
     """The prompt's go with the first answer, each token's with the token."""
     outputs: list[Tensor] = []
     sampling, scores = asked.sampling, progress.scores
@@ -245,7 +249,7 @@ def _logits(asked: Asked, progress: Progress, start: int) -> list[Tensor]:
     return outputs
 
 
-def _counts(asked: Asked, progress: Progress) -> list[Tensor]:
+def _counts(asked: OutputRequest, progress: Completion) -> list[Tensor]:
     counts = {
         "num_input_tokens": progress.prompt_tokens,
         "num_output_tokens": len(progress.tokens),
@@ -261,7 +265,7 @@ def _counts(asked: Asked, progress: Progress) -> list[Tensor]:
     return outputs
 
 
-def _performance(asked: Asked, timing: Timing) -> list[Tensor]:
+def _performance(asked: OutputRequest, timing: Timing) -> list[Tensor]:
     """In upstream's names; of the drafts that were tried, the share that was right."""
     numbers = {
         "kv_cache_alloc_new_blocks": ("INT32", timing.prompt_blocks),

@@ -48,12 +48,12 @@ from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models.drafting import DraftedGenerator, Generates
 from slipstream.server.models.generation_outputs import (
-    Asked,
-    Progress,
+    Completion,
+    OutputRequest,
     as_declared,
-    asked_of,
     made,
     named,
+    read_output_request,
     side_outputs,
 )
 from slipstream.server.models.queue_policy import TIMED_OUT, urgency
@@ -61,7 +61,7 @@ from slipstream.server.models.sequence_outputs import sequence_index, stacked
 from slipstream.server.models.stop_requests import StopRequests, asks_to_stop
 from slipstream.server.text.chat import Message, Tools
 from slipstream.server.text.folder import TokenizerError
-from slipstream.server.text.pipeline import PromptError, TextDelta, TextRequest, in_thread_if_long
+from slipstream.server.text.pipeline import PromptError, TextOutput, TextRequest, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
 ENSEMBLE_PARAMETERS: Mapping[str, bool | int] = {
@@ -90,7 +90,7 @@ class Generator(Protocol):
     @property
     def adapters(self) -> AdapterRegistry: ...
 
-    def generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]: ...
+    def generate(self, request: TextRequest) -> AsyncGenerator[TextOutput, None]: ...
     async def chat_prompt(
         self,
         messages: Sequence[Message],
@@ -100,7 +100,7 @@ class Generator(Protocol):
     ) -> list[int]: ...
 
 
-async def run(generator: Generates, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
+async def run(generator: Generates, request: TextRequest) -> AsyncGenerator[TextOutput, None]:
     """The deltas of one generation, with every way to fail told as an InferenceError."""
     begun = False
     try:
@@ -231,22 +231,22 @@ class TextModel:
             deadline=urgent.deadline,
         )
         sequences = [self._progress(request, index) for index in range(request.sequences)]
-        given.trail.end_input()
+        given.times.end_input()
         async with aclosing(run(self.generator, request)) as deltas:
             async for delta in deltas:
-                given.trail.add_tokens(delta.prompt_tokens, len(delta.tokens), delta.timing)
+                given.times.add_tokens(delta.prompt_tokens, len(delta.tokens), delta.timing)
                 news = sequences[delta.sequence].add(delta)
                 yield InferResponse(
-                    news=news, final=all(progress.finish_reason for progress in sequences)
+                    text_output=news, final=all(progress.finish_reason for progress in sequences)
                 )
-        given.trail.end_infer()
+        given.times.end_infer()
 
     async def _answer(
         self, fields: RequestFields, given: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
-        trail, urgent = given.trail, urgency(given, self.engine)
+        times, urgent = given.times, urgency(given, self.engine)
         text_request = await in_thread_if_long(bias_words_size(fields), self._text_request, fields)
-        asked = asked_of(
+        asked = read_output_request(
             fields, text_request.sampling, self._names, self._outputs, self._chain.placeholders
         )
         text_request = replace(
@@ -265,10 +265,10 @@ class TextModel:
             return
         streaming = self.decoupled and is_true(fields, "stream")
         answered = False
-        trail.end_input()
+        times.end_input()
         async with aclosing(run(self._guessing(fields), text_request)) as deltas:
             async for delta in deltas:
-                trail.add_tokens(delta.prompt_tokens, len(delta.tokens), delta.timing)
+                times.add_tokens(delta.prompt_tokens, len(delta.tokens), delta.timing)
                 progress = sequences[delta.sequence]
                 news = progress.add(delta)
                 ended = bool(delta.finish_reason)
@@ -282,7 +282,7 @@ class TextModel:
                     place = delta.sequence if count > 1 else None
                     yield await made(self._response, [text], asked, [progress], final, place)
                     answered = True
-        trail.end_infer()
+        times.end_infer()
         if not answered:
             parts = [part for progress in sequences for part in progress.parts()]
             texts = [
@@ -349,18 +349,18 @@ class TextModel:
             return text
         return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
-    def _progress(self, request: TextRequest, index: int) -> Progress:
+    def _progress(self, request: TextRequest, index: int) -> Completion:
         end_ids = frozenset(
             ()
             if request.ignore_end
             else request.sampling.end_ids or self.generator.tokenizer.end_ids
         )
-        return Progress(end_ids, self.engine.normalize_log_probs, context_told=index > 0)
+        return Completion(end_ids, self.engine.normalize_log_probs, context_told=index > 0)
 
     def _name(self, field: str) -> str:
         return self._names.get(field, field)
 
-    def _whole(self, fields: RequestFields, prompt: str | list[int], progress: Progress) -> str:
+    def _whole(self, fields: RequestFields, prompt: str | list[int], progress: Completion) -> str:
         """With the prompt, unless it is to be left out: as it was sent or, of a conversation, as
         its tokens read.
         """
@@ -376,8 +376,8 @@ class TextModel:
     def _response(
         self,
         texts: list[str],
-        asked: Asked,
-        parts: list[Progress],
+        asked: OutputRequest,
+        parts: list[Completion],
         final: bool,
         sequence: int | None = None,
     ) -> InferResponse:
@@ -459,7 +459,7 @@ class TokenModel:
     async def _answer(
         self, fields: RequestFields, given: InferRequest
     ) -> AsyncGenerator[InferResponse, None]:
-        trail, urgent = given.trail, urgency(given, self._engine)
+        times, urgent = given.times, urgency(given, self._engine)
         request = replace(
             token_request(fields, self._engine, self._generator.tokenizer),
             priority=urgent.priority,
@@ -468,18 +468,22 @@ class TokenModel:
         )
         count = 1 if request.sampling.beams else request.sequences
         end_ids, normalise = frozenset(request.sampling.end_ids), self._engine.normalize_log_probs
-        sequences = [Progress(end_ids, normalise, context_told=index > 0) for index in range(count)]
+        sequences = [
+            Completion(end_ids, normalise, context_told=index > 0) for index in range(count)
+        ]
         inputs = set(self._fields.values())
-        asked = asked_of(fields, request.sampling, inputs, self._outputs, self._placeholders)
+        asked = read_output_request(
+            fields, request.sampling, inputs, self._outputs, self._placeholders
+        )
         request = replace(request, sampling=asked.completed(request.sampling))
         streaming = self.decoupled and is_true(fields, "stream")
         answered = False
-        trail.end_input()
+        times.end_input()
         with self._stops.listing(given) as running:
             request = replace(request, submitted=running.append)
             async with aclosing(run(self._generator, request)) as deltas:
                 async for delta in deltas:
-                    trail.add_tokens(delta.prompt_tokens, len(delta.tokens), delta.timing)
+                    times.add_tokens(delta.prompt_tokens, len(delta.tokens), delta.timing)
                     progress = sequences[delta.sequence]
                     news = progress.add(delta)
                     ended = bool(delta.finish_reason)
@@ -494,7 +498,7 @@ class TokenModel:
                             self._response, [news.tokens], asked, [progress], final, place
                         )
                         answered = True
-        trail.end_infer()
+        times.end_infer()
         if not answered:
             echo = not streaming and not is_true(
                 fields, "exclude_input_in_output", self._engine.exclude_input_in_output
@@ -506,8 +510,8 @@ class TokenModel:
     def _response(
         self,
         rows: list[list[int]],
-        asked: Asked,
-        parts: list[Progress],
+        asked: OutputRequest,
+        parts: list[Completion],
         final: bool,
         sequence: int | None = None,
     ) -> InferResponse:

@@ -104,16 +104,16 @@ class CachedModel(WrappedModel):
         found = self._cache.find(key)
         looked_up = time.monotonic_ns()
         if found is not None:
-            request.trail.cache_hit_ns = looked_up - began
+            request.times.cache_hit_ns = looked_up - began
             yield found
             return
-        request.trail.cache_miss_ns = looked_up - began
+        request.times.cache_miss_ns = looked_up - began
         async with aclosing(self.inner.infer(request)) as responses:
             async for response in responses:
                 if response.error is None:
                     began = time.monotonic_ns()
                     self._cache.add(key, response)
-                    request.trail.cache_miss_ns += time.monotonic_ns() - began
+                    request.times.cache_miss_ns += time.monotonic_ns() - began
                 yield response
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from slipstream.request_fields.field import LARGEST_INT
 from slipstream.server.kserve.registry import ModelRegistry
-from slipstream.server.models.generation_outputs import Progress
+from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.openai.call_formats import CallFormat
 from slipstream.server.openai.call_reader import Reader, ToolCall, call_reader
 from slipstream.server.openai.calls import Call, Document
@@ -28,7 +28,7 @@ from slipstream.server.openai.sampling import (
 )
 from slipstream.server.openai.tools import read_tools
 from slipstream.server.text.messages import unknown_fields
-from slipstream.server.text.pipeline import TextDelta, in_thread_if_long
+from slipstream.server.text.pipeline import TextOutput, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
 
@@ -85,7 +85,7 @@ class ChatForm:
     _readers: dict[int, Reader] = field(default_factory=dict)
     _scored: dict[int, ScoredTokens] = field(default_factory=dict)
 
-    def whole(self, place: int, choice: Progress) -> Document:
+    def whole(self, place: int, choice: Completion) -> Document:
         parts = list(self._parts(place, choice.text, last=True))
         calls = [part.document() for part in parts if isinstance(part, ToolCall)]
         text = "".join([part for part in parts if isinstance(part, str)])
@@ -101,10 +101,10 @@ class ChatForm:
             "finish_reason": self._reason(place, choice),
         }
 
-    def opening(self, place: int, news: TextDelta) -> Document:
+    def opening(self, place: int, news: TextOutput) -> Document:
         return _chunk(place, {"role": "assistant", "content": "", "refusal": None})
 
-    def pieces(self, place: int, news: TextDelta) -> Iterator[Document]:
+    def pieces(self, place: int, news: TextOutput) -> Iterator[Document]:
         scores = self._scores(place, news)
         if scores is not None and not scores["content"]:
             scores = None
@@ -118,7 +118,7 @@ class ChatForm:
         if scores is not None:  # of text that is held back
             yield _chunk(place, {"content": ""}, scores)
 
-    def ending(self, place: int, choice: Progress) -> Document:
+    def ending(self, place: int, choice: Completion) -> Document:
         return _chunk(place, {}, reason=self._reason(place, choice))
 
     def _parts(self, place: int, text: str, last: bool) -> Iterator[str | ToolCall]:
@@ -129,12 +129,12 @@ class ChatForm:
         elif text:
             yield text
 
-    def _reason(self, place: int, choice: Progress) -> str:
+    def _reason(self, place: int, choice: Completion) -> str:
         reason = finish_reason(choice.finish_reason)
         called = self.calls is not None and self._readers[place].calls > 0
         return "tool_calls" if called and reason == "stop" else reason
 
-    def _scores(self, place: int, news: TextDelta | Progress) -> Document | None:
+    def _scores(self, place: int, news: TextOutput | Completion) -> Document | None:
         if not self.log_probs:
             return None
         if place not in self._scored:

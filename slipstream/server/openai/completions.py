@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from slipstream.server.kserve.registry import ModelRegistry
-from slipstream.server.models.generation_outputs import Progress
+from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.models.llm_models import joint
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.errors import refused
@@ -25,7 +25,7 @@ from slipstream.server.openai.sampling import (
     read_top_log_probs,
     sampling_params,
 )
-from slipstream.server.text.pipeline import TextDelta, in_thread_if_long
+from slipstream.server.text.pipeline import TextOutput, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -85,21 +85,21 @@ class CompletionForm:
     chunk_object: str = "text_completion"
     _scorers: dict[int, tuple[ScoredTokens, CompletionLogProbs]] = field(default_factory=dict)
 
-    def whole(self, place: int, choice: Progress) -> Document:
+    def whole(self, place: int, choice: Completion) -> Document:
         text = self._echo(place, choice.tokens) + choice.text
         return _choice(
             place, text, self._scores(place, choice), finish_reason(choice.finish_reason)
         )
 
-    def opening(self, place: int, news: TextDelta) -> Document | None:
+    def opening(self, place: int, news: TextOutput) -> Document | None:
         return _choice(place, self._echo(place, news.tokens)) if self.echoed else None
 
-    def pieces(self, place: int, news: TextDelta) -> Iterator[Document]:
+    def pieces(self, place: int, news: TextOutput) -> Iterator[Document]:
         scores = self._scores(place, news)
         if news.text or (scores is not None and scores["tokens"]):
             yield _choice(place, news.text, scores)
 
-    def ending(self, place: int, choice: Progress) -> Document:
+    def ending(self, place: int, choice: Completion) -> Document:
         return _choice(place, "", reason=finish_reason(choice.finish_reason))
 
     def _echo(self, place: int, tokens: list[int]) -> str:
@@ -110,7 +110,7 @@ class CompletionForm:
         # by the first alone: a stream knows no more
         return text + joint(self.tokenizer, text, tokens[:1])
 
-    def _scores(self, place: int, news: TextDelta | Progress) -> Document | None:
+    def _scores(self, place: int, news: TextOutput | Completion) -> Document | None:
         if not self.log_probs:
             return None
         if place not in self._scorers:

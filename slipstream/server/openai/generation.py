@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.server.kserve.inference import InferRequest
-from slipstream.server.models.generation_outputs import Progress
+from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.openai.models import NamedModel
-from slipstream.server.text.pipeline import TextDelta, TextRequest
+from slipstream.server.text.pipeline import TextOutput, TextRequest
 from slipstream.server.text.sequences import merged
 from slipstream.server.tracing.tracing import RequestTrace
 
@@ -22,13 +22,13 @@ class CallAnswers:
     model: NamedModel
     requests: Sequence[InferRequest]
     answers: int  # to each prompt
-    choices: list[Progress] = field(init=False)
+    choices: list[Completion] = field(init=False)
 
     def __post_init__(self) -> None:
         count = len(self.requests) * self.answers
-        self.choices = [Progress(frozenset(), normalise=False) for _ in range(count)]
+        self.choices = [Completion(frozenset(), normalise=False) for _ in range(count)]
 
-    async def news(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    async def news(self) -> AsyncGenerator[tuple[int, TextOutput], None]:
         """What is new, with the place of its choice. InferenceError ends it; closing it cancels
         what still runs.
         """
@@ -44,7 +44,7 @@ class CallAnswers:
             async for prompt, response in arrivals:
                 if response.error is not None:
                     raise response.error
-                if (news := response.news) is not None:
+                if (news := response.text_output) is not None:
                     place = prompt * self.answers + news.sequence
                     self.choices[place].add(news)
                     yield place, news
@@ -68,7 +68,7 @@ def infer_request(
     model: NamedModel, text: TextRequest, identity: str, trace: RequestTrace | None = None
 ) -> InferRequest:
     request = InferRequest(model.entry.name, model.entry.version, {}, identity, text=text)
-    request.trail.trace = trace
+    request.times.trace = trace
     return request
 
 

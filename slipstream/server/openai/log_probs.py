@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.server.kserve.tensors import single
-from slipstream.server.models.generation_outputs import Progress
+from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.text.detokenizer import Detokenizer
-from slipstream.server.text.pipeline import TextDelta
+from slipstream.server.text.pipeline import TextOutput
 from slipstream.server.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for a token that cannot come: JSON has no infinity
@@ -55,7 +55,7 @@ class ScoredTokens:
         self._answered = 0  # those that the answer has
         self._waiting: list[tuple[int, Scored]] = []  # where each begins, or before
 
-    def push(self, news: TextDelta | Progress) -> list[Scored]:
+    def push(self, news: TextOutput | Completion) -> list[Scored]:
         scored = list(zip(news.tokens, news.log_probs or [], _tops(news), strict=True))
         if self._detokenizer is None:
             return scored
@@ -91,7 +91,7 @@ def chat_log_probs(tokenizer: Tokenizer, scored: Sequence[Scored]) -> dict[str, 
     return {"content": content, "refusal": None}
 
 
-def _tops(news: TextDelta | Progress) -> Sequence[list[tuple[int, float]]]:
+def _tops(news: TextOutput | Completion) -> Sequence[list[tuple[int, float]]]:
     """One list a token, empty where none were asked for; the end mark's, which is no token here,
     left out.
     """

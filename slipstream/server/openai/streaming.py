@@ -12,7 +12,7 @@ from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.errors import as_api_error
 from slipstream.server.openai.fields import ignored_header
 from slipstream.server.openai.generation import CallAnswers
-from slipstream.server.text.pipeline import TextDelta, in_thread_if_long
+from slipstream.server.text.pipeline import TextOutput, in_thread_if_long
 
 DONE = b"data: [DONE]\n\n"
 
@@ -62,12 +62,12 @@ class EventWriter:
         )
         self._end = (b'],"usage":null}' if call.include_usage else b"]}") + b"\n\n"
 
-    def write(self, place: int, news: TextDelta) -> bytes:
+    def write(self, place: int, news: TextOutput) -> bytes:
         """Nothing, where the news is only that a part of a character has come."""
         begin, end, choices = self._begin, self._end, self._choices(place, news)
         return b"".join([begin + msgspec.json.encode(choice) + end for choice in choices])
 
-    def _choices(self, place: int, news: TextDelta) -> Iterator[Document]:
+    def _choices(self, place: int, news: TextOutput) -> Iterator[Document]:
         form = self._call.form
         if place not in self._opened:
             self._opened.add(place)

@@ -136,7 +136,7 @@ class Calls:
         request = request_of(call.request, entry.name, entry.version)
         check_request(request, model.config)
         if (trace := self._surroundings.trace_of(call.request.trace)) is not None:
-            request.trail.trace = trace.child()
+            request.times.trace = trace.child()
         number, room = call.request.number, _Room()
         self._rooms[number] = room
         try:

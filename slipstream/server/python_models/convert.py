@@ -53,7 +53,7 @@ def _damaged(frame: TensorFrame) -> InferenceError:
 
 
 def request_frame(number: int, request: InferRequest) -> RequestFrame:
-    trace = request.trail.trace
+    trace = request.times.trace
     return RequestFrame(
         number=number,
         id=request.id,

@@ -211,10 +211,10 @@ class PythonModel:
         for pending in batch:
             self._numbers += 1
             pending.number, pending.instance = self._numbers, instance
-            pending.request.trail.leave_queue()
+            pending.request.times.leave_queue()
             self._running[pending.number] = pending
             frames.append(request_frame(pending.number, pending.request))
-            pending.request.trail.end_input()
+            pending.request.times.end_input()
         instance.execute(frames)
 
     def _take(self, message: Response) -> None:
@@ -229,14 +229,14 @@ class PythonModel:
                 response = InferResponse(error=error, final=message.final)
         if message.final:
             del self._running[message.number]
-            pending.request.trail.end_infer()
+            pending.request.times.end_infer()
         pending.put(response, message.final)
         if message.final and self._waiting.finished(pending):
             self._dispatch()
 
     def _trace_of(self, number: int) -> RequestTrace | None:
         pending = self._running.get(number)
-        return pending.request.trail.trace if pending is not None else None
+        return pending.request.times.trace if pending is not None else None
 
     def give_up(self, pending: Pending) -> None:
         self._waiting.remove(pending)

@@ -14,7 +14,7 @@ from slipstream.engine.cache.retention import Retention
 from slipstream.engine.constraints.guided import GuideError, check_guide
 from slipstream.engine.messages import Beam, EngineInfo, Scores, Timing
 from slipstream.engine.request import PromptTable, SamplingParams
-from slipstream.server.engine_link.mailbox import Delta
+from slipstream.server.engine_link.mailbox import RequestOutput
 from slipstream.server.engine_link.submission import Submission
 from slipstream.server.fields.adapters import AdapterRegistry, AdapterUse
 from slipstream.server.text.chat import Message, Tools, encode_chat, render_chat
@@ -42,14 +42,14 @@ class PromptError(ValueError):
     """The prompt cannot be run. The text is one line, fit for the caller to see."""
 
 
-class EngineGeneration(Protocol):
-    """One request in flight: an async iterator of `Delta` that ends after one with a finish reason."""
+class InFlightRequest(Protocol):
+    """One request in flight: an async iterator of `RequestOutput` that ends after one with a finish reason."""
 
     request_id: int
 
     def cancel(self, reason: str = "cancelled") -> None: ...
-    def __aiter__(self) -> EngineGeneration: ...
-    async def __anext__(self) -> Delta: ...
+    def __aiter__(self) -> InFlightRequest: ...
+    async def __anext__(self) -> RequestOutput: ...
 
 
 class Engine(Protocol):
@@ -61,7 +61,7 @@ class Engine(Protocol):
     def ready(self) -> bool: ...
     def submit(
         self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]
-    ) -> EngineGeneration: ...
+    ) -> InFlightRequest: ...
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ class TextRequest:
     prompt_table: PromptTable | None = None
     retention: Retention | None = None  # how dear the blocks are that it leaves in the cache
     # told of the generation, to stop it from elsewhere
-    submitted: Callable[[EngineGeneration], None] | None = None
+    submitted: Callable[[InFlightRequest], None] | None = None
 
 
 @dataclass(slots=True)
-class TextDelta:
+class TextOutput:
     """What is new of one sequence. A non-empty `finish_reason` makes it the last one of that
     sequence.
 
@@ -122,7 +122,7 @@ class TextGenerator:
         self.engine = engine
         self.adapters = adapters or AdapterRegistry()
 
-    async def generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
+    async def generate(self, request: TextRequest) -> AsyncGenerator[TextOutput, None]:
         """Run a request. Closing the iterator early cancels it in the engine at once.
 
         Raises, before anything runs, PromptError, TokenizerError, or the engine's own refusal.
@@ -143,7 +143,7 @@ class TextGenerator:
         ]
         running = set(range(len(generations)))
         # ended at a stop word, and wait for the times the engine tells at its end
-        held: dict[int, TextDelta] = {}
+        held: dict[int, TextOutput] = {}
         try:
             async with aclosing(merged(generations)) as arrivals:
                 async for index, delta in arrivals:
@@ -175,11 +175,11 @@ class TextGenerator:
 
     def _submit(
         self, request: TextRequest, prompt: list[int], sampling: SamplingParams
-    ) -> list[EngineGeneration]:
+    ) -> list[InFlightRequest]:
         """One generation for each sequence; those after the first share its prompt. Beams are one
         generation.
         """
-        generations: list[EngineGeneration] = []
+        generations: list[InFlightRequest] = []
         try:
             self._submit_each(request, prompt, sampling, generations)
         except BaseException:  # whatever it is, those that were begun have no reader
@@ -193,7 +193,7 @@ class TextGenerator:
         request: TextRequest,
         prompt: list[int],
         sampling: SamplingParams,
-        generations: list[EngineGeneration],
+        generations: list[InFlightRequest],
     ) -> None:
         table = request.prompt_table
         more = Submission(
@@ -218,7 +218,7 @@ class TextGenerator:
                 request.submitted(generation)
 
     def _add_beams(
-        self, news: TextDelta, beams: Sequence[Beam], request: TextRequest, stop_words: StopWords
+        self, news: TextOutput, beams: Sequence[Beam], request: TextRequest, stop_words: StopWords
     ) -> None:
         written = write_beams(self.tokenizer, beams, stop_words, request.skip_special_tokens)
         news.beams = written[: request.sequences] if request.sequences > 1 else written
@@ -369,7 +369,7 @@ async def in_thread_if_long(size: int, function: Callable[..., Result], *args: A
     return await asyncio.to_thread(function, *args) if size > _LONG_TEXT_CHARS else function(*args)
 
 
-def _advance(stream: TextStream, delta: Delta, end_ids: tuple[int, ...]) -> TextDelta:
+def _advance(stream: TextStream, delta: RequestOutput, end_ids: tuple[int, ...]) -> TextOutput:
     """Turn the engine's news into text, cut at a stop word."""
     before = stream.tokens_used
     written = delta.tokens
@@ -379,7 +379,7 @@ def _advance(stream: TextStream, delta: Delta, end_ids: tuple[int, ...]) -> Text
     if delta.finish_reason:
         text += stream.finish()
     count = max(stream.tokens_used - before, 0) if stream.stopped else len(delta.tokens)
-    return TextDelta(
+    return TextOutput(
         text=text,
         tokens=delta.tokens[:count],
         log_probs=None if delta.log_probs is None else delta.log_probs[:count],
