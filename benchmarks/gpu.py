@@ -28,7 +28,7 @@ from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
 from slipstream.model.spec import ModelSpec
-from slipstream.server.garbage import spare_what_is_there
+from slipstream.server.engine_link.serve import freeze_garbage_collector
 from slipstream.weights.parameters import choose_quantisation, engine_parameters, scales_name
 from slipstream.weights.quantise import quantise_fp8
 
@@ -335,7 +335,7 @@ def main() -> None:
     tensors = random_tensors(spec, options.fp8)
     loop = create_engine(spec, tensors, settings, spec.max_positions, fp8_cache=options.fp8)
     torch.cuda.synchronize()
-    spare_what_is_there()  # as an engine's process does
+    freeze_garbage_collector()  # as an engine's process does
     print(
         f"{options.shape}: ready in {time.perf_counter() - began:.1f} s, {loop.info.total_blocks} blocks, "
         f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB",

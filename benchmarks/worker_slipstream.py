@@ -9,9 +9,10 @@ from typing import Any
 import uvloop
 from worker_protocol import Generate, Timed, serve
 
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.client import EngineClient
+from slipstream.server.engine_link.engine import UNASSIGNED
 from slipstream.server.engine_link.mailbox import InFlightRequest
 
 
@@ -43,7 +44,12 @@ async def _generate(engine: EngineClient, prompts: list[list[int]], max_tokens: 
 
     # No end ids: every request runs to its full length.
     running = [
-        read(engine.submit(prompt, SamplingParams(max_tokens=max_tokens))) for prompt in prompts
+        read(
+            engine.submit(
+                GenerateRequest(UNASSIGNED, prompt, SamplingParams(max_tokens=max_tokens))
+            )
+        )
+        for prompt in prompts
     ]
     tokens = await asyncio.gather(*running)
     return Timed(min(firsts), time.perf_counter() - began, list(tokens))

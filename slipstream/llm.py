@@ -32,10 +32,10 @@ from slipstream.engine.request import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.process import start_real_engine
 from slipstream.sampling_options import Prompt, SamplingOptions
+from slipstream.server.engine_link.engine import TextBeam, TextOutput, TextRequest
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.text.chat import Message
-from slipstream.server.text.pipeline import TextGenerator, TextOutput, TextRequest
-from slipstream.server.text.sequences import TextBeam
+from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import (

@@ -13,8 +13,8 @@ from slipstream.engine.constraints.guided import KINDS
 from slipstream.engine.request import Guide, SamplingParams
 from slipstream.request_fields.field import Range
 from slipstream.request_fields.table import FIELDS, number_range
-from slipstream.server.fields.adapters import AdapterRegistry, AdapterUse
-from slipstream.server.text.pipeline import TextRequest
+from slipstream.server.engine_link.engine import AdapterUse, TextRequest
+from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.weights.home import expanded
 
 Prompt = str | Sequence[int]

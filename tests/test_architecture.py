@@ -39,10 +39,10 @@ SERVER_ORDER = (
     "models",
     "fields",
     "text",
-    "engine_link",
     "metrics",
     "tracing",
     "kserve",
+    "engine_link",
     "log",
 )
 SERVER_RANK = {folder: rank for rank, folder in enumerate(SERVER_ORDER)}

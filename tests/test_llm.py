@@ -295,9 +295,9 @@ def test_a_folder_that_is_no_model_is_rejected(tmp_path):
 
 def test_a_failed_request_raises_generation_failed(llm, monkeypatch):
     async def broken(self, request):
-        from slipstream.server.text.pipeline import TextOutput
+        from slipstream.server.engine_link.engine import TextOutput
 
-        yield TextOutput("", [], finish_reason="error", error="out of memory")
+        yield TextOutput(finish_reason="error", error="out of memory")
 
     monkeypatch.setattr(type(llm._generator), "generate", broken)
     with pytest.raises(GenerationFailed, match="out of memory"):

@@ -10,12 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.cli.arguments import CommandError
-from slipstream.server.kserve.access import (
-    ADMIN_KEY_VARIABLE,
-    API_KEY_VARIABLE,
-    Access,
-    Restriction,
-)
+from slipstream.server.engine_link.child import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from slipstream.server.kserve.access import Access, Restriction
 
 
 def read_access(

@@ -26,8 +26,7 @@ from slipstream.server.engine_link.link import (
     EngineFailed,
     StartOrder,
 )
-from slipstream.server.engine_link.serve import Loop, describe, serve
-from slipstream.server.garbage import spare_what_is_there
+from slipstream.server.engine_link.serve import Loop, describe, freeze_garbage_collector, serve
 from slipstream.server.log.capture import capture_python_reports
 from slipstream.server.log.formats import RELAYED
 from slipstream.server.log.output import configure_log
@@ -77,7 +76,7 @@ def main(start_loop: StartLoop = start_real_engine) -> int:
     except Exception as error:
         expected = isinstance(error, OSError | ValueError)  # their text is meant for the user
         return _leave(link, error, with_traceback=not expected)
-    spare_what_is_there()
+    freeze_garbage_collector()
     try:
         link.send(loop.info)
         serve(loop, link)

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.repository.models import Repository, inspect_repository
 from slipstream.repository.reading import Reading
-from slipstream.server.engine_link.memory_table import memory_table
-from slipstream.server.engine_link.pool import EnginePool
-from slipstream.server.garbage import spare_what_is_there
+from slipstream.server.engine_link.pool import EnginePool, memory_table
+from slipstream.server.engine_link.serve import freeze_garbage_collector
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.log.output import HANDLER
 from slipstream.server.options import ALL_MODELS, Port, ServerOptions
@@ -196,12 +195,12 @@ class _Server:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         if early_signals:
             return 0
-        self._engines.attend()
+        self._engines.watch_spawned()
         await asyncio.sleep(0)  # the tasks that watch the engines begin to run
         os.environ.setdefault(*GRPC_READING)
         from slipstream.server.services import Services
 
-        spare_what_is_there()  # before models are loaded, because they may be unloaded
+        freeze_garbage_collector()  # before models are loaded, because they may be unloaded
         try:
             services = Services(self._options, self._engines, self._state, self._factories)
             loading = asyncio.ensure_future(services.load(self._models, self._reading))

@@ -92,7 +92,7 @@ def place(models: Path) -> Iterator[Place]:
 @contextmanager
 def serving(models: Path, key: str = "") -> Iterator[Place]:
     engine = EchoEngine()
-    engine.heeds_end_ids = True
+    engine.stops_at_end_ids = True
     registry = text_registry(read_repository(models), engine)
     with RunningServer(
         create_app(registry, ServerState([engine]), ServerContext(access=Access(key)))
@@ -367,7 +367,7 @@ def test_an_answer_that_fails_half_way_is_told_on_a_line_of_its_own(
 
 
 def test_an_answer_that_fills_the_context_is_told(place: Place) -> None:
-    place.engine.heeds_end_ids = False  # it goes on for ever
+    place.engine.stops_at_end_ids = False  # it goes on for ever
     done = place.pipe("One?\n")
     assert done.stdout.startswith(f"{FIRST}[user] One?")
     assert (done.returncode, done.stderr) == (

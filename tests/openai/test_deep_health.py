@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from http_support import Connection, request_bytes, wait_until
 
-from slipstream.server.engine_link.mailbox import EngineUnavailable
+from slipstream.server.engine_link.engine import EngineUnavailable
 from slipstream.server.openai import deep_health
 
 

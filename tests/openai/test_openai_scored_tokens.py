@@ -9,8 +9,8 @@ import text_samples as samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.openai.log_probs import ScoredTokens
-from slipstream.server.text.pipeline import TextOutput
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ def deltas(tokenizer: Tokenizer, ids: list[int], stop: str, size: int) -> list[T
         text += stream.finish() if last else ""
         tokens = chunk[: max(stream.tokens_used - before, 0)] if stream.stopped else chunk
         reason = "stop" if stream.stopped else "length" if last else ""
-        news.append(TextOutput(text, tokens, [0.0] * len(tokens), finish_reason=reason))
+        news.append(TextOutput(tokens, [0.0] * len(tokens), finish_reason=reason, text=text))
         if stream.stopped:
             break
     return news
@@ -53,7 +53,7 @@ def test_scored_tokens_are_exactly_those_of_the_text(kind, data, size):
     )
     reason = news[-1].finish_reason if news else ""
     whole = ScoredTokens(tokenizer, True).push(
-        TextOutput(text, tokens, [0.0] * len(tokens), finish_reason=reason)
+        TextOutput(tokens, [0.0] * len(tokens), finish_reason=reason, text=text)
     )
     streamed = ScoredTokens(tokenizer, True)
     assert [entry for delta in news for entry in streamed.push(delta)] == whole

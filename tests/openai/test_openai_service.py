@@ -12,6 +12,7 @@ import pytest
 from http_support import Connection, RunningServer, get, post, request_bytes, wait_until
 from openai_server import MOST_WAITING, SETTINGS, sdk
 
+from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.kserve.access import Access, Restriction
 from slipstream.server.kserve.context import ServerContext
@@ -128,11 +129,10 @@ def test_tokens_are_counted_in_the_models_metrics(serving):
 async def test_a_disconnect_between_two_pieces_cancels_the_request():
     from slipstream.server.kserve.inference import InferRequest, InferResponse
     from slipstream.server.metrics.statistics import ModelCounters
-    from slipstream.server.text.pipeline import TextOutput
 
     async def answers():
         for final in (False, True):
-            yield InferResponse(text_output=TextOutput("a", [1]), final=final)
+            yield InferResponse(text_output=TextOutput([1], text="a"), final=final)
 
     for pieces, failures in ((1, 1), (2, 0)):
         counters = ModelCounters()
@@ -166,7 +166,7 @@ def test_a_full_queue_is_429_and_a_draining_server_is_503(serving, monkeypatch):
 
 @pytest.mark.parametrize("lost_after", [0, 1])
 def test_a_lost_engine_is_an_error_before_or_within_the_stream(serving, monkeypatch, lost_after):
-    from slipstream.server.engine_link.mailbox import EngineUnavailable
+    from slipstream.server.engine_link.engine import EngineUnavailable
 
     generate = serving.generator.generate
 

@@ -20,7 +20,7 @@ from test_pipeline_text import SpokenEngine
 from tiny_text import BEGIN, write_engine_folder
 
 from slipstream.repository.models import read_repository
-from slipstream.server.engine_link.mailbox import RequestOutput
+from slipstream.server.engine_link.engine import RequestOutput
 from slipstream.server.grpc.options import GrpcOptions, add_port
 from slipstream.server.grpc.service import create_grpc_server
 from slipstream.server.kserve.health import ServerState

@@ -17,14 +17,14 @@ from tiny_engine import VOCABULARY, build_tiny_engine
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.models import inspect_repository, read_repository
 from slipstream.repository.templates import write_repository
+from slipstream.server.engine_link.engine import AdapterUse, TextOutput, TextRequest
 from slipstream.server.engine_link.in_process import InProcessEngine
-from slipstream.server.fields.adapters import AdapterUse
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.models.build import build_registry
 from slipstream.server.models.drafting import DraftedGenerator
 from slipstream.server.services import create_app
-from slipstream.server.text.pipeline import PromptError, TextGenerator, TextOutput, TextRequest
+from slipstream.server.text.pipeline import PromptError, TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.load import start_engine
 
@@ -48,7 +48,6 @@ class Wrong:
 
     async def generate(self, request: TextRequest):
         yield TextOutput(
-            "",
             [
                 (len(request.prompt) * 7 + i) % VOCABULARY
                 for i in range(request.sampling.max_tokens)
@@ -119,7 +118,7 @@ async def test_adapters_are_the_targets_and_times_those_of_all_turns(target):
     class Watched:
         async def generate(self, request: TextRequest):
             seen.append(request.adapter)
-            yield TextOutput("", [1, 1], finish_reason="length")
+            yield TextOutput([1, 1], finish_reason="length")
 
     sampling = SamplingParams(max_tokens=6, timing=True)
     drafted = DraftedGenerator(target, target.tokenizer, Watched(), 2)

@@ -10,6 +10,7 @@ import pytest
 from grpc_stack import SETTINGS, ask, request, running, tensor, text_inputs, token_inputs
 from http_support import RunningServer, post
 from optional_tensors import write_declared
+from submit import submit
 from tiny_hf_folder import save_model
 
 from slipstream.engine_worker.process import start_real_engine
@@ -186,15 +187,18 @@ async def test_guides_and_bad_words_reach_an_engine_process(engine_folder):
         ends = (vocabulary - 1,)
         return await asyncio.gather(
             collect(
-                engine.submit(
+                submit(
+                    engine,
                     [5, 6],
                     SamplingParams(max_tokens=90, guide=Guide("json_schema", SCHEMA), end_ids=ends),
                 )
             ),
-            collect(engine.submit([5, 6, 7], SamplingParams(max_tokens=9, **asked))),
-            collect(engine.submit([5, 6, 7], SamplingParams(max_tokens=30, bad_texts=("a", "e")))),
+            collect(submit(engine, [5, 6, 7], SamplingParams(max_tokens=9, **asked))),
+            collect(submit(engine, [5, 6, 7], SamplingParams(max_tokens=30, bad_texts=("a", "e")))),
             collect(
-                engine.submit([5, vocabulary + 1], SamplingParams(max_tokens=9), prompt_table=table)
+                submit(
+                    engine, [5, vocabulary + 1], SamplingParams(max_tokens=9), prompt_table=table
+                )
             ),
         )
 

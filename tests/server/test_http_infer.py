@@ -1,4 +1,4 @@
-"""Infer on language models: batches taken apart and joined, urgency, the queue's limit, bounds on
+"""Infer on language models: batches taken apart and joined, priorities, the queue's limit, bounds on
 bodies.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 from http_support import Answer, RunningServer, post
-from tiny_text import EchoEngine, EchoGeneration, text_registry, write_engine_folder
+from tiny_text import EchoedRequest, EchoEngine, text_registry, write_engine_folder
 
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.request import GenerateRequest
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import fill, template
 from slipstream.server.kserve.context import ServerContext
@@ -34,28 +34,20 @@ MAX_BYTES = 1 << 16
 
 
 class Recorder(EchoEngine):
-    """The engine that repeats prompts, keeping how urgent each was."""
+    """The engine that repeats prompts, which records the priority and deadline of each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.urgency: list[tuple[int, float | None]] = []
+        self.scheduling: list[tuple[int, float | None]] = []
         self.outstanding = 0
         self.finish_reason = ""
 
-    def submit(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        deadline: float | None = None,
-        **more: Any,
-    ) -> EchoGeneration:
-        self.urgency.append((priority, deadline))
-        generation = super().submit(prompt, sampling, priority=priority, deadline=deadline)
+    def submit(self, request: GenerateRequest) -> EchoedRequest:
+        self.scheduling.append((request.priority, request.deadline))
+        in_flight = super().submit(request)
         if self.finish_reason:
-            generation.cancel(self.finish_reason)
-        return generation
+            in_flight.cancel(self.finish_reason)
+        return in_flight
 
 
 class Server:
@@ -184,7 +176,7 @@ def test_priority_and_timeout_reach_the_engine(start: Start) -> None:
     before = time.monotonic()
     server.outputs("ensemble", ["a"], [1], {"parameters": {"priority": 3, "timeout": 5_000_000}})
     server.outputs("ensemble", ["a"], [1])
-    (first, deadline), second = server.engine.urgency
+    (first, deadline), second = server.engine.scheduling
     assert first == -3  # 1 is the most urgent for clients, and higher goes first in the engine
     assert deadline is not None
     assert before + 5 <= deadline <= time.monotonic() + 5
@@ -199,7 +191,7 @@ def test_the_first_priority_precedes_requests_without_one(
     server = start(("dynamic_batching {", f"dynamic_batching {{ {default}"))
     for level in range(4):  # 0 is none
         server.outputs("ensemble", ["a"], [1], {"parameters": {"priority": level}})
-    none, first, second, third = [priority for priority, _ in server.engine.urgency]
+    none, first, second, third = [priority for priority, _ in server.engine.scheduling]
     assert first > second > third
     assert none == {1: first, 2: second}[as_none]
 
@@ -210,7 +202,7 @@ def test_a_level_beyond_those_of_the_model_is_its_default(start: Start) -> None:
     )
     for level in (0, 1, 2, 4, 5, 2**40):
         server.outputs("ensemble", ["a"], [1], {"parameters": {"priority": level}})
-    assert [priority for priority, _ in server.engine.urgency] == [-3, -1, -2, -4, -3, -3]
+    assert [priority for priority, _ in server.engine.scheduling] == [-3, -1, -2, -4, -3, -3]
 
 
 def test_a_request_that_timed_out_before_it_began_is_refused(start: Start) -> None:
@@ -244,7 +236,7 @@ def test_a_queue_that_is_full_refuses_with_tritons_text(start: Start) -> None:
 def test_a_priority_of_any_size_reaches_the_engine(start: Start, level: int) -> None:
     server = start()
     assert server.infer("llama", ["a"], [1], {"parameters": {"priority": level}}).status == 200
-    assert server.engine.urgency[0][0] == -(2**32 - 1)
+    assert server.engine.scheduling[0][0] == -(2**32 - 1)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +254,7 @@ def test_the_queue_policys_timeout(
     server = start(policy(rules))
     before = time.monotonic()
     server.outputs("llama", ["a"], [1], {"parameters": {"timeout": given}})
-    ((_, deadline),) = server.engine.urgency
+    ((_, deadline),) = server.engine.scheduling
     if expected is None:
         assert deadline is None
     else:

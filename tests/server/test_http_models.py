@@ -202,7 +202,7 @@ def test_end_token_is_no_output(start: Start) -> None:
     """The engine repeats `b`, which the request declares to be the end."""
     server = start()
     ids = server.generate("preprocessing", QUERY="ab", REQUEST_OUTPUT_LEN=1)["INPUT_ID"]
-    server.engine.heeds_end_ids = True
+    server.engine.stops_at_end_ids = True
     answer = server.generate(
         "tensorrt_llm", input_ids=ids, input_lengths=2, request_output_len=9, end_id=ids[1]
     )

@@ -5,7 +5,7 @@ model's reach.
 from dataclasses import replace
 
 from slipstream.engine.messages import EngineInfo
-from slipstream.server.engine_link.memory_table import memory_table
+from slipstream.server.engine_link.pool import memory_table
 from slipstream.server.metrics.engine_metrics import _memory_metrics
 
 INFO = EngineInfo(

@@ -15,17 +15,11 @@ from hypothesis import strategies as st
 
 from slipstream.engine.messages import EngineInfo
 from slipstream.engine.request import SamplingParams
-from slipstream.server.engine_link.mailbox import RequestOutput
-from slipstream.server.text import pipeline
+from slipstream.server.engine_link.engine import RequestOutput, TextOutput, TextRequest
 from slipstream.server.text.chat import ChatError
 from slipstream.server.text.folder import TokenizerError
-from slipstream.server.text.pipeline import (
-    PromptError,
-    TextGenerator,
-    TextOutput,
-    TextRequest,
-    bad_word_tokens,
-)
+from slipstream.server.text.pipeline import PromptError, TextGenerator, bad_word_tokens
+from slipstream.server.text.threads import LONG_TEXT_CHARS
 from slipstream.server.text.tokenizer import Tokenizer
 
 INFO = EngineInfo(
@@ -43,7 +37,7 @@ INFO = EngineInfo(
 
 
 @dataclass
-class SpokenGeneration:
+class SpokenRequest:
     """Gives out its deltas one a read, then waits for ever, as an engine with more to say would."""
 
     deltas: list[RequestOutput]
@@ -68,11 +62,11 @@ class SpokenEngine:
     info: EngineInfo | None = INFO
     ready: bool = True
 
-    def submit(self, prompt, sampling, *, priority=0, deadline=None, cache_salt="", **more):
-        self.prompt, self.sampling = prompt, sampling
-        self.rest = (priority, deadline, cache_salt)
-        self.generation = SpokenGeneration(list(self.deltas))
-        return self.generation
+    def submit(self, request):
+        self.prompt, self.sampling = request.prompt, request.sampling
+        self.rest = (request.priority, request.deadline, request.cache_salt)
+        self.in_flight = SpokenRequest(list(self.deltas))
+        return self.in_flight
 
 
 @functools.cache
@@ -114,7 +108,7 @@ async def test_tokens_become_text_until_the_engine_is_done():
     assert deltas[-1].cached_tokens == 3
     assert {delta.prompt_tokens for delta in deltas} == {len(engine.prompt)}
     assert engine.prompt == load().encode("the dog")
-    assert engine.generation.cancelled == []
+    assert engine.in_flight.cancelled == []
 
 
 async def test_what_a_detokenizer_holds_comes_with_the_last_delta():
@@ -143,8 +137,8 @@ def test_text_is_cut_at_the_first_stop_word_and_the_engine_told(text, chunk, sto
     assert text_of(deltas) == (whole[: min(found)] if found else whole)
     assert deltas[-1].finish_reason == ("stop" if found else "length")
     # the stop word was certain only with the engine's last delta
-    ended_first = not engine.generation.deltas
-    assert engine.generation.cancelled == (["stop"] if found and not ended_first else [])
+    ended_first = not engine.in_flight.deltas
+    assert engine.in_flight.cancelled == (["stop"] if found and not ended_first else [])
 
 
 async def test_nothing_after_a_stop_word_is_reported():
@@ -159,7 +153,7 @@ async def test_nothing_after_a_stop_word_is_reported():
     assert last.log_probs == numbers[:5]
     assert last.top_log_probs == tops[:5]
     assert last.finish_reason == "stop"
-    assert engine.generation.cancelled == ["stop"]
+    assert engine.in_flight.cancelled == ["stop"]
 
 
 async def test_a_stop_word_that_ends_with_the_engines_last_token():
@@ -168,7 +162,7 @@ async def test_a_stop_word_that_ends_with_the_engines_last_token():
     )
     deltas = await collect(engine, TextRequest("x", stop_words=["bc", "abcd"]))
     assert (text_of(deltas), deltas[-1].finish_reason) == ("a", "stop")
-    assert engine.generation.cancelled == []
+    assert engine.in_flight.cancelled == []
 
 
 # --- the end of text ---
@@ -281,7 +275,7 @@ async def test_long_texts_are_tokenised_beside_the_event_loop(monkeypatch):
         "encode",
         lambda self, *args: threads.append(threading.current_thread()) or original(self, *args),
     )
-    for prompt in ("a", "a " * pipeline._LONG_TEXT_CHARS):
+    for prompt in ("a", "a " * LONG_TEXT_CHARS):
         await collect(
             SpokenEngine([RequestOutput(finish_reason="length")], info=None), TextRequest(prompt)
         )
@@ -327,20 +321,20 @@ async def test_closing_the_iterator_cancels_at_once():
     engine = SpokenEngine(speak("hello world"))
     deltas = TextGenerator(load(), engine).generate(TextRequest("x"))
     await anext(deltas)
-    assert engine.generation.cancelled == []
+    assert engine.in_flight.cancelled == []
     await deltas.aclose()
-    assert engine.generation.cancelled == ["cancelled"]
+    assert engine.in_flight.cancelled == ["cancelled"]
 
 
 async def test_a_reader_that_is_cancelled_while_it_waits_cancels_the_request():
     engine = SpokenEngine([])
     task = asyncio.create_task(collect(engine, TextRequest("x")))
-    while not hasattr(engine, "generation"):
+    while not hasattr(engine, "in_flight"):
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert engine.generation.cancelled == ["cancelled"]
+    assert engine.in_flight.cancelled == ["cancelled"]
 
 
 async def test_an_error_of_the_engine_is_passed_on():
@@ -357,7 +351,7 @@ async def test_a_token_that_no_vocabulary_has_fails_the_request_and_cancels_it()
     engine = SpokenEngine([RequestOutput(tokens=[10**6])])
     with pytest.raises(TokenizerError, match="token id 1000000 "):
         await collect(engine, TextRequest("x"))
-    assert engine.generation.cancelled == ["cancelled"]
+    assert engine.in_flight.cancelled == ["cancelled"]
 
 
 # --- conversations ---

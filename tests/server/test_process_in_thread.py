@@ -6,10 +6,11 @@ import time
 
 import pytest
 import scripted_engine as scripted
+from submit import submit
 
 from slipstream.engine.request import SamplingParams
+from slipstream.server.engine_link.engine import EngineUnavailable
 from slipstream.server.engine_link.in_process import InProcessEngine
-from slipstream.server.engine_link.mailbox import EngineUnavailable
 
 
 @pytest.fixture
@@ -35,14 +36,14 @@ async def collect(generation):
 async def test_requests_get_their_tokens(engine):
     assert engine.ready
     results = await asyncio.gather(
-        *(collect(engine.submit([n], SamplingParams(max_tokens=15))) for n in (1, 50, 100))
+        *(collect(submit(engine, [n], SamplingParams(max_tokens=15))) for n in (1, 50, 100))
     )
     assert [tokens for tokens, _ in results] == [list(range(n + 1, n + 16)) for n in (1, 50, 100)]
     assert {last.finish_reason for _, last in results} == {"length"}
 
 
 async def test_cancel(engine):
-    generation = engine.submit([1], SamplingParams(max_tokens=10**6, seed=1))
+    generation = submit(engine, [1], SamplingParams(max_tokens=10**6, seed=1))
     await anext(generation)
     generation.cancel()
     assert (await collect(generation))[1].finish_reason == "cancelled"
@@ -55,12 +56,12 @@ def test_one_engine_serves_one_event_loop_after_another(engine):
 
 
 async def _one(engine, start):
-    return await collect(engine.submit([start], SamplingParams(max_tokens=3)))
+    return await collect(submit(engine, [start], SamplingParams(max_tokens=3)))
 
 
 def test_requests_of_a_closed_event_loop_are_cancelled(engine, loop):
     async def leave_behind():
-        engine.submit([1], SamplingParams(max_tokens=10**6, seed=1))
+        submit(engine, [1], SamplingParams(max_tokens=10**6, seed=1))
 
     asyncio.run(leave_behind())
     deadline = time.monotonic() + 30
@@ -70,7 +71,7 @@ def test_requests_of_a_closed_event_loop_are_cancelled(engine, loop):
 
 
 async def test_an_idle_engine_does_not_turn(engine, loop):
-    await collect(engine.submit([1], SamplingParams(max_tokens=3)))
+    await collect(submit(engine, [1], SamplingParams(max_tokens=3)))
     steps = loop.steps
     await asyncio.sleep(0.3)
     assert loop.steps == steps
@@ -79,15 +80,15 @@ async def test_an_idle_engine_does_not_turn(engine, loop):
 async def test_a_failing_step_fails_every_request_with_the_reason_and_closes_the_door(
     engine, capfd
 ):
-    bystander = engine.submit([1], SamplingParams(max_tokens=10**6, seed=1))
+    bystander = submit(engine, [1], SamplingParams(max_tokens=10**6, seed=1))
     await anext(bystander)
-    culprit = engine.submit([scripted.RAISE], SamplingParams())
+    culprit = submit(engine, [scripted.RAISE], SamplingParams())
     for generation in (bystander, culprit):
         last = (await collect(generation))[1]
         assert last.error == "the engine failed: RuntimeError: raised by order"
     assert not engine.ready
     with pytest.raises(EngineUnavailable, match="raised by order"):
-        engine.submit([1], SamplingParams())
+        submit(engine, [1], SamplingParams())
     assert "Traceback" in capfd.readouterr().err
 
 
@@ -95,7 +96,7 @@ async def test_close_fails_what_is_in_flight_and_ends_the_thread(loop):
     others = threading.enumerate()
     engine = InProcessEngine(loop)
     assert [thread.name for thread in threading.enumerate() if thread not in others] == ["engine"]
-    generation = engine.submit([1], SamplingParams(max_tokens=10**6, seed=1))
+    generation = submit(engine, [1], SamplingParams(max_tokens=10**6, seed=1))
     await anext(generation)
     engine.close()
     assert (await collect(generation))[1].finish_reason == "error"

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from submit import submit
 
 from slipstream.engine.request import SamplingParams
 from slipstream.engine.settings import EngineSettings
@@ -81,7 +82,7 @@ async def generate_all(engine):
         SamplingParams(max_tokens=40),
         SamplingParams(max_tokens=25, temperature=0.8, seed=11, log_probs=True),
     ]
-    generations = [engine.submit(prompt, sampling) for prompt in prompts for sampling in params]
+    generations = [submit(engine, prompt, sampling) for prompt in prompts for sampling in params]
 
     async def collect(generation):
         tokens, log_probs = [], []

@@ -27,12 +27,12 @@ from slipstream.engine.messages import Beam
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
+from slipstream.server.engine_link.engine import AdapterUse, TextRequest
 from slipstream.server.engine_link.in_process import InProcessEngine
-from slipstream.server.fields.adapters import AdapterUse
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.models.build import build_registry
 from slipstream.server.services import create_app
-from slipstream.server.text.pipeline import TextGenerator, TextRequest
+from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.load import start_engine
 
@@ -205,9 +205,10 @@ async def test_what_a_request_brings_is_sent_once_for_all_its_sequences(engine_f
     sent: list[Any] = []
 
     class Recorder(EchoEngine):
-        def submit(self, prompt, sampling, *, adapter=None, prompt_of=None, **more):
-            sent.append((adapter.number, adapter.source is not None, sampling.prompt_log_probs))
-            return super().submit(prompt, sampling, **more)
+        def submit(self, request):
+            loads_adapter = request.adapter_source is not None
+            sent.append((request.adapter, loads_adapter, request.sampling.prompt_log_probs))
+            return super().submit(request)
 
     brought = AdapterUse(7, "seven", AdapterSource(weights=b"1234"))
     request = TextRequest(

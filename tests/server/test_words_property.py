@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from test_pipeline_text import SpokenEngine, collect
 
 from slipstream.engine.constraints.bad_words import BadTexts, Spelling
-from slipstream.server.engine_link.mailbox import RequestOutput
-from slipstream.server.text.pipeline import TextRequest
+from slipstream.server.engine_link.engine import RequestOutput, TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.server.text.vocabulary import vocabulary_of
 

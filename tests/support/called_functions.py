@@ -11,8 +11,8 @@ from typing import Any
 from slipstream.engine.constraints.guided import Guided, Guides
 from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.request import Guide
+from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.openai.call_reader import Reader, ToolCall
-from slipstream.server.text.pipeline import TextOutput
 
 MESSAGES: Any = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {
@@ -85,8 +85,8 @@ def say(serving, monkeypatch, pieces: list[str]) -> list[Any]:
         requests.append(request)
         for number, piece in enumerate(pieces):
             yield TextOutput(
-                piece,
                 [5],
+                text=piece,
                 finish_reason="stop" if number == len(pieces) - 1 else "",
                 prompt_tokens=9,
             )

@@ -13,12 +13,12 @@ from pathlib import Path
 from tokenizers import Tokenizer as TokenizerFile
 from tokenizers import decoders, models, pre_tokenizers
 
-from slipstream.engine.messages import EngineInfo
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.messages import EngineInfo, EngineStats
+from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.model.spec import ModelSpec
 from slipstream.repository.models import Repository
 from slipstream.repository.templates import write_repository
-from slipstream.server.engine_link.mailbox import EngineUnavailable, RequestOutput
+from slipstream.server.engine_link.engine import EngineUnavailable, RequestOutput
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.build import build_registry
 from slipstream.server.text.pipeline import TextGenerator
@@ -78,7 +78,7 @@ def write_recorded_repository(folder: Path, engine: Path) -> Path:
     return folder
 
 
-class EchoGeneration:
+class EchoedRequest:
     def __init__(
         self, engine: EchoEngine, request_id: int, tokens: list[int], sampling: SamplingParams
     ) -> None:
@@ -90,7 +90,7 @@ class EchoGeneration:
         self._finished = False
         self._cancelled = ""
         self._reason = "length"
-        if engine.heeds_end_ids and sampling.end_ids[0] in tokens:
+        if engine.stops_at_end_ids and sampling.end_ids[0] in tokens:
             self._tokens = tokens[: tokens.index(sampling.end_ids[0]) + 1]
             self._reason = "stop"
         self._wake = asyncio.Event()
@@ -101,7 +101,7 @@ class EchoGeneration:
             self._engine.cancels.append((self.request_id, reason))
             self._wake.set()
 
-    def __aiter__(self) -> EchoGeneration:
+    def __aiter__(self) -> EchoedRequest:
         return self
 
     async def __anext__(self) -> RequestOutput:
@@ -128,9 +128,7 @@ class EchoGeneration:
 
 
 class EchoEngine:
-    """Repeats the prompt (without <s>) for max_tokens tokens, one a step. Records what it was
-    asked.
-    """
+    """Repeats the prompt (without <s>) for max_tokens tokens, one a step, and records requests."""
 
     def __init__(self, delay: float = 0.0) -> None:
         self.info: EngineInfo | None = EngineInfo(
@@ -146,29 +144,23 @@ class EchoEngine:
             load_seconds=0.0,
         )
         self.ready = True
+        self.outstanding = 0
+        self.stats = EngineStats()
         self.delay = delay
-        self.heeds_end_ids = False
-        self.hold_end = False  # nobody gets the last token until this is False again
+        self.stops_at_end_ids = False
+        self.hold_end = False  # the last token is held back until this is False again
         self.unavailable = ""
         self.failure = ""
         self.submitted: list[tuple[list[int], SamplingParams]] = []
         self.cancels: list[tuple[int, str]] = []
 
-    def submit(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        deadline: float | None = None,
-        **more: object,
-    ) -> EchoGeneration:
+    def submit(self, request: GenerateRequest) -> EchoedRequest:
         if self.unavailable:
             raise EngineUnavailable(self.unavailable)
-        self.submitted.append((prompt, sampling))
-        source = [token for token in prompt if token != BEGIN] or [ord("x")]
-        tokens = list(itertools.islice(itertools.cycle(source), sampling.max_tokens))
-        return EchoGeneration(self, len(self.submitted), tokens, sampling)
+        self.submitted.append((request.prompt, request.sampling))
+        source = [token for token in request.prompt if token != BEGIN] or [ord("x")]
+        tokens = list(itertools.islice(itertools.cycle(source), request.sampling.max_tokens))
+        return EchoedRequest(self, len(self.submitted), tokens, request.sampling)
 
 
 def text_registry(repository: Repository, engine: EchoEngine) -> ModelRegistry:

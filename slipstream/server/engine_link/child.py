@@ -1,4 +1,4 @@
-"""One engine process as the server holds it: its link, its exit, its end."""
+"""One engine process, seen from the server: its link, its output and its exit."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ import slipstream
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.link import (
     EXIT_WITH_REASON,
-    EngineFailed,
     FromEngine,
     ServerEnd,
     StartOrder,
 )
-from slipstream.server.kserve.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from slipstream.server.log.capture import Relay
 from slipstream.server.log.output import HANDLER
 
 logger = logging.getLogger(__name__)
 
-# -P: a file in the working directory must not stand in for a library.
+# -P: a file in the working directory must not take the place of a library.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "slipstream.engine_worker.process")
-_REASON_SECONDS = 1.0  # how long an exit waits for the reason that was sent before it
-# how long it waits for what was printed, should another process hold the pipe open
+API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"
+ADMIN_KEY_VARIABLE = "SLIPSTREAM_ADMIN_KEY"
+_REASON_SECONDS = 1.0  # longest wait for the reason that the process sent before its exit
+# longest wait for the rest of its output, in case another process holds the pipe open
 _OUTPUT_SECONDS = 0.5
 
 
@@ -40,9 +40,9 @@ class EngineChild:
     def __init__(
         self, command: Sequence[str], engine_folder: str, settings: EngineSettings, name: str = ""
     ) -> None:
-        """`name`: of the engine model, for the log."""
-        # A terminal gets a bar that grows, from the process itself; elsewhere what it prints is for
-        # us to write.
+        """`name`: name of the engine model in the log."""
+        # On a terminal the process shows a progress bar itself. Elsewhere its output is captured
+        # and logged.
         log = HANDLER.settings
         terminal = sys.stderr.isatty() and log.format != "json" and not log.file
         self.link = ServerEnd()
@@ -54,7 +54,7 @@ class EngineChild:
                 stdout=None if terminal else subprocess.PIPE,
                 stderr=None if terminal else subprocess.STDOUT,
                 env=child_environment(),
-                start_new_session=True,  # a Ctrl-C in the terminal is for the server alone
+                start_new_session=True,  # Ctrl-C in the terminal must reach only the server
             )
         except OSError:
             self.link.close()
@@ -65,7 +65,6 @@ class EngineChild:
                 self._relay = Relay(
                     os.dup(output.fileno()), self._process.pid, logging.WARNING, name
                 )
-        self._reason_known = False
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -73,20 +72,23 @@ class EngineChild:
         return self._process.pid
 
     def attach(
-        self, on_message: Callable[[FromEngine], None], on_exit: Callable[[str], None]
+        self,
+        on_message: Callable[[FromEngine], None],
+        on_exit: Callable[[str], None],
+        has_reason: Callable[[], bool],
     ) -> None:
-        """From now on tell the running event loop what the process says, and how it ended."""
+        """Call these on the running event loop for each message, and once for the exit.
+
+        `has_reason` says whether the process has sent the reason of its exit.
+        """
         self._event_loop = asyncio.get_running_loop()
-
-        def receive(message: FromEngine) -> None:
-            self._reason_known |= isinstance(message, EngineFailed)
-            on_message(message)
-
-        self.link.attach(receive)
-        threading.Thread(target=self._wait_for_exit, args=(on_exit,), daemon=True).start()
+        self.link.attach(on_message)
+        threading.Thread(
+            target=self._wait_for_exit, args=(on_exit, has_reason), daemon=True
+        ).start()
 
     async def wait(self, seconds: float) -> bool:
-        """True when the process has ended within this time."""
+        """Return whether the process ends within this time."""
         for _ in range(max(1, round(seconds / 0.01))):
             if self._process.poll() is not None:
                 return True
@@ -100,7 +102,7 @@ class EngineChild:
         self._process.kill()
 
     def close(self) -> None:
-        """Give back the link's socket and the entry in the kernel's process table."""
+        """Close the link and reap the process."""
         self.link.close()
         try:
             self._process.wait(5.0)
@@ -112,23 +114,26 @@ class EngineChild:
         if self._relay is not None:
             self._relay.finish(_OUTPUT_SECONDS)
 
-    def _wait_for_exit(self, on_exit: Callable[[str], None]) -> None:
+    def _wait_for_exit(
+        self, on_exit: Callable[[str], None], has_reason: Callable[[], bool]
+    ) -> None:
         code = self._process.wait()
-        self._finish_output()  # so that its last words stand before what they lead to
+        self._finish_output()  # the last lines of the process come before what the exit causes
         assert self._event_loop is not None
-        try:
-            self._event_loop.call_soon_threadsafe(self._tell_exit, code, on_exit, _REASON_SECONDS)
-        except RuntimeError:
-            return  # the event loop is closed: nobody is left to tell
 
-    def _tell_exit(self, code: int, on_exit: Callable[[str], None], patience: float) -> None:
-        """What was sent before the end is read first: tokens that were computed, and the reason."""
-        self.link.receive_waiting()
-        if code == EXIT_WITH_REASON and not self._reason_known and patience > 0:
-            assert self._event_loop is not None
-            self._event_loop.call_later(0.02, self._tell_exit, code, on_exit, patience - 0.02)
-            return
-        on_exit(describe_exit(code))
+        def report(patience: float) -> None:
+            """Report the exit once all that was sent before it is read: outputs and the reason."""
+            self.link.receive_waiting()
+            if code == EXIT_WITH_REASON and not has_reason() and patience > 0:
+                assert self._event_loop is not None
+                self._event_loop.call_later(0.02, report, patience - 0.02)
+                return
+            on_exit(describe_exit(code))
+
+        try:
+            self._event_loop.call_soon_threadsafe(report, _REASON_SECONDS)
+        except RuntimeError:
+            return  # the event loop is closed, so there is no one to report to
 
 
 def describe_exit(code: int) -> str:
@@ -141,14 +146,15 @@ def describe_exit(code: int) -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """For Python started with -P: a checkout is found through PYTHONPATH, an installed package by
-    itself.
+    """Return the environment of a Python process that is started with -P.
+
+    PYTHONPATH leads it to a checkout; an installed package is found without.
     """
-    # Weights in huge pages: decoding streams through all of them each step, and small pages cost it
-    # a fifth.
+    # Weights in huge pages: each decode step streams through all of them, and small pages make it
+    # a fifth slower.
     environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | dict(os.environ)
     for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE):
-        # the server's own; a model's code has no business with them
+        # keys of the server, which the code of a model must not see
         environment.pop(variable, None)
     root = Path(slipstream.__file__).resolve().parents[1]
     if root.name in ("site-packages", "dist-packages"):

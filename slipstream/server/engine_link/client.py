@@ -1,14 +1,15 @@
-"""The server's handle on its engine process: start it, talk to it, notice when it dies, start it
-again.
+"""The client of an engine process: it starts the process, sends requests, notices when the process
+dies and restarts it.
 
     engine = EngineClient(folder, settings)
     engine.spawn()                 # the process begins to load; no event loop is needed yet
     await engine.start()           # returns when it serves; EngineStartFailed says why it does not
-    async for delta in engine.submit(prompt, sampling): ...
+    async for output in engine.submit(GenerateRequest(UNASSIGNED, prompt, sampling)): ...
 
-A process that dies fails its requests at once with the reason and is started again, a bounded
-number of times; then `wait_failed` returns and the server leaves. A process that gives no sign of
-life while it has work is asked for its stacks, killed and treated as dead. No torch here.
+When the process dies, its requests fail at once with the reason, and it is restarted a limited
+number of times; then `wait_failed` returns and the server exits. A process that has work and sends
+no message for too long must write its stacks, is killed, and counts as dead. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -21,45 +22,30 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
 
 from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
+from slipstream.server.engine_link.engine import EngineUnavailable
 from slipstream.server.engine_link.link import EngineFailed, FromEngine
-from slipstream.server.engine_link.mailbox import (
-    EngineUnavailable,
-    InFlightRequest,
-    Mailboxes,
-    RequestOutput,
-)
-from slipstream.server.engine_link.submission import Submission, engine_request
+from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
 
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "EngineClient",
-    "EngineStartFailed",
-    "EngineUnavailable",
-    "InFlightRequest",
-    "RequestOutput",
-    "Supervision",
-]
-
 
 class EngineStartFailed(Exception):
-    """The engine never came to serve. The text is the cause."""
+    """The engine failed before it could serve. The text is the cause."""
 
 
 @dataclass(frozen=True)
 class Supervision:
-    """How much is forgiven."""
+    """When an engine process is restarted, and when it has failed for good."""
 
-    restarts: int = 3  # within the window; one more and the engine has failed for good
+    restarts: int = 3  # restarts allowed within the window
     window_seconds: float = 600.0
-    silence_seconds: float = 60.0  # without a sign of life while there is work
-    start_seconds: float = 300.0  # from the process's start until it serves
+    silence_seconds: float = 60.0  # longest time without a message while there is work
+    start_seconds: float = 300.0  # longest time from the start of the process until it serves
 
 
 class EngineClient:
@@ -71,12 +57,13 @@ class EngineClient:
         command: Sequence[str] = ENGINE_COMMAND,
         name: str = "",
     ) -> None:
-        """`name`: of the engine model, for the log."""
+        """`name`: name of the engine model in the log."""
         self.info: EngineInfo | None = None
-        self.failure: str | None = None  # why it does not serve; None while it does or first loads
-        self._process_stats = EngineStats()  # what the process of now has told last
-        self._past_stats = EngineStats()  # of those before it
-        self._before: EngineClient | None = None  # the one whose place this one took
+        # why it does not serve; None while it serves or loads for the first time
+        self.failure: str | None = None
+        self._process_stats = EngineStats()  # latest statistics of the current process
+        self._past_stats = EngineStats()  # totals of the processes before it
+        self._predecessor: EngineClient | None = None  # the engine that this one replaces
         self._engine_folder = str(engine_folder)
         self._settings = settings
         self._supervision = supervision
@@ -85,7 +72,7 @@ class EngineClient:
         self._mailboxes = Mailboxes()
         self._child: EngineChild | None = None
         self._serving = False
-        self._lost = False  # this process has failed, though it may not have ended yet
+        self._lost = False  # the process has failed, but may not have ended yet
         self._draining = False
         self._stopping = False
         self._restarts: deque[float] = deque()
@@ -95,90 +82,96 @@ class EngineClient:
         self._failed: asyncio.Future[str] | None = None
         self._watchdog: asyncio.Task[None] | None = None
 
-    # -- for those who serve requests
+    # -- requests
 
     @property
     def ready(self) -> bool:
-        """It serves, takes new work and makes progress with what it has."""
+        """Whether it serves, accepts new work and makes progress with the work it has."""
         stalled = self._silent_seconds > self._supervision.silence_seconds / 4
         return self._serving and not self._draining and not stalled
 
     @property
     def stats(self) -> EngineStats:
-        """Its totals never fall, though each process counts from zero."""
-        before = self._before
-        # it has ended: what it counted is known for good
-        if before is not None and before.info is None:
-            self._past_stats, self._before, before = (
-                self._past_stats.after(before.stats),
-                None,
-                None,
-            )
-        past = self._past_stats if before is None else self._past_stats.after(before.stats)
+        """The engine's statistics. Totals never fall, though each process counts from zero."""
+        predecessor = self._predecessor
+        if predecessor is not None and predecessor.info is None:
+            # it has ended, so its totals are final
+            self._past_stats = self._past_stats.after(predecessor.stats)
+            self._predecessor = None
+            predecessor = None
+        past = self._past_stats
+        if predecessor is not None:
+            past = past.after(predecessor.stats)
         return self._process_stats.after(past)
 
-    def count_on_from(self, before: EngineClient) -> None:
-        """This engine comes in the place of another, which may still finish what it has."""
-        self._before = before
+    def count_on_from(self, predecessor: EngineClient) -> None:
+        """Add the totals of the engine that this one replaces, which may still finish its work."""
+        self._predecessor = predecessor
 
     @property
     def outstanding(self) -> int:
         return len(self._mailboxes)
 
-    def submit(
-        self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]
-    ) -> InFlightRequest:
+    @property
+    def process_id(self) -> int | None:
+        """The id of the engine process; None while there is none."""
+        return None if self._child is None else self._child.process_id
+
+    def submit(self, request: GenerateRequest) -> InFlightRequest:
         if self._draining or self._stopping:
             raise EngineUnavailable("the server is shutting down")
         if not self._serving or self._child is None:
             raise EngineUnavailable(
                 f"the engine is not running: {self.failure or 'it is still loading'}"
             )
-        generation = self._mailboxes.open(sampling, self._cancel)
+        in_flight = self._mailboxes.open(request, self._cancel)
         try:
-            self._child.link.send(engine_request(generation.request_id, prompt, sampling, more))
+            self._child.link.send(in_flight.request)
         except Exception:
-            # otherwise it would count as work that the engine never ends
-            self._mailboxes.withdraw(generation)
+            # an open mailbox would count as work that the engine never ends
+            self._mailboxes.withdraw(in_flight)
             raise
-        return generation
+        return in_flight
 
     def _cancel(self, request_id: int, reason: str) -> None:
         if self._child is not None:
             self._child.link.send(Cancel([request_id], reason))
 
-    # -- for the one who runs it
+    # -- start and stop
 
     def spawn(self) -> None:
-        """Start the process. The kernel kills it when the calling thread ends, so call from the
-        main one.
+        """Start the process. Call this from the main thread: the kernel kills the process when the
+        calling thread ends.
         """
         self._child = EngineChild(self._command, self._engine_folder, self._settings, self._name)
-        self._loading_seconds, self._lost = 0.0, False
+        self._loading_seconds = 0.0
+        self._lost = False
 
     async def start(self) -> None:
+        """Return when the engine serves. EngineStartFailed says why it does not."""
         if self._child is None:
             self.spawn()
         event_loop = asyncio.get_running_loop()
-        self._started, self._failed = event_loop.create_future(), event_loop.create_future()
+        self._started = event_loop.create_future()
+        self._failed = event_loop.create_future()
         self._watchdog = event_loop.create_task(self._watch())
         self._attach()
         await self._started
 
     async def wait_failed(self) -> str:
-        """Returns, with the reason, when the engine is down for good."""
+        """Wait until the engine has failed for good and return the reason."""
         assert self._failed is not None, "start() comes first"
         return await asyncio.shield(self._failed)
 
     def begin_drain(self) -> None:
-        """Refuse new work; what was admitted goes on."""
+        """Refuse new requests and go on with those in flight."""
         self._draining = True
 
     async def wait_drained(self) -> None:
         await self._mailboxes.wait_empty()
 
     async def stop(self, patience_seconds: float = 5.0) -> None:
-        """End the process, whatever it is doing. Requests still in flight fail."""
+        """End the process. Requests still in flight fail."""
         self._stopping = True
         if self._watchdog is not None:
             self._watchdog.cancel()
@@ -203,11 +196,11 @@ class EngineClient:
             self._child.close()
             self._child = None
 
-    # -- what the process tells, and what is done about it
+    # -- messages and exit of the process
 
     def _attach(self) -> None:
         assert self._child is not None
-        self._child.attach(self._on_message, self._on_exit)
+        self._child.attach(self._on_message, self._on_exit, lambda: self._lost)
 
     def _on_message(self, message: FromEngine) -> None:
         self._silent_seconds = 0.0
@@ -224,7 +217,9 @@ class EngineClient:
         assert self._child is not None
         assert self._started is not None
         self._child.link.hide()
-        self.info, self.failure, self._serving = info, None, True
+        self.info = info
+        self.failure = None
+        self._serving = True
         if not self._started.done():
             self._started.set_result(None)
         else:
@@ -234,9 +229,10 @@ class EngineClient:
             )
 
     def _lose(self, reason: str) -> None:
-        """It serves no more: say so to everybody who waits. The first reason is the cause."""
+        """Fail all requests in flight. The first reason that is given is the cause."""
         if not self._lost:
-            self.failure, self._lost = reason, True
+            self.failure = reason
+            self._lost = True
         self._serving = False
         self._silent_seconds = 0.0
         self._mailboxes.fail_all(f"the engine process failed: {self.failure}")
@@ -248,10 +244,8 @@ class EngineClient:
         self._lose(how)
         self._child.close()
         self._child = None
-        self._past_stats, self._process_stats = (
-            self._process_stats.after(self._past_stats),
-            EngineStats(),
-        )
+        self._past_stats = self._process_stats.after(self._past_stats)
+        self._process_stats = EngineStats()
         logger.error("the engine process is gone: %s", self.failure, extra={"model": self._name})
         if self.info is None:
             self._give_up(f"{self.failure}")
@@ -284,8 +278,10 @@ class EngineClient:
     # -- the watchdog
 
     async def _watch(self) -> None:
-        """Count seconds of silence. Counted in ticks of our own, so that a server that was itself
-        stopped or starved does not blame the engine for it.
+        """Kill a process that is silent for too long.
+
+        Silence is counted in ticks of this loop: a server that was itself stopped or starved does
+        not blame the engine for it.
         """
         limits = self._supervision
         tick = min(1.0, limits.silence_seconds / 10)
@@ -297,15 +293,15 @@ class EngineClient:
             if self._serving:
                 self._silent_seconds = self._silent_seconds + tick if self.outstanding else 0.0
                 if self._silent_seconds >= limits.silence_seconds:
-                    await self._put_down(
+                    await self._kill_hung(
                         f"no sign of life for {limits.silence_seconds:g} s while it had work"
                     )
             else:
                 self._loading_seconds += tick
                 if self._loading_seconds >= limits.start_seconds:
-                    await self._put_down(f"not ready {limits.start_seconds:g} s after its start")
+                    await self._kill_hung(f"not ready {limits.start_seconds:g} s after its start")
 
-    async def _put_down(self, reason: str) -> None:
+    async def _kill_hung(self, reason: str) -> None:
         assert self._child is not None
         logger.error(
             "the engine process is killed: %s; its stacks follow",

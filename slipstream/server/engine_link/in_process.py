@@ -1,8 +1,7 @@
-"""The engine in a thread of this process, with the surface of `EngineClient`: for `slipstream.LLM`
-and tests.
+"""An engine in a thread of this process, for `slipstream.LLM` and tests.
 
-The thread runs the very loop the engine process runs, over a link made of a queue. It sleeps on the
-queue while there is nothing to do. Each request's deltas go to the event loop that submitted it.
+The thread runs the same loop as the engine process, with a queue as its link. It sleeps on the
+queue while there is no work. The outputs of a request go to the event loop that submitted it.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Unpack
 
 from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.server.engine_link.engine import EngineUnavailable
 from slipstream.server.engine_link.link import FromEngine, ToEngine
-from slipstream.server.engine_link.mailbox import EngineUnavailable, InFlightRequest, Mailboxes
+from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
 from slipstream.server.engine_link.serve import Loop, describe, serve
-from slipstream.server.engine_link.submission import Submission, engine_request
 
 
 class InProcessEngine:
@@ -29,8 +27,8 @@ class InProcessEngine:
         self._mailboxes = Mailboxes()
         self._link = _QueueLink(self)
         self._draining = False
-        # closed for good when `failure` is set: nobody slips in behind it
-        self._door = threading.Lock()
+        # held to open a mailbox and to set `failure`: no mailbox opens after a failure
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, args=(loop,), name="engine", daemon=True)
         self._thread.start()
 
@@ -42,17 +40,15 @@ class InProcessEngine:
     def outstanding(self) -> int:
         return len(self._mailboxes)
 
-    def submit(
-        self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]
-    ) -> InFlightRequest:
+    def submit(self, request: GenerateRequest) -> InFlightRequest:
         if self._draining:
             raise EngineUnavailable("the server is shutting down")
-        with self._door:
+        with self._lock:
             if self.failure is not None:
                 raise EngineUnavailable(f"the engine is not running: {self.failure}")
-            generation = self._mailboxes.open(sampling, self._cancel)
-        self._link.put(engine_request(generation.request_id, prompt, sampling, more))
-        return generation
+            in_flight = self._mailboxes.open(request, self._cancel)
+        self._link.put(in_flight.request)
+        return in_flight
 
     def begin_drain(self) -> None:
         self._draining = True
@@ -61,7 +57,7 @@ class InProcessEngine:
         await self._mailboxes.wait_empty()
 
     def close(self) -> None:
-        """End the thread after the step it is in. Requests still in flight fail."""
+        """End the thread after its current step. Requests still in flight fail."""
         self._draining = True
         self._link.put(Shutdown())
         self._thread.join()
@@ -76,19 +72,22 @@ class InProcessEngine:
         except Exception as error:
             traceback.print_exc()
             reason = describe(error)
-        with self._door:
+        with self._lock:
             self.failure = reason
         self._on_event_loops(self._mailboxes.fail_all, f"the engine failed: {reason}")
 
     def hand_over(self, outputs: StepOutputs) -> None:
-        """Called on the engine's thread: pass a step's news to the event loops that wait for it."""
+        """Pass the outputs of a step to the event loops that wait for them.
+
+        This is called on the engine's thread.
+        """
         self._on_event_loops(self._mailboxes.deliver, outputs)
 
     def _on_event_loops(self, action: Callable[..., None], argument: StepOutputs | str) -> None:
         for event_loop in self._mailboxes.event_loops():
             try:
                 event_loop.call_soon_threadsafe(action, argument, event_loop)
-            except RuntimeError:  # that event loop is closed: its requests have no reader any more
+            except RuntimeError:  # the event loop is closed, so its requests have no reader
                 self._link.put(Cancel(self._mailboxes.drop(event_loop)))
 
 
@@ -98,7 +97,7 @@ class _QueueLink:
     def __init__(self, engine: InProcessEngine) -> None:
         self._engine = engine
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        self._taken: list[ToEngine] = []  # by `wait`, and not handed out yet
+        self._taken: list[ToEngine] = []  # messages that `wait` took from the inbox
 
     def put(self, message: ToEngine) -> None:
         self._inbox.put(message)
@@ -118,7 +117,8 @@ class _QueueLink:
         return True
 
     def receive_waiting(self) -> list[ToEngine]:
-        messages, self._taken = self._taken, []
+        messages = self._taken
+        self._taken = []
         while not self._inbox.empty():
             messages.append(self._inbox.get())
         return messages

@@ -1,9 +1,9 @@
 """The link between the server and its engine process: a Unix socket that only this user can open.
 
-A message is one byte that names its kind and the msgpack form of one dataclass of
-`engine/messages.py` or `engine/request.py`. Both ends decode into those types and refuse anything
-else; nothing here can name code to run. The server end lives on an event loop; the engine end
-blocks.
+A message is one byte for its kind, followed by the msgpack form of one dataclass of
+`engine/messages.py` or `engine/request.py`. Both ends decode into exactly those types and refuse
+anything else, so a message cannot cause code to run. The server's end runs on an event loop; the
+engine's end blocks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown
 from slipstream.engine.request import GenerateRequest
 
 EXIT_WITH_REASON = 70  # exit code of an engine process that has sent `EngineFailed`
-_LONGEST_PATH = 100  # of a Unix socket; the kernel's limit is 107 bytes
+_LONGEST_PATH = 100  # bytes in the path of a Unix socket; the kernel's limit is 107
 
 
 @dataclass(frozen=True, slots=True)
 class StartOrder:
-    """What the engine process is told on its command line, as JSON."""
+    """The argument of the engine process, as JSON on its command line."""
 
     socket: str
     engine_folder: str
@@ -39,7 +39,7 @@ class StartOrder:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
-    """The engine's last message: why it leaves."""
+    """The engine's last message: the reason why its process exits."""
 
     reason: str
 
@@ -63,7 +63,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class LinkError(Exception):
-    """A frame that is no message of ours, or one that goes the other way."""
+    """A frame that is not a message of this link, or a message in the wrong direction."""
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
@@ -89,8 +89,9 @@ def _decode(frame: bytes, allowed: dict[bytes, type]) -> Any:
 
 
 class ServerEnd:
-    """The server's end, made before there is an event loop so that the engine can start loading at
-    once.
+    """The server's end of the link.
+
+    It needs no event loop before `attach`, so that the engine can start to load at once.
     """
 
     def __init__(self) -> None:
@@ -105,29 +106,28 @@ class ServerEnd:
         self._on_message: Callable[[FromEngine], None] | None = None
 
     def attach(self, on_message: Callable[[FromEngine], None]) -> None:
-        """Call `on_message` on the running event loop for each message, those that already wait
-        included.
-        """
+        """Call `on_message` on the running event loop for each message, including waiting ones."""
         self._event_loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._event_loop.add_reader(self._socket.FD, self.receive_waiting)
         self.receive_waiting()
 
     def send(self, message: ToEngine) -> bool:
-        """False when nobody is at the other end; whoever watches the process will tell its
-        requests.
+        """Send a message; return False when the other end is not connected.
+
+        The requests of a dead process fail when its exit is noticed.
         """
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
             return False
-        # zmq's descriptor is edge triggered and sending may eat the edge, so look once more.
+        # zmq's descriptor is edge triggered and sending may consume the edge, so poll once more.
         if self._event_loop is not None and self._socket.poll(0):
             self._event_loop.call_soon(self.receive_waiting)
         return True
 
     def receive_waiting(self) -> None:
-        """Hand over everything that has arrived."""
+        """Pass on every message that has arrived."""
         while not self._socket.closed and self._on_message is not None:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
@@ -145,14 +145,16 @@ class ServerEnd:
         self.hide()
 
     def hide(self) -> None:
-        """Remove the socket from the file system. Once both ends have met it is needed no more, and
-        a server that is killed later leaves nothing behind.
+        """Remove the socket from the file system.
+
+        It is not needed once both ends are connected, and a server that is killed later leaves no
+        file behind.
         """
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class EngineEnd:
-    """The engine's end: it blocks while the engine has nothing to do."""
+    """The engine's end of the link. It blocks while the engine has no work."""
 
     def __init__(self, path: str) -> None:
         self._context = zmq.Context()
@@ -164,7 +166,7 @@ class EngineEnd:
         self._socket.send(encode(message))
 
     def wait(self, seconds: float | None) -> bool:
-        """Sleep until a message waits, or for this long."""
+        """Wait for a message, at most for this long; return whether there is one."""
         return bool(self._socket.poll(None if seconds is None else round(seconds * 1000)))
 
     def receive_waiting(self) -> list[ToEngine]:
@@ -177,15 +179,13 @@ class EngineEnd:
             messages.append(decode_to_engine(frame))
 
     def close(self) -> None:
-        """Leave once what was sent has gone out, or after a second."""
+        """Close the link once everything is sent, or after a second."""
         self._socket.close()
         self._context.term()
 
 
 def _private_folder() -> Path:
-    """A new folder that only this user may enter (mkdtemp sees to it), its path short enough for a
-    socket.
-    """
+    """Create a folder that only this user may enter, with a path short enough for a socket."""
     folder = tempfile.mkdtemp(prefix="slipstream-")
     if len(folder) > _LONGEST_PATH - len("/engine"):
         os.rmdir(folder)
@@ -194,8 +194,8 @@ def _private_folder() -> Path:
 
 
 def _configure(socket: zmq.Socket, linger_ms: int) -> None:
-    # No limit on queued messages: with one a full queue would look like a dead peer to a sender
-    # that must not block. What can be queued is bounded by the requests the server admits.
+    # No limit on queued messages: the sender must not block, and a full queue would look like a
+    # dead peer to it. The requests that the server admits bound the queue.
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.LINGER, linger_ms)

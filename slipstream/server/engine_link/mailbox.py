@@ -1,95 +1,56 @@
-"""One request's way back from the engine: a mailbox that merges what arrives between two reads.
+"""The outputs of each request on their way back from the engine.
 
-A slow reader never makes a queue: the deltas it has not read yet are one delta, which `max_tokens`
-bounds. Whoever runs the engine (a child process or a thread) calls `deliver` on the event loop of
-the reader.
+A mailbox merges the outputs that arrive between two reads, so a slow reader never builds up a
+queue: `max_tokens` bounds what waits for it. `deliver` is called on the reader's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 
-from slipstream.engine.messages import Beam, Scores, StepOutputs, Timing
-from slipstream.engine.request import SamplingParams
-
-
-class EngineUnavailable(Exception):
-    """The engine takes no new work: it is loading, restarting, draining or gone. The text says
-    which.
-    """
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What is new since the last read. A non-empty `finish_reason` makes it the last one."""
-
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] | None = None  # one a token; None when not asked for
-    top_log_probs: list[list[tuple[int, float]]] | None = None  # per token; None when not asked for
-    finish_reason: str = ""
-    cached_tokens: int = 0
-    error: str = ""
-    scores: Scores | None = None  # what only some requests ask for
-    timing: Timing | None = None  # with the last delta, where it was asked for
-    beams: list[Beam] | None = None  # with the last delta of a beam search, best first
-    lost: bool = False  # the engine is gone, so that the error is nobody's request's fault
-
-    def merge(self, newer: RequestOutput) -> None:
-        self.tokens += newer.tokens
-        if newer.log_probs is not None:
-            self.log_probs = (self.log_probs or []) + newer.log_probs
-        if newer.top_log_probs is not None:
-            self.top_log_probs = (self.top_log_probs or []) + newer.top_log_probs
-        self.finish_reason = newer.finish_reason
-        self.cached_tokens = max(self.cached_tokens, newer.cached_tokens)
-        self.error, self.lost, self.timing, self.beams = (
-            newer.error,
-            newer.lost,
-            newer.timing,
-            newer.beams,
-        )
-        if self.scores is None:
-            self.scores = newer.scores
-        elif newer.scores is not None:
-            self.scores.merge(newer.scores)
+from slipstream.engine.messages import StepOutputs
+from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.server.engine_link.engine import RequestOutput
 
 
 class InFlightRequest:
-    """An async iterator of `RequestOutput`. It ends after the delta that carries a finish reason."""
+    """An async iterator of `RequestOutput`. It ends after the output with a finish reason."""
 
-    def __init__(
-        self, request_id: int, sampling: SamplingParams, cancel: Callable[[int, str], None]
-    ) -> None:
-        self.request_id = request_id
-        self.sampling = sampling
+    def __init__(self, request: GenerateRequest, cancel: Callable[[int, str], None]) -> None:
+        self.request = request
         self.event_loop = asyncio.get_running_loop()
         self._cancel = cancel
         self._unread: RequestOutput | None = None
         self._arrival: asyncio.Future[None] | None = None
-        self._finished = False  # the last delta has arrived
-        self._ended = False  # the last delta has been read
+        self._finished = False  # the last output has arrived
+        self._ended = False  # the last output has been read
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
 
     @property
     def finished(self) -> bool:
         return self._finished
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Ask the engine to stop. The last delta still comes, with this reason unless another came
-        first.
+        """Ask the engine to stop. The last output still comes.
+
+        Its finish reason is this one, unless the request has finished for another reason before.
         """
         if not self._finished:
             self._cancel(self.request_id, reason)
 
-    def deliver(self, delta: RequestOutput) -> None:
+    def deliver(self, output: RequestOutput) -> None:
         if self._finished:
             return
-        self._finished = bool(delta.finish_reason)
+        self._finished = bool(output.finish_reason)
         if self._unread is None:
-            self._unread = delta
+            self._unread = output
         else:
-            self._unread.merge(delta)
+            self._unread.merge(output)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
@@ -108,88 +69,94 @@ class InFlightRequest:
                 await self._arrival
             finally:
                 self._arrival = None
-        delta, self._unread = self._unread, None
-        self._ended = bool(delta.finish_reason)
-        return delta
+        output = self._unread
+        self._unread = None
+        self._ended = bool(output.finish_reason)
+        return output
 
 
 class Mailboxes:
-    """The requests in flight, by id. A request leaves with its last delta."""
+    """The requests in flight, by request id. A request leaves with its last output."""
 
     def __init__(self) -> None:
-        self._generations: dict[int, InFlightRequest] = {}
-        self._next_id = 0
+        self._requests: dict[int, InFlightRequest] = {}
+        self._last_id = 0
         self._emptied: list[asyncio.Future[None]] = []
 
     def __len__(self) -> int:
-        return len(self._generations)
+        return len(self._requests)
 
-    def open(self, sampling: SamplingParams, cancel: Callable[[int, str], None]) -> InFlightRequest:
-        self._next_id += 1  # never reused, so a late message of an old request finds nobody
-        generation = InFlightRequest(self._next_id, sampling, cancel)
-        self._generations[generation.request_id] = generation
-        return generation
+    def open(self, request: GenerateRequest, cancel: Callable[[int, str], None]) -> InFlightRequest:
+        """Give the request an id of its own and a mailbox."""
+        self._last_id += 1  # never reused, so a late message of an old request finds no mailbox
+        in_flight = InFlightRequest(replace(request, request_id=self._last_id), cancel)
+        self._requests[self._last_id] = in_flight
+        return in_flight
 
-    def withdraw(self, generation: InFlightRequest) -> None:
-        """It could not be sent: nothing will come for it."""
-        self._close(generation.request_id)
+    def withdraw(self, in_flight: InFlightRequest) -> None:
+        """Close the mailbox of a request that could not be sent."""
+        self._close(in_flight.request_id)
 
     def deliver(
         self, outputs: StepOutputs, event_loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        """Hand the rows of one step to their requests, only to those of `event_loop` where one is
-        given.
+        """Deliver the rows of one step to their requests.
+
+        Where an event loop is given, only to the requests of that loop.
         """
         position = 0
         for row, request_id in enumerate(outputs.request_ids):
             end = position + outputs.token_counts[row]
-            generation = self._generations.get(request_id)
-            if generation is not None and event_loop in (None, generation.event_loop):
-                generation.deliver(_delta(outputs, row, position, end, generation.sampling))
-                if generation.finished:
+            in_flight = self._requests.get(request_id)
+            if in_flight is not None and event_loop in (None, in_flight.event_loop):
+                sampling = in_flight.request.sampling
+                in_flight.deliver(_row_output(outputs, row, position, end, sampling))
+                if in_flight.finished:
                     self._close(request_id)
             position = end
 
     def event_loops(self) -> set[asyncio.AbstractEventLoop]:
-        """Those that wait for something."""
-        return {generation.event_loop for generation in list(self._generations.values())}
+        """Return the event loops that wait for an output."""
+        return {in_flight.event_loop for in_flight in list(self._requests.values())}
 
     def fail_all(self, reason: str, event_loop: asyncio.AbstractEventLoop | None = None) -> None:
-        for request_id, generation in list(self._generations.items()):
-            if event_loop in (None, generation.event_loop):
-                generation.fail(reason)
+        for request_id, in_flight in list(self._requests.items()):
+            if event_loop in (None, in_flight.event_loop):
+                in_flight.fail(reason)
                 self._close(request_id)
 
     def drop(self, event_loop: asyncio.AbstractEventLoop) -> list[int]:
-        """Forget the requests of an event loop that is closed: nobody can read them any more."""
-        generations = list(self._generations.values())
-        lost = [
-            generation.request_id
-            for generation in generations
-            if generation.event_loop is event_loop
+        """Close the mailboxes of a closed event loop, which has no readers any more.
+
+        Returns their request ids.
+        """
+        requests = list(self._requests.items())
+        dropped = [
+            request_id for request_id, in_flight in requests if in_flight.event_loop is event_loop
         ]
-        for request_id in lost:
+        for request_id in dropped:
             self._close(request_id)
-        return lost
+        return dropped
 
     async def wait_empty(self) -> None:
-        if self._generations:
+        if self._requests:
             emptied = asyncio.get_running_loop().create_future()
             self._emptied.append(emptied)
             await emptied
 
     def _close(self, request_id: int) -> None:
-        del self._generations[request_id]
-        if not self._generations:
+        del self._requests[request_id]
+        if not self._requests:
             for emptied in self._emptied:
                 if not emptied.done():
                     emptied.set_result(None)
             self._emptied.clear()
 
 
-def _delta(
+def _row_output(
     outputs: StepOutputs, row: int, start: int, end: int, sampling: SamplingParams
 ) -> RequestOutput:
+    """Return row `row` of a step, whose tokens are `start` to `end`."""
     request_id = outputs.request_ids[row]
     wants_log_probs = sampling.log_probs and bool(outputs.log_probs)
     return RequestOutput(

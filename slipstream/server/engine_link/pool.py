@@ -1,6 +1,4 @@
-"""The engine processes of a server, by the name of the engine model: they come and go while the
-server runs.
-"""
+"""The engine processes of a server, by the name of their engine model."""
 
 from __future__ import annotations
 
@@ -10,26 +8,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from slipstream.engine.messages import EngineInfo
 from slipstream.repository.models import EngineModel
 from slipstream.server.engine_link.client import EngineClient, Supervision
 
 logger = logging.getLogger(__name__)
 
+_TYPICAL_TOKENS = 1024  # prompt and answer of a typical chat
+
 
 class EnginePool:
+    """The engines that serve, load or drain. They are added and removed while the server runs."""
+
     def __init__(
         self, settings: Mapping[str, Any], supervision: Supervision, command: Sequence[str]
     ) -> None:
-        self._settings = settings  # win over what the repository says
+        self._settings = settings  # they override those of the repository
         self._supervision = supervision
         self._command = command
-        # those that serve, load, or failed while serving
+        # engines that serve, load, or have failed while serving
         self._clients: dict[str, EngineClient] = {}
         self._starting: dict[EngineClient, asyncio.Future[None]] = {}
         self._leaving: set[EngineClient] = set()
         self._watched: dict[asyncio.Task[str], str] = {}
         self._changed: asyncio.Event | None = None
-        self.on_change: Callable[[], None] = lambda: None  # for whoever lists the engines elsewhere
+        # called when an engine is added or removed
+        self.on_change: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[EngineClient]:
         return iter(list(self._clients.values()))
@@ -52,34 +56,32 @@ class EnginePool:
         client = self._clients[model.name] = self.create(model)
         client.spawn()
 
-    def attend(self) -> None:
-        """From here on, the processes that were spawned are watched while they load."""
+    def watch_spawned(self) -> None:
+        """Watch the spawned processes while they load."""
         for client in self:
             self._starting[client] = asyncio.ensure_future(client.start())
 
     async def start(self, model: EngineModel) -> EngineClient:
-        """An engine that serves; one that was spawned already is only waited for. EngineStartFailed
-        says why not.
+        """Return an engine that serves. A spawned one is only waited for.
+
+        EngineStartFailed says why the engine cannot serve.
         """
-        spawned = self._clients.get(model.name)
-        client = (
-            spawned if spawned is not None and spawned in self._starting else self.create(model)
-        )
+        client = self._clients.get(model.name)
+        if client is None or client not in self._starting:
+            client = self.create(model)
         try:
             await (self._starting.pop(client, None) or client.start())
         except BaseException:
             if self._clients.get(model.name) is client:
                 del self._clients[model.name]
-            self._leaving.add(client)  # where `kill` finds it, should there be no time to stop it
+            self._leaving.add(client)  # so that `kill` finds it if there is no time to stop it
             await client.stop()
             self._leaving.discard(client)
             raise
         return client
 
     def adopt(self, name: str, client: EngineClient) -> EngineClient | None:
-        """From now on this is the engine of that name. The one before it is returned, to be
-        released.
-        """
+        """Make this the engine of that name. Return its predecessor, which must be released."""
         before = self._clients.get(name)
         if before is not None and before is not client:
             client.count_on_from(before)
@@ -94,12 +96,12 @@ class EnginePool:
         return client
 
     def forget_if(self, name: str, client: EngineClient) -> None:
-        """Forget the engine of that name where it is this one."""
+        """Forget the engine of that name if it is this one."""
         if self._clients.get(name) is client:
             self.forget(name)
 
     async def release(self, client: EngineClient, patience_seconds: float) -> None:
-        """Let it finish what it has, then end its process and free its memory."""
+        """Wait for its requests, then end its process and free its memory."""
         self._leaving.add(client)
         client.begin_drain()
         try:
@@ -110,7 +112,7 @@ class EnginePool:
             )
         finally:
             await client.stop()
-            client.info = None  # nothing is known any more of what is not there
+            client.info = None  # its process is gone
             self._leaving.discard(client)
 
     def begin_drain(self) -> None:
@@ -138,7 +140,7 @@ class EnginePool:
             self._changed.set()
 
     async def wait_failed(self) -> str:
-        """Returns, with the reason, when one of the engines in use is down for good."""
+        """Wait until one of the engines in use has failed for good and return the reason."""
         self._changed = asyncio.Event()
         while True:
             self._changed.clear()
@@ -149,3 +151,34 @@ class EnginePool:
                 name = self._watched.pop(task)
                 if name in self._clients:
                     return task.result()
+
+
+def memory_table(name: str, info: EngineInfo) -> list[str]:
+    """Return the lines of a table that shows how an engine uses the memory of its device."""
+    tokens = info.total_blocks * info.block_tokens
+    longest = info.max_sequence_tokens if info.windowed else min(info.max_sequence_tokens, tokens)
+    typical = min(_TYPICAL_TOKENS, longest)
+    at_once = min(info.max_rows, tokens // typical)
+    rows = [
+        ("weights", info.weight_bytes, f"computed in {info.dtype}"),
+        ("key-value cache", info.cache_bytes, f"{tokens} tokens"),
+    ]
+    if info.copy_bytes:
+        rows.insert(1, ("the same, packed", info.copy_bytes, "what steps of few tokens read"))
+    if info.step_bytes:
+        rows.append(("a full step", info.step_bytes, "activations"))
+    if info.graph_bytes:
+        rows.append(("captured steps", info.graph_bytes, "decode graphs"))
+    lines = [f"{name} on {info.device}, loaded in {info.load_seconds:.1f} s:"]
+    lines += [f"  {label:<16} {size / 2**20:>10.0f} MiB  {use}" for label, size, use in rows]
+    lines.append(
+        f"  {at_once} requests of {typical} tokens at once; {info.max_rows} of any length, up to "
+        f"{longest} tokens each"
+    )
+    if longest < info.max_sequence_tokens:
+        enough = -(-info.max_sequence_tokens // info.block_tokens) * info.block_tokens
+        lines.append(
+            f"  the model takes sequences of {info.max_sequence_tokens} tokens; "
+            f"max_tokens_in_paged_kv_cache {enough} would hold one"
+        )
+    return lines

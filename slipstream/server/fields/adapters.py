@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slipstream.engine.adapters.adapters import AdapterSource
+from slipstream.server.engine_link.engine import AdapterUse
 from slipstream.server.fields.limits import RequestFields
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.tensor_bytes import pack
@@ -24,21 +23,6 @@ FIELDS = ("lora_name", "lora_task_id", "lora_weights", "lora_config")
 _DATATYPES = {"FP16": "float16", "FP32": "float32", "BF16": "bfloat16"}
 _MOST_TASKS = 100_000
 _WEIGHT_FILES = ("adapter_model.safetensors", "model.lora_weights.npy", "adapter_config.json")
-
-
-@dataclass(frozen=True)
-class AdapterUse:
-    number: int
-    name: str  # what errors call it
-    source: AdapterSource | None = None  # None: the engine has it, or has had it
-
-    def fields(self) -> dict[str, Any]:
-        """As `GenerateRequest` has it."""
-        return {"adapter": self.number, "adapter_name": self.name, "adapter_source": self.source}
-
-    def explains(self, error: str) -> bool:
-        """Whether an error of the engine is this adapter's."""
-        return error.startswith(self.name)
 
 
 class AdapterRegistry:

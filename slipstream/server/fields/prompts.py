@@ -22,7 +22,7 @@ from slipstream.server.kserve.tensors import Array, Tensor
 from slipstream.server.text.chat import ChatError, Message
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.messages import MessageError, template_messages, unknown_fields
-from slipstream.server.text.pipeline import in_thread_if_long
+from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
 MESSAGES = "messages"

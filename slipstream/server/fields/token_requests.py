@@ -9,6 +9,7 @@ from slipstream.engine.request import PromptTable
 from slipstream.repository.models import EngineModel
 from slipstream.request_fields.field import Words
 from slipstream.request_fields.table import word_bounds
+from slipstream.server.engine_link.engine import TextRequest
 from slipstream.server.fields.limits import RequestFields, check_tokens
 from slipstream.server.fields.prompts import prompt_table_salt, read_prompt_table
 from slipstream.server.fields.sampling import (
@@ -18,7 +19,6 @@ from slipstream.server.fields.sampling import (
     unpack_words,
 )
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.text.pipeline import TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
 
 _RANGES = "retention_token_range_"

@@ -29,7 +29,7 @@ from slipstream.server.kserve.json_writer import (
     write_values,
 )
 from slipstream.server.kserve.tensors import Tensor, tensor_from_json
-from slipstream.server.text.pipeline import in_thread_if_long
+from slipstream.server.text.threads import in_thread_if_long
 
 NESTED_KEY = "parameters"
 EXACTLY_ONE = (

@@ -13,7 +13,7 @@ from slipstream.server.kserve.inference import InferResponse, Parameter
 from slipstream.server.kserve.json_writer import write_error
 from slipstream.server.kserve.registry import ModelVersion
 from slipstream.server.kserve.shared_memory import SharedMemory
-from slipstream.server.text.pipeline import in_thread_if_long
+from slipstream.server.text.threads import in_thread_if_long
 
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 NO_RESPONSE = "the model ended without an answer"

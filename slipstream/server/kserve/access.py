@@ -33,8 +33,6 @@ Api = Literal[
 ]
 APIS: tuple[str, ...] = get_args(Api)
 ADMIN_APIS = frozenset({"model-repository", "shared-memory", "trace", "logging"})
-API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"
-ADMIN_KEY_VARIABLE = "SLIPSTREAM_ADMIN_KEY"
 GRPC_RESTRICTED_PREFIX = "triton-grpc-protocol-"
 BEARER = "bearer "
 

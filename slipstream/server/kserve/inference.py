@@ -15,7 +15,7 @@ from slipstream.server.tracing.tracing import RequestTrace
 
 if TYPE_CHECKING:
     from slipstream.engine.messages import Timing
-    from slipstream.server.text.pipeline import TextOutput, TextRequest
+    from slipstream.server.engine_link.engine import TextOutput, TextRequest
 
 Parameter = str | int | float | bool
 

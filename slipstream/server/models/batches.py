@@ -29,7 +29,7 @@ from slipstream.server.kserve.joining import LONG, numbers, one_after_another
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models.llm_models import Generator
 from slipstream.server.models.queue_policy import check_queue
-from slipstream.server.text.sequences import merged
+from slipstream.server.text.sequences import merge_streams
 
 INDEX = "batch_index"
 # What fills an output up to the longest of a batch, where it is not the zero of its type; two
@@ -86,7 +86,7 @@ class BatchedModel(WrappedModel):
             answers = [
                 await stack.enter_async_context(aclosing(self.inner.infer(part))) for part in parts
             ]
-            async for index, answer in merged([aiter(source) for source in answers]):
+            async for index, answer in merge_streams([aiter(source) for source in answers]):
                 if answer.final:
                     ended.add(index)
                 outputs = answer.outputs

@@ -16,10 +16,12 @@ from slipstream.engine.messages import EngineInfo, Timing
 from slipstream.engine.request import SamplingParams
 from slipstream.request_fields.field import DRAFT_MODEL
 from slipstream.request_fields.table import conflicting_parameter
+from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.text.pipeline import PromptError, TextOutput, TextRequest, in_thread_if_long
+from slipstream.server.text.pipeline import PromptError
 from slipstream.server.text.stops import StopWords
 from slipstream.server.text.stream import TextStream
+from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
 
@@ -145,7 +147,7 @@ def _together(earlier: Timing | None, last: Timing | None) -> Timing | None:
 
 async def _whole(generator: Generates, request: TextRequest) -> TextOutput:
     """All deltas of a request in one; its text is not used."""
-    whole = TextOutput("", [])
+    whole = TextOutput()
     async with aclosing(generator.generate(request)) as deltas:
         async for delta in deltas:
             whole.tokens += delta.tokens

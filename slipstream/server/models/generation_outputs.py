@@ -18,11 +18,10 @@ import numpy as np
 from slipstream.engine.messages import Scores, Timing
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.config import ModelConfig
+from slipstream.server.engine_link.engine import TextBeam, TextOutput
 from slipstream.server.fields.limits import RequestFields
 from slipstream.server.kserve.joining import LONG
 from slipstream.server.kserve.tensors import DTYPES, Tensor
-from slipstream.server.text.pipeline import TextOutput
-from slipstream.server.text.sequences import TextBeam
 
 Made = TypeVar("Made")
 
@@ -110,7 +109,7 @@ class Completion:
     cached_tokens: int = 0
     finish_reason: str = ""
     timing: Timing | None = None
-    beams: list[TextBeam] = field(default_factory=list)  # at the end of a search
+    beams: Sequence[TextBeam] = ()  # at the end of a search
     # of a beam, with its end: what the tokens' log-probabilities do not add up to
     total: float | None = None
     told: int = 0  # tokens whose scores were sent
@@ -132,7 +131,7 @@ class Completion:
         self.finish_reason, self.timing = delta.finish_reason, delta.timing
         if delta.scores is not None:
             self.scores.merge(delta.scores)
-        self.beams = delta.beams or []
+        self.beams = delta.beams or ()
         return delta
 
     def parts(self) -> list[Completion]:

@@ -18,9 +18,14 @@ from slipstream.engine.messages import EngineInfo
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.models import EngineModel, RepositoryModel, TextChain
 from slipstream.repository.roles import engine_fields, engine_outputs
-from slipstream.server.engine_link.mailbox import EngineUnavailable
+from slipstream.server.engine_link.engine import (
+    AdapterUse,
+    EngineUnavailable,
+    TextOutput,
+    TextRequest,
+)
 from slipstream.server.fields.adapters import FIELDS as ADAPTER_FIELDS
-from slipstream.server.fields.adapters import AdapterRegistry, AdapterUse
+from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.fields.limits import (
     RequestFields,
     check_batch,
@@ -61,7 +66,8 @@ from slipstream.server.models.sequence_outputs import sequence_index, stacked
 from slipstream.server.models.stop_requests import StopRequests, asks_to_stop
 from slipstream.server.text.chat import Message, Tools
 from slipstream.server.text.folder import TokenizerError
-from slipstream.server.text.pipeline import PromptError, TextOutput, TextRequest, in_thread_if_long
+from slipstream.server.text.pipeline import PromptError
+from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
 ENSEMBLE_PARAMETERS: Mapping[str, bool | int] = {

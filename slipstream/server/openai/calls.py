@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.openai.fields import Fields
 from slipstream.server.openai.generation import CallAnswers
 from slipstream.server.openai.models import NamedModel
-from slipstream.server.text.pipeline import TextOutput, TextRequest
 from slipstream.version import VERSION
 
 Document = dict[str, Any]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from slipstream.request_fields.field import LARGEST_INT
+from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.openai.call_formats import CallFormat
@@ -28,7 +29,7 @@ from slipstream.server.openai.sampling import (
 )
 from slipstream.server.openai.tools import read_tools
 from slipstream.server.text.messages import unknown_fields
-from slipstream.server.text.pipeline import TextOutput, in_thread_if_long
+from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
 

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.models.llm_models import joint
@@ -25,7 +26,7 @@ from slipstream.server.openai.sampling import (
     read_top_log_probs,
     sampling_params,
 )
-from slipstream.server.text.pipeline import TextOutput, in_thread_if_long
+from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16  # OpenAI's

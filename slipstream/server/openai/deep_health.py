@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from slipstream.engine.request import SamplingParams
+from slipstream.server.engine_link.engine import TextRequest
 from slipstream.server.http.exchange import Exchange
 from slipstream.server.http.pages import describe_get
 from slipstream.server.http.routes import GET, Parameters, Route, RouteGroup, State
@@ -22,7 +23,6 @@ from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.llm_models import run
 from slipstream.server.models.queue_policy import TIMED_OUT
 from slipstream.server.openai.models import NamedModel, text_models
-from slipstream.server.text.pipeline import TextRequest
 
 HEALTH = "/health"
 HEALTH_GENERATE = "/health_generate"

@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.openai.models import NamedModel
-from slipstream.server.text.pipeline import TextOutput, TextRequest
-from slipstream.server.text.sequences import merged
+from slipstream.server.text.sequences import merge_streams
 from slipstream.server.tracing.tracing import RequestTrace
 
 
@@ -39,7 +39,7 @@ class CallAnswers:
                 for request in self.requests
             ]
             arrivals = await stack.enter_async_context(
-                aclosing(merged([aiter(source) for source in sources]))
+                aclosing(merge_streams([aiter(source) for source in sources]))
             )
             async for prompt, response in arrivals:
                 if response.error is not None:

@@ -6,10 +6,10 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.kserve.tensors import single
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.text.detokenizer import Detokenizer
-from slipstream.server.text.pipeline import TextOutput
 from slipstream.server.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for a token that cannot come: JSON has no infinity

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.server.fields.adapters import AdapterUse
+from slipstream.server.engine_link.engine import AdapterUse
 from slipstream.server.kserve.inference import ServedModel, WrappedModel
 from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
 from slipstream.server.models.llm_models import TextModel

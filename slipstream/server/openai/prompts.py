@@ -14,7 +14,7 @@ from slipstream.server.openai.sampling import check_bound
 from slipstream.server.text.chat import ChatError, Tools, VariableError
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.messages import MessageError, template_messages
-from slipstream.server.text.pipeline import in_thread_if_long
+from slipstream.server.text.threads import in_thread_if_long
 
 Prompt = str | list[int]
 

@@ -13,12 +13,11 @@ from typing import Any
 from slipstream.engine.request import Guide, SamplingParams
 from slipstream.request_fields.field import Field, Range, Words
 from slipstream.request_fields.table import COPIED, number_range, word_bounds
-from slipstream.server.fields.adapters import AdapterUse
+from slipstream.server.engine_link.engine import AdapterUse, TextRequest
 from slipstream.server.kserve.tensors import single
 from slipstream.server.openai.errors import refused
 from slipstream.server.openai.fields import ChatFields, Fields
 from slipstream.server.openai.models import NamedModel
-from slipstream.server.text.pipeline import TextRequest
 
 _GUIDES = {
     "guided_json": "json_schema",

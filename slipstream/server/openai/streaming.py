@@ -7,12 +7,13 @@ from contextlib import aclosing
 
 import msgspec
 
+from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.http.exchange import EVENTS, JSON, Exchange
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.errors import as_api_error
 from slipstream.server.openai.fields import ignored_header
 from slipstream.server.openai.generation import CallAnswers
-from slipstream.server.text.pipeline import TextOutput, in_thread_if_long
+from slipstream.server.text.threads import in_thread_if_long
 
 DONE = b"data: [DONE]\n\n"
 

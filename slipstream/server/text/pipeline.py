@@ -1,120 +1,49 @@
-"""Text in, text out: the path that HTTP, gRPC and `slipstream.LLM` share, over any engine with this
-surface.
-"""
+"""Text in, text out: HTTP, gRPC and `slipstream.LLM` all generate through `TextGenerator`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, Unpack
+from dataclasses import replace
+from typing import Any
 
-from slipstream.engine.cache.retention import Retention
 from slipstream.engine.constraints.guided import GuideError, check_guide
-from slipstream.engine.messages import Beam, EngineInfo, Scores, Timing
-from slipstream.engine.request import PromptTable, SamplingParams
-from slipstream.server.engine_link.mailbox import RequestOutput
-from slipstream.server.engine_link.submission import Submission
-from slipstream.server.fields.adapters import AdapterRegistry, AdapterUse
+from slipstream.engine.messages import Beam
+from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.server.engine_link.engine import (
+    UNASSIGNED,
+    Engine,
+    InFlight,
+    RequestOutput,
+    TextOutput,
+    TextRequest,
+)
+from slipstream.server.fields.adapters import AdapterRegistry
+from slipstream.server.kserve.access import TENANT
 from slipstream.server.text.chat import Message, Tools, encode_chat, render_chat
 from slipstream.server.text.sequences import (
-    TextBeam,
     beam_problem,
-    merged,
+    merge_streams,
     sampling_of_sequence,
     write_beams,
 )
 from slipstream.server.text.stops import StopWords
 from slipstream.server.text.stream import TextStream
+from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
-# Longer texts are tokenised in a thread: on the event loop they would hold up everybody's streams.
-_LONG_TEXT_CHARS = 8192
-
-# What one request may be answered with in logits.
+# Longest logits that one request may return.
 MOST_LOGITS_BYTES = 256 << 20
-
-Result = TypeVar("Result")
 
 
 class PromptError(ValueError):
-    """The prompt cannot be run. The text is one line, fit for the caller to see."""
-
-
-class InFlightRequest(Protocol):
-    """One request in flight: an async iterator of `RequestOutput` that ends after one with a finish reason."""
-
-    request_id: int
-
-    def cancel(self, reason: str = "cancelled") -> None: ...
-    def __aiter__(self) -> InFlightRequest: ...
-    async def __anext__(self) -> RequestOutput: ...
-
-
-class Engine(Protocol):
-    """What `EngineClient` and `InProcessEngine` have in common."""
-
-    info: EngineInfo | None
-
-    @property
-    def ready(self) -> bool: ...
-    def submit(
-        self, prompt: list[int], sampling: SamplingParams, **more: Unpack[Submission]
-    ) -> InFlightRequest: ...
-
-
-@dataclass(frozen=True)
-class TextRequest:
-    prompt: str | list[int]  # token ids are taken as they are
-    sampling: SamplingParams = field(default_factory=SamplingParams)  # no end ids: the model's own
-    bad_words: Sequence[str] = ()  # besides those that `sampling` has as tokens
-    stop_words: Sequence[str] = ()
-    show_stop_word: bool = False  # the one that ends the text, behind it
-    # tokens that end the text besides its end ids, also where those are ignored
-    stop_ids: Sequence[int] = ()
-    add_special_tokens: bool = True
-    skip_special_tokens: bool = True
-    ignore_end: bool = False  # go on past the model's end-of-text token
-    priority: int = 0
-    deadline: float | None = None
-    cache_salt: str = ""
-    # samples of the one prompt; of a beam search, how many of its beams are wanted
-    sequences: int = 1
-    draft: Sequence[int] = ()  # a guess at how the answer begins
-    adapter: AdapterUse | None = None
-    # for a prompt of tokens, some of them beyond the vocabulary
-    prompt_table: PromptTable | None = None
-    retention: Retention | None = None  # how dear the blocks are that it leaves in the cache
-    # told of the generation, to stop it from elsewhere
-    submitted: Callable[[InFlightRequest], None] | None = None
-
-
-@dataclass(slots=True)
-class TextOutput:
-    """What is new of one sequence. A non-empty `finish_reason` makes it the last one of that
-    sequence.
-
-    The last delta of a beam search has all there is: `beams`, and the best of them as text and
-    tokens.
-    """
-
-    text: str
-    tokens: list[int]
-    log_probs: list[float] | None = None
-    top_log_probs: list[list[tuple[int, float]]] | None = None
-    finish_reason: str = ""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    error: str = ""
-    scores: Scores | None = None
-    timing: Timing | None = None
-    lost: bool = False  # the engine is gone
-    sequence: int = 0
-    beams: list[TextBeam] | None = None
+    """The prompt cannot be run. The text is one line that the client may see."""
 
 
 class TextGenerator:
+    """Generates text with one engine and its tokenizer."""
+
     def __init__(
         self, tokenizer: Tokenizer, engine: Engine, adapters: AdapterRegistry | None = None
     ) -> None:
@@ -123,9 +52,9 @@ class TextGenerator:
         self.adapters = adapters or AdapterRegistry()
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextOutput, None]:
-        """Run a request. Closing the iterator early cancels it in the engine at once.
+        """Run a request. Closing the iterator early cancels the request in the engine at once.
 
-        Raises, before anything runs, PromptError, TokenizerError, or the engine's own refusal.
+        Raises PromptError, TokenizerError or EngineUnavailable before anything runs.
         """
         prompt = await self._prompt(request)
         words = sum(map(len, (*request.bad_words, *request.stop_words)))
@@ -133,97 +62,66 @@ class TextGenerator:
         self._check_logits(sampling, len(prompt), max(request.sequences, sampling.beam_width))
         if sampling.guide is not None:
             await _check_guide(sampling)
-        letters = sum(map(len, request.stop_words))
-        stop_words = await in_thread_if_long(
-            letters, StopWords, request.stop_words, request.show_stop_word
-        )
-        generations = self._submit(request, prompt, sampling)
-        streams = [
-            TextStream(self.tokenizer, stop_words, request.skip_special_tokens) for _ in generations
-        ]
-        running = set(range(len(generations)))
-        # ended at a stop word, and wait for the times the engine tells at its end
-        held: dict[int, TextOutput] = {}
+        stop_words: StopWords | None = None
+        if request.stop_words:
+            stop_words = await in_thread_if_long(
+                words, StopWords, request.stop_words, request.show_stop_word
+            )
+        sequences = self._submit(request, prompt, sampling, stop_words)
         try:
-            async with aclosing(merged(generations)) as arrivals:
-                async for index, delta in arrivals:
-                    if index in held and delta.finish_reason:
-                        news = held.pop(index)
-                        news.timing = delta.timing
-                    elif index in held or index not in running:
-                        continue  # it ended at a stop word; this is the engine's own end
-                    else:
-                        news = _advance(streams[index], delta, sampling.end_ids)
-                        if delta.scores is not None:
-                            news.scores = _kept(delta.scores, len(news.tokens), len(delta.tokens))
-                        if delta.beams:
-                            self._add_beams(news, delta.beams, request, stop_words)
-                        news.prompt_tokens, news.sequence = len(prompt), index
-                        if streams[index].stopped and not delta.finish_reason:
-                            generations[index].cancel("stop")
-                            if request.sampling.timing:
-                                held[index] = news
-                                continue
-                    if news.finish_reason:
-                        running.discard(index)
-                    yield news
-                    if not running:
+            if len(sequences) == 1:
+                async for output in sequences[0].in_flight:
+                    text_output = sequences[0].advance(output)
+                    if text_output is not None:
+                        yield text_output
+                    if sequences[0].ended:
+                        return
+                return
+            async with aclosing(merge_streams([one.in_flight for one in sequences])) as arrivals:
+                async for index, output in arrivals:
+                    text_output = sequences[index].advance(output)
+                    if text_output is not None:
+                        yield text_output
+                    if all(one.ended for one in sequences):
                         return
         finally:
-            for index in running:
-                generations[index].cancel()
+            for one in sequences:
+                if not one.ended:
+                    one.in_flight.cancel()
 
     def _submit(
-        self, request: TextRequest, prompt: list[int], sampling: SamplingParams
-    ) -> list[InFlightRequest]:
-        """One generation for each sequence; those after the first share its prompt. Beams are one
-        generation.
-        """
-        generations: list[InFlightRequest] = []
-        try:
-            self._submit_each(request, prompt, sampling, generations)
-        except BaseException:  # whatever it is, those that were begun have no reader
-            for generation in generations:
-                generation.cancel()
-            raise
-        return generations
-
-    def _submit_each(
         self,
         request: TextRequest,
         prompt: list[int],
         sampling: SamplingParams,
-        generations: list[InFlightRequest],
-    ) -> None:
-        table = request.prompt_table
-        more = Submission(
-            priority=request.priority,
-            deadline=request.deadline,
-            draft=request.draft,
-            adapter=request.adapter,
-            retention=request.retention,
-            prompt_table=table,
-            cache_salt=request.cache_salt
-            if table is None
-            else f"{request.cache_salt}\0{table.digest}",
-        )
-        for index in range(1 if sampling.beams else request.sequences):
-            if generations:
-                more["prompt_of"] = generations[0].request_id
-                if request.adapter is not None:  # the first has brought it
-                    more["adapter"] = replace(request.adapter, source=None)
-            generation = self.engine.submit(prompt, sampling_of_sequence(sampling, index), **more)
-            generations.append(generation)
-            if request.submitted is not None:
-                request.submitted(generation)
-
-    def _add_beams(
-        self, news: TextOutput, beams: Sequence[Beam], request: TextRequest, stop_words: StopWords
-    ) -> None:
-        written = write_beams(self.tokenizer, beams, stop_words, request.skip_special_tokens)
-        news.beams = written[: request.sequences] if request.sequences > 1 else written
-        best = news.beams[0]
-        news.text, news.tokens, news.log_probs = best.text, best.tokens, best.log_probs
+        stop_words: StopWords | None,
+    ) -> list[_Sequence]:
+        """Submit each sequence to the engine. A beam search is one sequence."""
+        sequences: list[_Sequence] = []
+        engine_request = _engine_request(request, prompt, sampling)
+        try:
+            for index in range(1 if sampling.beams else request.sequences):
+                if index == 1:
+                    # the sequences after the first share its prompt and its adapter
+                    engine_request = replace(
+                        engine_request,
+                        prompt_of=sequences[0].in_flight.request_id,
+                        adapter_source=None,
+                    )
+                if index:
+                    sequence_sampling = sampling_of_sequence(sampling, index)
+                    engine_request = replace(engine_request, sampling=sequence_sampling)
+                in_flight = self.engine.submit(engine_request)
+                sequences.append(
+                    _Sequence(index, in_flight, request, engine_request, self.tokenizer, stop_words)
+                )
+                if request.submitted is not None:
+                    request.submitted(in_flight)
+        except BaseException:  # whatever it is, the submitted sequences have no reader
+            for one in sequences:
+                one.in_flight.cancel()
+            raise
+        return sequences
 
     async def chat_prompt(
         self,
@@ -233,7 +131,7 @@ class TextGenerator:
         tools: Tools = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens of a conversation, rendered and cut up beside the event loop."""
+        """Return the tokens of a conversation. A thread renders and tokenizes it."""
 
         def render_and_encode() -> list[int]:
             rendered = render_chat(
@@ -270,9 +168,7 @@ class TextGenerator:
         return ids
 
     def _check_logits(self, sampling: SamplingParams, prompt_tokens: int, sequences: int) -> None:
-        """Logits are a number for every token of the vocabulary, so a long request can ask for
-        gigabytes.
-        """
+        """Refuse a request for too many logits: each token has one for the whole vocabulary."""
         if self.engine.info is None:
             return
         wanted = {
@@ -280,22 +176,23 @@ class TextGenerator:
             "generation_logits": sampling.max_tokens * sampling.generation_logits * sequences,
         }
         if sum(wanted.values()) * 4 * self.engine.info.vocab_size > MOST_LOGITS_BYTES:
-            named = " and ".join(
-                f"{name} of {count} tokens" for name, count in wanted.items() if count
-            )
+            counts = [f"{name} of {count} tokens" for name, count in wanted.items() if count]
             most = MOST_LOGITS_BYTES // (4 * self.engine.info.vocab_size)
             raise PromptError(
-                f"{named} exceed the bound of {MOST_LOGITS_BYTES >> 20} MiB a request, which is {most} tokens "
-                f"of this model's vocabulary"
+                f"{' and '.join(counts)} exceed the bound of {MOST_LOGITS_BYTES >> 20} MiB a "
+                f"request, which is {most} tokens of this model's vocabulary"
             )
 
     def _sampling(self, request: TextRequest, prompt_tokens: int) -> SamplingParams:
-        """The request's parameters with what only the tokenizer and the engine's size can tell."""
+        """Return the request's parameters, completed from the tokenizer and the engine's limits."""
         given = request.sampling
-        problem = beam_problem(given, request.sequences, bool(request.draft), self.engine.info)
-        if problem:
-            raise PromptError(problem)
-        end_ids = given.end_ids or tuple(self.tokenizer.end_ids)
+        if given.beams:
+            problem = beam_problem(given, request.sequences, bool(request.draft), self.engine.info)
+            if problem:
+                raise PromptError(problem)
+        end_ids: tuple[int, ...] = ()
+        if not request.ignore_end:
+            end_ids = given.end_ids or tuple(self.tokenizer.end_ids)
         room = given.max_tokens
         if self.engine.info is not None:
             room = self.engine.info.max_sequence_tokens - prompt_tokens
@@ -303,53 +200,173 @@ class TextGenerator:
         sampling = replace(
             given,
             max_tokens=min(given.max_tokens, room),
-            end_ids=(
-                *(() if request.ignore_end else end_ids),
-                *self._stop_marks(request),
-                *request.stop_ids,
-            ),
+            end_ids=(*end_ids, *self._special_stop_ids(request), *request.stop_ids),
             bad_words=tuple(dict.fromkeys(bad_words)),
             bad_texts=self._bad_texts(request),
             stop_texts=self._stop_texts(request),
-            timing=True,  # the time in the queue is counted, whoever asks
+            timing=True,  # the metrics count the time in the queue of every request
         )
-        return (
-            sampling if self.engine.info is None else within(sampling, self.engine.info.vocab_size)
-        )
+        if self.engine.info is None:
+            return sampling
+        return within(sampling, self.engine.info.vocab_size)
 
     def _bad_texts(self, request: TextRequest) -> tuple[str, ...]:
-        """The words themselves, where what a token writes is known; otherwise their likely tokens
-        must do.
+        """Return the bad words as texts, where the tokenizer knows the text of each token.
+
+        Elsewhere the engine only sees the likely tokens of the words.
         """
         if self.tokenizer.token_bytes is None:
             return ()
         return tuple(dict.fromkeys(word for word in request.bad_words if word))
 
-    def _stop_marks(self, request: TextRequest) -> tuple[int, ...]:
-        """Stop words that are special tokens, which do not show in a text that leaves those out."""
-        found = [
-            self.tokenizer.encode(word, False)
-            for word in request.stop_words
-            if word and request.skip_special_tokens
-        ]
-        return tuple(
-            {
-                ids[0]: None
-                for ids in found
-                if len(ids) == 1 and ids[0] in self.tokenizer.special_ids
-            }
-        )
+    def _special_stop_ids(self, request: TextRequest) -> tuple[int, ...]:
+        """Return the stop words that are special tokens, where the text leaves those out."""
+        if not request.skip_special_tokens:
+            return ()
+        found: dict[int, None] = {}
+        for word in request.stop_words:
+            ids = self.tokenizer.encode(word, False) if word else []
+            if len(ids) == 1 and ids[0] in self.tokenizer.special_ids:
+                found[ids[0]] = None
+        return tuple(found)
 
     def _stop_texts(self, request: TextRequest) -> tuple[str, ...]:
-        """Nobody sees a beam's text before its end, so that the engine must know where it stops."""
+        """Return the stop words of a beam search, whose texts only the engine sees before the end."""
         if self.tokenizer.token_bytes is None or not request.sampling.beams:
             return ()
         return tuple(dict.fromkeys(word for word in request.stop_words if word))
 
 
+class _Sequence:
+    """One sequence of a request: the engine's outputs in, text out."""
+
+    def __init__(
+        self,
+        index: int,
+        in_flight: InFlight,
+        request: TextRequest,
+        engine_request: GenerateRequest,
+        tokenizer: Tokenizer,
+        stop_words: StopWords | None,
+    ) -> None:
+        self.in_flight = in_flight
+        self.ended = False  # its last output was returned
+        self._index = index
+        self._request = request
+        self._prompt_tokens = len(engine_request.prompt)
+        self._end_ids = engine_request.sampling.end_ids
+        self._tokenizer = tokenizer
+        self._stop_words = stop_words
+        self._stream = TextStream(tokenizer, stop_words or (), request.skip_special_tokens)
+        # the last output, ended by a stop word; it waits for the times of the engine's own end
+        self._last: TextOutput | None = None
+
+    def advance(self, output: RequestOutput) -> TextOutput | None:
+        """Return the output with its text, cut at a stop word; None where there is nothing new."""
+        if self._last is not None:
+            if not output.finish_reason:
+                return None
+            self._last.timing = output.timing
+            self.ended = True
+            return self._last
+        if self.ended:
+            return None  # it ended at a stop word before the engine did
+        text_output = self._write(output)
+        if output.beams:
+            self._add_beams(text_output, output.beams)
+        if self._stream.stopped and not output.finish_reason:
+            self.in_flight.cancel("stop")
+            if self._request.sampling.timing:
+                self._last = text_output
+                return None
+        self.ended = bool(text_output.finish_reason)
+        return text_output
+
+    def _write(self, output: RequestOutput) -> TextOutput:
+        stream = self._stream
+        used = stream.tokens_used
+        written = output.tokens
+        if output.finish_reason == "stop" and written and written[-1] in self._end_ids:
+            # an end token is never text, even where special tokens are shown
+            written = written[:-1]
+        text = stream.push(written)
+        if output.finish_reason:
+            text += stream.finish()
+        text_output = TextOutput(
+            tokens=output.tokens,
+            log_probs=output.log_probs,
+            top_log_probs=output.top_log_probs,
+            finish_reason=output.finish_reason,
+            cached_tokens=output.cached_tokens,
+            error=output.error,
+            scores=output.scores,
+            timing=output.timing,
+            lost=output.lost,
+            text=text,
+            prompt_tokens=self._prompt_tokens,
+            sequence=self._index,
+        )
+        if stream.stopped:
+            _stop_after(text_output, max(stream.tokens_used - used, 0))
+        return text_output
+
+    def _add_beams(self, output: TextOutput, beams: Sequence[Beam]) -> None:
+        """Add the beams of a search with their texts. The best one is the output's own text."""
+        request = self._request
+        found = write_beams(self._tokenizer, beams, self._stop_words, request.skip_special_tokens)
+        if request.sequences > 1:
+            found = found[: request.sequences]
+        output.beams = found
+        output.text = found[0].text
+        output.tokens = found[0].tokens
+        output.log_probs = found[0].log_probs
+
+
+def _stop_after(output: TextOutput, count: int) -> None:
+    """End an output at a stop word, of which the first `count` tokens are kept."""
+    output.finish_reason = "stop"
+    output.error = ""
+    if output.scores is not None and count < len(output.tokens):
+        logits = output.scores.generation_logits
+        output.scores.generation_logits = logits[: count * (len(logits) // len(output.tokens))]
+    output.tokens = output.tokens[:count]
+    if output.log_probs is not None:
+        output.log_probs = output.log_probs[:count]
+    if output.top_log_probs is not None:
+        output.top_log_probs = output.top_log_probs[:count]
+
+
+def _engine_request(
+    request: TextRequest, prompt: list[int], sampling: SamplingParams
+) -> GenerateRequest:
+    """Return the request for the engine. Tenants, salts and tables never share cached blocks."""
+    salt = request.cache_salt
+    if request.prompt_table is not None:
+        salt = f"{salt}\0{request.prompt_table.digest}"
+    tenant = TENANT.get()
+    if tenant:
+        salt = f"{tenant}\0{salt}"
+    adapter = request.adapter
+    return GenerateRequest(
+        UNASSIGNED,
+        prompt,
+        sampling,
+        priority=request.priority,
+        deadline=request.deadline,
+        adapter=0 if adapter is None else adapter.number,
+        adapter_name="" if adapter is None else adapter.name,
+        adapter_source=None if adapter is None else adapter.source,
+        cache_salt=salt,
+        draft=list(request.draft),
+        prompt_table=request.prompt_table,
+        retention=request.retention,
+    )
+
+
 def within(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Without what concerns tokens that the model cannot say: a tokenizer may know more than its
-    model has.
+    """Return the parameters without tokens that the model does not have.
+
+    A tokenizer may have more tokens than its model.
     """
 
     def known(token: int) -> bool:
@@ -365,35 +382,8 @@ def within(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
     )
 
 
-async def in_thread_if_long(size: int, function: Callable[..., Result], *args: Any) -> Result:
-    return await asyncio.to_thread(function, *args) if size > _LONG_TEXT_CHARS else function(*args)
-
-
-def _advance(stream: TextStream, delta: RequestOutput, end_ids: tuple[int, ...]) -> TextOutput:
-    """Turn the engine's news into text, cut at a stop word."""
-    before = stream.tokens_used
-    written = delta.tokens
-    if delta.finish_reason == "stop" and written and written[-1] in end_ids:
-        written = written[:-1]  # an end mark is never text, even where special tokens are shown
-    text = stream.push(written)
-    if delta.finish_reason:
-        text += stream.finish()
-    count = max(stream.tokens_used - before, 0) if stream.stopped else len(delta.tokens)
-    return TextOutput(
-        text=text,
-        tokens=delta.tokens[:count],
-        log_probs=None if delta.log_probs is None else delta.log_probs[:count],
-        top_log_probs=None if delta.top_log_probs is None else delta.top_log_probs[:count],
-        finish_reason="stop" if stream.stopped else delta.finish_reason,
-        cached_tokens=delta.cached_tokens,
-        error="" if stream.stopped else delta.error,
-        timing=delta.timing,
-        lost=delta.lost,
-    )
-
-
 async def _check_guide(sampling: SamplingParams) -> None:
-    """Before anything runs; in a thread, because a grammar may be long."""
+    """Check the grammar before anything runs; in a thread, because it may be long."""
     assert sampling.guide is not None
     try:
         await asyncio.to_thread(check_guide, sampling.guide)
@@ -401,34 +391,22 @@ async def _check_guide(sampling: SamplingParams) -> None:
         raise PromptError(f"guided_decoding_guide: {error}") from error
 
 
-def _kept(scores: Scores, kept: int, tokens: int) -> Scores:
-    """Without the logits of tokens that come after a stop word."""
-    if kept < tokens:
-        row_bytes = len(scores.generation_logits) // tokens
-        scores.generation_logits = scores.generation_logits[: kept * row_bytes]
-    return scores
-
-
 def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[tuple[int, ...]]:
-    """The token sequences of words: as they stand at the beginning of a text, inside it, and after
-    a space.
-    """
+    """Return the token sequences of words: at the beginning of a text, inside, after a space."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         if word:
-            for ids in (
-                tokenizer.encode(word, False),
-                _inside(tokenizer, word),
-                _inside(tokenizer, " " + word),
-            ):
-                found[tuple(ids)] = None
+            found[tuple(tokenizer.encode(word, False))] = None
+            found[tuple(_inside(tokenizer, word))] = None
+            found[tuple(_inside(tokenizer, " " + word))] = None
     found.pop((), None)
     return list(found)
 
 
 def _inside(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text that follows another: some tokenizers put a space before the first word
-    only.
+    """Return the tokens of a text that follows another text.
+
+    Some tokenizers add a space before the first word only.
     """
     before = tokenizer.encode("\n", False)
     both = tokenizer.encode("\n" + text, False)

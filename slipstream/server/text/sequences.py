@@ -1,16 +1,17 @@
-"""The several answers one request may have: samples of one prompt, and the beams of a search."""
+"""Several answers to one request: samples of one prompt, and the beams of a search."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from slipstream.engine.messages import Beam, EngineInfo
 from slipstream.engine.request import SamplingParams
 from slipstream.request_fields.field import BEAM_SEARCH
 from slipstream.request_fields.table import conflicting_parameter
+from slipstream.server.engine_link.engine import TextBeam
 from slipstream.server.text.stops import StopWords
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
@@ -21,39 +22,27 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that no two sequences of a request ha
 _SEEDS = 2**64
 
 
-@dataclass(frozen=True, slots=True)
-class TextBeam:
-    """One way on from the prompt, best first among its like."""
-
-    text: str
-    tokens: list[int]
-    log_probs: list[float]
-    total_log_prob: float  # of all its tokens and its end
-    finish_reason: str
-    generation_logits: bytes = b""  # float32 [tokens, vocab]
-
-
 def write_beams(
-    tokenizer: Tokenizer, beams: Sequence[Beam], stop_words: StopWords, skip_special_tokens: bool
+    tokenizer: Tokenizer,
+    beams: Sequence[Beam],
+    stop_words: StopWords | None,
+    skip_special_tokens: bool,
 ) -> list[TextBeam]:
-    """The texts of beams, each cut at the first stop word in it."""
+    """Return the beams with their texts, each cut at its first stop word."""
     written = []
     for beam in beams:
-        stream = TextStream(tokenizer, stop_words, skip_special_tokens)
+        stream = TextStream(tokenizer, stop_words or (), skip_special_tokens)
         text = stream.push(beam.tokens) + stream.finish()
         count = stream.tokens_used if stream.stopped else len(beam.tokens)
-        reason = "stop" if stream.stopped else beam.finish_reason
-        logits = beam.generation_logits[
-            : len(beam.generation_logits) // max(1, len(beam.tokens)) * count
-        ]
+        row_bytes = len(beam.generation_logits) // max(1, len(beam.tokens))
         written.append(
             TextBeam(
-                text,
-                beam.tokens[:count],
-                beam.log_probs[:count],
-                beam.total_log_prob,
-                reason,
-                logits,
+                tokens=beam.tokens[:count],
+                log_probs=beam.log_probs[:count],
+                total_log_prob=beam.total_log_prob,
+                finish_reason="stop" if stream.stopped else beam.finish_reason,
+                generation_logits=beam.generation_logits[: row_bytes * count],
+                text=text,
             )
         )
     return written
@@ -62,12 +51,8 @@ def write_beams(
 def beam_problem(
     sampling: SamplingParams, sequences: int, drafted: bool, info: EngineInfo | None
 ) -> str:
-    """Why a beam search cannot be what the rest of the request asks for; empty when it can, or
-    there is none.
-    """
+    """Return why the rest of a request does not go with its beam search; empty where it does."""
     width = sampling.beam_width
-    if not sampling.beams:
-        return ""
     if info is not None and width > info.max_beam_width:
         return f"Requested beam width {width} is larger than configured max beam width {info.max_beam_width}"
     if sequences > width:
@@ -77,19 +62,18 @@ def beam_problem(
 
 
 def sampling_of_sequence(sampling: SamplingParams, index: int) -> SamplingParams:
-    """The first sequence is what the request alone would be; each has a seed of its own that
-    follows from it.
+    """Return the parameters of a sequence after the first: with a seed of its own.
 
-    Scores of the prompt are the same for all, and come with the first.
+    The scores of the prompt are the same for all sequences and come with the first.
     """
-    if not index:
-        return sampling
     seed = (sampling.seed + index * _SEED_STEP) % _SEEDS
     return replace(sampling, seed=seed, prompt_log_probs=False, context_logits=False)
 
 
-async def merged(sources: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item], None]:
-    """Items of all sources as they come, with the place of the source. Ends when all have ended."""
+async def merge_streams(
+    sources: Sequence[AsyncIterator[Item]],
+) -> AsyncGenerator[tuple[int, Item], None]:
+    """Yield the items of all sources as they come, each with the index of its source."""
     if len(sources) == 1:
         async for item in sources[0]:
             yield 0, item

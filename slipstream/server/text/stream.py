@@ -27,8 +27,10 @@ class TextStream:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer()
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        words = stop_words if isinstance(stop_words, StopWords) else StopWords(stop_words)
-        self._filter = StopWordFilter(words) if words.first_chars else None
+        self._filter: StopWordFilter | None = None
+        if stop_words:
+            words = stop_words if isinstance(stop_words, StopWords) else StopWords(stop_words)
+            self._filter = StopWordFilter(words) if words.first_chars else None
         self._seen = 0  # tokens
         # where the stop word begins, and the tokens seen by then
         self._match: tuple[int, int] | None = None

@@ -1,0 +1,162 @@
+"""The types that an engine and its callers share, and the interface of an engine.
+
+A request has one shape on its way to an engine: `TextRequest` while it may still be text, and the
+engine's own `GenerateRequest` once it is tokens. Its output has one shape, too: `RequestOutput`,
+which `TextOutput` extends by the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slipstream.engine.adapters.adapters import AdapterSource
+from slipstream.engine.cache.retention import Retention
+from slipstream.engine.messages import Beam, EngineInfo, EngineStats, Scores, Timing
+from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
+
+UNASSIGNED = 0  # request id of a GenerateRequest before `Engine.submit` gives it one
+
+
+class EngineUnavailable(Exception):
+    """The engine accepts no new work: it is loading, restarting, draining or stopped.
+
+    The text says which.
+    """
+
+
+@dataclass(frozen=True)
+class AdapterUse:
+    """The LoRA adapter of one request."""
+
+    number: int
+    name: str  # name of the adapter in error texts
+    source: AdapterSource | None = None  # None: the engine has loaded it before
+
+    def explains(self, error: str) -> bool:
+        """Return whether an error of the engine is about this adapter."""
+        return error.startswith(self.name)
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A request whose prompt, stop words and bad words may still be text."""
+
+    prompt: str | list[int]  # token ids are used unchanged
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # no end ids: the model's own
+    bad_words: Sequence[str] = ()  # besides those that `sampling` has as tokens
+    stop_words: Sequence[str] = ()
+    show_stop_word: bool = False  # append the stop word that ends the text to the text
+    # tokens that end the text besides its end ids, also where those are ignored
+    stop_ids: Sequence[int] = ()
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+    ignore_end: bool = False  # go on past the model's end-of-text token
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str = ""
+    # samples of the one prompt; for a beam search, the number of beams to return
+    sequences: int = 1
+    draft: Sequence[int] = ()  # draft tokens for the beginning of the answer
+    adapter: AdapterUse | None = None
+    # embeddings for prompt tokens beyond the vocabulary
+    prompt_table: PromptTable | None = None
+    retention: Retention | None = None  # retention priority of the cache blocks it leaves
+    # called with each request in flight, so that it can be cancelled from elsewhere
+    submitted: Callable[[InFlight], None] | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What is new of one request since the last read.
+
+    A non-empty `finish_reason` makes it the last output.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] | None = None  # one per token; None when not requested
+    top_log_probs: list[list[tuple[int, float]]] | None = None  # per token; None: not requested
+    finish_reason: str = ""
+    cached_tokens: int = 0
+    error: str = ""
+    scores: Scores | None = None  # logits and prompt log-probabilities, where requested
+    timing: Timing | None = None  # with the last output, where requested
+    beams: Sequence[Beam] | None = None  # with the last output of a beam search, best first
+    lost: bool = False  # the error is the loss of the engine, not a fault of the request
+
+    def merge(self, newer: RequestOutput) -> None:
+        """Append a newer output of the same request."""
+        self.tokens += newer.tokens
+        if newer.log_probs is not None:
+            self.log_probs = (self.log_probs or []) + newer.log_probs
+        if newer.top_log_probs is not None:
+            self.top_log_probs = (self.top_log_probs or []) + newer.top_log_probs
+        self.finish_reason = newer.finish_reason
+        self.cached_tokens = max(self.cached_tokens, newer.cached_tokens)
+        self.error = newer.error
+        self.lost = newer.lost
+        self.timing = newer.timing
+        self.beams = newer.beams
+        if self.scores is None:
+            self.scores = newer.scores
+        elif newer.scores is not None:
+            self.scores.merge(newer.scores)
+
+
+@dataclass(frozen=True, slots=True)
+class TextBeam(Beam):
+    """A beam with its text."""
+
+    text: str = ""
+
+
+@dataclass(slots=True)
+class TextOutput(RequestOutput):
+    """What is new of one sequence, with its text.
+
+    The last output of a beam search has the whole result: `beams`, and the best of them as text
+    and tokens.
+    """
+
+    text: str = ""
+    prompt_tokens: int = 0
+    sequence: int = 0  # index among the sequences of its request
+    beams: Sequence[TextBeam] | None = None
+
+
+class InFlight(Protocol):
+    """A submitted request: an async iterator of outputs. The one with a finish reason is the last."""
+
+    @property
+    def request_id(self) -> int: ...
+
+    def cancel(self, reason: str = "cancelled") -> None: ...
+    def __aiter__(self) -> InFlight: ...
+    async def __anext__(self) -> RequestOutput: ...
+
+
+class Engine(Protocol):
+    """An engine as the server uses it: `EngineClient` or `InProcessEngine`."""
+
+    info: EngineInfo | None  # None before it has started
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether it accepts requests and makes progress with those it has."""
+        ...
+
+    @property
+    def outstanding(self) -> int:
+        """The number of requests in flight."""
+        ...
+
+    def submit(self, request: GenerateRequest) -> InFlight:
+        """Start a request, under a request id that the engine assigns.
+
+        Raises EngineUnavailable when the engine accepts no work.
+        """
+        ...
