@@ -7,11 +7,11 @@ from argparse import Namespace
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.cli.arguments import CommandError, Parser
 from slipstream.cli.connections import add_address, server_address
 from slipstream.cli.keys import read_api_key
+from slipstream.client.prometheus import parse_metrics
 
 _PORT = 8002
 
@@ -35,20 +35,18 @@ def run(given: Namespace) -> int:
         ) from error
     if not response.is_success:
         raise CommandError(f"the server answered {response.status_code} to GET {url}")
-    print(json.dumps(metrics_document(response.text), indent=2))
+    try:
+        document = metrics_document(response.text)
+    except ValueError as error:
+        raise CommandError(f"the response of {url} cannot be read: {error}") from error
+    print(json.dumps(document, indent=2))
     return 0
 
 
 def metrics_document(text: str) -> dict[str, Any]:
-    """Return the samples by their full names.
-
-    The names keep a counter's `_total`, which the parser removes from the name of a family.
-    """
+    """Return the samples by name, in the form that Triton CLI prints."""
     document: dict[str, Any] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            entry = document.setdefault(
-                sample.name, {"description": family.documentation, "metrics": []}
-            )
-            entry["metrics"].append({"labels": sample.labels, "value": sample.value})
+    for sample in parse_metrics(text):
+        entry = document.setdefault(sample.name, {"description": sample.help, "metrics": []})
+        entry["metrics"].append({"labels": sample.labels, "value": sample.value})
     return document
