@@ -1,8 +1,7 @@
-"""Source or checkpoint → engine folder, in one stream: a few rows of one tensor are in memory at a
-time.
+"""Build an engine folder from a source. The weights are streamed: only a few rows of one tensor are
+in memory at a time.
 
-Deciding that there is nothing to do, or that a model cannot be built, reads headers only and
-imports no torch.
+Only headers are read, and torch is not imported, until there is something to write.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.version import VERSION
+from slipstream.weights.build_plan import BuildPlan, plan_build
 from slipstream.weights.engine_config import (
     CONFIG_NAME,
     FORMAT,
@@ -26,13 +26,12 @@ from slipstream.weights.engine_config import (
 from slipstream.weights.parameters import (
     EngineParameter,
     Quantisation,
-    choose_quantisation,
     engine_layout,
     engine_parameters,
     scales_name,
 )
 from slipstream.weights.sources.open_source import open_source
-from slipstream.weights.sources.source import Source, check_source, stored_dtype
+from slipstream.weights.sources.source import Source
 from slipstream.weights.stream import (
     ByteMeter,
     Progress,
@@ -48,6 +47,8 @@ if TYPE_CHECKING:
     import torch
 
 _WEIGHTS_NAME = "rank0.engine"
+
+EnginePlan = BuildPlan[BuildLimits]
 
 
 def build_engine(
@@ -70,7 +71,14 @@ def build_engine(
     output = Path(output)
     progress = progress or no_progress
     opened = open_source(str(source), progress) if isinstance(source, str | Path) else source
-    plan = _plan(opened, dtype, weight_only, fp8_kv_cache, limits)
+    plan = plan_build(
+        opened,
+        dtype,
+        weight_only,
+        fp8_kv_cache,
+        FORMAT,
+        limits or BuildLimits.for_model(opened.spec),
+    )
     if _is_built(output, plan):
         return output
     check_disk(output, file_size(engine_layout(opened.spec, plan.dtype, plan.quantisation)))
@@ -79,32 +87,7 @@ def build_engine(
     return output
 
 
-@dataclass(frozen=True)
-class _Plan:
-    dtype: str
-    quantisation: Quantisation
-    limits: BuildLimits
-    request: str  # a hash of everything that decides what the folder will hold
-
-
-def _plan(
-    source: Source,
-    dtype: str,
-    weight_only: str | None,
-    fp8_kv_cache: bool,
-    limits: BuildLimits | None,
-) -> _Plan:
-    dtype = stored_dtype(source, dtype)
-    check_source(source)
-    limits = limits or BuildLimits.for_model(source.spec)
-    quantisation = choose_quantisation(source.spec, weight_only, fp8_kv_cache)
-    wanted = [VERSION, FORMAT, source.fingerprint(), dtype, asdict(quantisation), asdict(limits)]
-    return _Plan(
-        dtype, quantisation, limits, hashlib.sha256(json.dumps(wanted).encode()).hexdigest()
-    )
-
-
-def _is_built(output: Path, plan: _Plan) -> bool:
+def _is_built(output: Path, plan: EnginePlan) -> bool:
     """Whether the folder holds this very build, all of its files present and its weights whole."""
     try:
         config = read_engine_config(output)
@@ -124,7 +107,7 @@ def _old_files(output: Path) -> list[str]:
     return list(config.files) if config.path == output else []
 
 
-def _write_folder(source: Source, plan: _Plan, staging: Path, progress: Progress) -> None:
+def _write_folder(source: Source, plan: EnginePlan, staging: Path, progress: Progress) -> None:
     files = {}
     for name, content in source.tokenizer_files().items():
         (staging / name).write_bytes(content)
@@ -140,16 +123,16 @@ def _write_folder(source: Source, plan: _Plan, staging: Path, progress: Progress
         "request": plan.request,
     }
     document = config_document(
-        VERSION, source.spec, plan.dtype, plan.quantisation, plan.limits, source.generation, own
+        VERSION, source.spec, plan.dtype, plan.quantisation, plan.details, source.generation, own
     )
     (staging / CONFIG_NAME).write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _content_hash(source: Source, plan: _Plan, files: dict[str, str]) -> str:
+def _content_hash(source: Source, plan: EnginePlan, files: dict[str, str]) -> str:
     """Equal for folders that behave the same, whatever they were made from."""
     what = [
         source.spec.to_config(),
-        asdict(plan.limits),
+        asdict(plan.details),
         asdict(source.generation),
         sorted(files.items()),
     ]
@@ -158,7 +141,7 @@ def _content_hash(source: Source, plan: _Plan, files: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def _engine_pieces(source: Source, plan: _Plan) -> Iterator[tuple[str, memoryview]]:
+def _engine_pieces(source: Source, plan: EnginePlan) -> Iterator[tuple[str, memoryview]]:
     for parameter in engine_parameters(source.spec, plan.quantisation):
         rows = parameter_rows(source, parameter.parts)
         if parameter.bits:

@@ -7,24 +7,22 @@ applies it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.model.families.family import Recipe
 from slipstream.model.spec import ModelSpec
 from slipstream.version import VERSION
+from slipstream.weights.build_plan import BuildPlan, plan_build
 from slipstream.weights.engine_config import CONFIG_NAME, GenerationDefaults
 from slipstream.weights.parameters import (
     DTYPE_CODES,
-    Quantisation,
     Shape,
     TensorSlot,
     checkpoint_shapes,
-    choose_quantisation,
 )
 from slipstream.weights.rank_split import (
     Part,
@@ -39,10 +37,8 @@ from slipstream.weights.sources.hf_folder import read_json
 from slipstream.weights.sources.source import (
     Source,
     SourceError,
-    check_source,
     fingerprint_of,
     read_tokenizer_files,
-    stored_dtype,
 )
 from slipstream.weights.stream import (
     ByteMeter,
@@ -122,50 +118,35 @@ class CheckpointSource:
         )
 
 
-@dataclass(frozen=True)
-class CheckpointPlan:
-    """What a checkpoint will hold, decided from headers alone."""
+CheckpointPlan = BuildPlan[RankMapping]
 
-    dtype: str
-    quantisation: Quantisation
-    mapping: RankMapping
-    request: str  # a hash of everything that decides the result
 
-    @classmethod
-    def make(
-        cls,
-        source: Source,
-        dtype: str,
-        weight_only: str | None,
-        mapping: RankMapping,
-        fp8_kv_cache: bool = False,
-    ) -> CheckpointPlan:
-        dtype = stored_dtype(source, dtype)
-        check_source(source)
-        mapping.check(source.spec)
-        quantisation = choose_quantisation(source.spec, weight_only, fp8_kv_cache)
-        wanted = [
-            VERSION,
-            _FORMAT,
-            source.fingerprint(),
-            dtype,
-            asdict(quantisation),
-            asdict(mapping),
-        ]
-        return cls(
-            dtype, quantisation, mapping, hashlib.sha256(json.dumps(wanted).encode()).hexdigest()
-        )
+def plan_checkpoint(
+    source: Source,
+    dtype: str,
+    weight_only: str | None,
+    mapping: RankMapping,
+    fp8_kv_cache: bool = False,
+) -> CheckpointPlan:
+    """Return the plan of a checkpoint. Raises like `plan_build`."""
+    mapping.check(source.spec)
+    return plan_build(source, dtype, weight_only, fp8_kv_cache, _FORMAT, mapping)
 
-    def layout(self, spec: ModelSpec, rank: int) -> dict[str, TensorSlot]:
-        whole = checkpoint_shapes(spec)
-        code = DTYPE_CODES[self.dtype]
-        return {
-            stored: TensorSlot(code, self.part(spec, name, whole[name], rank).shape(whole[name]))
-            for stored, name in rank_parameters(spec, self.mapping, rank).items()
-        }
 
-    def part(self, spec: ModelSpec, name: str, whole: Shape, rank: int) -> Part:
-        return part_of(spec, name, whole, rank % self.mapping.tp_size, self.mapping.tp_size)
+def _rank_layout(plan: CheckpointPlan, spec: ModelSpec, rank: int) -> dict[str, TensorSlot]:
+    """Return the tensors of a rank's file."""
+    whole = checkpoint_shapes(spec)
+    code = DTYPE_CODES[plan.dtype]
+    return {
+        stored: TensorSlot(code, _rank_part(plan, spec, name, whole[name], rank).shape(whole[name]))
+        for stored, name in rank_parameters(spec, plan.details, rank).items()
+    }
+
+
+def _rank_part(plan: CheckpointPlan, spec: ModelSpec, name: str, whole: Shape, rank: int) -> Part:
+    """Return the part of a parameter that a rank's file holds."""
+    tp_size = plan.details.tp_size
+    return part_of(spec, name, whole, rank % tp_size, tp_size)
 
 
 def write_checkpoint(
@@ -183,10 +164,10 @@ def write_checkpoint(
 
     The folder appears whole or not at all.
     """
-    plan = CheckpointPlan.make(source, dtype, weight_only, mapping, fp8_kv_cache)
+    plan = plan_checkpoint(source, dtype, weight_only, mapping, fp8_kv_cache)
     if _is_written(output, plan):
         return output
-    layouts = [plan.layout(source.spec, rank) for rank in range(mapping.world_size)]
+    layouts = [_rank_layout(plan, source.spec, rank) for rank in range(mapping.world_size)]
     check_disk(output, sum(map(file_size, layouts)))
     with whole_folder(output, CONFIG_NAME, _old_ranks(output)) as staging:
         for name, content in source.tokenizer_files().items():
@@ -212,8 +193,8 @@ def _rank_pieces(
     source: Source, plan: CheckpointPlan, rank: int
 ) -> Iterator[tuple[str, memoryview]]:
     whole = checkpoint_shapes(source.spec)
-    for stored, name in rank_parameters(source.spec, plan.mapping, rank).items():
-        part = plan.part(source.spec, name, whole[name], rank)
+    for stored, name in rank_parameters(source.spec, plan.details, rank).items():
+        part = _rank_part(plan, source.spec, name, whole[name], rank)
         for block in cut(parameter_rows(source, (name,)), part):
             yield stored, tensor_bytes(block, plan.dtype)
 
@@ -224,7 +205,7 @@ def _is_written(output: Path, plan: CheckpointPlan) -> bool:
         own = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))["slipstream"]
         if own["request"] != plan.request:
             return False
-        for rank in range(plan.mapping.world_size):
+        for rank in range(plan.details.world_size):
             read_header(output / rank_file(rank))
     except (OSError, ValueError, KeyError, TypeError, TensorFileError):
         return False  # nothing there, or nothing usable: it is written again
@@ -240,7 +221,7 @@ def _document(source: Source, plan: CheckpointPlan) -> dict[str, Any]:
         **source.spec.to_config(),
         "dtype": plan.dtype,
         "logits_dtype": "float32",
-        "mapping": {"world_size": plan.mapping.world_size, **asdict(plan.mapping)},
+        "mapping": {"world_size": plan.details.world_size, **asdict(plan.details)},
         "quantization": {
             "quant_algo": plan.quantisation.algorithm,
             "kv_cache_quant_algo": plan.quantisation.kv_cache,

@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.weights.checkpoint import CheckpointPlan, write_checkpoint, write_checkpoint_config
+from slipstream.weights.checkpoint import (
+    plan_checkpoint,
+    write_checkpoint,
+    write_checkpoint_config,
+)
 from slipstream.weights.engine_config import CONFIG_NAME
 from slipstream.weights.rank_split import RankMapping
 from slipstream.weights.sources.open_source import open_source
@@ -40,7 +44,7 @@ def convert(wanted: Conversion, progress: Progress = no_progress) -> Converted:
     """SourceError, UnsupportedModel and ValueError say in one line why it cannot be done."""
     source = open_source(wanted.model, progress)
     if wanted.config_only:
-        plan = CheckpointPlan.make(
+        plan = plan_checkpoint(
             source, wanted.dtype, wanted.weight_only, wanted.mapping, wanted.fp8_kv_cache
         )
         with whole_folder(wanted.output, CONFIG_NAME) as staging:

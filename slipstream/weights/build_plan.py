@@ -1,0 +1,53 @@
+"""What a build or a conversion will write, decided from headers alone. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Generic, TypeVar
+
+from slipstream.version import VERSION
+from slipstream.weights.engine_config import BuildLimits
+from slipstream.weights.parameters import Quantisation, choose_quantisation
+from slipstream.weights.rank_split import RankMapping
+from slipstream.weights.sources.source import Source, check_source, stored_dtype
+
+# What an engine folder adds to the weights, and what a checkpoint does.
+Details = TypeVar("Details", BuildLimits, RankMapping)
+
+
+@dataclass(frozen=True)
+class BuildPlan(Generic[Details]):
+    dtype: str
+    quantisation: Quantisation
+    details: Details
+    request: str  # hash of everything that decides the result; equal requests need no second build
+
+
+def plan_build(
+    source: Source,
+    dtype: str,
+    weight_only: str | None,
+    fp8_kv_cache: bool,
+    file_format: int,
+    details: Details,
+) -> BuildPlan[Details]:
+    """Check the source and return the plan of a folder in `file_format`.
+
+    Raises SourceError, UnsupportedModel or ValueError with one line that says why it cannot be
+    built.
+    """
+    stored = stored_dtype(source, dtype)
+    check_source(source)
+    quantisation = choose_quantisation(source.spec, weight_only, fp8_kv_cache)
+    inputs = [
+        VERSION,
+        file_format,
+        source.fingerprint(),
+        stored,
+        asdict(quantisation),
+        asdict(details),
+    ]
+    request = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+    return BuildPlan(stored, quantisation, details, request)
