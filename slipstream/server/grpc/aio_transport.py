@@ -1,4 +1,4 @@
-"""A gRPC server on `grpc.aio`, grpcio's public interface. It replaces `core_transport` where needed."""
+"""A gRPC server on `grpc.aio`, the public interface of grpcio; the fallback of `core_transport`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The calls around inference: what is served and how it does, the repository, logs, traces and
-shared memory.
-"""
+"""The calls besides inference: server and models, the repository, logs, traces, shared memory."""
 
 from __future__ import annotations
 
@@ -79,27 +77,24 @@ class RepositoryCalls:
 
     async def load(self, request: Any) -> Any:
         check_repository_name(request.repository_name)
-        await load_model(self._control, request.model_name, _chosen(request.parameters))
+        await load_model(self._control, request.model_name, _parameter_values(request.parameters))
         return _answer("RepositoryModelLoad")
 
     async def unload(self, request: Any) -> Any:
         check_repository_name(request.repository_name)
-        dependents = bool(_chosen(request.parameters).get("unload_dependents", False))
+        dependents = bool(_parameter_values(request.parameters).get("unload_dependents", False))
         await self._control.unload(request.model_name, dependents)
         return _answer("RepositoryModelUnload")
 
 
-def _chosen(parameters: Any) -> dict[str, Any]:
-    """Of each parameter the value it has, whichever type that is; one that has none is left out."""
-    choices = (
-        (name, parameter, parameter.WhichOneof("parameter_choice"))
-        for name, parameter in parameters.items()
-    )
-    return {
-        name: getattr(parameter, choice)
-        for name, parameter, choice in choices
-        if choice is not None
-    }
+def _parameter_values(parameters: Any) -> dict[str, Any]:
+    """Return the value of each parameter that has one."""
+    values = {}
+    for name, parameter in parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is not None:
+            values[name] = getattr(parameter, choice)
+    return values
 
 
 class SharedMemoryCalls:
@@ -134,7 +129,7 @@ class SharedMemoryCalls:
 
 
 class SettingCalls:
-    """Logs and traces."""
+    """The settings of logs and traces."""
 
     def __init__(self, registry: ModelRegistry, traces: TraceSettings) -> None:
         self._registry = registry
@@ -152,7 +147,7 @@ class SettingCalls:
         return answer
 
     async def log_settings(self, request: Any) -> Any:
-        wanted = _chosen(request.settings)
+        wanted = _parameter_values(request.settings)
         answer = _answer("LogSettings")
         for key, value in (update_log_settings(wanted) if wanted else log_settings()).items():
             field = {bool: "bool_param", int: "uint32_param"}.get(type(value), "string_param")

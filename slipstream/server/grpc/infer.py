@@ -1,4 +1,4 @@
-"""The two calls that run models: one request and one answer, and a stream of both."""
+"""The two calls that run models: one request with one response, and a stream of both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.server.grpc.tensors import (
     write_response,
 )
 from slipstream.server.grpc.transport import INTERNAL, Call, ClientGone, Status, StreamCall
-from slipstream.server.http.infer_request import InferCall
+from slipstream.server.kserve.call import InferCall
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
 from slipstream.server.kserve.health import ServerState
@@ -31,10 +31,10 @@ from slipstream.server.tracing.tracing import Finishing, Headers, RequestTrace
 logger = logging.getLogger(__name__)
 
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
-# A client that sends this metadata wants a stream to end at its first error, with a real status.
+# Metadata of a client whose stream is to end at its first error, with the status of the error.
 ERRORS_END_STREAM = "triton_grpc_error"
 
-_MOST_UNDER_WAY = 1024  # requests of one stream
+_MOST_UNDER_WAY = 1024  # requests of one stream that run at the same time
 
 
 def version_number(text: str) -> str:
@@ -85,32 +85,32 @@ class Inference:
         return self.write(Admitted(entry, call), answer)
 
     async def model_stream_infer(self, call: StreamCall) -> None:
-        """Any number of requests, answered side by side. An error is an answer; the stream goes on."""
+        """Answer the requests of a stream concurrently. After an error the stream goes on."""
         stream = _Stream(call, self.forwarded(call))
         room = asyncio.Semaphore(_MOST_UNDER_WAY)
         try:
-            # the client's leaving cancels this call, and so all of them
+            # a client that leaves cancels this call, and with it all of them
             async with asyncio.TaskGroup() as answering:
                 ordered: asyncio.Task[None] | None = None
                 async for data in call:
                     try:
                         message = messages.ModelInferRequest.FromString(data)
                     except DecodeError:
-                        break  # what cannot be read ends the stream, as with Triton
+                        break  # an unreadable message ends the stream, as with Triton
                     answers = _Answers(self, message, stream)
-                    # meanwhile the library's flow control holds the client back
+                    # while it waits, gRPC's flow control stops the client
                     await room.acquire()
                     task = answering.create_task(answers.run(after=ordered))
                     task.add_done_callback(lambda _: room.release())
                     if answers.keep_order:
                         ordered = task
         except* Status as group:
-            raise group.exceptions[0] from None  # the others' answers have ended with the stream
+            raise group.exceptions[0] from None  # the other requests ended with the stream
         except* ClientGone:
-            pass  # while it was told of an error
+            pass  # while an error was sent to it
 
     def forwarded(self, call: Call) -> dict[str, Parameter]:
-        """The metadata that models are to see as parameters."""
+        """Return the metadata that models see as parameters."""
         if self._forwarded is None:
             return {}
         return {
@@ -141,7 +141,7 @@ class Inference:
 
 
 def begin_grpc(trace: RequestTrace, request: InferRequest) -> None:
-    """gRPC has read the message by the time anybody here hears of it."""
+    """Attach a trace. gRPC has read the message before, so reading takes no time in it."""
     now = time.monotonic_ns()
     trace.stamp("GRPC_WAITREAD_START", now)
     trace.stamp("GRPC_WAITREAD_END", now)
@@ -149,7 +149,7 @@ def begin_grpc(trace: RequestTrace, request: InferRequest) -> None:
 
 
 class _Stream:
-    """The way out of one stream; gRPC takes one message at a time."""
+    """Writes the responses of one stream. gRPC takes one message at a time."""
 
     def __init__(self, call: StreamCall, forwarded: dict[str, Parameter]) -> None:
         self.forwarded = forwarded
@@ -182,7 +182,7 @@ class _Stream:
 
 
 class _Answers:
-    """The answers to one request of a stream."""
+    """Answers one request of a stream."""
 
     def __init__(self, inference: Inference, message: Any, stream: _Stream) -> None:
         self._inference = inference
@@ -198,7 +198,7 @@ class _Answers:
 
     @property
     def keep_order(self) -> bool:
-        """Models that answer exactly once are answered in the order of their requests."""
+        """Whether the model answers once: such responses keep the order of their requests."""
         return self._admitted is not None and not self._admitted.entry.model.decoupled
 
     async def run(self, after: asyncio.Task[None] | None) -> None:
@@ -212,7 +212,7 @@ class _Answers:
         except Status:
             raise
         except ClientGone:
-            return  # its model's generator is closed by now, and with it the request
+            return  # the model's generator is closed, and with it the request
         except Exception:
             logger.exception("gRPC call failed:")
             await self._refuse(INTERNAL, Code.INTERNAL)

@@ -1,8 +1,7 @@
-"""gRPC messages to requests of tensors, and answers back to messages.
+"""Converts gRPC messages to requests of tensors, and responses to messages.
 
-What the real server checks is checked here, in its order and with its words. Data comes raw in the
-order of the inputs, as typed contents, or from shared memory; answers are raw, or go into shared
-memory.
+The checks are Triton's, in its order and with its texts. Data comes raw in the order of the inputs,
+as typed contents, or from shared memory; responses are raw, or go into shared memory.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import numpy as np
 
 from slipstream.repository.config import ModelConfig
 from slipstream.server.grpc.protocol import messages
-from slipstream.server.http.infer_request import InferCall, SharedPlace, WantedOutput
-from slipstream.server.http.infer_response import classify
+from slipstream.server.kserve.call import InferCall, SharedPlace, WantedOutput
+from slipstream.server.kserve.classification import classify
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter
 from slipstream.server.kserve.input_checks import check_request, refused, undecoded
@@ -27,7 +26,7 @@ from slipstream.server.kserve.tensors import DTYPES, Array, Tensor
 EMPTY_FINAL = "triton_enable_empty_final_response"
 FINAL = "triton_final_response"
 
-# The field that carries each datatype, and the datatype a filled field stands for in an error text.
+# The field of InferTensorContents that carries each datatype.
 _CONTENTS = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -42,6 +41,7 @@ _CONTENTS = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
+# The datatype of each field, as error texts name it.
 _FIELD_TYPES = {
     "bool_contents": "BOOL",
     "int_contents": "INT32",
@@ -55,7 +55,7 @@ _FIELD_TYPES = {
 
 
 def read_call(message: Any, config: ModelConfig, version: str, memory: SharedMemory) -> InferCall:
-    """A ModelInferRequest as the model may see it. Raises InferenceError."""
+    """Return the call of a ModelInferRequest. Raises InferenceError."""
     request = InferRequest(config.name, version, {}, id=message.id)
     for name, parameter in message.parameters.items():
         _read_parameter(request, name, parameter)
@@ -88,11 +88,11 @@ def _read_parameter(request: InferRequest, name: str, parameter: Any) -> None:
         raise InferenceError(f"parameter '{name}' has no value")
     value = getattr(parameter, choice)
     if name == EMPTY_FINAL:
-        return  # for whoever writes the answers, not for the model
+        return  # read where the responses are written
     if name.startswith("triton_"):
         raise InferenceError(
-            "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
-            f"starting with 'triton_' are allowed: {EMPTY_FINAL}"
+            "parameter keys starting with 'triton_' are reserved for Triton usage. Only the "
+            f"following keys starting with 'triton_' are allowed: {EMPTY_FINAL}"
         )
     expected = _RESERVED.get(name)
     if expected is None:
@@ -128,32 +128,32 @@ _RESERVED = {
 
 
 def _wanted(output: Any) -> WantedOutput:
-    classes = (
-        output.parameters["classification"].int64_param
-        if "classification" in output.parameters
-        else 0
-    )
+    classes = _integer(output.parameters, "classification")
     return WantedOutput(output.name, classes=classes, place=_place(output.parameters))
 
 
 def _place(parameters: Any) -> SharedPlace | None:
     if "shared_memory_region" not in parameters:
         return None
-    offset = (
-        parameters["shared_memory_offset"].int64_param
-        if "shared_memory_offset" in parameters
-        else 0
-    )
     if "shared_memory_byte_size" not in parameters:
         raise InferenceError("'shared_memory_byte_size' must be given with 'shared_memory_region'")
-    size = parameters["shared_memory_byte_size"].int64_param
-    return SharedPlace(parameters["shared_memory_region"].string_param, offset, size)
+    return SharedPlace(
+        parameters["shared_memory_region"].string_param,
+        _integer(parameters, "shared_memory_offset"),
+        _integer(parameters, "shared_memory_byte_size"),
+    )
+
+
+def _integer(parameters: Any, name: str) -> int:
+    return int(parameters[name].int64_param) if name in parameters else 0
 
 
 def _raw_contents(message: Any, position: int, name: str) -> bytes:
     if position >= len(message.raw_input_contents):
-        text = f"unable to find data for input tensor '{name}' for model '{message.model_name}' in request."
-        raise InferenceError(text)
+        raise InferenceError(
+            f"unable to find data for input tensor '{name}' for model '{message.model_name}' "
+            "in request."
+        )
     return bytes(message.raw_input_contents[position])
 
 
@@ -163,8 +163,9 @@ def _explicit(given: Any, config: ModelConfig) -> Array | list[bytes]:
     for field, _ in given.contents.ListFields():
         if field.name != expected:
             raise InferenceError(
-                f"unexpected explicit tensor data for input tensor '{given.name}' for model '{config.name}' of "
-                f"type '{_FIELD_TYPES[field.name]}', expected datatype '{given.datatype}'"
+                f"unexpected explicit tensor data for input tensor '{given.name}' for model "
+                f"'{config.name}' of type '{_FIELD_TYPES[field.name]}', expected datatype "
+                f"'{given.datatype}'"
             )
     if expected is None:
         return []
@@ -196,7 +197,7 @@ def write_response(
     config: ModelConfig,
     memory: SharedMemory,
 ) -> Any:
-    """The ModelInferResponse to a request, with the outputs it asked for (all when it named none)."""
+    """Return the ModelInferResponse with the outputs that were asked for, all if none was named."""
     message = messages.ModelInferResponse(
         model_name=name, model_version=version, id=call.request.id
     )

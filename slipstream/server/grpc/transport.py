@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 Transport = Literal["core", "aio"]
 INTERNAL = "internal error, the server's log has the details"
-# The releases of grpcio whose C core was tested: from the first, up to but not including the second.
+# The releases of grpcio whose C core was tested: from the first up to, not including, the second.
 TESTED_VERSIONS = ((1, 67), (1, 90))
 
 
@@ -36,7 +36,7 @@ class ClientGone(Exception):
 
 
 class Call(Protocol):
-    """A client's call. The handler's task is cancelled when the client leaves or its deadline passes."""
+    """A client's call. Its handler is cancelled when the client leaves or its deadline passes."""
 
     metadata: Sequence[tuple[str, str | bytes]]
 

@@ -1,4 +1,4 @@
-"""`POST /v2/models/M/infer`: one request, one answer, tensors as JSON or as bytes."""
+"""`POST /v2/models/M/infer`: one request, one response, tensors as JSON or as bytes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import re
 
 from slipstream.server.http.compression import choose_encoding, compress, decompress
 from slipstream.server.http.exchange import JSON, OCTETS, TEXT, Exchange, Headers
-from slipstream.server.http.infer_request import InferCall, read_infer_call
+from slipstream.server.http.infer_request import read_infer_call
 from slipstream.server.http.infer_response import InferBody, values_as_text, write_infer_response
+from slipstream.server.kserve.call import InferCall
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferResponse, Parameter
 from slipstream.server.kserve.json_writer import write_error
@@ -21,9 +22,7 @@ HEADER_LENGTH = b"inference-header-content-length"
 
 
 class EarlyError(InferenceError):
-    """Said before the request is looked into, or by the model: Triton labels these texts
-    text/plain.
-    """
+    """An error found before the body is read, or of the model: Triton sends these as text/plain."""
 
 
 def check_coupled(entry: ModelVersion) -> None:
@@ -43,7 +42,7 @@ def read_call(
 
 def _header_bytes(given: bytes, body_bytes: int) -> int:
     digits = given.removeprefix(b"-")
-    # as C reads a number that is none
+    # what is no number counts as 0, as in C
     value = int(given) if digits.isdigit() and len(digits) < 20 else 0
     if value < 0 or value > body_bytes:
         text = f"inference header size should be in range (0, {body_bytes}), got: {value}"
@@ -52,7 +51,7 @@ def _header_bytes(given: bytes, body_bytes: int) -> int:
 
 
 def forwarded_headers(exchange: Exchange, names: re.Pattern[str]) -> dict[str, Parameter]:
-    """The headers a model may see, as parameters. Their names are as the client wrote them."""
+    """Return the headers that models may see, as parameters, with the client's spelling."""
     pairs = [
         (name.decode("latin-1"), value.decode("latin-1")) for name, value in exchange.raw_headers
     ]
@@ -79,9 +78,7 @@ async def answer_infer(
 
 
 async def _only_response(entry: ModelVersion, call: InferCall) -> InferResponse:
-    """The first answer; the model is heard to its end, because one that is cut off counts as
-    cancelled.
-    """
+    """Return the first response. Reads all of them: a model that is cut off counts as cancelled."""
     first: InferResponse | None = None
     responses = entry.model.infer(call.request)
     try:

@@ -1,17 +1,14 @@
-"""The body of `/infer`: a JSON header, then the raw tensors it announces, in the order of its
-inputs.
-"""
+"""Reads the body of `/infer`: a JSON header, then the raw tensors in the order of its inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 from typing import Any
 
 from slipstream.repository.config import ModelConfig
 from slipstream.server.http.json_reader import Members, parse_json
+from slipstream.server.kserve.call import InferCall, SharedPlace, WantedOutput
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, Parameter
 from slipstream.server.kserve.input_checks import check_request, decode, refused, undecoded
@@ -19,56 +16,25 @@ from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.kserve.tensor_bytes import DATATYPES, SIZES, Buffer
 from slipstream.server.kserve.tensors import Array, Tensor, read_values, unreadable
 
-Object = dict[str, Any]  # of JSON
+Object = dict[str, Any]  # a JSON object
 
 MAX_DIMENSIONS = 64
 _ONE_SOURCE = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
     "'shared_memory_region' in 'parameters'. But "
 )
-_RESERVED = "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
+_RESERVED = (
+    "parameter keys starting with 'triton_' are reserved for Triton usage and should not be "
+    "specified."
+)
 _NON_STRING = "attempt to access JSON non-string as string"
 _NON_UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
-
-
-@dataclass(frozen=True)
-class SharedPlace:
-    region: str
-    offset: int
-    byte_size: int
-
-
-@dataclass(frozen=True)
-class WantedOutput:
-    name: str
-    binary: bool = False
-    classes: int = 0  # 0: the values themselves
-    place: SharedPlace | None = None
-
-
-@dataclass
-class InferCall:
-    """A request, and how its answer is to be written."""
-
-    request: InferRequest
-    outputs: list[WantedOutput] = field(default_factory=list)
-    binary_output: bool = False  # of the outputs nobody said more about
-
-    def wanted(self, name: str) -> WantedOutput | None:
-        if not self.outputs:
-            return _unnamed_output(name, self.binary_output)
-        return next((output for output in self.outputs if output.name == name), None)
-
-
-@lru_cache(maxsize=256)
-def _unnamed_output(name: str, binary: bool) -> WantedOutput:
-    return WantedOutput(name, binary)
 
 
 def read_infer_call(
     body: bytes, header_bytes: int | None, config: ModelConfig, version: str, memory: SharedMemory
 ) -> InferCall:
-    """`header_bytes`: how much of the body is JSON; None means all of it and 0 that there is none."""
+    """Return the call of a body. Its JSON takes `header_bytes`: None is all of it, 0 is none."""
     request = InferRequest(config.name, version, {})
     raw: dict[str, Buffer] = {}
     if header_bytes == 0:
@@ -80,7 +46,8 @@ def read_infer_call(
             raise InferenceError(
                 "attempt to access non-existing object member 'inputs'", Code.INTERNAL
             )
-        call, document = InferCall(request), written.first()
+        call = InferCall(request)
+        document = written.first()
         if "id" in document:
             request.id = _string(document, "id")
         if "parameters" in document:
@@ -94,10 +61,13 @@ def read_infer_call(
 
 
 def _read_bare(request: InferRequest, body: bytes, config: ModelConfig) -> None:
-    """No header at all: the body is the one input of a model that has one."""
+    """Read a body without a header: it is the input of a model that has only one."""
     if len(config.inputs) != 1:
-        text = f"Raw request must only have 1 input (found 1) to be deduced but got {len(config.inputs)} inputs"
-        raise refused(request, f"{text} in '{config.name}' model configuration")
+        raise refused(
+            request,
+            "Raw request must only have 1 input (found 1) to be deduced but got "
+            f"{len(config.inputs)} inputs in '{config.name}' model configuration",
+        )
     tensor = config.inputs[0]
     fixed = prod(dim for dim in tensor.dims if dim > 0)
     open_dims = sum(dim < 0 for dim in tensor.dims)
@@ -111,8 +81,11 @@ def _read_bare(request: InferRequest, body: bytes, config: ModelConfig) -> None:
         request.inputs[tensor.name] = Tensor(tensor.name, "BYTES", (*batch, *tensor.dims), [body])
         return
     if open_dims > 1:
-        text = f"The shape of the raw input '{tensor.name}' can not be deduced because there are more than one"
-        raise refused(request, f"{text} variable-sized dimension")
+        raise refused(
+            request,
+            f"The shape of the raw input '{tensor.name}' can not be deduced because there are "
+            "more than one variable-sized dimension",
+        )
     left = len(body) // (fixed * SIZES[tensor.datatype])
     shape = (*batch, *(dim if dim > 0 else left for dim in tensor.dims))
     given = undecoded(tensor.name, tensor.datatype, shape)
@@ -177,8 +150,10 @@ def _read_inputs(
         if size is not None:
             piece = binary[position : position + size]
             if len(piece) < size:
-                text = f"unexpected size for input '{name}', expecting {size - len(piece)} additional bytes"
-                raise InferenceError(f"{text} for model '{request.model_name}'")
+                raise InferenceError(
+                    f"unexpected size for input '{name}', expecting {size - len(piece)} "
+                    f"additional bytes for model '{request.model_name}'"
+                )
             position += size
             raw[name] = piece
         elif place is not None:
@@ -200,8 +175,9 @@ def _read_json_values(tensor: Tensor, value: Any) -> Array | list[bytes]:
 
 
 def _sources(given: Object) -> tuple[int | None, SharedPlace | None]:
-    """Where an input's data is: so many bytes after the header, a place in shared memory, or else
-    the JSON itself.
+    """Return where an input's data is: (bytes after the header, place in shared memory).
+
+    Both are None where the JSON has the data.
     """
     if "data" in given and "parameters" not in given:
         return None, None
@@ -263,29 +239,28 @@ def _missing(name: str) -> str:
     return f"attempt to access non-existing object member '{name}'"
 
 
-def _unlike(given: Object, name: str, text: str) -> InferenceError:
-    """A member that is not there, or not what it must be."""
-    return InferenceError(
-        f"Unable to parse '{name}': {text if name in given else _missing(name)}", Code.INTERNAL
-    )
+def _wrong_member(given: Object, name: str, text: str) -> InferenceError:
+    """Return the error for a member that is missing, or of the wrong type as `text` says."""
+    problem = text if name in given else _missing(name)
+    return InferenceError(f"Unable to parse '{name}': {problem}", Code.INTERNAL)
 
 
 def _string(given: Object, name: str) -> str:
     value = given.get(name)
     if not isinstance(value, str):
-        raise _unlike(given, name, _NON_STRING)
+        raise _wrong_member(given, name, _NON_STRING)
     return value
 
 
 def _array(given: Object, name: str) -> list[Any]:
     value = given.get(name)
     if type(value) is not list:
-        raise _unlike(given, name, "attempt to access JSON non-array as array")
+        raise _wrong_member(given, name, "attempt to access JSON non-array as array")
     return value
 
 
 def _objects(given: Object, name: str) -> Iterator[Object]:
-    """Those of an array, one by one: what is wrong with one is said before the next is looked at."""
+    """Yield the objects of an array. An error in one is reported before the next is read."""
     for item in _array(given, name):
         if not isinstance(item, Members):
             raise InferenceError(f"Unable to parse 'name': {_missing('name')}", Code.INTERNAL)
@@ -298,7 +273,7 @@ def _shape(given: Object) -> tuple[int, ...]:
         raise InferenceError(f"a shape has at most {MAX_DIMENSIONS} dimensions, got {len(dims)}")
     for dim in dims:
         if type(dim) is not int or not 0 <= dim < 2**63:
-            raise _unlike(given, "shape", _NON_UNSIGNED)
+            raise _wrong_member(given, "shape", _NON_UNSIGNED)
     return tuple(dims)
 
 

@@ -21,13 +21,14 @@ from slipstream.server.kserve.tensor_bytes import (
 from slipstream.server.kserve.tensors import Array, Tensor
 
 _BATCH_NOTE = (
-    " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
-    "input shape. If you want to specify the full shape including the batch dim in your input dims config, try "
-    "setting max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+    " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
+    "prepended to each input shape. If you want to specify the full shape including the batch dim "
+    "in your input dims config, try setting max_batch_size to zero. See the model configuration "
+    "docs for more info on max_batch_size."
 )
 
 # Lengths, ids and counts that were unsigned in the repositories and clients of 2023.
-_ONCE_UNSIGNED = frozenset(
+_FORMERLY_UNSIGNED = frozenset(
     {
         "INPUT_1",
         "REQUEST_OUTPUT_LEN",
@@ -47,6 +48,7 @@ _ONCE_UNSIGNED = frozenset(
 
 
 def refused(request: InferRequest, text: str) -> InferenceError:
+    """Return an error that names the request by its id."""
     return InferenceError(f"[request id: {request.id or '<id_unknown>'}] {text}")
 
 
@@ -114,7 +116,7 @@ def check_sequence(request: InferRequest, config: ModelConfig) -> None:
 def check_inputs(
     request: InferRequest, config: ModelConfig, raw: Container[str] = frozenset()
 ) -> None:
-    """Check the number of inputs, their batch sizes and, unless they are in `raw`, of strings."""
+    """Check the number of inputs, their batch sizes, and the number of strings if not in `raw`."""
     if not len(config.required_inputs) <= len(request.inputs) <= len(config.inputs):
         raise _wrong_count(request, config)
     if config.max_batch_size > 0:
@@ -132,42 +134,49 @@ def check_inputs(
 
 
 def _wrong_count(request: InferRequest, config: ModelConfig) -> InferenceError:
-    """Only the number of inputs is checked, so that an optional one can hide a missing one. That is
-    Triton's way.
+    """Return the error for too few or too many inputs.
+
+    Like Triton, the check counts inputs, so an optional one can hide that another is missing.
     """
     required = config.required_inputs
-    given, total = len(request.inputs), len(config.inputs)
-    expected = (
-        f"number of inputs between {len(required)} and {total}"
-        if len(required) < total
-        else f"{total} inputs"
-    )
+    given = len(request.inputs)
+    total = len(config.inputs)
+    expected = f"{total} inputs"
+    if len(required) < total:
+        expected = f"number of inputs between {len(required)} and {total}"
     got = ",".join(f"'{name}'" for name in reversed(request.inputs))
     names = ",".join(_missing(request, config))
     missing = f"[{names}]" if names else "]"  # the bracket is missing in Triton's text
     text = (
-        f"expected {expected} but got {given} inputs for model '{config.name}'. Got input(s) [{got}], "
-        f"but missing required input(s) {missing}. Please provide all required input(s)."
+        f"expected {expected} but got {given} inputs for model '{config.name}'. "
+        f"Got input(s) [{got}], but missing required input(s) {missing}. "
+        "Please provide all required input(s)."
     )
     return refused(request, text)
 
 
 def _missing(request: InferRequest, config: ModelConfig) -> list[str]:
-    """The required inputs that are not there. Where a model takes conversations, either is enough."""
-    either = (
-        {"text_input": "'text_input' or 'messages'"} if "messages" in config.inputs_by_name else {}
-    )
+    """Return the required inputs that are missing, quoted.
+
+    A model with an input `messages` needs only one of it and `text_input`.
+    """
+    either = {}
+    if "messages" in config.inputs_by_name:
+        either = {"text_input": "'text_input' or 'messages'"}
     given = {*request.inputs, *(either if "messages" in request.inputs else ())}
     return [either.get(name, f"'{name}'") for name in config.required_inputs if name not in given]
 
 
 def _check_batch(request: InferRequest, config: ModelConfig) -> None:
     size: int | None = None
-    # Triton walks a hash map that has the last one first
+    # Triton iterates over a hash map, which has the last input first
     for tensor in reversed(request.inputs.values()):
         if not tensor.shape:
-            text = f"input '{tensor.name}' has no shape but model requires batch dimension for '{config.name}'"
-            raise refused(request, text)
+            raise refused(
+                request,
+                f"input '{tensor.name}' has no shape but model requires batch dimension for "
+                f"'{config.name}'",
+            )
         if size is None:
             size = tensor.shape[0]
         elif tensor.shape[0] != size:
@@ -191,7 +200,7 @@ def check_outputs(names: Iterable[str], config: ModelConfig) -> None:
 def _check_tensor(
     request: InferRequest, tensor: Tensor, expected: TensorConfig, config: ModelConfig
 ) -> None:
-    if tensor.datatype != expected.datatype and not _another_generation(tensor, expected):
+    if tensor.datatype != expected.datatype and not _differs_in_sign(tensor, expected):
         given = tensor.datatype if tensor.datatype in DATATYPES else "<invalid>"
         kinds = f"data-type is '{given}', but model '{config.name}' expects '{expected.datatype}'"
         raise refused(request, f"inference input '{tensor.name}' {kinds}")
@@ -206,12 +215,10 @@ def _differ(wanted: int, given: int) -> bool:
     return wanted not in (-1, given)
 
 
-def _another_generation(tensor: Tensor, expected: TensorConfig) -> bool:
-    """Lengths, ids and counts were unsigned in the repositories and clients of 2023 and signed in
-    all later ones.
-    """
+def _differs_in_sign(tensor: Tensor, expected: TensorConfig) -> bool:
+    """Return whether the types differ only in the sign that clients of 2023 did not have."""
     pair = {tensor.datatype, expected.datatype}
-    return tensor.name in _ONCE_UNSIGNED and pair in ({"INT32", "UINT32"}, {"INT64", "UINT64"})
+    return tensor.name in _FORMERLY_UNSIGNED and pair in ({"INT32", "UINT32"}, {"INT64", "UINT64"})
 
 
 def _shape(dims: Iterable[int]) -> str:

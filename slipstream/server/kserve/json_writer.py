@@ -1,8 +1,7 @@
-"""JSON written as Triton writes it: no spaces, UTF-8 as it is, control characters as \\u00XX,
-shortest doubles.
+"""Writes JSON like Triton: no spaces, UTF-8 unescaped, control characters as \\u00XX, shortest
+doubles.
 
-Strings are bytes here, because a model's text may hold bytes that are not UTF-8 and Triton passes
-them on.
+Strings are bytes here: a model's text may hold bytes that are not UTF-8, and Triton passes them on.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ _SHORT = {
     b"\r": b"\\r",
     b"\t": b"\\t",
 }
+_NOT_FINITE = {"nan": b"NaN", "inf": b"Infinity", "-inf": b"-Infinity"}
 _ESCAPED = {bytes([code]): b"\\u%04X" % code for code in range(0x20)} | _SHORT
 
 
@@ -36,14 +36,12 @@ def write_string(text: bytes) -> bytes:
 
 
 def write_double(number: float) -> bytes:
-    """rapidjson's layout of the shortest digits: 1e21 is the first that is written with an
-    exponent.
-    """
+    """Return the shortest digits in rapidjson's layout, with an exponent from 1e21 on."""
     text = repr(number)
     if "e" not in text and "n" not in text:
         return text.encode()
     if not math.isfinite(number):
-        return b"NaN" if math.isnan(number) else b"Infinity" if number > 0 else b"-Infinity"
+        return _NOT_FINITE[text]
     sign, digits, exponent = _decimal(text)
     if 0 < exponent <= 21:
         padded = digits.ljust(exponent, "0")
@@ -55,7 +53,7 @@ def write_double(number: float) -> bytes:
 
 
 def _decimal(text: str) -> tuple[str, str, int]:
-    """(sign, digits, exponent): the number is 0.digits × 10^exponent."""
+    """Return (sign, digits, exponent) of a number that is 0.digits × 10^exponent."""
     sign = "-" if text.startswith("-") else ""
     mantissa, _, power = text.lstrip("-").partition("e")
     whole, _, fraction = mantissa.partition(".")

@@ -1,9 +1,8 @@
 """Memory that clients on the same machine share with the server: registered by name, read and
 written in place.
 
-System regions are POSIX shared memory, files under /dev/shm. Registering is off unless the server
-was told to allow it: a region is a path into this machine, and whoever registers one can read it
-through a model.
+System regions are POSIX shared memory, files under /dev/shm. Registration is off by default: a
+region is a path into this machine, and a client that registers one can read it through a model.
 """
 
 from __future__ import annotations
@@ -18,7 +17,10 @@ from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.tensor_bytes import Buffer
 
 PLACE = Path("/dev/shm")
-REFUSED = "shared memory registration is not allowed; start the server with --allow-client-shm=true to allow it"
+REFUSED = (
+    "shared memory registration is not allowed; start the server with --allow-client-shm=true to "
+    "allow it"
+)
 _CUDA_HANDLE_BYTES = 64
 
 
@@ -40,7 +42,7 @@ class Region:
 
 
 class SharedMemory:
-    """The regions clients have registered."""
+    """The regions that clients have registered."""
 
     def __init__(self, allowed: bool = False) -> None:
         self.allowed = allowed
@@ -79,16 +81,17 @@ class SharedMemory:
         raise InferenceError("cuda shared memory is not supported by this server", Code.UNSUPPORTED)
 
     def unregister(self, name: str = "") -> None:
-        """One region, or all. A name nobody registered is no error, as with Triton."""
+        """Remove one region, or all. Like in Triton, an unknown name is no error."""
         for key in [name] if name else list(self._regions):
             region = self._regions.pop(key, None)
             if region is not None:
                 region.memory.close()
 
     def unregister_cuda(self, name: str = "") -> None:
-        """There are none: CUDA regions cannot be registered."""
+        """Do nothing: CUDA regions cannot be registered."""
 
     def read(self, name: str, offset: int, byte_size: int) -> bytes:
+        """Return a copy: the client may change the region while the model runs."""
         region = self._find(name, offset, byte_size)
         start = region.offset + offset
         return region.memory[start : start + byte_size]
@@ -96,9 +99,10 @@ class SharedMemory:
     def write(self, name: str, offset: int, byte_size: int, data: Buffer, tensor: str) -> None:
         region = self._find(name, offset, byte_size)
         if len(data) > byte_size:
-            text = f"shared memory size specified with the request for output '{tensor}' ({byte_size} bytes)"
             raise InferenceError(
-                f"{text} should be at least {len(data)} bytes to hold the results", Code.INTERNAL
+                f"shared memory size specified with the request for output '{tensor}' "
+                f"({byte_size} bytes) should be at least {len(data)} bytes to hold the results",
+                Code.INTERNAL,
             )
         start = region.offset + offset
         region.memory[start : start + len(data)] = data
@@ -122,8 +126,8 @@ class SharedMemory:
 def _open(key: str, offset: int, byte_size: int, name: str) -> mmap.mmap:
     cannot = InferenceError(f"Unable to open shared memory region: '{key}'", Code.INTERNAL)
     file_name = key.lstrip("/")
-    # Names of ours and of the Python backend are not for clients, and a name is one file, never a
-    # path.
+    # A key is the name of one file, never a path. Hidden files and those of Triton's Python backend
+    # are not for clients.
     if (
         not file_name
         or "/" in file_name
