@@ -1,4 +1,4 @@
-"""The engine's main loop, one turn at a time: plan, launch, take the oldest result, apply it."""
+"""The engine's main loop: plan a step, launch it, wait for the oldest result, apply it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.engine.cache.host_cache import HostCache
     from slipstream.kernels.adapters import AdapterPages
 
-_LOADING_SECONDS = 0.005  # of sleep while there is nothing to do but wait for an adapter
+_IDLE_SECONDS = 0.005  # wait for a constraint or an adapter when there is no other work
 
 
 class AnyHandle(Protocol):
@@ -31,7 +31,7 @@ class AnyHandle(Protocol):
 
 
 class AnyRunner(Protocol):
-    """What carries plans out; see runner.py for the CPU and gpu_runner.py for the GPU."""
+    """Carries out plans; see runner.py for the CPU and gpu/runner.py for the GPU."""
 
     block_tokens: int
     cache: Tensor
@@ -53,26 +53,24 @@ class EngineLoop:
         """depth: plans in flight. Two keep a GPU busy while the host plans; a CPU computes in
         launch() itself.
         """
-        self.scheduler, self.runner, self.info, self.depth, self.adapters = (
-            scheduler,
-            runner,
-            info,
-            depth,
-            adapters,
-        )
-        self.constraints = Constraints()  # replaced by whoever knows the tokenizer
-        self._flight: deque[tuple[StepPlan, AnyHandle]] = deque()
+        self.scheduler = scheduler
+        self.runner = runner
+        self.info = info
+        self.depth = depth
+        self.adapters = adapters
+        self.constraints = Constraints()  # the caller replaces it if it has a tokenizer
+        self._in_flight: deque[tuple[StepPlan, AnyHandle]] = deque()
 
     def submit(self, request: GenerateRequest) -> None:
         if request.sampling.constrained:
-            self.constraints.begin(request)  # it comes to the scheduler once its constraint is made
+            self.constraints.start(request)  # it is scheduled once its constraint is built
         else:
             self._add(request)
 
     def _add(self, request: GenerateRequest, constraint: Constraint | None = None) -> None:
         if self.adapters is not None and request.adapter_source is not None:
-            self.adapters.order(request.adapter, request.adapter_source)
-            # its bytes need not live as long as the request
+            self.adapters.request_load(request.adapter, request.adapter_source)
+            # The source's bytes need not live as long as the request.
             request = replace(request, adapter_source=None)
         self.scheduler.add(request, constraint)
 
@@ -84,10 +82,10 @@ class EngineLoop:
                 self.scheduler.cancel(request_id, reason)
 
     def has_work(self) -> bool:
-        return bool(self._flight) or self.scheduler.has_work() or len(self.constraints) > 0
+        return bool(self._in_flight) or self.scheduler.has_work() or len(self.constraints) > 0
 
     def step(self) -> StepOutputs | None:
-        """One turn. Returns the news, or None when there is none."""
+        """Run one step; return the new outputs, or None."""
         if self.adapters is not None:
             self.adapters.collect()
         if len(self.constraints):
@@ -95,22 +93,22 @@ class EngineLoop:
         plan = self.scheduler.plan()
         if plan is not None:
             try:
-                self._flight.append((plan, self._launch(plan)))
+                self._in_flight.append((plan, self._launch(plan)))
             except StepFailed as failure:
                 self.scheduler.abandon(plan, str(failure))
-        elif not self._flight:
-            self.constraints.wait(_LOADING_SECONDS)
+        elif not self._in_flight:
+            self.constraints.wait(_IDLE_SECONDS)
             if self.adapters is not None:
-                self.adapters.wait(_LOADING_SECONDS)
-        if self._flight and (plan is None or len(self._flight) >= self.depth):
-            done, handle = self._flight.popleft()
+                self.adapters.wait(_IDLE_SECONDS)
+        if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
+            done, handle = self._in_flight.popleft()
             self.scheduler.commit(done, handle.result())
         return self.scheduler.take_outputs()
 
     def _take_constrained(self) -> None:
-        for request_id in self.constraints.take_late(time.monotonic()):
+        for request_id in self.constraints.take_expired(time.monotonic()):
             self.scheduler.refuse(request_id, "timeout")
-        for request, constraint, problem in self.constraints.take_made():
+        for request, constraint, problem in self.constraints.take_ready():
             if constraint is None:
                 self.scheduler.refuse(request.request_id, "error", problem)
             else:

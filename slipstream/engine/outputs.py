@@ -1,6 +1,4 @@
-"""What there is to tell the clients since they were last told, in the columns that cross the link.
-No torch here.
-"""
+"""Collects the outputs of requests until the server takes them. No torch here."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from slipstream.engine.request import Request
 TopLogProbs = list[tuple[int, float]]
 
 
-class News:
+class OutputBuffer:
     def __init__(self) -> None:
         self.outputs = StepOutputs()
 
@@ -21,12 +19,14 @@ class News:
         return bool(self.outputs.request_ids)
 
     def take(self) -> StepOutputs | None:
+        """Return the outputs since the last call, or None."""
         if not self.outputs.request_ids:
             return None
-        taken, self.outputs = self.outputs, StepOutputs()
+        taken = self.outputs
+        self.outputs = StepOutputs()
         return taken
 
-    def tell(
+    def emit(
         self,
         request_id: int,
         tokens: Sequence[int] = (),
@@ -48,11 +48,12 @@ class News:
         if error:
             outputs.errors[request_id] = error
 
-    def tell_token(
+    def emit_token(
         self, request: Request, token: int, reason: str, log_prob: float, top: TopLogProbs | None
     ) -> None:
-        """`tell` of one token, which is what most news are."""
-        outputs, request_id = self.outputs, request.request.request_id
+        """Do what `emit` does for a single token, the most frequent output."""
+        outputs = self.outputs
+        request_id = request.request.request_id
         outputs.request_ids.append(request_id)
         outputs.token_counts.append(1)
         outputs.finish_reasons.append(reason)
@@ -65,20 +66,22 @@ class News:
     def scores(self, request: Request) -> Scores:
         return self.outputs.scores.setdefault(request.request.request_id, Scores())
 
-    def tell_prompt_scores(
+    def emit_prompt_scores(
         self, request: Request, position: int, scores: Scores, vocab_size: int
     ) -> None:
-        """A step's scores of prompt positions from `position` on, without those told before a
-        preemption or by another beam: the beams of a group each compute the end of their prompt.
+        """Emit a step's scores of prompt positions from `position` on.
+
+        Scores that were sent before a preemption or by another beam are left out: each beam of a
+        group computes the end of the prompt.
         """
         owner = request.group.leader if request.group is not None else request
         if owner.scored >= owner.prompt_tokens:
             return
-        told = max(0, owner.scored - position)
-        news = self.scores(owner)
-        news.context_logits += scores.context_logits[told * 4 * vocab_size :]
-        news.prompt_log_probs += scores.prompt_log_probs[told:]
-        owner.scored = max(owner.scored, min(request.settled, owner.prompt_tokens))
-        # otherwise they go with the first token
+        already_sent = max(0, owner.scored - position)
+        collected = self.scores(owner)
+        collected.context_logits += scores.context_logits[already_sent * 4 * vocab_size :]
+        collected.prompt_log_probs += scores.prompt_log_probs[already_sent:]
+        owner.scored = max(owner.scored, min(request.committed, owner.prompt_tokens))
+        # Otherwise they are sent with the first token.
         if owner.scored < owner.prompt_tokens or owner.group is not None:
-            self.tell(owner.request.request_id, cached_tokens=owner.cached_tokens)
+            self.emit(owner.request.request_id, cached_tokens=owner.cached_tokens)

@@ -1,21 +1,22 @@
-"""One step's orders and its answer, as plain data. No torch here.
+"""One step's plan and its result, as plain data. No torch here.
 
-A plan carries differences only: rows that start, blocks that tables gain, tokens each row computes.
-What a rank holds after plan k follows from plans 0..k alone, so a recorded list of plans replays a
-run, and tensor parallelism is sending every rank the same plan.
+A plan carries differences only: rows that start, blocks that tables gain, tokens that each row
+computes. The state of a runner after plan k follows from plans 0..k alone. So a recorded list of
+plans replays a run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.engine.messages import Scores
-from slipstream.engine.request import PromptTable, SamplingParams
+from slipstream.engine.request import PromptTable, Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """A request takes a row: all its known tokens, the blocks it holds already, and how it samples."""
+    """A request takes a row, with all its tokens, the blocks it already holds and its sampling."""
 
     row: int
     tokens: list[int]
@@ -23,14 +24,14 @@ class RowStart:
     blocks: list[int]
     sampling: SamplingParams
     adapter: int = 0
-    pages: tuple[int, ...] = ()  # where its adapter lies
+    pages: tuple[int, ...] = ()  # the pages that hold its adapter
     prompt_table: PromptTable | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RowFork:
-    """A row goes on from another one of its group: that row's first `tokens` tokens, and a table of
-    its own.
+    """A row continues from another row of its group: from that row's first `tokens` tokens, with a
+    block table of its own.
     """
 
     row: int
@@ -41,42 +42,42 @@ class RowFork:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Row rows[i] (in its generations[i]-th use) computes counts[i] tokens from position
+    """Entry i of a plan: row rows[i], in its use epochs[i], computes counts[i] tokens from position
     positions[i] on.
 
-    Where samples[i], the row then has all its known tokens computed and samples the next one. The
-    last drafts[i] of its tokens are guesses: it samples after each of them too, 1 + drafts[i]
+    If samples[i], the row has then computed all its known tokens and samples the next one. The last
+    drafts[i] of its tokens are draft tokens: it samples after each of them too, 1 + drafts[i]
     tokens in all.
 
-    The order in which a rank takes a plan over: saves, loads, copies, starts, forks, appended
-    blocks, passed blocks, written tokens.
+    A runner applies a plan in this order: saves, loads, copies, starts, forks, appended blocks,
+    released blocks, written tokens.
     """
 
     step: int
     starts: list[RowStart] = field(default_factory=list)
     forks: list[RowFork] = field(default_factory=list)
-    # (block, the host's slot that keeps it)
+    # (block, the host slot that it is saved in)
     saves: list[tuple[int, int]] = field(default_factory=list)
-    # (the host's slot, the block that gets it)
+    # (host slot, the block that it is loaded into)
     loads: list[tuple[int, int]] = field(default_factory=list)
     # (block, the block that becomes its copy)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    # (row, place in its table that has no block any more)
-    passed: list[tuple[int, int]] = field(default_factory=list)
-    # (row, position, token) the host decided on
+    # (row, index of the table entry that becomes the null block)
+    released: list[tuple[int, int]] = field(default_factory=list)
+    # (row, position, token that the host decided on)
     written: list[tuple[int, int, int]] = field(default_factory=list)
-    # table of appended_rows[i] gains appended_blocks[i]
+    # the table of appended_rows[i] gains appended_blocks[i]
     appended_rows: list[int] = field(default_factory=list)
     appended_blocks: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    generations: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
-    # (adapter, pages to write it to first)
+    # (adapter, the pages that it is written to before the step)
     placed: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    # row → a bit for each token that it may sample
+    # row → one bit for each token that it may sample
     masks: dict[int, bytes] = field(default_factory=dict)
 
     @property
@@ -84,25 +85,78 @@ class StepPlan:
         return sum(self.counts)
 
 
+def add_entry(
+    plan: StepPlan, request: Request, count: int, draft_tokens: Sequence[int] = ()
+) -> int:
+    """Schedule `count` tokens of a request and draft tokens after them; return how many in all."""
+    scheduled = request.scheduled
+    samples = scheduled + count == len(request.tokens) + request.pending
+    plan.rows.append(request.row)
+    plan.epochs.append(request.epoch)
+    plan.positions.append(scheduled)
+    plan.counts.append(count + len(draft_tokens))
+    plan.samples.append(samples)
+    plan.drafts.append(len(draft_tokens))
+    request.scheduled = scheduled + count + len(draft_tokens)
+    request.pending += samples + len(draft_tokens)
+    request.draft_tokens = draft_tokens
+    if draft_tokens:
+        plan.written += [
+            (request.row, len(request.tokens) + i, token) for i, token in enumerate(draft_tokens)
+        ]
+    if samples and request.constraint is not None:
+        mask = request.constraint.mask(request.tokens[request.prompt_tokens :])
+        if mask:
+            plan.masks[request.row] = mask
+    return count + len(draft_tokens)
+
+
+def remove_request(plan: StepPlan, request: Request) -> None:
+    """Remove a running request from a plan that is being built, before its row and blocks are
+    released.
+    """
+    row = request.row
+    _remove_entries(plan, row)
+    plan.masks.pop(row, None)
+    kept = [index for index, other in enumerate(plan.appended_rows) if other != row]
+    plan.appended_rows[:] = [plan.appended_rows[index] for index in kept]
+    plan.appended_blocks[:] = [plan.appended_blocks[index] for index in kept]
+    own_blocks = set(request.blocks)
+    plan.copies[:] = [copy for copy in plan.copies if copy[1] not in own_blocks]
+    plan.starts[:] = [start for start in plan.starts if start.row != row]
+    plan.forks[:] = [fork for fork in plan.forks if fork.row != row]
+    plan.released[:] = [place for place in plan.released if place[0] != row]
+    plan.written[:] = [write for write in plan.written if write[0] != row]
+
+
+def _remove_entries(plan: StepPlan, row: int) -> None:
+    entries = [entry for entry, other in enumerate(plan.rows) if other == row]
+    for entry in reversed(entries):
+        del plan.rows[entry]
+        del plan.epochs[entry]
+        del plan.positions[entry]
+        del plan.counts[entry]
+        del plan.samples[entry]
+        del plan.drafts[entry]
+
+
 class StepFailed(Exception):
-    """A plan's tokens could not be computed: the text says why. Blocks that it moves or copies
-    were, all the same.
+    """The tokens of a plan could not be computed; the text says why. The blocks that the plan moves
+    or copies were moved and copied all the same.
     """
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What the sampling rows of a plan drew, in the plan's order of those rows: 1 + drafts tokens
-    of each.
-    """
+    """The sampled tokens of a plan, in the order of its sampling entries, 1 + drafts of each."""
 
     tokens: list[int]
-    log_probs: list[float] | None = None  # nan for rows that did not ask
-    # index into tokens → top n
+    log_probs: list[float] | None = None  # nan for rows that did not ask for it
+    # index into tokens → the likeliest tokens and their log-probabilities
     top_log_probs: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     # index into tokens → why that row has no token
     errors: dict[int, str] = field(default_factory=dict)
     # index into tokens → float32 [vocab]
     generation_logits: dict[int, bytes] = field(default_factory=dict)
-    # index into the plan's rows → of what it computed
+    # plan entry → scores of the prompt positions that it computed
     prompt_scores: dict[int, Scores] = field(default_factory=dict)

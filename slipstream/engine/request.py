@@ -1,8 +1,8 @@
-"""A request as the engine sees it: tokens, sampling parameters and a deficit. No torch here.
+"""A request inside the engine: its tokens, its sampling parameters and its deficit. No torch here.
 
-A request has no phase. It knows tokens (the prompt, then what was sampled) and has computed some of
-them; the difference is its deficit, and every step gives it up to its deficit of work. Prefill,
-chunked context, reuse of cached blocks and resuming after preemption are all this one rule.
+A request has no phase. It knows tokens (the prompt, then the sampled tokens), and some of them are
+scheduled. The rest is its deficit, and every step schedules up to this many tokens of it. Prefill,
+chunked prefill, reuse of cached blocks and resuming after preemption all follow from this rule.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from slipstream.engine.adapters.adapters import AdapterSource
-from slipstream.engine.cache.retention import Keep, Retention
+from slipstream.engine.adapters.cache import AdapterSource
+from slipstream.engine.cache.retention import Retention, RetentionPriority
 
 if TYPE_CHECKING:
-    from slipstream.engine.beams.beams import BeamGroup
-    from slipstream.engine.speculation import Drafter
+    from slipstream.engine.beams.group import BeamGroup
+    from slipstream.engine.speculation import DraftProposer
 
-COLDEST = 1e-6  # temperatures below are as good as 0, and logits divided by them beyond all numbers
+# Lower temperatures count as 0: logits divided by them could overflow.
+MIN_TEMPERATURE = 1e-6
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """A grammar that the whole answer obeys."""
+    """A grammar that the whole output must match."""
 
     kind: str  # json, json_schema, regex, ebnf_grammar, structural_tag or choice
     text: str  # the schema, the expression, …; a JSON list of strings for choice
@@ -35,94 +36,91 @@ class Guide:
 class SamplingParams:
     """How the next token is chosen. The defaults are greedy.
 
-    `temperature` 0 means greedy, whatever the rest says. `top_k` 0, `top_p` 1 and `min_p` 0 mean
-    off. Repetition looks at the prompt and the output; presence and frequency at the output only.
+    `temperature` 0 means greedy, whatever the other fields say. `top_k` 0, `top_p` 1 and `min_p` 0
+    mean off. The repetition penalty applies to tokens of the prompt and the output, the presence
+    and frequency penalties to tokens of the output only.
     """
 
     max_tokens: int = 16
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    # top_p shrinks by this with every token of the answer, but not under top_p_min,
-    top_p_decay: float = 1.0
-    top_p_min: float = 1e-6
-    top_p_reset_id: int = -1  # and begins anew after this token; -1: never
+    top_p_decay: float = 1.0  # factor on top_p after each output token
+    top_p_min: float = 1e-6  # lower bound of the decayed top_p
+    top_p_reset_id: int = -1  # token that resets the decay; -1: none
     min_p: float = 0.0
     seed: int = 0  # 64 bits; the caller draws one when the user gave none
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    min_tokens: int = 0  # end ids cannot win before this many tokens are out
+    min_tokens: int = 0  # end ids are excluded before this many output tokens
     end_ids: tuple[int, ...] = ()
-    # a run of this many tokens may not come twice, prompt included; 0: off
+    # length of token sequences that may not occur twice, prompt included; 0: off
     no_repeat_ngram: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not appear
-    # nor may these in the text of the answer, however it is cut into tokens
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not occur
+    # texts that the output may not contain, however they are tokenised
     bad_texts: tuple[str, ...] = ()
-    # in the text of a beam, these end it; of other answers, the caller sees the text
+    # texts that end a beam; for other requests the caller looks for stop words in the text
     stop_texts: tuple[str, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
-    log_probs: bool = False  # the chosen token's log-probability
-    top_log_probs: int = 0  # how many of the most likely tokens to report besides
-    prompt_log_probs: bool = False  # the log-probability of every prompt token but the first
-    context_logits: bool = False  # the model's logits at every position of the prompt
-    # those that each token was chosen from, before any parameter changed them
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, value added to its logit)
+    log_probs: bool = False  # report the log-probability of each sampled token
+    top_log_probs: int = 0  # number of likeliest tokens to report for each sampled token
+    prompt_log_probs: bool = False  # report the log-probability of every prompt token but the first
+    context_logits: bool = False  # report the logits at every position of the prompt
+    # report the logits that each token was sampled from, before any parameter changed them
     generation_logits: bool = False
-    guide: Guide | None = None  # what the answer must look like
-    beam_width: int = 1  # over 1: beam search, told of at its end
-    length_penalty: float = 0.0  # a beam's score is its log-probability / its length to this power
-    # 1: at `beam_width` ended beams; 0: when no better one is likely; else: when none can be
+    guide: Guide | None = None
+    beam_width: int = 1  # over 1: beam search, whose beams are sent when the request ends
+    length_penalty: float = 0.0  # a beam's score is its log-probability / length ** length_penalty
+    # when a beam search ends. 1: at `beam_width` finished beams; 0: when a better one is unlikely;
+    # otherwise: when none can be better
     early_stopping: int = 1
-    diversity_rate: float = 0.0  # times a beam's place, added to its score when beams are chosen
-    timing: bool = False  # tell, at the end, when it was where
+    diversity_rate: float = 0.0  # times a beam's index, added to its score when beams are selected
+    timing: bool = False  # report timestamps when the request ends
 
     @property
     def beams(self) -> bool:
+        """Whether the request is a beam search."""
         return self.beam_width > 1
 
     @property
     def candidates(self) -> int:
-        """How many continuations of each beam are looked at: enough when all of the best ones end."""
+        """The number of continuations considered per beam: enough even if the best ones all end."""
         return self.beam_width * max(2, 1 + len(self.end_ids))
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < COLDEST or self.top_k == 1
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
     @property
     def plain(self) -> bool:
-        """Nothing to do but take the likeliest token."""
-        special = (
-            self.bad_words
+        """Whether sampling is an argmax of the model's own logits, and only tokens are reported."""
+        changes_logits = (
+            self.penalised
+            or self.bad_words
             or self.logit_bias
             or self.min_tokens
-            or self.log_probs
-            or self.top_log_probs
-        )
-        special = (
-            special
             or self.no_repeat_ngram
-            or self.generation_logits
             or self.constrained
-            or self.beams
         )
-        return self.greedy and not self.penalised and not special
+        reports_more = self.log_probs or self.top_log_probs or self.generation_logits
+        return self.greedy and not self.beams and not changes_logits and not reports_more
 
     @property
     def narrows(self) -> bool:
-        """A draw is made from some of the tokens only."""
+        """Whether top-k or top-p restricts the tokens that a draw considers."""
         return self.top_k > 0 or self.top_p < 1.0 or self.top_p_decay < 1.0
 
     @property
     def constrained(self) -> bool:
-        """Which tokens may come depends on the text so far: the next one waits until the last is
-        known.
+        """Whether the allowed tokens depend on the text so far, so that the host must know a token
+        before the next one is sampled.
         """
         return self.guide is not None or bool(self.bad_texts or self.stop_texts)
 
     @property
     def scores_prompt(self) -> bool:
-        """Every position of the prompt is computed for its logits, the cache or not."""
+        """Whether logits are needed at every position of the prompt, cached or not."""
         return self.prompt_log_probs or self.context_logits
 
     @property
@@ -136,8 +134,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class PromptTable:
-    """Embeddings of tokens that the model does not have: row r is what token `first_token` + r
-    stands for.
+    """Embeddings of tokens beyond the model's vocabulary (prompt tuning).
+
+    Row r is the embedding of token `first_token` + r.
     """
 
     first_token: int  # the size of the model's vocabulary
@@ -146,33 +145,38 @@ class PromptTable:
 
     @property
     def digest(self) -> str:
-        """Tells tables apart by content: what is computed with one is never reused with another."""
+        """A hash of the content. Blocks computed with one table are never reused with another."""
         return hashlib.sha256(self.values).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """What a client submits. `request_id` is the caller's own number, unique among the live ones."""
+    """A request as a client submits it. `request_id` is unique among the client's live requests."""
 
     request_id: int
     prompt: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    priority: int = 0  # higher goes first; equal ones in order of arrival
+    priority: int = 0  # higher is scheduled first; equal ones in order of arrival
     # on time.monotonic()'s clock, which the processes of a machine share
     deadline: float | None = None
     adapter: int = 0  # 0: none
     cache_salt: str = ""  # tenants with different salts never share cached blocks
-    draft: list[int] = field(default_factory=list)  # a guess at how the answer begins
-    # the live request of the same prompt whose blocks it shares from the start
+    draft: list[int] = field(default_factory=list)  # draft tokens of the output's beginning
+    # id of a live request with the same prompt, whose blocks this one shares
     prompt_of: int | None = None
-    adapter_name: str = ""  # what errors call the adapter
-    adapter_source: AdapterSource | None = None  # where to load it from, unless the engine has it
-    prompt_table: PromptTable | None = None  # for prompts with tokens beyond the vocabulary
-    retention: Retention | None = None  # how dear the blocks are that it leaves behind
+    adapter_name: str = ""  # the adapter's name in error messages
+    adapter_source: AdapterSource | None = (
+        None  # where to load the adapter from; None: loaded before
+    )
+    prompt_table: PromptTable | None = None  # embeddings of prompt tokens beyond the vocabulary
+    retention: Retention | None = None  # retention priorities of the blocks it leaves in the cache
 
 
 class Constraint(Protocol):
-    """Which tokens may come next, by the text so far. Made beside the step loop, asked in it."""
+    """The tokens that are allowed next, given the output so far.
+
+    Constraints are built in a thread beside the step loop, and used in the loop.
+    """
 
     @property
     def error(self) -> str:
@@ -180,82 +184,87 @@ class Constraint(Protocol):
         ...
 
     def mask(self, tokens: list[int]) -> bytes:
-        """The answer's tokens so far → a bit for each token of the vocabulary, lowest first, in
-        32-bit words.
-
-        Empty where all may come.
+        """Return the allowed tokens after these output tokens: one bit per token of the vocabulary,
+        lowest first, in 32-bit words. Empty: all tokens are allowed.
         """
         ...
 
     def complete(self, tokens: list[int]) -> bool:
-        """Nothing can follow these tokens: the answer is whole."""
+        """Return whether the output is complete after these tokens: no token may follow."""
         ...
 
 
 @dataclass(slots=True)
-class Marks:
-    """When a request was where, in seconds on the scheduler's clock; 0: not yet."""
+class RequestStats:
+    """Timestamps and counts of one request, in seconds on the scheduler's clock; 0: not yet."""
 
     arrived: float = 0.0
     first_scheduled: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
     allocated_blocks: int = 0
-    prompt_blocks: int = 0  # of those, before the first token came
+    prompt_blocks: int = 0  # blocks allocated before the first token
     reused_blocks: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
 
-    def arrive(self, now: float) -> None:
-        """A token has come."""
+    def record_token(self, now: float) -> None:
         if not self.first_token:
-            self.first_token, self.prompt_blocks = now, self.allocated_blocks
+            self.first_token = now
+            self.prompt_blocks = self.allocated_blocks
         self.last_token = now
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request inside the engine. `0 <= computed <= known`; it finishes exactly once, with one
-    reason.
+    """A request inside the engine. It finishes exactly once, with one reason.
 
-        |--------- prompt ---------|---- sampled ----|- pending -|
-        0                                       len(tokens)    known
-        |------------- computed -------------|----- deficit -----|
+        |------------- prompt -------------|-------- sampled --------|-- pending --|
+        0                            prompt_tokens              len(tokens)      known     limit
+        |------ committed ------|---- scheduled, in flight ----|----- deficit -----|
+        0                   committed                      scheduled             known
+
+    `0 <= committed <= scheduled <= known <= limit`. Counted in blocks:
+
+        |-- released_blocks --|------------ held -------------|------ reserved_blocks ------|
+        |----------- hashed_blocks -----------|
+        0                                               len(blocks)                    max_blocks
+
+    `released_blocks` is 0 without a sliding window. With one, sink blocks stay held, and
+    `reserved_blocks` counts held blocks, too.
     """
 
     request: GenerateRequest
     arrival: int  # order of submission; kept through preemption
-    tokens: list[int]  # what the host knows: the prompt and the sampled tokens that came back
-    pending: int = 0  # sampled by launched plans whose results are not applied yet
-    computed: int = 0  # positions that launched plans compute
-    # positions that applied plans have computed: their keys and values are written
-    settled: int = 0
-    row: int = -1
-    generation: int = -1
-    blocks: list[int] = field(default_factory=list)
-    # chain of full blocks' names, as far as it was needed
-    names: list[bytes] = field(default_factory=list)
-    named: int = 0  # how many of its blocks were offered to the pool under their names
-    cached_tokens: int = 0
+    tokens: list[int]  # tokens that the host knows: the prompt and the committed samples
+    pending: int = 0  # tokens sampled by launched plans whose results have not arrived
+    scheduled: int = 0  # positions that launched plans compute
+    committed: int = 0  # positions whose keys and values are known to be written
+    row: int = -1  # -1: waiting
+    epoch: int = -1  # number of the row's use; -1: never ran
+    blocks: list[int] = field(default_factory=list)  # block table
+    # hashes of full blocks, computed as far as needed
+    block_hashes: list[bytes] = field(default_factory=list)
+    hashed_blocks: int = 0  # blocks registered in the pool under their hashes
+    cached_tokens: int = 0  # prompt tokens found in the cache
     finish_reason: FinishReason | None = None
-    # blocks it may still come to need, while it runs; with a window, those it holds too
-    claim: int = 0
-    # how far its blocks were let go of, because nothing that it computes looks at them
-    passed: int = 0
-    lockstep: bool = False  # nothing of it is computed while a token of it is on its way
-    group: BeamGroup | None = None  # of which it is one beam
-    drafter: Drafter | None = None
-    guesses: Sequence[int] = ()  # those being computed
-    source: Request | None = None  # of the same prompt, and there first
-    # that wait for its prompt to be computed
-    followers: list[Request] = field(default_factory=list)
+    reserved_blocks: int = 0  # blocks the running request may still need
+    released_blocks: int = 0  # end of the blocks released because the window has moved past them
+    # no token is scheduled while a sampled one has not arrived
+    needs_host_result: bool = False
+    group: BeamGroup | None = None  # the beam search it is a beam of
+    proposer: DraftProposer | None = None
+    draft_tokens: Sequence[int] = ()  # draft tokens that are being computed
+    prompt_source: Request | None = None  # an earlier request with the same prompt
+    # requests with the same prompt that wait until this one has computed it
+    dependents: list[Request] = field(default_factory=list)
     constraint: Constraint | None = None
-    scored: int = 0  # positions of the prompt whose scores were told; of beams, the leader's counts
-    marks: Marks = field(default_factory=Marks)
+    scored: int = 0  # prompt positions whose scores were sent; of beams, the leader's counts
+    stats: RequestStats = field(default_factory=RequestStats)
 
     sampling: SamplingParams = field(init=False)
     prompt_tokens: int = field(init=False)
-    limit: int = field(init=False)  # how many tokens it may come to know
+    limit: int = field(init=False)  # maximum number of tokens, prompt included
 
     def __post_init__(self) -> None:
         self.sampling = self.request.sampling
@@ -264,24 +273,25 @@ class Request:
 
     @property
     def known(self) -> int:
+        """The number of tokens: those the host knows and those being sampled."""
         return len(self.tokens) + self.pending
 
     @property
     def deficit(self) -> int:
-        """What is left to compute. The last allowed token needs no computing: nothing follows it."""
-        if self.lockstep and self.pending:
+        """The number of tokens left to schedule. The last allowed token is never computed, because
+        no token follows it.
+        """
+        if self.needs_host_result and self.pending:
             return 0
         known = len(self.tokens) + self.pending
-        return known - self.computed if known < self.limit else 0
+        return known - self.scheduled if known < self.limit else 0
 
-    def keep_of(self, block: int, block_tokens: int) -> Keep | None:
-        """How dear its block of this number is to it."""
+    def retention_priority(self, block: int, block_tokens: int) -> RetentionPriority | None:
+        """Return the retention priority of a block, by its index in the table."""
         retention = self.request.retention
-        return (
-            None
-            if retention is None
-            else retention.of_block(block * block_tokens, self.prompt_tokens)
-        )
+        if retention is None:
+            return None
+        return retention.of_block(block * block_tokens, self.prompt_tokens)
 
     def finish(self, reason: FinishReason) -> None:
         assert self.finish_reason is None, f"request {self.request.request_id} finished twice"

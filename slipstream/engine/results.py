@@ -1,109 +1,126 @@
-"""What becomes of requests when a step has sampled for them. No torch here."""
+"""Applies sampled tokens to requests. No torch here."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from slipstream.engine.beams.beams import BeamGroup
-from slipstream.engine.counters import Counters
-from slipstream.engine.outputs import News
+from slipstream.engine.beams.group import BeamGroup
+from slipstream.engine.outputs import OutputBuffer
 from slipstream.engine.plan import StepResult
 from slipstream.engine.request import FinishReason, Request
-from slipstream.engine.speculation import accepted
+from slipstream.engine.speculation import count_accepted
+from slipstream.engine.statistics import Counters
 
 
-class Results:
+class ResultHandler:
     def __init__(
         self,
-        news: News,
+        outputs: OutputBuffer,
         counters: Counters,
         finish: Callable[..., None],
         drop: Callable[[Request], None],
     ) -> None:
-        """finish: ends a request and tells its client; drop: gives back what an ended one holds"""
-        self._news, self._counters, self._finish, self._drop = news, counters, finish, drop
-        self.now = 0.0  # when the results being applied came
+        """finish: ends a request and sends its end; drop: releases what a finished request holds"""
+        self._outputs = outputs
+        self._counters = counters
+        self._finish = finish
+        self._drop = drop
+        self.now = 0.0  # when the result being applied arrived
 
-    def take_token(self, request: Request, result: StepResult, index: int) -> None:
-        """What `take` comes to for most requests, without what only some need: thousands a second
-        come here.
-        """
+    def apply_token(self, request: Request, result: StepResult, index: int) -> None:
+        """Do what `apply_tokens` does for requests without special needs: the hot path."""
         token = result.tokens[index]
         request.pending -= 1
         request.tokens.append(token)
-        request.marks.arrive(self.now)
+        request.stats.record_token(self.now)
         self._counters.output_tokens += 1
-        if token in request.sampling.end_ids:  # the end mark itself is not part of the answer
+        if token in request.sampling.end_ids:  # the end token itself is not part of the output
             self._finish(request, "stop")
             return
         last = len(request.tokens) == request.limit
         log_prob = math.nan if result.log_probs is None else result.log_probs[index]
-        self._news.tell_token(
+        self._outputs.emit_token(
             request, token, "length" if last else "", log_prob, result.top_log_probs.get(index)
         )
         if last:
             request.finish("length")
             self._drop(request)
 
-    def take(self, request: Request, result: StepResult, index: int, drafted: int) -> None:
+    def apply_tokens(self, request: Request, result: StepResult, index: int, drafts: int) -> None:
+        """Apply the tokens that a request sampled after its last known token and after each of its
+        `drafts` draft tokens. `index`: the first of them in the result.
+        """
         if index in result.errors:
             unable = request.constraint.error if request.constraint is not None else ""
             self._finish(request, "error", unable or result.errors[index])
             return
-        drawn = result.tokens[index : index + 1 + drafted]
-        drawn = drawn[
-            : next((i for i in range(len(drawn)) if index + i in result.errors), len(drawn))
-        ]
-        count = accepted(drawn, request.guesses)
-        request.pending -= 1 + drafted
-        request.marks.arrive(self.now)
-        tokens, reason = _take_tokens(request, drawn[:count])
+        sampled = _before_first_error(result, index, 1 + drafts)
+        count = count_accepted(sampled, request.draft_tokens)
+        request.pending -= 1 + drafts
+        request.stats.record_token(self.now)
+        tokens, reason = _append_tokens(request, sampled[:count])
         self._counters.output_tokens += len(tokens) + (reason == "stop" and len(tokens) < count)
-        if drafted:
-            _settle_guesses(request, drafted, count - 1)
-            self._counters.draft_tokens += drafted
+        if drafts:
+            _commit_draft_tokens(request, drafts, count - 1)
+            self._counters.draft_tokens += drafts
             self._counters.accepted_draft_tokens += count - 1
-        span = range(index, index + len(tokens))
-        for place in span:
-            if place in result.generation_logits:
-                self._news.scores(request).generation_logits += result.generation_logits[place]
-        log_probs = (
-            None if result.log_probs is None else [result.log_probs[place] for place in span]
-        )
-        tops = [result.top_log_probs[place] for place in span if place in result.top_log_probs]
-        self._news.tell(
-            request.request.request_id, tokens, reason or "", request.cached_tokens, log_probs, tops
-        )
+        self._emit(request, result, index, tokens, reason)
         if reason:
             request.finish(reason)
             self._drop(request)
 
-    def take_beam(self, member: Request, group: BeamGroup, result: StepResult, index: int) -> None:
+    def _emit(
+        self,
+        request: Request,
+        result: StepResult,
+        index: int,
+        tokens: list[int],
+        reason: FinishReason | None,
+    ) -> None:
+        places = range(index, index + len(tokens))
+        for place in places:
+            if place in result.generation_logits:
+                self._outputs.scores(request).generation_logits += result.generation_logits[place]
+        log_probs = None
+        if result.log_probs is not None:
+            log_probs = [result.log_probs[place] for place in places]
+        tops = [result.top_log_probs[place] for place in places if place in result.top_log_probs]
+        self._outputs.emit(
+            request.request.request_id, tokens, reason or "", request.cached_tokens, log_probs, tops
+        )
+
+    def apply_beam(self, member: Request, group: BeamGroup, result: StepResult, index: int) -> None:
+        """Apply what one beam of a group sampled, and end the group if its search is over."""
         logits = result.generation_logits.get(index, b"")
-        if (
-            not group.tell(member, result.top_log_probs.get(index, []), logits)
-            or not group.search.finished
-        ):
+        advanced = group.add_sample(member, result.top_log_probs.get(index, []), logits)
+        if not advanced or not group.search.finished:
             return
         found = group.search.results()
         self._counters.output_tokens += sum(len(beam.tokens) for beam in found)
         if not found:
-            self._finish(
-                group.leader, "error", result.errors.get(index, "no beam could be continued")
-            )
+            error = result.errors.get(index, "no beam could be continued")
+            self._finish(group.leader, "error", error)
         else:
             self._finish(group.leader, "stop" if found[0].finish_reason == "stop" else "length")
 
 
-def _take_tokens(request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-    """Append sampled tokens as far as the request goes → those of the answer, and why it ends with
-    them.
+def _before_first_error(result: StepResult, index: int, count: int) -> list[int]:
+    """Return the tokens from `index` on, up to `count`, that precede the first error."""
+    end = index
+    while end < index + count and end not in result.errors:
+        end += 1
+    return result.tokens[index:end]
+
+
+def _append_tokens(request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+    """Append sampled tokens up to the request's end; return those of the output, and the finish
+    reason.
     """
     taken: list[int] = []
     for token in tokens:
         request.tokens.append(token)
-        if token in request.sampling.end_ids:  # the end mark itself is not part of the answer
+        if token in request.sampling.end_ids:  # the end token itself is not part of the output
             return taken, "stop"
         taken.append(token)
         if request.constraint is not None and request.constraint.complete(
@@ -115,11 +132,11 @@ def _take_tokens(request: Request, tokens: list[int]) -> tuple[list[int], Finish
     return taken, None
 
 
-def _settle_guesses(request: Request, drafted: int, right: int) -> None:
-    """Guesses that were right are computed; the rest is as if it had never been."""
-    request.marks.draft_tokens += drafted
-    request.marks.accepted_draft_tokens += right
-    if request.drafter is not None:
-        request.drafter.learn(drafted, right)
-    request.computed -= drafted - right
-    request.settled += right
+def _commit_draft_tokens(request: Request, drafts: int, accepted: int) -> None:
+    """Commit accepted draft tokens, and undo the scheduling of the rejected ones."""
+    request.stats.draft_tokens += drafts
+    request.stats.accepted_draft_tokens += accepted
+    if request.proposer is not None:
+        request.proposer.learn(drafts, accepted)
+    request.scheduled -= drafts - accepted
+    request.committed += accepted

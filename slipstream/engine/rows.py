@@ -1,11 +1,13 @@
-"""What a rank keeps of each live request between steps: its tokens, its block table, how it
-samples.
+"""The state that a runner keeps of each live request between steps: its tokens, its block table,
+how it samples.
 
-A row belongs to one live request. It changes by plans and by the tokens the rank itself samples, so
-a sampled token feeds the next step without passing through the host.
+A row belongs to one live request. Plans change it, and so do the tokens that the runner samples. So
+a sampled token is the input of the next step without a round trip to the host.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -13,31 +15,92 @@ from torch import Tensor
 
 from slipstream.engine.blocks import NULL_BLOCK
 from slipstream.engine.plan import RowStart, StepPlan
-from slipstream.engine.prompt_rows import PromptRows
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.request import PromptTable, SamplingParams
 from slipstream.engine.transfer import to_device
+
+# the token whose embedding is looked up, and then replaced, where a prompt has a table's token
+_PLACEHOLDER = 0
 
 
 class BadWords:
-    """Token sequences a row may not complete, laid out to be compared with the end of its tokens at
-    once.
+    """Token sequences that a row may not complete, laid out for one comparison with the end of its
+    tokens.
     """
 
     def __init__(self, words: tuple[tuple[int, ...], ...], device: torch.device) -> None:
         self.reach = max(len(word) for word in words) - 1
         aligned = [[-1] * (self.reach - len(word) + 1) + list(word[:-1]) for word in words]
-        prefixes = np.array(aligned, dtype=np.int64).reshape(len(words), self.reach)  # -1: anything
+        # [words, reach], right-aligned; -1 matches any token
+        prefixes = np.array(aligned, dtype=np.int64).reshape(len(words), self.reach)
         self.prefixes = to_device(prefixes, device)
         self.last = to_device(np.array([word[-1] for word in words], dtype=np.int64), device)
 
     def banned(self, tokens: Tensor, length: int) -> Tensor:
-        """tokens: [longest] of a row that knows `length` → which of `last` may not come next."""
+        """Return which of `last` may not come next, for a row's tokens [longest], of which `length`
+        are known.
+        """
         reach = min(self.reach, length)
         prefixes = self.prefixes[:, self.reach - reach :]
         matches = ((prefixes == tokens[length - reach : length]) | (prefixes < 0)).all(dim=-1)
-        if reach < self.reach:  # a word longer than all there is cannot be completed
+        if reach < self.reach:  # a word with more tokens than the row has cannot be completed
             matches &= (self.prefixes[:, : self.reach - reach] < 0).all(dim=-1)
         return matches
+
+
+class PromptTableRows:
+    """The prompt tables of live rows: embeddings for prompt tokens beyond the vocabulary."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # row → positions [n], embeddings [n, hidden] float32
+        self._rows: dict[int, tuple[np.ndarray, Tensor]] = {}
+
+    def start(self, row: int, tokens: list[int], table: PromptTable | None) -> list[int]:
+        """Store the embeddings of a row that starts; return its tokens with placeholders for those
+        of the table.
+        """
+        self._rows.pop(row, None)
+        if table is None:
+            return tokens
+        ids = np.array(tokens)
+        (positions,) = np.nonzero(ids >= table.first_token)
+        embeddings = np.frombuffer(table.values, dtype=np.float32).reshape(table.rows, -1)
+        chosen = embeddings[ids[positions] - table.first_token]
+        self._rows[row] = (positions, to_device(chosen, self._device))
+        replaced: list[int] = np.where(ids >= table.first_token, _PLACEHOLDER, ids).tolist()
+        return replaced
+
+    def of_step(
+        self, rows: Iterable[int], positions: Iterable[int], counts: Iterable[int]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the tokens of a step [n] whose embeddings come from tables, and the embeddings
+        [n, hidden]; None if there are none.
+        """
+        if not self._rows:
+            return None
+        places: list[np.ndarray] = []
+        values: list[Tensor] = []
+        offset = 0
+        for row, position, count in zip(rows, positions, counts, strict=True):
+            if row in self._rows:
+                where, embeddings = self._rows[row]
+                first, last = np.searchsorted(where, [position, position + count])
+                if first < last:
+                    places.append(where[first:last] - position + offset)
+                    values.append(embeddings[first:last])
+            offset += count
+        if not places:
+            return None
+        return to_device(np.concatenate(places), self._device), torch.cat(values)
+
+    def touches(self, rows: Sequence[int], positions: Sequence[int]) -> bool:
+        """Return whether one of these positions holds a token of a table."""
+        if not self._rows:
+            return False
+        return any(
+            row in self._rows and position in self._rows[row][0]
+            for row, position in zip(rows, positions, strict=True)
+        )
 
 
 class Rows:
@@ -45,58 +108,54 @@ class Rows:
         self, max_rows: int, max_tokens: int, max_blocks: int, device: torch.device
     ) -> None:
         self.device = device
-        # One row more than requests can hold: padding of a step is an ordinary row that nobody
-        # owns.
+        # One row more than requests can hold: padding of a step is an ordinary row without a
+        # request.
         self.padding_row = max_rows
         self.tokens = torch.zeros(max_rows + 1, max_tokens, dtype=torch.int64, device=device)
         self.tables = torch.full(
             (max_rows + 1, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device
         )
-        self.blocks = [0] * max_rows  # how many of a table's entries are in use
+        self.blocks = [0] * max_rows  # number of table entries in use
         self.prompt_tokens = [0] * max_rows
         self.sampling = [SamplingParams()] * max_rows
-        self.plain = [True] * max_rows  # nothing to do but take the likeliest token
+        self.plain = [True] * max_rows  # sampling is an argmax
         self.end_ids: list[Tensor | None] = [None] * max_rows
         self.bad_words: list[BadWords | None] = [None] * max_rows
         self.bias: list[tuple[Tensor, Tensor] | None] = [None] * max_rows
-        self.prompts = PromptRows(device)
+        self.prompts = PromptTableRows(device)
         self.scoring: set[int] = set()  # rows whose prompt is scored at every position
-        # where the row's adapter lies; () without one
+        # the pages of the row's adapter; () without one
         self.pages: list[tuple[int, ...]] = [()] * max_rows
-        # of the step: row → a bit for each token that it may sample
+        # row → one bit for each token that it may sample in this step
         self.masks: dict[int, bytes] = {}
 
     def in_prompt(self, plan: StepPlan) -> bool:
-        """Whether a row computes a token of its prompt that is more than a token: one with scores,
-        or of a table.
-        """
+        """Return whether a row computes a prompt token that has scores or comes from a table."""
         if self.prompts.touches(plan.rows, plan.positions):
             return True
-        return (
-            any(
-                row in self.scoring and position < self.prompt_tokens[row]
-                for row, position in zip(plan.rows, plan.positions, strict=True)
-            )
-            if self.scoring
-            else False
+        if not self.scoring:
+            return False
+        return any(
+            row in self.scoring and position < self.prompt_tokens[row]
+            for row, position in zip(plan.rows, plan.positions, strict=True)
         )
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over a plan's differences: one write to the tokens and one to the tables, however
-        many rows start.
+        """Apply a plan's differences, with one write to the tokens and one to the tables for all
+        rows that start.
         """
         self.masks = plan.masks
         for start in plan.starts:
             self._start(start)
         self._write_tokens(plan.starts)
-        for fork in plan.forks:  # never from a row that is itself a fork's target
+        for fork in plan.forks:  # a fork's source is never another fork's target
             self.tokens[fork.row, : fork.tokens] = self.tokens[fork.source, : fork.tokens]
             self.blocks[fork.row] = len(fork.blocks)
         self._write_tables(plan)
-        if plan.passed:
-            rows, passed = np.array(plan.passed, dtype=np.int64).T
-            where = to_device(rows * self.tables.shape[1] + passed, self.device)
-            # kernels may read it, finite, and mask it
+        if plan.released:
+            rows, entries = np.array(plan.released, dtype=np.int64).T
+            where = to_device(rows * self.tables.shape[1] + entries, self.device)
+            # Kernels may read the null block, which is finite, and mask it.
             self.tables.view(-1).index_fill_(0, where, NULL_BLOCK)
         if plan.written:
             rows, positions, tokens = np.array(plan.written, dtype=np.int64).T
@@ -116,13 +175,16 @@ class Rows:
             self.tokens.view(-1)[to_device(places, self.device)] = to_device(values, self.device)
 
     def _write_tables(self, plan: StepPlan) -> None:
-        """What lies behind a table's end stays as it was: it may be gathered as padding, and is
+        """Write the tables of started rows and append blocks.
+
+        Entries behind a table's end keep their old values. They may be read as padding, and are
         masked.
         """
-        width, places, blocks = self.tables.shape[1], [], []
-        tables = [(start.row, start.blocks) for start in plan.starts] + [
-            (fork.row, fork.blocks) for fork in plan.forks
-        ]
+        width = self.tables.shape[1]
+        places: list[int] = []
+        blocks: list[int] = []
+        tables = [(start.row, start.blocks) for start in plan.starts]
+        tables += [(fork.row, fork.blocks) for fork in plan.forks]
         for row, table in tables:
             places += [row * width + index for index in range(len(table))]
             blocks += table
@@ -135,13 +197,17 @@ class Rows:
             self.tables.view(-1)[where] = to_device(np.array(blocks, dtype=np.int32), self.device)
 
     def _start(self, start: RowStart) -> None:
-        row, sampling = start.row, start.sampling
+        row = start.row
+        sampling = start.sampling
         self.blocks[row] = len(start.blocks)
         self.prompt_tokens[row] = start.prompt_tokens
         self.sampling[row] = sampling
         self.plain[row] = sampling.plain
         self.pages[row] = start.pages
-        (self.scoring.add if sampling.scores_prompt else self.scoring.discard)(row)
+        if sampling.scores_prompt:
+            self.scoring.add(row)
+        else:
+            self.scoring.discard(row)
         self.end_ids[row] = self._ids(sampling.end_ids) if sampling.min_tokens > 0 else None
         self.bad_words[row] = (
             BadWords(sampling.bad_words, self.device) if sampling.bad_words else None

@@ -1,6 +1,4 @@
-"""Carries plans out on a CPU: rows from differences, one forward pass, one sampling, results in
-launch order.
-"""
+"""Carries out plans on a CPU: updates the rows, runs the model once, samples."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engine import sampler, scores
-from slipstream.engine.cache.host_cache import HostCache, blocks_of
+from slipstream.engine.cache.host_cache import HostCache, view_blocks
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.rows import Rows
 from slipstream.engine.transfer import to_device
@@ -21,7 +19,7 @@ from slipstream.model.transformer import Step, Transformer
 
 
 class Handle:
-    """A launched plan. `result` waits for it."""
+    """A launched plan, whose tokens are already computed."""
 
     def __init__(
         self, sampled: sampler.Sampled | None, prompts: Sequence[scores.PromptLogits] = ()
@@ -51,8 +49,8 @@ class Runner:
         self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
         slots = (total_blocks + 1) * block_tokens  # with the null block
         self.cache = model.new_cache(slots)
-        self.host: HostCache | None = None  # for blocks that the cache has no room for
-        self.adapters: AdapterPages | None = None  # none before the first adapter comes
+        self.host: HostCache | None = None  # host memory for evicted blocks
+        self.adapters: AdapterPages | None = None  # None until the first adapter is loaded
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Handle:
@@ -61,7 +59,7 @@ class Runner:
         copy_blocks(self.cache, plan.copies, self.block_tokens)
         clear_blocks(self.cache, plan.appended_blocks, self.block_tokens)
         self.rows.apply(plan)
-        wanted = scores.wanted_logits(
+        selection = scores.select_logits(
             plan.rows,
             np.array(plan.positions),
             np.array(plan.counts),
@@ -70,19 +68,20 @@ class Runner:
             range(len(plan.rows)),
             plan.drafts,
         )
-        logits = self.model(self._step(plan, wanted.tokens), self.cache)
-        prompts = scores.prompt_logits(logits, wanted, self.rows)
-        if wanted.samples is not None:
-            logits = logits[torch.from_numpy(wanted.samples)]
+        logits = self.model(self._step(plan, selection.tokens), self.cache)
+        prompts = scores.prompt_logits(logits, selection, self.rows)
+        if selection.samples is not None:
+            logits = logits[torch.from_numpy(selection.samples)]
         rows, lengths = sampling_places(plan, range(len(plan.rows)))
         if not rows:
             return Handle(None, prompts)
         sampled = sampler.sample(logits, rows, lengths, self.rows)
-        self.rows.tokens[rows, lengths] = sampled.tokens  # what the next step reads
+        self.rows.tokens[rows, lengths] = sampled.tokens  # the next step reads them
         return Handle(sampled, prompts)
 
-    def _step(self, plan: StepPlan, wanted: np.ndarray) -> Step:
-        rows, counts = np.array(plan.rows), np.array(plan.counts)
+    def _step(self, plan: StepPlan, logit_tokens: np.ndarray) -> Step:
+        rows = np.array(plan.rows)
+        counts = np.array(plan.counts)
         positions = np.array(plan.positions)
         row_of_token = np.repeat(rows, counts)
         ends = np.cumsum(counts)
@@ -98,48 +97,51 @@ class Runner:
             attention=plan_attention(
                 tables[rows], positions, counts, self.block_tokens, self.cache
             ),
-            samples=torch.from_numpy(wanted),
+            samples=torch.from_numpy(logit_tokens),
             adapters=self._step_adapters(plan),
             embeddings=self.rows.prompts.of_step(plan.rows, plan.positions, plan.counts),
         )
 
     def _step_adapters(self, plan: StepPlan) -> CpuStepAdapters | None:
-        pages = [self.rows.pages[row] for row in plan.rows] if self.adapters is not None else []
-        return (
-            CpuStepAdapters(self.adapters, pages, plan.counts)
-            if self.adapters is not None and any(pages)
-            else None
-        )
+        if self.adapters is None:
+            return None
+        pages = [self.rows.pages[row] for row in plan.rows]
+        return CpuStepAdapters(self.adapters, pages, plan.counts) if any(pages) else None
 
 
-def sampling_places(plan: StepPlan, order: Iterable[int]) -> tuple[list[int], list[int]]:
-    """The rows that sample, taken in this order of the plan's columns, and how many tokens each
-    knows by then.
+def sampling_places(plan: StepPlan, entries: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Return the row of each sampled token, and the number of tokens that precede it in that row.
+
+    `entries`: the plan's entries, in the order of the step.
     """
     rows: list[int] = []
     lengths: list[int] = []
-    for column in order:
-        if plan.samples[column]:
-            length = plan.positions[column] + plan.counts[column]
-            places = range(length - plan.drafts[column], length + 1)
-            rows += [plan.rows[column]] * len(places)
+    for entry in entries:
+        if plan.samples[entry]:
+            length = plan.positions[entry] + plan.counts[entry]
+            places = range(length - plan.drafts[entry], length + 1)
+            rows += [plan.rows[entry]] * len(places)
             lengths += places
     return rows, lengths
 
 
 def clear_blocks(cache: Tensor, blocks: list[int], block_tokens: int) -> None:
-    """Where a row is padded to whole blocks, even masked values must be finite, whoever had the
-    blocks before.
+    """Fill blocks with zeros.
+
+    Attention pads a row to whole blocks. The padding is masked, but must be finite.
     """
     if blocks:
-        blocks_of(cache, block_tokens).index_fill_(3, torch.tensor(blocks), 0.0)
+        view_blocks(cache, block_tokens).index_fill_(3, torch.tensor(blocks), 0.0)
 
 
 def copy_blocks(cache: Tensor, copies: list[tuple[int, int]], block_tokens: int) -> None:
-    """cache: [layers, 2, kv_heads, slots, head_size]. No block is both read and written."""
+    """Copy blocks (source, target). No block is both a source and a target.
+
+    cache: [layers, 2, kv_heads, slots, head_size]
+    """
     if copies:
-        blocks = blocks_of(cache, block_tokens)
+        blocks = view_blocks(cache, block_tokens)
         sources, targets = (
-            to_device(np.array(column), cache.device) for column in zip(*copies, strict=True)
+            to_device(np.array(numbers), cache.device) for numbers in zip(*copies, strict=True)
         )
         blocks[:, :, :, targets] = blocks[:, :, :, sources]

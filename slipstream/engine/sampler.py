@@ -1,14 +1,14 @@
-"""From logits to tokens, row by row of parameters.
+"""Samples tokens from logits, by the sampling parameters of each row.
 
-A token is a function of its row's logits, parameters, seed and position alone: the same whatever
-else is in the batch, and again after preemption. Rows that ask for nothing special cost one argmax
-for all of them.
+A token is a function of its row's logits, parameters, seed and position alone. So it is the same
+whatever else is in the batch, and again after a preemption. Rows with default parameters cost one
+argmax for all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,53 +21,59 @@ from slipstream.engine.rows import Rows
 from slipstream.engine.transfer import numbers, to_device
 from slipstream.kernels import sampling
 
+TopTokens = tuple[int, Tensor, Tensor]  # (sample, tokens [n], log-probabilities [n])
+
 
 class Sampled(NamedTuple):
     tokens: Tensor  # [samples] int64
-    # [samples] the largest logit a row could choose from; not finite when there was none
+    # [samples]: the largest logit of each row; not finite when no token is allowed
     best: Tensor
     log_probs: Tensor | None  # [samples]
-    top: list[tuple[int, Tensor, Tensor]]  # (index, tokens [n], log-probabilities [n])
-    # (index, the model's own logits [vocab]) where they were asked for
+    top: list[TopTokens]
+    # (sample, the model's own logits [vocab]) where they are requested
     raw: Sequence[tuple[int, Tensor]] = ()
 
 
 def sample(logits: Tensor, rows: list[int], lengths: list[int], state: Rows) -> Sampled:
-    """logits: [samples, vocab], may be overwritten; lengths: how many tokens each row knows."""
-    parameters = [state.sampling[row] for row in rows]
+    """Sample a token for each of `rows`, of which `lengths` tokens are known.
+
+    logits: [samples, vocab], may be overwritten
+    """
     if all_plain(rows, state):
         best, tokens = sampling.likeliest(logits)
         return Sampled(tokens, best, None, [])
+    parameters = [state.sampling[row] for row in rows]
     logits = logits.float()
-    asked = [
+    raw = [
         (index, logits[index].clone()) for index, p in enumerate(parameters) if p.generation_logits
     ]
-    raw = None
     searching = [index for index, p in enumerate(parameters) if p.beams]
     for index in searching:  # beams are scored by log-probabilities, which parameters then change
         logits[index] = (logits[index] / (parameters[index].temperature or 1.0)).log_softmax(dim=-1)
+    raw_log_probs = None
     if any(p.log_probs or p.top_log_probs for p in parameters):
         # of the model's own logits, before any parameter changes them
-        raw = logits.log_softmax(dim=-1)
+        raw_log_probs = logits.log_softmax(dim=-1)
     for index, (row, p) in enumerate(zip(rows, parameters, strict=True)):
         _adjust(logits[index], p, row, lengths[index], state)
     _penalise(logits, rows, lengths, parameters, state)
-    _constrain(logits, rows, state)
+    _apply_masks(logits, rows, state)
     best, tokens = logits.max(dim=-1)
     _draw(logits, tokens, parameters, lengths, _top_p(rows, lengths, parameters, state))
-    chosen, top = _log_probs(raw, tokens, parameters)
+    log_probs, top = _log_probs(raw_log_probs, tokens, parameters)
     for index in searching:
         values, ids = logits[index].topk(parameters[index].candidates)
         top.append((index, ids, values))
-    return Sampled(tokens, best, chosen, top, asked)
+    return Sampled(tokens, best, log_probs, top, raw)
 
 
 def all_plain(rows: list[int], state: Rows) -> bool:
+    """Return whether sampling is an argmax for all of these rows."""
     return not state.masks and all(state.plain[row] for row in rows)
 
 
 def to_result(sampled: Sampled) -> StepResult:
-    """The one place where the device is waited for."""
+    """Copy sampled tokens to the host. The one place that waits for the device."""
     result = StepResult(tokens=sampled.tokens.tolist())
     if sampled.log_probs is not None:
         result.log_probs = sampled.log_probs.tolist()
@@ -86,8 +92,10 @@ def to_result(sampled: Sampled) -> StepResult:
 
 
 def _adjust(logits: Tensor, p: SamplingParams, row: int, length: int, state: Rows) -> None:
-    """What concerns single tokens of one row: bias, bad words, the minimum length. logits: [vocab]"""
-    bias, bad_words, end_ids = state.bias[row], state.bad_words[row], state.end_ids[row]
+    """Apply bias, bad words, n-gram bans and the minimum length to one row's logits [vocab]."""
+    bias = state.bias[row]
+    bad_words = state.bad_words[row]
+    end_ids = state.end_ids[row]
     if bias is not None:
         logits.index_add_(0, *bias)
     if p.no_repeat_ngram:
@@ -105,6 +113,7 @@ def _penalise(
     parameters: list[SamplingParams],
     state: Rows,
 ) -> None:
+    """Apply the repetition, presence and frequency penalties."""
     chosen = [index for index, p in enumerate(parameters) if p.penalised]
     if not chosen:
         return
@@ -128,15 +137,13 @@ def _penalise(
 
 
 def _ban(logits: Tensor, tokens: Tensor, banned: Tensor) -> None:
-    """Take those of the tokens [n] that are banned [n] out of the choice, without asking the device
-    which.
-    """
+    """Set the logits of `banned` tokens to -inf, without a synchronisation; both are [n]."""
     logits.index_add_(0, tokens, torch.where(banned, -math.inf, 0.0))
 
 
 def repeats(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """tokens: [length] → how runs of `size` tokens end [n], and which of them the last tokens begin
-    again [n].
+    """Return the last token of each n-gram of `size` tokens in `tokens` [length], and which of the
+    n-grams the next token could repeat. Both are [n].
     """
     if len(tokens) < size:
         return tokens[:0], tokens[:0].bool()
@@ -144,8 +151,8 @@ def repeats(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return runs[:, size - 1], (runs[:, : size - 1] == tokens[len(tokens) - size + 1 :]).all(dim=-1)
 
 
-def _constrain(logits: Tensor, rows: list[int], state: Rows) -> None:
-    """Only what a row's mask allows stays in its choice: one operation for all rows that have one."""
+def _apply_masks(logits: Tensor, rows: list[int], state: Rows) -> None:
+    """Set the logits of tokens that a row's mask excludes to -inf, for all masked rows at once."""
     chosen = [index for index, row in enumerate(rows) if row in state.masks]
     if not chosen:
         return
@@ -161,29 +168,30 @@ def _constrain(logits: Tensor, rows: list[int], state: Rows) -> None:
 def _top_p(
     rows: list[int], lengths: list[int], parameters: list[SamplingParams], state: Rows
 ) -> Tensor | None:
-    """top_p of each row at its position [samples, 1], where one of them shrinks; None: as the
-    parameters say.
+    """Return top_p of each row at its position [samples, 1], where a row's top_p decays; None where
+    none does.
     """
     if all(p.top_p_decay == 1.0 for p in parameters):
         return None
-    column, longest = _column(state.device), max(lengths)
+    column = _column(state.device)
+    longest = max(lengths)
     history = state.tokens[numbers(rows, state.device), :longest]  # [samples, longest]
     position = torch.arange(longest, device=state.device)
-    begun = column([state.prompt_tokens[row] for row in rows])
+    output_start = column([state.prompt_tokens[row] for row in rows])
     resets = (history == column([p.top_p_reset_id for p in parameters])) & (
         position < column(lengths)
     )
     since = (
-        torch.where(resets & (position >= begun), position + 1, begun)
+        torch.where(resets & (position >= output_start), position + 1, output_start)
         .max(dim=-1, keepdim=True)
         .values
     )
-    steps = column(lengths) - since  # tokens of the answer since the last reset
+    steps = column(lengths) - since  # output tokens since the last reset
     initial = column([p.top_p for p in parameters])
-    shrunk = initial * column([p.top_p_decay for p in parameters]) ** steps
-    shrunk = torch.maximum(shrunk, column([p.top_p_min for p in parameters]))
+    decayed = initial * column([p.top_p_decay for p in parameters]) ** steps
+    decayed = torch.maximum(decayed, column([p.top_p_min for p in parameters]))
     decays = column([p.top_p_decay < 1.0 for p in parameters])
-    return torch.where(decays & (steps > 0), shrunk, initial)
+    return torch.where(decays & (steps > 0), decayed, initial)
 
 
 def _draw(
@@ -193,48 +201,94 @@ def _draw(
     lengths: list[int],
     top_p: Tensor | None,
 ) -> None:
-    """Replace the likeliest tokens of the rows that sample. Who narrows the choice is known on the
-    host.
-    """
+    """Replace the likeliest tokens of the rows that sample by drawn ones."""
     drawn = [index for index, p in enumerate(parameters) if not p.greedy]
     narrowed = [index for index in drawn if parameters[index].narrows]
     free = [index for index in drawn if not parameters[index].narrows]
+    if narrowed:
+        _draw_narrowed(logits, tokens, narrowed, parameters, lengths, top_p)
+    if free:
+        _draw_from_all(logits, tokens, free, parameters, lengths)
+
+
+def _draw_narrowed(
+    logits: Tensor,
+    tokens: Tensor,
+    chosen: list[int],
+    parameters: list[SamplingParams],
+    lengths: list[int],
+    top_p: Tensor | None,
+) -> None:
+    """Draw tokens of rows with top-k or top-p."""
     column = _column(logits.device)
-    for chosen in (narrowed, free):
-        if not chosen:
-            continue
-        some, where = [parameters[i] for i in chosen], numbers(chosen, logits.device)
-        values = logits if len(chosen) == len(logits) else logits[where]
-        temperature, min_p = column([p.temperature for p in some]), column([p.min_p for p in some])
-        keys = column(
-            [sampling.noise_key(p.seed, lengths[i]) for i, p in zip(chosen, some, strict=True)]
-        )
-        if chosen is free:
-            floor = min_p if any(p.min_p > 0 for p in some) else None
-            tokens[where] = sampling.draw_from_all(values, temperature, floor, keys)
-        else:
-            widest = 0 if any(p.top_k == 0 for p in some) else max(p.top_k for p in some)
-            mass = column([p.top_p for p in some]) if top_p is None else top_p[where]
-            tokens[where] = sampling.draw_narrowed(
-                values, temperature, column([p.top_k for p in some]), mass, min_p, keys, widest
-            )
+    some = [parameters[index] for index in chosen]
+    where = numbers(chosen, logits.device)
+    widest = 0 if any(p.top_k == 0 for p in some) else max(p.top_k for p in some)
+    tokens[where] = sampling.draw_narrowed(
+        _select(logits, chosen, where),
+        column([p.temperature for p in some]),
+        column([p.top_k for p in some]),
+        column([p.top_p for p in some]) if top_p is None else top_p[where],
+        column([p.min_p for p in some]),
+        column(_noise_keys(chosen, parameters, lengths)),
+        widest,
+    )
+
+
+def _draw_from_all(
+    logits: Tensor,
+    tokens: Tensor,
+    chosen: list[int],
+    parameters: list[SamplingParams],
+    lengths: list[int],
+) -> None:
+    """Draw tokens of rows without top-k and top-p."""
+    column = _column(logits.device)
+    some = [parameters[index] for index in chosen]
+    where = numbers(chosen, logits.device)
+    min_p = column([p.min_p for p in some]) if any(p.min_p > 0 for p in some) else None
+    tokens[where] = sampling.draw_from_all(
+        _select(logits, chosen, where),
+        column([p.temperature for p in some]),
+        min_p,
+        column(_noise_keys(chosen, parameters, lengths)),
+    )
+
+
+def _select(logits: Tensor, chosen: list[int], where: Tensor) -> Tensor:
+    """Return the chosen rows of the logits, without a copy where they are all rows."""
+    return logits if len(chosen) == len(logits) else logits[where]
+
+
+def _noise_keys(
+    chosen: list[int], parameters: list[SamplingParams], lengths: list[int]
+) -> list[int]:
+    return [sampling.noise_key(parameters[index].seed, lengths[index]) for index in chosen]
 
 
 def _log_probs(
     raw: Tensor | None, tokens: Tensor, parameters: list[SamplingParams]
-) -> tuple[Tensor | None, list[tuple[int, Tensor, Tensor]]]:
+) -> tuple[Tensor | None, list[TopTokens]]:
+    """Return the log-probabilities of the sampled tokens and of the likeliest ones.
+
+    raw: [samples, vocab] log-probabilities; None when no row asks for them
+    """
     if raw is None:
         return None, []
-    chosen = raw.gather(-1, tokens[:, None]).flatten()
-    top = []
+    sampled = raw.gather(-1, tokens[:, None]).flatten()
+    top: list[TopTokens] = []
     for index, p in enumerate(parameters):
         if p.top_log_probs and not p.beams:
             values, ids = raw[index].topk(min(p.top_log_probs, raw.shape[-1]))
             top.append((index, ids, values))
-    return chosen, top
+    return sampled, top
 
 
-def _column(device: torch.device):
+def _column(
+    device: torch.device,
+) -> Callable[[list[int] | list[float] | list[bool]], Tensor]:
+    """Return a function that copies a list [n] to the device as a column [n, 1]."""
+
     def column(values: list[int] | list[float] | list[bool]) -> Tensor:
         return numbers(values, device)[:, None]
 

@@ -1,16 +1,18 @@
-"""From weights and settings to an engine that can serve: memory sized, everything touched once."""
+"""Creates an engine from weights and settings: divides the memory and runs everything once."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.engine.adapters.adapters import Adapters
+from slipstream.engine import memory
+from slipstream.engine.adapters.cache import AdapterCache
 from slipstream.engine.adapters.loader import ReadFolder, create_adapters
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.cache.host_cache import HostCache
@@ -30,23 +32,25 @@ from slipstream.model.transformer import Transformer
 if TYPE_CHECKING:
     from slipstream.engine.gpu.runner import GpuRunner
 
-# A CPU computes about this many prompt tokens before the requests beside them notice the wait.
+# A CPU computes about this many prompt tokens before other requests notice the delay.
 _CPU_STEP_TOKENS = 512
-# Enough for a GPU's matrix units to be busy; more only makes the requests beside a prompt wait.
+# Enough to keep a GPU's tensor cores busy; more only delays other requests.
 _GPU_STEP_TOKENS = 8192
-# A CPU machine's memory is shared with everything else on it; this much cache serves 16 long chats.
-_CPU_CACHE_BYTES = 512 * 2**20
-# What graphs, libraries' workspaces and the activations of a full step take beside weights and
-# cache.
-_GPU_SPARE_BYTES = 6 * 2**30
-# Of the cache's memory, the share that copies of weights may take: less cache, faster steps of few
-# tokens.
-_COPY_SHARE = 1 / 6
 _WARM_UP_REQUEST = -1
-# of each prompt in a step that fills the budget; more where the rows are few
+# tokens of each prompt in a warm-up step with the full budget; more where there are few rows
 _WARM_UP_TOKENS = 1024
 
 Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """Sizes of an engine that do not depend on its memory."""
+
+    device: torch.device
+    dtype: torch.dtype
+    longest: int  # tokens of the longest sequence
+    step_tokens: int  # token budget of one step
 
 
 def create_engine(
@@ -59,120 +63,136 @@ def create_engine(
     fp8_cache: bool = False,
     most_step_tokens: int | None = None,
 ) -> EngineLoop:
-    """An engine over these weights. `longest_sequence`: what the engine folder allows, prompt and
-    output. `most_step_tokens`: what it allows a step, where the settings do not say.
+    """Create an engine over these weights. `tensors` is emptied.
 
-    `read_adapter` reads the folders of adapters; without it, adapters come with requests only.
-    `fp8_cache` keeps keys and values in eight bits; a device that has no instructions for that
-    keeps them as if they were not asked for.
+    longest_sequence: prompt + output that the engine folder allows.
+    most_step_tokens: tokens per step that the engine folder allows, unless the settings say more.
+    read_adapter: reads the folders of adapters; without it, adapters come with requests only.
+    fp8_cache: keep keys and values in 8 bits, if the device has instructions for that.
     """
     began = time.monotonic()
+    sizes = _choose_sizes(settings, longest_sequence, most_step_tokens)
+    weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    model = _create_model(spec, tensors, settings, sizes, fp8_cache)
+    copy_bytes, blocks = _divide_memory(model, settings, sizes.longest)
+    prepared = _prepare_runner(model, settings, sizes, blocks, progress)
+    runner = prepared.runner
+    slots = _add_host_cache(runner, settings, blocks)
+    pool = BlockPool(blocks, settings.block_tokens, settings.reuse, slots)
+    adapters = create_adapters(spec, settings, sizes.dtype, sizes.device, read_adapter)
+    scheduler = _create_scheduler(model, settings, sizes, pool, adapters.cache)
+    info = EngineInfo(
+        vocab_size=spec.vocab_size,
+        max_sequence_tokens=sizes.longest,
+        max_rows=settings.max_rows,
+        total_blocks=blocks,
+        block_tokens=settings.block_tokens,
+        device=str(sizes.device),
+        dtype=str(sizes.dtype).removeprefix("torch."),
+        weight_bytes=weight_bytes,
+        cache_bytes=runner.cache.nbytes,
+        load_seconds=time.monotonic() - began,
+        step_bytes=prepared.step_bytes,
+        graph_bytes=prepared.graph_bytes,
+        compressed_weight_bytes=copy_bytes,
+        max_beam_width=scheduler.capacity.beam_width,
+        windowed=scheduler.window is not None,
+    )
+    overlaps = sizes.device.type == "cuda" and settings.overlap
+    return EngineLoop(scheduler, runner, info, depth=2 if overlaps else 1, adapters=adapters)
+
+
+def _choose_sizes(
+    settings: EngineSettings, longest_sequence: int, most_step_tokens: int | None
+) -> EngineSizes:
     device = _device(settings)
     on_gpu = device.type == "cuda"
     if not on_gpu:
         torch.set_num_threads(settings.threads or usable_cores())
-    dtype = getattr(torch, _dtype_name(settings.dtype, on_gpu))
-    longest = min(longest_sequence, settings.max_sequence_tokens or longest_sequence)
     usual = _GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS
-    step_tokens = settings.step_tokens or min(usual, most_step_tokens or usual)
-    weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    cache_dtype = _cache_dtype(spec, dtype, device, settings.block_tokens, fp8_cache)
-    model = Transformer(spec, tensors, dtype, device, longest, cache_dtype)
-    # otherwise all is in sight anyway
-    if min(settings.attention_windows, default=longest) < longest:
+    return EngineSizes(
+        device=device,
+        dtype=getattr(torch, _dtype_name(settings.dtype, on_gpu)),
+        longest=min(longest_sequence, settings.max_sequence_tokens or longest_sequence),
+        step_tokens=settings.step_tokens or min(usual, most_step_tokens or usual),
+    )
+
+
+def _create_model(
+    spec: ModelSpec,
+    tensors: dict[str, Tensor],
+    settings: EngineSettings,
+    sizes: EngineSizes,
+    fp8_cache: bool,
+) -> Transformer:
+    options = settings.kernel_options
+    cache_dtype = _cache_dtype(
+        spec, sizes.dtype, sizes.device, settings.block_tokens, fp8_cache, options
+    )
+    model = Transformer(
+        spec, tensors, sizes.dtype, sizes.device, sizes.longest, cache_dtype, options
+    )
+    # A wider window covers every sequence.
+    if min(settings.attention_windows, default=sizes.longest) < sizes.longest:
         model.set_attention_windows(settings.attention_windows, settings.sink_tokens)
-    tensors.clear()  # what was laid out anew need not be held twice
-    copy_bytes, blocks = _share_out_memory(model, settings, longest)
-    runner, step_bytes, graph_bytes = _prepare_runner(
-        model, settings, blocks, longest, step_tokens, progress
-    )
-    pool = BlockPool(
-        blocks, settings.block_tokens, settings.reuse, _add_host_cache(runner, settings, blocks)
-    )
-    adapters = create_adapters(spec, settings, dtype, device, read_adapter)
-    scheduler = _scheduler(model, settings, pool, longest, step_tokens, adapters.adapters)
-    info = EngineInfo(
-        vocab_size=spec.vocab_size,
-        max_sequence_tokens=longest,
-        max_rows=settings.max_rows,
-        total_blocks=blocks,
-        block_tokens=settings.block_tokens,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        weight_bytes=weight_bytes,
-        cache_bytes=runner.cache.nbytes,
-        load_seconds=time.monotonic() - began,
-        step_bytes=step_bytes,
-        graph_bytes=graph_bytes,
-        copy_bytes=copy_bytes,
-        max_beam_width=scheduler.capacity.beam_width,
-        windowed=scheduler.window is not None,
-    )
-    return EngineLoop(
-        scheduler, runner, info, depth=2 if on_gpu and settings.overlap else 1, adapters=adapters
-    )
+    tensors.clear()  # the model has copied what it lays out in another way
+    return model
 
 
 class _Prepared(NamedTuple):
     runner: AnyRunner
-    step_bytes: int = 0  # what a step of the full budget takes of a GPU's memory
-    graph_bytes: int = 0  # and what its captured steps do
+    step_bytes: int = 0  # GPU memory that a step with the full budget takes
+    graph_bytes: int = 0  # GPU memory of captured steps
 
 
 def _prepare_runner(
     model: Transformer,
     settings: EngineSettings,
+    sizes: EngineSizes,
     blocks: int,
-    longest: int,
-    step_tokens: int,
     progress: Progress,
 ) -> _Prepared:
-    """What carries plans out on this device, warmed up."""
-    sizes = (blocks, settings.block_tokens, settings.max_rows, longest)
+    """Create the runner of this device and warm it up."""
     if model.device.type == "cuda":
         # needs Triton, which a CPU installation lacks
         from slipstream.engine.gpu.runner import GpuRunner
 
-        gpu_runner = GpuRunner(model, *sizes)
-        taken = _prepare_gpu(
-            gpu_runner, model.spec, settings.max_rows, longest, blocks, step_tokens, progress
+        gpu_runner = GpuRunner(
+            model, blocks, settings.block_tokens, settings.max_rows, sizes.longest
         )
-        return _Prepared(gpu_runner, *taken)
-    runner = Runner(model, *sizes)
-    warm_up(model.spec, runner, blocks, longest)
+        return _prepare_gpu(gpu_runner, settings.max_rows, sizes, blocks, progress)
+    runner = Runner(model, blocks, settings.block_tokens, settings.max_rows, sizes.longest)
+    warm_up(model.spec, runner, blocks, sizes.longest)
     return _Prepared(runner)
 
 
 def _add_host_cache(runner: AnyRunner, settings: EngineSettings, blocks: int) -> int:
-    """Room in the host's memory for blocks → how many of them, as far as settings give bytes for
-    it.
-    """
-    slots = settings.host_cache_bytes // (runner.cache.nbytes // (blocks + 1))
+    """Add host memory for evicted blocks to the runner; return how many fit."""
+    slots = memory.host_slots(settings.host_cache_bytes, runner.cache.nbytes, blocks)
     if slots and settings.reuse:
         runner.host = HostCache(runner.cache, slots, settings.block_tokens)
     return slots
 
 
-def _scheduler(
+def _create_scheduler(
     model: Transformer,
     settings: EngineSettings,
+    sizes: EngineSizes,
     pool: BlockPool,
-    longest: int,
-    step_tokens: int,
-    adapters: Adapters,
+    adapters: AdapterCache,
 ) -> Scheduler:
     return Scheduler(
         pool,
         settings.max_rows,
-        step_tokens,
-        longest,
+        sizes.step_tokens,
+        sizes.longest,
         model.spec.vocab_size,
         settings.policy,
         settings.chunked,
         max_beam_width=settings.max_beam_width,
         lookup_tokens=settings.lookup_tokens,
         adapters=adapters,
-        window=Window.of((layer.rule for layer in model.layers), longest),
+        window=Window.from_rules((layer.rule for layer in model.layers), sizes.longest),
     )
 
 
@@ -185,8 +205,10 @@ def warm_up(
     requests: int = 1,
     steps: int = 1,
 ) -> None:
-    """Run requests through the runner alone, so that the first user does not pay for first calls.
-    steps: that the prompt of a single request takes.
+    """Run requests of `tokens` tokens through the runner, so that users do not wait for its first
+    calls.
+
+    steps: the number of steps that the prompt of a single request takes.
     """
     pool = BlockPool(total_blocks, runner.block_tokens, reuse=False)
     tokens = min(tokens, longest - 2, total_blocks * runner.block_tokens // requests - 2)
@@ -201,21 +223,16 @@ def warm_up(
 
 
 def _prepare_gpu(
-    runner: GpuRunner,
-    spec: ModelSpec,
-    max_rows: int,
-    longest: int,
-    blocks: int,
-    budget: int,
-    progress: Progress,
-) -> tuple[int, int]:
-    """Compile kernels, run a step of the full budget, capture decode steps → bytes of that step, of
-    the graphs.
-    """
-    from slipstream.engine.gpu.graphs import ladder  # these need Triton
-    from slipstream.engine.gpu.mixed_graphs import PROMPTS
+    runner: GpuRunner, max_rows: int, sizes: EngineSizes, blocks: int, progress: Progress
+) -> _Prepared:
+    """Compile kernels, run a step with the full budget and capture CUDA graphs."""
+    from slipstream.engine.gpu.graphs import batch_sizes  # these need Triton
+    from slipstream.engine.gpu.mixed_graphs import MAX_PREFILLS
     from slipstream.kernels.gpu.prefill_tiles import LARGE_TILES_FROM
 
+    spec = runner.model.spec
+    longest = sizes.longest
+    budget = sizes.step_tokens
     runner.model.prepare_gates()
     warm_up(spec, runner, blocks, longest)
     each = max(1, min(longest - 2, budget, max(_WARM_UP_TOKENS, -(-budget // max_rows))))
@@ -223,8 +240,8 @@ def _prepare_gpu(
     torch.cuda.reset_peak_memory_stats()
     warm_up(spec, runner, blocks, longest, each, max(1, min(budget // each, max_rows)))
     step_bytes = torch.cuda.max_memory_allocated() - held
-    # Long prompts, and those of several steps, have kernels of their own, not to be compiled while
-    # others wait.
+    # Long prompts, and prompts of several steps, have kernels of their own. They are compiled now,
+    # because a compilation delays all requests.
     for tokens in (
         (_WARM_UP_TOKENS, LARGE_TILES_FROM)
         if longest - 2 >= LARGE_TILES_FROM
@@ -234,15 +251,17 @@ def _prepare_gpu(
         warm_up(spec, runner, blocks, longest, tokens, steps=2)
     free, _ = torch.cuda.mem_get_info()
     runner.capture(max_rows, progress)
-    # The library loads its kernels when first used: let that be now. Fewer prompts are a captured
-    # step.
-    for prompts in (size for size in ladder(max_rows) if PROMPTS < size <= blocks):
+    # The library loads its kernels when they are first used. Steps with fewer prompts are captured.
+    for prompts in (size for size in batch_sizes(max_rows) if MAX_PREFILLS < size <= blocks):
         warm_up(spec, runner, blocks, longest, 2, prompts)
-    return step_bytes, max(0, free - torch.cuda.mem_get_info()[0])
+    graph_bytes = max(0, free - torch.cuda.mem_get_info()[0])
+    return _Prepared(runner, step_bytes, graph_bytes)
 
 
 def usable_cores() -> int:
-    """Cores this process may run on, which in a container are fewer than the machine has."""
+    """Return the number of cores that this process may use; fewer than the machine's in a
+    container.
+    """
     return len(os.sched_getaffinity(0))
 
 
@@ -274,68 +293,35 @@ def _cache_dtype(
 
 def _dtype_name(dtype: str, on_gpu: bool) -> str:
     if dtype == "auto":
-        # On a CPU the caller, who can probe the machine safely, decides on bfloat16.
+        # On a CPU the caller, which can probe the machine safely, chooses bfloat16.
         return "bfloat16" if on_gpu else "float32"
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {dtype!r}")
     return dtype
 
 
-def _share_out_memory(
-    model: Transformer, settings: EngineSettings, longest: int
-) -> tuple[int, int]:
-    """Of what weights leave free → bytes of copies of weights, now made, and blocks of the cache"""
-    block_bytes = model.cached_bytes * settings.block_tokens
-    if model.device.type != "cuda":
-        return 0, _pool_blocks(settings, None, block_bytes, longest)
-    room = _gpu_room(model.spec, settings, longest, model.device)
-    copy_bytes = model.compress_weights(_copy_room(settings, room, block_bytes, longest))
-    if copy_bytes:
-        torch.cuda.empty_cache()  # what packing took beside them
-    return copy_bytes, _pool_blocks(settings, room - copy_bytes, block_bytes, longest)
+def _divide_memory(model: Transformer, settings: EngineSettings, longest: int) -> tuple[int, int]:
+    """Divide the memory that the weights leave free, and make 12-bit copies of weights.
 
-
-def _gpu_room(spec: ModelSpec, settings: EngineSettings, longest: int, device: torch.device) -> int:
-    """Bytes of a GPU's memory for the cache, and for what is kept to be faster at its expense."""
-    free, _ = torch.cuda.mem_get_info(device)
-    # What grows with the rows: logits in float32, those of the graphs and those of a step, and all
-    # their tokens.
-    beside = settings.max_rows * (2 * spec.vocab_size * 4 + longest * 8)
-    return int((free - _GPU_SPARE_BYTES - beside) * settings.cache_memory_fraction)
-
-
-def _copy_room(settings: EngineSettings, room: int, block_bytes: int, longest: int) -> int:
-    """Bytes that copies of weights may take of a GPU: one sequence must still fit. None where the
-    size of the cache was given: who reckons with it may have plans for the rest.
-    """
-    if settings.cache_tokens is not None:
-        return 0
-    return min(int(room * _COPY_SHARE), room - -(-longest // settings.block_tokens) * block_bytes)
-
-
-def _pool_blocks(settings: EngineSettings, room: int | None, block_bytes: int, longest: int) -> int:
-    """How many blocks the pool has: what was asked for, else as many as a GPU has room for, or a
-    CPU's usual cache where that is None; one sequence at least.
+    Returns the bytes of the copies and the number of blocks of the cache.
     """
     size = settings.block_tokens
-    if settings.cache_tokens is not None and room is None:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // block_bytes
-        if settings.cache_tokens > memory * size:
-            raise ValueError(
-                f"a cache of {settings.cache_tokens} tokens is more than the machine's memory, which "
-                f"{memory * size} would fill: lower max_tokens_in_paged_kv_cache"
-            )
-        return max(1, settings.cache_tokens // size)
-    needed = -(-longest // size)
-    if room is None:
-        return max(_CPU_CACHE_BYTES // block_bytes, needed)
-    # more than all rows could fill is of no use
-    affordable = min(room // block_bytes, settings.max_rows * needed)
-    if settings.cache_tokens is not None and affordable > 0:  # of two limits, the smaller one holds
-        return max(1, min(affordable, settings.cache_tokens // size))
-    if affordable < needed:
-        raise ValueError(
-            f"the GPU has room for {max(affordable, 0) * size} cached tokens, one sequence of {longest} needs more: "
-            f"lower the longest sequence, or use fewer bits a weight"
+    block_bytes = model.cached_bytes * size
+    if model.device.type != "cuda":
+        machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return 0, memory.cpu_blocks(
+            machine_bytes, block_bytes, size, longest, settings.cache_tokens
         )
-    return affordable
+    free, _ = torch.cuda.mem_get_info(model.device)
+    budget = memory.gpu_budget(
+        free, settings.max_rows, model.spec.vocab_size, longest, settings.cache_memory_fraction
+    )
+    copy_bytes = model.compress_weights(
+        memory.copy_budget(budget, block_bytes, size, longest, settings.cache_tokens)
+    )
+    if copy_bytes:
+        torch.cuda.empty_cache()  # memory that packing took temporarily
+    blocks = memory.gpu_blocks(
+        budget - copy_bytes, block_bytes, size, longest, settings.max_rows, settings.cache_tokens
+    )
+    return copy_bytes, blocks

@@ -1,4 +1,4 @@
-"""From the host's memory to the device's, without the host waiting for the device."""
+"""Copies from host to device memory that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy that the host need not wait for, through memory that the device can read by itself."""
+    """Copy an array to the device through pinned memory, without waiting."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda" and array.size:
         tensor = tensor.pin_memory()
@@ -20,8 +20,9 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 def numbers(
     values: Sequence[int] | Sequence[float] | Sequence[bool], device: torch.device
 ) -> Tensor:
-    """[n], of the type that torch gives such numbers. Lists as such, also as an index, would make
-    the host wait.
+    """Copy a list [n] to the device, as the type that torch gives such numbers.
+
+    Lists that are passed to torch directly, also as an index, make the host wait.
     """
     array = np.array(values)
     return to_device(array.astype(np.float32) if array.dtype == np.float64 else array, device)

@@ -67,6 +67,11 @@ ENGINE_PARAMETERS: dict[str, str] = {
     "tokenizer_dir": "text",
     "guided_decoding_backend": "text",
     "xgrammar_tokenizer_info_path": "text",
+    # switches of our own, for debugging
+    "compressed_weights": "bool",
+    "compressed_kv_cache": "bool",
+    "fused_gemv": "bool",
+    "mixed_graphs": "bool",
     "FORCE_CPU_ONLY_INPUT_TENSORS": "accepted",
     "worker_path": "accepted",
     "executor_worker_path": "accepted",
@@ -190,6 +195,10 @@ def engine_settings(
         ("enable_kv_cache_reuse", "reuse"),
         ("enable_chunked_context", "chunked"),
         ("enable_trt_overlap", "overlap"),
+        ("compressed_weights", "compressed_weights"),
+        ("compressed_kv_cache", "compressed_kv_cache"),
+        ("fused_gemv", "fused_gemv"),
+        ("mixed_graphs", "mixed_graphs"),
     ):
         if parameters.get(name) is not None:
             wanted[setting] = parameters.get(name)

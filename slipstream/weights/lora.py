@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slipstream.engine.adapters.adapters import AdapterSource, ModuleMatrices
+from slipstream.engine.adapters.cache import AdapterSource, ModuleMatrices
 from slipstream.weights.engine_config import CONFIG_NAME
 from slipstream.weights.sources.hf_folder import read_json
 from slipstream.weights.sources.source import SourceError

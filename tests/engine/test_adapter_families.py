@@ -8,7 +8,7 @@ from run_engine import engine, greedy_choices, run_all
 from tiny_adapters import save_adapter
 from tiny_models import VOCABULARY, config_of, positions_of, random_model
 
-from slipstream.engine.adapters.adapters import AdapterSource
+from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.weights.build import build_engine
 
@@ -33,7 +33,7 @@ def strong_model(family: str):
 
 
 @pytest.mark.parametrize("family", MODULES)
-def test_an_adapter_beside_the_base_equals_merged_weights(tmp_path, family):
+def test_adapter_output_equals_merged_weights(tmp_path, family):
     model = strong_model(family)
     model.save_pretrained(tmp_path / "hf")
     folder = build_engine(tmp_path / "hf", tmp_path / "engine", dtype="float32")

@@ -14,7 +14,7 @@ from tiny_adapters import ALL_MODULES, save_adapter
 from tiny_models import VOCABULARY, config_of, random_model
 
 from slipstream.engine.adapters import loader as adapter_loader
-from slipstream.engine.adapters.adapters import Adapters, AdapterSource
+from slipstream.engine.adapters.cache import AdapterCache, AdapterSource
 from slipstream.engine.plan import StepFailed
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.weights.build import build_engine
@@ -103,7 +103,7 @@ def test_a_mixed_batch_equals_each_adapter_merged(models, way):
     assert loop.stats().adapter_loads == len(KINDS)
 
 
-def test_the_same_prompt_shares_no_cache_across_adapters(models):
+def test_adapters_do_not_share_cached_blocks(models):
     place, _ = models
     prompt = prompts(9)[8] * 3
     loop = engine(place / "engine")
@@ -119,7 +119,7 @@ def converted(place, name: str, storage_type: str = "float32") -> AdapterSource:
     return AdapterSource(weights=adapter.weights.tobytes(), datatype=storage_type, modules=modules)
 
 
-def test_tensors_of_a_request_and_a_converted_folder_are_the_same_adapter(models, tmp_path):
+def test_request_tensors_and_a_converted_folder_give_the_same_adapter(models, tmp_path):
     from slipstream.weights.lora import convert_adapter
 
     place, _ = models
@@ -135,7 +135,7 @@ def test_tensors_of_a_request_and_a_converted_folder_are_the_same_adapter(models
         assert_merged(models, ["everything"], [prompt], run_all(engine(place / "engine"), [asked]))
 
 
-def test_a_fused_module_is_its_parts(models):
+def test_a_fused_module_equals_its_parts(models):
     """attn_qkv is what q, k and v of one A are; bfloat16 arrives as its bit patterns."""
     place, _ = models
     draw = numpy.random.default_rng(3)
@@ -189,7 +189,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_linear_of_every_family(tmp_path, family):
+def test_adapters_of_every_linear_equal_merged_weights_in_every_family(tmp_path, family):
     base = random_model(config_of(family)).eval()
     base.save_pretrained(tmp_path / "hf")
     layout = {"fan_in_fan_out": True} if family == "gpt2" else {}
@@ -210,7 +210,7 @@ def test_every_linear_of_every_family(tmp_path, family):
     assert answers[1] != answers[0]
 
 
-def test_experts_are_refused(tmp_path):
+def test_adapters_of_experts_are_refused(tmp_path):
     base = random_model(config_of("mixtral"))
     base.save_pretrained(tmp_path / "hf")
     build_engine(tmp_path / "hf", tmp_path / "engine", dtype="float32")
@@ -224,7 +224,7 @@ def test_experts_are_refused(tmp_path):
 # --- caches ---
 
 
-def test_a_cache_of_one_serves_all_in_turn(models):
+def test_a_cache_of_one_adapter_serves_all_adapters(models):
     place, _ = models
     names = list(itertools.islice(itertools.cycle(KINDS), 12))
     asked = prompts(len(names))
@@ -243,7 +243,7 @@ def test_a_cache_of_one_serves_all_in_turn(models):
     assert stats.adapter_loads > 2 * len(KINDS)
 
 
-def test_an_adapter_that_left_the_cache_must_be_sent_again(models):
+def test_an_evicted_adapter_must_be_sent_again(models):
     place, _ = models
     loop = engine(place / "engine")
     prompt = prompts(3)[2]
@@ -255,60 +255,60 @@ def test_an_adapter_that_left_the_cache_must_be_sent_again(models):
     expected = run_all(loop, [request(place, 0, "attention", prompt, 4)])[0]
     assert run_all(loop, [by_number])[5] == expected
     # room for this one, or for others
-    loop.adapters.adapters.host_bytes = loop.stats().adapter_bytes
+    loop.adapters.cache.host_bytes = loop.stats().adapter_bytes
     run_all(loop, [request(place, 0, "mlp", prompt, 4)])
     assert run_all(loop, [by_number]).errors == {5: missing}
     assert run_all(loop, [request(place, 0, "attention", prompt, 4)])[0] == expected
 
 
-def test_pages_are_taken_from_the_least_recently_used_and_never_from_those_in_use():
-    books = Adapters(total_pages=4, page_rank=8, max_rank=32, host_bytes=100)
+def test_pages_of_the_least_recently_used_idle_adapter_are_reused():
+    cache = AdapterCache(total_pages=4, page_rank=8, max_rank=32, host_bytes=100)
     for adapter, rank in ((1, 8), (2, 8), (3, 16), (4, 32)):
-        assert books.order(adapter)
-        books.hold(adapter)
-        books.loaded(adapter, rank, 10)
-    assert [books.reserve(adapter) for adapter in (1, 2, 3)] == [True, True, True]
-    assert [books.pages_of(adapter) for adapter in (1, 2, 3)] == [(1,), (2,), (3, 4)]
-    books.begin(1)
-    books.use(2)
-    books.launched(1)
-    assert not books.reserve(4)  # the second is running
-    books.release(2)
-    assert not books.reserve(4)  # a plan that uses it is on its way
-    assert books.free_pages == 3
-    books.returned(1)
-    assert books.reserve(4)
-    assert books.pages_of(4) == (1, 2, 3, 4)
-    assert books.take_placed() == [(4, (1, 2, 3, 4))]
-    books.check_integrity([1, 2, 3, 4], [])
+        assert cache.request_load(adapter)
+        cache.hold(adapter)
+        cache.add_loaded(adapter, rank, 10)
+    assert [cache.reserve(adapter) for adapter in (1, 2, 3)] == [True, True, True]
+    assert [cache.pages_of(adapter) for adapter in (1, 2, 3)] == [(1,), (2,), (3, 4)]
+    cache.begin_step(1)
+    cache.use(2)
+    cache.step_launched(1)
+    assert not cache.reserve(4)  # the second is running
+    cache.release(2)
+    assert not cache.reserve(4)  # a plan that uses it is on its way
+    assert cache.free_pages == 3
+    cache.step_returned(1)
+    assert cache.reserve(4)
+    assert cache.pages_of(4) == (1, 2, 3, 4)
+    assert cache.take_placed() == [(4, (1, 2, 3, 4))]
+    cache.check_integrity([1, 2, 3, 4], [])
     with pytest.raises(AssertionError, match="counts 1 requests and 0 rows"):
-        books.check_integrity([1, 2, 3], [])
+        cache.check_integrity([1, 2, 3], [])
 
 
-def test_host_bytes_are_taken_from_the_least_recently_used_and_never_from_those_held():
-    books = Adapters(total_pages=4, page_rank=8, max_rank=32, host_bytes=30)
+def test_the_least_recently_used_adapter_without_holders_leaves_the_host():
+    cache = AdapterCache(total_pages=4, page_rank=8, max_rank=32, host_bytes=30)
     for adapter in (1, 2, 3):
-        books.order(adapter)
-        books.loaded(adapter, 8, 10)
-    assert books.trim() == []
-    books.order(1)  # used once more
-    books.order(4)
-    books.loaded(4, 8, 10)
-    books.hold(2)
-    assert books.trim() == [3]
+        cache.request_load(adapter)
+        cache.add_loaded(adapter, 8, 10)
+    assert cache.trim() == []
+    cache.request_load(1)  # used once more
+    cache.request_load(4)
+    cache.add_loaded(4, 8, 10)
+    cache.hold(2)
+    assert cache.trim() == [3]
     for adapter in (1, 4):
-        books.hold(adapter)
-    books.order(5)
-    books.loaded(5, 8, 10)
-    books.hold(5)
-    assert (books.trim(), books.used_bytes) == ([], 40)  # all of them are in use
-    books.drop(4)
-    assert (books.trim(), books.used_bytes) == ([4], 30)
+        cache.hold(adapter)
+    cache.request_load(5)
+    cache.add_loaded(5, 8, 10)
+    cache.hold(5)
+    assert (cache.trim(), cache.used_bytes) == ([], 40)  # all of them are in use
+    cache.drop(4)
+    assert (cache.trim(), cache.used_bytes) == ([4], 30)
     assert (
-        books.problem(3, "the third")
+        cache.problem(3, "the third")
         == "the third not found in cache. Please send LoRA weights with request"
     )
-    books.check_integrity([1, 2, 5], [])
+    cache.check_integrity([1, 2, 5], [])
 
 
 # --- what is wrong with an adapter ---
@@ -371,7 +371,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_does_not_fit_the_model_is_named(models, wrong):
+def test_errors_name_the_module_that_does_not_fit_the_model(models, wrong):
     place, _ = models
     source, text = WRONG[wrong]
     prompt = prompts(3)[2]
@@ -427,7 +427,7 @@ def damage(folder, kind: str) -> None:
         ),
     ],
 )
-def test_a_damaged_folder_fails_its_requests_alone(models, tmp_path, kind, text):
+def test_a_damaged_folder_fails_only_its_own_requests(models, tmp_path, kind, text):
     place, _ = models
     shutil.copytree(place / "attention", tmp_path / "bad")
     damage(tmp_path / "bad", kind)
@@ -455,7 +455,7 @@ def test_a_damaged_folder_fails_its_requests_alone(models, tmp_path, kind, text)
 
 
 @pytest.mark.parametrize("tensor", ["model.embed_tokens", "lm_head"])
-def test_an_adapted_tensor_that_has_no_place_is_an_error_not_left_out(models, tmp_path, tensor):
+def test_an_adapted_tensor_unknown_to_the_model_is_an_error(models, tmp_path, tensor):
     from safetensors.torch import load_file, save_file
 
     place, _ = models
@@ -471,7 +471,7 @@ def test_an_adapted_tensor_that_has_no_place_is_an_error_not_left_out(models, tm
     )
 
 
-def test_one_larger_than_the_host_cache_says_so(models):
+def test_an_adapter_larger_than_the_host_cache_is_an_error(models):
     place, _ = models
     loop = engine(place / "engine", adapter_host_bytes=1000)
     answers = run_all(
@@ -484,7 +484,7 @@ def test_one_larger_than_the_host_cache_says_so(models):
     assert answers.reasons[2] == "length"
 
 
-def test_a_step_that_was_not_carried_out_keeps_no_pages(models, monkeypatch):
+def test_a_failed_step_holds_no_adapter_pages(models, monkeypatch):
     place, _ = models
     # pages for one adapter
     loop = engine(place / "engine", adapter_page_rank=64, adapter_host_bytes=150_000)
@@ -525,7 +525,7 @@ def test_without_memory_for_pages_only_requests_with_adapters_fail(models, monke
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_cancels_at_random_moments_give_everything_back(models, count):
+def test_random_cancels_release_every_adapter_and_page(models, count):
     place, _ = models
     chance = random.Random(8)
     loop = engine(
@@ -536,7 +536,7 @@ def test_cancels_at_random_moments_give_everything_back(models, count):
         adapter_page_rank=16,
         adapter_host_bytes=150_000,
     )
-    books = loop.adapters.adapters
+    cache = loop.adapters.cache
     live: list[int] = []
     for number in range(count):
         name = chance.choice(["", *KINDS])
@@ -562,10 +562,10 @@ def test_cancels_at_random_moments_give_everything_back(models, count):
     assert (
         stats.adapter_bytes
         == sum(adapter.bytes for adapter in loop.adapters._host.values())
-        <= books.host_bytes
+        <= cache.host_bytes
     )
     assert stats.adapter_loads > len(KINDS), "the host cache was never too small"
-    books.host_bytes = 0  # nobody holds any of them
+    cache.host_bytes = 0  # no request holds any of them
     loop.adapters.collect()
     loop.check_integrity()
-    assert (books.used_bytes, loop.adapters._host, books.on_host) == (0, {}, 0)
+    assert (cache.used_bytes, loop.adapters._host, cache.on_host) == (0, {}, 0)

@@ -10,7 +10,7 @@ import torch
 from run_engine import engine, run_all
 from tiny_models import VOCABULARY, config_of, random_model
 
-from slipstream.engine.beams.beams import BeamSearch
+from slipstream.engine.beams.search import BeamSearch
 from slipstream.engine.constraints.constraints import Constraints
 from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.request import GenerateRequest, SamplingParams
@@ -96,7 +96,7 @@ def assert_same(beams, expected, sampling: SamplingParams) -> None:
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.5, -1.0])
-def test_beams_are_those_of_transformers(model, early_stopping, length_penalty):
+def test_beams_equal_transformers_beams(model, early_stopping, length_penalty):
     reference, folder = model
     loop = engine(folder)
     requests, expected, ends = [], {}, set()
@@ -147,7 +147,7 @@ PENALISED = [
         (PENALISED, -1.0, 2, [2, 0]),  # and a beam gains nothing by becoming as long as it may
     ],
 )
-def test_a_search_ends_by_the_rule_that_was_asked_for(
+def test_early_stopping_rules_end_the_search_as_in_transformers(
     steps, length_penalty, early_stopping, lengths
 ):
     search = BeamSearch(
@@ -194,7 +194,7 @@ def text_of(tokens: list[int]) -> str:
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
 @pytest.mark.parametrize("words", [("ca",), ("ddd", "bca"), ("aac", "d"), ("never",)])
-def test_a_beam_that_has_said_a_stop_word_has_ended(model, early_stopping, words):
+def test_a_beam_ends_at_a_stop_word(model, early_stopping, words):
     """As transformers, asked after every token, has it: such a beam is one of the answers, the
     others go on.
     """
@@ -225,7 +225,7 @@ def test_a_beam_that_has_said_a_stop_word_has_ended(model, early_stopping, words
     assert ("stop" in reasons) is (words != ("never",))
 
 
-def test_a_bad_text_comes_in_no_beam(model):
+def test_no_beam_contains_a_bad_text(model):
     """As transformers, told before every token which ones may come, has it."""
     reference, folder = model
     loop = engine(folder)
@@ -254,7 +254,7 @@ def test_a_bad_text_comes_in_no_beam(model):
         assert any(word in text_of(beam.tokens) for beam in plain for word in words)
 
 
-def test_a_penalty_changes_log_probabilities_as_in_transformers(model):
+def test_penalties_change_beam_log_probabilities_as_in_transformers(model):
     reference, folder = model
     sampling = SamplingParams(
         max_tokens=12, beam_width=3, repetition_penalty=1.3, length_penalty=1.0
@@ -264,7 +264,7 @@ def test_a_penalty_changes_log_probabilities_as_in_transformers(model):
     assert_same(answers.beams[1], theirs(reference, prompt, sampling, True), sampling)
 
 
-def test_beams_do_not_change_the_company_nor_the_company_them(model):
+def test_beams_and_other_requests_do_not_affect_each_other(model):
     _, folder = model
     searching = SamplingParams(max_tokens=20, beam_width=4)
     sampled = SamplingParams(max_tokens=20, temperature=1.0, seed=3)
@@ -292,7 +292,7 @@ def test_beams_do_not_change_the_company_nor_the_company_them(model):
         assert together[2] == beside[2]
 
 
-def test_diversity_favours_the_later_beams(model):
+def test_diversity_rate_favours_later_beams(model):
     _, folder = model
     plain, spread = (
         run_all(

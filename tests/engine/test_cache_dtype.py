@@ -27,7 +27,9 @@ HALF, PACKED, EIGHT = torch.bfloat16, packed_cache.DTYPE, torch.float8_e4m3fn
         ("cpu", HALF, 32, True, {}, HALF),
     ],
 )
-def test_what_keys_and_values_are_kept_in(monkeypatch, device, dtype, block, fp8, changed, kept):
+def test_cache_dtype_by_device_dtype_and_settings(
+    monkeypatch, device, dtype, block, fp8, changed, kept
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert (
         start._cache_dtype(replace(SPEC, **changed), dtype, torch.device(device), block, fp8)
@@ -35,7 +37,7 @@ def test_what_keys_and_values_are_kept_in(monkeypatch, device, dtype, block, fp8
     )
 
 
-def test_before_ada_eight_bits_become_twelve(monkeypatch):
+def test_fp8_cache_falls_back_to_12_bits_before_ada(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert start._cache_dtype(SPEC, HALF, torch.device("cuda"), 32, True) == PACKED
 
@@ -50,7 +52,7 @@ def test_ada_and_later_devices_convert_e4m3(monkeypatch, capability, converts):
 
 
 @pytest.mark.parametrize(("kept", "numbers"), [(HALF, 64 * 2), (EIGHT, 64), (PACKED, 50 * 2)])
-def test_a_cache_takes_what_its_tokens_do(kept, numbers):
+def test_cache_bytes_are_slots_times_bytes_per_token(kept, numbers):
     model = Transformer.__new__(Transformer)
     model.spec, model.cache_dtype, model.device = SPEC, kept, torch.device("cpu")
     assert model.cached_bytes == 2 * 2 * 2 * numbers

@@ -16,7 +16,7 @@ from slipstream.engine.constraints.constraints import Constraints
 from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.messages import Scores
 from slipstream.engine.request import GenerateRequest, Guide, PromptTable, SamplingParams
-from slipstream.engine.speculation import Drafter
+from slipstream.engine.speculation import DraftProposer
 from slipstream.weights.build import build_engine
 
 HIDDEN = 64
@@ -42,7 +42,7 @@ def table_of(value: float, rows: int = 4) -> PromptTable:
 @pytest.mark.parametrize(
     "settings", [{}, {"step_tokens": 7, "block_tokens": 4}], ids=["one step", "in steps"]
 )
-def test_scores_of_a_prompt_are_told_once_with_beams_and_company(folder, settings):
+def test_prompt_scores_are_sent_once_with_beams_and_other_requests(folder, settings):
     loop, prompt = engine(folder, **settings), prompt_of(22)
     searched = SamplingParams(
         max_tokens=6, beam_width=3, prompt_log_probs=True, context_logits=True
@@ -56,13 +56,13 @@ def test_scores_of_a_prompt_are_told_once_with_beams_and_company(folder, setting
             assert 2 in outputs.request_ids  # otherwise nobody reads them
             scores.merge(outputs.scores[2])
     expected = all_logits(folder, torch.float32, [prompt])[0]
-    told = np.frombuffer(scores.context_logits, np.float32).reshape(-1, VOCABULARY)
-    assert np.allclose(told, expected, atol=1e-3)
+    found = np.frombuffer(scores.context_logits, np.float32).reshape(-1, VOCABULARY)
+    assert np.allclose(found, expected, atol=1e-3)
     log_probs = expected.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
     assert np.allclose(scores.prompt_log_probs, log_probs, atol=1e-3)
 
 
-def test_what_was_looked_up_is_never_a_row_of_the_table(folder):
+def test_prompt_lookup_proposes_no_prompt_table_tokens(folder):
     prompt = [5, 6, 7, 8, VOCABULARY + 1, VOCABULARY + 2, 5, 6, 7, 8]
     requests = [
         GenerateRequest(1, prompt, SamplingParams(max_tokens=12), prompt_table=table_of(0.1))
@@ -70,7 +70,7 @@ def test_what_was_looked_up_is_never_a_row_of_the_table(folder):
     assert run_all(engine(folder, lookup_tokens=4), requests) == run_all(engine(folder), requests)
 
 
-def test_a_draft_of_the_tables_rows_is_refused(folder):
+def test_draft_tokens_of_the_prompt_table_are_refused(folder):
     request = GenerateRequest(
         1,
         [VOCABULARY],
@@ -81,17 +81,17 @@ def test_a_draft_of_the_tables_rows_is_refused(folder):
     assert f"token id {VOCABULARY} is outside" in run_all(engine(folder), [request]).errors[1]
 
 
-def test_a_long_prompt_is_looked_at_in_parts_and_as_a_whole_in_the_end():
+def test_a_long_prompt_is_indexed_in_parts():
     tokens = [*range(10_000), 3, 4, 5]
-    drafter = Drafter(lookup_tokens=2)
-    assert drafter.propose(tokens, len(tokens), 2) == [6, 7]  # of the first part
+    proposer = DraftProposer(lookup_tokens=2)
+    assert proposer.propose(tokens, len(tokens), 2) == [6, 7]  # of the first part
     late = [*range(10_000), 9000, 9001, 9002]
-    drafter = Drafter(lookup_tokens=2)
-    found = [drafter.propose(late, len(late), 2) for _ in range(3)]
+    proposer = DraftProposer(lookup_tokens=2)
+    found = [proposer.propose(late, len(late), 2) for _ in range(3)]
     assert found == [[], [], [9003, 9004]]
 
 
-def test_numbers_that_are_not_finite_stay_with_the_request_that_brought_them(folder):
+def test_non_finite_embeddings_affect_only_their_own_request(folder):
     """Blocks are taken over from it, and its rows stand in the same steps as others'."""
     poison = [
         GenerateRequest(
@@ -117,14 +117,14 @@ def test_numbers_that_are_not_finite_stay_with_the_request_that_brought_them(fol
 
 
 @pytest.mark.parametrize("more", [{}, {"top_k": 5}, {"top_p": 0.9}])
-def test_next_to_no_temperature_is_none(folder, more):
+def test_a_tiny_temperature_is_greedy(folder, more):
     prompts = [prompt_of(9, seed) for seed in range(3)]
     assert generate(
         engine(folder), prompts, temperature=1e-40, seed=3, max_tokens=8, **more
     ) == generate(engine(folder), prompts, max_tokens=8)
 
 
-def test_a_deadline_passes_while_a_constraint_is_made(folder):
+def test_a_deadline_expires_while_a_constraint_is_built(folder):
     import threading
 
     gate, loop = threading.Event(), engine(folder)
@@ -139,7 +139,7 @@ def test_a_deadline_passes_while_a_constraint_is_made(folder):
     assert len(loop.constraints) == 1
 
 
-def test_words_that_share_a_beginning_are_each_kept_out():
+def test_bad_words_with_a_common_prefix_are_all_forbidden():
     spelling = Spelling(Vocabulary([b"a", b"b", b"c", b"bc", b"ab", b"x", b"bx"], frozenset()))
     constraint = BadTexts(spelling, [b"ab", b"acx", b"bc"])
 

@@ -4,8 +4,8 @@ before it.
 
 import pytest
 from run_engine import engine
+from run_outputs import run
 from tiny_models import VOCABULARY, config_of, random_model
-from told_scores import run
 
 from slipstream.engine.constraints.constraints import All, Constraints
 from slipstream.engine.request import GenerateRequest, Guide, SamplingParams
@@ -59,7 +59,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_masks_hold_at_every_token_and_change_nobody_elses(folder, way, depth):
+def test_masks_apply_at_every_token_and_only_to_their_own_request(folder, way, depth):
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=8)
     expected = run(
         engine(folder), [GenerateRequest(i, p, sampling) for i, p in enumerate(prompts())]
@@ -70,20 +70,20 @@ def test_masks_hold_at_every_token_and_change_nobody_elses(folder, way, depth):
         loop.scheduler.add(
             GenerateRequest(index, prompt, sampling), Rising() if index % 2 else None
         )
-    told = run(loop, [])
+    outputs = run(loop, [])
     if way == "preempted":
         assert loop.stats().preemptions > 0
     for index in range(6):
-        tokens = told.tokens[index]
+        tokens = outputs.tokens[index]
         if index % 2:
             assert tokens == sorted(set(tokens))
             assert Rising().complete(tokens)
-            assert told.reasons[index] == "stop"
+            assert outputs.reasons[index] == "stop"
         else:
             assert tokens == expected[index]
 
 
-def test_where_nothing_is_allowed_the_constraint_says_why(folder):
+def test_error_of_a_constraint_that_allows_no_token(folder):
     class Nothing:
         error = "the grammar has come to a dead end"
 
@@ -96,31 +96,31 @@ def test_where_nothing_is_allowed_the_constraint_says_why(folder):
     loop = engine(folder)
     loop.scheduler.add(GenerateRequest(1, [4], SamplingParams(max_tokens=3)), Nothing())
     loop.scheduler.add(GenerateRequest(2, [4], SamplingParams(max_tokens=3)))
-    told = run(loop, [])
-    assert told.errors == {1: "the grammar has come to a dead end"}
-    assert told.reasons == {1: "error", 2: "length"}
+    outputs = run(loop, [])
+    assert outputs.errors == {1: "the grammar has come to a dead end"}
+    assert outputs.reasons == {1: "error", 2: "length"}
 
 
-def test_two_constraints_allow_what_both_allow():
+def test_two_constraints_allow_the_intersection_of_their_tokens():
     both = All([Rising(), Rising(3)])
     assert both.mask([5]) == mask_of(range(6, 13))
     assert both.complete([1, 2, 3])
     assert not both.complete([1, 2])
 
 
-def test_a_request_is_refused_where_no_constraint_can_be_made(folder):
+def test_a_request_whose_constraint_cannot_be_built_is_refused(folder):
     loop = engine(folder)
     loop.constraints = Constraints()  # knows no tokenizer
     guided = SamplingParams(max_tokens=3, guide=Guide("json", ""))
-    told = run(
+    outputs = run(
         loop,
         [GenerateRequest(1, [4], guided), GenerateRequest(2, [4], SamplingParams(max_tokens=3))],
     )
-    assert "knows no texts of its tokens" in told.errors[1]
-    assert told.reasons == {1: "error", 2: "length"}
+    assert "knows no texts of its tokens" in outputs.errors[1]
+    assert outputs.reasons == {1: "error", 2: "length"}
 
 
-def test_a_request_may_be_cancelled_while_its_constraint_is_made(folder):
+def test_a_request_can_be_cancelled_while_its_constraint_is_built(folder):
     import threading
 
     gate = threading.Event()
@@ -131,12 +131,12 @@ def test_a_request_may_be_cancelled_while_its_constraint_is_made(folder):
     loop.step()
     loop.cancel([1])
     gate.set()
-    told = run(loop, [])
-    assert told.reasons == {1: "cancelled"}
+    outputs = run(loop, [])
+    assert outputs.reasons == {1: "cancelled"}
     assert not loop.has_work()
 
 
-def test_arrivals_and_cancels_of_every_kind_leave_nothing(folder):
+def test_random_arrivals_and_cancels_release_every_row_and_block(folder):
     import random
 
     import numpy as np
@@ -173,7 +173,7 @@ def test_arrivals_and_cancels_of_every_kind_leave_nothing(folder):
         if chance.random() < 0.3:
             loop.step()
     loop.cancel(live)
-    told = run(loop, [])
-    assert not told.errors
+    outputs = run(loop, [])
+    assert not outputs.errors
     stats = loop.stats()
     assert (stats.free_blocks, stats.finished) == (stats.total_blocks, 500)

@@ -12,7 +12,7 @@ from run_engine import greedy_choices, run_all
 from tiny_adapters import ALL_MODULES, save_adapter
 from tiny_models import VOCABULARY, config_of, expected_tensors, random_model
 
-from slipstream.engine.adapters.adapters import AdapterSource
+from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
@@ -93,7 +93,7 @@ def test_a_mixed_batch_equals_each_adapter_merged(models, way):
     assert_merged(models, again, asked, run_all(loop, asked))
 
 
-def test_without_graphs_the_answers_are_the_same(models):
+def test_tokens_are_the_same_without_graphs(models):
     names = ["everything", "", "mlp", "attention"]
     asked = requests(models[0], names)
     loop = gpu_engine(models)
@@ -102,7 +102,7 @@ def test_without_graphs_the_answers_are_the_same(models):
     assert not loop.runner.graphs._adapted
 
 
-def test_a_cache_of_one_and_cancels_leave_nothing(models):
+def test_a_cache_of_one_adapter_with_cancels_releases_every_page(models):
     place, _ = models
     chance = random.Random(3)
     loop = gpu_engine(
@@ -114,7 +114,7 @@ def test_a_cache_of_one_and_cancels_leave_nothing(models):
         adapter_memory_fraction=1e-9,
         adapter_host_bytes=160_000,
     )
-    assert loop.adapters.adapters.total_pages == 1
+    assert loop.adapters.cache.total_pages == 1
     live: list[int] = []
     before = 0
     for number in range(3000):

@@ -75,7 +75,7 @@ def prompts(count=6):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(name):
+def test_greedy_tokens_equal_transformers(name):
     model = tiny(name)
     answers = generate(gpu_engine(model), prompts(), max_tokens=128)
     sequences = [prompt + answer for prompt, answer in zip(prompts(), answers, strict=True)]
@@ -96,7 +96,7 @@ def test_greedy_tokens_are_those_of_transformers(name):
     ],
     ids=["greedy", "k", "p", "free"],
 )
-def test_graphs_overlap_chunks_and_reuse_do_not_show(sampling):
+def test_graphs_overlap_chunks_and_reuse_do_not_change_tokens(sampling):
     model = tiny("llama")
     plain = gpu_engine(model, depth=1)
     plain.runner.graphs._graphs.clear()  # every step runs eagerly
@@ -128,7 +128,7 @@ def test_bfloat16_agrees_on_95_percent_of_a_random_models_tokens():
     assert same / total >= 0.95, f"{same} of {total}"
 
 
-def test_bfloat16_of_a_single_row_agrees_as_well():
+def test_bfloat16_of_a_single_row_agrees_on_95_percent():
     """Its products join the residual stream, which those of several rows do not."""
     model = tiny("llama")
     loop = gpu_engine(model, dtype="bfloat16", reuse=False)
@@ -136,7 +136,7 @@ def test_bfloat16_of_a_single_row_agrees_as_well():
     assert agreement(loop, model) >= 0.95
 
 
-def test_bfloat16_read_in_twelve_bits_agrees_as_well(monkeypatch):
+def test_12_bit_weights_agree_on_95_percent(monkeypatch):
     # where there is no GPU, tests of kernels import it first
     from slipstream.kernels.gpu import linear as gpu_linear
 
@@ -146,7 +146,9 @@ def test_bfloat16_read_in_twelve_bits_agrees_as_well(monkeypatch):
     loop = gpu_engine(model, dtype="bfloat16", reuse=False, cache_tokens=None)
     copied = [product.stored for layer in loop.runner.model.layers for product in layer.linears()]
     assert all(stored.read()[1] is not None for stored in copied)
-    assert loop.info.copy_bytes == sum(stored.weight.numel() * 3 // 2 for stored in copied)
+    assert loop.info.compressed_weight_bytes == sum(
+        stored.weight.numel() * 3 // 2 for stored in copied
+    )
     assert agreement(loop, model) >= 0.95
 
 
@@ -162,7 +164,7 @@ def test_bfloat16_read_in_twelve_bits_agrees_as_well(monkeypatch):
         ("mistral", {"attention_windows": (60,), "sink_tokens": 4}),
     ],
 )
-def test_keys_and_values_of_twelve_bits_agree_as_well(family, way):
+def test_12_bit_keys_and_values_agree_on_95_percent(family, way):
     model = wide(family)
     loop = gpu_engine(model, dtype="bfloat16", **way)
     assert loop.runner.cache.dtype == packed_cache.DTYPE
@@ -183,7 +185,7 @@ def wide(family, length=LENGTH):
     return random_model(config_of(family, **positions_of(family, length), **sizes)).eval()
 
 
-def test_no_kernel_is_compiled_behind_the_start():
+def test_no_kernel_is_compiled_after_start():
     from slipstream.kernels.gpu import (
         decode_attention,
         gated_gemm,
@@ -237,7 +239,7 @@ def agreement(loop, model):
     return same / total
 
 
-def test_ten_thousand_arrivals_and_cancels_leave_nothing():
+def test_10000_arrivals_and_cancels_release_every_row_and_block():
     chance = random.Random(3)
     loop = gpu_engine(tiny("llama"), policy="max_utilization", cache_tokens=4096)
     torch.cuda.synchronize()
@@ -265,7 +267,7 @@ def test_ten_thousand_arrivals_and_cancels_leave_nothing():
     assert torch.cuda.memory_allocated() <= before + 2**20
 
 
-def test_parameters_that_leave_no_token_fail_that_request_alone():
+def test_parameters_that_allow_no_token_fail_only_that_request():
     everything = tuple((token,) for token in range(VOCABULARY))
     loop = gpu_engine(tiny("llama"))
     prompt = prompts()[3]

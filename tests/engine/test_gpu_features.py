@@ -40,7 +40,7 @@ def prompts(count):
     ]
 
 
-def test_beams_are_those_of_the_cpu_beside_other_requests(model):
+def test_gpu_beams_equal_cpu_beams_beside_other_requests(model):
     requests = []
     for index, prompt in enumerate(prompts(6)):
         requests.append(
@@ -99,7 +99,7 @@ def test_samples_of_one_prompt_share_its_blocks(model):
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.05, "seed": 3}, {"temperature": 1.0, "top_k": 8, "seed": 2}]
 )
-def test_guessing_changes_nothing_but_the_steps(model, sampling):
+def test_draft_tokens_change_only_the_number_of_steps(model, sampling):
     asked = [prompt * 2 for prompt in prompts(5)]
     expected = generate(engine_on("cuda", model), asked, max_tokens=60, **sampling)
     loop = engine_on("cuda", model, lookup_tokens=5)
@@ -108,7 +108,7 @@ def test_guessing_changes_nothing_but_the_steps(model, sampling):
 
 
 @pytest.mark.parametrize(("windows", "sinks"), [((40,), 0), ((40,), 4), ((24, 100), 0)])
-def test_windows_and_sinks_are_those_of_the_cpu(model, windows, sinks):
+def test_gpu_windows_and_sinks_equal_the_cpus(model, windows, sinks):
     settings = {"attention_windows": windows, "sink_tokens": sinks}
     expected = generate(engine_on("cpu", model, **settings), prompts(6), max_tokens=60)
     assert generate(engine_on("cuda", model, **settings), prompts(6), max_tokens=60) == expected
@@ -118,7 +118,7 @@ def test_windows_and_sinks_are_those_of_the_cpu(model, windows, sinks):
 @pytest.mark.parametrize(
     "way", [{}, {"overlap": False}, {"policy": "max_utilization"}, {"lookup_tokens": 3}]
 )
-def test_requests_longer_than_the_pool_run_through_a_window(model, sinks, way):
+def test_requests_longer_than_the_cache_run_with_a_sliding_window(model, sinks, way):
     """What the window has passed is others': 224 tokens of cache serve 300 and 188 beside each
     other.
     """
@@ -132,7 +132,7 @@ def test_requests_longer_than_the_pool_run_through_a_window(model, sinks, way):
         assert generate(loop, asked, max_tokens=60) == expected
 
 
-def test_host_memory_keeps_what_the_pool_has_no_room_for(model):
+def test_host_memory_restores_evicted_blocks(model):
     asked = [[first, *range(90)] for first in range(6)]
     expected = generate(engine_on("cpu", model), asked, max_tokens=10)
     loop = engine_on("cuda", model, cache_tokens=160, max_rows=1, host_cache_bytes=1 << 20)
@@ -141,7 +141,7 @@ def test_host_memory_keeps_what_the_pool_has_no_room_for(model):
     assert loop.stats().cached_prompt_tokens >= 6 * 64
 
 
-def test_cancels_at_any_moment_leave_every_row_and_block_free(model):
+def test_random_cancels_release_every_row_and_block(model):
     chance = random.Random(3)
     loop = engine_on(
         "cuda",

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from run_outputs import ALL, matrix, run
 from test_gpu_engine import gpu_engine, prompts, tiny
 from tiny_models import SIZES, VOCABULARY
-from told_scores import ALL, matrix, run
 
 from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
 
@@ -26,7 +26,7 @@ def reference(model, sequence):
     [{}, {"step_tokens": 48}, {"policy": "max_utilization", "cache_tokens": 640}],
     ids=["whole", "in steps", "preempted"],
 )
-def test_scores_are_those_of_transformers(way):
+def test_gpu_scores_equal_transformers(way):
     model = tiny("llama")
     asked = SamplingParams(max_tokens=40, temperature=0.9, seed=5, **ALL)
     given = prompts(8)
@@ -34,9 +34,9 @@ def test_scores_are_those_of_transformers(way):
         GenerateRequest(i, p, SamplingParams(max_tokens=40) if i % 3 == 2 else asked)
         for i, p in enumerate(given)
     ]
-    told = run(gpu_engine(model, **way), requests)
-    for index, scores in told.scores.items():
-        prompt, answer = given[index], told.tokens[index]
+    outputs = run(gpu_engine(model, **way), requests)
+    for index, scores in outputs.scores.items():
+        prompt, answer = given[index], outputs.tokens[index]
         expected = reference(model, prompt + answer)
         torch.testing.assert_close(
             matrix(scores.context_logits), expected[: len(prompt)], atol=2e-2, rtol=2e-2
@@ -47,7 +47,7 @@ def test_scores_are_those_of_transformers(way):
         log_probs = expected.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
         assert np.allclose(scores.prompt_log_probs, log_probs, atol=2e-2)
     alone = run(gpu_engine(model), [GenerateRequest(2, given[2], SamplingParams(max_tokens=40))])
-    assert told.tokens[2] == alone.tokens[2]
+    assert outputs.tokens[2] == alone.tokens[2]
 
 
 class Alternating:
@@ -63,7 +63,7 @@ class Alternating:
         return len(tokens) == 10
 
 
-def test_masks_wait_for_the_token_before_and_leave_others_alone():
+def test_masks_wait_for_the_previous_token_and_change_no_other_request():
     model = tiny("llama")
     given = prompts(6)
     free = SamplingParams(max_tokens=30, temperature=0.7, seed=2)
@@ -73,23 +73,23 @@ def test_masks_wait_for_the_token_before_and_leave_others_alone():
         loop.scheduler.add(
             GenerateRequest(index, prompt, free), Alternating() if index % 2 else None
         )
-    told = run(loop, [])
+    outputs = run(loop, [])
     for index in range(6):
         if index % 2:
-            tokens = told.tokens[index]
+            tokens = outputs.tokens[index]
             assert [token % 2 for token in tokens] == [1, 0] * 5
-            assert told.reasons[index] == "stop"
+            assert outputs.reasons[index] == "stop"
         else:
-            assert told.tokens[index] == alone[index // 2]
+            assert outputs.tokens[index] == alone[index // 2]
 
 
-def test_prompt_tables_and_no_repeats():
+def test_prompt_tables_and_no_repeat_ngrams_on_the_gpu():
     model = tiny("llama")
     values = np.random.default_rng(1).normal(size=(3, SIZES["hidden_size"])).astype(np.float32)
     prompt = [5, VOCABULARY + 2, 7, VOCABULARY, 9, VOCABULARY + 1]
     table = PromptTable(VOCABULARY, 3, values.tobytes())
     sampling = SamplingParams(max_tokens=24, no_repeat_ngram=2)
-    told = run(
+    outputs = run(
         gpu_engine(model),
         [
             GenerateRequest(0, prompt, SamplingParams(max_tokens=24), prompt_table=table),
@@ -110,6 +110,6 @@ def test_prompt_tables_and_no_repeats():
             eos_token_id=None,
             pad_token_id=0,
         )
-    assert told.tokens[0] == expected[0].tolist()
-    tokens = [5, 7, 9, *told.tokens[1]]
+    assert outputs.tokens[0] == expected[0].tolist()
+    tokens = [5, 7, 9, *outputs.tokens[1]]
     assert len(set(itertools.pairwise(tokens))) == len(tokens) - 1

@@ -65,7 +65,7 @@ def choices_with(model, sequence: list[int], windows: list[int], sinks: int) -> 
 
 
 @pytest.mark.parametrize(("windows", "sinks"), [([16], 0), ([24], 4), ([12, 40], 0), ([300], 0)])
-def test_a_window_hides_all_but_the_last_tokens_and_the_sinks(model, windows, sinks):
+def test_a_window_attends_to_the_last_tokens_and_the_sinks_only(model, windows, sinks):
     reference, folder = model
     asked = prompts(3)
     for more in ({}, {"step_tokens": 13, "block_tokens": 8}):
@@ -85,7 +85,7 @@ def test_a_window_hides_all_but_the_last_tokens_and_the_sinks(model, windows, si
 @pytest.mark.parametrize(
     "more", [{}, {"policy": "max_utilization"}, {"lookup_tokens": 3}, {"host_cache_bytes": 1 << 18}]
 )
-def test_requests_longer_than_the_pool_run_through_a_window(model, windows, sinks, more):
+def test_requests_longer_than_the_cache_run_with_a_sliding_window(model, windows, sinks, more):
     """What a window has passed is let go of: 150 tokens of cache serve requests of 230 beside each
     other.
     """
@@ -111,7 +111,7 @@ def test_requests_longer_than_the_pool_run_through_a_window(model, windows, sink
     assert loop.stats().cached_prompt_tokens >= 184
 
 
-def test_a_window_wider_than_the_pool_does_not_make_a_request_fit(model):
+def test_a_window_wider_than_the_cache_does_not_make_a_request_fit(model):
     loop = engine(model[1], attention_windows=[200], cache_tokens=150, block_tokens=8)
     answers = run_all(loop, [GenerateRequest(1, prompts(1)[0] * 3, SamplingParams(max_tokens=40))])
     assert (
@@ -120,7 +120,7 @@ def test_a_window_wider_than_the_pool_does_not_make_a_request_fit(model):
     )
 
 
-def test_layers_that_see_everything_keep_every_block(model):
+def test_a_layer_with_full_attention_keeps_every_block(model):
     """A window over some layers only: the others still look at all there is."""
     loop = engine(model[1], attention_windows=[16, 300], cache_tokens=150, block_tokens=8)
     answers = run_all(loop, [GenerateRequest(1, prompts(1)[0] * 3, SamplingParams(max_tokens=40))])
@@ -135,7 +135,7 @@ def test_sinks_without_a_larger_window_are_refused():
         EngineSettings(attention_windows=(0,))
 
 
-def test_host_memory_keeps_what_the_pool_has_no_room_for(model):
+def test_host_memory_restores_evicted_blocks(model):
     _, folder = model
     asked = prompts(6)
     plain = [generate(engine(folder), [prompt], max_tokens=10)[0] for prompt in asked]
@@ -152,7 +152,7 @@ def test_host_memory_keeps_what_the_pool_has_no_room_for(model):
     assert cached[1 << 20] == sum((len(prompt) - 1) // 8 * 8 for prompt in asked)
 
 
-def test_host_memory_in_pieces_keeps_the_same(model, monkeypatch):
+def test_host_memory_in_several_pieces_restores_the_same_blocks(model, monkeypatch):
     monkeypatch.setattr(host_cache, "_PIECE_BYTES", 100_000)
     _, folder = model
     asked = prompts(6)
@@ -211,20 +211,20 @@ def storm(folder, cancels: int, seed: int, **more) -> None:
     assert stats.cancelled > cancels // 2
 
 
-def test_a_thousand_cancels_leave_every_row_and_block_free(model):
+def test_1000_cancels_release_every_row_and_block(model):
     storm(model[1], 1000, seed=8)
 
 
-def test_cancels_leave_everything_free_where_a_window_lets_go_of_blocks(model):
+def test_cancels_with_a_window_release_every_row_and_block(model):
     storm(model[1], 400, seed=10, attention_windows=(12,), sink_tokens=3)
 
 
 @pytest.mark.slow
-def test_ten_thousand_cancels_leave_every_row_and_block_free(model):
+def test_10000_cancels_release_every_row_and_block(model):
     storm(model[1], 10_000, seed=9)
 
 
-def test_without_chunks_a_prompt_is_computed_in_one_step_and_with_them_in_several(model):
+def test_a_prompt_takes_one_step_without_chunks_and_several_with_them(model):
     _, folder = model
     steps = {}
     for chunked in (True, False):

@@ -8,11 +8,18 @@ from hypothesis import strategies as st
 from scheduler_harness import Harness, make_scheduler
 
 from slipstream.engine.blocks import BlockPool
-from slipstream.engine.cache.retention import USUAL_PRIORITY, IdleBlocks, Keep, KeptRange, Retention
+from slipstream.engine.cache.retention import (
+    DEFAULT_PRIORITY,
+    IdleBlocks,
+    Retention,
+    RetentionPriority,
+    RetentionRange,
+)
 from slipstream.engine.request import GenerateRequest, SamplingParams
 
 keeps = st.one_of(
-    st.none(), st.builds(Keep, st.integers(0, 100), st.one_of(st.none(), st.integers(0, 5000)))
+    st.none(),
+    st.builds(RetentionPriority, st.integers(0, 100), st.one_of(st.none(), st.integers(0, 5000))),
 )
 events = st.lists(
     st.one_of(
@@ -27,7 +34,7 @@ events = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(events)
-def test_the_cheapest_goes_first_and_of_equals_the_oldest(story):
+def test_the_lowest_priority_is_evicted_first_and_then_the_least_recently_used(story):
     now = [0.0]
     idle = IdleBlocks(clock=lambda: now[0])
     # (block, priority, until), in the order they came to that priority
@@ -36,11 +43,11 @@ def test_the_cheapest_goes_first_and_of_equals_the_oldest(story):
         if event[0] == "add" and event[1] not in [block for block, _, _ in model]:
             keep = event[2]
             idle.add(event[1], keep)
-            usual = keep is None or keep.priority == USUAL_PRIORITY
+            usual = keep is None or keep.priority == DEFAULT_PRIORITY
             until = (
                 None if usual or keep.milliseconds is None else now[0] + keep.milliseconds / 1000
             )
-            model.append((event[1], USUAL_PRIORITY if usual else keep.priority, until))
+            model.append((event[1], DEFAULT_PRIORITY if usual else keep.priority, until))
         elif event[0] == "remove" and event[1] in [block for block, _, _ in model]:
             idle.remove(event[1])
             model = [entry for entry in model if entry[0] != event[1]]
@@ -52,7 +59,7 @@ def test_the_cheapest_goes_first_and_of_equals_the_oldest(story):
                 key=lambda entry: (entry[2], entry[0]),
             )
             model = [entry for entry in model if entry not in over]
-            model += [(block, USUAL_PRIORITY, None) for block, _, _ in over]
+            model += [(block, DEFAULT_PRIORITY, None) for block, _, _ in over]
             expected = min(model, key=lambda entry: entry[1])
             assert idle.pop() == expected[0]
             model.remove(expected)
@@ -61,19 +68,23 @@ def test_the_cheapest_goes_first_and_of_equals_the_oldest(story):
         assert all(block in idle for block, _, _ in model)
 
 
-def test_a_range_is_found_by_the_first_token_of_a_block():
+def test_the_first_token_of_a_block_selects_its_retention_range():
     retention = Retention(
-        (KeptRange(0, 8, Keep(90)), KeptRange(6, None, Keep(10, 500))), answer=Keep(1)
+        (
+            RetentionRange(0, 8, RetentionPriority(90)),
+            RetentionRange(6, None, RetentionPriority(10, 500)),
+        ),
+        answer=RetentionPriority(1),
     )
     assert [retention.of_block(first, 16) for first in (0, 4, 8, 12, 16, 20)] == [
-        Keep(90),
-        Keep(90),
-        Keep(10, 500),
-        Keep(10, 500),
-        Keep(1),
-        Keep(1),
+        RetentionPriority(90),
+        RetentionPriority(90),
+        RetentionPriority(10, 500),
+        RetentionPriority(10, 500),
+        RetentionPriority(1),
+        RetentionPriority(1),
     ]
-    assert Retention((KeptRange(4, 8, Keep(90)),)).of_block(0, 16) is None
+    assert Retention((RetentionRange(4, 8, RetentionPriority(90)),)).of_block(0, 16) is None
     assert Retention().of_block(16, 16) is None
 
 
@@ -90,35 +101,42 @@ def leave(
 
 
 @pytest.mark.parametrize(("priority", "kept"), [(90, 12), (None, 0), (0, 0)])
-def test_a_dear_prompt_outlives_cheaper_ones(priority, kept):
+def test_a_prompt_of_high_priority_outlives_others(priority, kept):
     """The pool holds four prompts; six others come after the one that was to be kept."""
     harness = Harness(make_scheduler(blocks=16, block_tokens=4, budget=64), depth=1)
-    retention = None if priority is None else Retention((KeptRange(0, None, Keep(priority)),))
+    retention = (
+        None
+        if priority is None
+        else Retention((RetentionRange(0, None, RetentionPriority(priority)),))
+    )
     leave(harness, 0, [1] * 13, retention)
     for other in range(1, 7):
         assert leave(harness, other, [other + 1] * 13) == 0
     assert leave(harness, 7, [1] * 13) == kept
 
 
-def test_what_was_cheap_becomes_dear_when_a_later_request_says_so():
+def test_a_later_request_can_raise_the_priority_of_cached_blocks():
     harness = Harness(make_scheduler(blocks=16, block_tokens=4, budget=64), depth=1)
     leave(harness, 0, [1] * 13)
-    assert leave(harness, 1, [1] * 13, Retention((KeptRange(0, None, Keep(80)),))) == 12
+    assert (
+        leave(harness, 1, [1] * 13, Retention((RetentionRange(0, None, RetentionPriority(80)),)))
+        == 12
+    )
     for other in range(2, 8):
         leave(harness, other, [other + 1] * 13)
     assert leave(harness, 8, [1] * 13) == 12
 
 
-def test_a_block_loses_what_was_said_of_it_with_its_name():
+def test_a_block_loses_its_priority_with_its_hash():
     pool = BlockPool(2, 4)
     (block,) = pool.allocate(1)
-    pool.keep(block, Keep(90))  # it has no name yet: nothing to keep
-    pool.name(block, b"a")
-    pool.keep(block, Keep(0))
+    pool.set_retention(block, RetentionPriority(90))  # not hashed yet: no effect
+    pool.register(block, b"a")
+    pool.set_retention(block, RetentionPriority(0))
     pool.release([block])
     pool.check_integrity()
     for taken in pool.allocate(2):
-        pool.name(taken, bytes([taken]))
+        pool.register(taken, bytes([taken]))
         pool.release([taken])
     pool.check_integrity()
-    assert not pool._keeps
+    assert not pool._retention

@@ -76,7 +76,7 @@ def alone(folder):
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_way_it_is_run_does_not_show(folder, alone, sampling, way):
+def test_tokens_do_not_depend_on_how_the_engine_is_run(folder, alone, sampling, way):
     prompts = some_prompts(12)
     loop = engine(folder, **WAYS[way])
     together = generate(loop, prompts, **SAMPLING[sampling])
@@ -89,14 +89,14 @@ def test_the_way_it_is_run_does_not_show(folder, alone, sampling, way):
         assert loop.stats().cached_prompt_tokens > 0
 
 
-def test_batch_of_32_equals_alone(folder):
+def test_a_batch_of_32_equals_each_request_alone(folder):
     prompts = some_prompts(32)
     together = generate(engine(folder, max_rows=32), prompts, max_tokens=30)
     for index in (0, 13, 31):
         assert generate(engine(folder), [prompts[index]], max_tokens=30)[0] == together[index]
 
 
-def test_log_probs_are_those_of_log_softmax(folder, tmp_path):
+def test_log_probs_equal_log_softmax(folder, tmp_path):
     from run_engine import all_logits
 
     prompt = some_prompts(1)[0]
@@ -116,16 +116,16 @@ def test_log_probs_are_those_of_log_softmax(folder, tmp_path):
     for index, token in enumerate(answers[1]):
         assert math.isclose(answers.log_probs[1][index], reference[index, token], abs_tol=1e-4)
         values, ids = reference[index].topk(4)
-        told = answers.top_log_probs[1][index]
-        assert [token for token, _ in told] == ids.tolist()
+        found = answers.top_log_probs[1][index]
+        assert [token for token, _ in found] == ids.tolist()
         assert all(
             math.isclose(a, b, abs_tol=1e-4)
-            for (_, a), b in zip(told, values.tolist(), strict=True)
+            for (_, a), b in zip(found, values.tolist(), strict=True)
         )
     assert 2 not in answers.top_log_probs
 
 
-def test_a_seed_fixes_the_draw_and_another_changes_it(folder):
+def test_a_seed_determines_the_sampled_tokens(folder):
     loop = engine(folder)
     prompt = some_prompts(1)[0]
     first, second, other = (
@@ -135,7 +135,7 @@ def test_a_seed_fixes_the_draw_and_another_changes_it(folder):
     assert first != other
 
 
-def test_parameters_do_what_they_say(folder):
+def test_sampling_parameters_take_effect(folder):
     loop = engine(folder)
     prompt = some_prompts(1)[0]
     plain = generate(loop, [prompt], max_tokens=20)[0]
@@ -161,7 +161,7 @@ def test_parameters_do_what_they_say(folder):
     assert not set(fresh) & set(prompt)
 
 
-def test_parameters_that_leave_no_token_fail_that_request_alone(folder):
+def test_parameters_that_allow_no_token_fail_only_that_request(folder):
     everything = tuple((token,) for token in range(VOCABULARY))
     prompt = some_prompts(1)[0]
     loop = engine(folder)
@@ -177,7 +177,7 @@ def test_parameters_that_leave_no_token_fail_that_request_alone(folder):
     assert answers[2] == generate(engine(folder), [prompt], max_tokens=5)[0]
 
 
-def test_two_thousand_random_arrivals_and_cancels_leave_nothing(folder):
+def test_random_arrivals_and_cancels_release_every_row_and_block(folder):
     import random
 
     chance = random.Random(3)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_harness import END, Harness, expected_answer, make_scheduler, next_token
 
-from slipstream.engine.blocks import NULL_BLOCK, BlockPool, next_name, root_name
+from slipstream.engine.blocks import NULL_BLOCK, BlockPool, hash_block, root_hash
 from slipstream.engine.cache.window import Window
 from slipstream.engine.request import GenerateRequest, SamplingParams
 
@@ -16,7 +16,7 @@ events = st.lists(
     st.one_of(
         st.tuples(st.just("add"), prompts, st.integers(1, 30), st.integers(0, 2)),
         st.tuples(st.just("cancel"), st.integers(0, 30)),
-        st.tuples(st.just("turn"), st.integers(1, 6)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
     ),
     min_size=5,
     max_size=60,
@@ -32,43 +32,43 @@ events = st.lists(
     st.integers(1, 2),
     st.integers(17, 30),
 )
-def test_any_traffic_is_answered_right_and_every_block_returns(
+def test_any_traffic_gives_the_expected_tokens_and_releases_every_block(
     story, policy, reuse, chunked, depth, blocks
 ):
     scheduler = make_scheduler(blocks=blocks, policy=policy, reuse=reuse, chunked=chunked)
     harness = Harness(scheduler, depth)
-    asked: dict[int, tuple[list[int], int]] = {}
+    submitted: dict[int, tuple[list[int], int]] = {}
     cancelled = set()
     for event in story:
         if event[0] == "add":
-            request_id = len(asked)
-            asked[request_id] = (event[1], event[2])
+            request_id = len(submitted)
+            submitted[request_id] = (event[1], event[2])
             sampling = SamplingParams(max_tokens=event[2], end_ids=(END,))
             scheduler.add(GenerateRequest(request_id, event[1], sampling, priority=event[3]))
         elif event[0] == "cancel":
-            if event[1] in asked and event[1] not in harness.reasons:
+            if event[1] in submitted and event[1] not in harness.reasons:
                 cancelled.add(event[1])
                 scheduler.cancel(event[1])
         else:
             for _ in range(event[1]):
-                harness.turn()
+                harness.step()
     harness.run_dry()
-    assert set(harness.reasons) == set(asked)
-    for request_id, (prompt, max_tokens) in asked.items():
+    assert set(harness.reasons) == set(submitted)
+    for request_id, (prompt, max_tokens) in submitted.items():
         answer = expected_answer(prompt, max_tokens)
-        told = harness.answers[request_id]
+        sent = harness.answers[request_id]
         if request_id in cancelled:
             assert harness.reasons[request_id] == "cancelled"
-            assert told == answer[: len(told)]
+            assert sent == answer[: len(sent)]
         else:
-            assert told == answer
+            assert sent == answer
             assert harness.reasons[request_id] == (
                 "length" if len(answer) == max_tokens else "stop"
             )
     stats = scheduler.stats()
     assert stats.free_blocks == blocks
     assert (stats.running, stats.waiting) == (0, 0)
-    assert stats.finished == len(asked)
+    assert stats.finished == len(submitted)
 
 
 def test_running_out_of_blocks_preempts_only_under_max_utilization():
@@ -87,7 +87,7 @@ def test_a_long_prompt_is_spread_over_steps_beside_a_running_request():
     scheduler = make_scheduler(budget=8)
     harness = Harness(scheduler, depth=1)
     scheduler.add(GenerateRequest(0, [1], SamplingParams(max_tokens=20)))
-    harness.turn()
+    harness.step()
     scheduler.add(GenerateRequest(1, list(range(4, 24)), SamplingParams(max_tokens=1)))
     plan = scheduler.plan()
     assert plan is not None
@@ -97,7 +97,7 @@ def test_a_long_prompt_is_spread_over_steps_beside_a_running_request():
     assert plan.samples == [True, False]
 
 
-def test_a_second_request_reuses_the_first_ones_blocks_but_computes_one_token():
+def test_a_second_request_reuses_all_blocks_but_computes_one_token():
     scheduler = make_scheduler()
     harness = Harness(scheduler, depth=1)
     prompt = list(range(4, 16))  # exactly three blocks
@@ -139,7 +139,7 @@ def test_a_deadline_ends_waiting_and_running_requests():
     harness = Harness(scheduler, depth=1)
     for request_id in range(2):
         scheduler.add(GenerateRequest(request_id, [1], SamplingParams(max_tokens=20), deadline=5.0))
-    harness.turn()
+    harness.step()
     now[0] = 6.0
     harness.run_dry()
     assert harness.reasons == {0: "timeout", 1: "timeout"}
@@ -157,7 +157,7 @@ def test_a_deadline_ends_waiting_and_running_requests():
         ([-1], 1, "token id -1"),
     ],
 )
-def test_a_request_that_can_never_run_is_answered_at_once(prompt, max_tokens, words):
+def test_a_request_that_can_never_run_is_refused_at_once(prompt, max_tokens, words):
     scheduler = make_scheduler()
     scheduler.add(GenerateRequest(7, prompt, SamplingParams(max_tokens=max_tokens)))
     outputs = scheduler.take_outputs()
@@ -167,14 +167,14 @@ def test_a_request_that_can_never_run_is_answered_at_once(prompt, max_tokens, wo
     assert not scheduler.has_work()
 
 
-def test_pool_forgets_the_least_recently_used_tail_first():
+def test_eviction_takes_the_end_of_the_least_recently_used_table_first():
     pool = BlockPool(3, 4)
     names = []
     for index in range(3):
-        names.append(next_name(names[-1] if names else root_name(0, ""), [index] * 4))
+        names.append(hash_block(names[-1] if names else root_hash(0, ""), [index] * 4))
     table = pool.allocate(3)
     for block, name in zip(table, names, strict=True):
-        pool.name(block, name)
+        pool.register(block, name)
     pool.release(table)
     assert (pool.available, pool.cached) == (3, 3)
     pool.allocate(1)
@@ -184,7 +184,7 @@ def test_pool_forgets_the_least_recently_used_tail_first():
         pool.check_integrity([])
 
 
-def test_blocks_that_a_window_passes_at_once_are_named_before_they_go():
+def test_blocks_are_hashed_before_the_window_releases_them():
     scheduler = make_scheduler(blocks=40, block_tokens=2, rows=2, budget=32, window=Window(3, 0))
     harness, known = Harness(scheduler, 1), [5, 6, 7]
     while len(known) < 43:
@@ -192,9 +192,9 @@ def test_blocks_that_a_window_passes_at_once_are_named_before_they_go():
     scheduler.add(GenerateRequest(1, known[:3], SamplingParams(max_tokens=40), draft=known[3:]))
     harness.run_dry()
     assert harness.answers[1] == known[3:]
-    names = [next_name(root_name(0, ""), known[:2])]
+    names = [hash_block(root_hash(0, ""), known[:2])]
     for start in range(2, 40, 2):
-        names.append(next_name(names[-1], known[start : start + 2]))
+        names.append(hash_block(names[-1], known[start : start + 2]))
     found = scheduler.blocks.find(names)
     assert len(found) >= 10, "all that was computed in one go can be found again"
     assert NULL_BLOCK not in found, "nothing is found where there is nothing"

@@ -18,7 +18,7 @@ from scheduler_harness import (
 
 from slipstream.engine.cache.window import Window
 from slipstream.engine.request import GenerateRequest, SamplingParams
-from slipstream.engine.speculation import Drafter, accepted
+from slipstream.engine.speculation import DraftProposer, count_accepted
 
 
 def beams(max_tokens: int, width: int, **more) -> SamplingParams:
@@ -29,8 +29,8 @@ def plain(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, end_ids=(END,))
 
 
-class Asked:
-    """What was asked of a scheduler, and what must come of it."""
+class Traffic:
+    """What was traffic of a scheduler, and what must come of it."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
@@ -78,7 +78,7 @@ events = st.lists(
         st.tuples(st.just("beams"), prompts, st.integers(1, 12), st.integers(2, 4)),
         st.tuples(st.just("draft"), prompts, st.integers(1, 20), st.integers(0, 6)),
         st.tuples(st.just("cancel"), st.integers(0, 30)),
-        st.tuples(st.just("turn"), st.integers(1, 6)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
     ),
     min_size=5,
     max_size=40,
@@ -105,7 +105,7 @@ def draft_of(prompt: list[int], right: int) -> list[int]:
     st.sampled_from([0, 1, 5, 30]),
     st.sampled_from([None, None, Window(1), Window(6), Window(9, sinks=2), Window(14, sinks=5)]),
 )
-def test_any_mix_of_beams_samples_and_guesses_is_answered_right(
+def test_any_mix_of_beams_samples_and_draft_tokens_gives_the_expected_tokens(
     story, policy, reuse, chunked, depth, blocks, lookup_tokens, host_slots, window
 ):
     scheduler = make_scheduler(
@@ -119,23 +119,23 @@ def test_any_mix_of_beams_samples_and_guesses_is_answered_right(
         window=window,
     )
     harness = Harness(scheduler, depth)
-    asked = Asked(harness)
+    traffic = Traffic(harness)
     for event in story:
         if event[0] == "sample":
-            first = asked.add(event[1], plain(event[2]))
+            first = traffic.add(event[1], plain(event[2]))
             for _ in range(event[3] - 1):
-                asked.add(event[1], plain(event[2]), prompt_of=first)
+                traffic.add(event[1], plain(event[2]), prompt_of=first)
         elif event[0] == "beams":
-            asked.add(event[1], beams(event[2], event[3], early_stopping=event[2] % 3))
+            traffic.add(event[1], beams(event[2], event[3], early_stopping=event[2] % 3))
         elif event[0] == "draft":
-            asked.add(event[1], plain(event[2]), draft=draft_of(event[1], event[3]))
+            traffic.add(event[1], plain(event[2]), draft=draft_of(event[1], event[3]))
         elif event[0] == "cancel":
-            asked.cancel(event[1])
+            traffic.cancel(event[1])
         else:
             for _ in range(event[1]):
-                harness.turn()
+                harness.step()
     harness.run_dry()
-    asked.check()
+    traffic.check()
     assert policy == "max_utilization" or scheduler.stats().preemptions == 0
 
 
@@ -145,52 +145,52 @@ def storm(cancels: int, seed: int) -> None:
         make_scheduler(blocks=60, rows=8, policy="max_utilization", lookup_tokens=2, host_slots=9),
         depth=2,
     )
-    asked = Asked(harness)
-    while len(asked.cancelled) < cancels:
+    traffic = Traffic(harness)
+    while len(traffic.cancelled) < cancels:
         prompt = [chance.randrange(4) for _ in range(chance.randrange(1, 24))]
         kind, length = chance.randrange(3), chance.randrange(1, 20)
         if kind == 0:
-            asked.add(prompt, beams(length, chance.randrange(2, 5)))
+            traffic.add(prompt, beams(length, chance.randrange(2, 5)))
         elif kind == 1:
-            first = asked.add(prompt, plain(length))
-            asked.add(prompt, plain(length), prompt_of=first)
+            first = traffic.add(prompt, plain(length))
+            traffic.add(prompt, plain(length), prompt_of=first)
         else:
-            asked.add(prompt, plain(length), draft=draft_of(prompt, 2))
+            traffic.add(prompt, plain(length), draft=draft_of(prompt, 2))
         for _ in range(chance.randrange(3)):
-            harness.turn()
+            harness.step()
         live = [
             number
-            for number in range(max(0, len(asked.requests) - 60), len(asked.requests))
-            if number not in harness.reasons and number not in asked.cancelled
+            for number in range(max(0, len(traffic.requests) - 60), len(traffic.requests))
+            if number not in harness.reasons and number not in traffic.cancelled
         ]
         for number in chance.sample(live, max(0, len(live) - 10)):
-            asked.cancel(number)
+            traffic.cancel(number)
     harness.run_dry()
-    asked.check()
+    traffic.check()
 
 
-def test_a_thousand_cancels_at_random_moments_leave_nothing():
+def test_1000_random_cancels_release_every_row_and_block():
     storm(1000, seed=1)
 
 
 @pytest.mark.slow
-def test_ten_thousand_cancels_at_random_moments_leave_nothing():
+def test_10000_random_cancels_release_every_row_and_block():
     storm(10_000, seed=2)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_plan_that_fails_costs_one_request_and_changes_no_other(seed):
+def test_a_failed_plan_fails_one_request_and_changes_no_other(seed):
     """The device has taken the plan over and computed nothing of it, as when its memory runs out in
     the step.
     """
     chance = random.Random(seed)
     harness = Harness(make_scheduler(blocks=60, rows=8, lookup_tokens=2, host_slots=9), depth=1)
-    asked = Asked(harness)
+    traffic = Traffic(harness)
     for _ in range(8):
         prompt = [chance.randrange(4) for _ in range(chance.randrange(1, 24))]
-        asked.add(prompt, beams(10, 3) if chance.random() < 0.5 else plain(15))
+        traffic.add(prompt, beams(10, 3) if chance.random() < 0.5 else plain(15))
     for _ in range(chance.randrange(1, 12)):
-        harness.turn()
+        harness.step()
     plan = harness.scheduler.plan()
     assert plan is not None
     harness.device.take_over(plan)
@@ -198,16 +198,16 @@ def test_a_plan_that_fails_costs_one_request_and_changes_no_other(seed):
     harness.run_dry()
     failed = [number for number, reason in harness.reasons.items() if reason == "error"]
     assert len(failed) == 1
-    del asked.requests[failed[0]], harness.reasons[failed[0]]
-    asked.check()
+    del traffic.requests[failed[0]], harness.reasons[failed[0]]
+    traffic.check()
 
 
-def test_a_fork_copies_at_most_one_block_a_beam_and_shares_the_rest():
+def test_a_fork_copies_at_most_one_block_per_beam():
     harness = Harness(make_scheduler(blocks=40, rows=4), depth=1)
-    asked = Asked(harness)
-    asked.add([1] * 18, beams(2, 4))  # four full blocks and two tokens
-    harness.turn()
-    harness.turn()
+    traffic = Traffic(harness)
+    traffic.add([1] * 18, beams(2, 4))  # four full blocks and two tokens
+    harness.step()
+    harness.step()
     plan = harness.scheduler.plan()
     assert plan is not None
     assert len(plan.copies) == 3
@@ -216,16 +216,16 @@ def test_a_fork_copies_at_most_one_block_a_beam_and_shares_the_rest():
     assert len({table[4] for table in tables}) == 3
     harness.flight.append((plan, harness.device.run(plan)))
     harness.run_dry()
-    asked.check()
+    traffic.check()
 
 
 def test_samples_of_one_prompt_compute_it_once_even_without_a_cache():
     harness = Harness(make_scheduler(blocks=40, rows=4, reuse=False), depth=1)
-    asked = Asked(harness)
+    traffic = Traffic(harness)
     prompt = [1, 2] * 7  # three full blocks and two tokens
-    first = asked.add(prompt, plain(8))
+    first = traffic.add(prompt, plain(8))
     for _ in range(3):
-        asked.add(prompt, plain(8), prompt_of=first)
+        traffic.add(prompt, plain(8), prompt_of=first)
     computed = 0
     while harness.scheduler.has_work():
         plan = harness.scheduler.plan()
@@ -238,20 +238,20 @@ def test_samples_of_one_prompt_compute_it_once_even_without_a_cache():
             harness.scheduler.commit(plan, harness.device.run(plan))
         harness.collect()
         harness.scheduler.check_integrity()
-    asked.check()
+    traffic.check()
     assert computed == len(prompt) + 3  # each of the others computes the last token for itself
     assert harness.device.copied == 3
 
 
-def test_what_the_pool_forgets_the_host_remembers():
+def test_evicted_blocks_are_restored_from_host_memory():
     harness = Harness(make_scheduler(blocks=16, rows=1, host_slots=20), depth=1)
-    asked = Asked(harness)
+    traffic = Traffic(harness)
     # nine blocks each: the second pushes out the first
     long = [[first, *range(4, 39)] for first in (1, 2)]
     for prompt in (*long, long[0]):
-        asked.add(prompt, plain(4))
+        traffic.add(prompt, plain(4))
         harness.run_dry()
-    asked.check()
+    traffic.check()
     assert harness.device.loaded > 0
     # all but the last block, which leaves a token to do
     assert harness.scheduler.stats().cached_prompt_tokens == 32
@@ -260,23 +260,23 @@ def test_what_the_pool_forgets_the_host_remembers():
 def test_a_prompt_is_shared_only_by_the_same_tenant_and_adapter():
     for other in ({"cache_salt": "b"}, {"adapter": 1}):
         harness = Harness(make_scheduler(blocks=40, rows=4), depth=1)
-        asked = Asked(harness)
-        first = asked.add([1] * 9, plain(4))
-        asked.add([1] * 9, plain(4), prompt_of=first, **other)
+        traffic = Traffic(harness)
+        first = traffic.add([1] * 9, plain(4))
+        traffic.add([1] * 9, plain(4), prompt_of=first, **other)
         harness.run_dry()
-        asked.check()
+        traffic.check()
         assert harness.device.copied == 0
         assert harness.scheduler.stats().cached_prompt_tokens == 0
 
 
-def test_right_guesses_save_steps_and_wrong_ones_change_nothing():
+def test_accepted_draft_tokens_save_steps_and_rejected_ones_change_nothing():
     steps = {}
     for right in (0, 5):
         harness = Harness(make_scheduler(blocks=40), depth=1)
-        asked = Asked(harness)
-        asked.add([2, 2, 1], plain(12), draft=draft_of([2, 2, 1], right))
+        traffic = Traffic(harness)
+        traffic.add([2, 2, 1], plain(12), draft=draft_of([2, 2, 1], right))
         harness.run_dry()
-        asked.check()
+        traffic.check()
         stats = harness.scheduler.stats()
         steps[right] = stats.steps
         assert stats.draft_tokens == right + 3
@@ -284,35 +284,37 @@ def test_right_guesses_save_steps_and_wrong_ones_change_nothing():
     assert steps[5] == steps[0] - 5
 
 
-def test_looking_up_continues_what_was_written_before():
-    drafter = Drafter(lookup_tokens=3)
-    assert drafter.propose([5, 6, 7, 8, 9, 5, 6], 7, most=10) == [7, 8, 9]
-    assert drafter.propose([5, 6, 7, 8, 9, 5, 6, 7], 7, most=2) == [8, 9]
-    assert drafter.propose([5, 6, 7, 8, 9, 5, 6, 7, 44], 7, most=2) == []
-    assert Drafter(lookup_tokens=0).propose([1, 1, 1], 3, most=5) == []
+def test_prompt_lookup_proposes_the_continuation_of_an_earlier_match():
+    proposer = DraftProposer(lookup_tokens=3)
+    assert proposer.propose([5, 6, 7, 8, 9, 5, 6], 7, most=10) == [7, 8, 9]
+    assert proposer.propose([5, 6, 7, 8, 9, 5, 6, 7], 7, most=2) == [8, 9]
+    assert proposer.propose([5, 6, 7, 8, 9, 5, 6, 7, 44], 7, most=2) == []
+    assert DraftProposer(lookup_tokens=0).propose([1, 1, 1], 3, most=5) == []
 
 
-def test_guesses_become_fewer_when_they_are_wrong_and_more_when_they_are_right():
-    drafter = Drafter(lookup_tokens=4)
+def test_number_of_draft_tokens_follows_their_acceptance():
+    proposer = DraftProposer(lookup_tokens=4)
     text = [5, 6, 7, 8, 9, 1, 2, 5, 6, 7]
-    assert drafter.propose(text, 0, most=9) == [8, 9, 1, 2]
-    drafter.learn(4, 1)
-    assert drafter.propose(text, 0, most=9) == [8, 9]
-    drafter.learn(2, 0)
-    assert drafter.propose(text, 0, most=9) == [8]
-    assert drafter.propose([*text, 2], 0, most=9) == [], "one token that agrees is no longer enough"
-    drafter.learn(1, 1)
-    assert drafter.propose([*text, 2], 0, most=9) == [5, 6]
+    assert proposer.propose(text, 0, most=9) == [8, 9, 1, 2]
+    proposer.learn(4, 1)
+    assert proposer.propose(text, 0, most=9) == [8, 9]
+    proposer.learn(2, 0)
+    assert proposer.propose(text, 0, most=9) == [8]
+    assert proposer.propose([*text, 2], 0, most=9) == [], (
+        "one token that agrees is no longer enough"
+    )
+    proposer.learn(1, 1)
+    assert proposer.propose([*text, 2], 0, most=9) == [5, 6]
 
 
-def test_given_guesses_are_offered_while_they_hold():
-    drafter = Drafter([4, 5, 6])
-    assert drafter.propose([1, 2], 2, most=2) == [4, 5]
-    assert drafter.propose([1, 2, 4], 2, most=5) == [5, 6]
-    assert drafter.propose([1, 2, 9], 2, most=5) == []
-    assert accepted([4, 5, 7], [4, 5]) == 3
-    assert accepted([4, 9, 7], [4, 5]) == 2
-    assert accepted([3], []) == 1
+def test_given_draft_tokens_are_proposed_while_they_match():
+    proposer = DraftProposer([4, 5, 6])
+    assert proposer.propose([1, 2], 2, most=2) == [4, 5]
+    assert proposer.propose([1, 2, 4], 2, most=5) == [5, 6]
+    assert proposer.propose([1, 2, 9], 2, most=5) == []
+    assert count_accepted([4, 5, 7], [4, 5]) == 3
+    assert count_accepted([4, 9, 7], [4, 5]) == 2
+    assert count_accepted([3], []) == 1
 
 
 @pytest.mark.parametrize(
@@ -322,7 +324,7 @@ def test_given_guesses_are_offered_while_they_hold():
         (0, "beam width must be at least 1"),
     ],
 )
-def test_a_width_the_engine_does_not_have_is_refused(width, words):
+def test_a_beam_width_over_the_maximum_is_refused(width, words):
     scheduler = make_scheduler(max_beam_width=2)
     scheduler.add(GenerateRequest(1, [1], SamplingParams(beam_width=width)))
     outputs = scheduler.take_outputs()
@@ -330,7 +332,7 @@ def test_a_width_the_engine_does_not_have_is_refused(width, words):
     assert words in outputs.errors[1]
 
 
-def test_beams_that_can_never_have_their_blocks_are_refused():
+def test_beams_that_exceed_the_cache_are_refused():
     scheduler = make_scheduler(blocks=20)
     # 2 + 2 × 10 blocks
     scheduler.add(GenerateRequest(1, [1] * 8, SamplingParams(max_tokens=40, beam_width=2)))
@@ -339,11 +341,11 @@ def test_beams_that_can_never_have_their_blocks_are_refused():
     assert "of 2 beams exceed the KV cache" in outputs.errors[1]
 
 
-def test_beams_stopped_from_outside_tell_what_there_is():
+def test_a_cancelled_beam_search_sends_its_current_beams():
     harness = Harness(make_scheduler(blocks=40), depth=1)
     harness.scheduler.add(GenerateRequest(1, [1, 2], beams(30, 2)))
     for _ in range(4):
-        harness.turn()
+        harness.step()
     harness.scheduler.cancel(1, "timeout")
     harness.run_dry()
     assert harness.reasons == {1: "timeout"}

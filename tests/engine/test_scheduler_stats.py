@@ -33,7 +33,7 @@ def step(found):
     return plan
 
 
-def test_prompts_and_answers_of_a_step_are_told_apart():
+def test_stats_count_context_and_generation_requests_of_a_step():
     found = scheduler()
     submit(found, 1, range(10), 5)
     step(found)
@@ -49,7 +49,7 @@ def test_prompts_and_answers_of_a_step_are_told_apart():
     assert (third.running, third.waiting, third.steps) == (2, 0, 3)
 
 
-def test_a_prompt_in_chunks_counts_until_its_last_token():
+def test_a_chunked_prompt_counts_as_context_until_its_last_token():
     found = scheduler(step_tokens=8)
     submit(found, 1, range(12), 4)
     step(found)
@@ -60,7 +60,7 @@ def test_a_prompt_in_chunks_counts_until_its_last_token():
     assert found.stats().context_requests == 0
 
 
-def test_time_in_the_queue_ends_with_the_first_step():
+def test_queue_time_ends_at_the_first_step():
     clock = Clock()
     found = scheduler(rows=1, clock=clock)
     submit(found, 1, range(4), 2)
@@ -92,7 +92,7 @@ def test_reused_blocks_and_cached_tokens():
     assert (stats.prompt_tokens, stats.cached_prompt_tokens) == (20, 2 * BLOCK)
 
 
-def test_requests_that_gave_way_are_paused_until_they_run_again():
+def test_preempted_requests_are_paused_until_they_run_again():
     found = scheduler(blocks=6, policy="max_utilization")
     submit(found, 1, range(8), 12)
     submit(found, 2, range(100, 108), 12)
@@ -109,7 +109,7 @@ def test_requests_that_gave_way_are_paused_until_they_run_again():
     assert stats.output_tokens >= 24
 
 
-def test_what_can_never_run_counts_as_failed():
+def test_refused_requests_count_as_failed():
     found = scheduler()
     submit(found, 1, [], 2)
     found.take_outputs()

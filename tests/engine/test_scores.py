@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from run_engine import all_logits, engine
+from run_outputs import ALL, matrix, run
 from tiny_models import VOCABULARY, config_of, random_model
-from told_scores import ALL, matrix, run
 
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.weights.build import build_engine
@@ -45,13 +45,13 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_logits_and_prompt_log_probs_are_those_of_the_whole_sequence_at_once(folder, way):
+def test_logits_and_prompt_log_probs_equal_one_pass_over_the_whole_sequence(folder, way):
     loop, prompts = engine(folder, **WAYS[way]), some_prompts(6)
     if way == "a warm cache":
         run(loop, [GenerateRequest(99, prompts[0], SamplingParams(max_tokens=4))])
     asked = SamplingParams(max_tokens=20, temperature=0.9, seed=5, repetition_penalty=1.3, **ALL)
     plain = SamplingParams(max_tokens=20)
-    told = run(
+    outputs = run(
         loop,
         [
             GenerateRequest(i, prompt, plain if i % 3 == 2 else asked)
@@ -60,9 +60,9 @@ def test_logits_and_prompt_log_probs_are_those_of_the_whole_sequence_at_once(fol
     )
     if way == "preempted":
         assert loop.stats().preemptions > 0
-    assert set(told.scores) == {0, 1, 3, 4}
-    for index in told.scores:
-        prompt, answer, scores = prompts[index], told.tokens[index], told.scores[index]
+    assert set(outputs.scores) == {0, 1, 3, 4}
+    for index in outputs.scores:
+        prompt, answer, scores = prompts[index], outputs.tokens[index], outputs.scores[index]
         expected = all_logits(folder, torch.float32, [prompt + answer])[0]
         torch.testing.assert_close(
             matrix(scores.context_logits), expected[: len(prompt)], atol=1e-3, rtol=1e-3
@@ -73,7 +73,7 @@ def test_logits_and_prompt_log_probs_are_those_of_the_whole_sequence_at_once(fol
         assert np.allclose(scores.prompt_log_probs, log_probs, atol=1e-3)
 
 
-def test_scores_change_no_token_of_anybody(folder):
+def test_scores_change_no_token(folder):
     prompts = some_prompts(4)
     sampling = {"max_tokens": 16, "temperature": 0.7, "seed": 9}
     alone = [
@@ -81,17 +81,17 @@ def test_scores_change_no_token_of_anybody(folder):
         for p in prompts
     ]
     mixed = [SamplingParams(**sampling, **(ALL if index % 2 else {})) for index in range(4)]
-    told = run(engine(folder), [GenerateRequest(i, p, mixed[i]) for i, p in enumerate(prompts)])
-    assert [told.tokens[i] for i in range(4)] == alone
+    outputs = run(engine(folder), [GenerateRequest(i, p, mixed[i]) for i, p in enumerate(prompts)])
+    assert [outputs.tokens[i] for i in range(4)] == alone
 
 
 def test_a_prompt_of_one_token_has_logits_and_no_log_probs(folder):
-    told = run(engine(folder), [GenerateRequest(1, [5], SamplingParams(max_tokens=1, **ALL))])
-    assert matrix(told.scores[1].context_logits).shape == (1, VOCABULARY)
-    assert told.scores[1].prompt_log_probs == []
+    outputs = run(engine(folder), [GenerateRequest(1, [5], SamplingParams(max_tokens=1, **ALL))])
+    assert matrix(outputs.scores[1].context_logits).shape == (1, VOCABULARY)
+    assert outputs.scores[1].prompt_log_probs == []
 
 
-def test_timings_are_told_at_the_end_in_order_with_the_blocks(folder):
+def test_timings_are_sent_at_the_end_with_block_counts(folder):
     loop, prompt = engine(folder, block_tokens=8), some_prompts(1)[0]
     first = run(
         loop, [GenerateRequest(1, prompt, SamplingParams(max_tokens=9, timing=True))]
@@ -119,14 +119,14 @@ def test_timings_are_told_at_the_end_in_order_with_the_blocks(folder):
 # --- parameters ---
 
 
-def test_no_run_of_tokens_comes_twice(folder):
+def test_no_repeat_ngram_prevents_repetitions(folder):
     prompt = some_prompts(1)[0]
     for size in (1, 2, 3):
-        told = run(
+        outputs = run(
             engine(folder),
             [GenerateRequest(1, prompt, SamplingParams(max_tokens=50, no_repeat_ngram=size))],
         )
-        tokens = prompt + told.tokens[1]
+        tokens = prompt + outputs.tokens[1]
         runs = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
         new = runs[len(prompt) - size + 1 :]
         assert len(new) == 50
@@ -134,7 +134,7 @@ def test_no_run_of_tokens_comes_twice(folder):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_no_repeat_is_what_transformers_means_by_it(folder, size):
+def test_no_repeat_ngram_bans_the_tokens_that_transformers_bans(folder, size):
     from transformers import NoRepeatNGramLogitsProcessor
 
     from slipstream.engine.sampler import repeats
@@ -158,7 +158,7 @@ def decayed(first: float, decay: float, least: float, reset: int, answer: list[i
     return value
 
 
-def test_top_p_shrinks_and_begins_anew(folder):
+def test_top_p_decays_and_resets(folder):
     from slipstream.engine.plan import RowStart, StepPlan
     from slipstream.engine.rows import Rows
     from slipstream.engine.sampler import _top_p
@@ -180,7 +180,7 @@ def test_top_p_shrinks_and_begins_anew(folder):
     assert _top_p([3], lengths[3:], rows.sampling[3:4], rows) is None
 
 
-def test_a_top_p_that_shrinks_to_nothing_ends_as_the_likeliest_token(folder):
+def test_a_top_p_near_zero_gives_the_likeliest_token(folder):
     prompt = some_prompts(1)[0]
     shrinking = SamplingParams(max_tokens=12, temperature=1.0, seed=4, top_p=1.0, top_p_decay=1e-6)
     tokens = run(engine(folder), [GenerateRequest(1, prompt, shrinking)]).tokens[1]

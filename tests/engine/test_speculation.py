@@ -57,7 +57,7 @@ WAYS = [
         {"policy": "max_utilization", "cache_tokens": 320, "block_tokens": 8},
     ],
 )
-def test_the_text_is_the_same_with_and_without_guessing(folder, more):
+def test_text_is_the_same_with_and_without_draft_tokens(folder, more):
     requests = [
         GenerateRequest(len(WAYS) * p + w, prompt, way)
         for p, prompt in enumerate(prompts())
@@ -73,9 +73,9 @@ def test_the_text_is_the_same_with_and_without_guessing(folder, more):
     assert stats.draft_tokens > stats.accepted_draft_tokens
     for request in requests:
         if request.sampling.log_probs:
-            told, expected = (a.log_probs[request.request_id] for a in (guessed, plain))
+            found, expected = (a.log_probs[request.request_id] for a in (guessed, plain))
             assert all(
-                math.isclose(a, b, abs_tol=1e-4) for a, b in zip(told, expected, strict=True)
+                math.isclose(a, b, abs_tol=1e-4) for a, b in zip(found, expected, strict=True)
             )
             tops = [
                 [token for token, _ in top] for top in guessed.top_log_probs[request.request_id]
@@ -85,7 +85,7 @@ def test_the_text_is_the_same_with_and_without_guessing(folder, more):
             ]
 
 
-def test_a_given_guess_is_verified_in_one_step(folder):
+def test_given_draft_tokens_are_verified_in_one_step(folder):
     prompt = prompts()[2]
     answer = run_all(engine(folder), [GenerateRequest(1, prompt, SamplingParams(max_tokens=12))])[1]
     steps = {}
@@ -101,7 +101,7 @@ def test_a_given_guess_is_verified_in_one_step(folder):
     assert steps["right"] < steps["half"] < steps["none"]
 
 
-def test_every_draw_is_the_one_without_guessing(folder):
+def test_sampled_tokens_are_the_same_with_and_without_draft_tokens(folder):
     """Seed by seed they are those drawn without guessing, after right guesses and after wrong ones."""
     prompt, draws = prompts()[2], 400
     plain = [
@@ -117,7 +117,7 @@ def test_every_draw_is_the_one_without_guessing(folder):
     assert 0 < loop.stats().accepted_draft_tokens < draws
 
 
-def test_a_guess_outside_the_vocabulary_is_refused(folder):
+def test_a_draft_token_outside_the_vocabulary_is_refused(folder):
     found = run_all(
         engine(folder), [GenerateRequest(1, [1], SamplingParams(max_tokens=3), draft=[VOCABULARY])]
     )

@@ -29,7 +29,7 @@ def shared_out(
 ) -> tuple[int, int]:
     """→ bytes of copies, blocks of the cache, of a GPU with this much free memory"""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    return start._share_out_memory(Model("cuda", copy_bytes), EngineSettings(**settings), longest)
+    return start._divide_memory(Model("cuda", copy_bytes), EngineSettings(**settings), longest)
 
 
 def blocks(monkeypatch, free: int, longest: int = 64, **settings) -> int:
@@ -37,12 +37,12 @@ def blocks(monkeypatch, free: int, longest: int = 64, **settings) -> int:
 
 
 def on_cpu(longest: int, **settings) -> int:
-    copies, blocks = start._share_out_memory(Model("cpu", 1), EngineSettings(**settings), longest)
+    copies, blocks = start._divide_memory(Model("cpu", 1), EngineSettings(**settings), longest)
     assert copies == 0
     return blocks
 
 
-def test_the_cache_leaves_room_for_steps_and_for_what_rows_take(monkeypatch):
+def test_the_cache_leaves_memory_for_steps_and_rows(monkeypatch):
     beside = 64 * (2 * 1000 * 4 + 64 * 8)
     assert blocks(monkeypatch, SPARE + beside + 100 * BLOCK, cache_memory_fraction=1.0) == 100
     assert blocks(monkeypatch, SPARE + beside + 100 * BLOCK, cache_memory_fraction=0.5) == 50
@@ -51,12 +51,12 @@ def test_the_cache_leaves_room_for_steps_and_for_what_rows_take(monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [{}, {"cache_tokens": 640}])
-def test_a_gpu_without_room_for_one_sequence_is_refused(monkeypatch, settings):
+def test_a_gpu_without_memory_for_one_sequence_is_an_error(monkeypatch, settings):
     with pytest.raises(ValueError, match="room for 0 cached tokens, one sequence of 64 needs more"):
         blocks(monkeypatch, SPARE, **settings)
 
 
-def test_a_cache_beyond_the_machines_memory_is_refused_by_name(monkeypatch):
+def test_a_cache_larger_than_the_machines_memory_is_an_error(monkeypatch):
     monkeypatch.setattr(start.os, "sysconf", {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": BLOCK}.get)
     assert on_cpu(64, cache_tokens=3200) == 100
     with pytest.raises(
@@ -70,7 +70,7 @@ def test_on_a_cpu_the_cache_takes_512_mib_and_one_sequence_at_least():
     assert on_cpu(2**22) == 2**22 // 32
 
 
-def test_an_amd_gpu_is_refused_by_name_and_passed_over_by_auto(monkeypatch):
+def test_an_amd_gpu_is_refused_and_ignored_by_auto(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert start._device(EngineSettings(device="auto")).type == "cpu"
@@ -78,7 +78,7 @@ def test_an_amd_gpu_is_refused_by_name_and_passed_over_by_auto(monkeypatch):
         start._device(EngineSettings(device="cuda"))
 
 
-def test_copies_of_weights_take_up_to_a_sixth_of_the_caches_memory(monkeypatch):
+def test_compressed_weights_take_up_to_a_sixth_of_the_budget(monkeypatch):
     free = SPARE + 64 * (2 * 1000 * 4 + 64 * 8) + 120 * BLOCK  # the room is that of 120 blocks
     whole = {"cache_memory_fraction": 1.0}
     assert shared_out(monkeypatch, free, **whole) == (0, 120)
@@ -90,7 +90,7 @@ def test_copies_of_weights_take_up_to_a_sixth_of_the_caches_memory(monkeypatch):
     )
 
 
-def test_copies_of_weights_leave_room_for_one_sequence(monkeypatch):
+def test_compressed_weights_leave_memory_for_one_sequence(monkeypatch):
     longest = 110 * 32 + 1  # 111 blocks
     free = SPARE + 64 * (2 * 1000 * 4 + longest * 8) + 120 * BLOCK
     whole = {"cache_memory_fraction": 1.0}
@@ -98,5 +98,5 @@ def test_copies_of_weights_leave_room_for_one_sequence(monkeypatch):
     assert shared_out(monkeypatch, free, longest, copy_bytes=9 * BLOCK + 1, **whole) == (0, 120)
 
 
-def test_no_copies_where_the_size_of_the_cache_was_given(monkeypatch):
+def test_no_compressed_weights_when_the_cache_size_is_given(monkeypatch):
     assert shared_out(monkeypatch, SPARE + 2**30, copy_bytes=1, cache_tokens=320) == (0, 10)

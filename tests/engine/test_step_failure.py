@@ -31,7 +31,9 @@ def requests() -> list[GenerateRequest]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_largest_fails_and_the_others_answer_as_alone(engine_folder: Path, depth: int) -> None:
+def test_in_a_failed_step_the_largest_request_fails_and_the_others_are_unchanged(
+    engine_folder: Path, depth: int
+) -> None:
     settings = EngineSettings(dtype="float32", max_rows=4, cache_tokens=1024, step_tokens=128)
     expected = run_all(start_engine(engine_folder, settings), requests())
     loop = start_engine(engine_folder, settings)
@@ -54,7 +56,7 @@ def test_the_largest_fails_and_the_others_answer_as_alone(engine_folder: Path, d
     assert loop.stats().free_blocks == loop.stats().total_blocks
 
 
-def test_what_a_failed_step_was_to_bring_from_the_host_is_found_by_nobody() -> None:
+def test_blocks_that_a_failed_step_did_not_load_cannot_be_found() -> None:
     """Prompts of five blocks in a pool of eight: the third comes back from the host, in a step that
     fails.
     """

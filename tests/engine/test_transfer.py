@@ -7,7 +7,7 @@ from slipstream.engine.transfer import numbers
 
 
 @pytest.mark.parametrize("values", [[3, 0, 2**32 - 1], [0.1, 1, 2.5], [True, False]], ids=str)
-def test_numbers_are_what_torch_makes_of_them(values):
+def test_numbers_have_the_types_of_torch_tensor(values):
     made, expected = numbers(values, torch.device("cpu")), torch.tensor(values)
     assert made.dtype == expected.dtype
     assert torch.equal(made, expected)

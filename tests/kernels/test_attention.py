@@ -158,7 +158,7 @@ def test_blocks_that_a_window_has_passed_are_not_read(mix, window, sinks, scatte
     expected = plan_attention(tables, positions, counts, BLOCK, cache).attend(q, *cache[0], rule)
     left = tables.copy()
     for row, (start, _) in enumerate(mix):
-        for index in Window(window, sinks).passed(start, BLOCK):
+        for index in Window(window, sinks).blocks_outside(start, BLOCK):
             cache[..., tables[row, index] * BLOCK : (tables[row, index] + 1) * BLOCK, :] = math.nan
             left[row, index] = 0
     found = plan_attention(left, positions, counts, BLOCK, cache).attend(q, *cache[0], rule)

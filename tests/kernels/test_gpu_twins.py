@@ -259,7 +259,7 @@ def test_blocks_outside_the_window_are_not_read(sinks):
 
     expected = attend()
     for row, position in enumerate(positions):
-        for index in Window(40, sinks).passed(int(position), block):
+        for index in Window(40, sinks).blocks_outside(int(position), block):
             cache[..., tables[row, index] * block : (tables[row, index] + 1) * block, :] = math.nan
             tables[row, index] = 0
     assert (tables == 0).sum() == (7 if sinks else 11)

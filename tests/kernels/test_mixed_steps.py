@@ -48,7 +48,7 @@ def test_decode_rows_come_first_and_padding_is_its_own_row():
     buffers = filled([3, 5, 7, 2], [10, 33, 0, 5], [1, 1, 7, 4], [0, 1, 8, 12])
     assert buffers.rows.tolist() == [3, 5] + [PADDING] * 2 + [7] * 7 + [2] * 4 + [PADDING] * 5
     assert buffers.positions.tolist() == [10, 33, 0, 0, *range(7), 5, 6, 7, 8, 0, 0, 0, 0, 0]
-    assert buffers.wanted.tolist()[:4] == [0, 1, 10, 14], (
+    assert buffers.logit_tokens.tolist()[:4] == [0, 1, 10, 14], (
         "the last tokens of rows 7 and 2 come after the padding"
     )
     assert tables_and_lengths(buffers) == {(3, 11): 1, (5, 34): 1, (PADDING, 1): 2}
@@ -66,7 +66,7 @@ def test_decode_rows_come_first_and_padding_is_its_own_row():
 def test_a_full_step_has_no_padding():
     buffers = filled([0, 1, 2, 3, 4], [1, 1, 1, 1, 0], [1, 1, 1, 1, 16], [19])
     assert PADDING not in buffers.rows.tolist()
-    assert buffers.wanted.tolist()[0] == 19
+    assert buffers.logit_tokens.tolist()[0] == 19
     assert buffers.prefill.tile_queries.tolist()[:2] == [16, 0]
 
 
@@ -75,7 +75,7 @@ def test_refilling_a_step_clears_the_previous_one():
     buffers.fill(*(np.zeros(0, dtype=np.int64) for _ in range(4)))
     assert set(buffers.rows.tolist()) == {PADDING}
     assert not buffers.positions.any()
-    assert not buffers.wanted.any()
+    assert not buffers.logit_tokens.any()
     assert tables_and_lengths(buffers) == {(PADDING, 1): 4}
     assert buffers.prefill.tile_queries.tolist()[:2] == [16, 0]
     assert buffers.prefill.tile_row.tolist()[0] == PADDING

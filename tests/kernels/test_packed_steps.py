@@ -89,6 +89,6 @@ def test_which_steps_are_worth_more_than_a_graph(positions, counts, dtype, large
     runner.model, runner.block_tokens = SimpleNamespace(spec=SimpleNamespace(kv_size=1024)), BLOCK
     runner.cache = torch.empty(0, dtype=dtype)
     assert (
-        runner._looks_far_back(np.array(positions, dtype=int), np.array(counts, dtype=int))
+        runner._unpacks_long_prefix(np.array(positions, dtype=int), np.array(counts, dtype=int))
         == large_tiles
     )

@@ -20,7 +20,7 @@ from slipstream.engine.gpu.runner import GpuRunner
 
 def runner_of(sizes, logits):
     graphs = SimpleNamespace(_graphs=dict.fromkeys(sizes), logits=logits)
-    graphs.rung = lambda rows: DecodeGraphs.rung(graphs, rows)
+    graphs.captured_size = lambda rows: DecodeGraphs.captured_size(graphs, rows)
     return SimpleNamespace(graphs=graphs)
 
 
@@ -36,12 +36,12 @@ def runner_of(sizes, logits):
 )
 def test_their_number_is_rounded_up_to_one_that_was_captured(wanted, padded):
     runner = runner_of([1, 2, 4, 8], None)
-    assert GpuRunner._padded(runner, np.array(wanted, dtype=np.int64)).tolist() == padded
+    assert GpuRunner._pad_logit_tokens(runner, np.array(wanted, dtype=np.int64)).tolist() == padded
 
 
 def test_they_go_where_graphs_leave_theirs_as_far_as_there_is_room():
     place = torch.zeros(4, 3)
-    assert GpuRunner._place(runner_of([4], place), 2).data_ptr() == place.data_ptr()
-    assert GpuRunner._place(runner_of([4], place), 2).shape == (2, 3)
-    assert GpuRunner._place(runner_of([4], place), 5) is None
-    assert GpuRunner._place(runner_of([], None), 2) is None
+    assert GpuRunner._static_logits(runner_of([4], place), 2).data_ptr() == place.data_ptr()
+    assert GpuRunner._static_logits(runner_of([4], place), 2).shape == (2, 3)
+    assert GpuRunner._static_logits(runner_of([4], place), 5) is None
+    assert GpuRunner._static_logits(runner_of([], None), 2) is None

@@ -5,7 +5,7 @@ import asyncio
 import numpy
 import pytest
 
-from slipstream.engine.adapters.adapters import AdapterSource
+from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.fields.limits import RequestFields, given_fields
 from slipstream.server.kserve.errors import InferenceError

@@ -248,12 +248,12 @@ def test_a_request_is_cancelled_while_its_grammar_is_compiled():
     slow: Future = Future()
     slow.set_running_or_notify_cancel()
     request = GenerateRequest(4, [1], SamplingParams(guide=Guide("json", "")))
-    constraints._making[4] = (request, slow)
-    assert constraints.take_made() == []
+    constraints._building[4] = (request, slow)
+    assert constraints.take_ready() == []
     assert constraints.drop(4)
     assert not constraints.drop(4)
     slow.set_result(None)
-    assert constraints.take_made() == []
+    assert constraints.take_ready() == []
 
 
 def test_llm_returns_logits_and_prompt_log_probs(llm):

@@ -42,11 +42,11 @@ def test_with_a_window_sequences_may_be_longer_than_the_cache():
 
 
 def test_copies_of_weights_stand_below_the_weights():
-    lines = memory_table("m", replace(INFO, copy_bytes=3 * 2**20))
+    lines = memory_table("m", replace(INFO, compressed_weight_bytes=3 * 2**20))
     assert lines[2] == "  the same, packed          3 MiB  what steps of few tokens read"
     assert len(memory_table("m", INFO)) == len(lines) - 1
 
 
 def test_copies_of_weights_are_memory_that_is_taken():
-    info = replace(INFO, device="cuda", weight_bytes=1, copy_bytes=2, cache_bytes=4)
+    info = replace(INFO, device="cuda", weight_bytes=1, compressed_weight_bytes=2, cache_bytes=4)
     assert _memory_metrics(info, None) == {"cpu": 0, "gpu": 7, "pinned": 0}

@@ -4,7 +4,7 @@ import pytest
 from grpc_stack import ask, request, running, tensor, token_inputs, until
 from tiny_engine import build_tiny_engine
 
-from slipstream.engine.cache.retention import Keep, KeptRange, Retention
+from slipstream.engine.cache.retention import Retention, RetentionPriority, RetentionRange
 from slipstream.repository.templates import write_repository
 from slipstream.server.fields.limits import given_fields
 from slipstream.server.fields.token_requests import read_retention
@@ -30,7 +30,10 @@ def read(**values: list[int]) -> Retention | None:
 def test_retention_fields_are_read():
     assert read() is None
     assert read(starts=[0, 64], ends=[64, -1], priorities=[100, 0]) == Retention(
-        (KeptRange(0, 64, Keep(100)), KeptRange(64, None, Keep(0)))
+        (
+            RetentionRange(0, 64, RetentionPriority(100)),
+            RetentionRange(64, None, RetentionPriority(0)),
+        )
     )
     assert read(
         starts=[3],
@@ -39,8 +42,10 @@ def test_retention_fields_are_read():
         durations_ms=[2000],
         decode_priority=[10],
         decode_duration_ms=[-1],
-    ) == Retention((KeptRange(3, 9, Keep(50, 2000)),), Keep(10))
-    assert read(decode_priority=[7], decode_duration_ms=[30]) == Retention(answer=Keep(7, 30))
+    ) == Retention((RetentionRange(3, 9, RetentionPriority(50, 2000)),), RetentionPriority(10))
+    assert read(decode_priority=[7], decode_duration_ms=[30]) == Retention(
+        answer=RetentionPriority(7, 30)
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,4 +105,6 @@ async def test_retention_reaches_the_engine(tmp_path, monkeypatch):
         )
         assert {error for _, error in answers} == {None}
         await until(lambda: stack.engine.outstanding == 0)
-    assert [more["retention"] for more in seen] == [Retention((KeptRange(0, 2, Keep(90)),))]
+    assert [more["retention"] for more in seen] == [
+        Retention((RetentionRange(0, 2, RetentionPriority(90)),))
+    ]

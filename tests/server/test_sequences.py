@@ -22,7 +22,7 @@ from tiny_engine import build_tiny_engine
 from tiny_text import EchoEngine
 
 from slipstream import LLM
-from slipstream.engine.adapters.adapters import AdapterSource
+from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.engine.messages import Beam
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.repository.models import read_repository

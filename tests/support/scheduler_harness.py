@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 
-from slipstream.engine.beams.beams import BeamSearch
+from slipstream.engine.beams.search import BeamSearch
 from slipstream.engine.blocks import NULL_BLOCK, BlockPool
 from slipstream.engine.messages import Beam
 from slipstream.engine.plan import StepPlan, StepResult
@@ -105,7 +105,7 @@ class Device:
             self.tables[fork.row] = list(fork.blocks)
         for row, block in zip(plan.appended_rows, plan.appended_blocks, strict=True):
             self.tables[row].append(block)
-        for row, place in plan.passed:
+        for row, place in plan.released:
             self.tables[row][place] = NULL_BLOCK
         for row, position, token in plan.written:
             self.tokens[row][position:] = [token]
@@ -150,7 +150,7 @@ class Harness:
         self.beams: dict[int, list[Beam]] = {}
         self.reasons: dict[int, str] = {}
 
-    def turn(self) -> None:
+    def step(self) -> None:
         plan = self.scheduler.plan()
         if plan is not None:
             self.flight.append((plan, self.device.run(plan)))
@@ -173,11 +173,11 @@ class Harness:
                 self.reasons[request_id] = reason
         self.beams.update(outputs.beams)
 
-    def run_dry(self, turns: int = 3000) -> None:
-        for _ in range(turns):
+    def run_dry(self, steps: int = 3000) -> None:
+        for _ in range(steps):
             if not self.scheduler.has_work() and not self.flight:
                 return
-            self.turn()
+            self.step()
         raise AssertionError("the scheduler makes no progress")
 
 

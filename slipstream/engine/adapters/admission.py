@@ -1,8 +1,7 @@
-"""Who may start, as far as adapters go. No torch here.
+"""The admission check for requests with adapters. No torch here.
 
-A request whose adapter still loads steps aside for those behind it. One whose adapter finds no free
-pages steps aside for requests without an adapter only: those with one wait behind it, or it might
-wait for ever.
+A request whose adapter is still loading lets later requests go first. A request whose adapter finds
+no free pages lets only requests without an adapter go first: otherwise it might wait for ever.
 """
 
 from __future__ import annotations
@@ -10,45 +9,48 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from slipstream.engine.adapters.adapters import Adapters
+from slipstream.engine.adapters.cache import AdapterCache
 from slipstream.engine.messages import EngineStats
 from slipstream.engine.plan import StepPlan
 from slipstream.engine.request import GenerateRequest, Request
 
 
-class AdapterGate:
-    def __init__(self, adapters: Adapters | None) -> None:
-        """adapters: None where nobody computes with adapters, so that all there is to one is its
-        number.
+class AdapterAdmission:
+    def __init__(self, adapters: AdapterCache | None) -> None:
+        """adapters: None where the runner has no adapters; their numbers then only keep cached
+        blocks apart.
         """
         self._adapters = adapters
-        self._pages_wanted = False  # in this step, by one that found too few
-        self._aside: list[Request] = []
+        self._pages_wanted = False  # in this step a request found too few free pages
+        self._deferred: list[Request] = []  # requests to queue again in the next step
 
     def problem(self, request: GenerateRequest) -> str:
-        """Why it can never run; empty when it can."""
+        """Return why the request can never run; empty when it can."""
         if self._adapters is None or not request.adapter:
             return ""
         return self._adapters.problem(request.adapter, request.adapter_name or "the adapter")
 
-    def enter(self, request: GenerateRequest) -> None:
+    def hold(self, request: GenerateRequest) -> None:
+        """Keep the adapter of a live request on the host."""
         if self._adapters is not None and request.adapter:
             self._adapters.hold(request.adapter)
 
-    def leave(self, request: GenerateRequest) -> None:
+    def release(self, request: GenerateRequest) -> None:
+        """Undo `hold` when the request is over."""
         if self._adapters is not None and request.adapter:
             self._adapters.drop(request.adapter)
 
-    def begin(self, step: int) -> list[Request]:
-        """A step is being planned: those that stepped aside in the last one get back in line."""
+    def begin_step(self, step: int) -> list[Request]:
+        """Begin to plan a step; return the requests that were deferred in the last one."""
         if self._adapters is not None:
-            self._adapters.begin(step)
+            self._adapters.begin_step(step)
         self._pages_wanted = False
-        back, self._aside = self._aside, []
-        return [request for request in back if request.finish_reason is None]
+        deferred = self._deferred
+        self._deferred = []
+        return [request for request in deferred if request.finish_reason is None]
 
-    def admits(self, request: Request) -> bool:
-        """Whether it may start now; otherwise it is kept aside until the next step."""
+    def try_admit(self, request: Request) -> bool:
+        """Return whether the request may start now. Otherwise it is deferred to the next step."""
         adapter = request.request.adapter
         if self._adapters is None or not adapter:
             return True
@@ -56,34 +58,36 @@ class AdapterGate:
         if loaded and not self._pages_wanted and self._adapters.reserve(adapter):
             return True
         self._pages_wanted |= loaded
-        self._aside.append(request)
+        self._deferred.append(request)
         return False
 
-    def finish(self, plan: StepPlan) -> None:
-        """The plan is about to be launched."""
+    def complete_plan(self, plan: StepPlan) -> None:
+        """Add the adapters to be written to a plan that is about to be launched."""
         if self._adapters is not None:
             plan.placed = self._adapters.take_placed()
-            self._adapters.launched(plan.step)
+            self._adapters.step_launched(plan.step)
 
-    def returned(self, plan: StepPlan) -> None:
-        """It has been carried out, or never will be."""
+    def plan_returned(self, plan: StepPlan) -> None:
+        """Record that a plan has finished, or will never be carried out."""
         if self._adapters is not None:
-            self._adapters.returned(plan.step)
+            self._adapters.step_returned(plan.step)
 
-    def stats(self, stats: EngineStats) -> EngineStats:
-        books = self._adapters
-        if books is None or not books.loads:
+    def add_stats(self, stats: EngineStats) -> EngineStats:
+        """Return the statistics with those of adapters."""
+        cache = self._adapters
+        if cache is None or not cache.loads:
             return stats
         return replace(
             stats,
-            adapters=books.on_host,
-            adapter_bytes=books.used_bytes,
-            adapter_loads=books.loads,
-            free_adapter_pages=books.free_pages,
-            total_adapter_pages=books.total_pages,
+            adapters=cache.on_host,
+            adapter_bytes=cache.used_bytes,
+            adapter_loads=cache.loads,
+            free_adapter_pages=cache.free_pages,
+            total_adapter_pages=cache.total_pages,
         )
 
     def check_integrity(self, live: Iterable[Request], running: Iterable[Request]) -> None:
         if self._adapters is not None:
-            held, used = ([r.request.adapter for r in requests] for requests in (live, running))
+            held = [request.request.adapter for request in live]
+            used = [request.request.adapter for request in running]
             self._adapters.check_integrity(held, used)

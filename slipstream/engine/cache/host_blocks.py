@@ -1,8 +1,7 @@
-"""Which blocks lie in the host's memory, after the device had no room for them any more. No torch
-here.
+"""The blocks in the host's memory that were evicted from the device. No torch here.
 
-A slot holds the content of one full block under its name. What was used least recently gives way. A
-slot that the plan in the making reads is not given to another block before that plan is complete.
+A slot holds the content of one full block under its hash. The least recently used slot is reused
+first, except for slots that the plan being built reads.
 """
 
 from __future__ import annotations
@@ -14,58 +13,60 @@ from collections.abc import Iterable
 class HostBlocks:
     def __init__(self, slots: int = 0) -> None:
         self.slots = slots
-        self._of: OrderedDict[bytes, int] = OrderedDict()  # name → slot, least recently used first
+        # block hash → slot, least recently used first
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(slots))
-        self._read: set[int] = set()
-        self._saves: dict[int, int] = {}  # slot → the block whose content it shall have
+        self._read: set[int] = set()  # slots that the plan being built reads
+        self._saves: dict[int, int] = {}  # slot → the block to be saved in it
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._slot_of)
 
-    def find(self, names: Iterable[bytes]) -> list[bytes]:
-        """The longest known beginning of a chain of names."""
+    def find(self, hashes: Iterable[bytes]) -> list[bytes]:
+        """Return the longest prefix of a chain of block hashes that is in a slot."""
         found = []
-        for name in names:
-            if name not in self._of:
+        for block_hash in hashes:
+            if block_hash not in self._slot_of:
                 break
-            found.append(name)
+            found.append(block_hash)
         return found
 
-    def save(self, block: int, name: bytes) -> None:
-        """The block's content is about to be lost: keep it, if a slot can be had."""
-        if not self.slots or name in self._of:
+    def save(self, block: int, block_hash: bytes) -> None:
+        """Save an evicted block, if there is a slot for it."""
+        if not self.slots or block_hash in self._slot_of:
             return
         if not self._free:
             oldest = next(
-                (known for known, slot in self._of.items() if slot not in self._read), None
+                (known for known, slot in self._slot_of.items() if slot not in self._read), None
             )
             if oldest is None:
                 return
-            self._free.append(self._of.pop(oldest))
+            self._free.append(self._slot_of.pop(oldest))
         slot = self._free.pop()
-        self._of[name] = slot
+        self._slot_of[block_hash] = slot
         self._saves[slot] = block
 
-    def read(self, name: bytes) -> int:
-        """The slot of a name, which stays what it is until the plan is complete."""
-        self._of.move_to_end(name)
-        slot = self._of[name]
+    def read(self, block_hash: bytes) -> int:
+        """Return the slot of a hash. The slot is not reused before the plan is complete."""
+        self._slot_of.move_to_end(block_hash)
+        slot = self._slot_of[block_hash]
         self._read.add(slot)
         return slot
 
-    def complete(self) -> list[tuple[int, int]]:
-        """(block, slot) of everything to be saved by the plan that is now complete."""
+    def take_saves(self) -> list[tuple[int, int]]:
+        """Return (block, slot) of every save of the plan, which is now complete."""
         saves = [(block, slot) for slot, block in self._saves.items()]
         self._saves.clear()
         self._read.clear()
         return saves
 
-    def lose(self, slots: set[int]) -> None:
-        """Nothing was written to these."""
-        for name in [name for name, slot in self._of.items() if slot in slots]:
-            self._free.append(self._of.pop(name))
+    def discard(self, slots: set[int]) -> None:
+        """Free slots whose saves were not carried out."""
+        lost = [block_hash for block_hash, slot in self._slot_of.items() if slot in slots]
+        for block_hash in lost:
+            self._free.append(self._slot_of.pop(block_hash))
 
     def check_integrity(self) -> None:
-        used = [*self._of.values(), *self._free]
+        used = [*self._slot_of.values(), *self._free]
         if sorted(used) != list(range(self.slots)):
-            raise AssertionError(f"slots of the host are lost or doubled: {sorted(used)[:16]}")
+            raise AssertionError(f"host slots are lost or in two places: {sorted(used)[:16]}")

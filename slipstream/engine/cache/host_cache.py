@@ -1,4 +1,4 @@
-"""The host's memory for blocks that the device has no room for: a second, slower pool."""
+"""Host memory for blocks that were evicted from the device: a second, slower pool."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from slipstream.engine.plan import StepPlan
 _PIECE_BYTES = 2**30
 
 
-def blocks_of(cache: Tensor, block_tokens: int) -> Tensor:
-    """cache: [layers, 2, kv_heads, slots, head_size] → [layers, 2, kv_heads, blocks, numbers of a
-    block]
+def view_blocks(cache: Tensor, block_tokens: int) -> Tensor:
+    """View a cache [layers, 2, kv_heads, slots, head_size] as blocks [layers, 2, kv_heads, blocks,
+    values of a block].
 
-    Eight-bit numbers are taken as bytes: torch copies those everywhere.
+    8-bit values are viewed as bytes, which torch can copy on every device.
     """
-    numbers = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
-    return numbers.view(*cache.shape[:3], -1, block_tokens * cache.shape[4])
+    values = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+    return values.view(*cache.shape[:3], -1, block_tokens * cache.shape[4])
 
 
 class HostCache:
-    """Slots for blocks. Memory that a device reads is handed out in powers of two: in one piece,
-    the slots could take twice what was asked for; in pieces just below such a power, they take
-    hardly more.
+    """Slots for blocks in the host's memory.
+
+    torch rounds pinned memory up to a power of two. One large tensor could take twice the bytes
+    asked for; tensors of just under 1 GiB take hardly more.
     """
 
     def __init__(self, cache: Tensor, slots: int, block_tokens: int) -> None:
-        """cache: [layers, 2, kv_heads, slots, head_size], the device's"""
-        self._blocks = blocks_of(cache, block_tokens)
-        # of a slot: what moves together lies together
+        """cache: [layers, 2, kv_heads, slots, head_size] on the device"""
+        self._blocks = view_blocks(cache, block_tokens)
+        # The values of one slot are contiguous, because they move together.
         shape = (*self._blocks.shape[:3], self._blocks.shape[4])
-        # slots of a piece
-        self._each = max(1, _PIECE_BYTES // (math.prod(shape) * self._blocks.dtype.itemsize))
+        slot_bytes = math.prod(shape) * self._blocks.dtype.itemsize
+        self._slots_per_piece = max(1, _PIECE_BYTES // slot_bytes)
         pinned = cache.device.type == "cuda"
         self._pieces = [
             torch.empty(
-                (min(self._each, slots - first), *shape),
+                (min(self._slots_per_piece, slots - first), *shape),
                 dtype=self._blocks.dtype,
                 pin_memory=pinned,
             )
-            for first in range(0, slots, self._each)
+            for first in range(0, slots, self._slots_per_piece)
         ]
 
     @property
@@ -50,8 +51,9 @@ class HostCache:
         return sum(piece.nbytes for piece in self._pieces)
 
     def move(self, plan: StepPlan) -> None:
-        """What is saved leaves before anything overwrites it. All in the order of the device's own
-        work.
+        """Copy a plan's blocks to and from the host, in the order of the device's own work.
+
+        Saves come first: later work of the plan overwrites the saved blocks.
         """
         for block, slot in plan.saves:
             self._slot(slot).copy_(self._blocks[:, :, :, block], non_blocking=True)
@@ -59,4 +61,5 @@ class HostCache:
             self._blocks[:, :, :, block].copy_(self._slot(slot), non_blocking=True)
 
     def _slot(self, slot: int) -> Tensor:
-        return self._pieces[slot // self._each][slot % self._each]
+        piece: Tensor = self._pieces[slot // self._slots_per_piece]
+        return piece[slot % self._slots_per_piece]

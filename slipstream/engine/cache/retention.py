@@ -1,8 +1,8 @@
-"""Which cached blocks go first: those of the lowest priority, among them the least recently used.
-No torch here.
+"""The order in which cached blocks are evicted: lowest retention priority first, then least
+recently used. No torch here.
 
-A request may say how dear the blocks are that it leaves behind, and for how long. What nothing is
-said of, and what was kept for its time, has the priority in the middle.
+A request may set the priority of the blocks that it leaves in the cache, and for how long. Other
+blocks, and blocks whose time is over, have the default priority.
 """
 
 from __future__ import annotations
@@ -14,92 +14,94 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-USUAL_PRIORITY = 35
+DEFAULT_PRIORITY = 35
 LARGEST_PRIORITY = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """How dear a block is once nobody holds it."""
+class RetentionPriority:
+    """The priority of a block while no request holds it."""
 
     priority: int
-    milliseconds: int | None = None  # after that it is as any other; None: for ever
+    milliseconds: int | None = None  # afterwards it has the default priority; None: no end
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRange:
-    """Tokens of a prompt: from `first` up to `end`; None: to its end."""
+class RetentionRange:
+    """The priority of prompt tokens from `first` up to `end`; None: to the end of the prompt."""
 
     first: int
     end: int | None
-    keep: Keep
+    retention: RetentionPriority
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What a request asks for its blocks: those of the prompt by ranges, those of the answer all
-    alike.
-    """
+    """The priorities that a request sets: by ranges for its prompt, one for its output."""
 
-    ranges: tuple[KeptRange, ...] = ()
-    answer: Keep | None = None
+    ranges: tuple[RetentionRange, ...] = ()
+    answer: RetentionPriority | None = None
 
-    def of_block(self, first_token: int, prompt_tokens: int) -> Keep | None:
-        """By the block's first token, as upstream has it; of several ranges, the last."""
+    def of_block(self, first_token: int, prompt_tokens: int) -> RetentionPriority | None:
+        """Return the priority of the block that begins with this token.
+
+        As in TensorRT-LLM, the first token of a block decides, and the last matching range wins.
+        """
         if first_token >= prompt_tokens:
             return self.answer
         for part in reversed(self.ranges):
             if part.first <= first_token and (part.end is None or first_token < part.end):
-                return part.keep
+                return part.retention
         return None
 
 
 class IdleBlocks:
-    """Blocks that nobody holds and whose content has a name."""
+    """Blocks that no request holds and whose content is hashed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # least recently used first
-        self._levels: dict[int, OrderedDict[int, None]] = {USUAL_PRIORITY: OrderedDict()}
-        # block → its priority, and when that ends
-        self._unusual: dict[int, tuple[int, float | None]] = {}
-        # a heap of (when, block), some of them out of date
+        # priority → blocks, least recently used first
+        self._levels: dict[int, OrderedDict[int, None]] = {DEFAULT_PRIORITY: OrderedDict()}
+        # block → its priority, where it is not the default, and when that ends
+        self._prioritised: dict[int, tuple[int, float | None]] = {}
+        # a heap of (end, block); entries may be out of date
         self._ends: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
         return sum(map(len, self._levels.values()))
 
     def __contains__(self, block: int) -> bool:
-        return block in self._unusual or block in self._levels[USUAL_PRIORITY]
+        return block in self._prioritised or block in self._levels[DEFAULT_PRIORITY]
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(self._levels.values())
 
-    def add(self, block: int, keep: Keep | None = None) -> None:
-        if keep is None or keep.priority == USUAL_PRIORITY:
-            self._levels[USUAL_PRIORITY][block] = None
+    def add(self, block: int, retention: RetentionPriority | None = None) -> None:
+        if retention is None or retention.priority == DEFAULT_PRIORITY:
+            self._levels[DEFAULT_PRIORITY][block] = None
             return
-        end = None if keep.milliseconds is None else self._clock() + keep.milliseconds / 1000
-        self._levels.setdefault(keep.priority, OrderedDict())[block] = None
-        self._unusual[block] = keep.priority, end
-        if end is not None:
+        end = None
+        if retention.milliseconds is not None:
+            end = self._clock() + retention.milliseconds / 1000
             heapq.heappush(self._ends, (end, block))
+        self._levels.setdefault(retention.priority, OrderedDict())[block] = None
+        self._prioritised[block] = (retention.priority, end)
 
     def remove(self, block: int) -> None:
-        priority, _ = self._unusual.pop(block, (USUAL_PRIORITY, None))
+        priority, _ = self._prioritised.pop(block, (DEFAULT_PRIORITY, None))
         del self._levels[priority][block]
-        if priority != USUAL_PRIORITY and not self._levels[priority]:
+        if priority != DEFAULT_PRIORITY and not self._levels[priority]:
             del self._levels[priority]
 
     def pop(self) -> int:
-        """The one to do without."""
+        """Remove and return the block to evict next."""
         while self._ends and self._ends[0][0] <= self._clock():
             end, block = heapq.heappop(self._ends)
-            if self._unusual.get(block, (0, None))[1] == end:  # otherwise it has been taken since
+            # Otherwise the block has been taken since.
+            if self._prioritised.get(block, (0, None))[1] == end:
                 self.remove(block)
                 self.add(block)
-        block = next(
-            iter(self._levels[min(priority for priority, level in self._levels.items() if level)])
-        )
+        lowest = min(priority for priority, level in self._levels.items() if level)
+        block = next(iter(self._levels[lowest]))
         self.remove(block)
         return block

@@ -1,7 +1,7 @@
-"""Constraints on the text of answers, made in a thread beside the step loop. No torch here.
+"""Builds the constraints on the text of outputs, in a thread beside the step loop. No torch here.
 
-A request that asks for one waits here until it is made, then goes to the scheduler with it. What
-cannot be made is told as the request's error, before anything of it runs.
+A request that needs a constraint waits here until it is built, and is then scheduled with it. If it
+cannot be built, the request fails before anything of it runs.
 """
 
 from __future__ import annotations
@@ -20,68 +20,75 @@ from slipstream.engine.constraints.stop_words import StopTexts
 from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.request import Constraint, GenerateRequest, SamplingParams
 
-NO_VOCABULARY = "this engine knows no texts of its tokens: its tokenizer is missing, or of a kind that cannot be guided"
+NO_VOCABULARY = (
+    "this engine knows no texts of its tokens: its tokenizer is missing, or of a kind that cannot "
+    "be guided"
+)
 
 
-class Made(NamedTuple):
+class Built(NamedTuple):
+    """A request whose constraint is built, or could not be."""
+
     request: GenerateRequest
     constraint: Constraint | None
-    problem: str  # why there is none
+    problem: str  # why there is no constraint
 
 
 class Constraints:
     def __init__(self, read_vocabulary: Callable[[], Vocabulary | None] = lambda: None) -> None:
         self._read_vocabulary = read_vocabulary
-        self._executor: ThreadPoolExecutor | None = None  # most engines never need its thread
-        self._making: dict[int, tuple[GenerateRequest, Future[Constraint]]] = {}
+        self._executor: ThreadPoolExecutor | None = None  # created when first needed
+        # request id → the request and its constraint, in order of arrival
+        self._building: dict[int, tuple[GenerateRequest, Future[Constraint]]] = {}
         self._guides: Guides | None = None
         self._spelling: Spelling | None = None
         self._vocabulary: Vocabulary | None = None
 
     def __len__(self) -> int:
-        return len(self._making)
+        return len(self._building)
 
-    def begin(self, request: GenerateRequest) -> None:
+    def start(self, request: GenerateRequest) -> None:
+        """Start to build the constraint of a request."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="constraints")
-        self._making[request.request_id] = (
+        self._building[request.request_id] = (
             request,
-            self._executor.submit(self._make, request.sampling),
+            self._executor.submit(self._build, request.sampling),
         )
 
     def drop(self, request_id: int) -> bool:
-        """Forget a request; whether it was here."""
-        request, future = self._making.pop(request_id, (None, None))
+        """Remove a request; return whether it was waiting here."""
+        request, future = self._building.pop(request_id, (None, None))
         if future is not None:
-            future.cancel()  # unless the thread is at it
+            future.cancel()  # has no effect if the thread has started
         return request is not None
 
-    def take_late(self, now: float) -> list[int]:
-        """Those whose deadline has passed meanwhile, forgotten."""
-        late = [
-            number
-            for number, (request, _) in self._making.items()
+    def take_expired(self, now: float) -> list[int]:
+        """Remove and return the requests whose deadline has passed."""
+        expired = [
+            request_id
+            for request_id, (request, _) in self._building.items()
             if (request.deadline or math.inf) <= now
         ]
-        for request_id in late:
+        for request_id in expired:
             self.drop(request_id)
-        return late
+        return expired
 
-    def take_made(self) -> list[Made]:
-        """Those that need not wait any longer, in the order they came."""
-        # one thread makes them in turn
-        done = list(takewhile(lambda pair: pair[1].done(), self._making.values()))
+    def take_ready(self) -> list[Built]:
+        """Remove and return the requests whose constraints are done, in order of arrival."""
+        # One thread builds them in order.
+        done = list(takewhile(lambda pair: pair[1].done(), self._building.values()))
         for request, _ in done:
-            del self._making[request.request_id]
-        return [_made(request, future) for request, future in done]
+            del self._building[request.request_id]
+        return [_built(request, future) for request, future in done]
 
     def wait(self, seconds: float) -> None:
-        """Until one is made, or for this long."""
-        if self._making:
-            wait([future for _, future in self._making.values()], seconds, FIRST_COMPLETED)
+        """Wait until a constraint is done, or for this long."""
+        if self._building:
+            wait([future for _, future in self._building.values()], seconds, FIRST_COMPLETED)
 
-    def _make(self, sampling: SamplingParams) -> Constraint:
-        """In the thread."""
+    def _build(self, sampling: SamplingParams) -> Constraint:
+        """Build a constraint. Runs in the thread."""
         if self._vocabulary is None:
             self._vocabulary = self._read_vocabulary()
         if self._vocabulary is None:
@@ -101,7 +108,7 @@ class Constraints:
 
 
 class All:
-    """What several constraints allow together."""
+    """The intersection of several constraints."""
 
     def __init__(self, parts: Sequence[Constraint]) -> None:
         self._parts = parts
@@ -119,10 +126,10 @@ class All:
         return any(part.complete(tokens) for part in self._parts)
 
 
-def _made(request: GenerateRequest, future: Future[Constraint]) -> Made:
+def _built(request: GenerateRequest, future: Future[Constraint]) -> Built:
     problem = future.exception()
     if problem is None:
-        return Made(request, future.result(), "")
+        return Built(request, future.result(), "")
     if isinstance(problem, GuideError):
-        return Made(request, None, str(problem))
-    return Made(request, None, f"the constraint on the answer could not be made: {problem}")
+        return Built(request, None, str(problem))
+    return Built(request, None, f"the constraint on the answer could not be made: {problem}")

@@ -1,8 +1,8 @@
-"""Answers that obey a grammar: JSON, a JSON schema, a regular expression, EBNF, tags or a choice.
-No torch here.
+"""Guided decoding: outputs that match a grammar (JSON, a JSON schema, a regular expression, EBNF,
+structural tags or a choice). No torch here.
 
-The grammars are llguidance's, which the extra `guided` installs. A grammar that the library cannot
-enforce to the letter is an error, never an approximation.
+The library llguidance, which the extra `guided` installs, enforces the grammars. A grammar that it
+cannot enforce exactly is an error, never an approximation.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from slipstream.engine.request import Guide
 
 KINDS = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag", "choice")
 NOT_INSTALLED = "guided decoding needs the library llguidance: pip install 'slipstream[guided]'"
-# what an error of the engine begins with, where the guide is to blame
+# prefix of the engine's error messages that a guide caused
 FIELD = "guided_decoding_guide: "
 LONGEST_GUIDE = 1 << 20  # bytes
-_NOTHING_FITS = "NoExtensionBias"  # the library's word for it
-_REMEMBERED = 64  # grammars that need not be compiled again
-# Some room to lay JSON out, but not for ever: a model that likes spaces would never come to an end.
+_NO_TOKEN_ALLOWED = "NoExtensionBias"  # the library's error text
+_CACHED_GRAMMARS = 64
+# Whitespace is bounded: otherwise a model might produce spaces without end.
 _WHITESPACE = r"[ \n\t]{0,16}"
 
 
 class GuideError(ValueError):
-    """The grammar cannot be enforced. The text is fit for the client to see."""
+    """The grammar cannot be enforced. The text is written for clients."""
 
 
 def check_guide(guide: Guide) -> None:
-    """Raise GuideError for what could not be enforced. Needs no vocabulary, so the server asks this
-    first.
+    """Raise GuideError if a grammar cannot be enforced. Needs no vocabulary, so that the server can
+    check requests.
     """
     library = _library()
     grammar = _grammar(library, guide)
@@ -42,22 +42,23 @@ def check_guide(guide: Guide) -> None:
 
 
 class Guides:
-    """Compiled grammars over one vocabulary; compiling may take long, opening one again does not."""
+    """Compiled grammars over one vocabulary. Compiling may take long; the result is cached."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         library = _library()
-        # The end of an answer is a token of our own behind all others: which tokens really end it,
-        # requests decide.
+        # The end of an output is an additional token behind all others, because the end tokens
+        # depend on the request.
         self._tokenizer = library.LLTokenizer(
-            library.TokenizerWrapper(_Spelled(vocabulary)), eos_token=len(vocabulary.texts)
+            library.TokenizerWrapper(_LibraryTokenizer(vocabulary)), eos_token=len(vocabulary.texts)
         )
         self._compiled: OrderedDict[Guide, Any] = OrderedDict()
         self._opening = _opening_mask(vocabulary)
 
     def open(self, guide: Guide, end_ids: Sequence[int]) -> Guided:
         guided = Guided(self._compile(guide), self.vocabulary, end_ids, self._opening)
-        # the first one may take long, and show that the grammar is too much: not in the step loop
+        # The first mask may take long, or show that the grammar is too large. So it is computed
+        # here and not in the step loop.
         guided.mask([])
         if guided.error:
             raise GuideError(guided.error)
@@ -71,14 +72,14 @@ class Guides:
             if matcher.is_error():
                 raise GuideError(f"{FIELD}cannot be enforced: {_reason(matcher)}")
             self._compiled[guide] = matcher
-            if len(self._compiled) > _REMEMBERED:
+            if len(self._compiled) > _CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(guide)
         return matcher.deep_copy()
 
 
 class Guided:
-    """One answer's way through a grammar."""
+    """The state of one output in a grammar."""
 
     def __init__(
         self, matcher: Any, vocabulary: Vocabulary, end_ids: Sequence[int], opening: int
@@ -88,8 +89,8 @@ class Guided:
         self._vocabulary = vocabulary
         self._ends = sum(1 << token for token in set(end_ids) if token < len(vocabulary.texts))
         self._opening = opening
-        self._followed: list[int] = []
-        self._allowed: int | None = None  # what may come after `_followed`; None: not computed
+        self._seen: list[int] = []  # the output tokens that the matcher has consumed
+        self._allowed: int | None = None  # allowed tokens after `_seen`; None: not computed
 
     def mask(self, tokens: list[int]) -> bytes:
         self._follow(tokens)
@@ -103,14 +104,14 @@ class Guided:
         return not self.error and self._matcher.is_accepting() and self._next() == 0
 
     def _follow(self, tokens: list[int]) -> None:
-        if tokens[: len(self._followed)] != self._followed:  # another way was taken
+        if tokens[: len(self._seen)] != self._seen:  # another output
             self._matcher.reset()
-            self._followed = []
-        news = tokens[len(self._followed) :]
-        if news:
+            self._seen = []
+        new_tokens = tokens[len(self._seen) :]
+        if new_tokens:
             self._allowed = None
-            self._matcher.consume_tokens(news)
-            self._followed = list(tokens)
+            self._matcher.consume_tokens(new_tokens)
+            self._seen = list(tokens)
 
     def _next(self) -> int:
         if self._allowed is None:
@@ -122,11 +123,11 @@ class Guided:
             if self._matcher.is_error():
                 self.error = f"{FIELD}cannot be followed further: {_reason(self._matcher)}"
                 self._allowed = 0
-        return self._allowed if self._followed else self._allowed & self._opening
+        return self._allowed if self._seen else self._allowed & self._opening
 
 
-class _Spelled:
-    """A vocabulary as the library wants to see one."""
+class _LibraryTokenizer:
+    """A vocabulary in the form that the library expects."""
 
     bos_token_id = None
 
@@ -141,12 +142,12 @@ class _Spelled:
         }
 
     def __call__(self, text: bytes) -> list[int]:
-        """The library wants to know tokens of texts only to force them, which is not asked of it."""
+        """Tokenise a text. The library uses it only to force tokens, which is turned off."""
         return [self._single[bytes([byte])] for byte in text if bytes([byte]) in self._single]
 
 
 def _opening_mask(vocabulary: Vocabulary) -> int:
-    """What an answer may begin with: where its first space is left out, it must not have one."""
+    """Return the tokens that may begin an output: none with a space, if it would be removed."""
     if not vocabulary.strips_space:
         return (1 << len(vocabulary.texts)) - 1
     bits = bytearray(vocabulary.mask_bytes)
@@ -163,13 +164,13 @@ def _grammar(library: Any, guide: Guide) -> str:
         if guide.kind in ("json", "json_schema"):
             return _json_grammar(library, guide)
         if guide.kind == "regex":
-            return library.grammar_from("regex", guide.text)
+            return str(library.grammar_from("regex", guide.text))
         if guide.kind == "ebnf_grammar":
-            return library.grammar_from("ebnf", guide.text)
+            return str(library.grammar_from("ebnf", guide.text))
         if guide.kind == "structural_tag":
             return _tag_grammar(library, guide.text)
         if guide.kind == "choice":
-            return library.grammar_from("choice", json.dumps(_choices(guide.text)))
+            return str(library.grammar_from("choice", json.dumps(_choices(guide.text))))
     except GuideError:
         raise
     except (
@@ -178,7 +179,7 @@ def _grammar(library: Any, guide: Guide) -> str:
         KeyError,
         TypeError,
         RecursionError,
-    ) as error:  # how bad input is told
+    ) as error:  # the library's and json's errors for bad input
         raise GuideError(f"cannot be read: {_one_line(str(error))}") from error
     raise GuideError(f"{guide.kind!r} is not one of {', '.join(KINDS)}")
 
@@ -194,22 +195,23 @@ def _json_grammar(library: Any, guide: Guide) -> str:
         "whitespace_flexible": True,
         "whitespace_pattern": _WHITESPACE,
     }
-    return library.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    return str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
 
 
 def _check_counts(schema: Any) -> None:
-    """The library counts a property again when its name comes again, which a reader of JSON does
-    not.
+    """Refuse minProperties where the library would count a repeated property twice, which JSON
+    readers do not.
     """
     waiting = [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, dict):
             least, required = part.get("minProperties"), part.get("required")
-            named = len(set(map(str, required))) if isinstance(required, list) else 0
-            if isinstance(least, int) and least > max(1, named):
+            count = len(set(map(str, required))) if isinstance(required, list) else 0
+            if isinstance(least, int) and least > max(1, count):
                 raise GuideError(
-                    f"minProperties {least} cannot be enforced beyond the properties that are required"
+                    f"minProperties {least} cannot be enforced beyond the properties that are "
+                    "required"
                 )
             waiting += [
                 value
@@ -221,7 +223,7 @@ def _check_counts(schema: Any) -> None:
 
 
 def _tag_grammar(library: Any, text: str) -> str:
-    """Free text in which each trigger begins one of the structures, whose inside obeys its schema."""
+    """Return a grammar of free text in which each trigger begins a structure with a schema."""
     document = json.loads(text)
     triggers = document["triggers"]
     tags = []
@@ -240,11 +242,11 @@ def _tag_grammar(library: Any, text: str) -> str:
                 end=structure["end"],
             )
         )
-    return library.StructTag.to_grammar(tags, assume_special=False)
+    return str(library.StructTag.to_grammar(tags, assume_special=False))
 
 
 def _choices(text: str) -> list[str]:
-    choices = json.loads(text)
+    choices: Any = json.loads(text)
     if not isinstance(choices, list) or not all(isinstance(text, str) for text in choices):
         raise GuideError("a choice is a JSON list of texts")
     if not choices or "" in choices:
@@ -253,9 +255,9 @@ def _choices(text: str) -> list[str]:
 
 
 def _reason(matcher: Any) -> str:
-    """Without the parser's state, which the library adds."""
-    told = _one_line(matcher.get_error().partition("<state>")[0])
-    return "no token can come next" if told == _NOTHING_FITS else told
+    """Return the matcher's error without the parser's state."""
+    error = _one_line(matcher.get_error().partition("<state>")[0])
+    return "no token can come next" if error == _NO_TOKEN_ALLOWED else error
 
 
 def _one_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Words that end an answer, found in its tokens as they come. No torch here."""
+"""Texts that end an output, found in its tokens as they are sampled. No torch here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from slipstream.engine.constraints.vocabulary import Vocabulary
 
 
 class StopTexts:
-    """One request's words. Where answers go to a client token by token, the server finds them; the
-    beams of a search are not seen outside before its end, and one that has said such a word is to
-    go no further.
+    """The stop words of one beam search.
+
+    For other requests the server looks for stop words in the text it sends. Beams are sent only
+    when the search ends, so the engine has to end a beam at a stop word.
     """
 
     error = ""
@@ -19,20 +20,19 @@ class StopTexts:
         self._vocabulary = vocabulary
         self._words = words
         self._longest = max(map(len, words))
-        self._marks = frozenset(
+        self._special_words = frozenset(
             token for token in vocabulary.special if vocabulary.texts[token] in words
         )
 
     def mask(self, tokens: list[int]) -> bytes:
-        return b""  # anything may come
+        return b""  # all tokens are allowed
 
     def complete(self, tokens: list[int]) -> bool:
-        """Whether the last token completes a word; the ones before have not, or it would not have
-        come.
-        """
-        if tokens[-1] in self._marks:
+        """Return whether the last token completes a word. Earlier tokens completed none."""
+        if tokens[-1] in self._special_words:
             return True
-        text, last = b"", len(self._text(tokens[-1]))
+        text = b""
+        last = len(self._text(tokens[-1]))
         for place in range(len(tokens) - 1, -1, -1):
             text = self._text(tokens[place]) + text
             if len(text) >= last + self._longest - 1:

@@ -1,4 +1,4 @@
-"""What each token of a vocabulary writes. No torch here."""
+"""The text of each token of a vocabulary. No torch here."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class Vocabulary(NamedTuple):
-    """The text of tokens is their bytes, one after the other."""
+    """The text of several tokens is the concatenation of their bytes."""
 
-    texts: list[bytes]  # by token; b"" for those that write nothing
-    special: frozenset[int]  # marks that are never text, whatever their bytes
-    strips_space: bool = False  # a space at the very beginning of a text is left out
+    texts: list[bytes]  # by token; b"" for tokens without text
+    special: frozenset[int]  # tokens that are never text, whatever their bytes
+    strips_space: bool = False  # a space at the very beginning of a text is removed
 
     @property
     def mask_bytes(self) -> int:
-        """Of a mask with a bit for each token, in whole 32-bit words."""
+        """The size of a mask with one bit per token, in whole 32-bit words."""
         return -(-len(self.texts) // 32) * 4

@@ -1,7 +1,8 @@
-"""Decode steps as CUDA graphs: from the rows to the sampled tokens without a word from the host.
+"""Decode steps as CUDA graphs: from the rows to the sampled tokens without work on the host.
 
-A ladder of batch sizes is captured once. A step of fewer rows than its rung is padded with rows
-that nobody owns: they read the null block and write to it. A replay touches static buffers only.
+Graphs are captured once for a series of batch sizes. A step with fewer rows than its graph is
+padded with the padding row, which reads and writes the null block. A replay uses static buffers
+only.
 """
 
 from __future__ import annotations
@@ -13,26 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.engine.gpu.step_arrays import EMPTY, StaticStepArrays, StepArrays, decode_plan
 from slipstream.engine.rows import Rows
-from slipstream.engine.transfer import to_device
 from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import GpuStepAdapters, decode_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_chunks import (
-    CHUNK_FIELDS,
-    DecodePlan,
-    ResidentCtas,
-    cut_chunks,
-    max_chunks,
-)
+from slipstream.kernels.gpu.decode_chunks import CHUNK_FIELDS, ResidentCtas, cut_chunks, max_chunks
 from slipstream.kernels.gpu.linear import fastest_blas_library
 from slipstream.kernels.gpu.step import likeliest, step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
 
 
-def ladder(largest: int) -> list[int]:
-    """Batch sizes to capture: dense where steps are short, sparse where a few rows more cost
-    little.
+def batch_sizes(largest: int) -> list[int]:
+    """Return the batch sizes to capture, up to `largest`.
+
+    They are dense where steps are short, and sparse where a few padding rows cost little.
     """
     sizes = [
         1,
@@ -46,36 +42,8 @@ def ladder(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-def aligned(count: int) -> int:
-    """Room for `count` numbers of 4 bytes that ends where 16 bytes do: kernels are compiled anew
-    for arrays that begin elsewhere.
-    """
-    return -(-count // 4) * 4
-
-
-class Numbers:
-    """Arrays of int32 with fixed room each, in one piece of device memory that one copy fills."""
-
-    def __init__(self, rooms: list[int], device: torch.device) -> None:
-        self._rooms = rooms
-        self._starts = np.cumsum([0] + [aligned(room) for room in rooms])
-        self.memory = torch.zeros(int(self._starts[-1]), dtype=torch.int32, device=device)
-        self.arrays = [
-            self.memory[start : start + room]
-            for start, room in zip(self._starts, rooms, strict=False)
-        ]
-
-    def fill(self, values: list[np.ndarray]) -> None:
-        """Behind values that are fewer than there is room for come zeros."""
-        staged = np.zeros(self._starts[-1], dtype=np.int32)
-        for start, room, array in zip(self._starts, self._rooms, values, strict=False):
-            assert len(array) <= room, f"{len(array)} numbers for a room of {room}"
-            staged[start : start + len(array)] = array
-        self.memory.copy_(to_device(staged, self.memory.device), non_blocking=True)
-
-
 class DecodeBuffers:
-    """The numbers of a decode step of up to `size` rows."""
+    """Static input arrays of a decode step of up to `size` rows."""
 
     def __init__(
         self,
@@ -85,51 +53,80 @@ class DecodeBuffers:
         padding_row: int,
         device: torch.device,
     ) -> None:
-        self.size, self.kv_heads, self.resident_ctas, self.padding_row = (
-            size,
-            kv_heads,
-            resident_ctas,
-            padding_row,
+        self.size = size
+        self.kv_heads = kv_heads
+        self.resident_ctas = resident_ctas
+        self.padding_row = padding_row
+        sizes = StepArrays(
+            rows=size,
+            positions=size,
+            lengths=size,
+            logit_tokens=0,
+            chunks=max_chunks(size, kv_heads, resident_ctas) * CHUNK_FIELDS,
+            tile_token=0,
+            tile_position=0,
+            tile_queries=0,
+            tile_row=0,
+            tile_cached=0,
         )
-        chunks = max_chunks(size, kv_heads, resident_ctas)
-        self._numbers = Numbers([size, size, size, chunks * CHUNK_FIELDS], device)
-        self.rows, self.positions, self.lengths, cut = self._numbers.arrays
-        self.plan = DecodePlan(cut.view(-1, CHUNK_FIELDS))
+        self._static = StaticStepArrays(sizes, device)
+        self.rows = self._static.arrays.rows
+        self.positions = self._static.arrays.positions
+        self.lengths = self._static.arrays.lengths
+        self.plan = decode_plan(self._static.arrays)
 
     def fill(self, rows: list[int], positions: list[int]) -> None:
-        """Rows of the step and the positions they compute; the rest is padding."""
+        """Write the rows of a step and the positions that they compute; pad the rest."""
         padding = self.size - len(rows)
         lengths = np.array(positions + [0] * padding) + 1
         padded = np.array(rows + [self.padding_row] * padding)
         chunks = cut_chunks(padded, lengths, self.kv_heads, self.resident_ctas)
-        self._numbers.fill([padded, lengths - 1, lengths, chunks.ravel()])
+        self._static.fill(
+            StepArrays(
+                rows=padded,
+                positions=lengths - 1,
+                lengths=lengths,
+                logit_tokens=EMPTY,
+                chunks=chunks.ravel(),
+                tile_token=EMPTY,
+                tile_position=EMPTY,
+                tile_queries=EMPTY,
+                tile_row=EMPTY,
+                tile_cached=EMPTY,
+            )
+        )
 
 
-class Captured(NamedTuple):
-    """A graph and all it reads and writes that nobody else keeps: a replay does not ask whether
-    memory is still its.
-    """
+class DecodeOutputs(NamedTuple):
+    """What a decode step leaves in static memory."""
+
+    logits: Tensor  # [rows, vocab]
+    best: Tensor  # [rows]: the largest logit of each row
+    tokens: Tensor  # [rows]: the token of that logit
+
+
+class CapturedDecode(NamedTuple):
+    """A captured graph and every buffer it uses. They must stay alive: a replay does not check."""
 
     graph: torch.cuda.CUDAGraph
     buffers: DecodeBuffers
     adapters: GpuStepAdapters | None
-    logits: Tensor
-    best: Tensor
-    tokens: Tensor
+    outputs: DecodeOutputs
 
 
 def record(run: Callable[[], Any], tokens: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture what `run` launches, a step of `tokens`, into the memory of `pool` → the graph, and
-    what `run` gave.
+    """Capture what `run` launches, a step of `tokens` tokens, into the memory of `pool`.
+
+    Returns the graph and the result of `run`.
     """
     with fastest_blas_library(tokens):
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels compile and libraries choose outside the capture
             run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, which load adapters, may go on asking the driver for memory.
+        # Threads that load adapters may still ask the driver for memory.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = run()
     return graph, result
@@ -144,24 +141,28 @@ class DecodeGraphs:
         block_tokens: int,
         resident_ctas: ResidentCtas,
     ) -> None:
-        self.model, self.cache, self.rows = model, cache, rows
-        self.block_tokens, self.resident_ctas = block_tokens, resident_ctas
-        self._graphs: dict[int, Captured] = {}
-        self._adapted: dict[int, Captured] = {}  # with adapters: captured when first needed
-        self.pool: Any = None  # torch's handle on the memory the graphs share
-        self.logits: Tensor | None = None  # [largest, vocab]: where every graph leaves them
+        self.model = model
+        self.cache = cache
+        self.rows = rows
+        self.block_tokens = block_tokens
+        self.resident_ctas = resident_ctas
+        self._graphs: dict[int, CapturedDecode] = {}
+        # graphs with adapters, captured when first needed
+        self._adapter_graphs: dict[int, CapturedDecode] = {}
+        self.pool: Any = None  # torch's handle to the memory that the graphs share
+        self.logits: Tensor | None = None  # [largest, vocab]: the output of every graph
 
     def capture(self, largest: int, progress: Callable[[int], None]) -> None:
-        sizes = ladder(largest)
+        """Capture steps of up to `largest` rows."""
         shape = (largest, self.model.spec.vocab_size)
         self.logits = torch.empty(shape, dtype=torch.float32, device=self.rows.device)
-        # the largest first: the others fit in its memory
-        for done, size in enumerate(reversed(sizes)):
+        # The largest comes first: the others fit into its memory.
+        for done, size in enumerate(reversed(batch_sizes(largest))):
             self._graphs[size] = self._capture(size)
             progress(done + 1)
 
-    def rung(self, rows: int) -> int | None:
-        """The smallest captured size that holds this many rows."""
+    def captured_size(self, rows: int) -> int | None:
+        """Return the smallest captured batch size for this many rows, or None."""
         return min((size for size in self._graphs if size >= rows), default=None)
 
     def replay(
@@ -169,37 +170,36 @@ class DecodeGraphs:
         rows: list[int],
         positions: list[int],
         adapters: tuple[AdapterPages, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run a decode step → logits [rows, vocab], the likeliest tokens and their logits, all of
-        static memory.
+    ) -> DecodeOutputs:
+        """Run a decode step. The likeliest tokens are already written to the rows.
 
-        The likeliest tokens are already written to the rows. adapters: where some row has one, the
-        pages and the table of rows that says which are whose.
+        `adapters`: where a row has one, the pages and the table of each row's pages.
         """
-        size = self.rung(len(rows))
+        size = self.captured_size(len(rows))
         assert size is not None
-        if adapters is not None and size not in self._adapted:
-            self._adapted[size] = self._capture(size, adapters)
-        captured = (self._graphs if adapters is None else self._adapted)[size]
+        if adapters is not None and size not in self._adapter_graphs:
+            self._adapter_graphs[size] = self._capture(size, adapters)
+        captured = (self._graphs if adapters is None else self._adapter_graphs)[size]
         captured.buffers.fill(rows, positions)
         captured.graph.replay()
         count = len(rows)
-        return captured.logits[:count], captured.best[:count], captured.tokens[:count]
+        logits, best, tokens = captured.outputs
+        return DecodeOutputs(logits[:count], best[:count], tokens[:count])
 
-    def _capture(self, size: int, adapters: tuple[AdapterPages, Tensor] | None = None) -> Captured:
+    def _capture(
+        self, size: int, adapters: tuple[AdapterPages, Tensor] | None = None
+    ) -> CapturedDecode:
         kv_heads = self.model.spec.kv_heads
         buffers = DecodeBuffers(
             size, kv_heads, self.resident_ctas, self.rows.padding_row, self.rows.device
         )
         buffers.fill([], [])
         added = None if adapters is None else GpuStepAdapters(*adapters, decode_tiles(buffers.rows))
-        graph, (logits, best, tokens) = record(lambda: self._run(buffers, added), size, self.pool)
+        graph, outputs = record(lambda: self._run(buffers, added), size, self.pool)
         self.pool = self.pool or graph.pool()
-        return Captured(graph, buffers, added, logits, best, tokens)
+        return CapturedDecode(graph, buffers, added, outputs)
 
-    def _run(
-        self, buffers: DecodeBuffers, adapters: GpuStepAdapters | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _run(self, buffers: DecodeBuffers, adapters: GpuStepAdapters | None) -> DecodeOutputs:
         ids, slots = step_inputs(
             buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens
         )
@@ -211,10 +211,16 @@ class DecodeGraphs:
             buffers.plan,
             None,
         )
-        place = None if self.logits is None else self.logits[: buffers.size]
-        logits = self.model(
-            Step(ids, buffers.positions, slots, attention, None, adapters, place), self.cache
+        step = Step(
+            token_ids=ids,
+            positions=buffers.positions,
+            slots=slots,
+            attention=attention,
+            samples=None,
+            adapters=adapters,
+            logits=None if self.logits is None else self.logits[: buffers.size],
         )
+        logits = self.model(step, self.cache)
         best, tokens = likeliest(logits)
         write_back(buffers.rows, buffers.lengths, tokens, self.rows.tokens)
-        return logits, best, tokens
+        return DecodeOutputs(logits, best, tokens)

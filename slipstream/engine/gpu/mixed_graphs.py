@@ -1,9 +1,9 @@
-"""Steps with few tokens of prompts as CUDA graphs: the device is done with them before a host has
-launched them.
+"""Steps with few prompt tokens as CUDA graphs: such a step takes the GPU less time than its launch
+takes the host.
 
-A captured step has room for rows with one token, which come first, and for tokens of rows with
-several. Rows that nobody owns pad the former; the padding of the latter is one more row with
-several tokens, so that everything a kernel may read has been computed like the rest.
+A captured step has space for rows with one new token, which come first, and for the tokens of rows
+with several. The padding row fills the former. The padding of the latter is one more row with
+several tokens, so that everything a kernel may read has been computed.
 """
 
 from __future__ import annotations
@@ -15,30 +15,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine.gpu.graphs import Numbers, record
+from slipstream.engine.gpu.graphs import record
+from slipstream.engine.gpu.step_arrays import (
+    EMPTY,
+    StaticStepArrays,
+    StepArrays,
+    decode_plan,
+    prefill_plan,
+)
 from slipstream.engine.rows import Rows
 from slipstream.kernels.gpu.attention import GpuAttention
-from slipstream.kernels.gpu.decode_chunks import (
-    CHUNK_FIELDS,
-    DecodePlan,
-    ResidentCtas,
-    cut_chunks,
-    max_chunks,
-)
-from slipstream.kernels.gpu.prefill_tiles import QUERY_TILE, PrefillPlan, cut_tiles
+from slipstream.kernels.gpu.decode_chunks import CHUNK_FIELDS, ResidentCtas, cut_chunks, max_chunks
+from slipstream.kernels.gpu.prefill_tiles import QUERY_TILE, cut_tiles
 from slipstream.kernels.gpu.step import step_inputs
 from slipstream.model.transformer import Step, Transformer
 
-_DECODES = (16, 128)  # rows with one token
-# of rows with several; with more, the device takes longer than the host
-_TOKENS = (64, 128, 256, 512)
-PROMPTS = 16  # rows with several
-SIZES = [(decodes, tokens) for decodes in _DECODES for tokens in _TOKENS]
+MAX_PREFILLS = 16  # rows with several new tokens
+
+
+class MixedSize(NamedTuple):
+    """The size of a captured step. A larger one takes the GPU longer than its launch."""
+
+    decodes: int  # rows with one new token
+    tokens: int  # tokens of rows with several
+
+
+SIZES = [
+    *(MixedSize(16, tokens) for tokens in (64, 128, 256, 512)),
+    *(MixedSize(128, tokens) for tokens in (64, 128, 256, 512)),
+]
 
 
 class MixedBuffers:
-    """The numbers of a step of up to `decodes` rows with one token and `tokens` tokens of other
-    rows.
+    """Static input arrays of a step: up to `decodes` rows with one new token, and `tokens` tokens
+    of other rows.
     """
 
     def __init__(
@@ -50,53 +60,75 @@ class MixedBuffers:
         padding_row: int,
         device: torch.device,
     ) -> None:
-        self.decodes, self.tokens = decodes, tokens
-        self.kv_heads, self.resident_ctas, self.padding_row = kv_heads, resident_ctas, padding_row
-        chunks, tiles = (
-            max_chunks(decodes, kv_heads, resident_ctas),
-            tokens // QUERY_TILE + PROMPTS + 1,
+        self.decodes = decodes
+        self.tokens = tokens
+        self.kv_heads = kv_heads
+        self.resident_ctas = resident_ctas
+        self.padding_row = padding_row
+        tiles = tokens // QUERY_TILE + MAX_PREFILLS + 1
+        sizes = StepArrays(
+            rows=decodes + tokens,
+            positions=decodes + tokens,
+            lengths=0,
+            logit_tokens=decodes + MAX_PREFILLS,
+            chunks=max_chunks(decodes, kv_heads, resident_ctas) * CHUNK_FIELDS,
+            tile_token=tiles,
+            tile_position=tiles,
+            tile_queries=tiles,
+            tile_row=tiles,
+            tile_cached=tiles,
         )
-        total, wanted = decodes + tokens, decodes + PROMPTS
-        rooms = [total, total, wanted, chunks * CHUNK_FIELDS, *[tiles] * 5]
-        self._numbers = Numbers(rooms, device)
-        self.rows, self.positions, self.wanted, cut = self._numbers.arrays[:4]
-        self.decode = DecodePlan(cut.view(-1, CHUNK_FIELDS))
-        self.prefill = PrefillPlan(*self._numbers.arrays[4:])  # type: ignore[arg-type]
+        self._static = StaticStepArrays(sizes, device)
+        self.rows = self._static.arrays.rows
+        self.positions = self._static.arrays.positions
+        self.logit_tokens = self._static.arrays.logit_tokens
+        self.decode = decode_plan(self._static.arrays)
+        self.prefill = prefill_plan(self._static.arrays)
 
     def fill(
-        self, rows: np.ndarray, positions: np.ndarray, counts: np.ndarray, wanted: np.ndarray
+        self, rows: np.ndarray, positions: np.ndarray, counts: np.ndarray, logit_tokens: np.ndarray
     ) -> None:
-        """Of the step's rows, those with one token first; wanted: the tokens whose logits are."""
+        """Write a step of these rows, those with one new token first.
+
+        `logit_tokens`: the tokens of the step whose logits are computed.
+        """
         decodes = int((counts == 1).sum())
-        idle, left = self.decodes - decodes, self.tokens - int(counts[decodes:].sum())
-        single_rows = np.append(rows[:decodes], np.full(idle, self.padding_row))
-        single_positions = np.append(positions[:decodes], np.zeros(idle, dtype=np.int64))
-        rows, positions = (
-            np.append(rows[decodes:], self.padding_row),
-            np.append(positions[decodes:], 0),
-        )
-        counts = np.append(counts[decodes:], left)
+        unused_decodes = self.decodes - decodes
+        unused_tokens = self.tokens - int(counts[decodes:].sum())
+        decode_rows = np.append(rows[:decodes], np.full(unused_decodes, self.padding_row))
+        decode_positions = np.append(positions[:decodes], np.zeros(unused_decodes, dtype=np.int64))
+        rows = np.append(rows[decodes:], self.padding_row)
+        positions = np.append(positions[decodes:], 0)
+        counts = np.append(counts[decodes:], unused_tokens)
         offsets = self.decodes + np.cumsum(counts) - counts
         place = np.arange(self.decodes, self.decodes + self.tokens)
-        own_positions = place + np.repeat(positions - offsets, counts)
-        own_positions[self.tokens - left :] = 0  # the padding row has no more than one block
-        chunks = cut_chunks(single_rows, single_positions + 1, self.kv_heads, self.resident_ctas)
+        prefill_positions = place + np.repeat(positions - offsets, counts)
+        # The padding row has no more than one block.
+        prefill_positions[self.tokens - unused_tokens :] = 0
+        chunks = cut_chunks(decode_rows, decode_positions + 1, self.kv_heads, self.resident_ctas)
         tiles = cut_tiles(rows, positions, counts, offsets)
-        self._numbers.fill(
-            [
-                np.append(single_rows, np.repeat(rows, counts)),
-                np.append(single_positions, own_positions),
-                np.where(wanted < decodes, wanted, wanted + idle),
-                chunks.ravel(),
-                *tiles,
-            ]
+        self._static.fill(
+            StepArrays(
+                rows=np.append(decode_rows, np.repeat(rows, counts)),
+                positions=np.append(decode_positions, prefill_positions),
+                lengths=EMPTY,
+                logit_tokens=np.where(
+                    logit_tokens < decodes, logit_tokens, logit_tokens + unused_decodes
+                ),
+                chunks=chunks.ravel(),
+                tile_token=tiles.token,
+                tile_position=tiles.position,
+                tile_queries=tiles.queries,
+                tile_row=tiles.row,
+                tile_cached=tiles.cached,
+            )
         )
 
 
-class _Captured(NamedTuple):
+class CapturedMixed(NamedTuple):
     graph: torch.cuda.CUDAGraph
     buffers: MixedBuffers
-    logits: Tensor  # [wanted, vocab]
+    logits: Tensor  # [logit_tokens, vocab]
 
 
 class MixedGraphs:
@@ -108,58 +140,69 @@ class MixedGraphs:
         block_tokens: int,
         resident_ctas: ResidentCtas,
     ) -> None:
-        self.model, self.cache, self.rows = model, cache, rows
-        self.block_tokens, self.resident_ctas = block_tokens, resident_ctas
-        self._graphs: dict[tuple[int, int], _Captured] = {}
+        self.model = model
+        self.cache = cache
+        self.rows = rows
+        self.block_tokens = block_tokens
+        self.resident_ctas = resident_ctas
+        self._graphs: dict[MixedSize, CapturedMixed] = {}
 
     def capture(self, pool: Any, progress: Callable[[int], None]) -> None:
-        """pool: memory that other graphs use, too, which never run at the same time."""
-        shape = (max(_DECODES) + PROMPTS, self.model.spec.vocab_size)
+        """Capture all sizes. `pool`: memory of other graphs, which never run at the same time."""
+        largest = max(size.decodes for size in SIZES)
+        shape = (largest + MAX_PREFILLS, self.model.spec.vocab_size)
         logits = torch.empty(shape, dtype=torch.float32, device=self.rows.device)
         for done, size in enumerate(reversed(SIZES)):
-            self._graphs[size] = self._capture(*size, pool, logits)
+            self._graphs[size] = self._capture(size, pool, logits)
             progress(done + 1)
 
-    def _capture(self, decodes: int, tokens: int, pool: Any, logits: Tensor) -> _Captured:
-        kv_heads, device = self.model.spec.kv_heads, self.rows.device
+    def _capture(self, size: MixedSize, pool: Any, logits: Tensor) -> CapturedMixed:
         buffers = MixedBuffers(
-            decodes, tokens, kv_heads, self.resident_ctas, self.rows.padding_row, device
+            size.decodes,
+            size.tokens,
+            self.model.spec.kv_heads,
+            self.resident_ctas,
+            self.rows.padding_row,
+            self.rows.device,
         )
         nothing = np.zeros(0, dtype=np.int64)
         buffers.fill(nothing, nothing, nothing, nothing)
         graph, result = record(
-            lambda: self._run(buffers, logits[: decodes + PROMPTS]), decodes + tokens, pool
+            lambda: self._run(buffers, logits[: size.decodes + MAX_PREFILLS]),
+            size.decodes + size.tokens,
+            pool,
         )
-        return _Captured(graph, buffers, result)
+        return CapturedMixed(graph, buffers, result)
 
-    def size(self, counts: np.ndarray, wanted: np.ndarray) -> tuple[int, int] | None:
-        """The smallest captured step that holds rows with so many tokens each and gives so many
-        logits.
+    def captured_size(self, counts: np.ndarray, logits: int) -> MixedSize | None:
+        """Return the smallest captured step for rows with these token counts, or None.
+
+        `logits`: the number of tokens whose logits are computed.
         """
         decodes = int((counts == 1).sum())
         tokens = int(counts.sum()) - decodes
-        if len(counts) - decodes > PROMPTS:
+        if len(counts) - decodes > MAX_PREFILLS:
             return None
-        least = max(decodes, len(wanted) - PROMPTS)
+        needed = max(decodes, logits - MAX_PREFILLS)
         return min(
-            (size for size in self._graphs if size[0] >= least and size[1] >= tokens),
+            (size for size in self._graphs if size.decodes >= needed and size.tokens >= tokens),
             key=sum,
             default=None,
         )
 
     def replay(
         self,
-        size: tuple[int, int],
+        size: MixedSize,
         rows: np.ndarray,
         positions: np.ndarray,
         counts: np.ndarray,
-        wanted: np.ndarray,
+        logit_tokens: np.ndarray,
     ) -> Tensor:
-        """→ logits [wanted, vocab], in static memory"""
+        """Run a step and return its logits [logit_tokens, vocab], in static memory."""
         captured = self._graphs[size]
-        captured.buffers.fill(rows, positions, counts, wanted)
+        captured.buffers.fill(rows, positions, counts, logit_tokens)
         captured.graph.replay()
-        return captured.logits[: len(wanted)]
+        return captured.logits[: len(logit_tokens)]
 
     def _run(self, buffers: MixedBuffers, logits: Tensor) -> Tensor:
         ids, slots = step_inputs(
@@ -173,6 +216,13 @@ class MixedGraphs:
             buffers.decode,
             buffers.prefill,
         )
-        return self.model(
-            Step(ids, buffers.positions, slots, attention, buffers.wanted, None, logits), self.cache
+        step = Step(
+            token_ids=ids,
+            positions=buffers.positions,
+            slots=slots,
+            attention=attention,
+            samples=buffers.logit_tokens,
+            adapters=None,
+            logits=logits,
         )
+        return self.model(step, self.cache)

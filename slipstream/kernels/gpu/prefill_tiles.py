@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,15 +31,25 @@ class PrefillPlan:
     large_tiles: bool = False
 
 
+class HostTiles(NamedTuple):
+    """The arrays of a PrefillPlan, on the host: int32 [tiles] each."""
+
+    token: np.ndarray
+    position: np.ndarray
+    queries: np.ndarray
+    row: np.ndarray
+    cached: np.ndarray
+
+
 def cut_tiles(
     rows: np.ndarray,
     positions: np.ndarray,
     counts: np.ndarray,
     offsets: np.ndarray,
     large_tiles: bool = False,
-) -> tuple[np.ndarray, ...]:
-    """Return the columns of PrefillPlan for rows that compute counts[i] tokens from positions[i],
-    at the step's offsets[i].
+) -> HostTiles:
+    """Return the tiles of rows that compute counts[i] tokens from positions[i], at the step's
+    offsets[i].
 
     Later tiles of a row attend to more keys. They go first, so that the last CTAs are short.
     """
@@ -51,8 +62,13 @@ def cut_tiles(
     row = row[order]
     begin = begin[order]
     queries = np.minimum(counts[row] - begin, size)
-    columns = (offsets[row] + begin, positions[row] + begin, queries, rows[row], positions[row])
-    return tuple(column.astype(np.int32) for column in columns)
+    return HostTiles(
+        token=(offsets[row] + begin).astype(np.int32),
+        position=(positions[row] + begin).astype(np.int32),
+        queries=queries.astype(np.int32),
+        row=rows[row].astype(np.int32),
+        cached=positions[row].astype(np.int32),
+    )
 
 
 def use_large_tiles(longest: int, dtype: torch.dtype, size: int, device: torch.device) -> bool:

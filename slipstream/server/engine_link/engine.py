@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slipstream.engine.adapters.adapters import AdapterSource
+from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.engine.cache.retention import Retention
 from slipstream.engine.messages import Beam, EngineInfo, EngineStats, Scores, Timing
 from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams

@@ -163,8 +163,10 @@ def memory_table(name: str, info: EngineInfo) -> list[str]:
         ("weights", info.weight_bytes, f"computed in {info.dtype}"),
         ("key-value cache", info.cache_bytes, f"{tokens} tokens"),
     ]
-    if info.copy_bytes:
-        rows.insert(1, ("the same, packed", info.copy_bytes, "what steps of few tokens read"))
+    if info.compressed_weight_bytes:
+        rows.insert(
+            1, ("the same, packed", info.compressed_weight_bytes, "what steps of few tokens read")
+        )
     if info.step_bytes:
         rows.append(("a full step", info.step_bytes, "activations"))
     if info.graph_bytes:

@@ -13,7 +13,7 @@ import hashlib
 from collections import OrderedDict
 from pathlib import Path
 
-from slipstream.engine.adapters.adapters import AdapterSource
+from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.server.engine_link.engine import AdapterUse
 from slipstream.server.fields.limits import RequestFields
 from slipstream.server.kserve.errors import Code, InferenceError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.engine.cache.retention import Keep, KeptRange, Retention
+from slipstream.engine.cache.retention import Retention, RetentionPriority, RetentionRange
 from slipstream.engine.request import PromptTable
 from slipstream.repository.models import EngineModel
 from slipstream.request_fields.field import Words
@@ -153,12 +153,14 @@ def read_retention(fields: RequestFields) -> Retention | None:
             raise InferenceError(
                 f"{_RANGES}ends must be over {_RANGES}starts, got {end} and {start}"
             )
-        ranges.append(KeptRange(start, None if end == _UNSET else end, _keep(priority, duration)))
+        ranges.append(
+            RetentionRange(start, None if end == _UNSET else end, _keep(priority, duration))
+        )
     output = _read_output_retention(fields)
     return Retention(tuple(ranges), output) if ranges or output is not None else None
 
 
-def _read_output_retention(fields: RequestFields) -> Keep | None:
+def _read_output_retention(fields: RequestFields) -> RetentionPriority | None:
     priority = fields.value("retention_decode_priority")
     duration = fields.value("retention_decode_duration_ms")
     if priority is None:
@@ -168,5 +170,5 @@ def _read_output_retention(fields: RequestFields) -> Keep | None:
     return _keep(priority, _UNSET if duration is None else duration)
 
 
-def _keep(priority: int, duration: int) -> Keep:
-    return Keep(priority, None if duration == _UNSET else duration)
+def _keep(priority: int, duration: int) -> RetentionPriority:
+    return RetentionPriority(priority, None if duration == _UNSET else duration)

@@ -90,7 +90,7 @@ def _request_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
 
 
 def _memory_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
-    taken = info.weight_bytes + info.copy_bytes + info.cache_bytes
+    taken = info.weight_bytes + info.compressed_weight_bytes + info.cache_bytes
     on_cpu = info.device.startswith("cpu")
     return {"cpu": taken if on_cpu else 0, "gpu": 0 if on_cpu else taken, "pinned": 0}
 

@@ -1,4 +1,4 @@
-"""Requests run to their end, with all that is told of them beside their tokens."""
+"""Runs requests to their end and collects all their outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL = {
 }
 
 
-class Told:
+class RunOutputs:
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.scores: dict[int, Scores] = {}
@@ -26,8 +26,8 @@ class Told:
         self.errors: dict[int, str] = {}
 
 
-def run(loop, requests: list[GenerateRequest]) -> Told:
-    told = Told()
+def run(loop, requests: list[GenerateRequest]) -> RunOutputs:
+    collected = RunOutputs()
     for request in requests:
         loop.submit(request)
     while loop.has_work():
@@ -38,14 +38,14 @@ def run(loop, requests: list[GenerateRequest]) -> Told:
         for request_id, count, reason in zip(
             outputs.request_ids, outputs.token_counts, outputs.finish_reasons, strict=True
         ):
-            told.tokens.setdefault(request_id, []).extend(next(tokens) for _ in range(count))
-            told.reasons[request_id] = reason
+            collected.tokens.setdefault(request_id, []).extend(next(tokens) for _ in range(count))
+            collected.reasons[request_id] = reason
         for request_id, scores in outputs.scores.items():
-            told.scores.setdefault(request_id, Scores()).merge(scores)
-        told.timings |= outputs.timings
-        told.errors |= outputs.errors
+            collected.scores.setdefault(request_id, Scores()).merge(scores)
+        collected.timings |= outputs.timings
+        collected.errors |= outputs.errors
     loop.check_integrity()
-    return told
+    return collected
 
 
 def matrix(raw: bytes) -> torch.Tensor:

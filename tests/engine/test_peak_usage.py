@@ -8,7 +8,7 @@ import pytest
 from scheduler_harness import Device, Harness, expected_answer
 
 from slipstream.engine.blocks import BlockPool
-from slipstream.engine.forecast import Forecast
+from slipstream.engine.peak_usage import PeakUsage
 from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.scheduler import Scheduler
 
@@ -22,7 +22,7 @@ def serve(requests, blocks, rows=32, step_tokens=64, depth=2, cancel=None):
     for request in requests:
         scheduler.add(request)
     while scheduler.has_work() or harness.flight:
-        harness.turn()
+        harness.step()
         most = max(most, scheduler.stats().running)
         assert scheduler.stats().preemptions == 0, "nobody who runs is put off"
         if cancel is not None:
@@ -45,7 +45,7 @@ def requests_of(sizes, ends=False, priorities=(0,)):
     ]
 
 
-def test_a_short_request_ends_before_the_long_one_needs_its_room():
+def test_a_short_request_is_admitted_when_it_ends_before_the_long_one_grows():
     # Each alone may come to 15 + 5 blocks: together 20, of which there are 18. Yet when the long
     # one has grown to more than 13, the short one is gone.
     sizes = [(8, 53), (8, 13)]
@@ -55,7 +55,7 @@ def test_a_short_request_ends_before_the_long_one_needs_its_room():
     assert steps == 53 + 1, "they ran side by side; the last plan finds out that all have ended"
 
 
-def test_requests_that_grow_alike_start_one_after_the_other():
+def test_requests_with_the_same_growth_run_one_after_the_other():
     sizes = [(8, 33), (8, 33)]  # both come to 10 blocks
     _, together, _ = serve(requests_of(sizes), blocks=20)
     assert together == 33 + 1
@@ -64,13 +64,13 @@ def test_requests_that_grow_alike_start_one_after_the_other():
     assert together < steps < 2 * 33
 
 
-def test_where_a_step_has_no_room_for_all_nothing_is_known_of_their_pace():
+def test_no_peak_is_predicted_when_a_step_cannot_hold_all_rows():
     _, _, most = serve(requests_of([(8, 53), (8, 13)]), blocks=18, rows=32, step_tokens=16)
     assert most == 1
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_nobody_is_put_off_whatever_comes(seed):
+def test_no_running_request_is_preempted_under_guaranteed_no_evict(seed):
     chance = random.Random(seed)
     sizes = [(chance.randint(1, 90), chance.randint(1, 90)) for _ in range(chance.randint(2, 40))]
     requests = requests_of(sizes, ends=chance.random() < 0.5, priorities=(0, 0, 5))
@@ -98,7 +98,7 @@ def test_nobody_is_put_off_whatever_comes(seed):
             assert len(answers[number]) == request.sampling.max_tokens
 
 
-def test_guesses_take_nobodys_place_in_a_step(monkeypatch):
+def test_draft_tokens_never_displace_decoding_requests(monkeypatch):
     # Two that guess stand before two that decode. Steps have a token for each and no more: guesses
     # would keep the last two waiting, whose end the others count on.
     monkeypatch.setattr(
@@ -109,8 +109,8 @@ def test_guesses_take_nobodys_place_in_a_step(monkeypatch):
     harness = Harness(scheduler, 1)
     for number in range(1, 15):
         limit = 275 if number <= 10 else 325 if number <= 12 else 230
-        guesses = number in (11, 12)  # scored prompts have no guesses
-        sampling = SamplingParams(max_tokens=limit - 1, prompt_log_probs=not guesses)
+        drafts = number in (11, 12)  # scored prompts have no draft tokens
+        sampling = SamplingParams(max_tokens=limit - 1, prompt_log_probs=not drafts)
         scheduler.add(GenerateRequest(number, [1], sampling))
     harness.run_dry()
     assert scheduler.stats().preemptions == 0
@@ -118,28 +118,30 @@ def test_guesses_take_nobodys_place_in_a_step(monkeypatch):
 
 
 class Decoding:
-    deficit, drafter, group, lockstep = 1, None, None, False
+    deficit, proposer, group, needs_host_result = 1, None, None, False
 
-    def __init__(self, computed, limit):
-        self.computed, self.limit = computed, limit
+    def __init__(self, scheduled, limit):
+        self.scheduled, self.limit = scheduled, limit
 
 
-def test_the_forecast_is_the_most_that_is_held_at_once():
-    forecast = Forecast([Decoding(100, 200)], BLOCK, lambda request: 1000)
-    assert forecast.most(7, None) == 203 // BLOCK + 1 + 7, (
+def test_peak_usage_is_the_most_blocks_held_at_once():
+    peak = PeakUsage([Decoding(100, 200)], BLOCK, lambda request: 1000)
+    assert peak.with_request(7, None) == 203 // BLOCK + 1 + 7, (
         "the one that decodes, three steps late, and one that stays"
     )
     # At the short one's end, 13 steps from now, both: 100 + 13 and 50 + 13 tokens. At the long
     # one's, it alone: 203.
     both = max((163 + 13) // BLOCK + 2, 203 // BLOCK + 1)
-    assert forecast.most(15, (50, 60)) == both
-    forecast.add(15, (50, 60))
-    forecast.add(9, None)
-    assert forecast.most(0, None) == both + 9
+    assert peak.with_request(15, (50, 60)) == both
+    peak.add(15, (50, 60))
+    peak.add(9, None)
+    assert peak.with_request(0, None) == both + 9
 
 
-@pytest.mark.parametrize("pace", [{"deficit": 5}, {"drafter": object()}, {"lockstep": True}])
-def test_requests_at_their_own_pace_hold_what_they_may_for_good(pace):
+@pytest.mark.parametrize(
+    "pace", [{"deficit": 5}, {"proposer": object()}, {"needs_host_result": True}]
+)
+def test_unpredictable_requests_count_with_their_maximum(pace):
     request = Decoding(10, 20)
     vars(request).update(pace)
-    assert Forecast([request], BLOCK, lambda request: 1000).most(0, None) == 1000
+    assert PeakUsage([request], BLOCK, lambda request: 1000).with_request(0, None) == 1000
