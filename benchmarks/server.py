@@ -1,15 +1,14 @@
-"""What the server itself costs: models that do nearly nothing, and beside it the real Triton on the
-same machine.
+"""Measures the cost of the server itself with trivial models, beside the real Triton if given.
 
     python benchmarks/server.py [--triton BINARY] [--seconds 1] [--rounds 3] [--step-ms 2.5]
 
-Rates are medians over rounds that visit every server in turn; read the ratios, which hold on a
-machine that is busy with other things better than the rates do. Processor time a request holds
-best. The client is one more process on the same machine.
+Rates are medians over rounds; each round visits every server in turn. On a busy machine the ratios
+are more stable than the rates, and the CPU time per request is the most stable figure. The client
+is one more process on the same machine.
 
-Tokens that pile up while the server is busy go out as one event. The engine of `own` takes no time,
-so its streams are such piles; that of `paced` takes --step-ms a step, so that its server can keep
-up and each token is an event.
+Tokens that arrive while the server is busy go out as one event. The engine of `own` takes no time,
+so its streams have many tokens per event. The engine of `paced` takes --step-ms per step, so that
+its server keeps up and each token is one event.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Case:
     title: str
     unit: str
     run: Callable[[Peer, float], Awaitable[Rate]]
-    paced: bool = False  # for the server whose engine takes its time, and for Triton
+    paced: bool = False  # only for the server with the paced engine, and for Triton
 
 
 def cases() -> list[Case]:
@@ -80,7 +79,7 @@ def _grpc(message: bytes, concurrency: int) -> Callable[[Peer, float], Awaitable
 
 
 def check_stream(peer: Peer) -> float:
-    """Every server must stream the same words. Returns how many came in an event."""
+    """Check that the server streams the expected words. Return the tokens per event."""
     load = stream_load(TOKENS)
     request = urllib.request.Request(f"http://127.0.0.1:{peer.http_port}{load.path}", load.body)
     with urllib.request.urlopen(request, timeout=30) as answer:
@@ -101,13 +100,15 @@ def check_stream(peer: Peer) -> float:
 class Sample:
     units: float
     events: float
-    microseconds: float  # of processor time that the server and its children took for one unit
+    microseconds: float  # CPU time of the server and its child processes per unit
 
 
 def sample(case: Case, peer: Peer, seconds: float) -> Sample:
-    before, began = peer.cpu_seconds(), time.monotonic()
+    before = peer.cpu_seconds()
+    began = time.monotonic()
     rate = uvloop.run(case.run(peer, seconds))
-    used, took = peer.cpu_seconds() - before, time.monotonic() - began
+    used = peer.cpu_seconds() - before
+    took = time.monotonic() - began
     return Sample(rate.units, rate.events, 1e6 * used / (rate.units * took))
 
 
@@ -123,9 +124,9 @@ def measure(peers: list[Peer], seconds: float, rounds: int) -> dict[str, dict[st
                 samples[peer.name].append(sample(case, peer, seconds))
         rows = {case.unit: "units"}
         if case.unit == "tokens/s":
-            # tokens that pile up behind a busy server go out as one event
+            # tokens that arrive while the server is busy go out as one event
             rows["events/s"] = "events"
-        rows[f"CPU µs a {case.unit.removesuffix('s/s')}"] = "microseconds"
+        rows[f"CPU µs per {case.unit.removesuffix('s/s')}"] = "microseconds"
         for unit, field in rows.items():
             found = {
                 name: median(getattr(one, field) for one in some) for name, some in samples.items()
@@ -160,16 +161,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--triton", type=Path, help="the real tritonserver, for example out of nvidia-pytriton"
+        "--triton",
+        type=Path,
+        help="Path of the real tritonserver, for example from nvidia-pytriton",
     )
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="how long each measurement takes"
+        "--seconds", type=float, default=1.0, help="Seconds of each measurement (default: 1)"
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="Number of rounds (default: 3)")
     parser.add_argument(
-        "--step-ms", type=float, default=2.5, help="how long a step of the paced engine takes"
+        "--step-ms",
+        type=float,
+        default=2.5,
+        help="Milliseconds of a step of the paced engine (default: 2.5)",
     )
-    parser.add_argument("--json", type=Path, help="write the rates to this file too")
+    parser.add_argument("--json", type=Path, help="Write the rates to this file, too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folders = [Path(temporary) / name for name in ("own", "paced", "python", "triton")]
@@ -184,9 +190,8 @@ def main() -> None:
                 peers.append(start_triton(options.triton, folders[3]))
             for peer in peers:
                 peer.wait_ready()
-                print(
-                    f"{peer.name}: {check_stream(peer):.1f} tokens an event when one stream runs alone"
-                )
+                tokens = check_stream(peer)
+                print(f"{peer.name}: {tokens:.1f} tokens per event when one stream runs alone")
             print(f"{os.cpu_count()} cores, {TOKENS} tokens a stream\n\n{header(peers)}")
             rates = measure(peers, options.seconds, options.rounds)
         finally:

@@ -1,6 +1,4 @@
-"""Load for `server.py`: as light a client as Python allows, because it shares the machine with the
-server.
-"""
+"""Load for `server.py`: a light client, because it shares the machine with the server."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
 class Load:
     path: str
     body: bytes
-    unit: int  # what one complete answer counts for
+    unit: int  # requests or tokens of one complete answer
 
 
 def http_request(load: Load) -> bytes:
@@ -27,13 +25,13 @@ def http_request(load: Load) -> bytes:
 
 
 class _Connection(asyncio.Protocol):
-    """Sends the request, and again as soon as its answer is complete."""
+    """Sends the request again and again, each time when its answer is complete."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
         self._transport: Any = None
         self._head = b""
-        self._left = -1  # bytes of the body; -1: not known yet, -2: chunked
+        self._left = -1  # remaining bytes of the body; -1: not known yet, -2: chunked
         self._tail = b""
         self.answers = 0
         self.events = 0
@@ -53,7 +51,8 @@ class _Connection(asyncio.Protocol):
             end = self._head.find(b"\r\n\r\n")
             if end < 0:
                 return
-            head, data = self._head[: end + 4], self._head[end + 4 :]
+            head = self._head[: end + 4]
+            data = self._head[end + 4 :]
             if not head.startswith(b"HTTP/1.1 200"):
                 self.bad = self.bad or self._head
             found = _LENGTH.search(head)
@@ -70,7 +69,9 @@ class _Connection(asyncio.Protocol):
 
     def _complete(self) -> None:
         self.answers += 1
-        self._head, self._left, self._tail = b"", -1, b""
+        self._head = b""
+        self._left = -1
+        self._tail = b""
         self._transport.write(self._request)
 
     def close(self) -> None:
@@ -80,27 +81,30 @@ class _Connection(asyncio.Protocol):
 
 @dataclass(frozen=True)
 class Rate:
-    units: float  # a second, of answers that were complete
-    events: float = 0.0  # of server-sent events
+    units: float  # units of complete answers per second
+    events: float = 0.0  # server-sent events per second
 
 
 async def http_rate(port: int, load: Load, concurrency: int, seconds: float) -> Rate:
-    event_loop, request = asyncio.get_running_loop(), http_request(load)
+    event_loop = asyncio.get_running_loop()
+    request = http_request(load)
     connections: list[_Connection] = []
     for _ in range(concurrency):
         _, connection = await event_loop.create_connection(
             lambda: _Connection(request), "127.0.0.1", port
         )
         connections.append(connection)
-    await asyncio.sleep(min(0.3, seconds / 4))  # until everyone is at it
-    before, began = _totals(connections), time.monotonic()
+    await asyncio.sleep(min(0.3, seconds / 4))  # until all connections are busy
+    before = _totals(connections)
+    began = time.monotonic()
     await asyncio.sleep(seconds)
-    after, took = _totals(connections), time.monotonic() - began
+    after = _totals(connections)
+    took = time.monotonic() - began
     for connection in connections:
         connection.close()
     if bad := next((one for one in connections if one.bad or one.lost), None):
         raise RuntimeError(
-            f"{load.path} answered {bad.bad[:300]!r}{' and hung up' if bad.lost else ''}"
+            f"{load.path} answered {bad.bad[:300]!r}{' and disconnected' if bad.lost else ''}"
         )
     if after[0] == before[0]:
         raise RuntimeError(f"{load.path} gave no complete answer in {seconds:g} s")

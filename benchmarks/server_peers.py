@@ -1,8 +1,7 @@
-"""The servers that `server.py` compares, each in a process of its own around models that do nearly
-nothing.
+"""The servers that `server.py` compares. Each runs in its own process and serves trivial models.
 
-`python server_peers.py KIND REPOSITORY HTTP GRPC METRICS` is one of ours: `own` has the models
-built in, `model.py` runs the repository's Python code.
+`python server_peers.py KIND REPOSITORY HTTP GRPC METRICS` starts Slipstream. With the kind `own`
+the models are built in; with `model.py` the repository's Python code runs.
 """
 
 from __future__ import annotations
@@ -33,15 +32,19 @@ instance_group [ { count: 1 kind: KIND_CPU } ]
 ECHO_CODE = """import triton_python_backend_utils as pb_utils
 class TritonPythonModel:
     def execute(self, requests):
-        given = [pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy() for request in requests]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("text_output", array)]) for array in given]
+        return [self.echo(request) for request in requests]
+
+    def echo(self, request):
+        array = pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy()
+        return pb_utils.InferenceResponse([pb_utils.Tensor("text_output", array)])
 """
 STREAM_CONFIG = """name: "ensemble"
 backend: "python"
 max_batch_size: 64
 model_transaction_policy { decoupled: True }
 input [
-  { name: "text_input" data_type: TYPE_STRING dims: [ -1 ] }, { name: "max_tokens" data_type: TYPE_INT32 dims: [ -1 ] },
+  { name: "text_input" data_type: TYPE_STRING dims: [ -1 ] },
+  { name: "max_tokens" data_type: TYPE_INT32 dims: [ -1 ] },
   { name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true }
 ]
 output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
@@ -53,11 +56,15 @@ class TritonPythonModel:
     def execute(self, requests):
         for request in requests:
             given = {tensor.name(): tensor.as_numpy().ravel()[0] for tensor in request.inputs()}
-            sender, start, count = request.get_response_sender(), int(given["text_input"]), int(given["max_tokens"])
-            for number in range(start + 1, start + count + 1):
-                text = np.array([b" %d" % (number % 1000)], dtype=object)
-                flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if number == start + count else 0
-                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text)]), flags=flags)
+            start = int(given["text_input"])
+            self.count(request.get_response_sender(), start, start + int(given["max_tokens"]))
+
+    def count(self, sender, start, end):
+        for number in range(start + 1, end + 1):
+            text = np.array([b" %d" % (number % 1000)], dtype=object)
+            response = pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text)])
+            final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            sender.send(response, flags=final if number == end else 0)
 """
 
 
@@ -73,7 +80,7 @@ def write_python_repository(folder: Path) -> Path:
 
 
 def write_own_repository(folder: Path) -> Path:
-    """The usual four models around an engine that takes no time, and the echo model."""
+    """Write the usual four models around an engine that takes no time, and the echo model."""
     from slipstream.model.spec import ModelSpec
     from slipstream.repository.templates import write_repository
     from slipstream.version import VERSION
@@ -127,12 +134,10 @@ class Echo:
 
 
 def serve(kind: str, repository: str, http: int, grpc: int, metrics: int) -> int:
-    from slipstream.server import lifecycle
+    from slipstream.server.lifecycle import run_server
     from slipstream.server.model_factories import NamedModels
     from slipstream.server.options import Port, ServerOptions
 
-    if kind == "own":
-        lifecycle._factories = lambda options: [NamedModels({"echo": Echo})]  # type: ignore[assignment,list-item]
     options = ServerOptions(
         repositories=(Path(repository),),
         http=Port(http, "127.0.0.1"),
@@ -141,7 +146,8 @@ def serve(kind: str, repository: str, http: int, grpc: int, metrics: int) -> int
         allow_python_models=kind == "model.py",
         engine_command=(sys.executable, str(HERE / "instant_engine.py")),
     )
-    return lifecycle.run_server(options)
+    factories = [NamedModels({"echo": Echo})] if kind == "own" else []
+    return run_server(options, factories)
 
 
 class Peer:
@@ -156,7 +162,8 @@ class Peer:
         environment: dict[str, str],
     ) -> None:
         self.name = name
-        self.http_port, self.grpc_port = ports[:2]
+        self.http_port = ports[0]
+        self.grpc_port = ports[1]
         self._log = log.open("wb")
         self.process = subprocess.Popen(
             command,
@@ -184,7 +191,7 @@ class Peer:
             return False
 
     def cpu_seconds(self) -> float:
-        """Of the server and everything it started, so far."""
+        """Return the CPU time of the server and its child processes so far."""
         return sum(map(_cpu_seconds, _with_children(self.process.pid)))
 
     def stop(self) -> None:

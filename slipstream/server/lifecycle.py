@@ -47,12 +47,15 @@ class ModelsFailed(StartFailed):
     """Some models could not be loaded, and the options do not allow to run without them."""
 
 
-def run_server(options: ServerOptions) -> int:
-    """Serve until a signal, and return the exit code. Raise StartFailed on a failure."""
+def run_server(options: ServerOptions, factories: Sequence[ModelFactory] = ()) -> int:
+    """Serve until a signal, and return the exit code. Raise StartFailed on a failure.
+
+    `factories` serve models besides those that the options allow.
+    """
     early_signals: list[int] = []  # signals that arrive before the event loop runs
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: early_signals.append(number))
-    factories = _create_factories(options)
+    factories = [*factories, *_create_factories(options)]
     reading = _read_repository(options, factories)
     for warning in reading.problems.warnings:
         logger.warning(str(warning))

@@ -362,7 +362,7 @@ class HttpConnection(asyncio.Protocol):
     # -- reading and writing
 
     def pause_reading(self) -> None:
-        if not self._read_paused:
+        if not self._read_paused and not self._transport.is_closing():
             self._read_paused = True
             self._transport.pause_reading()
 
