@@ -92,11 +92,11 @@ def test_empty_adapter_fields_mean_no_adapter():
     [
         (
             {"lora_weights": HALF},
-            "lora_config is missing: lora_weights and lora_config come together",
+            "lora_config is missing: lora_weights and lora_config must be sent together",
         ),
         (
             {"lora_config": [1, 0, 3]},
-            "lora_weights is missing: lora_weights and lora_config come together",
+            "lora_weights is missing: lora_weights and lora_config must be sent together",
         ),
         (
             {"lora_weights": HALF, "lora_config": [1, 0]},

@@ -1,9 +1,8 @@
-"""Which adapter a request asks for: by the tensors it brings, by a task id, or by the name of a
-folder.
+"""The LoRA adapter of a request: sent as tensors, or selected by a task id or a folder name.
 
-An adapter's number is made of its content, so that the engine tells two apart whatever they are
-called, and the same one sent twice is the same. A task id stands for what was last sent with it, as
-long as the engine has that.
+An adapter's number is a hash of its content, so that the engine recognises an adapter that is sent
+twice, whatever its name. A task id means the adapter that was last sent with it, while the engine
+has that adapter.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.server.engine_link.engine import AdapterUse
@@ -20,32 +21,37 @@ from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.tensor_bytes import pack
 
 FIELDS = ("lora_name", "lora_task_id", "lora_weights", "lora_config")
-_DATATYPES = {"FP16": "float16", "FP32": "float32", "BF16": "bfloat16"}
-_MOST_TASKS = 100_000
+_DATATYPES: Mapping[str, Literal["float16", "float32", "bfloat16"]] = {
+    "FP16": "float16",
+    "FP32": "float32",
+    "BF16": "bfloat16",
+}
+_MAX_TASKS = 100_000
 _WEIGHT_FILES = ("adapter_model.safetensors", "model.lora_weights.npy", "adapter_config.json")
 
 
 class AdapterRegistry:
-    """The adapters that requests to one engine may name."""
+    """The adapters that requests to one engine can select."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: holds a folder for each adapter that can be asked for by name."""
+        """`folder` has a subfolder for each adapter that requests can name."""
         self._folder = folder
-        self._tasks: OrderedDict[int, int] = OrderedDict()  # task id → the adapter's number
+        self._tasks: OrderedDict[int, int] = OrderedDict()  # task id → number of the adapter
 
     async def chosen(self, fields: RequestFields) -> AdapterUse | None:
-        given = [field for field in FIELDS if field in fields and len(fields[field].tensor.data)]
+        """Return the adapter of a request, None if it has none."""
+        given = [field for field in FIELDS if fields.given(field) is not None]
         if not given:
             return None
         if "lora_name" in given:
             return self._by_name(fields, given)
-        task = int(fields["lora_task_id"].value) if "lora_task_id" in given else 0
+        task = fields.integer("lora_task_id")
         if "lora_weights" in given or "lora_config" in given:
             return await self._by_tensors(fields, given, task)
         return self._by_task(task) if task else None
 
     def from_folder(self, folder: Path, name: str) -> AdapterUse:
-        """The adapter in this folder as it is now; one that has changed since is another."""
+        """Return the adapter in a folder. If its files change, it gets another number."""
         if not folder.is_dir():
             raise InferenceError(f"{name}: there is no folder {folder}", Code.NOT_FOUND)
         stamps = [
@@ -57,7 +63,7 @@ class AdapterRegistry:
         return AdapterUse(number, name, AdapterSource(folder=str(folder.resolve())))
 
     def _by_name(self, fields: RequestFields, given: list[str]) -> AdapterUse | None:
-        name = fields["lora_name"].tensor.text()
+        name = fields.text("lora_name")
         if not name:
             return None
         if len(given) > 1:
@@ -65,7 +71,8 @@ class AdapterRegistry:
         return self.named(name)
 
     def named(self, name: str) -> AdapterUse:
-        folder = self._named_folder(name)
+        """Return the adapter of this name."""
+        folder = self._find_folder(name)
         if folder is None:
             where = (
                 ": no folder of adapters is configured (lora_prefetch_dir)"
@@ -76,21 +83,21 @@ class AdapterRegistry:
         return self.from_folder(folder, f"adapter '{name}'")
 
     def names(self) -> list[str]:
-        """Those that can be asked for by name now."""
+        """Return the names of the adapters that requests can name now."""
         if self._folder is None or not self._folder.is_dir():
             return []
         return sorted(path.name for path in self._folder.iterdir() if _holds_adapter(path))
 
     def has(self, name: str) -> bool:
-        """Whether it is one of `names`, which need not all be looked at for that."""
-        folder = self._named_folder(name)
+        """Return whether requests can name this adapter, without listing all of them."""
+        folder = self._find_folder(name)
         return folder is not None and _holds_adapter(folder)
 
-    def _named_folder(self, name: str) -> Path | None:
-        """The folder of that name; a name is never a path."""
+    def _find_folder(self, name: str) -> Path | None:
+        """Return the adapter folder of this name. A name is never a path."""
         if self._folder is None or name in ("", ".", "..") or "/" in name or "\0" in name:
             return None
-        if len(name.encode(errors="replace")) > 255:  # longer than a folder's name can be
+        if len(name.encode(errors="replace")) > 255:  # the file system's limit
             return None
         folder = self._folder / name
         return folder if folder.is_dir() else None
@@ -99,33 +106,33 @@ class AdapterRegistry:
         for field in ("lora_weights", "lora_config"):
             if field not in given:
                 raise InferenceError(
-                    f"{field} is missing: lora_weights and lora_config come together"
+                    f"{field} is missing: lora_weights and lora_config must be sent together"
                 )
-        weights, config = fields["lora_weights"].tensor, fields["lora_config"].tensor
+        weights = fields["lora_weights"].tensor
+        config = fields["lora_config"].tensor
         if weights.datatype not in _DATATYPES:
             raise InferenceError(f"lora_weights must be FP16, BF16 or FP32, got {weights.datatype}")
         if len(config.data) % 3:
             raise InferenceError(
                 f"lora_config must hold three numbers a module, got {len(config.data)}"
             )
-        numbers = [int(number) for number in config.values()]
+        numbers = config.values()
         modules = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
         raw = pack(weights)
-        # Beside the event loop: these may be hundreds of megabytes.
+        # In a thread: the weights may have hundreds of megabytes.
         number = await asyncio.to_thread(_number, raw, weights.datatype.encode(), pack(config))
-        source = AdapterSource(weights=raw, datatype=_DATATYPES[weights.datatype], modules=modules)  # type: ignore[arg-type]
+        source = AdapterSource(weights=raw, datatype=_DATATYPES[weights.datatype], modules=modules)
         if task:
             self._remember(task, number)
-        return AdapterUse(
-            number, f"LoRA task {task}" if task else "the adapter of the request", source
-        )
+        name = f"LoRA task {task}" if task else "the adapter of the request"
+        return AdapterUse(number, name, source)
 
     def _by_task(self, task: int) -> AdapterUse:
         name = f"LoRA task {task}"
         if task in self._tasks:
             self._tasks.move_to_end(task)
             return AdapterUse(self._tasks[task], name)
-        folder = self._named_folder(str(task))
+        folder = self._find_folder(str(task))
         if folder is not None:
             return self.from_folder(folder, name)
         raise InferenceError(f"{name} not found in cache. Please send LoRA weights with request")
@@ -133,7 +140,7 @@ class AdapterRegistry:
     def _remember(self, task: int, number: int) -> None:
         self._tasks[task] = number
         self._tasks.move_to_end(task)
-        while len(self._tasks) > _MOST_TASKS:
+        while len(self._tasks) > _MAX_TASKS:
             self._tasks.popitem(last=False)
 
 
@@ -142,7 +149,7 @@ def _holds_adapter(folder: Path) -> bool:
 
 
 def _number(*parts: bytes) -> int:
-    """63 bits of the content's hash, and never 0, which means no adapter."""
+    """Return 63 bits of the hash of the parts. Never 0, which means no adapter."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + hashlib.sha256(part).digest())
