@@ -20,30 +20,30 @@ FINGERPRINT = f"slipstream-{VERSION}"
 
 
 class Form(Protocol):
-    """How one API writes a choice: whole, or in a stream as what opens it, what is new, and what
-    ends it.
-    """
+    """Writes the choices of one endpoint: whole, or as the first, middle and last chunks."""
 
     @property
     def object(self) -> str: ...
     @property
     def chunk_object(self) -> str: ...
-    def whole(self, place: int, choice: Completion) -> Document: ...
-    def opening(self, place: int, news: TextOutput) -> Document | None: ...
-    def pieces(self, place: int, news: TextOutput) -> Iterator[Document]: ...
-    def ending(self, place: int, choice: Completion) -> Document: ...
+    def whole(self, index: int, choice: Completion) -> Document: ...
+    def opening(self, index: int, output: TextOutput) -> Document | None: ...
+    def pieces(self, index: int, output: TextOutput) -> Iterator[Document]: ...
+    def ending(self, index: int, choice: Completion) -> Document: ...
 
 
 @dataclass(frozen=True)
 class Call:
+    """A call of either endpoint, read and checked."""
+
     model: NamedModel
     form: Form
-    texts: Sequence[TextRequest]  # one for each prompt
+    texts: Sequence[TextRequest]  # one request for each prompt
     ignored: Sequence[str]  # unknown fields
     stream: bool
-    include_usage: bool  # as the last chunk of a stream
+    include_usage: bool  # a stream ends with a chunk for the usage
     id: str
-    guided_by: str = ""  # the field that says what the answer must look like
+    guided_by: str = ""  # request field that carried the grammar
     created: int = field(default_factory=lambda: int(time.time()))
 
     @staticmethod
@@ -69,6 +69,7 @@ class Call:
         )
 
     def head(self, kind: str) -> Document:
+        """Return the fields that the response and every chunk of a stream begin with."""
         return {
             "id": self.id,
             "object": kind,
@@ -78,5 +79,6 @@ class Call:
         }
 
     def document(self, answers: CallAnswers) -> Document:
-        choices = [self.form.whole(place, choice) for place, choice in enumerate(answers.choices)]
+        """Return the whole response."""
+        choices = [self.form.whole(index, choice) for index, choice in enumerate(answers.choices)]
         return {**self.head(self.form.object), "choices": choices, "usage": answers.usage()}

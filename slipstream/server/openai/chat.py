@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation in, the next message out."""
+"""POST /v1/chat/completions: the next message of a conversation."""
 
 from __future__ import annotations
 
@@ -77,17 +77,19 @@ def _max_tokens(fields: ChatFields) -> int:
 
 @dataclass(frozen=True)
 class ChatForm:
+    """Writes the choices of a chat completion."""
+
     tokenizer: Tokenizer
     log_probs: bool
-    stop_words: bool  # may end the text
-    calls: CallFormat | None  # that are looked for in the text
+    stop_words: bool  # whether stop words may end the text
+    calls: CallFormat | None  # format of the calls in the text; None: no tools
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
     _readers: dict[int, Reader] = field(default_factory=dict)
     _scored: dict[int, ScoredTokens] = field(default_factory=dict)
 
-    def whole(self, place: int, choice: Completion) -> Document:
-        parts = list(self._parts(place, choice.text, last=True))
+    def whole(self, index: int, choice: Completion) -> Document:
+        parts = list(self._parts(index, choice.text, last=True))
         calls = [part.document() for part in parts if isinstance(part, ToolCall)]
         text = "".join([part for part in parts if isinstance(part, str)])
         message = {
@@ -96,54 +98,54 @@ class ChatForm:
             "refusal": None,
         }
         return {
-            "index": place,
+            "index": index,
             "message": message | ({"tool_calls": calls} if calls else {}),
-            "logprobs": self._scores(place, choice),
-            "finish_reason": self._reason(place, choice),
+            "logprobs": self._scores(index, choice),
+            "finish_reason": self._reason(index, choice),
         }
 
-    def opening(self, place: int, news: TextOutput) -> Document:
-        return _chunk(place, {"role": "assistant", "content": "", "refusal": None})
+    def opening(self, index: int, output: TextOutput) -> Document:
+        return _chunk(index, {"role": "assistant", "content": "", "refusal": None})
 
-    def pieces(self, place: int, news: TextOutput) -> Iterator[Document]:
-        scores = self._scores(place, news)
+    def pieces(self, index: int, output: TextOutput) -> Iterator[Document]:
+        scores = self._scores(index, output)
         if scores is not None and not scores["content"]:
             scores = None
-        for part in self._parts(place, news.text, last=bool(news.finish_reason)):
+        for part in self._parts(index, output.text, last=bool(output.finish_reason)):
             if isinstance(part, str):
-                yield _chunk(place, {"content": part}, scores)
+                yield _chunk(index, {"content": part}, scores)
                 scores = None
             else:
-                call = {"index": self._readers[place].calls - 1, **part.document()}
-                yield _chunk(place, {"tool_calls": [call]})
-        if scores is not None:  # of text that is held back
-            yield _chunk(place, {"content": ""}, scores)
+                call = {"index": self._readers[index].calls - 1, **part.document()}
+                yield _chunk(index, {"tool_calls": [call]})
+        if scores is not None:  # scores of tokens whose text is held back
+            yield _chunk(index, {"content": ""}, scores)
 
-    def ending(self, place: int, choice: Completion) -> Document:
-        return _chunk(place, {}, reason=self._reason(place, choice))
+    def ending(self, index: int, choice: Completion) -> Document:
+        return _chunk(index, {}, reason=self._reason(index, choice))
 
-    def _parts(self, place: int, text: str, last: bool) -> Iterator[str | ToolCall]:
+    def _parts(self, index: int, text: str, last: bool) -> Iterator[str | ToolCall]:
         if self.calls is not None:
-            if place not in self._readers:
-                self._readers[place] = call_reader(self.calls)
-            yield from self._readers[place].push(text, last)
+            if index not in self._readers:
+                self._readers[index] = call_reader(self.calls)
+            yield from self._readers[index].push(text, last)
         elif text:
             yield text
 
-    def _reason(self, place: int, choice: Completion) -> str:
+    def _reason(self, index: int, choice: Completion) -> str:
         reason = finish_reason(choice.finish_reason)
-        called = self.calls is not None and self._readers[place].calls > 0
+        called = self.calls is not None and self._readers[index].calls > 0
         return "tool_calls" if called and reason == "stop" else reason
 
-    def _scores(self, place: int, news: TextOutput | Completion) -> Document | None:
+    def _scores(self, index: int, output: TextOutput | Completion) -> Document | None:
         if not self.log_probs:
             return None
-        if place not in self._scored:
-            self._scored[place] = ScoredTokens(self.tokenizer, self.stop_words)
-        return chat_log_probs(self.tokenizer, self._scored[place].push(news))
+        if index not in self._scored:
+            self._scored[index] = ScoredTokens(self.tokenizer, self.stop_words)
+        return chat_log_probs(self.tokenizer, self._scored[index].push(output))
 
 
 def _chunk(
-    place: int, delta: Document, scores: Document | None = None, reason: str | None = None
+    index: int, delta: Document, scores: Document | None = None, reason: str | None = None
 ) -> Document:
-    return {"index": place, "delta": delta, "logprobs": scores, "finish_reason": reason}
+    return {"index": index, "delta": delta, "logprobs": scores, "finish_reason": reason}

@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts or tokens in, what follows them out."""
+"""POST /v1/completions: the continuation of texts or token ids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from slipstream.server.openai.sampling import (
 from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
-DEFAULT_TOKENS = 16  # OpenAI's
+DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens
 
 
 async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
@@ -76,52 +76,54 @@ async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
 
 @dataclass(frozen=True)
 class CompletionForm:
+    """Writes the choices of a text completion."""
+
     tokenizer: Tokenizer
-    echoed: Sequence[Prompt]  # the prompts, where the answers are to begin with them
-    answers: int  # to each
+    echoed: Sequence[Prompt]  # prompts that the answers begin with; empty: no echo
+    answers: int  # number of answers to each prompt
     log_probs: bool
-    top: bool
-    stop_words: bool  # may end the text
+    top: bool  # whether the most likely tokens are reported
+    stop_words: bool  # whether stop words may end the text
     object: str = "text_completion"
     chunk_object: str = "text_completion"
     _scorers: dict[int, tuple[ScoredTokens, CompletionLogProbs]] = field(default_factory=dict)
 
-    def whole(self, place: int, choice: Completion) -> Document:
-        text = self._echo(place, choice.tokens) + choice.text
+    def whole(self, index: int, choice: Completion) -> Document:
+        text = self._echo(index, choice.tokens) + choice.text
         return _choice(
-            place, text, self._scores(place, choice), finish_reason(choice.finish_reason)
+            index, text, self._scores(index, choice), finish_reason(choice.finish_reason)
         )
 
-    def opening(self, place: int, news: TextOutput) -> Document | None:
-        return _choice(place, self._echo(place, news.tokens)) if self.echoed else None
+    def opening(self, index: int, output: TextOutput) -> Document | None:
+        return _choice(index, self._echo(index, output.tokens)) if self.echoed else None
 
-    def pieces(self, place: int, news: TextOutput) -> Iterator[Document]:
-        scores = self._scores(place, news)
-        if news.text or (scores is not None and scores["tokens"]):
-            yield _choice(place, news.text, scores)
+    def pieces(self, index: int, output: TextOutput) -> Iterator[Document]:
+        scores = self._scores(index, output)
+        if output.text or (scores is not None and scores["tokens"]):
+            yield _choice(index, output.text, scores)
 
-    def ending(self, place: int, choice: Completion) -> Document:
-        return _choice(place, "", reason=finish_reason(choice.finish_reason))
+    def ending(self, index: int, choice: Completion) -> Document:
+        return _choice(index, "", reason=finish_reason(choice.finish_reason))
 
-    def _echo(self, place: int, tokens: list[int]) -> str:
+    def _echo(self, index: int, tokens: list[int]) -> str:
         if not self.echoed:
             return ""
-        prompt = self.echoed[place // self.answers]
+        prompt = self.echoed[index // self.answers]
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-        # by the first alone: a stream knows no more
+        # Only the first token decides, because a stream has no more yet.
         return text + joint(self.tokenizer, text, tokens[:1])
 
-    def _scores(self, place: int, news: TextOutput | Completion) -> Document | None:
+    def _scores(self, index: int, output: TextOutput | Completion) -> Document | None:
         if not self.log_probs:
             return None
-        if place not in self._scorers:
+        if index not in self._scorers:
             tokens = ScoredTokens(self.tokenizer, self.stop_words)
-            self._scorers[place] = tokens, CompletionLogProbs(self.tokenizer, self.top)
-        tokens, log_probs = self._scorers[place]
-        return log_probs.document(tokens.push(news))
+            self._scorers[index] = tokens, CompletionLogProbs(self.tokenizer, self.top)
+        tokens, log_probs = self._scorers[index]
+        return log_probs.document(tokens.push(output))
 
 
 def _choice(
-    place: int, text: str, scores: Document | None = None, reason: str | None = None
+    index: int, text: str, scores: Document | None = None, reason: str | None = None
 ) -> Document:
-    return {"index": place, "text": text, "logprobs": scores, "finish_reason": reason}
+    return {"index": index, "text": text, "logprobs": scores, "finish_reason": reason}

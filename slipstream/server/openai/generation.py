@@ -1,4 +1,4 @@
-"""The answers to one call: a request to the model for each prompt, all of them at once."""
+"""The answers to one call: one request to the model for each prompt, all at the same time."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from slipstream.server.tracing.tracing import RequestTrace
 
 @dataclass
 class CallAnswers:
-    """`choices` has the answers to the first prompt, then those to the second, and so on."""
+    """The answers to a call. `choices` has those to the first prompt, then to the second, …"""
 
     model: NamedModel
     requests: Sequence[InferRequest]
-    answers: int  # to each prompt
+    answers: int  # number of answers to each prompt
     choices: list[Completion] = field(init=False)
 
     def __post_init__(self) -> None:
         count = len(self.requests) * self.answers
         self.choices = [Completion(frozenset(), normalise=False) for _ in range(count)]
 
-    async def news(self) -> AsyncGenerator[tuple[int, TextOutput], None]:
-        """What is new, with the place of its choice. InferenceError ends it; closing it cancels
-        what still runs.
+    async def outputs(self) -> AsyncGenerator[tuple[int, TextOutput], None]:
+        """Yield each new output with the index of its choice.
+
+        Raises the first InferenceError. Closing the generator cancels the running requests.
         """
         async with AsyncExitStack() as stack:
             infer = self.model.entry.model.infer
@@ -44,13 +45,13 @@ class CallAnswers:
             async for prompt, response in arrivals:
                 if response.error is not None:
                     raise response.error
-                if (news := response.text_output) is not None:
-                    place = prompt * self.answers + news.sequence
-                    self.choices[place].add(news)
-                    yield place, news
+                if (output := response.text_output) is not None:
+                    index = prompt * self.answers + output.sequence
+                    self.choices[index].add(output)
+                    yield index, output
 
     def usage(self) -> dict[str, Any]:
-        # of each prompt; the prompt is counted once, however many answer it
+        # A prompt is counted once, whatever the number of its answers.
         firsts = self.choices[:: self.answers]
         prompt = sum(choice.prompt_tokens for choice in firsts)
         completion = sum(len(choice.tokens) for choice in self.choices)
@@ -73,7 +74,5 @@ def infer_request(
 
 
 def finish_reason(reason: str) -> str:
-    """A deadline of the model's configuration cuts an answer short, too; the API has one word for
-    that.
-    """
+    """Return OpenAI's finish reason. Answers that a deadline cut short have "length", too."""
     return "stop" if reason == "stop" else "length"

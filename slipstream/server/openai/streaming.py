@@ -1,4 +1,4 @@
-"""Answers on their way out: one JSON document, or server-sent events as OpenAI sends them."""
+"""Sends the answers to a call: as one JSON document, or as server-sent events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def answer_whole(call: Call, answers: CallAnswers, exchange: Exchange) -> None:
-    async with aclosing(answers.news()) as arrivals:
+    async with aclosing(answers.outputs()) as arrivals:
         async for _ in arrivals:
             pass
     scores = sum(
@@ -30,15 +30,16 @@ async def answer_whole(call: Call, answers: CallAnswers, exchange: Exchange) -> 
 
 
 async def answer_stream(call: Call, answers: CallAnswers, exchange: Exchange) -> None:
-    """What goes wrong before the first byte is raised; after it, it is the last event."""
-    events, started = EventWriter(call, answers), False
+    """Send the answers as events. An error before the first event is raised, later it is an event."""
+    events = EventWriter(call, answers)
+    started = False
     try:
-        async with aclosing(answers.news()) as arrivals:
-            async for place, news in arrivals:
+        async with aclosing(answers.outputs()) as arrivals:
+            async for index, output in arrivals:
                 if not started:
                     exchange.start_chunks(200, EVENTS, ignored_header(call.ignored))
                     started = True
-                if written := events.write(place, news):
+                if written := events.write(index, output):
                     await exchange.send_chunk(written)
     except Exception as error:
         if not started:
@@ -50,7 +51,7 @@ async def answer_stream(call: Call, answers: CallAnswers, exchange: Exchange) ->
 
 
 class EventWriter:
-    """The events of one stream. All but the choice is the same in each, and is put together once."""
+    """Writes the events of one stream. All parts but the choices are encoded once."""
 
     def __init__(self, call: Call, answers: CallAnswers) -> None:
         self._call = call
@@ -63,23 +64,27 @@ class EventWriter:
         )
         self._end = (b'],"usage":null}' if call.include_usage else b"]}") + b"\n\n"
 
-    def write(self, place: int, news: TextOutput) -> bytes:
-        """Nothing, where the news is only that a part of a character has come."""
-        begin, end, choices = self._begin, self._end, self._choices(place, news)
-        return b"".join([begin + msgspec.json.encode(choice) + end for choice in choices])
+    def write(self, index: int, output: TextOutput) -> bytes:
+        """Return the events of an output. There are none for a part of a character."""
+        events = [
+            self._begin + msgspec.json.encode(choice) + self._end
+            for choice in self._choices(index, output)
+        ]
+        return b"".join(events)
 
-    def _choices(self, place: int, news: TextOutput) -> Iterator[Document]:
+    def _choices(self, index: int, output: TextOutput) -> Iterator[Document]:
         form = self._call.form
-        if place not in self._opened:
-            self._opened.add(place)
-            opening = form.opening(place, news)
+        if index not in self._opened:
+            self._opened.add(index)
+            opening = form.opening(index, output)
             if opening is not None:
                 yield opening
-        yield from form.pieces(place, news)
-        if news.finish_reason:
-            yield form.ending(place, self._answers.choices[place])
+        yield from form.pieces(index, output)
+        if output.finish_reason:
+            yield form.ending(index, self._answers.choices[index])
 
     def end(self) -> bytes:
+        """Return the last events: the usage, if requested, and the end mark."""
         if not self._call.include_usage:
             return DONE
         usage = msgspec.json.encode(self._answers.usage())
