@@ -72,7 +72,8 @@ def _frame(x: Axis, y: Axis, across: str, up: str) -> str:
         for tick in y.ticks()
     ]
     lines += [
-        f'<text x="{x.position(tick):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{tick:g}</text>'
+        f'<text x="{x.position(tick):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">'
+        f"{tick:g}</text>"
         for tick in x.ticks()
     ]
     middle = (_TOP + _HEIGHT - _BOTTOM) / 2
@@ -81,7 +82,8 @@ def _frame(x: Axis, y: Axis, across: str, up: str) -> str:
         f"{escape(across)}</text>"
     )
     lines.append(
-        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{escape(up)}</text>'
+        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">'
+        f"{escape(up)}</text>"
     )
     return "".join(lines)
 

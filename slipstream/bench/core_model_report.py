@@ -53,7 +53,7 @@ def core_model_rows(samples: Sequence[Sample]) -> list[tuple[str, str]]:
 
 def table_text(header: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
     """Return a box of two centred columns."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in (0, 1)]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     border = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
     lines = [border, _line(header, widths), border, *(_line(row, widths) for row in rows), border]
     return "\n".join(lines)

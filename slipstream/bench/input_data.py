@@ -137,10 +137,13 @@ def batch_rows(rows: Sequence[Mapping[str, Array]], size: int) -> list[dict[str,
         return [dict(row) for row in rows]
     found = []
     for start in range(0, len(rows), size):
-        chosen = [rows[(start + item) % len(rows)] for item in range(size)]
-        shapes = {name: {row[name].shape for row in chosen if name in row} for name in chosen[0]}
-        uneven = [name for name, kinds in shapes.items() if len(kinds) != 1]
-        if uneven:
-            raise DataError(f"the input {uneven[0]} has several shapes in one batch; use -b 1")
-        found.append({name: numpy.stack([row[name] for row in chosen]) for name in chosen[0]})
+        batch = [rows[(start + item) % len(rows)] for item in range(size)]
+        found.append({name: _stack(name, batch) for name in batch[0]})
     return found
+
+
+def _stack(name: str, batch: Sequence[Mapping[str, Array]]) -> Array:
+    """Return the values of an input in all rows of a batch as one tensor."""
+    if len({row[name].shape for row in batch}) != 1:
+        raise DataError(f"the input {name} has several shapes in one batch; use -b 1")
+    return numpy.stack([row[name] for row in batch])

@@ -1,4 +1,4 @@
-"""An HTML page with the measurements: distribution of latencies, course over time, effect of load."""
+"""An HTML page of measurements: distribution of latencies, course over time, effect of load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _STYLE = """
 :root { color-scheme: light dark; font: 15px system-ui, sans-serif }
 body { max-width: 56rem; margin: 2rem auto; padding: 0 1rem }
 svg { width: 100%; height: auto; font-size: 11px }
-svg text { fill: currentColor } .grid { stroke: #8884; stroke-width: 1 } .line { fill: none; stroke-width: 2 }
+svg text { fill: currentColor }
+.grid { stroke: #8884; stroke-width: 1 }
+.line { fill: none; stroke-width: 2 }
 .wide { overflow-x: auto } tr th:first-child { white-space: nowrap }
 table { border-collapse: collapse } th, td { padding: .2rem .8rem; text-align: right }
 .legend span { margin-right: 1rem }
@@ -56,21 +58,27 @@ def page(title: str, load_name: str, runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         parts += ["<h2>Effect of load</h2>", *_comparisons(load_name, runs)]
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title>"
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
         f"<body>{''.join(parts)}</body></html>\n"
     )
 
 
 def _table(runs: Sequence[Run]) -> str:
-    names = [name for name in _TITLES if any(name in run.metrics.by_name() for run in runs)]
+    names = [name for name in _TITLES if _is_measured(name, runs)]
     heads = "".join(f'<th colspan="{len(_COLUMNS)}">{_TITLES[name]}, ms</th>' for name in names)
     below = "".join(f"<th>{column}</th>" for column in _COLUMNS) * len(names)
     lines = "".join(_table_row(run, names) for run in runs)
     return (
-        f'<div class="wide"><table><tr><th></th>{heads}<th>tokens / s</th><th>requests / s</th></tr>'
+        f'<div class="wide"><table><tr><th></th>{heads}'
+        f"<th>tokens / s</th><th>requests / s</th></tr>"
         f"<tr><th></th>{below}<th></th><th></th></tr>{lines}</table></div>"
     )
+
+
+def _is_measured(name: str, runs: Sequence[Run]) -> bool:
+    return any(name in run.metrics.by_name() for run in runs)
 
 
 def _table_row(run: Run, names: Sequence[str]) -> str:

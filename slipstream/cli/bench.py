@@ -85,6 +85,7 @@ def create_parser() -> Parser:
     )
     _add_load(parser)
     _add_prompts(parser)
+    _add_answers(parser)
     _add_files(parser)
     _add_fixed(parser)
     add(
@@ -142,7 +143,7 @@ def _add_load(parser: Parser) -> None:
 
 
 def _add_prompts(parser: Parser) -> None:
-    add = parser.group("prompts and answers").add_argument
+    add = parser.group("prompts").add_argument
     add(
         "--input-file",
         type=Path,
@@ -172,6 +173,18 @@ def _add_prompts(parser: Parser) -> None:
         metavar="TOKENS",
         help="Standard deviation of these lengths.",
     )
+    add("--random-seed", type=int, default=0, help="Seed of the prompts and lengths.")
+    add(
+        "--extra-inputs",
+        action="append",
+        default=[],
+        metavar="NAME:VALUE",
+        help="Further input of every request; can be repeated.",
+    )
+
+
+def _add_answers(parser: Parser) -> None:
+    add = parser.group("answers").add_argument
     add(
         "--output-tokens-mean",
         "--osl",
@@ -191,14 +204,6 @@ def _add_prompts(parser: Parser) -> None:
         "--output-tokens-mean-deterministic",
         action="store_true",
         help="Make this number the minimum, too.",
-    )
-    add("--random-seed", type=int, default=0, help="Seed of the prompts and lengths.")
-    add(
-        "--extra-inputs",
-        action="append",
-        default=[],
-        metavar="NAME:VALUE",
-        help="Further input of every request; can be repeated.",
     )
 
 

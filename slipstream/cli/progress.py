@@ -1,6 +1,4 @@
-"""How far a long command is: phase, bytes and time left; a bar on a terminal, plain lines
-elsewhere.
-"""
+"""Progress of a long command: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-_PLAIN_STEPS = 10  # lines a phase takes where there is no terminal
+_PLAIN_STEPS = 10  # lines per phase without a terminal
 
 
 class ProgressLines:
-    """Pass `update` to the functions of weights/ that take a progress."""
+    """Shows the progress that functions of weights/ report to `update`."""
 
     def __init__(
         self, say: Callable[[str], None] = lambda text: print(f"[INFO] {text}", flush=True)
     ) -> None:
-        self.built = False  # something was really written, not found as it should be
+        self.built = False  # something was written, not only found
         self._say = say
         self._phase = ""
         self._started = 0.0
@@ -51,12 +49,14 @@ class ProgressLines:
             self._bar.stop()
 
     def update(self, phase: str, done: int, total: int) -> None:
-        if not total:  # a phase that cannot say how far it is
+        if not total:  # a phase of unknown length
             self._say(phase[:1].upper() + phase[1:])
             return
         self.built = True
         if phase != self._phase:
-            self._phase, self._started, self._shown = phase, time.monotonic(), 0
+            self._phase = phase
+            self._started = time.monotonic()
+            self._shown = 0
             if self._bar is not None:
                 self._bar.add_task(phase, total=total)
             else:

@@ -66,7 +66,8 @@ def _existing_path(text: str) -> Path:
     given = text.removeprefix("local:")
     if not given:
         raise ValueError(
-            f"{text!r} names no model; give a known name, a folder, a GGUF file, or org/name at the hub"
+            f"{text!r} names no model; "
+            "give a known name, a folder, a GGUF file, or org/name at the hub"
         )
     return expanded(given)
 
@@ -91,7 +92,8 @@ def prepare_repository(text: str) -> Path:
     if (given / CONFIG_NAME).is_file():
         parent = shlex.quote(str(given.resolve().parent))
         raise CommandError(
-            f"{text} is one model of a repository; serve the repository in its place: --repo {parent}"
+            f"{text} is one model of a repository; "
+            f"serve the repository in its place: --repo {parent}"
         )
     command = [sys.executable, "-P", "-m", "slipstream.cli.served_model", text]
     code = subprocess.call(command, env=child_environment())
@@ -116,7 +118,8 @@ def _write_repository(model: NamedModel) -> None:
     if model.repository.exists():
         if any(model.repository.iterdir()):
             raise ValueError(
-                f"{model.repository} has no {model.name} in it; remove the folder, and it is written again"
+                f"{model.repository} has no {model.name} in it; "
+                "remove the folder, and it is written again"
             )
         model.repository.rmdir()  # `slipstream remove` leaves an empty folder
     limits = read_engine_config(model.engine).build

@@ -15,16 +15,14 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
 ]
-# grpc's own words
+# the beginnings of grpc's own error texts
 _UNREACHED = ("failed to connect to all addresses", "connections to all backends failing")
-# there is somebody, who does not understand
+# their ends if a server answers that does not understand gRPC
 _HUNG_UP = ("Socket closed", "Connection reset by peer")
 
 
 class ServerError(Exception):
-    """What the server answered in place of a result, or that nobody answered. `cancelled`: by
-    ourselves.
-    """
+    """An error of the server, or of the connection. `cancelled`: the client cancelled the call."""
 
     def __init__(self, text: str, cancelled: bool = False) -> None:
         super().__init__(text)
@@ -35,7 +33,7 @@ class ServerError(Exception):
 class Request:
     model: str
     inputs: Mapping[str, Array]
-    outputs: tuple[str, ...] = ()  # none: all
+    outputs: tuple[str, ...] = ()  # requested outputs; empty: all
     request_id: str = ""
     parameters: Mapping[str, bool | int | str] = field(default_factory=dict)
 
@@ -58,25 +56,26 @@ class Connection(Protocol):
     def infer(self, request: Request) -> Answer: ...
 
     def input_types(self, model: str) -> Mapping[str, str]:
-        """The inputs that a model declares, and their types."""
+        """Return the types of the inputs that a model declares."""
 
     def config(self, model: str) -> dict[str, Any]:
-        """A served model's configuration."""
+        """Return the configuration of a served model."""
 
     def statistics(self, model: str) -> dict[str, Any]:
-        """What the server counted for a model."""
+        """Return the server's statistics of a model."""
 
     def health(self) -> dict[str, bool]:
-        """Whether the server is live, and whether it is ready."""
+        """Return whether the server is live, and whether it is ready."""
 
     def close(self) -> None: ...
 
 
 class Pending:
-    """An answer on its way."""
+    """The future answer to a request."""
 
     def __init__(self, future: Any, url: str) -> None:
-        self._future, self._url = future, url
+        self._future = future
+        self._url = url
 
     def result(self) -> Answer:
         import grpc
@@ -93,7 +92,7 @@ class Pending:
 
 
 class GrpcConnection:
-    """`messages` holds the protocol's message classes and the name of its service."""
+    """A gRPC channel. `messages` holds the protocol's message classes and its service name."""
 
     def __init__(
         self,
@@ -103,28 +102,10 @@ class GrpcConnection:
         compression: str | None = None,
         key: str = "",
     ) -> None:
-        import grpc
-
-        self.url, self._messages = url, messages
+        self.url = url
+        self._messages = messages
         self._headers = [("authorization", f"Bearer {key}")] if key else []
-        kinds = {
-            None: None,
-            "none": grpc.Compression.NoCompression,
-            "deflate": grpc.Compression.Deflate,
-            "gzip": grpc.Compression.Gzip,
-        }
-        if tls is None:
-            self._channel = grpc.insecure_channel(
-                url, options=_OPTIONS, compression=kinds[compression]
-            )
-        else:
-            files = (tls.root_certificates, tls.private_key, tls.certificate_chain)
-            credentials = grpc.ssl_channel_credentials(
-                *(path.read_bytes() if path else None for path in files)
-            )
-            self._channel = grpc.secure_channel(
-                url, credentials, options=_OPTIONS, compression=kinds[compression]
-            )
+        self._channel = _open_channel(url, tls, compression)
         self._infer = self._channel.unary_unary(
             f"/{messages.SERVICE}/ModelInfer",
             request_serializer=messages.ModelInferRequest.SerializeToString,
@@ -161,30 +142,27 @@ class GrpcConnection:
     def config(self, model: str) -> dict[str, Any]:
         from google.protobuf.json_format import MessageToDict
 
-        return MessageToDict(
-            self._ask("ModelConfig", name=model).config, preserving_proto_field_name=True
-        )
+        config = self._ask("ModelConfig", name=model).config
+        document: dict[str, Any] = MessageToDict(config, preserving_proto_field_name=True)
+        return document
 
     def statistics(self, model: str) -> dict[str, Any]:
         from google.protobuf.json_format import MessageToDict
 
-        return MessageToDict(
-            self._ask("ModelStatistics", name=model), preserving_proto_field_name=True
-        )
+        statistics = self._ask("ModelStatistics", name=model)
+        document: dict[str, Any] = MessageToDict(statistics, preserving_proto_field_name=True)
+        return document
 
     def health(self) -> dict[str, bool]:
         return {"live": self._ask("ServerLive").live, "ready": self._ask("ServerReady").ready}
 
     def infer_later(self, request: Request) -> Pending:
-        return Pending(
-            self._infer.future(_message(self._messages, request), metadata=self._headers), self.url
-        )
+        message = _request_message(self._messages, request)
+        return Pending(self._infer.future(message, metadata=self._headers), self.url)
 
     def stream(self, requests: Iterable[Request], timeout: float | None = None) -> Stream:
-        """Every answer to the requests, as they come; the stream ends when the server has nothing
-        more to say.
-        """
-        wire = (_message(self._messages, request) for request in requests)
+        """Return the answers to the requests as they arrive, until the server ends the stream."""
+        wire = (_request_message(self._messages, request) for request in requests)
         return Stream(self._stream(wire, timeout=timeout, metadata=self._headers), self.url)
 
     def close(self) -> None:
@@ -192,8 +170,11 @@ class GrpcConnection:
 
 
 class Stream:
+    """The answers of one gRPC stream."""
+
     def __init__(self, call: Any, url: str) -> None:
-        self._call, self._url = call, url
+        self._call = call
+        self._url = url
 
     def __iter__(self) -> Iterator[Answer]:
         import grpc
@@ -254,7 +235,7 @@ class HttpConnection:
         try:
             return self._client.get(self.url + path)
         except httpx.ConnectError as error:
-            raise ServerError(_nobody(self.url)) from error
+            raise ServerError(_no_server(self.url)) from error
         except httpx.HTTPError as error:
             raise ServerError(f"the connection to {self.url} broke: {error}") from error
 
@@ -267,23 +248,21 @@ class HttpConnection:
                 raise _refusal(response)
             document: dict[str, Any] = response.json()
         except httpx.ConnectError as error:
-            raise ServerError(_nobody(self.url)) from error
+            raise ServerError(_no_server(self.url)) from error
         except (httpx.HTTPError, ValueError) as error:
             raise ServerError(f"the connection to {self.url} broke: {error}") from error
         return document
 
     def models(self) -> dict[str, str]:
-        """Those that make text from text; of an adapter, the name of the model that it belongs to."""
+        """Return the text models. An adapter's value is the model that it belongs to."""
         document = self._document("GET", "/v1/models", None)
         try:
             return {model["id"]: model.get("parent", "") for model in document["data"]}
         except (KeyError, TypeError, AttributeError) as error:
-            raise ServerError(f"what answers at {self.url} has no list of models") from error
+            raise ServerError(f"the server at {self.url} has no list of models") from error
 
     def events(self, path: str, body: Any) -> Generator[Any, None, None]:
-        """What a stream of server-sent events holds, as it comes. Closed early, it tells the server
-        to stop.
-        """
+        """Yield the data of server-sent events. Closing the generator makes the server stop."""
         import httpx
 
         try:
@@ -293,11 +272,11 @@ class HttpConnection:
                     raise _refusal(response)
                 for data in _data(response.iter_bytes()):
                     event = json.loads(data)
-                    if told := _told(event):
-                        raise ServerError(told)
+                    if text := _error_text(event):
+                        raise ServerError(text)
                     yield event
         except httpx.ConnectError as error:
-            raise ServerError(_nobody(self.url)) from error
+            raise ServerError(_no_server(self.url)) from error
         except (httpx.HTTPError, ValueError) as error:
             raise ServerError(f"the connection to {self.url} broke: {error}") from error
 
@@ -306,37 +285,53 @@ class HttpConnection:
 
 
 def _data(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """What stands behind `data:` in each line. A line ends at a line feed only: JSON may hold
-    U+2028 as it is.
+    """Yield what follows `data:` in each line.
+
+    Only a line feed ends a line: JSON may hold U+2028, at which `splitlines` would cut.
     """
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            if (
-                line.startswith(b"data:")
-                and (data := line.removeprefix(b"data:").strip()) != b"[DONE]"
-            ):
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
                 yield data
 
 
 def _refusal(response: Any) -> ServerError:
     try:
-        told = _told(json.loads(response.content.removeprefix(b"data:")))
+        text = _error_text(json.loads(response.content.removeprefix(b"data:")))
     except ValueError:
-        told = ""  # not this server's words: the status must do
-    return ServerError(told or f"the server answered {response.status_code}")
+        text = ""  # some other server's error page
+    return ServerError(text or f"the server answered {response.status_code}")
 
 
-def _told(document: Any) -> str:
-    """The error in a document, Triton's (a text) or OpenAI's (an object with one); empty where it
-    has none.
-    """
-    error = (document.get("error") if isinstance(document, dict) else None) or ""
+def _error_text(document: Any) -> str:
+    """Return the error of a document, in Triton's form (a text) or OpenAI's (an object)."""
+    if not isinstance(document, dict):
+        return ""
+    error = document.get("error") or ""
     return str(error.get("message", "") if isinstance(error, dict) else error)
 
 
-def _message(messages: Any, request: Request) -> Any:
+def _open_channel(url: str, tls: Tls | None, compression: str | None) -> Any:
+    import grpc
+
+    kinds = {
+        None: None,
+        "none": grpc.Compression.NoCompression,
+        "deflate": grpc.Compression.Deflate,
+        "gzip": grpc.Compression.Gzip,
+    }
+    if tls is None:
+        return grpc.insecure_channel(url, options=_OPTIONS, compression=kinds[compression])
+    files = (tls.root_certificates, tls.private_key, tls.certificate_chain)
+    contents = [path.read_bytes() if path else None for path in files]
+    credentials = grpc.ssl_channel_credentials(*contents)
+    return grpc.secure_channel(url, credentials, options=_OPTIONS, compression=kinds[compression])
+
+
+def _request_message(messages: Any, request: Request) -> Any:
     message = messages.ModelInferRequest(model_name=request.model, id=request.request_id)
     for name, array in request.inputs.items():
         message.inputs.add(name=name, datatype=datatype_of(array), shape=list(array.shape))
@@ -344,15 +339,14 @@ def _message(messages: Any, request: Request) -> Any:
     for name in request.outputs:
         message.outputs.add(name=name)
     for name, value in request.parameters.items():
-        kind = (
-            "bool_param"
-            if isinstance(value, bool)
-            else "int64_param"
-            if isinstance(value, int)
-            else "string_param"
-        )
-        setattr(message.parameters[name], kind, value)
+        setattr(message.parameters[name], _parameter_kind(value), value)
     return message
+
+
+def _parameter_kind(value: bool | int | str) -> str:
+    if isinstance(value, bool):
+        return "bool_param"
+    return "int64_param" if isinstance(value, int) else "string_param"
 
 
 def _answer(message: Any) -> Answer:
@@ -373,17 +367,19 @@ def _server_error(error: Any, url: str) -> ServerError:
 
 
 def grpc_error_text(error: Any, url: str) -> str:
-    """What the server said, where there is one: UNAVAILABLE is its answer, too, when its queue is
-    full.
+    """Return the server's error text, or why there is no server.
+
+    UNAVAILABLE is not enough to know that: a server answers it, too, if its queue is full.
     """
     details: str = error.details() or ""
     if not details.startswith(_UNREACHED):
         return details
     if details.endswith(_HUNG_UP):
-        return f"what answers at {url} does not speak gRPC; give its gRPC port (8001 by default)"
-    return _nobody(url, "gRPC ")
+        return f"the server at {url} does not speak gRPC; give its gRPC port (8001 by default)"
+    return _no_server(url, "gRPC ")
 
 
-def _nobody(url: str, protocol: str = "") -> str:
+def _no_server(url: str, protocol: str = "") -> str:
     host = url.removeprefix("http://")
-    return f"no server answers {protocol}at {host}; start one with slipstream start or slipstream launch"
+    remedy = "start one with slipstream start or slipstream launch"
+    return f"no server answers {protocol}at {host}; {remedy}"

@@ -35,7 +35,7 @@ def datatype_of(array: Array) -> str:
 
 def texts(*rows: list[str]) -> Array:
     """Return a [batch, n] tensor of texts."""
-    encoded = [[text.encode() for text in row] for row in rows]
+    encoded = [list(map(str.encode, row)) for row in rows]
     return numpy.array(encoded, dtype=object)
 
 

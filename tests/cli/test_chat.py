@@ -248,8 +248,8 @@ PIECE = {"delta": {"content": "caf\u00e9"}, "finish_reason": None}
 @pytest.mark.parametrize(
     ("models", "event", "told"),
     [
-        ({"hello": 1}, None, "what answers at http://{address} has no list of models"),
-        ([1], None, "what answers at http://{address} has no list of models"),
+        ({"hello": 1}, None, "the server at http://{address} has no list of models"),
+        ([1], None, "the server at http://{address} has no list of models"),
         (LISTED, 5, "the server's answer is not one of OpenAI's API"),
         (LISTED, {"choices": [{"delta": None}]}, "the server's answer is not one of OpenAI's API"),
         (LISTED, {"error": {"message": "no\x1b[31m!"}}, "no[31m!"),

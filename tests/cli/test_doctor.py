@@ -85,7 +85,7 @@ def test_a_machine_with_nothing_in_the_way(run: Run, machine: Path) -> None:
     assert facts["model repository"]["folder"] == str(machine / "models")
     assert facts["disk"]["repository"].startswith(f"{machine / 'models'}, ")
     assert set(facts["ports"].values()) == {"free"}
-    assert text.endswith("findings\n  nothing stands in the way\n")
+    assert text.endswith("findings\n  ready to serve\n")
 
 
 def test_json_and_text_tell_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_a_broken_repository_is_in_the_way(run: Run, tmp_path: Path) -> None:
     code, text = run("--repo", tmp_path / "none")
     assert code == 1
     assert f"  error: {tmp_path / 'none'}" in text
-    assert text.endswith("the errors above stand in the way\n")
+    assert text.endswith("fix the errors above before serving\n")
 
 
 # -- ports

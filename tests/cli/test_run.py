@@ -167,4 +167,4 @@ def test_adapters_by_number(
         )
         == 1
     )
-    assert "counts through the 0 of --lora_dir" in capsys.readouterr().err
+    assert "a position in --lora_dir, which has 0 folders" in capsys.readouterr().err

@@ -466,7 +466,9 @@ class TestLoad:
         self, server: RealServer, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert run_command("status", ["-u", server.http]) == 1
-        problem = f"what answers at {server.http} does not speak gRPC; give its gRPC port (8001 by default)"
+        problem = (
+            f"the server at {server.http} does not speak gRPC; give its gRPC port (8001 by default)"
+        )
         assert capsys.readouterr().err == f"error: {problem}\n"
 
     def test_several_loads_one_after_the_other_and_a_page_of_them(

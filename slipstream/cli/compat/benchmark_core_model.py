@@ -70,6 +70,12 @@ def create_parser() -> Parser:
 
 def add_load(parser: Parser) -> None:
     """Add the options that do not depend on the kind of prompts."""
+    _add_rate(parser)
+    _add_model(parser)
+    _add_report(parser)
+
+
+def _add_rate(parser: Parser) -> None:
     add = parser.add_argument
     add(
         "-c",
@@ -99,6 +105,10 @@ def add_load(parser: Parser) -> None:
         metavar="TOKENS",
         help="Leave out longer prompts (default: no limit).",
     )
+
+
+def _add_model(parser: Parser) -> None:
+    add = parser.add_argument
     add(
         "--tensorrt-llm-model-name",
         action="append",
@@ -122,7 +132,6 @@ def add_load(parser: Parser) -> None:
         action="store_true",
         help="Count tokens for a server that leaves the prompt out of its answers.",
     )
-    _add_report(parser)
 
 
 def _add_report(parser: Parser) -> None:

@@ -21,10 +21,8 @@ _NUMBER_OF_VALUES: dict[str, dict[str, Any]] = {
 
 def print_version_line() -> None:
     """Print the first line of the old tools, which scripts wait for."""
-    print(
-        f"[TensorRT-LLM] TensorRT-LLM version: {NEWEST_RELEASE} (Slipstream {VERSION} in its place)",
-        flush=True,
-    )
+    version = f"{NEWEST_RELEASE} (Slipstream {VERSION} in its place)"
+    print(f"[TensorRT-LLM] TensorRT-LLM version: {version}", flush=True)
 
 
 def add_flags(parser: Parser, flags: Iterable[Flag]) -> None:

@@ -22,7 +22,11 @@ FURTHER_OUTPUTS = {
 def create_parser() -> Parser:
     parser = Parser("slipstream client", "Send tokens to an engine model and print the answer.")
     _add_connection(parser)
+    _add_tls(parser)
+    _add_stop(parser)
     _add_prompt(parser)
+    _add_prompt_tuning(parser)
+    _add_adapter(parser)
     _add_sampling(parser)
     _add_answer(parser)
     ignored = parser.no_effect_group()
@@ -59,6 +63,16 @@ def _add_connection(parser: Parser) -> None:
         metavar="SECONDS",
         help="Fail if a stream takes longer (default: no limit).",
     )
+    add(
+        "-C",
+        "--grpc-compression-algorithm",
+        choices=["deflate", "gzip", "none"],
+        help="Compression of the requests (default: none).",
+    )
+
+
+def _add_tls(parser: Parser) -> None:
+    add = parser.group("TLS").add_argument
     add("-s", "--ssl", action="store_true", help="Connect over TLS.")
     add(
         "-r",
@@ -81,12 +95,10 @@ def _add_connection(parser: Parser) -> None:
         metavar="FILE",
         help="With --ssl: PEM file of the client's certificate chain.",
     )
-    add(
-        "-C",
-        "--grpc-compression-algorithm",
-        choices=["deflate", "gzip", "none"],
-        help="Compression of the requests (default: none).",
-    )
+
+
+def _add_stop(parser: Parser) -> None:
+    add = parser.group("stop requests").add_argument
     add(
         "--request-id",
         default="",
@@ -135,6 +147,10 @@ def _add_prompt(parser: Parser) -> None:
         metavar="FILE",
         help="CSV file whose first row holds draft tokens.",
     )
+
+
+def _add_prompt_tuning(parser: Parser) -> None:
+    add = parser.group("prompt tuning").add_argument
     add(
         "--prompt-embedding-table-path",
         type=Path,
@@ -161,6 +177,10 @@ def _add_prompt(parser: Parser) -> None:
         metavar="TOKENS",
         help="With --prompt_table_extra_id: token ids from here on are rows of the table.",
     )
+
+
+def _add_adapter(parser: Parser) -> None:
+    add = parser.group("LoRA").add_argument
     add(
         "--lora-path",
         type=Path,

@@ -40,6 +40,12 @@ def create_parser() -> Parser:
         action="store_true",
         help="Start even if a busy tritonserver is running.",
     )
+    _add_server_options(parser)
+    _add_ignored(parser)
+    return parser
+
+
+def _add_server_options(parser: Parser) -> None:
     parser.add_argument("--log", action="store_true", help="Write a verbose log to --log-file.")
     parser.add_argument("--log-file", default="triton_log.txt", help="File for --log.")
     parser.add_argument(
@@ -60,6 +66,9 @@ def create_parser() -> Parser:
         metavar="BYTES",
         help="Passed to the server as --cuda-memory-pool-byte-size=0:BYTES.",
     )
+
+
+def _add_ignored(parser: Parser) -> None:
     ignored = parser.no_effect_group()
     ignored.add_argument(
         "--world_size",
@@ -75,7 +84,6 @@ def create_parser() -> Parser:
         ignored.add_argument(name, action="store_true", help="mpirun is not used.")
     for name in ("--disable-spawn-processes", "--trtllm_llmapi_launch"):
         ignored.add_argument(name, action="store_true", help=NO_EFFECT)
-    return parser
 
 
 def run(given: Namespace) -> int:
@@ -115,7 +123,8 @@ def _program(given: str | None) -> list[str]:
     if given:
         if shutil.which(given) is None:
             raise CommandError(
-                f"--tritonserver {given}: no such program; leave the option out to use slipstream's own"
+                f"--tritonserver {given}: no such program; "
+                "leave the option out to use slipstream's own"
             )
         return [given]
     beside = Path(sys.executable).with_name(_PROGRAM)

@@ -54,6 +54,7 @@ def create_parser() -> Parser:
     )
     _add_data(parser)
     _add_load(parser)
+    _add_windows(parser)
     _add_measurement(parser)
     _add_files(parser)
     ignored = parser.no_effect_group()
@@ -108,8 +109,8 @@ def _add_load(parser: Parser) -> None:
     )
 
 
-def _add_measurement(parser: Parser) -> None:
-    add = parser.group("measurement").add_argument
+def _add_windows(parser: Parser) -> None:
+    add = parser.group("windows").add_argument
     add(
         "-p",
         "--measurement-interval",
@@ -140,6 +141,10 @@ def _add_measurement(parser: Parser) -> None:
         help="Measure until three windows differ from their mean by at most this.",
     )
     add("-r", "--max-trials", type=int, default=10, help="Maximum number of windows.")
+
+
+def _add_measurement(parser: Parser) -> None:
+    add = parser.group("measurement").add_argument
     add(
         "--percentile",
         type=int,

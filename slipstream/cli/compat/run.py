@@ -363,7 +363,8 @@ def _adapters(given: Namespace, count: int) -> list[Path | None]:
         )
     if any(not -1 <= uid < len(folders) for uid in uids):
         raise CommandError(
-            f"--lora_task_uids: each is -1 or counts through the {len(folders)} of --lora_dir, from 0"
+            "--lora_task_uids: each must be -1 or a position in --lora_dir, "
+            f"which has {len(folders)} folders"
         )
     return [None if uid < 0 else folders[uid] for uid in uids]
 
@@ -403,12 +404,12 @@ def _prompts(given: Namespace, tokenizer: Tokenizer) -> list[list[int]]:
 def _read_token_ids(path: Path, padding: int | None) -> list[list[int]]:
     if path.suffix == ".csv":
         with path.open(newline="") as file:
-            return [[int(token) for token in row] for row in csv.reader(file) if row]
+            return [list(map(int, row)) for row in csv.reader(file) if row]
     if path.suffix == ".npy":
         import numpy
 
         rows = numpy.load(path, allow_pickle=False)
-        return [[int(token) for token in row if token != padding] for row in rows]
+        return [row[row != padding].astype(int).tolist() for row in rows]
     raise CommandError(f"{path}: the file's name must end in .csv, .npy or .txt")
 
 

@@ -56,17 +56,16 @@ def _write_log_probs(given: Namespace, found: list[Completion]) -> None:
     """Write arrays [prompts, beams, tokens] and [prompts, beams]."""
     import numpy
 
-    beams = [[answer.log_probs or [] for answer in (best, *best.others)] for best in found]
+    rows: list[list[float]] = []
+    for best in found:
+        rows += [answer.log_probs or [] for answer in (best, *best.others)]
     if given.output_log_probs_npy is not None:
-        longest = max(len(row) for rows in beams for row in rows)
-        filled = numpy.zeros((len(beams), len(beams[0]), longest), dtype=numpy.float32)
-        for prompt, rows in enumerate(beams):
-            for beam, row in enumerate(rows):
-                filled[prompt, beam, : len(row)] = row
-        numpy.save(given.output_log_probs_npy, filled)
+        filled = numpy.array(_pad(rows, 0.0), dtype=numpy.float32)
+        shape = (len(found), len(rows) // len(found), filled.shape[-1])
+        numpy.save(given.output_log_probs_npy, filled.reshape(shape))
     if given.output_cum_log_probs_npy is not None:
-        sums = [[sum(row) for row in rows] for rows in beams]
-        numpy.save(given.output_cum_log_probs_npy, numpy.array(sums, dtype=numpy.float32))
+        sums = numpy.array([sum(row) for row in rows], dtype=numpy.float32)
+        numpy.save(given.output_cum_log_probs_npy, sums.reshape(len(found), -1))
 
 
 def _write_logits(path: Path, found: list[Completion]) -> None:

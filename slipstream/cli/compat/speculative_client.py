@@ -1,4 +1,4 @@
-"""The old e2e_grpc_speculative_decoding_client.py: a draft model proposes, a target model verifies."""
+"""The old e2e_grpc_speculative_decoding_client.py: speculative decoding with two models."""
 
 from __future__ import annotations
 
@@ -50,6 +50,13 @@ def create_parser() -> Parser:
             metavar="MODEL",
             help=f"Model that {text} the text.",
         )
+    add_verbose(parser)
+    _add_sampling(parser)
+    return parser
+
+
+def _add_sampling(parser: Parser) -> None:
+    add = parser.add_argument
     add("--num-draft-tokens", type=int, default=5, help="Number of draft tokens per request.")
     add(
         "-o",
@@ -77,8 +84,6 @@ def create_parser() -> Parser:
         choices=[1],
         help="Draft tokens work with one beam only.",
     )
-    add_verbose(parser)
-    return parser
 
 
 def run(given: Namespace) -> int:

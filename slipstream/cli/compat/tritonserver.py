@@ -50,7 +50,9 @@ _GRPC_SETTINGS = {
     "grpc-keepalive-timeout": "keepalive_timeout_ms",
     "grpc-keepalive-permit-without-calls": "keepalive_permit_without_calls",
     "grpc-http2-max-pings-without-data": "http2_max_pings_without_data",
-    "grpc-http2-min-recv-ping-interval-without-data": "http2_min_recv_ping_interval_without_data_ms",
+    "grpc-http2-min-recv-ping-interval-without-data": (
+        "http2_min_recv_ping_interval_without_data_ms"
+    ),
     "grpc-http2-max-ping-strikes": "http2_max_ping_strikes",
     "grpc-max-connection-age": "max_connection_age_ms",
     "grpc-max-connection-age-grace": "max_connection_age_grace_ms",
@@ -118,9 +120,8 @@ def _check(given: FlagValues) -> None:
     if not given["model-repository"]:
         raise FlagError("--model-repository is missing: it names the folder that holds the models")
     if given["model-control-mode"] not in MODES:
-        raise FlagError(
-            f"--model-control-mode must be one of {', '.join(MODES)}, not '{given['model-control-mode']}'"
-        )
+        mode = given["model-control-mode"]
+        raise FlagError(f"--model-control-mode must be one of {', '.join(MODES)}, not '{mode}'")
     if given["load-model"] and given["model-control-mode"] != "explicit":
         raise FlagError("--load-model can only be given with --model-control-mode=explicit")
     for flag, what in _API_FLAGS.items():

@@ -187,9 +187,8 @@ def _quantiles(texts: Iterable[str]) -> tuple[float, ...]:
 def _setting(flag: str, text: str) -> tuple[str, str, str]:
     """Split `local,size=1` at the first `=`: a value may hold commas."""
     before, equals, value = text.partition("=")
-    scope, comma, name = before.partition(",")
-    if not comma:
-        scope, name = "", before
+    *scopes, name = before.split(",", 1)
+    scope = scopes[0] if scopes else ""
     if not equals or not name:
         raise FlagError(f"--{flag}: '{text}' must be <setting>=<value> or <name>,<setting>=<value>")
     return scope.strip(), name.strip(), value.strip()

@@ -83,10 +83,10 @@ def examine(repository: Path | None) -> Report:
 
 
 def models(repository: Path, asked_for: bool) -> Section:
-    """The repository as `slipstream check` sees it."""
-    # which raises nothing, whatever is in the way
+    """Return the problems of the repository, as `slipstream check` finds them."""
+    # os.path.isdir raises nothing, unlike Path.is_dir
     if not asked_for and not os.path.isdir(repository):
-        found = "not there: slipstream start brings in a small model"
+        found = "not there: slipstream start imports a small model"
         return Section("model repository", {"folder": str(repository), "found": found})
     try:
         problems = check_repository(repository)
@@ -96,10 +96,8 @@ def models(repository: Path, asked_for: bool) -> Section:
         return Section(
             "model repository", facts, [Finding(f"the repository cannot be read: {error}", remedy)]
         )
-    facts = {
-        "folder": str(repository),
-        "found": f"{len(problems.errors)} errors, {len(problems.warnings)} warnings (slipstream check {repository})",
-    }
+    counts = f"{len(problems.errors)} errors, {len(problems.warnings)} warnings"
+    facts = {"folder": str(repository), "found": f"{counts} (slipstream check {repository})"}
     remedy = f"correct it, then: slipstream check {repository}"
     return Section(
         "model repository", facts, [Finding(str(problem), remedy) for problem in problems.errors]
@@ -107,16 +105,14 @@ def models(repository: Path, asked_for: bool) -> Section:
 
 
 def variables(environment: Mapping[str, str]) -> Section:
-    """Those that change what Slipstream, its libraries or its downloads do."""
+    """Return the variables that change the behaviour of Slipstream and its libraries."""
     known = sorted((name, value) for name, value in environment.items() if _matters(name))
     facts = {name: hide_in_variable(name, " ".join(value.split())) for name, value in known}
     findings = []
     if rank(environment) != 0:
         name = next(name for name in RANK_VARIABLES if environment.get(name, "").isdigit())
-        what = f"{name} is {environment[name]}: tritonserver takes itself for one of several copies and only waits"
-        findings.append(
-            Finding(what, f"unset {name} where nothing like mpirun starts it", blocks=False)
-        )
+        what = f"{name} is {environment[name]}: tritonserver only waits, as a rank other than 0"
+        findings.append(Finding(what, f"unset {name} outside of mpirun or Slurm", blocks=False))
     return Section("environment", facts, findings)
 
 

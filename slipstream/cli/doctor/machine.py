@@ -1,6 +1,4 @@
-"""The machine, as `slipstream doctor` describes it: versions, system, processor, GPUs, room on
-disks.
-"""
+"""The machine, as `slipstream doctor` describes it: versions, system, CPU, GPUs and disks."""
 
 from __future__ import annotations
 
@@ -35,13 +33,14 @@ _NOT_INSTALLED = "not installed"
 
 @dataclass(frozen=True)
 class TorchReport:
-    """What `doctor_torch` printed, or why it did not."""
+    """The output of `torch_probe`, or why there is none."""
 
     found: dict[str, Any] = field(default_factory=dict)
     failure: str = ""
 
 
 def ask_torch() -> TorchReport:
+    """Run `torch_probe` in a process of its own and return its report."""
     command = [sys.executable, "-P", "-m", "slipstream.cli.doctor.torch_probe"]
     try:
         asked = subprocess.run(
@@ -105,7 +104,8 @@ def _driver_version() -> str:
     driver = nvidia_driver()
     if driver is None:
         return "none"
-    text, newest = ctypes.create_string_buffer(80), ctypes.c_int()
+    text = ctypes.create_string_buffer(80)
+    newest = ctypes.c_int()
     driver.nvmlSystemGetDriverVersion(text, 80)
     driver.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(newest))
     return (
@@ -123,8 +123,10 @@ def system() -> Section:
 
 def processor(torch: TorchReport) -> Section:
     model, flags = cpu_probe.read_cpu()
-    usable, found = len(os.sched_getaffinity(0)), memory()
-    free, total = found["MemAvailable"], found["MemTotal"]
+    usable = len(os.sched_getaffinity(0))
+    found = memory()
+    free = found["MemAvailable"]
+    total = found["MemTotal"]
     facts = {
         "model": model or "unknown",
         "cores": f"{usable} usable of {os.cpu_count()}",
@@ -142,7 +144,8 @@ def processor(torch: TorchReport) -> Section:
 
 
 def gpus(torch: TorchReport, driver: Path = Path("/dev/nvidiactl")) -> Section:
-    facts, findings = {}, []
+    facts = {}
+    findings = []
     for index, gpu in enumerate(torch.found.get("gpus", ())):
         facts[f"GPU {index}"] = gpu["name"]
         facts[f"GPU {index} compute capability"] = gpu["capability"]
@@ -176,7 +179,8 @@ def _no_gpu_seen(torch: TorchReport) -> Finding:
             f"torch sees no GPU: CUDA_VISIBLE_DEVICES is '{shown}'",
             "unset it, or start with --device cpu",
         )
-    remedy = f"update the driver to one for CUDA {torch.found['cuda_runtime']}, or start with --device cpu"
+    version = torch.found["cuda_runtime"]
+    remedy = f"update the driver to one for CUDA {version}, or start with --device cpu"
     return Finding("there is an NVIDIA driver, but torch sees no GPU", remedy)
 
 
@@ -187,10 +191,10 @@ def disks(repository: Path) -> Section:
         "repository": (repository, "--model-repository"),
         "temporary files": (Path(tempfile.gettempdir()), "TMPDIR"),
     }
-    facts, findings = {}, []
+    facts = {}
+    findings = []
     for name, (path, setting) in places.items():
-        # os.path.exists, which is false for what lies in a folder that this user may not search;
-        # Path's raises.
+        # os.path.exists is false in a folder that this user may not search; Path.exists raises
         existing = next(
             folder for folder in (path, *path.absolute().parents) if os.path.exists(folder)
         )

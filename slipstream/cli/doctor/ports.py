@@ -1,4 +1,4 @@
-"""Who has the ports that a server takes."""
+"""The ports that a server needs, and the programs that use them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from slipstream.cli.doctor.report import Finding, Section
 
 PORTS = {"HTTP": 8000, "gRPC": 8001, "metrics": 8002}
 _OPTIONS = {"HTTP": "--http-port", "gRPC": "--grpc-port", "metrics": "--metrics-port"}
-_SECONDS = 2.0  # of silence
-_ANSWER_SECONDS = 5.0  # for all of an answer: some servers let a byte through now and then
-_MOST_BYTES = 1 << 20
-# and empty settings
+_SECONDS = 2.0  # longest wait for the next bytes
+_ANSWER_SECONDS = 5.0  # longest wait for a whole answer: some servers send a byte now and then
+_MAX_BYTES = 1 << 20
+# HTTP/2's preface and an empty SETTINGS frame
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 
 def ports() -> Section:
-    facts, findings = {}, []
+    facts = {}
+    findings = []
     for service, port in PORTS.items():
-        facts[f"{service} {port}"] = found = (
-            "free" if _is_free(port) else f"in use by {_who(service, port)}"
-        )
+        found = "free" if _is_free(port) else f"in use by {_describe_user(service, port)}"
+        facts[f"{service} {port}"] = found
         if found != "free":
             ours = "a Slipstream" in found
             remedy = f"stop it, or start with {_OPTIONS[service]} and another number"
@@ -45,10 +45,10 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _who(service: str, port: int) -> str:
-    answering = {"HTTP": _http_server, "gRPC": _grpc_server, "metrics": _metrics_server}[service](
-        port
-    )
+def _describe_user(service: str, port: int) -> str:
+    """Return what answers on a port, and its process if this user may know it."""
+    probes = {"HTTP": _http_server, "gRPC": _grpc_server, "metrics": _metrics_server}
+    answering = probes[service](port)
     process = _process(port)
     return f"{answering} ({process})" if process else answering
 
@@ -62,12 +62,12 @@ def _http_server(port: int) -> str:
         return "a server that asks for a key"
     try:
         server = json.loads(body)
-        name, version = server["name"], server["version"]
+        label = f"{server['name']} {server['version']}"
     except (ValueError, TypeError, KeyError):
         return "another HTTP server"
     if b'"Slipstream"' in _get(port, "/openapi.json", deadline)[1]:
         return "a Slipstream"
-    return f"a Triton ({name} {version})"
+    return f"a Triton ({label})"
 
 
 def _metrics_server(port: int) -> str:
@@ -82,23 +82,22 @@ def _metrics_server(port: int) -> str:
 def _grpc_server(port: int) -> str:
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), _SECONDS) as asked:
         asked.sendall(_HTTP2)
-        if asked.recv(9)[3:4] == b"\x04":  # its settings
-            ours = (
-                _is_free(PORTS["HTTP"]) is False and _http_server(PORTS["HTTP"]) == "a Slipstream"
-            )
+        if asked.recv(9)[3:4] == b"\x04":  # a SETTINGS frame
+            http = PORTS["HTTP"]
+            ours = not _is_free(http) and _http_server(http) == "a Slipstream"
             return "a Slipstream" if ours else "a gRPC server"
     return "something that does not answer gRPC"
 
 
 def _get(port: int, path: str, deadline: float) -> tuple[int, bytes]:
-    """Status and body; 0 where there is no HTTP. No proxy is asked: it is this machine."""
+    """Return status and body, or 0 if there is no HTTP. Proxies are not used for localhost."""
     connection = HTTPConnection("127.0.0.1", port, timeout=_SECONDS)
     try:
         connection.connect()
-        with _ended_at(deadline, connection.sock):
+        with _shut_down_at(deadline, connection.sock):
             connection.request("GET", path)
             response = connection.getresponse()
-            return response.status, response.read(_MOST_BYTES)
+            return response.status, response.read(_MAX_BYTES)
     except (OSError, HTTPException):
         return 0, b""
     finally:
@@ -106,11 +105,11 @@ def _get(port: int, path: str, deadline: float) -> tuple[int, bytes]:
 
 
 @contextmanager
-def _ended_at(deadline: float, asked: socket.socket) -> Iterator[None]:
-    """After that moment there is nothing more to read there."""
+def _shut_down_at(deadline: float, asked: socket.socket) -> Iterator[None]:
+    """Shut the socket down at that time, which ends a read that is still going on."""
 
     def end() -> None:
-        with suppress(OSError):  # the other side was faster
+        with suppress(OSError):  # the peer has closed it
             asked.shutdown(socket.SHUT_RDWR)
 
     clock = threading.Timer(deadline - time.monotonic(), end)
@@ -122,22 +121,26 @@ def _ended_at(deadline: float, asked: socket.socket) -> Iterator[None]:
 
 
 def _process(port: int, processes: Path = Path("/proc")) -> str:
-    """The process that listens there, where this user may know; its name only, a command line may
-    hold secrets.
+    """Return the id and name of the process that listens on a port, if this user may know it.
+
+    Its command line is left out, because it may hold secrets.
     """
-    sockets = set()
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            rows = [
-                line.split() for line in (processes / "net" / table).read_text().splitlines()[1:]
-            ]
-            listening = (
-                row for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port
-            )
-            sockets |= {f"socket:[{row[9]}]" for row in listening}
+    sockets = _listening_sockets(port, processes)
     for descriptor in processes.glob("[0-9]*/fd/*") if sockets else ():
         with suppress(OSError):
             if str(descriptor.readlink()) in sockets:
                 folder = descriptor.parents[1]
                 return f"process {folder.name}, {(folder / 'comm').read_text().strip()}"
     return ""
+
+
+def _listening_sockets(port: int, processes: Path) -> set[str]:
+    """Return the sockets that listen on a port, as the links in /proc/<id>/fd name them."""
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (processes / "net" / table).read_text().splitlines()[1:]:
+                row = line.split()
+                if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{row[9]}]")
+    return sockets

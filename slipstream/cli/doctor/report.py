@@ -1,6 +1,4 @@
-"""What `slipstream doctor` found: facts under headings, and what follows from them. Nothing secret
-is in it.
-"""
+"""The report of `slipstream doctor`: facts under headings, and findings. It holds no secrets."""
 
 from __future__ import annotations
 
@@ -15,26 +13,26 @@ _SECRET_NAME = re.compile(
     r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PWD|PASSPHRASE|CREDENTIAL|AUTH|AUTHORIZATION|COOKIE|BEARER|PSK|SIGNATURE"
     r"|\bPASS|\bSAS|\bSIG)S?(\b|\d)"
 )
-_FOLDERS = ("PWD", "OLDPWD")  # the shell's own
-# user:password, to the last @: a password may have / and @ in it. A proxy's may come without //.
+_FOLDERS = ("PWD", "OLDPWD")  # folders of the shell, not passwords
+# user:password up to the last @: a password may hold / and @. A proxy's may come without //.
 _IN_ADDRESS = re.compile(r"(?<=//)\S+(?=@)")
 _IN_PROXY = re.compile(r"^(\w+://)?(.+)(?=@)", re.DOTALL)
 _IN_QUERY = re.compile(r"(?<=[?&;#])([\w-]+)=[^&;#\s]+")
-# What the hub, code hosts and clouds hand out, and whatever is as long and as mixed.
+# keys of the hub, code hosts and clouds, and other texts that are as long and as mixed
 _LIKE_A_KEY = re.compile(
     r"\b(hf|sk|pk|ghp|gho|github_pat|glpat|nvapi|xox[a-z]|AKIA)[-_]?[A-Za-z0-9_-]{12,}"
     r"|\b[Bb]earer [\w.~+/=-]+"
     r"|\beyJ[\w-]+\.[\w-]+\.[\w-]*"
     r"|(?<![\w/.-])(?=[A-Za-z+/=]*\d)(?=[\d+/=]*[A-Za-z])[A-Za-z0-9+=]{24,}(?![\w/.-])"
 )
-_SHORTEST_SECRET = 4  # shorter values are in every other word
+_SHORTEST_SECRET = 4  # shorter values occur in ordinary words
 
 
 @dataclass(frozen=True)
 class Finding:
     what: str
     remedy: str
-    blocks: bool = True  # otherwise the server runs, but not as it might
+    blocks: bool = True  # the server cannot run; otherwise it runs with a limitation
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """Those that stand in the way first."""
+        """Return the findings, those that block serving first."""
         found = [finding for section in self.sections for finding in section.findings]
         return sorted(found, key=lambda finding: not finding.blocks)
 
@@ -60,15 +58,10 @@ class Report:
         return not any(finding.blocks for finding in self.findings)
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as an object for JSON."""
         return {
             "ready": self.ready,
-            "sections": {
-                section.title: {
-                    _printable(name): self._shown(value) for name, value in section.facts.items()
-                }
-                for section in self.sections
-            },
+            "sections": {section.title: self._facts(section) for section in self.sections},
             "findings": [
                 {
                     "what": self._shown(found.what),
@@ -78,6 +71,9 @@ class Report:
                 for found in self.findings
             ],
         }
+
+    def _facts(self, section: Section) -> dict[str, str]:
+        return {_printable(name): self._shown(value) for name, value in section.facts.items()}
 
     def _shown(self, text: str) -> str:
         return _printable(self.hide(text))
@@ -94,17 +90,17 @@ class Report:
                 f"  {'error' if found['blocks'] else 'note'}: {found['what']}",
                 f"    -> {found['remedy']}",
             ]
-        verdict = "nothing stands in the way" if self.ready else "the errors above stand in the way"
+        verdict = "ready to serve" if self.ready else "fix the errors above before serving"
         return "\n".join([*lines, f"  {verdict}"])
 
 
 def _printable(text: str) -> str:
-    """Variables and paths may hold bytes that are no UTF-8, which no stream takes."""
+    """Replace bytes that are not UTF-8, which variables and paths may hold."""
     return text.encode("utf-8", "replace").decode()
 
 
 def is_secret(variable: str) -> bool:
-    """By its name."""
+    """Return whether a variable holds a secret, by its name."""
     return (
         variable not in _FOLDERS
         and _SECRET_NAME.search(re.sub("[_-]", " ", variable.upper())) is not None
@@ -112,7 +108,7 @@ def is_secret(variable: str) -> bool:
 
 
 def hide_in(text: str) -> str:
-    """Without what looks like a password, a token or a key."""
+    """Return the text with everything hidden that looks like a password, a token or a key."""
     text = _IN_ADDRESS.sub(HIDDEN, text)
     text = _IN_QUERY.sub(
         lambda found: f"{found[1]}={HIDDEN}" if is_secret(found[1]) else found[0], text
@@ -131,7 +127,7 @@ def hide_in_variable(name: str, value: str) -> str:
 
 
 def hider(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
-    """Hides what looks secret, and what the environment holds as a secret, wherever it turns up."""
+    """Return a function that hides secrets: what looks like one, and those of the environment."""
     secrets = {value for name, value in environment.items() if is_secret(name)} | _passwords(
         environment
     )

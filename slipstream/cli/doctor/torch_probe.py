@@ -1,5 +1,6 @@
-"""What torch finds on this machine, as JSON on stdout. A process of its own: torch takes seconds,
-and may crash.
+"""Prints what torch finds on this machine as JSON.
+
+It is a process of its own, because torch takes seconds to load and may crash.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ def _gpu(index: int) -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info(device)
         with torch.cuda.device(device):
             try_kernel(device)
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any failure is part of the report
         return found | {"failure": f"{type(error).__name__}: {error}"}
     return found | {"free": free, "total": total, "failure": ""}
 
 
 def try_kernel(device: torch.device) -> None:
-    """Compile and run one of the engine's own kernels; ValueError where its result is wrong."""
+    """Compile and run one of the engine's kernels. Raises ValueError if its result is wrong."""
     from slipstream.kernels import normalisation
     from slipstream.kernels.gpu import normalisation as on_gpu
 
