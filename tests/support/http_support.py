@@ -27,6 +27,11 @@ class RunningServer:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.port = 0
 
+    @property
+    def thread_id(self) -> int | None:
+        """The thread of the server's event loop."""
+        return self._thread.ident
+
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         with socket.create_server(("127.0.0.1", 0)) as listening:

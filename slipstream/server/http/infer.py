@@ -1,19 +1,32 @@
-"""`POST /v2/models/M/infer`: one request, one response, tensors as JSON or as bytes."""
+"""`POST /v2/models/M/infer`: one request, one response, tensors as JSON or as bytes.
+
+A response is a JSON header, then the outputs in binary.
+"""
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
+from typing import NamedTuple
 
+from slipstream.repository.config import ModelConfig
 from slipstream.server.http.compression import choose_encoding, compress, decompress
 from slipstream.server.http.exchange import JSON, OCTETS, TEXT, Exchange, Headers
 from slipstream.server.http.infer_request import read_infer_call
-from slipstream.server.http.infer_response import InferBody, values_as_text, write_infer_response
-from slipstream.server.kserve.call import InferCall
+from slipstream.server.kserve.call import InferCall, WantedOutput
+from slipstream.server.kserve.classification import classify
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferResponse, Parameter
-from slipstream.server.kserve.json_writer import write_error
+from slipstream.server.kserve.json_writer import (
+    write_error,
+    write_object,
+    write_scalar,
+    write_values,
+)
 from slipstream.server.kserve.registry import ModelVersion
 from slipstream.server.kserve.shared_memory import SharedMemory
+from slipstream.server.kserve.tensor_bytes import Buffer, as_buffer
+from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.text.threads import in_thread_if_long
 
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
@@ -25,22 +38,37 @@ class EarlyError(InferenceError):
     """An error found before the body is read, or of the model: Triton sends these as text/plain."""
 
 
+class InferBody(NamedTuple):
+    header: bytes
+    tensors: list[Buffer]  # the outputs in binary, none if all are in the header
+
+
 def check_coupled(entry: ModelVersion) -> None:
     if entry.model.decoupled:
         raise EarlyError(DECOUPLED, Code.UNSUPPORTED)
 
 
-def read_call(
-    exchange: Exchange, body: bytes, entry: ModelVersion, memory: SharedMemory, most: int
+async def read_call(
+    exchange: Exchange, body: bytes, entry: ModelVersion, memory: SharedMemory, limit: int
 ) -> InferCall:
-    if encoding := exchange.header(b"content-encoding"):
-        body = decompress(encoding.decode("latin-1").lower(), body, most)
+    """Return the call of a body. Long JSON is parsed in another thread."""
+    encoding = exchange.header(b"content-encoding").decode("latin-1").lower()
+    if encoding:
+        body = await in_thread_if_long(len(body), decompress, encoding, body, limit)
     given = exchange.header(HEADER_LENGTH)
-    size = _header_bytes(given, len(body)) if given else None
-    return read_infer_call(body, size, entry.model.config, entry.version, memory)
+    header_bytes = _read_header_bytes(given, len(body)) if given else None
+    return await in_thread_if_long(
+        len(body) if header_bytes is None else header_bytes,
+        read_infer_call,
+        body,
+        header_bytes,
+        entry.model.config,
+        entry.version,
+        memory,
+    )
 
 
-def _header_bytes(given: bytes, body_bytes: int) -> int:
+def _read_header_bytes(given: bytes, body_bytes: int) -> int:
     digits = given.removeprefix(b"-")
     # what is no number counts as 0, as in C
     value = int(given) if digits.isdigit() and len(digits) < 20 else 0
@@ -67,7 +95,7 @@ async def answer_infer(
         await exchange.respond(error.status, write_error(error.message), TEXT)
         return
     written = await in_thread_if_long(
-        values_as_text(call, response),
+        _count_json_values(call, response),
         write_infer_response,
         call,
         response,
@@ -97,6 +125,71 @@ async def _send(written: InferBody, exchange: Exchange) -> None:
     accepted = exchange.header(b"accept-encoding").decode("latin-1")
     encoding = choose_encoding(accepted) if accepted else ""
     if encoding:
-        body = compress(encoding, body)
+        body = await in_thread_if_long(len(body), compress, encoding, body)
         headers = [*headers, (b"content-encoding", encoding.encode())]
     await exchange.respond(200, body, OCTETS if written.tensors else JSON, headers)
+
+
+def _count_json_values(call: InferCall, response: InferResponse) -> int:
+    """Return the number of values to write as JSON."""
+    count = 0
+    for tensor in response.outputs:
+        wanted = call.wanted(tensor.name)
+        if wanted is not None and not wanted.binary and wanted.place is None:
+            count += len(tensor.data)
+    return count
+
+
+def write_infer_response(
+    call: InferCall, response: InferResponse, config: ModelConfig, memory: SharedMemory
+) -> InferBody:
+    request = call.request
+    fixed = b'{"id":' + write_scalar(request.id) + b"," if request.id else b"{"
+    fixed += _model_members(request.model_name, request.model_version)
+    if response.parameters:
+        fixed += b',"parameters":' + write_object(response.parameters.items())
+    outputs: list[bytes] = []
+    pieces: list[Buffer] = []
+    for tensor in response.outputs:
+        wanted = call.wanted(tensor.name)
+        if wanted is None:
+            continue
+        if wanted.classes:
+            tensor = classify(tensor, wanted.classes, config)
+        description, piece = _write_output(tensor, wanted, memory)
+        outputs.append(description)
+        if piece:
+            pieces.append(piece)
+    header = fixed + b',"outputs":[' + b",".join(outputs) + b"]}"
+    return InferBody(header, pieces)
+
+
+@lru_cache(maxsize=256)
+def _model_members(name: str, version: str) -> bytes:
+    return write_object([("model_name", name), ("model_version", version)])[1:-1]
+
+
+@lru_cache(maxsize=256)
+def _description(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the beginning of an output, which is the same for many responses."""
+    return write_object([("name", name), ("datatype", datatype), ("shape", shape)])[:-1]
+
+
+def _write_output(
+    tensor: Tensor, wanted: WantedOutput, memory: SharedMemory
+) -> tuple[bytes, Buffer]:
+    """Return the output's JSON and its bytes after the header, which may be none."""
+    description = _description(tensor.name, tensor.datatype, tuple(tensor.shape))
+    if wanted.place is not None:
+        place = wanted.place
+        memory.write(place.region, place.offset, place.byte_size, as_buffer(tensor), tensor.name)
+        return description + b"}", b""
+    if wanted.binary:
+        raw = as_buffer(tensor)
+        return description + b',"parameters":{"binary_data_size":%d}}' % len(raw), raw
+    if tensor.datatype in ("FP16", "BF16"):
+        raise InferenceError(
+            f"sending {tensor.datatype} data via JSON is not supported. "
+            f"Please use the binary data format for output {tensor.name}"
+        )
+    return description + b',"data":[' + write_values(tensor.data) + b"]}", b""

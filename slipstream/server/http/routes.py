@@ -286,11 +286,11 @@ class HttpRoutes:
             body = await exchange.read_body(limit)
             if trace is not None:
                 trace.stamp("HTTP_RECV_END")
-            call = read_call(exchange, body, entry, memory, limit)
-            call.request.times.trace = trace
-            if (forwarded := self._context.http_forwarded_headers) is not None:
-                call.request.parameters.update(forwarded_headers(exchange, forwarded))
             with exchange.cancel_on_disconnect():
+                call = await read_call(exchange, body, entry, memory, limit)
+                call.request.times.trace = trace
+                if (forwarded := self._context.http_forwarded_headers) is not None:
+                    call.request.parameters.update(forwarded_headers(exchange, forwarded))
                 await answer_infer(entry, call, memory, exchange)
 
     async def _generate(self, exchange: Exchange, parameters: Parameters) -> None:

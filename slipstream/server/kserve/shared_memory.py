@@ -94,7 +94,12 @@ class SharedMemory:
         """Return a copy: the client may change the region while the model runs."""
         region = self._find(name, offset, byte_size)
         start = region.offset + offset
-        return region.memory[start : start + byte_size]
+        try:
+            return region.memory[start : start + byte_size]
+        except (
+            ValueError
+        ) as error:  # unregistered in the meantime; long requests are read in a thread
+            raise _unknown_region(name) from error
 
     def write(self, name: str, offset: int, byte_size: int, data: Buffer, tensor: str) -> None:
         region = self._find(name, offset, byte_size)
@@ -117,10 +122,14 @@ class SharedMemory:
     def _find(self, name: str, offset: int, byte_size: int) -> Region:
         region = self._regions.get(name)
         if region is None:
-            raise InferenceError(f"Unable to find shared memory region: '{name}'", Code.NOT_FOUND)
+            raise _unknown_region(name)
         if offset < 0 or byte_size < 0 or offset + byte_size > region.byte_size:
             raise InferenceError(f"Invalid offset + byte size for shared memory region: '{name}'")
         return region
+
+
+def _unknown_region(name: str) -> InferenceError:
+    return InferenceError(f"Unable to find shared memory region: '{name}'", Code.NOT_FOUND)
 
 
 def _open(key: str, offset: int, byte_size: int, name: str) -> mmap.mmap:
