@@ -27,8 +27,8 @@ These are the fields of a generation request. The same fields are tensors on Tri
 protocols, keys of OpenAI's routes, and options of `slipstream.LLM`; the names may differ (see
 [Names](#names)). A value outside its bounds is an error that names the field.
 
-A model takes the inputs that its `config.pbtxt` declares. Fields marked \\* may also come as request
-parameters, to models that do not declare them.
+A model takes the inputs that its `config.pbtxt` declares. Fields marked \\* may also be sent as
+request parameters, to models that do not declare them.
 
 This page is generated from `slipstream/request_fields/`:
 
@@ -40,15 +40,16 @@ This page is generated from `slipstream/request_fields/`:
 _NAMES = """
 ## Names
 
-The first column is the name on text models (`generate`, ensembles, BLS models). The engine model has
-the same name if its column is empty. The last column is the default on OpenAI's routes, if it differs.
+The first column is the name on text models (`generate`, ensembles, BLS models). The engine model
+has the same name if its column is empty. The last column is the default on OpenAI's routes, if it
+differs.
 """
 
 _CONFLICTS = f"""
 ## Combinations
 
-`{BEAM_SEARCH}` above 1 (beam search) and `{DRAFT_MODEL}` (a draft model) cannot be combined with some
-fields:
+`{BEAM_SEARCH}` above 1 (beam search) and `{DRAFT_MODEL}` (a draft model) cannot be combined with
+some fields:
 """
 
 

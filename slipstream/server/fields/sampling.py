@@ -126,7 +126,7 @@ def read_words(fields: RequestFields, field: str, comma_separated: bool) -> list
 
 
 def unpack_words(tensor: Tensor) -> list[tuple[int, ...]]:
-    """Return the words of the engine's layout [2, L]: all ids, then the end of each word, then -1."""
+    """Return the words of the engine's layout [2, L]: all ids, then the ends of words, then -1."""
     values = tensor.values()
     length = len(values) // 2
     ids = values[:length]

@@ -1,4 +1,4 @@
-"""The tokens of prompts: a conversation rendered by the chat template, or given texts and tokens."""
+"""The tokens of prompts: of conversations, rendered by the chat template, and of texts."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ async def answer_whole(call: Call, answers: CallAnswers, exchange: Exchange) -> 
 
 
 async def answer_stream(call: Call, answers: CallAnswers, exchange: Exchange) -> None:
-    """Send the answers as events. An error before the first event is raised, later it is an event."""
+    """Send the answers as events. An error is raised before the first event, then it is one."""
     events = EventWriter(call, answers)
     started = False
     try:

@@ -99,7 +99,8 @@ def _find_format(model: NamedModel) -> CallFormat:
         )
     if set(model.tokenizer.encode(found.open, False)) & set(model.tokenizer.special_ids):
         raise ApiError(
-            f"tools is not supported for this model: {found.open} is a special token of its tokenizer",
+            "tools is not supported for this model: "
+            f"{found.open} is a special token of its tokenizer",
             "tools",
         )
     return found
