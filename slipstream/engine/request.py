@@ -33,15 +33,14 @@ class Guide:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is chosen. The defaults are greedy.
+class BaseSamplingParams:
+    """The sampling parameters that requests and `slipstream.LLM` share. The defaults are greedy.
 
     `temperature` 0 means greedy, whatever the other fields say. `top_k` 0, `top_p` 1 and `min_p` 0
     mean off. The repetition penalty applies to tokens of the prompt and the output, the presence
     and frequency penalties to tokens of the output only.
     """
 
-    max_tokens: int = 16
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -49,33 +48,40 @@ class SamplingParams:
     top_p_min: float = 1e-6  # lower bound of the decayed top_p
     top_p_reset_id: int = -1  # token that resets the decay; -1: none
     min_p: float = 0.0
-    seed: int = 0  # 64 bits; the caller draws one when the user gave none
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     min_tokens: int = 0  # end ids are excluded before this many output tokens
-    end_ids: tuple[int, ...] = ()
     # length of token sequences that may not occur twice, prompt included; 0: off
     no_repeat_ngram: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not occur
-    # texts that the output may not contain, however they are tokenised
-    bad_texts: tuple[str, ...] = ()
-    # texts that end a beam; for other requests the caller looks for stop words in the text
-    stop_texts: tuple[str, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, value added to its logit)
     log_probs: bool = False  # report the log-probability of each sampled token
     top_log_probs: int = 0  # number of likeliest tokens to report for each sampled token
     prompt_log_probs: bool = False  # report the log-probability of every prompt token but the first
     context_logits: bool = False  # report the logits at every position of the prompt
     # report the logits that each token was sampled from, before any parameter changed them
     generation_logits: bool = False
-    guide: Guide | None = None
     beam_width: int = 1  # over 1: beam search, whose beams are sent when the request ends
     length_penalty: float = 0.0  # a beam's score is its log-probability / length ** length_penalty
+    diversity_rate: float = 0.0  # times a beam's index, added to its score when beams are selected
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(BaseSamplingParams):
+    """The sampling parameters of a request."""
+
+    max_tokens: int = 16
+    seed: int = 0  # 64 bits; the caller draws one when the user gave none
+    end_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not occur
+    # texts that the output may not contain, however they are tokenised
+    bad_texts: tuple[str, ...] = ()
+    # texts that end a beam; for other requests the caller looks for stop words in the text
+    stop_texts: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, value added to its logit)
+    guide: Guide | None = None
     # when a beam search ends. 1: at `beam_width` finished beams; 0: when a better one is unlikely;
     # otherwise: when none can be better
     early_stopping: int = 1
-    diversity_rate: float = 0.0  # times a beam's index, added to its score when beams are selected
     timing: bool = False  # report timestamps when the request ends
 
     @property
