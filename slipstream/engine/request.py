@@ -48,6 +48,7 @@ class BaseSamplingParams:
     top_p_min: float = 1e-6  # lower bound of the decayed top_p
     top_p_reset_id: int = -1  # token that resets the decay; -1: none
     min_p: float = 0.0
+    typical_p: float = 1.0  # probability of the locally typical tokens to sample from; 1: off
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

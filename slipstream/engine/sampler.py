@@ -232,6 +232,7 @@ def _draw_narrowed(
         column([p.min_p for p in some]),
         column(_noise_keys(chosen, parameters, lengths)),
         widest,
+        _typical_p(some, logits.device),
     )
 
 
@@ -252,7 +253,15 @@ def _draw_from_all(
         column([p.temperature for p in some]),
         min_p,
         column(_noise_keys(chosen, parameters, lengths)),
+        _typical_p(some, logits.device),
     )
+
+
+def _typical_p(parameters: list[SamplingParams], device: torch.device) -> Tensor | None:
+    """Return typical_p of each row [rows, 1], None if no row uses it."""
+    if all(p.typical_p >= 1.0 for p in parameters):
+        return None
+    return _column(device)([p.typical_p for p in parameters])
 
 
 def _select(logits: Tensor, chosen: list[int], where: Tensor) -> Tensor:

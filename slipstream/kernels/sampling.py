@@ -1,5 +1,5 @@
-"""Drawing tokens from logits: seeded noise, and the narrowing of the choice by top-k, top-p and
-min-p.
+"""Drawing tokens from logits: seeded noise, and the narrowing of the choice by top-k, top-p, min-p
+and typical-p.
 
 A draw adds Gumbel noise to the scaled logits and takes the largest. The noise of a token is a hash
 of (seed, position, token), so a draw never depends on the other rows of the batch, and need only be
@@ -50,12 +50,15 @@ def draw_from_all(
     temperature: Tensor,  # [rows, 1], above 0
     min_p: Tensor | None,  # [rows, 1]; None: off for all
     keys: Tensor,  # [rows, 1] int64
+    typical_p: Tensor | None = None,  # [rows, 1], 1: off; None: off for all
 ) -> Tensor:
     """→ tokens [rows], from the whole vocabulary down to min-p of the likeliest."""
     scaled = logits / temperature
     if min_p is not None:
         floor = scaled.max(dim=-1, keepdim=True).values + torch.log(min_p)
         scaled = scaled.masked_fill(scaled < floor, float("-inf"))
+    if typical_p is not None:
+        scaled = scaled.masked_fill(~keep_typical(scaled, typical_p), float("-inf"))
     tokens = torch.arange(scaled.shape[-1], device=scaled.device)
     return (scaled + gumbel(tokens, keys)).argmax(dim=-1)
 
@@ -68,6 +71,7 @@ def draw_narrowed(
     min_p: Tensor,  # [rows, 1], 0: off
     keys: Tensor,  # [rows, 1] int64
     widest: int,  # the largest top_k, or 0 when a row narrows by top-p alone
+    typical_p: Tensor | None = None,  # [rows, 1], 1: off; None: off for all
 ) -> Tensor:
     """→ tokens [rows]. Temperature first, then top-k, top-p within it, min-p against the likeliest."""
     scaled, vocab = logits / temperature, logits.shape[-1]
@@ -81,8 +85,31 @@ def draw_narrowed(
     if width < vocab and not widest and not bool((reached | ~by_p_alone).all()):
         values, tokens = scaled.sort(dim=-1, descending=True)
         kept, _ = _keep(values, top_k, top_p, min_p, total)
-    scores = values.masked_fill(~kept, float("-inf")) + gumbel(tokens, keys)
+    values = values.masked_fill(~kept, float("-inf"))
+    if typical_p is not None:
+        values = values.masked_fill(~keep_typical(values, typical_p), float("-inf"))
+    scores = values + gumbel(tokens, keys)
     return tokens.gather(-1, scores.argmax(dim=-1, keepdim=True)).flatten()
+
+
+def keep_typical(
+    scaled: Tensor,  # [rows, n] float32 logits, -inf for tokens that are excluded already
+    typical_p: Tensor,  # [rows, 1], 1: off
+) -> Tensor:
+    """Return which tokens locally typical sampling keeps [rows, n].
+
+    These are the fewest tokens whose probabilities reach `typical_p`, taken in the order of the
+    distance between their negative log-probability and the entropy. Equal distances are all kept.
+    """
+    log_probability = scaled.log_softmax(dim=-1)
+    probability = log_probability.exp()
+    # nansum: an excluded token is 0 * -inf
+    entropy = -(probability * log_probability).nansum(dim=-1, keepdim=True)
+    distance = (log_probability + entropy).abs()
+    nearest, order = distance.sort(dim=-1)
+    cumulative = probability.gather(-1, order).cumsum(dim=-1)
+    last = (cumulative < typical_p).sum(dim=-1, keepdim=True).clamp(max=scaled.shape[-1] - 1)
+    return (distance <= nearest.gather(-1, last)) | (typical_p >= 1.0)
 
 
 def _keep(

@@ -134,6 +134,15 @@ _TOKEN_CHOICE = (
         conflicts=(BEAM_SEARCH,),
     ),
     _sampling(
+        "typical_p",
+        "FP32",
+        _FRACTION_ABOVE_0,
+        "Sample from the tokens nearest to the entropy whose probabilities reach this sum. 1: off.",
+        openai="typical_p",
+        narrows=True,
+        conflicts=(BEAM_SEARCH,),
+    ),
+    _sampling(
         "top_p_decay",
         "FP32",
         _FRACTION_ABOVE_0,

@@ -4,12 +4,14 @@ it.
 
 import math
 
+import pytest
 import torch
 from transformers import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from slipstream.kernels import sampling
@@ -138,3 +140,54 @@ def test_top_p_beyond_the_first_look_sorts_the_whole_vocabulary():
     kept = TopPLogitsWarper(0.9)(None, logits)[0].isfinite()
     assert kept[tokens].all()
     assert (tokens < vocab - 1024).float().mean() > 0.7
+
+
+@pytest.mark.parametrize("mass", [1e-6, 0.2, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
+def test_typical_p_keeps_the_tokens_that_transformers_keeps(mass, scale):
+    torch.manual_seed(8)
+    logits = torch.randn(64, VOCAB) * scale
+    logits[:, :40] = -math.inf  # excluded before
+    warped = TypicalLogitsWarper(mass)(None, logits)
+    kept = sampling.keep_typical(logits, torch.full((64, 1), mass))
+    assert (kept & logits.isfinite()).tolist() == warped.isfinite().tolist()
+    own = logits.masked_fill(~kept, -math.inf).softmax(-1)
+    assert torch.equal(own, warped.softmax(-1))
+
+
+def test_typical_p_of_one_keeps_all_tokens_beside_rows_that_have_another():
+    logits = torch.randn(2, VOCAB) * 3
+    kept = sampling.keep_typical(logits, torch.tensor([[1.0], [0.3]]))
+    assert kept[0].all()
+    assert kept[1].sum() < VOCAB
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (40, 0.9, 0.0), (0, 1.0, 0.02)]
+)
+def test_draws_with_typical_p_follow_transformers(top_k, top_p, min_p):
+    torch.manual_seed(4)
+    logits = torch.randn(1, VOCAB) * 2
+    warped = TemperatureLogitsWarper(1.3)(None, logits)
+    if top_k:
+        warped = TopKLogitsWarper(top_k)(None, warped)
+    if top_p < 1:
+        warped = TopPLogitsWarper(top_p)(None, warped)
+    if min_p:
+        warped = MinPLogitsWarper(min_p)(None, warped)
+    probabilities = TypicalLogitsWarper(0.6)(None, warped).softmax(-1)[0]
+    draws = 4000
+    rows = logits.expand(draws, -1)
+    temperature, k, p, least = columns(draws, 1.3, top_k, top_p, min_p)
+    typical_p = torch.full((draws, 1), 0.6)
+    if top_k:
+        tokens = sampling.draw_narrowed(
+            rows, temperature, k, p, least, keys(range(draws)), top_k, typical_p
+        )
+    else:
+        tokens = sampling.draw_from_all(rows, temperature, least, keys(range(draws)), typical_p)
+    assert set(tokens.tolist()) <= set(probabilities.nonzero().flatten().tolist())
+    statistic, freedom = chi_square(
+        torch.bincount(tokens, minlength=VOCAB).double(), probabilities.double()
+    )
+    assert statistic < freedom + 5 * math.sqrt(2 * max(freedom, 1)) + 1e-9

@@ -109,6 +109,7 @@ def test_a_range_says_what_a_value_must_be(bound: Range, value: float, problem: 
         (BEAM_SEARCH, {"top_k": 1, "temperature": 0.5, "presence_penalty": 1.0}, ""),
         (BEAM_SEARCH, {"top_k": 2}, "top_k"),
         (BEAM_SEARCH, {"min_p": 0.1}, "min_p"),
+        (BEAM_SEARCH, {"typical_p": 0.9}, "typical_p"),
         (BEAM_SEARCH, {"top_log_probs": 1}, "top_log_probs"),
         (DRAFT_MODEL, {"top_k": 2, "top_p": 0.5, "repetition_penalty": 1.5}, ""),
         (DRAFT_MODEL, {"presence_penalty": -1.0}, "presence_penalty"),

@@ -181,6 +181,9 @@ def test_every_input_of_the_templates_is_in_the_table() -> None:
         ({"top_p": 0.5}, False, 1.0, 0, 0.5),
         ({"temperature": 0.5, "top_k": 5, "top_p": 0.9}, False, 0.5, 5, 0.9),
         ({"top_k": 0, "top_p": 0.5}, False, 1.0, 0, 0.5),
+        ({"min_p": 0.1}, False, 1.0, 0, 1.0),
+        ({"typical_p": 0.5}, False, 1.0, 0, 1.0),
+        ({"typical_p": 1.0}, True, 0.0, 0, 1.0),
     ],
 )
 def test_fields_that_turn_sampling_on(
@@ -211,6 +214,7 @@ def test_seed_is_the_clients_or_random() -> None:
         ("frequency_penalty", 0.5, "frequency_penalty"),
         ("presence_penalty", 0.5, "presence_penalty"),
         ("repetition_penalty", 1.5, "repetition_penalty"),
+        ("typical_p", 0.5, "typical_p"),
     ],
 )
 def test_an_undeclared_field_may_be_a_request_parameter(
