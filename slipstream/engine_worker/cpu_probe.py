@@ -1,10 +1,10 @@
-"""Which number format the CPU computes well, found out where a crash hurts nobody.
+"""Chooses the number format that the CPU computes with, by trials in a child process.
 
-Some machines report instructions that fault when they are used (virtual machines that hide half of
-AMX, for one), and a fault there is a SIGILL that no `except` can catch. So a child process tries a
-few matrix products in the format and under the instruction limit in question; its exit code is the
-answer. The answer is kept per CPU, flags and torch version under $SLIPSTREAM_HOME, so only the
-first start pays for it.
+Some machines report instructions that fault when used, such as virtual machines that hide half of
+AMX. The fault is a SIGILL, which no `except` can catch. A child process therefore runs a few matrix
+multiplications in the format and with the instruction limit in question, and its exit code tells
+whether they work. The result is stored under $SLIPSTREAM_HOME for each CPU, its flags and torch
+version, so that only the first start runs the trials.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ NATIVE_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last i
 
 @dataclass(frozen=True)
 class CpuChoice:
+    """A number format, and the instruction set that oneDNN is limited to ("" for no limit)."""
+
     dtype: str
-    isa: str = ""  # the most oneDNN may use; "" means whatever it finds
+    isa: str = ""
 
 
-# Best first. Below AVX512_CORE_BF16 the bfloat16 products would be emulated, and float32 is faster
-# than that.
+# The best comes first. Below AVX512_CORE_BF16, oneDNN emulates bfloat16: float32 is faster.
 CANDIDATES = (
     CpuChoice("bfloat16"),
     CpuChoice("bfloat16", "AVX512_CORE_BF16"),
@@ -46,7 +47,7 @@ CANDIDATES = (
     CpuChoice("float32", "AVX2"),
 )
 
-# Products of one row, of a few and of many take different kernels; attention takes its own.
+# oneDNN has different kernels for one row, a few rows and many rows. Attention has its own.
 TRIAL = """
 import sys, torch
 import torch.nn.functional as F
@@ -55,7 +56,7 @@ weight = torch.randn(96, 64)
 for rows in (1, 7, 64):
     given = torch.randn(rows, 64)
     found = F.linear(given.to(dtype), weight.to(dtype)).float()
-    assert torch.allclose(found, F.linear(given, weight), atol=0.5, rtol=0.05), "wrong product"
+    assert torch.allclose(found, F.linear(given, weight), atol=0.5, rtol=0.05), "wrong result"
 heads = torch.randn(1, 4, 33, 16).to(dtype)
 assert torch.isfinite(F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)).all()
 """
@@ -66,8 +67,9 @@ def trial_command(choice: CpuChoice) -> list[str]:
 
 
 def prepare(settings: EngineSettings) -> EngineSettings:
-    """Settings with the format decided, and the environment set for it. To be called before torch
-    loads.
+    """Return the settings with the format chosen, and set the environment variables for it.
+
+    Must be called before torch is imported.
     """
     if not runs_on_cpu(settings):
         return settings
@@ -81,10 +83,11 @@ def prepare(settings: EngineSettings) -> EngineSettings:
 
 
 def _limit_spinning() -> None:
-    """torch's OpenMP threads wait for each other by spinning, for milliseconds. As soon as anything
-    else wants a core (the server process does, for each token) a thread spins while the one it
-    waits for cannot run, and steps take thirty times as long. A thousand turns bridge the gap
-    between two kernels and no more.
+    """Limit how long torch's OpenMP threads spin while they wait for each other.
+
+    They spin for milliseconds by default. When another process needs a core, as the server does for
+    each token, a thread spins while the thread it waits for cannot run, and steps take thirty times
+    as long. A thousand iterations cover the gap between two kernels.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -103,7 +106,7 @@ def choose(
     cpu: tuple[str, frozenset[str]] | None = None,
     home: Path | None = None,
 ) -> CpuChoice:
-    """The first candidate that works here, from the cache where it knows this machine."""
+    """Return the first candidate that works on this machine, from the cache if it is known."""
     model, flags = cpu if cpu is not None else read_cpu()
     key = _cache_key(model, flags)
     cache = (home if home is not None else slipstream_home()) / "cpu-probe.json"
@@ -116,7 +119,7 @@ def choose(
 
 
 def explain(choice: CpuChoice, flags: frozenset[str]) -> str:
-    """Why this one, in a few words."""
+    """Return the reason for a choice in a few words."""
     if ISA_VARIABLE in os.environ:
         return f"what works within {ISA_VARIABLE}={os.environ[ISA_VARIABLE]}"
     native = sorted(flags & NATIVE_BF16_FLAGS)
@@ -125,13 +128,15 @@ def explain(choice: CpuChoice, flags: frozenset[str]) -> str:
     if choice.dtype == "bfloat16":
         return f"the CPU has instructions for it ({', '.join(native)}), and they passed a trial"
     if native:
-        return f"the CPU reports instructions for bfloat16 ({', '.join(native)}), but they failed a trial"
+        names = ", ".join(native)
+        return f"the CPU reports instructions for bfloat16 ({names}), but they failed a trial"
     return "the CPU has no instructions for bfloat16"
 
 
 def read_cpu(path: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
-    """Model name and flags of the first processor; empty where the system does not tell."""
-    model, flags = "", frozenset[str]()
+    """Return the model name and flags of the first CPU; empty if they are not reported."""
+    model = ""
+    flags: frozenset[str] = frozenset()
     if not path.exists():
         return model, flags
     for line in path.read_text().splitlines():
@@ -154,7 +159,7 @@ def _try_candidates(
             continue
         if _works(command(choice), choice):
             return choice
-    logger.warning("no number format passed the CPU trial; trying float32 all the same")
+    logger.warning("no number format passed the CPU trial; using float32")
     return CpuChoice("float32")
 
 
@@ -186,7 +191,7 @@ def _read_cache(path: Path) -> dict[str, CpuChoice]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        logger.warning("cannot use %s (%s); the CPU is tried again", path, error)
+        logger.warning("cannot read %s (%s); the CPU trial runs again", path, error)
         return {}
 
 
@@ -199,5 +204,7 @@ def _write_cache(path: Path, choices: dict[str, CpuChoice]) -> None:
         temporary.replace(path)
     except OSError as error:
         logger.warning(
-            "cannot keep the CPU trial's result in %s (%s); the next start tries again", path, error
+            "cannot write the result of the CPU trial to %s (%s); the next start runs it again",
+            path,
+            error,
         )

@@ -1,6 +1,4 @@
-"""Trace files: who is traced, into which file, and what stands in it. The names are those the real
-server wrote.
-"""
+"""Trace files: which requests are traced, into which file, and with the names of the real server."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def change(port: int, wanted: dict[str, Any], model: str = "") -> Any:
 
 
 def activities(file: Path) -> list[dict[str, Any]]:
-    """What a file holds. Its last request may be written only after its answer has been read."""
+    """Return the content of a file. The last request may be written after its response was read."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
@@ -83,7 +81,7 @@ def ids(found: list[dict[str, Any]]) -> list[str]:
     return [one.get("request_id", "") for one in found if "model_name" in one]
 
 
-def test_a_request_over_http_leaves_the_events_the_real_server_wrote(tmp_path: Path) -> None:
+def test_an_http_request_is_traced_with_the_events_of_the_real_server(tmp_path: Path) -> None:
     with serving(settings(tmp_path / "trace.json", "TIMESTAMPS", "TENSORS", frequency=1)) as port:
         assert infer(port, "my-id", 'he"llo') == 200
         found = activities(tmp_path / "trace.json.0")
@@ -110,7 +108,7 @@ def test_a_request_over_http_leaves_the_events_the_real_server_wrote(tmp_path: P
     assert [times[name] for name in order] == sorted(times[name] for name in order)
 
 
-def test_levels_choose_what_is_written(tmp_path: Path) -> None:
+def test_levels_select_timestamps_and_tensors(tmp_path: Path) -> None:
     with serving(settings(tmp_path / "times", "TIMESTAMPS", frequency=1)) as port:
         infer(port, "a")
         assert not [one for one in activities(tmp_path / "times.0") if "tensor" in one]
@@ -124,8 +122,8 @@ def test_levels_choose_what_is_written(tmp_path: Path) -> None:
     assert not [one for one in found if "timestamps" in one]
 
 
-def test_rate_and_log_frequency(tmp_path: Path) -> None:
-    """Every second request is traced, and three traces are a file; the rest is written at the end."""
+def test_rate_selects_requests_and_log_frequency_splits_files(tmp_path: Path) -> None:
+    """Trace every second request, write files of three traces, and the rest at the end."""
     trace = settings(tmp_path / "trace.json", "TIMESTAMPS", rate=2, frequency=3)
     with serving(trace) as port:
         for number in range(9):
@@ -137,15 +135,13 @@ def test_rate_and_log_frequency(tmp_path: Path) -> None:
 
 
 def at_once(path: Path) -> str:
-    """What the file holds at one moment: `read_text` asks twice, and what came between joins on to
-    what was there.
-    """
+    """Return the content of a file in one read: `read_text` reads twice and could mix two states."""
     with path.open("rb", buffering=0) as file:
         return (file.read(1 << 20) or b"").decode()
 
 
-def test_without_a_frequency_one_file_holds_all_and_is_whole_at_any_time(tmp_path: Path) -> None:
-    (tmp_path / "trace.json").write_text("what an earlier server left")
+def test_without_a_frequency_one_file_holds_all_traces_and_is_always_valid(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text("left by an earlier server")
     with serving(settings(tmp_path / "trace.json", "TIMESTAMPS")) as port:
         for count in (1, 2, 3):
             infer(port, f"n{count}")
@@ -155,7 +151,7 @@ def test_without_a_frequency_one_file_holds_all_and_is_whole_at_any_time(tmp_pat
             assert ids(json.loads(text)) == [f"n{number}" for number in range(1, count + 1)]
 
 
-def test_a_count_is_used_up_and_shown(tmp_path: Path) -> None:
+def test_trace_count_decreases_and_is_shown(tmp_path: Path) -> None:
     with serving(settings(tmp_path / "trace.json", "TIMESTAMPS", count=2)) as port:
         for number in range(4):
             infer(port, f"m{number}")
@@ -168,7 +164,7 @@ def test_a_count_is_used_up_and_shown(tmp_path: Path) -> None:
         assert ids(activities(tmp_path / "trace.json.1")) == ["again"]
 
 
-def test_settings_of_one_model_and_turning_it_off(tmp_path: Path) -> None:
+def test_one_model_is_traced_and_switched_off_again(tmp_path: Path) -> None:
     with serving(settings(tmp_path / "trace.json", "OFF", frequency=1)) as port:
         infer(port, "off")
         shown = change(port, {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"}, "echo")
@@ -187,7 +183,7 @@ def test_settings_of_one_model_and_turning_it_off(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.0"]
 
 
-def test_errors_and_streams_are_traced_too(tmp_path: Path) -> None:
+def test_errors_and_streams_are_traced(tmp_path: Path) -> None:
     with serving(settings(tmp_path / "trace.json", "TIMESTAMPS", "TENSORS", frequency=1)) as port:
         assert infer(port, "o", "error", model="oops_nd") == 500
         failed = activities(tmp_path / "trace.json.0")
@@ -207,7 +203,7 @@ def test_errors_and_streams_are_traced_too(tmp_path: Path) -> None:
     assert len(answers) == 2
 
 
-def test_the_steps_of_an_ensemble_are_its_children(tmp_path: Path) -> None:
+def test_steps_of_an_ensemble_are_child_traces(tmp_path: Path) -> None:
     with serving(settings(tmp_path / "trace.json", "TIMESTAMPS", frequency=1)) as port:
         post(port, "/v2/models/ens/generate", b'{"text_input": "a b"}')
         found = activities(tmp_path / "trace.json.0")
@@ -220,7 +216,7 @@ def test_the_steps_of_an_ensemble_are_its_children(tmp_path: Path) -> None:
     assert set(stamps(found, 2)) == REQUEST | COMPUTE
 
 
-def test_grpc_calls_and_streams(tmp_path: Path) -> None:
+def test_grpc_calls_and_streams_are_traced(tmp_path: Path) -> None:
     document = {
         "model_name": "echo",
         "id": "g",
@@ -240,7 +236,7 @@ def test_grpc_calls_and_streams(tmp_path: Path) -> None:
     assert set(stamps(found, 2)) == GRPC | REQUEST | COMPUTE
 
 
-def test_a_file_that_cannot_be_written_hurts_no_request(
+def test_requests_succeed_when_the_trace_file_cannot_be_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with serving(settings(tmp_path / "missing" / "trace.json", "TIMESTAMPS", frequency=1)) as port:
@@ -250,6 +246,6 @@ def test_a_file_that_cannot_be_written_hurts_no_request(
     assert "cannot write the trace file" in captured.err + captured.out
 
 
-def test_a_level_needs_a_file_from_the_start() -> None:
+def test_tracing_without_a_file_name_is_refused() -> None:
     with pytest.raises(InferenceError, match="trace file name is not given"):
         TraceSettings({"trace_level": ["TIMESTAMPS"]})

@@ -1,6 +1,4 @@
-"""Spans of OpenTelemetry: the calls that the real server exported spans of leave the same ones
-here.
-"""
+"""OpenTelemetry spans equal those that the real server exported for the same calls."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def infer(
 
 
 def shape(spans: list[dict[str, Any]]) -> list[Any]:
-    """Names, parents, events and attributes, with ids that do not depend on what was traced before."""
+    """Return names, parents, events and attributes, with trace ids counted from 1."""
     names = {span["spanId"]: span["name"] for span in spans}
     first = min(
         int(span["attributes"]["triton.trace_id"])
@@ -111,7 +109,7 @@ def only(spans: list[CollectedSpan], name: str) -> CollectedSpan:
 
 
 @pytest.mark.parametrize("case", ["http", "http-context", "ensemble", "ensemble-error", "error"])
-def test_http_calls_leave_the_spans_of_the_real_server(case: str) -> None:
+def test_http_calls_export_the_spans_of_the_real_server(case: str) -> None:
     calls = {
         "http": lambda port: infer(port, request_id="my-id"),
         "http-context": lambda port: infer(port, headers=[PARENT, ("tracestate", "a=b")]),
@@ -149,7 +147,7 @@ def grpc_request(model: str, text: bytes) -> Any:
 
 
 @pytest.mark.parametrize("case", ["grpc", "grpc-stream", "grpc-error"])
-def test_grpc_calls_leave_the_spans_of_the_real_server(case: str) -> None:
+def test_grpc_calls_export_the_spans_of_the_real_server(case: str) -> None:
     with Collector() as collector:
         trace = tracing(collector)
         with RunningGrpc(
@@ -172,7 +170,7 @@ def test_grpc_calls_leave_the_spans_of_the_real_server(case: str) -> None:
         assert {span.trace_id for span in found} == {"0af7651916cd43dd8448eb211c12666c"}
 
 
-def test_the_state_and_the_parent_of_a_grpc_stream_hold_for_its_requests() -> None:
+def test_all_requests_of_a_grpc_stream_have_its_parent_and_state() -> None:
     with Collector() as collector:
         trace = tracing(collector, rate=0)
         with RunningGrpc(
@@ -188,7 +186,7 @@ def test_the_state_and_the_parent_of_a_grpc_stream_hold_for_its_requests() -> No
     ] * 2
 
 
-def test_times_are_in_order_and_of_this_day() -> None:
+def test_times_are_in_order_and_absolute() -> None:
     before = time.time_ns()
     with Collector() as collector, serving(tracing(collector)) as port:
         assert infer(port) == 200
@@ -231,7 +229,7 @@ def test_exports_carry_the_resource_attributes_and_the_headers(
     assert received.message.resource_spans[0].scope_spans[0].scope.name == "triton-server"
 
 
-def test_with_a_rate_of_0_only_those_of_a_callers_trace_are_traced() -> None:
+def test_with_a_rate_of_0_only_requests_of_a_callers_trace_are_traced() -> None:
     bad = [
         "00-00000000000000000000000000000000-b7ad6b7169242424-01",
         "nonsense",
@@ -244,7 +242,7 @@ def test_with_a_rate_of_0_only_those_of_a_callers_trace_are_traced() -> None:
     with Collector() as collector, serving(tracing(collector, rate=0)) as port:
         for value in bad:
             assert infer(port, headers=[("traceparent", value)]) == 200
-        assert infer(port, headers=[PARENT, PARENT]) == 200  # which of the two?
+        assert infer(port, headers=[PARENT, PARENT]) == 200  # ambiguous
         assert infer(port) == 200
         unsampled, newer = PARENT[1][:-1] + "0", "01" + PARENT[1][2:] + "-more"
         assert (
@@ -260,7 +258,7 @@ def test_with_a_rate_of_0_only_those_of_a_callers_trace_are_traced() -> None:
     assert {span.parent_id for span in roots} == {"b7ad6b7169242424"}
 
 
-def test_rate_and_count_hold_for_those_that_begin_a_trace() -> None:
+def test_rate_and_count_apply_to_requests_without_a_callers_trace() -> None:
     with Collector() as collector, serving(tracing(collector, rate=2, count=1)) as port:
         for number in range(6):
             infer(port, request_id=f"n{number}")
@@ -270,7 +268,7 @@ def test_rate_and_count_hold_for_those_that_begin_a_trace() -> None:
     assert [span.attributes["triton.request_id"] for span in models] == ["n1", "asked for"]
 
 
-def test_a_request_that_reaches_no_model_leaves_its_root() -> None:
+def test_a_request_that_reaches_no_model_exports_its_root_span() -> None:
     with Collector() as collector, serving(tracing(collector)) as port:
         assert post(port, "/v2/models/echo/infer", b'{"inputs": 3}').status == 500
         (root,) = collector.wait()
@@ -282,7 +280,7 @@ def test_a_request_that_reaches_no_model_leaves_its_root() -> None:
     assert root.event_names == ["HTTP_RECV_START", "HTTP_RECV_END"]
 
 
-def test_spans_hold_nothing_that_was_asked_or_answered() -> None:
+def test_spans_contain_no_prompts_and_no_responses() -> None:
     with Collector() as collector, serving(tracing(collector)) as port:
         infer(port, "the-secret-text")
         infer(port, "the-secret-text", "oops_nd")
@@ -293,7 +291,7 @@ def test_spans_hold_nothing_that_was_asked_or_answered() -> None:
     assert "secret" not in collector.text
 
 
-def test_requests_are_answered_whatever_the_collector_does(
+def test_requests_succeed_whatever_the_collector_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")  # seconds
@@ -301,7 +299,7 @@ def test_requests_are_answered_whatever_the_collector_does(
         collector.gate.clear()
         trace = tracing(collector, queue_spans=6, batch_spans=3)
         with serving(trace) as port:
-            # while nobody has been answered there
+            # while the collector does not respond
             assert [infer(port) for _ in range(20)] == [200] * 20
             # One call's spans are on their way and two calls' in the queue. The last call ends
             # after its answer.
@@ -315,7 +313,7 @@ def test_requests_are_answered_whatever_the_collector_does(
     assert (trace.exporter.exported, trace.exporter.dropped) == (0, 15)
 
 
-def test_settings_are_shown_and_changed_as_the_real_server_does() -> None:
+def test_settings_are_shown_and_changed_like_the_real_servers() -> None:
     resource = {"service.name": "x", "test.key": "test.value"}
     with (
         Collector() as collector,
@@ -344,5 +342,5 @@ def test_settings_are_shown_and_changed_as_the_real_server_does() -> None:
             "error": invalid + "the mode opentelemetry has no level TENSORS, only TIMESTAMPS"
         }
         assert change(trace_level=["OFF"])["trace_level"] == ["OFF"]
-        assert infer(port, headers=[PARENT]) == 200  # traced by nobody now
+        assert infer(port, headers=[PARENT]) == 200  # tracing is off now
     assert collector.spans == []

@@ -1,6 +1,4 @@
-"""`--log-format json`: whatever a server's processes print, from start to exit, is one JSON object
-a line.
-"""
+"""`--log-format json`: everything that a server's processes print is one JSON object per line."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def noisy_repository(folder: Path) -> Path:
 
 
 def parsed(lines: list[str]) -> list[dict[str, Any]]:
-    """Every line, each an object with what each must have."""
+    """Return the objects of all lines after checking the fields that each must have."""
     objects = [json.loads(line) for line in lines]
     for line in objects:
         assert TIME.fullmatch(line["time"])
@@ -82,13 +80,13 @@ def parsed(lines: list[str]) -> list[dict[str, Any]]:
     return objects
 
 
-def the_one(objects: list[dict[str, Any]], words: str) -> dict[str, Any]:
+def find_line(objects: list[dict[str, Any]], words: str) -> dict[str, Any]:
     (found,) = [line for line in objects if words in line["message"]]
     return found
 
 
 class Life:
-    """A server's whole life with everything that can go wrong in it, and what it said meanwhile."""
+    """Runs a server from start to exit, makes everything fail, and collects its output."""
 
     def __init__(self, folder: Path) -> None:
         server = TinyServer(
@@ -136,44 +134,44 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
     return Life(tmp_path_factory.mktemp("life"))
 
 
-def test_the_server_and_its_services_say_what_they_say_elsewhere(life: Life) -> None:
+def test_services_and_loaded_models_are_logged(life: Life) -> None:
     for service in ("GRPCInferenceService", "HTTPService", "Metrics Service"):
-        line = the_one(life.objects, f"Started {service} at ")
+        line = find_line(life.objects, f"Started {service} at ")
         assert (line["level"], line["process"]) == ("info", life.server_process)
-    assert the_one(life.objects, "successfully loaded 'noisy'")["model"] == "noisy"
-    assert the_one(life.objects, "loaded in 0.0 s")["model"] == "tensorrt_llm"
-    banner = the_one(life.objects, "API docs")["message"].splitlines()
-    address = the_one(life.objects, "Started HTTPService at ")["message"].rpartition(" ")[2]
+    assert find_line(life.objects, "successfully loaded 'noisy'")["model"] == "noisy"
+    assert find_line(life.objects, "loaded in 0.0 s")["model"] == "tensorrt_llm"
+    banner = find_line(life.objects, "API docs")["message"].splitlines()
+    address = find_line(life.objects, "Started HTTPService at ")["message"].rpartition(" ")[2]
     assert [line.partition(":")[0] for line in banner] == ["Ready", "Try it", "OpenAI", "API docs"]
     assert (
         banner[2]
         == f"OpenAI:   http://{address}/v1   chat: http://{address}/ or slipstream chat -u {address}"
     )
-    assert the_one(life.objects, "Invalid HTTP request")["level"] == "warning"
+    assert find_line(life.objects, "Invalid HTTP request")["level"] == "warning"
     assert life.settings["log_format"] == "json"
 
 
-def test_a_python_model_prints_warns_logs_and_raises(life: Life) -> None:
+def test_output_of_a_python_model_is_logged_with_its_name(life: Life) -> None:
     for words, level in (
         ("printed by the model", "info"),
         ("warned by the model", "warning"),
         ("logged by the model", "error"),
         ("printed without an end", "info"),
     ):
-        line = the_one(life.objects, words)
+        line = find_line(life.objects, words)
         assert (line["level"], line["model"]) == (level, "noisy")
-    failed = the_one(life.objects, "execute failed")
+    failed = find_line(life.objects, "execute failed")
     assert (failed["level"], failed["model"], failed["request_id"]) == ("error", "noisy", "seven")
     assert failed["error"].startswith("Traceback (most recent call last):\n")
     assert failed["error"].endswith("RuntimeError: raised by the model")
 
 
-def test_an_engine_that_raises_crashes_and_is_killed(life: Life) -> None:
-    raised = the_one(life.objects, "the engine process leaves: RuntimeError: raised by order")
+def test_failures_of_an_engine_are_logged_with_its_name(life: Life) -> None:
+    raised = find_line(life.objects, "the engine process leaves: RuntimeError: raised by order")
     assert (raised["level"], raised["model"]) == ("error", "tensorrt_llm")
     assert raised["process"] != life.server_process
     assert raised["error"].startswith("Traceback (most recent call last):\n")
-    crashed = the_one(life.objects, "Fatal Python error: Segmentation fault")
+    crashed = find_line(life.objects, "Fatal Python error: Segmentation fault")
     assert (crashed["level"], crashed["model"]) == ("error", "tensorrt_llm")
     assert "in serve\n" in crashed["message"]  # all of its stack
     gone = [
@@ -190,7 +188,7 @@ def test_an_engine_that_raises_crashes_and_is_killed(life: Life) -> None:
     ] == ["warning"] * 3
 
 
-def test_prompts_are_not_in_it(life: Life) -> None:
+def test_the_log_contains_no_prompts(life: Life) -> None:
     assert PROMPT not in life.text
 
 
@@ -214,7 +212,7 @@ def busy_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-def test_a_port_in_use_is_told_in_the_last_object(tmp_path: Path, busy_port: int) -> None:
+def test_a_port_in_use_is_an_error_object(tmp_path: Path, busy_port: int) -> None:
     repository = make_repository(tmp_path)
     result = run(
         "slipstream.cli.main",
@@ -234,7 +232,7 @@ def test_a_port_in_use_is_told_in_the_last_object(tmp_path: Path, busy_port: int
     )
 
 
-def test_tritonserver_fails_in_objects_too(tmp_path: Path) -> None:
+def test_errors_of_tritonserver_are_objects(tmp_path: Path) -> None:
     missing = run(
         "slipstream.cli.compat.tritonserver",
         "--log-format=json",
@@ -254,7 +252,7 @@ def test_tritonserver_fails_in_objects_too(tmp_path: Path) -> None:
     assert (keyless.returncode, unread["message"].partition(":")[0]) == (1, "--api-key")
 
 
-def test_an_unknown_format_is_refused() -> None:
+def test_an_unknown_log_format_is_refused() -> None:
     result = run("slipstream.cli.compat.tritonserver", "--log-format=yaml", "--model-repository=/x")
     assert result.returncode == 1
     assert result.stderr == (
@@ -262,30 +260,30 @@ def test_an_unknown_format_is_refused() -> None:
     )
 
 
-# -- what others print in the server's process
+# -- other output of the server's process
 
-STRANGERS = """
+OTHER_OUTPUT = """
 import os, subprocess, sys, threading, warnings
 import logging
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.output import configure_log
 configure_log(format="json")
 with capture_output():
-    print("printed")
-    os.write(2, b"said by a library in C\\n")
-    subprocess.call(["sh", "-c", "echo error: said by a child >&2; echo '[WARNING] noted by a child'; sleep 0.1"])
+    print("a line of Python")
+    os.write(2, b"printed by a library in C\\n")
+    subprocess.call(["sh", "-c", "echo error: printed by a child >&2; echo '[WARNING] noted by a child'; sleep 0.1"])
     warnings.warn("look out")
     logging.getLogger("asyncio").error("lost a task", exc_info=ValueError("of a task"))
     thread = threading.Thread(target=lambda: 1 / 0, name="worker")
     thread.start()
     thread.join()
-    raise KeyError("nobody expects this")
+    raise KeyError("an uncaught error")
 """
 
 
-def test_all_that_is_printed_in_the_process_is_in_the_log() -> None:
+def test_all_output_of_the_process_is_in_the_log() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", STRANGERS],
+        [sys.executable, "-c", OTHER_OUTPUT],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -294,11 +292,11 @@ def test_all_that_is_printed_in_the_process_is_in_the_log() -> None:
     assert (result.returncode, result.stdout) == (1, "")
     objects = parsed(result.stderr.splitlines())
     levels = {
-        words: the_one(objects, words)["level"]
+        words: find_line(objects, words)["level"]
         for words in (
-            "printed",
-            "said by a library in C",
-            "error: said by a child",
+            "a line of Python",
+            "printed by a library in C",
+            "error: printed by a child",
             "noted by a child",
             "UserWarning: look out",
             "lost a task",
@@ -317,15 +315,15 @@ def test_all_that_is_printed_in_the_process_is_in_the_log() -> None:
         "error",
     ]
     assert len(objects) == len(levels)
-    assert the_one(objects, "exception in thread")["error"].endswith(
+    assert find_line(objects, "exception in thread")["error"].endswith(
         "ZeroDivisionError: division by zero"
     )
-    assert the_one(objects, "the server failed")["error"].endswith(
-        "KeyError: 'nobody expects this'"
+    assert find_line(objects, "the server failed")["error"].endswith(
+        "KeyError: 'an uncaught error'"
     )
 
 
-# -- the forms of a record
+# -- formats of a record
 
 MOMENT_US = 1_731_708_085_210_518  # 15 November 2024, 22:01:25.210518 UTC
 
@@ -439,7 +437,7 @@ def test_output_of_another_process_follows_the_servers_settings(
 
 
 @pytest.mark.usefixtures("restored_settings")
-def test_a_client_may_choose_it_while_the_server_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_client_can_change_the_format_at_run_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert update_log_settings({"log_format": "json"})["log_format"] == "json"
     assert log_settings()["log_format"] == "json"
     logger.warning("as an object")

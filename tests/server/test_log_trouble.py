@@ -1,6 +1,4 @@
-"""A log that cannot be written, lines that nobody can read, and crashes: the server outlives the
-first two.
-"""
+"""Logs that cannot be written, lines that cannot be read, and crashes of the server."""
 
 from __future__ import annotations
 
@@ -35,27 +33,27 @@ def restored_settings() -> Iterator[None]:
     configure_log(**asdict(before))
 
 
-# -- what cannot be written
+# -- logs that cannot be written
 
 
-async def test_a_full_disk_takes_no_line_and_ends_nothing(tmp_path: Path) -> None:
+async def test_a_full_disk_loses_lines_and_stops_nothing(tmp_path: Path) -> None:
     configure_log(file="/dev/full")
-    told = asyncio.get_running_loop().create_future()
+    done = asyncio.get_running_loop().create_future()
 
-    def speak() -> None:
+    def log_line() -> None:
         logger.info("a line that has no room")
-        told.set_result("went on")
+        done.set_result("went on")
 
-    asyncio.get_running_loop().call_soon(speak)
-    assert await asyncio.wait_for(told, 1) == "went on"
-    # another disk: what is left of the full one is no obstacle
+    asyncio.get_running_loop().call_soon(log_line)
+    assert await asyncio.wait_for(done, 1) == "went on"
+    # the unwritten rest of the old file does not prevent a new one
     configure_log(file=str(tmp_path / "log"))
     logger.info("a line with room", extra={"place": "here"})
     assert (tmp_path / "log").read_text().endswith(" here] a line with room\n")
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_streams_that_are_closed_or_lead_nowhere(
+def test_logging_to_a_closed_or_broken_stream_does_not_raise(
     monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     reading, writing = os.pipe()
@@ -67,30 +65,30 @@ def test_streams_that_are_closed_or_lead_nowhere(
         with pytest.raises(BrokenPipeError):
             stream.close()
     monkeypatch.setattr(sys, "stderr", stream)
-    logger.error("nobody hears this")
-    HANDLER.write_console(logging.ERROR, "nor this")
+    logger.error("lost line")
+    HANDLER.write_console(logging.ERROR, "another lost line")
     monkeypatch.undo()
     assert stream.closed is closed
     if not closed:
-        with pytest.raises(BrokenPipeError):  # what was not written is still in it
+        with pytest.raises(BrokenPipeError):  # the buffer still holds the line
             stream.close()
 
 
-def test_text_that_is_not_unicode_is_written_in_escapes(tmp_path: Path) -> None:
+def test_text_that_is_not_unicode_is_escaped(tmp_path: Path) -> None:
     configure_log(file=str(tmp_path / "log"))
     HANDLER.write_line("a file \udcff")
     assert (tmp_path / "log").read_text() == "a file \\udcff\n"
 
 
-def test_a_library_whose_words_do_not_fit_is_not_ended_by_them(
+def test_a_message_that_does_not_fit_its_arguments_does_not_raise(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     HANDLER.handle(logging.LogRecord("a", logging.ERROR, "a.py", 1, "%d things", ("x",), None))
     assert "Arguments: ('x',)" in capsys.readouterr().err
 
 
-def test_the_file_is_exchanged_between_lines(tmp_path: Path) -> None:
-    """Whoever writes holds it, so that no line goes to a file that has just been closed."""
+def test_the_log_file_changes_only_between_lines(tmp_path: Path) -> None:
+    """A writer holds the lock, so that no line goes to a file that was just closed."""
     exchange = threading.Thread(
         target=configure_log, kwargs={"file": str(tmp_path / "log")}, daemon=True
     )
@@ -104,7 +102,7 @@ def test_the_file_is_exchanged_between_lines(tmp_path: Path) -> None:
     assert HANDLER.settings.file == str(tmp_path / "log")
 
 
-# -- what cannot be read
+# -- lines that cannot be read
 
 GOOD_FIELDS = {
     "level": "info",
@@ -128,7 +126,7 @@ BAD_VALUES: list[tuple[str, object]] = [
     ("model", {}),
     ("unknown", 1),
 ]
-UNSOUND = [
+INVALID_RECORDS = [
     *(json.dumps(GOOD_FIELDS | {name: value}) for name, value in BAD_VALUES),
     json.dumps(GOOD_FIELDS)[:-1] + ', "time_us": 1e400}',
     "[]",
@@ -142,17 +140,17 @@ def test_a_line_with_all_fields_is_a_record() -> None:
     assert (record.levelno, record.getMessage(), record.created) == (logging.INFO, "m", 1e-6)
 
 
-@pytest.mark.parametrize("text", UNSOUND, ids=range(len(UNSOUND)))
-def test_what_only_looks_like_a_record_is_none(text: str) -> None:
+@pytest.mark.parametrize("text", INVALID_RECORDS, ids=range(len(INVALID_RECORDS)))
+def test_a_line_with_wrong_fields_is_not_a_record(text: str) -> None:
     assert read_relayed(f"\x1e{text}") is None
 
 
-def test_lines_after_a_bad_one_are_read(tmp_path: Path) -> None:
+def test_records_after_an_invalid_line_are_read(tmp_path: Path) -> None:
     configure_log(file=str(tmp_path / "log"), format="json")
     reading, writing = os.pipe()
     relay = Relay(reading, 7, logging.WARNING)
     good = RelayFormatter().format(make_record(logging.INFO, "good"))
-    lines = [f"\x1e{text}" for text in UNSOUND[:-1]]
+    lines = [f"\x1e{text}" for text in INVALID_RECORDS[:-1]]
     os.write(writing, "\n".join([*lines, good, ""]).encode())
     os.close(writing)
     relay.finish(10)
@@ -163,7 +161,7 @@ def test_lines_after_a_bad_one_are_read(tmp_path: Path) -> None:
 # -- lines
 
 
-def test_lines_are_cut_wherever_the_data_is() -> None:
+def test_lines_are_split_independently_of_the_chunks() -> None:
     text = "one\r\n\ntwo \u20ac\nthree".encode()
     for size in (1, 2, 3, 7, len(text)):
         cutter = LineSplitter()
@@ -173,14 +171,14 @@ def test_lines_are_cut_wherever_the_data_is() -> None:
     assert LineSplitter().push(b"") == []
 
 
-def test_a_line_without_an_end_is_given_out_in_pieces() -> None:
+def test_a_line_without_an_end_is_returned_in_pieces() -> None:
     cutter = LineSplitter()
     pieces = [piece for _ in range(40) for piece in cutter.push(b"x" * 10_000)]
     assert [len(piece) for piece in pieces] == [MAX_LINE_BYTES] * 6
     assert cutter.push(b"\nnext\n") == ["x" * (400_000 - 6 * MAX_LINE_BYTES), "next"]
 
 
-def test_pieces_end_between_characters_and_a_full_line_is_one() -> None:
+def test_pieces_do_not_split_characters() -> None:
     euros = "\u20ac" * 30_000  # three bytes each
     pieces = LineSplitter().push(euros.encode() + b"\n")
     assert [len(piece.encode()) for piece in pieces] == [
@@ -195,7 +193,7 @@ def test_pieces_end_between_characters_and_a_full_line_is_one() -> None:
     ]
 
 
-def test_neither_reader_holds_a_line_without_an_end(
+def test_both_readers_bound_the_memory_of_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -215,7 +213,7 @@ def test_neither_reader_holds_a_line_without_an_end(
 
 # -- a crash of the server's own process
 
-LAST_WORDS = """
+CRASHING_SERVER = """
 import ctypes, os, sys
 import logging
 from slipstream.server.log.capture import capture_output
@@ -233,9 +231,9 @@ with capture_output():
 @pytest.mark.parametrize(
     ("number", "words"), [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGABRT, "Aborted")]
 )
-def test_the_stack_of_a_crash_is_shown_in_plain_lines(number: int, words: str) -> None:
+def test_the_stack_of_a_crash_is_written_as_plain_lines(number: int, words: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", LAST_WORDS, str(int(number))],
+        [sys.executable, "-c", CRASHING_SERVER, str(int(number))],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -247,7 +245,7 @@ def test_the_stack_of_a_crash_is_shown_in_plain_lines(number: int, words: str) -
     assert json.loads(result.stderr.splitlines()[0])["message"] == "before"
 
 
-def test_a_server_that_ends_leaves_faulthandler_as_it_was() -> None:
+def test_faulthandler_is_restored_after_the_server() -> None:
     code = (
         "import faulthandler, sys; from slipstream.server.log.output import configure_log\n"
         "from slipstream.server.log.capture import capture_output\n"

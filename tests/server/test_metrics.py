@@ -1,4 +1,4 @@
-"""The metrics port: Triton's names, and figures that equal what happened."""
+"""The metrics port: Triton's names, and values that equal what happened."""
 
 import asyncio
 import json
@@ -102,14 +102,16 @@ async def test_a_reader_that_leaves_counts_as_cancelled_and_the_model_is_closed(
     ("decoupled", "response", "successes"),
     [(False, InferResponse(), 1), (True, InferResponse(final=True), 1), (True, InferResponse(), 0)],
 )
-async def test_a_reader_that_stops_at_the_last_answer_has_all_of_it(decoupled, response, successes):
+async def test_a_reader_that_stops_at_the_last_response_counts_as_success(
+    decoupled, response, successes
+):
     counters = ModelCounters(decoupled=decoupled)
     async with aclosing(counters.record(asked(), answers(response, InferResponse()))) as recorded:
         await anext(recorded)
     assert (counters.success.count, counters.failures["CANCELED"]) == (successes, 1 - successes)
 
 
-async def test_pending_is_what_has_no_answer_yet():
+async def test_pending_requests_have_no_response_yet():
     counters = ModelCounters()
     gate = asyncio.Event()
 
@@ -125,7 +127,7 @@ async def test_pending_is_what_has_no_answer_yet():
     assert (counters.pending, counters.success.count) == (0, 1)
 
 
-async def test_a_request_lets_go_of_who_counted_it():
+async def test_a_finished_request_drops_the_reference_to_its_counters():
     request = asked()
     recorded = ModelCounters().record(request, answers(InferResponse()))
     request.times.branch()
@@ -158,7 +160,7 @@ class Engine:
     )
 
 
-def test_engine_gauges_are_the_engines_own_figures():
+def test_engine_gauges_show_the_engine_stats():
     metrics = ServerMetrics()
     metrics.watch_engine("tensorrt_llm", Engine())
     found = samples(metrics.render())
@@ -188,7 +190,7 @@ def test_engine_gauges_are_the_engines_own_figures():
     assert value("general_metrics", "general_type", "iteration_counter") == 77
 
 
-def test_an_engine_that_is_asked_for_whole_batches_has_the_figures_of_those():
+def test_v1_batching_has_its_own_metrics_instead_of_inflight_batching():
     model = SimpleNamespace(
         config=SimpleNamespace(ensemble_steps=(), parameter={"gpt_model_type": "V1"}.get),
         decoupled=False,
@@ -211,7 +213,7 @@ def test_an_engine_that_is_asked_for_whole_batches_has_the_figures_of_those():
     assert "nv_trt_llm_v1_metrics" not in metrics.render()
 
 
-def test_our_own_figures_of_the_engine():
+def test_slipstream_metrics_show_the_engine_stats():
     metrics = ServerMetrics()
     metrics.watch_engine("tensorrt_llm", Engine())
     found = samples(metrics.render())
@@ -238,7 +240,7 @@ def test_our_own_figures_of_the_engine():
     assert buckets == [2, 2, 3]
 
 
-def test_every_total_goes_on_after_another_engine_and_every_gauge_is_of_now():
+def test_counters_continue_after_an_engine_restart_and_gauges_do_not():
     class Alone(Engine):
         stats = replace(Engine.stats, finished=6, failed=7, adapter_loads=8, cached_blocks=9)
 
@@ -283,7 +285,7 @@ def test_families_have_the_help_and_type_lines_of_the_real_server():
     assert [line for line in heads if "nv_energy" not in line] == recorded_heads()
 
 
-async def test_figures_of_tokens():
+async def test_token_histograms_count_each_token():
     metrics = ServerMetrics()
     counters = metrics.model("ensemble")
     request = asked()
@@ -342,7 +344,7 @@ async def test_a_model_error_is_an_execution_but_an_ensembles_is_not():
         assert (counters.fail.count, counters.queue.count) == (1, 0)
 
 
-async def test_phases_add_up_to_the_request():
+async def test_durations_of_phases_add_up_to_the_request():
     counters = ModelCounters()
     request = asked()
 
@@ -391,7 +393,7 @@ class Part:
         yield InferResponse(error=InferenceError("no") if request.id == "bad" else None)
 
 
-async def test_work_done_for_other_models_is_counted_as_theirs():
+async def test_work_done_for_other_models_counts_for_them():
     metrics = ServerMetrics()
     config = SimpleNamespace(max_batch_size=0, ensemble_steps=("pre", "engine"), parameter={}.get)
     model = metrics.count(ModelVersion("chain", "1", Part(config)))
@@ -415,7 +417,7 @@ async def test_work_done_for_other_models_is_counted_as_theirs():
     assert found['nv_inference_request_failure{model="pre",reason="BACKEND",version="1"}'] == 0
 
 
-def test_a_model_that_is_gone_takes_its_figures_along():
+def test_metrics_of_an_unloaded_model_are_removed():
     metrics = ServerMetrics()
     metrics.model("stays").success.add(1)
     metrics.model("goes").success.add(1)
@@ -427,7 +429,7 @@ def test_a_model_that_is_gone_takes_its_figures_along():
     assert metrics.model("goes").success.count == 0
 
 
-def test_families_of_models_own_are_shown():
+def test_metrics_that_models_define_are_shown():
     metrics = ServerMetrics()
     metrics.add_source(
         lambda: [Family("mine", "counter", "What a model counts", [({"kind": "x"}, 2)])]
@@ -437,7 +439,7 @@ def test_families_of_models_own_are_shown():
     )
 
 
-def test_everything_parses_as_prometheus_reads_it():
+def test_prometheus_library_parses_all_metrics():
     metrics = ServerMetrics()
     metrics.model("llm").tokens.first_token_s.observe(0.02)
     metrics.watch_engine("tensorrt_llm", Engine())
@@ -464,11 +466,11 @@ async def call(app, method, path):
 
 
 def without_the_machine(rendered):
-    """What changes from one moment to the next."""
+    """Return the names of values that change with time."""
     return [line for line in rendered.splitlines() if not line.startswith("nv_cpu_")]
 
 
-async def test_the_port_answers_as_tritons_does():
+async def test_metrics_port_responds_like_triton():
     metrics = ServerMetrics()
     metrics.model("llm")
     app = serve_metrics(metrics)

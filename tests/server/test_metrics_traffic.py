@@ -22,7 +22,7 @@ DASHBOARD = Path(slipstream.__file__).parent / "server" / "metrics" / "grafana.j
 
 
 class Driver:
-    """Two GPUs, as the driver's library tells of them."""
+    """A fake of the driver library with two GPUs."""
 
     def nvmlDeviceGetCount_v2(self, count):
         count._obj.value = 2
@@ -77,7 +77,7 @@ PROMPT = list(range(2, 70))
 
 
 class Traffic:
-    """What the client saw."""
+    """Sends requests and counts what the client sees."""
 
     def __init__(self):
         self.successes = self.errors = self.refused = self.cancelled = self.tokens = (
@@ -125,7 +125,7 @@ class Traffic:
         await until(lambda: stack.engine.outstanding == 0)
 
 
-async def test_metrics_equal_the_clients_own_counts(stack):
+async def test_metrics_equal_the_counts_of_the_client(stack):
     traffic = Traffic()
     await traffic.run(stack)
     await until(lambda: stack.engine.stats.finished == 4 and stack.engine.stats.running == 0)
@@ -173,7 +173,7 @@ async def test_metrics_equal_the_clients_own_counts(stack):
 
 
 class Replay:
-    """A trace of requests, each at its moment and several at once; what the client counted."""
+    """Replays a trace of concurrent requests and counts what the client sees."""
 
     def __init__(self, stack, seed):
         chance = random.Random(seed)
@@ -222,7 +222,7 @@ class Replay:
         self.counts["cancelled"] += 1
 
 
-async def test_a_replayed_trace_gives_the_clients_own_counts(stack):
+async def test_metrics_of_a_replayed_trace_equal_the_counts_of_the_client(stack):
     replay = Replay(stack, seed=5)
     await replay.run()
     counts = replay.counts
@@ -245,7 +245,7 @@ async def test_a_replayed_trace_gives_the_clients_own_counts(stack):
     assert found[f"slipstream_requests_running{{{place}}}"] == 0
 
 
-async def test_a_prompt_seen_before_is_counted_as_reused(stack):
+async def test_blocks_of_a_repeated_prompt_count_as_reused(stack):
     for _ in range(2):
         await ask(stack.client, request("tensorrt_llm", token_inputs(PROMPT, 2)))
     await until(lambda: stack.engine.stats.finished == 2)
@@ -260,7 +260,7 @@ async def test_a_prompt_seen_before_is_counted_as_reused(stack):
     )
 
 
-async def test_an_ensembles_work_is_counted_for_its_parts_too(stack):
+async def test_requests_of_an_ensemble_count_for_its_steps_too(stack):
     for prompt in ("3 4 5", "6 7"):
         answers = await ask(stack.client, request("ensemble", text_inputs(prompt, 3)))
         assert answers[-1][0].get_response().parameters["triton_final_response"].bool_param
@@ -293,7 +293,7 @@ def dashboard_names():
     }
 
 
-async def test_every_name_of_the_dashboard_is_there_after_traffic(stack):
+async def test_every_metric_of_the_dashboard_exists_after_traffic(stack):
     await Traffic().run(stack)
     await ask(stack.client, request("ensemble", text_inputs("3 4 5", 3)))
     known = {name.partition("{")[0] for name in samples(stack.metrics.render())}
@@ -302,7 +302,7 @@ async def test_every_name_of_the_dashboard_is_there_after_traffic(stack):
     assert names - known == set()
 
 
-async def test_no_counter_of_ours_is_missing_from_the_dashboard(stack):
+async def test_the_dashboard_shows_every_slipstream_metric(stack):
     await Traffic().run(stack)
     ours = {
         name.partition("{")[0]
@@ -313,7 +313,7 @@ async def test_no_counter_of_ours_is_missing_from_the_dashboard(stack):
     assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in ours} - shown == set()
 
 
-def test_figures_of_gpus():
+def test_gpu_metrics_are_read_from_the_driver():
     found = samples("".join(family.render() for family in Gpus(Driver()).families()))
     assert found['nv_gpu_utilization{gpu_uuid="GPU-2"}'] == 0.5
     assert found['nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"}'] == 100
@@ -323,7 +323,7 @@ def test_figures_of_gpus():
     assert found['nv_energy_consumption{gpu_uuid="GPU-1"}'] == 2.0
 
 
-def test_without_a_driver_there_are_no_figures_of_gpus():
+def test_without_gpus_there_are_no_gpu_metrics():
     class NoGpus(Driver):
         def nvmlDeviceGetCount_v2(self, count):
             return 9

@@ -64,7 +64,7 @@ def engine_families(engines: Engines, whole_batches: Collection[str] = ()) -> It
     yield Family(
         "slipstream_queue_seconds",
         "histogram",
-        "From a request's arrival in the engine to its first step",
+        "From the arrival of a request in the engine to its first step",
         histograms=queue,
     )
 
@@ -75,7 +75,8 @@ def _labels(key: tuple[str, str]) -> dict[str, str]:
 
 def _queue_histogram(stats: EngineStats) -> Histogram:
     histogram = Histogram(QUEUE_SECONDS_BOUNDS)
-    histogram.counts, histogram.sum = stats.queue_counts, stats.queue_seconds
+    histogram.counts = stats.queue_counts
+    histogram.sum = stats.queue_seconds
     return histogram
 
 
