@@ -304,3 +304,27 @@ def test_prompt_table_ids_are_separated_from_the_cache_salt() -> None:
         return cache_salt(fields) + prompt_table_salt(fields)
 
     assert len({salt("a", [1]), salt("a1", []), salt("a", [1, 1]), salt("", [1])}) == 4
+
+
+def test_getters_return_defaults_for_missing_and_empty_fields() -> None:
+    fields = given_fields(request(top_k=7, stream=True, stop_words=[b"a", b"b"]), {})
+    assert fields.integer("top_k") == 7
+    assert fields.integer("beam_width", 3) == 3
+    assert fields.flag("stream") is True
+    assert fields.flag("return_log_probs") is False
+    assert fields.texts("stop_words") == ["a", "b"]
+    assert fields.text("stop_words") == "a"
+    assert fields.text("cache_salt") == ""
+    assert fields.numbers("top_k") == [7]
+    assert fields.numbers("draft_input_ids") == []
+    assert fields.given("beam_width") is None
+    assert fields.require("top_k", "runtime_top_k").value == 7
+    with pytest.raises(InferenceError, match="request_output_len is required"):
+        fields.require("max_tokens", "request_output_len")
+
+
+def test_a_field_without_values_counts_as_missing() -> None:
+    fields = given_fields(request(max_tokens=[]), {})
+    assert "max_tokens" in fields
+    assert fields.given("max_tokens") is None
+    assert fields.integer("max_tokens", 5) == 5

@@ -15,24 +15,27 @@ from typing import Any
 from slipstream.engine.constraints.guided import KINDS
 from slipstream.engine.request import Guide, SamplingParams
 from slipstream.request_fields.field import PYTHON_TYPES
-from slipstream.request_fields.table import COPIED
+from slipstream.request_fields.table import COPIED, FIELDS
 from slipstream.server.fields.limits import RequestFields
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.tensors import Tensor
 
 NEVER = -1  # value of end_id: no token ends the text
 
+# Parameters that turn sampling on, and the values that turn them off.
+_NARROWING = tuple((field.parameter, field.sampling_default) for field in COPIED if field.narrows)
+
 EncodeWord = Callable[[str], list[int]]
 
 
 def sampling_params(fields: RequestFields, encode_word: EncodeWord) -> SamplingParams:
     """Return the sampling parameters of a request. `encode_word` returns the tokens of a text."""
-    values: dict[str, Any] = {
-        field.parameter: PYTHON_TYPES[field.datatype](given.value)
-        for field in COPIED
-        if (given := fields.given(field.name)) is not None
-    }
-    values.setdefault("max_tokens", 0)
+    values: dict[str, Any] = {"max_tokens": 0}
+    for name, given in fields.items():
+        field = FIELDS[name]
+        value = given.value if field.copied else None
+        if value is not None:
+            values[field.parameter] = PYTHON_TYPES[field.datatype](value)
     if "seed" not in values:
         values["seed"] = secrets.randbits(64)
     values["temperature"] = _temperature(values)
@@ -53,11 +56,7 @@ def _temperature(values: Mapping[str, Any]) -> float:
         return 0.0
     if "temperature" in values:
         return float(values["temperature"])
-    narrowed = any(
-        values.get(field.parameter, field.sampling_default) != field.sampling_default
-        for field in COPIED
-        if field.narrows
-    )
+    narrowed = any(values.get(parameter, off) != off for parameter, off in _NARROWING)
     return 1.0 if narrowed or top_k > 1 or values.get("top_p", 0.0) > 0.0 else 0.0
 
 
