@@ -1,11 +1,11 @@
-"""What adapters cost: requests that each have an adapter of their own, beside the same requests
-without.
+"""The cost of adapters: requests that each have an adapter of their own, compared with the same
+requests without adapters.
 
-    python benchmarks/adapters.py [--shape llama3-8b] [--adapters 100] [--rank 8] [--modules attention]
+    python benchmarks/adapters.py [--shape llama3-8b] [--adapters 100] [--rank 8] [--modules all]
 
-Random weights and adapters, greedy, all requests at once, through the offline engine. Rounds take
-turns, so that what else the machine does hurts both alike; the loss is of the medians. The goal is
-at most 25% on a GPU, 40% on a CPU.
+Random weights and adapters, greedy, all requests at once, through the offline engine. Rounds with
+and without adapters alternate, so that other load on the machine affects both. The loss compares
+medians. The goal is at most 25% on a GPU and 40% on a CPU.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import random
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout that is not installed
 
 from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.engine.request import GenerateRequest, SamplingParams
@@ -34,6 +37,7 @@ SHAPES = {
     ),
     "tiny": ModelSpec("LlamaForCausalLM", 96, 64, 2, 4, 2, 16, 96, 256),
 }
+# module numbers of the protocol
 MODULES = {"attention": (1, 2, 3), "all": (1, 2, 3, 4, 5, 6, 7)}
 
 
@@ -74,13 +78,43 @@ def random_source(spec: ModelSpec, rank: int, modules: tuple[int, ...], seed: in
     return AdapterSource(weights=weights.tobytes(), datatype="float16", modules=config)
 
 
+def make_requests(
+    spec: ModelSpec,
+    options: argparse.Namespace,
+    sources: list[AdapterSource],
+    first_id: int,
+    first_adapter: int,
+) -> list[GenerateRequest]:
+    """Return one request per adapter, with a random prompt and the number of its adapter."""
+    chance = random.Random(first_id)
+    sampling = SamplingParams(max_tokens=options.output)
+    requests = []
+    for index, source in enumerate(sources):
+        prompt = [chance.randrange(spec.vocab_size) for _ in range(options.prompt)]
+        requests.append(
+            GenerateRequest(
+                first_id + index,
+                prompt,
+                sampling,
+                adapter=first_adapter + index,
+                adapter_source=source,
+            )
+        )
+    return requests
+
+
+def without_adapters(requests: list[GenerateRequest]) -> list[GenerateRequest]:
+    return [replace(request, adapter=0, adapter_source=None) for request in requests]
+
+
 def run(loop: Any, requests: list[GenerateRequest]) -> tuple[float, float]:
-    """Tokens a second, and a second of the process's CPU time, once prompts are over and everybody
-    writes.
-    """
+    """Return tokens per second and per second of CPU time, from when all prompts are computed."""
     for request in requests:
         loop.submit(request)
-    tokens, began, used, waiting = 0, 0.0, 0.0, {request.request_id for request in requests}
+    tokens = 0
+    began = 0.0
+    used = 0.0
+    waiting = {request.request_id for request in requests}
     while loop.has_work():
         outputs = loop.step()
         if outputs is None:
@@ -91,27 +125,61 @@ def run(loop: Any, requests: list[GenerateRequest]) -> tuple[float, float]:
             tokens += len(outputs.tokens)
         waiting.difference_update(outputs.request_ids)
         if not waiting and not began:
-            began, used = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
+            used = time.process_time()
     return tokens / (time.perf_counter() - began), tokens / (time.process_time() - used)
 
 
-def main() -> None:
+def compare(
+    loop: Any, spec: ModelSpec, options: argparse.Namespace, kind: str, on_gpu: bool, first_id: int
+) -> str:
+    """Run requests with and without adapters of one kind; return the figures as a line."""
+    sources = [
+        random_source(spec, options.rank, MODULES[kind], seed) for seed in range(options.adapters)
+    ]
+    base_rates: list[tuple[float, float]] = []
+    adapter_rates: list[tuple[float, float]] = []
+    for number in range(1 + options.rounds):
+        round_id = first_id + number * options.adapters
+        # An engine knows an adapter by its number: the same in all rounds, others for each kind.
+        requests = make_requests(spec, options, sources, round_id, first_adapter=first_id)
+        adapter_rates.append(run(loop, requests))
+        base_rates.append(run(loop, without_adapters(requests)))
+    # The first round only warms up.
+    base, base_cpu = (statistics.median(rates) for rates in zip(*base_rates[1:], strict=True))
+    own, own_cpu = (statistics.median(rates) for rates in zip(*adapter_rates[1:], strict=True))
+    by_cpu_time = "" if on_gpu else f"   by CPU time {1 - own_cpu / base_cpu:6.1%}"
+    return (
+        f"{kind:9}  base {base:9.1f} tok/s   adapters {own:9.1f} tok/s   "
+        f"loss {1 - own / base:6.1%}{by_cpu_time}"
+    )
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--shape", choices=SHAPES, help="llama3-8b on a GPU, smollm2-135m on a CPU unless given"
+        "--shape",
+        choices=SHAPES,
+        help="shape of the model (default: llama3-8b on a GPU, smollm2-135m on a CPU)",
     )
-    parser.add_argument("--adapters", type=int, default=100)
-    parser.add_argument("--rank", type=int, default=8)
     parser.add_argument(
-        "--modules", choices=MODULES, action="append", help="what they adapt; all kinds in turn"
+        "--adapters", type=int, default=100, help="adapters and requests (default: 100)"
     )
-    parser.add_argument("--prompt", type=int, default=32)
-    parser.add_argument("--output", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="of a CPU; all cores unless given")
-    options = parser.parse_args()
+    parser.add_argument("--rank", type=int, default=8, help="rank of the adapters (default: 8)")
+    parser.add_argument(
+        "--modules", choices=MODULES, action="append", help="modules to adapt (default: each kind)"
+    )
+    parser.add_argument("--prompt", type=int, default=32, help="prompt tokens (default: 32)")
+    parser.add_argument("--output", type=int, default=64, help="output tokens (default: 64)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind (default: 5)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
     settings = EngineSettings(
         max_rows=options.adapters,
         reuse=False,
@@ -126,7 +194,7 @@ def main() -> None:
     if not Path("/dev/nvidiactl").exists():
         from slipstream.engine_worker import cpu_probe
 
-        settings = cpu_probe.prepare(settings)  # before torch is loaded, which reads what it sets
+        settings = cpu_probe.prepare(settings)  # sets variables that torch reads when it is loaded
     import torch
 
     from slipstream.engine.start import create_engine
@@ -136,51 +204,13 @@ def main() -> None:
     spec = SHAPES[shape]
     loop = create_engine(spec, random_tensors(spec, device), settings, spec.max_positions)
     print(
-        f"{shape} in {loop.info.dtype} on {device}: {options.adapters} requests, {options.prompt} tokens in, "
-        f"{options.output} out; each with an adapter of rank {options.rank}"
+        f"{shape} in {loop.info.dtype} on {device}: {options.adapters} requests, "
+        f"{options.prompt} tokens in, {options.output} out; each with an adapter of rank "
+        f"{options.rank}"
     )
-    numbers = iter(range(10**9))
-    chance = random.Random(0)
-    for kind in options.modules or MODULES:
-        sources = [
-            random_source(spec, options.rank, MODULES[kind], seed)
-            for seed in range(options.adapters)
-        ]
-
-        def requests(
-            adapted: bool, first: int, sources: list[AdapterSource] = sources
-        ) -> list[GenerateRequest]:
-            prompts = [
-                [chance.randrange(spec.vocab_size) for _ in range(options.prompt)] for _ in sources
-            ]
-            sampling = SamplingParams(max_tokens=options.output)
-            return [
-                GenerateRequest(
-                    next(numbers),
-                    prompt,
-                    sampling,
-                    adapter=(first + index) * adapted,
-                    adapter_source=source if adapted else None,
-                )
-                for index, (prompt, source) in enumerate(zip(prompts, sources, strict=True))
-            ]
-
-        first = 1 + next(numbers)
-        for adapted in (True, False):
-            run(loop, requests(adapted, first))
-        rates: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-        for _ in range(options.rounds):
-            for adapted in rates:
-                rates[adapted].append(run(loop, requests(adapted, first)))
-        (base, base_cpu), (own, own_cpu) = (
-            [statistics.median(figures) for figures in zip(*rates[adapted], strict=True)]
-            for adapted in (False, True)
-        )
-        busy = "" if device == "cuda" else f"   by CPU time {1 - own_cpu / base_cpu:6.1%}"
-        print(
-            f"{kind:9}  base {base:9.1f} tok/s   adapters {own:9.1f} tok/s   loss {1 - own / base:6.1%}{busy}",
-            flush=True,
-        )
+    for index, kind in enumerate(options.modules or MODULES):
+        first_id = 1 + index * 10**6
+        print(compare(loop, spec, options, kind, device == "cuda", first_id), flush=True)
     loop.check_integrity()
 
 

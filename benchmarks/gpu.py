@@ -1,25 +1,28 @@
-"""The engine on a GPU, workload by workload, beside the hardware's limit. Needs torch and Triton
-only.
+"""The engine on a GPU, by workload, compared with the hardware's limit. Needs only torch and
+Triton.
 
     python benchmarks/gpu.py --shape llama3-8b [--only thr] [--profile thr]
 
-Random weights, greedy, no reuse, all requests queued, through the offline engine: scheduling,
-sampling and the copy of tokens to the host included. The peer column is not part of the run: what
-vLLM 0.26.0 did on one H200, and with --fp8 what TensorRT-LLM 1.0 publishes for it. Where vLLM is
+Random weights, greedy, no reuse, all requests queued, through the offline engine. The time includes
+scheduling, sampling and the copy of tokens to the host. The peer column is not measured in the run:
+it is vLLM 0.26.0 on one H200, and with --fp8 what TensorRT-LLM 1.0 publishes for it. If vLLM is
 installed, it runs afterwards in the same process.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
+import json
 import random
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a bare box has no installed package
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without an installed package
 
 import torch
 
@@ -28,7 +31,6 @@ from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
 from slipstream.model.spec import ModelSpec
-from slipstream.server.engine_link.serve import freeze_garbage_collector
 from slipstream.weights.parameters import choose_quantisation, engine_parameters, scales_name
 from slipstream.weights.quantise import quantise_fp8
 
@@ -59,7 +61,7 @@ class Workload:
     name: str
     requests: int
     unit: str
-    prompt: tuple[float, float]  # mean and deviation, or the ends of a range
+    prompt: tuple[float, float]  # tokens: mean and deviation, or the ends of a range
     output: tuple[float, float]
     uniform: bool = False
 
@@ -81,8 +83,8 @@ WORKLOADS = [
     Workload("core", 5000, "req/s", (128, 5), (20, 2)),
     Workload("mix", 256, "tok/s", (100, 1024), (100, 1024), uniform=True),
 ]
-# What TensorRT-LLM publishes for eight-bit weights and cache on the same GPU; of the short ones
-# fewer requests.
+# Workloads that TensorRT-LLM publishes for FP8 weights and cache on the same GPU, the short ones
+# here with fewer requests.
 FP8_WORKLOADS = [
     Workload("128/128", 4000, "tok/s", (128, 0), (128, 0)),
     Workload("1k/1k", 3000, "tok/s", (1000, 0), (1000, 0)),
@@ -120,7 +122,7 @@ FP8_TARGETS = {"128/128": (28000, 27911), "1k/1k": (18000, 17744), "2k/128": (36
 
 
 def random_tensors(spec: ModelSpec, fp8: bool = False) -> dict[str, torch.Tensor]:
-    """Weights of the right shapes, small enough that activations stay finite."""
+    """Return random weights, small enough that activations stay finite."""
     torch.manual_seed(0)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -152,17 +154,8 @@ def random_tensors(spec: ModelSpec, fp8: bool = False) -> dict[str, torch.Tensor
     return tensors
 
 
-def run_vllm(shape: str, spec: ModelSpec, works: list[Workload]) -> dict[str, float]:
-    """vLLM over the same workloads: random weights of the same shape, greedy, no reuse. Only where
-    it is installed.
-    """
-    import json
-    import tempfile
-
-    from vllm import LLM
-    from vllm import SamplingParams as Parameters
-
-    config = {
+def vllm_config(spec: ModelSpec) -> dict[str, object]:
+    return {
         "architectures": [spec.architecture],
         "model_type": "qwen3" if spec.qk_norm else "llama",
         "vocab_size": spec.vocab_size,
@@ -181,8 +174,15 @@ def run_vllm(shape: str, spec: ModelSpec, works: list[Workload]) -> dict[str, fl
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+
+
+def run_vllm(spec: ModelSpec, works: list[Workload]) -> None:
+    """Run vLLM over the same workloads: random weights of the same shape, greedy, no reuse."""
+    from vllm import LLM
+    from vllm import SamplingParams as Parameters
+
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        (Path(folder) / "config.json").write_text(json.dumps(vllm_config(spec)))
         engine = LLM(
             folder,
             load_format="dummy",
@@ -190,32 +190,26 @@ def run_vllm(shape: str, spec: ModelSpec, works: list[Workload]) -> dict[str, fl
             enable_prefix_caching=False,
             max_model_len=2304,
         )
-    figures = {}
     for work in works:
-        chance, drawn = random.Random(1), work.draw()
+        chance = random.Random(1)
+        drawn = work.draw()
         prompts = [
             {"prompt_token_ids": [chance.randrange(spec.vocab_size) for _ in range(p)]}
             for p, _ in drawn
         ]
-        wanted = [
+        parameters = [
             Parameters(temperature=0.0, max_tokens=o, ignore_eos=True, detokenize=False)
             for _, o in drawn
         ]
         began = time.perf_counter()
-        engine.generate(prompts, wanted, use_tqdm=False)
+        engine.generate(prompts, parameters, use_tqdm=False)
         seconds = time.perf_counter() - began
-        figures[work.name] = (
-            sum(o for _, o in drawn) if work.unit == "tok/s" else work.requests
-        ) / seconds
-        print(f"vLLM, this run: {work.name:8} {figures[work.name]:10.1f} {work.unit}", flush=True)
-    return figures
+        done = sum(o for _, o in drawn) if work.unit == "tok/s" else work.requests
+        print(f"vLLM, this run: {work.name:8} {done / seconds:10.1f} {work.unit}", flush=True)
 
 
 def from_folder(shape: str, spec: ModelSpec, settings: EngineSettings) -> None:
-    """Write an engine folder of the shape and time a start from it, its pages still in memory."""
-    import json
-    import tempfile
-
+    """Write an engine folder of the shape and time a start from it, with its pages in memory."""
     from safetensors.torch import save_file
 
     from slipstream.weights.engine_config import BuildLimits, GenerationDefaults, config_document
@@ -249,7 +243,7 @@ def from_folder(shape: str, spec: ModelSpec, settings: EngineSettings) -> None:
 
 
 def run(loop, spec: ModelSpec, work: Workload, first_id: int) -> tuple[float, int, list[StepPlan]]:
-    """Seconds, output tokens and the steps' plans of one pass over the workload."""
+    """Run a workload once; return seconds, output tokens and the plans of its steps."""
     chance = random.Random(1)
     requests = [
         GenerateRequest(
@@ -262,13 +256,14 @@ def run(loop, spec: ModelSpec, work: Workload, first_id: int) -> tuple[float, in
     plans: list[StepPlan] = []
     launch = loop.runner.launch
 
-    def noted(plan: StepPlan):
+    def record_and_launch(plan: StepPlan):
         plans.append(plan)
         return launch(plan)
 
-    loop.runner.launch = noted
+    loop.runner.launch = record_and_launch
     torch.cuda.synchronize()
-    began, tokens = time.perf_counter(), 0
+    began = time.perf_counter()
+    tokens = 0
     for request in requests:
         loop.submit(request)
     while loop.has_work():
@@ -280,15 +275,17 @@ def run(loop, spec: ModelSpec, work: Workload, first_id: int) -> tuple[float, in
 
 
 def limit_seconds(spec: ModelSpec, plan: StepPlan, weight_bytes: int) -> float:
-    """Time in which the hardware could do a step: its products' arithmetic or the weights read,
-    whichever takes longer, then the attention of prompts, and the keys and values of rows with one
-    token read. Keys, values and, in steps of few tokens, weights are read in twelve bits of these
-    sixteen, which may be faster.
+    """Return the least time that the hardware needs for a step.
+
+    That is the arithmetic of the GEMMs or the reading of the weights, whichever takes longer, plus
+    the attention of prompts and the reading of keys and values of decode rows. The limit assumes 16
+    bits. Keys, values and, in steps of few tokens, weights are stored in 12 bits, so a step may be
+    faster than the limit.
     """
     head = spec.vocab_size * spec.hidden_size
     body = spec.parameters() - (1 if spec.tied_embeddings else 2) * head
     samples = sum(plan.samples)
-    # the last attention: nobody reads other tokens'
+    # behind the last attention, only the sampled tokens are computed
     behind = spec.hidden_size * (spec.q_size + 3 * spec.ffn_size)
     arithmetic = (
         2 * (body * plan.tokens - behind * (plan.tokens - samples)) / FLOPS[weight_bytes]
@@ -304,24 +301,51 @@ def limit_seconds(spec: ModelSpec, plan: StepPlan, weight_bytes: int) -> float:
     return max(arithmetic, reading) + attention
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument(
-        "--only", action="append", choices=[w.name for w in WORKLOADS + FP8_WORKLOADS]
+        "--shape", choices=SHAPES, default="llama3-8b", help="shape (default: llama3-8b)"
     )
     parser.add_argument(
-        "--fp8", action="store_true", help="eight-bit weights and cache, and their own workloads"
+        "--only",
+        action="append",
+        choices=[w.name for w in WORKLOADS + FP8_WORKLOADS],
+        help="run this workload only; may be given several times",
     )
-    parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument(
-        "--from-folder", action="store_true", help="time the start from an engine folder, no more"
+        "--fp8", action="store_true", help="FP8 weights and cache, with workloads of their own"
     )
-    parser.add_argument("--profile", help="write a profile of one pass of the named workload")
-    options = parser.parse_args()
+    parser.add_argument("--rows", type=int, default=1024, help="running requests (default: 1024)")
+    parser.add_argument(
+        "--step-tokens", type=int, default=8192, help="token budget of a step (default: 8192)"
+    )
+    parser.add_argument(
+        "--from-folder", action="store_true", help="only time the start from an engine folder"
+    )
+    parser.add_argument("--profile", help="print a profile of one run of this workload")
+    return parser.parse_args()
+
+
+def report(loop, spec: ModelSpec, work: Workload, index: int, options: argparse.Namespace) -> None:
+    """Run a workload and print its line of the table."""
+    if work.name in ("c1", "b32"):  # short ones are warmed up
+        run(loop, spec, work, 10**6 * (index + 50))
+    seconds, tokens, plans = run(loop, spec, work, 10**6 * index)
+    figure = tokens / seconds if work.unit == "tok/s" else work.requests / seconds
+    target, peer = FP8_TARGETS[work.name] if options.fp8 else TARGETS[options.shape][work.name]
+    share = sum(limit_seconds(spec, plan, 1 if options.fp8 else 2) for plan in plans) / seconds
+    print(
+        f"{work.name:8} {figure:10.1f} {work.unit:6} {share:8.0%} {target:8} {peer:8} "
+        f"{figure / peer:7.2f} {seconds / len(plans) * 1e3:8.2f}",
+        flush=True,
+    )
+    loop.check_integrity()
+
+
+def main() -> None:
+    options = parse_options()
     spec = SHAPES[options.shape]
     began = time.perf_counter()
     settings = EngineSettings(
@@ -335,39 +359,26 @@ def main() -> None:
     tensors = random_tensors(spec, options.fp8)
     loop = create_engine(spec, tensors, settings, spec.max_positions, fp8_cache=options.fp8)
     torch.cuda.synchronize()
-    freeze_garbage_collector()  # as an engine's process does
+    # An engine's process does the same after its start.
+    gc.collect()
+    gc.freeze()
     print(
-        f"{options.shape}: ready in {time.perf_counter() - began:.1f} s, {loop.info.total_blocks} blocks, "
-        f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB",
+        f"{options.shape}: ready in {time.perf_counter() - began:.1f} s, "
+        f"{loop.info.total_blocks} blocks, {torch.cuda.memory_allocated() / 2**30:.1f} GiB",
         flush=True,
     )
     print(
-        f"{'workload':8} {'figure':>10} {'unit':6} {'of limit':>8} {'target':>8} {'peer':>8} {'× peer':>7} "
-        f"{'ms/step':>8}"
+        f"{'workload':8} {'figure':>10} {'unit':6} {'of limit':>8} {'target':>8} {'peer':>8} "
+        f"{'× peer':>7} {'ms/step':>8}"
     )
-    for index, work in enumerate(FP8_WORKLOADS if options.fp8 else WORKLOADS):
-        if options.only and work.name not in options.only:
-            continue
-        if work.name in ("c1", "b32"):
-            run(loop, spec, work, 10**6 * (index + 50))
-        seconds, tokens, plans = run(loop, spec, work, 10**6 * index)
-        figure = tokens / seconds if work.unit == "tok/s" else work.requests / seconds
-        target, peer = FP8_TARGETS[work.name] if options.fp8 else TARGETS[options.shape][work.name]
-        share = sum(limit_seconds(spec, plan, 1 if options.fp8 else 2) for plan in plans) / seconds
-        print(
-            f"{work.name:8} {figure:10.1f} {work.unit:6} {share:8.0%} {target:8} {peer:8} {figure / peer:7.2f} "
-            f"{seconds / len(plans) * 1e3:8.2f}",
-            flush=True,
-        )
-        loop.check_integrity()
+    works = FP8_WORKLOADS if options.fp8 else WORKLOADS
+    for index, work in enumerate(works):
+        if not options.only or work.name in options.only:
+            report(loop, spec, work, index, options)
     if importlib.util.find_spec("vllm") is not None and not options.fp8:
         del loop
         torch.cuda.empty_cache()
-        run_vllm(
-            options.shape,
-            spec,
-            [w for w in WORKLOADS if not options.only or w.name in options.only],
-        )
+        run_vllm(spec, [w for w in WORKLOADS if not options.only or w.name in options.only])
     elif options.profile:
         profile(loop, spec, next(w for w in WORKLOADS + FP8_WORKLOADS if w.name == options.profile))
 

@@ -1,11 +1,10 @@
-"""What guessing ahead gains for one request at a time: tokens a second with it, over those without
-it.
+"""The gain from draft tokens by prompt lookup for one request at a time, in tokens per second.
 
-    python benchmarks/speculation.py MODEL [--tokens 256] [--guesses 6] [--device cpu]
+    python benchmarks/speculation.py MODEL [--tokens 256] [--draft-tokens 6] [--device cpu]
 
-Two prompts: one whose answer repeats its text (where guesses come from), and one that does not.
-Same tokens in both ways, which is checked. The two ways take turns, so that a slower hour of the
-machine slows both.
+Two prompts: one whose continuation repeats its text, and one whose continuation does not. The
+benchmark checks that draft tokens do not change the output. Runs with and without draft tokens
+alternate, so that other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -29,61 +28,78 @@ PROMPTS = {
 }
 
 
-def answer(loop: EngineLoop, prompt: list[int], tokens: int) -> tuple[list[int], float]:
-    """The tokens, and how many came a second after the first."""
+def run(loop: EngineLoop, prompt: list[int], tokens: int) -> tuple[list[int], float]:
+    """Return the output tokens, and the tokens per second after the first ones."""
     loop.submit(GenerateRequest(1, prompt, SamplingParams(max_tokens=tokens)))
     found: list[int] = []
-    began, first = 0.0, 0
+    began = 0.0
+    first = 0
     while loop.has_work():
         outputs = loop.step()
         if outputs is not None and outputs.tokens:
             if not found:
-                began, first = time.perf_counter(), len(outputs.tokens)
+                began = time.perf_counter()
+                first = len(outputs.tokens)
             found += outputs.tokens
     return found, (len(found) - first) / (time.perf_counter() - began)
+
+
+def compare(
+    plain: EngineLoop, drafting: EngineLoop, prompt: list[int], tokens: int, rounds: int
+) -> str:
+    """Run a prompt on both engines; return the figures as a line of the table."""
+    plain_rates: list[float] = []
+    draft_rates: list[float] = []
+    before = drafting.stats()
+    for _ in range(rounds):
+        expected, rate = run(plain, prompt, tokens)
+        plain_rates.append(rate)
+        found, rate = run(drafting, prompt, tokens)
+        draft_rates.append(rate)
+        assert found == expected, "draft tokens must not change the output"
+    after = drafting.stats()
+    proposed = after.draft_tokens - before.draft_tokens
+    accepted = after.accepted_draft_tokens - before.accepted_draft_tokens
+    share = accepted / proposed if proposed else 0.0
+    per_step = (after.output_tokens - before.output_tokens) / (after.steps - before.steps)
+    slow = statistics.median(plain_rates)
+    fast = statistics.median(draft_rates)
+    return f"{slow:8.1f}/s {fast:8.1f}/s {fast / slow:6.2f}x {share:8.0%} {per_step:14.2f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model")
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--guesses", type=int, default=6)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
-    folder = engine_folder(given.model, "auto", None)
+    parser.add_argument("model", help="an engine folder, or a name that `slipstream import` takes")
+    parser.add_argument("--tokens", type=int, default=256, help="output tokens (default: 256)")
+    parser.add_argument(
+        "--draft-tokens", type=int, default=6, help="draft tokens per step (default: 6)"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind (default: 3)")
+    options = parser.parse_args()
+    folder = engine_folder(options.model, "auto", None)
     tokenizer = Tokenizer.load(folder)
-    ways = {}
-    for guesses in (0, given.guesses):
-        settings = EngineSettings(
-            device=given.device, reuse=False, max_rows=1, lookup_tokens=guesses
+    plain, drafting = (
+        start_engine(
+            folder,
+            cpu_probe.prepare(
+                EngineSettings(
+                    device=options.device, reuse=False, max_rows=1, lookup_tokens=draft_tokens
+                )
+            ),
         )
-        ways[guesses] = start_engine(folder, cpu_probe.prepare(settings))
+        for draft_tokens in (0, options.draft_tokens)
+    )
     print(
-        f"{'prompt':12} {'plain':>10} {'guessing':>10} {'ratio':>7} {'right':>7} {'tokens a step':>14}"
+        f"{'prompt':12} {'plain':>10} {'drafts':>10} {'ratio':>7} {'accepted':>8} "
+        f"{'tokens per step':>14}"
     )
     for name, text in PROMPTS.items():
         prompt = tokenizer.encode(text)
-        rates: dict[int, list[float]] = {guesses: [] for guesses in ways}
-        texts = {}
-        before = ways[given.guesses].stats()
-        for _ in range(given.rounds):
-            for guesses, loop in ways.items():
-                texts[guesses], rate = answer(loop, prompt, given.tokens)
-                rates[guesses].append(rate)
-        assert texts[0] == texts[given.guesses], "guessing must not change the text"
-        after = ways[given.guesses].stats()
-        tried = after.draft_tokens - before.draft_tokens
-        right = (
-            (after.accepted_draft_tokens - before.accepted_draft_tokens) / tried if tried else 0.0
-        )
-        tokens_a_step = (after.output_tokens - before.output_tokens) / (after.steps - before.steps)
-        plain, guessing = (statistics.median(rates[guesses]) for guesses in (0, given.guesses))
-        print(
-            f"{name:12} {plain:8.1f}/s {guessing:8.1f}/s {guessing / plain:6.2f}x {right:6.0%} {tokens_a_step:14.2f}"
-        )
+        line = compare(plain, drafting, prompt, options.tokens, options.rounds)
+        print(f"{name:12} {line}")
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ class BadWords:
         self.last = to_device(np.array([word[-1] for word in words], dtype=np.int64), device)
 
     def banned(self, tokens: Tensor, length: int) -> Tensor:
-        """Return which of `last` may not come next, for a row's tokens [longest], of which `length`
-        are known.
+        """Return which of `last` may not come next in a row with these tokens [longest]. The first
+        `length` of them are known.
         """
         reach = min(self.reach, length)
         prefixes = self.prefixes[:, self.reach - reach :]

@@ -35,7 +35,7 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Tensor, rows: list[int], lengths: list[int], state: Rows) -> Sampled:
-    """Sample a token for each of `rows`, of which `lengths` tokens are known.
+    """Sample a token for each of `rows`. `lengths`: the number of tokens that each row knows.
 
     logits: [samples, vocab], may be overwritten
     """

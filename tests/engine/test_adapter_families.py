@@ -1,4 +1,4 @@
-"""Adapters of families whose modules lie otherwise than Llama's: the answers are those of merged
+"""Adapters of families whose weights have another layout than Llama's give the tokens of merged
 weights.
 """
 
@@ -15,7 +15,7 @@ from slipstream.weights.build import build_engine
 MODULES = {
     "gemma3": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-    # whose q and k the engine keeps in another order
+    # families whose q and k rows the engine reorders
     "gptj": ["q_proj", "k_proj", "v_proj", "out_proj"],
     "opt": ["q_proj", "v_proj", "out_proj", "fc1", "fc2"],
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -23,7 +23,7 @@ MODULES = {
 
 
 def strong_model(family: str):
-    """Norms near 1, so that attention looks at single tokens and a turned query shows."""
+    """Set norms near 1, so that attention concentrates on single tokens, and wrong queries show."""
     model = random_model(config_of(family, **positions_of(family, 256)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

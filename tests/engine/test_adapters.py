@@ -1,6 +1,4 @@
-"""Adapters: answers are those of merged weights whatever runs beside them, and no page or byte is
-ever lost.
-"""
+"""Adapters give the tokens of merged weights in any batch, and no page or byte is lost."""
 
 import itertools
 import random
@@ -21,7 +19,7 @@ from slipstream.weights.build import build_engine
 from slipstream.weights.lora import read_adapter
 
 LENGTH = 256
-# Ranks below, at and above a page's; with and without parts of a product; scaled in both ways.
+# Ranks below, at and above a page's; with and without parts of a linear; scaled in both ways.
 KINDS = {
     "attention": {"rank": 8},
     "everything": {"rank": 20, "modules": ALL_MODULES, "lora_alpha": 13},
@@ -32,7 +30,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """name → the merged model; "" is the base."""
+    """Return the merged models by adapter name; "" is the base model."""
     place = tmp_path_factory.mktemp("adapters")
     base = random_model(config_of("llama", max_position_embeddings=LENGTH)).eval()
     base.save_pretrained(place / "hf")
@@ -110,7 +108,7 @@ def test_adapters_do_not_share_cached_blocks(models):
     for name in ["", *KINDS, ""]:
         answers = run_all(loop, [request(place, 0, name, prompt)])
         assert_merged(models, [name], [prompt], answers)
-    assert answers.cached[0] > 0  # the base found its own blocks again
+    assert answers.cached[0] > 0  # the base model reuses its own blocks
 
 
 def converted(place, name: str, storage_type: str = "float32") -> AdapterSource:
@@ -136,7 +134,7 @@ def test_request_tensors_and_a_converted_folder_give_the_same_adapter(models, tm
 
 
 def test_a_fused_module_equals_its_parts(models):
-    """attn_qkv is what q, k and v of one A are; bfloat16 arrives as its bit patterns."""
+    """attn_qkv equals q, k and v with one A. bfloat16 is sent as bit patterns."""
     place, _ = models
     draw = numpy.random.default_rng(3)
     first, second = draw.normal(size=(4, 64)), draw.normal(size=(128, 4)) * 0.2
@@ -254,7 +252,7 @@ def test_an_evicted_adapter_must_be_sent_again(models):
     assert run_all(loop, [by_number]).errors == {5: missing}
     expected = run_all(loop, [request(place, 0, "attention", prompt, 4)])[0]
     assert run_all(loop, [by_number])[5] == expected
-    # room for this one, or for others
+    # bytes for this adapter, or for the others
     loop.adapters.cache.host_bytes = loop.stats().adapter_bytes
     run_all(loop, [request(place, 0, "mlp", prompt, 4)])
     assert run_all(loop, [by_number]).errors == {5: missing}
@@ -274,7 +272,7 @@ def test_pages_of_the_least_recently_used_idle_adapter_are_reused():
     cache.step_launched(1)
     assert not cache.reserve(4)  # the second is running
     cache.release(2)
-    assert not cache.reserve(4)  # a plan that uses it is on its way
+    assert not cache.reserve(4)  # a plan that uses it is in flight
     assert cache.free_pages == 3
     cache.step_returned(1)
     assert cache.reserve(4)
@@ -311,7 +309,7 @@ def test_the_least_recently_used_adapter_without_holders_leaves_the_host():
     cache.check_integrity([1, 2, 5], [])
 
 
-# --- what is wrong with an adapter ---
+# --- invalid adapters ---
 
 
 def a_source(rows, modules, datatype="float32"):
@@ -517,7 +515,7 @@ def test_without_memory_for_pages_only_requests_with_adapters_fail(models, monke
     assert not answers.errors
     assert_merged(models, [""], [prompt], {0: answers[1]})
     loop.check_integrity()
-    # now there is room
+    # now there is memory
     assert_merged(models, ["mlp"], [prompt], run_all(loop, [request(place, 0, "mlp", prompt)]))
 
 

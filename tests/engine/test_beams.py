@@ -1,5 +1,5 @@
-"""Beam search finds what transformers' finds, on tiny models of float32, in whatever company it
-runs.
+"""Beam search finds the beams of transformers' beam search, on tiny float32 models and in any
+batch.
 """
 
 import functools
@@ -36,9 +36,7 @@ def prompt_of(length: int) -> list[int]:
 
 @functools.cache
 def common_tokens(model, length: int) -> list[int]:
-    """Tokens that beams often choose after a prompt, so that as end marks they end beams at
-    different times.
-    """
+    """Return tokens that beams often choose. As end ids they end beams at different times."""
     found = model.generate(
         torch.tensor([prompt_of(length)]),
         num_beams=4,
@@ -53,7 +51,7 @@ def common_tokens(model, length: int) -> list[int]:
 def theirs(
     model, prompt: list[int], sampling: SamplingParams, early_stopping, **more
 ) -> list[tuple[list[int], float]]:
-    """(tokens with the end mark, score) best first."""
+    """Return (tokens with the end token, score), best first."""
     end_ids = list(sampling.end_ids) or None
     with torch.inference_mode():
         found = model.generate(
@@ -124,7 +122,7 @@ def test_beams_equal_transformers_beams(model, early_stopping, length_penalty):
 
 
 END, GO_ON, ASIDE = 0, 1, 2
-REWARDED = [  # for each step, what each beam may be followed by
+REWARDED = [  # for each step, the candidates of each beam
     [[(END, -1.0), (GO_ON, -1.2), (ASIDE, -9.0)]],
     [[(END, -0.1), (GO_ON, -0.8)], [(ASIDE, -1.0)]],
     [[(END, -0.1), (GO_ON, -5.0)], [(ASIDE, -1.0)]],
@@ -140,11 +138,11 @@ PENALISED = [
     ("steps", "length_penalty", "early_stopping", "lengths"),
     [
         (REWARDED, 1.0, 1, [1, 0]),
-        (REWARDED, 1.0, 0, [1, 0]),  # -2.0 / 2 is no better than the worst that ended
+        (REWARDED, 1.0, 0, [1, 0]),  # -2.0 / 2 is no better than the worst ended beam
         (REWARDED, 1.0, 2, [1, 2]),  # but -2.0 / 50 would be, and -2.1 / 3 is
         (PENALISED, -1.0, 1, [0, 1]),
-        (PENALISED, -1.0, 0, [2, 0]),  # -0.2 * 2 is better than the worst that ended
-        (PENALISED, -1.0, 2, [2, 0]),  # and a beam gains nothing by becoming as long as it may
+        (PENALISED, -1.0, 0, [2, 0]),  # -0.2 * 2 is better than the worst ended beam
+        (PENALISED, -1.0, 2, [2, 0]),  # and the maximum length does not raise a score
     ],
 )
 def test_early_stopping_rules_end_the_search_as_in_transformers(
@@ -166,13 +164,13 @@ def test_early_stopping_rules_end_the_search_as_in_transformers(
 
 
 class HasWord:
-    """A stopping criterion of transformers: the text after the prompt has a word in it."""
+    """A stopping criterion of transformers: the text after the prompt contains a word."""
 
     def __init__(self, prompt: list[int], words: tuple[str, ...]) -> None:
         self.prompt, self.words = prompt, words
 
     def end(self, tokens: list[int]) -> int | None:
-        """How many tokens it takes."""
+        """Return the number of tokens up to the word."""
         return next(
             (
                 count
@@ -195,8 +193,8 @@ def text_of(tokens: list[int]) -> str:
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
 @pytest.mark.parametrize("words", [("ca",), ("ddd", "bca"), ("aac", "d"), ("never",)])
 def test_a_beam_ends_at_a_stop_word(model, early_stopping, words):
-    """As transformers, asked after every token, has it: such a beam is one of the answers, the
-    others go on.
+    """As in transformers with a stopping criterion: such a beam is one of the results, the others
+    go on.
     """
     reference, folder = model
     loop = engine(folder)
@@ -226,7 +224,7 @@ def test_a_beam_ends_at_a_stop_word(model, early_stopping, words):
 
 
 def test_no_beam_contains_a_bad_text(model):
-    """As transformers, told before every token which ones may come, has it."""
+    """As in transformers with a function that returns the allowed tokens."""
     reference, folder = model
     loop = engine(folder)
     loop.constraints = Constraints(

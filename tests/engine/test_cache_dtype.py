@@ -1,4 +1,4 @@
-"""What keys and values are kept in, and what they take. A GPU is only asked what it can do."""
+"""The type and the size of the KV cache. Of a GPU only the compute capability is used."""
 
 from dataclasses import replace
 

@@ -1,6 +1,4 @@
-"""Where two things that a request may ask for meet: each is what it is alone, and nobody else
-notices.
-"""
+"""Combinations of request features: each works as it does alone, and no other request changes."""
 
 import math
 import time
@@ -53,7 +51,7 @@ def test_prompt_scores_are_sent_once_with_beams_and_other_requests(folder, setti
     while loop.has_work():
         outputs = loop.step()
         if outputs is not None and 2 in outputs.scores:
-            assert 2 in outputs.request_ids  # otherwise nobody reads them
+            assert 2 in outputs.request_ids  # otherwise the scores are not read
             scores.merge(outputs.scores[2])
     expected = all_logits(folder, torch.float32, [prompt])[0]
     found = np.frombuffer(scores.context_logits, np.float32).reshape(-1, VOCABULARY)
@@ -84,7 +82,7 @@ def test_draft_tokens_of_the_prompt_table_are_refused(folder):
 def test_a_long_prompt_is_indexed_in_parts():
     tokens = [*range(10_000), 3, 4, 5]
     proposer = DraftProposer(lookup_tokens=2)
-    assert proposer.propose(tokens, len(tokens), 2) == [6, 7]  # of the first part
+    assert proposer.propose(tokens, len(tokens), 2) == [6, 7]  # from the indexed part
     late = [*range(10_000), 9000, 9001, 9002]
     proposer = DraftProposer(lookup_tokens=2)
     found = [proposer.propose(late, len(late), 2) for _ in range(3)]
@@ -92,7 +90,7 @@ def test_a_long_prompt_is_indexed_in_parts():
 
 
 def test_non_finite_embeddings_affect_only_their_own_request(folder):
-    """Blocks are taken over from it, and its rows stand in the same steps as others'."""
+    """Its blocks are reused by others, and its rows are in the same steps as others' rows."""
     poison = [
         GenerateRequest(
             90 + i,

@@ -1,6 +1,4 @@
-"""Rows whose next token depends on the last: however they are run, each mask is that of the tokens
-before it.
-"""
+"""Masks depend on the tokens before them, however the requests are run."""
 
 import pytest
 from run_engine import engine
@@ -25,7 +23,7 @@ def mask_of(tokens) -> bytes:
 
 
 class Rising:
-    """Each token is larger than the one before it; nothing can follow the largest."""
+    """Allows only tokens larger than the last one; no token may follow the largest."""
 
     error = ""
 
@@ -110,7 +108,7 @@ def test_two_constraints_allow_the_intersection_of_their_tokens():
 
 def test_a_request_whose_constraint_cannot_be_built_is_refused(folder):
     loop = engine(folder)
-    loop.constraints = Constraints()  # knows no tokenizer
+    loop.constraints = Constraints()  # without a tokenizer
     guided = SamplingParams(max_tokens=3, guide=Guide("json", ""))
     outputs = run(
         loop,

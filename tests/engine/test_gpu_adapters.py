@@ -1,5 +1,5 @@
-"""Adapters on a GPU: mixed batches equal merged weights, by graphs or without, and nothing is left
-behind.
+"""Adapters on a GPU: mixed batches equal merged weights, with and without graphs, and every page
+is released.
 
     pytest -m gpu tests/engine/test_gpu_adapters.py tests/kernels/test_adapter_twins.py
 """
@@ -86,7 +86,7 @@ def test_a_mixed_batch_equals_each_adapter_merged(models, way):
     asked = requests(models[0], names)
     assert_merged(models, names, asked, run_all(loop, asked))
     assert loop.runner.graphs._adapted, "no step with adapters was captured"
-    # the base alone, by its own graphs
+    # the base model alone, with its own graphs
     assert_merged(models, names[:1], asked[:1], run_all(loop, asked[:1]))
     again = [names[1], names[3], names[2], names[0]]  # the same graphs serve another mix
     asked = requests(models[0], again)

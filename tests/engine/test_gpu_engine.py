@@ -1,5 +1,5 @@
-"""The engine on a GPU: the answers of transformers, the same with and without graphs and overlap,
-nothing left behind.
+"""The engine on a GPU: the tokens of transformers, with and without graphs and overlap, and every
+block is released.
 
     pytest -m gpu tests/engine tests/kernels
 """
@@ -27,7 +27,7 @@ FAMILIES = {
     "qwen3": ("qwen3", {}),
     "gpt2": ("gpt2", {}),
     "gemma": ("gemma", {}),
-    # other implementations may leave the soft cap out
+    # other attention implementations may ignore the soft cap
     "gemma2": ("gemma2", {"attn_implementation": "eager"}),
     "gemma3": ("gemma3", {}),
     "phi3": (
@@ -129,7 +129,7 @@ def test_bfloat16_agrees_on_95_percent_of_a_random_models_tokens():
 
 
 def test_bfloat16_of_a_single_row_agrees_on_95_percent():
-    """Its products join the residual stream, which those of several rows do not."""
+    """Its GEMVs are fused with the residual addition, those of several rows are not."""
     model = tiny("llama")
     loop = gpu_engine(model, dtype="bfloat16", reuse=False)
     assert all(layer.fused_o_proj and layer.fused_down_proj for layer in loop.runner.model.layers)
@@ -137,7 +137,7 @@ def test_bfloat16_of_a_single_row_agrees_on_95_percent():
 
 
 def test_12_bit_weights_agree_on_95_percent(monkeypatch):
-    # where there is no GPU, tests of kernels import it first
+    # without a GPU, tests of kernels set TRITON_INTERPRET before they import it
     from slipstream.kernels.gpu import linear as gpu_linear
 
     monkeypatch.setattr(gpu_linear, "_SMALL_WEIGHT", 0)
@@ -180,7 +180,7 @@ def test_12_bit_keys_and_values_agree_on_95_percent(family, way):
 
 
 def wide(family, length=LENGTH):
-    """A model with heads as wide as large ones have."""
+    """A model with the head size of large models."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     return random_model(config_of(family, **positions_of(family, length), **sizes)).eval()
 
@@ -205,7 +205,7 @@ def test_no_kernel_is_compiled_after_start():
     )
 
     def compiled():
-        """Variants of each, by Triton's own count."""
+        """Return the number of compiled variants of each kernel, by Triton's cache."""
         return [
             sum(len(found) for found, *_ in kernel._kernel.device_caches.values())
             for kernel in kernels
@@ -221,13 +221,13 @@ def test_no_kernel_is_compiled_after_start():
     lengths = [5000, 3500, 2500, 1500, *(17 * n % 700 + 1 for n in range(60))]
     asked = [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
     generate(loop, asked, max_tokens=40)
-    # of which much is cached
+    # much of these prompts is cached
     generate(loop, [prompt + prompt[:300] for prompt in asked[:3]], max_tokens=4)
     assert compiled() == before
 
 
 def agreement(loop, model):
-    """The share of tokens that float32 would have chosen, too, of requests that come one after the
+    """Return the share of tokens that float32 would have chosen, too, for requests one after the
     other.
     """
     same = total = 0

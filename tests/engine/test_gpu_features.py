@@ -1,5 +1,5 @@
-"""Beams, samples of one prompt, guesses, windows and the host's memory on a GPU: the answers of the
-CPU engine.
+"""Beams, samples of one prompt, draft tokens, windows and host memory on a GPU give the tokens of
+the CPU engine.
 
     pytest -m gpu tests/engine/test_gpu_features.py
 """
@@ -119,8 +119,8 @@ def test_gpu_windows_and_sinks_equal_the_cpus(model, windows, sinks):
     "way", [{}, {"overlap": False}, {"policy": "max_utilization"}, {"lookup_tokens": 3}]
 )
 def test_requests_longer_than_the_cache_run_with_a_sliding_window(model, sinks, way):
-    """What the window has passed is others': 224 tokens of cache serve 300 and 188 beside each
-    other.
+    """Released blocks are reused: 224 tokens of cache serve requests of 300 and 188 tokens at the
+    same time.
     """
     settings = {"attention_windows": (40,), "sink_tokens": sinks}
     asked = [prompts(6)[5] * 2, prompts(6)[5]]

@@ -1,6 +1,4 @@
-"""What requests can ask for, on a GPU: scores, masks and prompt tables, with graphs and two plans
-in flight.
-"""
+"""Scores, masks and prompt tables on a GPU, with graphs and two plans in flight."""
 
 import itertools
 

@@ -1,5 +1,5 @@
-"""What the settings of the KV cache do to answers: windows and sinks change them, memory and its
-tiers do not.
+"""Settings of the KV cache: windows and sinks change the tokens, the size of the cache and host
+memory do not.
 """
 
 import random
@@ -24,7 +24,7 @@ def model(tmp_path_factory):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
-                parameter.mul_(4.0)  # so that it matters what is looked at
+                parameter.mul_(4.0)  # so that tokens depend on what attention sees
     model.save_pretrained(place / "hf")
     return model, build_engine(place / "hf", place / "engine", dtype="float32")
 
@@ -38,8 +38,8 @@ def prompts(count: int, length: int = 60) -> list[list[int]]:
 
 
 def choices_with(model, sequence: list[int], windows: list[int], sinks: int) -> list[int]:
-    """What transformers' model chooses after every prefix, when its layers are shown only what the
-    rule lets them.
+    """Return what transformers' model chooses after every prefix when its layers see only what the
+    window allows.
     """
     position = torch.arange(len(sequence))
     layers = model.model.layers
@@ -86,8 +86,8 @@ def test_a_window_attends_to_the_last_tokens_and_the_sinks_only(model, windows, 
     "more", [{}, {"policy": "max_utilization"}, {"lookup_tokens": 3}, {"host_cache_bytes": 1 << 18}]
 )
 def test_requests_longer_than_the_cache_run_with_a_sliding_window(model, windows, sinks, more):
-    """What a window has passed is let go of: 150 tokens of cache serve requests of 230 beside each
-    other.
+    """Blocks outside the window are released: 150 tokens of cache serve several requests of 230
+    tokens at the same time.
     """
     reference, folder = model
     loop = engine(
@@ -107,7 +107,7 @@ def test_requests_longer_than_the_cache_run_with_a_sliding_window(model, windows
                 answer
                 == choices_with(reference, prompt + answer, windows, sinks)[len(prompt) - 1 : -1]
             )
-    # The last time from the end of what was computed before; the beginning is long gone.
+    # The last run reuses only the end of the cached prompt; the beginning was evicted.
     assert loop.stats().cached_prompt_tokens >= 184
 
 
@@ -121,7 +121,7 @@ def test_a_window_wider_than_the_cache_does_not_make_a_request_fit(model):
 
 
 def test_a_layer_with_full_attention_keeps_every_block(model):
-    """A window over some layers only: the others still look at all there is."""
+    """A window of some layers only: the others attend to the whole sequence."""
     loop = engine(model[1], attention_windows=[16, 300], cache_tokens=150, block_tokens=8)
     answers = run_all(loop, [GenerateRequest(1, prompts(1)[0] * 3, SamplingParams(max_tokens=40))])
     assert "exceed the KV cache" in answers.errors[1]
@@ -168,7 +168,7 @@ def test_host_memory_in_several_pieces_restores_the_same_blocks(model, monkeypat
 
 
 def storm(folder, cancels: int, seed: int, **more) -> None:
-    """Sampled, searching, many-answered and guessing requests, cancelled at any moment."""
+    """Cancel sampled requests, beam searches and requests with drafts at random moments."""
     chance = random.Random(seed)
     loop = engine(
         folder,

@@ -1,6 +1,4 @@
-"""Requests start when others will have ended by the time they need the room; nobody is ever put off
-for it.
-"""
+"""Requests are admitted when others end before their blocks are needed, without preemptions."""
 
 import random
 
@@ -16,7 +14,7 @@ BLOCK = 4
 
 
 def serve(requests, blocks, rows=32, step_tokens=64, depth=2, cancel=None):
-    """All requests through the scheduler → (answers, steps, most that ran at once)"""
+    """Run all requests; return the answers, the steps and the most requests that ran at once."""
     scheduler = Scheduler(BlockPool(blocks, BLOCK, reuse=False), rows, step_tokens, 400, 50)
     harness, most = Harness(scheduler, depth), 0
     for request in requests:
@@ -24,7 +22,7 @@ def serve(requests, blocks, rows=32, step_tokens=64, depth=2, cancel=None):
     while scheduler.has_work() or harness.flight:
         harness.step()
         most = max(most, scheduler.stats().running)
-        assert scheduler.stats().preemptions == 0, "nobody who runs is put off"
+        assert scheduler.stats().preemptions == 0, "no running request is preempted"
         if cancel is not None:
             cancel(scheduler)
     assert scheduler.stats().free_blocks == blocks
@@ -32,7 +30,7 @@ def serve(requests, blocks, rows=32, step_tokens=64, depth=2, cancel=None):
 
 
 def requests_of(sizes, ends=False, priorities=(0,)):
-    """sizes: of prompt and output. Without `ends` every answer has its full length."""
+    """sizes: of prompt and output. Without `ends` every output has its full length."""
     end_ids = (3,) if ends else ()
     return [
         GenerateRequest(
@@ -46,8 +44,8 @@ def requests_of(sizes, ends=False, priorities=(0,)):
 
 
 def test_a_short_request_is_admitted_when_it_ends_before_the_long_one_grows():
-    # Each alone may come to 15 + 5 blocks: together 20, of which there are 18. Yet when the long
-    # one has grown to more than 13, the short one is gone.
+    # Alone they need up to 15 and 5 blocks, together 20 of the 18 that there are. But the short
+    # one ends before the long one has more than 13.
     sizes = [(8, 53), (8, 13)]
     answers, steps, most = serve(requests_of(sizes), blocks=18)
     assert most == 2
@@ -56,7 +54,7 @@ def test_a_short_request_is_admitted_when_it_ends_before_the_long_one_grows():
 
 
 def test_requests_with_the_same_growth_run_one_after_the_other():
-    sizes = [(8, 33), (8, 33)]  # both come to 10 blocks
+    sizes = [(8, 33), (8, 33)]  # both need up to 10 blocks
     _, together, _ = serve(requests_of(sizes), blocks=20)
     assert together == 33 + 1
     _, steps, most = serve(requests_of(sizes), blocks=19)
@@ -99,8 +97,8 @@ def test_no_running_request_is_preempted_under_guaranteed_no_evict(seed):
 
 
 def test_draft_tokens_never_displace_decoding_requests(monkeypatch):
-    # Two that guess stand before two that decode. Steps have a token for each and no more: guesses
-    # would keep the last two waiting, whose end the others count on.
+    # Two requests with draft tokens come before two that decode. A step has one token for each:
+    # draft tokens would delay the last two, whose end the prediction depends on.
     monkeypatch.setattr(
         "scheduler_harness.next_token", lambda known: 100 + len(known) if len(known) < 226 else 7
     )
@@ -127,10 +125,10 @@ class Decoding:
 def test_peak_usage_is_the_most_blocks_held_at_once():
     peak = PeakUsage([Decoding(100, 200)], BLOCK, lambda request: 1000)
     assert peak.with_request(7, None) == 203 // BLOCK + 1 + 7, (
-        "the one that decodes, three steps late, and one that stays"
+        "the decoding request, three steps late, and one without a predictable end"
     )
-    # At the short one's end, 13 steps from now, both: 100 + 13 and 50 + 13 tokens. At the long
-    # one's, it alone: 203.
+    # At the end of the short one, in 13 steps, both hold blocks: 100 + 13 and 50 + 13 tokens. At
+    # the end of the long one, only it: 203 tokens.
     both = max((163 + 13) // BLOCK + 2, 203 // BLOCK + 1)
     assert peak.with_request(15, (50, 60)) == both
     peak.add(15, (50, 60))

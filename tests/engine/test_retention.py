@@ -1,6 +1,4 @@
-"""Cached blocks that requests want kept, or gone first: in the pool, through the scheduler and
-through an engine.
-"""
+"""Retention priorities of cached blocks: in the pool, in the scheduler and in an engine."""
 
 import pytest
 from hypothesis import given, settings
@@ -37,7 +35,7 @@ events = st.lists(
 def test_the_lowest_priority_is_evicted_first_and_then_the_least_recently_used(story):
     now = [0.0]
     idle = IdleBlocks(clock=lambda: now[0])
-    # (block, priority, until), in the order they came to that priority
+    # (block, priority, end), in the order in which they got that priority
     model: list[tuple[int, int, float | None]] = []
     for event in story:
         if event[0] == "add" and event[1] not in [block for block, _, _ in model]:
@@ -91,7 +89,7 @@ def test_the_first_token_of_a_block_selects_its_retention_range():
 def leave(
     harness: Harness, request_id: int, prompt: list[int], retention: Retention | None = None
 ) -> int:
-    """Run a request; how many of its prompt's tokens were cached."""
+    """Run a request; return how many of its prompt tokens were cached."""
     before = harness.scheduler.stats().cached_prompt_tokens
     harness.scheduler.add(
         GenerateRequest(request_id, prompt, SamplingParams(max_tokens=1), retention=retention)
@@ -102,7 +100,7 @@ def leave(
 
 @pytest.mark.parametrize(("priority", "kept"), [(90, 12), (None, 0), (0, 0)])
 def test_a_prompt_of_high_priority_outlives_others(priority, kept):
-    """The pool holds four prompts; six others come after the one that was to be kept."""
+    """The pool holds four prompts; six others come after the one with a high priority."""
     harness = Harness(make_scheduler(blocks=16, block_tokens=4, budget=64), depth=1)
     retention = (
         None

@@ -1,4 +1,4 @@
-"""The same request gives the same tokens however it is run: alone or in company, cut, cached,
+"""A request gives the same tokens however it is run: alone or in a batch, chunked, cached or
 preempted.
 """
 
@@ -67,7 +67,7 @@ SAMPLING = {
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """What the first four prompts are answered with when each has an engine to itself."""
+    """Return the outputs of the first four prompts, each alone in an engine."""
     return {
         name: [generate(engine(folder), [prompt], **sampling)[0] for prompt in some_prompts(12)[:4]]
         for name, sampling in SAMPLING.items()

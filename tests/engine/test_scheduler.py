@@ -1,6 +1,4 @@
-"""Properties of the scheduler and the block pool, on plain Python objects: no model, milliseconds a
-run.
-"""
+"""Properties of the scheduler and the block pool, on plain Python objects without a model."""
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +9,9 @@ from slipstream.engine.blocks import NULL_BLOCK, BlockPool, hash_block, root_has
 from slipstream.engine.cache.window import Window
 from slipstream.engine.request import GenerateRequest, SamplingParams
 
-prompts = st.lists(st.integers(0, 3), min_size=1, max_size=30)  # few values: prefixes often meet
+prompts = st.lists(
+    st.integers(0, 3), min_size=1, max_size=30
+)  # few values: prefixes are often equal
 events = st.lists(
     st.one_of(
         st.tuples(st.just("add"), prompts, st.integers(1, 30), st.integers(0, 2)),
@@ -196,5 +196,5 @@ def test_blocks_are_hashed_before_the_window_releases_them():
     for start in range(2, 40, 2):
         names.append(hash_block(names[-1], known[start : start + 2]))
     found = scheduler.blocks.find(names)
-    assert len(found) >= 10, "all that was computed in one go can be found again"
+    assert len(found) >= 10, "all blocks computed in one step can be found again"
     assert NULL_BLOCK not in found, "nothing is found where there is nothing"

@@ -1,5 +1,5 @@
-"""Beams, requests of one prompt and guesses, on plain Python objects: who may share which block,
-and for how long.
+"""Beams, requests with the same prompt and draft tokens, on plain Python objects: which requests
+share which blocks.
 """
 
 import random
@@ -30,7 +30,7 @@ def plain(max_tokens: int) -> SamplingParams:
 
 
 class Traffic:
-    """What was traffic of a scheduler, and what must come of it."""
+    """The requests sent to a scheduler, and the outputs that they must have."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
@@ -53,7 +53,7 @@ class Traffic:
         assert set(harness.reasons) == set(self.requests)
         for request_id, request in self.requests.items():
             reason = harness.reasons[request_id]
-            if reason == "error":  # too large for this scheduler, said at once
+            if reason == "error":  # too large for this scheduler: refused at once
                 assert request.sampling.beams
             elif request_id in self.cancelled:
                 assert reason == "cancelled"
@@ -86,7 +86,7 @@ events = st.lists(
 
 
 def draft_of(prompt: list[int], right: int) -> list[int]:
-    """A guess whose first `right` tokens are what will come."""
+    """Return draft tokens; the first `right` of them are correct."""
     tokens = list(prompt)
     for _ in range(right):
         tokens.append(next_token(tokens))
@@ -180,9 +180,7 @@ def test_10000_random_cancels_release_every_row_and_block():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_failed_plan_fails_one_request_and_changes_no_other(seed):
-    """The device has taken the plan over and computed nothing of it, as when its memory runs out in
-    the step.
-    """
+    """The device has applied the plan and computed no token, as when its memory runs out."""
     chance = random.Random(seed)
     harness = Harness(make_scheduler(blocks=60, rows=8, lookup_tokens=2, host_slots=9), depth=1)
     traffic = Traffic(harness)
@@ -193,7 +191,7 @@ def test_a_failed_plan_fails_one_request_and_changes_no_other(seed):
         harness.step()
     plan = harness.scheduler.plan()
     assert plan is not None
-    harness.device.take_over(plan)
+    harness.device.apply(plan)
     harness.scheduler.abandon(plan, "out of memory")
     harness.run_dry()
     failed = [number for number, reason in harness.reasons.items() if reason == "error"]
@@ -246,14 +244,14 @@ def test_samples_of_one_prompt_compute_it_once_even_without_a_cache():
 def test_evicted_blocks_are_restored_from_host_memory():
     harness = Harness(make_scheduler(blocks=16, rows=1, host_slots=20), depth=1)
     traffic = Traffic(harness)
-    # nine blocks each: the second pushes out the first
+    # nine blocks each: the second evicts the first
     long = [[first, *range(4, 39)] for first in (1, 2)]
     for prompt in (*long, long[0]):
         traffic.add(prompt, plain(4))
         harness.run_dry()
     traffic.check()
     assert harness.device.loaded > 0
-    # all but the last block, which leaves a token to do
+    # all but the last block: one token is always computed
     assert harness.scheduler.stats().cached_prompt_tokens == 32
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's figures, on requests whose course is known: they are what the metrics show."""
+"""The scheduler's statistics, which the metrics report, on requests with a known course."""
 
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.messages import QUEUE_SECONDS_BOUNDS
@@ -66,8 +66,8 @@ def test_queue_time_ends_at_the_first_step():
     submit(found, 1, range(4), 2)
     submit(found, 2, range(4, 8), 2)
     submit(found, 3, range(4, 8), 2)
-    step(found)  # the first one waited for nothing
-    found.cancel(3)  # never started: no time of its own in the queue
+    step(found)  # the first one did not wait
+    found.cancel(3)  # never started: does not count
     clock.now += 3.0
     for _ in range(3):
         step(found)
@@ -88,7 +88,7 @@ def test_reused_blocks_and_cached_tokens():
             step(found)
             found.take_outputs()
     stats = found.stats()
-    assert stats.reused_blocks == 2  # of the ten prompt tokens, two blocks were full
+    assert stats.reused_blocks == 2  # ten prompt tokens fill two blocks
     assert (stats.prompt_tokens, stats.cached_prompt_tokens) == (20, 2 * BLOCK)
 
 
@@ -105,7 +105,7 @@ def test_preempted_requests_are_paused_until_they_run_again():
     assert paused[-1] == 0
     stats = found.stats()
     assert stats.preemptions > 0
-    assert sum(stats.queue_counts) == 2  # a return is not another arrival
+    assert sum(stats.queue_counts) == 2  # a resumed request does not count again
     assert stats.output_tokens >= 24
 
 

@@ -1,6 +1,4 @@
-"""Numbers beside the tokens: logits and log-probabilities of prompt and answer, whatever way they
-are computed.
-"""
+"""Logits and log-probabilities of prompt and output, however they are computed."""
 
 import math
 
@@ -151,7 +149,7 @@ def test_no_repeat_ngram_bans_the_tokens_that_transformers_bans(folder, size):
 
 
 def decayed(first: float, decay: float, least: float, reset: int, answer: list[int]) -> float:
-    """Step by step: after each token top_p shrinks to no less than the least, or begins anew."""
+    """Return top_p after each token: it decays down to the minimum, or resets."""
     value = first
     for token in answer:
         value = first if token == reset else max(value * decay, least)
@@ -170,7 +168,7 @@ def test_top_p_decays_and_resets(folder):
         sampling = SamplingParams(
             top_p=first, top_p_decay=decay, top_p_min=least, top_p_reset_id=reset
         )
-        prompt = [7, 3, 7][: row + 1]  # a reset in the prompt is none
+        prompt = [7, 3, 7][: row + 1]  # a reset token in the prompt has no effect
         plan = StepPlan(step=1, starts=[RowStart(row, prompt + answer, len(prompt), [], sampling)])
         rows.apply(plan)
     lengths = [min(row + 1, 3) + len(answers[row]) for row in range(4)]

@@ -1,6 +1,4 @@
-"""Guessing ahead changes nothing but the number of steps: the same tokens, greedy or drawn, on a
-real engine.
-"""
+"""Draft tokens change only the number of steps of a real engine, not the tokens."""
 
 import math
 
@@ -65,20 +63,20 @@ def test_text_is_the_same_with_and_without_draft_tokens(folder, more):
     ]
     plain = run_all(engine(folder), requests)
     loop = engine(folder, lookup_tokens=4, **more)
-    guessed = run_all(loop, requests)
-    assert guessed == plain
-    assert guessed.reasons == plain.reasons
+    drafted = run_all(loop, requests)
+    assert drafted == plain
+    assert drafted.reasons == plain.reasons
     stats = loop.stats()
     assert stats.accepted_draft_tokens > 0
     assert stats.draft_tokens > stats.accepted_draft_tokens
     for request in requests:
         if request.sampling.log_probs:
-            found, expected = (a.log_probs[request.request_id] for a in (guessed, plain))
+            found, expected = (a.log_probs[request.request_id] for a in (drafted, plain))
             assert all(
                 math.isclose(a, b, abs_tol=1e-4) for a, b in zip(found, expected, strict=True)
             )
             tops = [
-                [token for token, _ in top] for top in guessed.top_log_probs[request.request_id]
+                [token for token, _ in top] for top in drafted.top_log_probs[request.request_id]
             ]
             assert tops == [
                 [token for token, _ in top] for top in plain.top_log_probs[request.request_id]
@@ -102,18 +100,18 @@ def test_given_draft_tokens_are_verified_in_one_step(folder):
 
 
 def test_sampled_tokens_are_the_same_with_and_without_draft_tokens(folder):
-    """Seed by seed they are those drawn without guessing, after right guesses and after wrong ones."""
+    """For every seed, after accepted draft tokens and after rejected ones."""
     prompt, draws = prompts()[2], 400
     plain = [
         GenerateRequest(s, prompt, SamplingParams(max_tokens=2, temperature=1.0, seed=s))
         for s in range(draws)
     ]
     expected = run_all(engine(folder), plain)
-    guessing = [
+    drafting = [
         GenerateRequest(r.request_id, prompt, r.sampling, draft=[expected[0][0]]) for r in plain
     ]
     loop = engine(folder)
-    assert run_all(loop, guessing) == expected
+    assert run_all(loop, drafting) == expected
     assert 0 < loop.stats().accepted_draft_tokens < draws
 
 

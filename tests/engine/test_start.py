@@ -1,4 +1,4 @@
-"""How much memory the cache gets. A GPU is only asked what it has left."""
+"""The memory of the cache and of compressed weights. Of a GPU only its free memory is used."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SPARE = 6 * 2**30
 
 
 class Model:
-    """What shares memory out asks of a model; its weights' copies would take `copy_bytes`."""
+    """A model whose compressed weights would take `copy_bytes`."""
 
     spec, cached_bytes = SPEC, BLOCK // 32
 
@@ -27,7 +27,7 @@ class Model:
 def shared_out(
     monkeypatch, free: int, longest: int = 64, copy_bytes: int = 0, **settings
 ) -> tuple[int, int]:
-    """→ bytes of copies, blocks of the cache, of a GPU with this much free memory"""
+    """Return the bytes of compressed weights and the blocks of the cache."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     return start._divide_memory(Model("cuda", copy_bytes), EngineSettings(**settings), longest)
 
@@ -47,7 +47,7 @@ def test_the_cache_leaves_memory_for_steps_and_rows(monkeypatch):
     assert blocks(monkeypatch, SPARE + beside + 100 * BLOCK, cache_memory_fraction=1.0) == 100
     assert blocks(monkeypatch, SPARE + beside + 100 * BLOCK, cache_memory_fraction=0.5) == 50
     assert blocks(monkeypatch, SPARE + beside + 100 * BLOCK, cache_tokens=320) == 10
-    assert blocks(monkeypatch, SPARE + 2**30) == 64 * 2  # no more than all rows could fill
+    assert blocks(monkeypatch, SPARE + 2**30) == 64 * 2  # no more than all rows can fill
 
 
 @pytest.mark.parametrize("settings", [{}, {"cache_tokens": 640}])
@@ -79,7 +79,7 @@ def test_an_amd_gpu_is_refused_and_ignored_by_auto(monkeypatch):
 
 
 def test_compressed_weights_take_up_to_a_sixth_of_the_budget(monkeypatch):
-    free = SPARE + 64 * (2 * 1000 * 4 + 64 * 8) + 120 * BLOCK  # the room is that of 120 blocks
+    free = SPARE + 64 * (2 * 1000 * 4 + 64 * 8) + 120 * BLOCK  # the budget is 120 blocks
     whole = {"cache_memory_fraction": 1.0}
     assert shared_out(monkeypatch, free, **whole) == (0, 120)
     assert shared_out(monkeypatch, free, copy_bytes=20 * BLOCK, **whole) == (20 * BLOCK, 100)

@@ -1,4 +1,4 @@
-"""A step that the device cannot carry out costs the request that asked most of it, and nobody else."""
+"""When the device cannot carry out a step, the request with the most tokens fails, and no other."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,7 +57,7 @@ def test_in_a_failed_step_the_largest_request_fails_and_the_others_are_unchanged
 
 
 def test_blocks_that_a_failed_step_did_not_load_cannot_be_found() -> None:
-    """Prompts of five blocks in a pool of eight: the third comes back from the host, in a step that
+    """Prompts of five blocks in a pool of eight: the third is loaded from the host in a step that
     fails.
     """
     harness = Harness(make_scheduler(blocks=8, rows=1, host_slots=20), depth=1)
@@ -75,13 +75,13 @@ def test_blocks_that_a_failed_step_did_not_load_cannot_be_found() -> None:
     scheduler.abandon(plan, "no room")
     scheduler.check_integrity()
     scheduler.add(GenerateRequest(3, prompts[2], SamplingParams(max_tokens=2, end_ids=(END,))))
-    harness.run_dry()  # the harness looks at what every token was computed from
+    harness.run_dry()  # the harness checks what every token was computed from
     assert harness.answers[3] == expected_answer(prompts[2], 2)
     assert harness.reasons[2] == "error"
 
 
 def test_blocks_move_although_the_gpu_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan copies, or keeps in the host's memory, others find from then on."""
+    """Other requests find the blocks that a plan copies or saves in host memory."""
     pytest.importorskip("triton", reason="what runs on a GPU needs it")
     from slipstream.engine.gpu.runner import GpuRunner
 

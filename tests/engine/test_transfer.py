@@ -1,4 +1,4 @@
-"""Numbers on their way to the device have the types that torch would give them."""
+"""Numbers copied to the device have the types that torch gives them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Engines over tiny or real folders, run to the end in the test's own process."""
+"""Runs engines over tiny or real folders in the test's own process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.load import start_engine
 
 BLOCK = 16
-# Room for every request of a test at once. What an engine takes unless told is 512 MiB, and longer
-# to zero than most tests run.
+# Enough for all requests of a test at once. The default of 512 MiB takes longer to clear than most
+# tests run.
 CACHE_TOKENS = 16384
 
 
 class Answers(dict[int, list[int]]):
-    """Tokens by request id, with how each ended and what was told beside them."""
+    """Tokens by request id, with the finish reasons and the other outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def engine(
 
 
 def all_logits(folder: Path, dtype: torch.dtype, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """Logits at every position of every sequence: [tokens, vocab] each."""
+    """Return the logits at every position of every sequence: [tokens, vocab] each."""
     opened = read_engine_folder(folder)
     return logits_of(opened.spec, opened.tensors(), dtype, sequences)
 
@@ -110,7 +110,7 @@ def logits_of(
 
 
 def greedy_choices(model, sequences: list[list[int]]) -> list[list[int]]:
-    """What a transformers model would choose after every prefix of every sequence."""
+    """Return the tokens that a transformers model chooses after every prefix of every sequence."""
     with torch.inference_mode():
         return [
             model(torch.tensor([sequence])).logits[0].argmax(-1).tolist() for sequence in sequences

@@ -1,4 +1,4 @@
-"""A stand-in for model and device, so that the scheduler can be run on plain Python objects."""
+"""A fake model and device, so that the scheduler runs on plain Python objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY = 50
 
 
 def next_token(history: list[int]) -> int:
-    """A stand-in for the model: the next token follows from all before it."""
+    """Return the next token of the fake model, which depends on all tokens before it."""
     return (sum(history) * 31 + len(history) * 7) % VOCABULARY
 
 
@@ -32,7 +32,7 @@ def expected_answer(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 def candidates(history: list[int], count: int) -> list[tuple[int, float]]:
-    """Log-probabilities of the likeliest tokens, from the history alone and without ties."""
+    """Return the likeliest tokens of the fake model and their log-probabilities, without ties."""
     digest = hashlib.sha256(repr(history).encode()).digest()
     scores = {token: -0.05 - digest[token % 32] / 64 - token / 1e4 for token in range(VOCABULARY)}
     return sorted(scores.items(), key=lambda item: -item[1])[:count]
@@ -48,44 +48,48 @@ def expected_beams(prompt: list[int], sampling: SamplingParams) -> list[Beam]:
 
 
 class Device:
-    """Keeps what a rank keeps, from plans alone, and checks that every plan can be carried out.
+    """Keeps the state of a runner from plans alone, and checks that every plan can be carried out.
 
-    A slot of the cache holds the tokens that its key and value were computed from: what a row reads
-    must have been computed from its own tokens.
+    A slot of the cache holds a hash of the tokens that its key and value were computed from. A row
+    must read only slots that were computed from its own tokens.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler, self.window = scheduler, scheduler.window
+        self.scheduler = scheduler
+        self.window = scheduler.window
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.sampling: dict[int, SamplingParams] = {}
-        self.cache: dict[int, dict[int, int]] = {}  # block → offset → what it was computed from
-        self.host: dict[int, dict[int, int]] = {}  # slot → what a block had
-        self.copied = self.loaded = 0
+        self.cache: dict[
+            int, dict[int, int]
+        ] = {}  # block → offset → hash of the tokens it was computed from
+        self.host: dict[int, dict[int, int]] = {}  # host slot → content of a block
+        self.copied = 0
+        self.loaded = 0
 
     def run(self, plan: StepPlan) -> StepResult:
-        self.take_over(plan)
+        self.apply(plan)
         assert 0 < plan.tokens <= self.scheduler.step_tokens
         assert len(set(plan.rows)) == len(plan.rows)
         result = StepResult(tokens=[])
-        columns = zip(
+        entries = zip(
             plan.rows, plan.positions, plan.counts, plan.samples, plan.drafts, strict=True
         )
-        for row, position, count, samples, drafted in columns:
+        for row, position, count, samples, drafts in entries:
             self._compute(row, position, count)
-            assert samples or not drafted
-            for place in range(position + count - drafted, position + count + 1) if samples else ():
+            assert samples or not drafts
+            for place in range(position + count - drafts, position + count + 1) if samples else ():
                 history = self.tokens[row][:place]
                 if self.sampling[row].beams:
                     index = len(result.tokens)
                     result.top_log_probs[index] = candidates(history, self.sampling[row].candidates)
                 result.tokens.append(next_token(history))
             if samples:
-                drawn = result.tokens[-drafted - 1 :]
-                self.tokens[row][position + count - drafted :] = drawn
+                drawn = result.tokens[-drafts - 1 :]
+                self.tokens[row][position + count - drafts :] = drawn
         return result
 
-    def take_over(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan) -> None:
         for block, slot in plan.saves:
             self.host[slot] = dict(self.cache[block])
         for slot, block in plan.loads:
@@ -98,7 +102,8 @@ class Device:
             self.cache[target] = dict(self.cache[source])
             self.copied += 1
         for start in plan.starts:
-            self.tokens[start.row], self.tables[start.row] = list(start.tokens), list(start.blocks)
+            self.tokens[start.row] = list(start.tokens)
+            self.tables[start.row] = list(start.blocks)
             self.sampling[start.row] = start.sampling
         for fork in plan.forks:
             self.tokens[fork.row] = self.tokens[fork.source][: fork.tokens]
@@ -111,28 +116,28 @@ class Device:
             self.tokens[row][position:] = [token]
 
     def _compute(self, row: int, position: int, count: int) -> None:
-        tokens, table, size = self.tokens[row], self.tables[row], self.scheduler.blocks.block_tokens
-        assert position + count <= len(tokens), "only what is known is computed"
-        assert len(table) * size >= position + count, "blocks for all it computes"
+        tokens = self.tokens[row]
+        table = self.tables[row]
+        size = self.scheduler.blocks.block_tokens
+        assert position + count <= len(tokens), "a row computes only known tokens"
+        assert len(table) * size >= position + count, "a row has blocks for all tokens it computes"
         held = [block for block in table if block != NULL_BLOCK]
         assert len(set(held)) == len(held)
-        for place in self._in_sight(position, count):
+        for place in self._visible(position, count):
             assert table[place // size] != NULL_BLOCK, (
-                "a row reads or writes a block that it has let go"
+                "a row reads or writes a block that it has released"
             )
-            slots, origin = (
-                self.cache.setdefault(table[place // size], {}),
-                hash(tuple(tokens[: place + 1])),
-            )
+            slots = self.cache.setdefault(table[place // size], {})
+            origin = hash(tuple(tokens[: place + 1]))
             if place >= position:
                 slots[place % size] = origin
             else:
                 assert slots.get(place % size) == origin, (
-                    "a row reads what was computed from other tokens"
+                    "a row reads slots computed from other tokens"
                 )
 
-    def _in_sight(self, position: int, count: int) -> list[int]:
-        """What tokens from `position` on look at, and write."""
+    def _visible(self, position: int, count: int) -> list[int]:
+        """Return the positions that tokens from `position` on read and write."""
         if self.window is None:
             return list(range(position + count))
         oldest = max(0, position - self.window.tokens + 1)
@@ -140,10 +145,11 @@ class Device:
 
 
 class Harness:
-    """Scheduler and device with up to `depth` plans in flight, as the loop runs them."""
+    """Runs scheduler and device with up to `depth` plans in flight, as the engine's loop does."""
 
     def __init__(self, scheduler: Scheduler, depth: int) -> None:
-        self.scheduler, self.depth = scheduler, depth
+        self.scheduler = scheduler
+        self.depth = depth
         self.device = Device(scheduler)
         self.flight: list = []
         self.answers: dict[int, list[int]] = {}
@@ -167,7 +173,7 @@ class Harness:
         for request_id, count, reason in zip(
             outputs.request_ids, outputs.token_counts, outputs.finish_reasons, strict=True
         ):
-            assert request_id not in self.reasons, "nothing is told of a finished request"
+            assert request_id not in self.reasons, "no output after a request has finished"
             self.answers.setdefault(request_id, []).extend(itertools.islice(tokens, count))
             if reason:
                 self.reasons[request_id] = reason

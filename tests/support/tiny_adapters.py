@@ -1,4 +1,4 @@
-"""Random adapters for tiny models, made and merged by peft, and what the merged model says."""
+"""Random adapters for tiny models, created and merged by peft."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save_adapter(
     seed: int = 1,
     **options: Any,
 ) -> Any:
-    """Save an adapter that changes most of the model's answers; returns the model with its weights
+    """Save an adapter that changes most outputs of the model; return the model with the adapter
     merged in.
     """
     from peft import LoraConfig, get_peft_model

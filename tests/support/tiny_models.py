@@ -92,7 +92,7 @@ def config_of(family: str, **options: Any) -> Any:
 
 
 def positions_of(family: str, length: int) -> dict[str, int]:
-    """How a family's config is told the longest sequence."""
+    """Return the config field of a family's longest sequence."""
     return {"n_positions" if family in ("gpt2", "gptj") else "max_position_embeddings": length}
 
 

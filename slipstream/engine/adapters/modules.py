@@ -187,7 +187,8 @@ class AdapterPacker:
         if module.linear != QKV or self._qkv_rows is None:
             return second
         edges = np.cumsum((0, *self.layout.shapes[QKV].outputs))
-        first, last = module.parts[0], module.parts[-1]
+        first = module.parts[0]
+        last = module.parts[-1]
         rows = self._qkv_rows[edges[first] : edges[last + 1]] - edges[first]
         if rows.min() < 0 or rows.max() >= len(second):
             raise AdapterError(

@@ -73,7 +73,8 @@ class BeamSearch:
         survivors: list[Survivor] = []
         paths: list[Path] = []
         for rank, continuation in enumerate(self._best(candidates)):
-            parent, token = continuation.beam, continuation.token
+            parent = continuation.beam
+            token = continuation.token
             path = self.beams[parent].extend(
                 token, continuation.log_prob, logits[parent] if logits else b""
             )

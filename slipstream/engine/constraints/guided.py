@@ -206,7 +206,8 @@ def _check_counts(schema: Any) -> None:
     while waiting:
         part = waiting.pop()
         if isinstance(part, dict):
-            least, required = part.get("minProperties"), part.get("required")
+            least = part.get("minProperties")
+            required = part.get("required")
             count = len(set(map(str, required))) if isinstance(required, list) else 0
             if isinstance(least, int) and least > max(1, count):
                 raise GuideError(

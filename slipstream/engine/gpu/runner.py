@@ -180,7 +180,9 @@ class GpuRunner:
 
     def _logits(self, step: StepRows, selection: scores.LogitSelection) -> Tensor:
         """Compute the logits of a step, by a captured graph where one fits: [selected, vocab]."""
-        rows, positions, counts = step.rows, step.positions, step.counts
+        rows = step.rows
+        positions = step.positions
+        counts = step.counts
         several = counts > 1
         unpacks = self._unpacks_long_prefix(positions[several], counts[several])
         size = None

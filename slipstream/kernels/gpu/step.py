@@ -1,4 +1,4 @@
-"""The small kernels around a step: what to compute is read from the rows, what was drawn is written
+"""The small kernels around a step: they read its inputs from the rows, and write the sampled tokens
 to them.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces
 
 _BLOCK = 128
-_PARTS = 32  # programs that share a row of logits
+_PARTS = 32  # CTAs per row of logits
 
 
 @Quick
@@ -42,13 +42,13 @@ def _step_inputs(
 
 
 def step_inputs(
-    rows: Tensor,  # int32 [tokens]: the row of each token of the step
+    rows: Tensor,  # int32 [tokens]: the row of each token
     positions: Tensor,  # int32 [tokens]
     tokens: Tensor,  # int64 [rows of the engine, longest]
     tables: Tensor,  # int32 [rows of the engine, blocks]
     block_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """→ token ids int64 [tokens], slots int32 [tokens]"""
+    """Return the token ids of a step, int64 [tokens], and their cache slots, int32 [tokens]."""
     count = rows.shape[0]
     ids = torch.empty(count, dtype=torch.int64, device=rows.device)
     slots = torch.empty(count, dtype=torch.int32, device=rows.device)
@@ -84,8 +84,8 @@ def _write_back(
 
 
 def write_back(rows: Tensor, lengths: Tensor, drawn: Tensor, tokens: Tensor) -> None:
-    """drawn: int64 [samples] becomes the token after the `lengths` known ones of each of `rows`
-    (int32 both).
+    """Write sampled tokens (`drawn`, int64 [samples]) to `rows`, each after the first `lengths`
+    tokens of its row. rows, lengths: int32 [samples]
     """
     count = rows.shape[0]
     _write_back[(pieces(count, _BLOCK),)](
@@ -146,8 +146,8 @@ def _likeliest(best, tokens, best_out, tokens_out, PARTS: tl.constexpr, OVERLAP:
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits: [rows, vocab] → the largest of each row in float32 (nan where one is) and its token,
-    the first of equals.
+    """Return the largest logit of each row in float32 (nan if the row has one) and its token, the
+    first of equals. logits: [rows, vocab]
     """
     rows, vocab = logits.shape
     span = pieces(vocab, _PARTS * 16) * 16
