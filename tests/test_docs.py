@@ -1,6 +1,7 @@
 """The documents can be read: short lines, narrow tables, every page on the site."""
 
 import re
+import runpy
 
 import pytest
 from source_tree import ROOT
@@ -53,3 +54,15 @@ def test_the_gpu_guide_and_the_readme_stay_short():
     readme = (ROOT / "README.md").read_text("utf-8").splitlines()
     assert len(guide) <= MAX_GPU_GUIDE_LINES
     assert len(readme) <= MAX_README_LINES
+
+
+def generated_pages() -> dict[str, str]:
+    path = ROOT / "docs" / "generate.py"
+    program = runpy.run_path(str(path))
+    return {name: render() for name, render in program["PAGES"].items()}
+
+
+def test_generated_pages_are_up_to_date():
+    """Run `python docs/generate.py` when this fails."""
+    written = {name: (ROOT / "docs" / name).read_text("utf-8") for name in generated_pages()}
+    assert written == generated_pages()

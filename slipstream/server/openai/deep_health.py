@@ -42,7 +42,7 @@ class HealthProbes:
             Route(GET, HEALTH, "health", self._answer_health),
             Route(GET, HEALTH_GENERATE, "health", self._answer_health_generate),
         ]
-        return RouteGroup(routes, _describe)
+        return RouteGroup(routes, describe_routes)
 
     async def _answer_health(self, exchange: Exchange, parameters: Parameters) -> None:
         await _respond(exchange, self._find_problem())
@@ -65,7 +65,7 @@ async def _respond(exchange: Exchange, problem: str) -> None:
         await exchange.respond(200, b"{}")
 
 
-def _describe() -> dict[str, Any]:
+def describe_routes() -> dict[str, Any]:
     return {
         HEALTH: describe_get("Whether the server takes work", "Empty; 503 when it does not"),
         HEALTH_GENERATE: describe_get("Whether every engine makes a token", "Empty; 503 when not"),
