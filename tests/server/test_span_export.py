@@ -62,14 +62,18 @@ def test_a_collector_that_starts_late_gets_the_spans(capfd: pytest.CaptureFixtur
     with Collector(listening=False) as collector:
         export = SpanExport(settings(collector))
         export.add(make_spans(2))
-        lines = ""
-        while "Connection refused" not in lines:
-            lines += capfd.readouterr().err
+        parts: list[str] = []
+
+        def read_log() -> str:
+            parts.append(capfd.readouterr().err)
+            return "".join(parts)
+
+        wait_for(lambda: "Connection refused" in read_log())
         collector.listen()
         assert len(collector.wait(2)) == 2
         export.close()
         assert counts(export) == (2, 0)
-    lines += capfd.readouterr().err
+    lines = read_log()
     assert lines.count(f"the trace collector at {collector.url}: ") == 1
     assert lines.count(f"the trace collector at {collector.url} takes spans again") == 1
     assert len(lines.splitlines()) == 2
