@@ -1,6 +1,4 @@
-"""The page for people who come from Triton names every script, console command and parameter there
-is.
-"""
+"""The page for Triton users names every script, console command and parameter."""
 
 from __future__ import annotations
 
@@ -15,19 +13,19 @@ from slipstream.repository.workspace import SCRIPTS
 PAGE = (ROOT / "docs" / "coming-from-triton.md").read_text()
 
 
-def test_every_parameter_of_a_repository_is_there() -> None:
+def test_the_page_names_every_repository_parameter() -> None:
     names = {name for parameters in PARAMETERS.values() for name in parameters}
     assert sorted(name for name in names if f"`{name}`" not in PAGE) == []
 
 
-def test_every_script_of_a_workspace_is_there() -> None:
+def test_the_page_names_every_workspace_script() -> None:
     scripts = {path.rpartition("/")[2] for path in SCRIPTS}
     # other names of the same clients
     scripts -= {"client_async.py", "end_to_end_streaming_client.py"}
     assert sorted(name for name in scripts if name not in PAGE) == []
 
 
-def test_every_command_is_there() -> None:
+def test_the_page_names_every_command() -> None:
     programs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert sorted(name for name in programs if f"`{name}" not in PAGE) == []
     assert (

@@ -1,6 +1,4 @@
-"""The documents' commands exist: a renamed option or command turns these red, and so does a link to
-nowhere.
-"""
+"""The documents name commands, options, metrics and files that exist."""
 
 import re
 import shlex
@@ -23,9 +21,7 @@ TEST = "pip install -e '.[test]' && pytest"
 
 
 def code_lines(text: str) -> list[str]:
-    """The lines of fenced and of indented blocks, continued lines joined, a prompt's `$ ` taken
-    off.
-    """
+    """Return the lines of code blocks, with continued lines joined and prompts (`$ `) removed."""
     fenced = re.findall(r"^```(?:console|bash|sh)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     indented = re.findall(r"^(?: {4}.*\n)+", outside, re.MULTILINE)
@@ -60,7 +56,7 @@ def found_commands() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("document", "arguments"), found_commands(), ids=str)
-def test_a_documented_command_is_one_that_exists(document, arguments):
+def test_documented_commands_can_be_parsed(document, arguments):
     parse(arguments)
 
 
@@ -73,20 +69,20 @@ def test_commands_are_found_in_both_guides():
     "arguments",
     [["begin"], ["start", "--prot", "1"], ["infer", "-m", "x"], ["start", "--http-port", "many"]],
 )
-def test_a_command_that_does_not_exist_is_refused(arguments):
+def test_wrong_commands_are_refused(arguments):
     with pytest.raises(SystemExit) as refused:
         parse(arguments)
     assert refused.value.code == 2
 
 
-def test_the_two_commands_stand_in_the_readme_as_they_are():
+def test_the_readme_has_the_two_first_commands():
     lines = code_lines((ROOT / "README.md").read_text("utf-8"))
     assert START in lines
     assert TEST in lines
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document):
+def test_links_name_existing_files(document):
     text = (ROOT / document).read_text("utf-8")
     folder = (ROOT / document).parent
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
@@ -109,7 +105,7 @@ def test_documented_metrics_exist():
     assert {name for name in named if f'"{name}"' not in source} == set()
 
 
-def test_the_licence_is_the_one_that_is_declared():
+def test_the_licence_file_is_the_declared_one():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["license"] == "Apache-2.0"
     assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()

@@ -1,6 +1,4 @@
-"""Load and what is told of it: figures worked out by hand, data made into requests, and windows
-that settle.
-"""
+"""Load generation: metrics computed by hand, request data, prompts and windows."""
 
 from __future__ import annotations
 
@@ -45,10 +43,10 @@ def words(text: str) -> int:
     return len(text.split())
 
 
-def test_metrics_are_as_defined() -> None:
-    # 3 tokens: 10 ms to the first, 10 ms between
+def test_metrics_of_a_streamed_load() -> None:
+    # 3 tokens: 10 ms to the first token, then 10 ms each
     first = record(0, (10, "a "), (20, "b "), (30, "c"))
-    # 5 tokens; the empty end counts for the latency
+    # 5 tokens; the empty last answer counts for the latency
     second = record(10, (30, "a b c d e "), (110, ""))
     found = llm_metrics([first, second], words, True, ("text_input", "text_output"))
     values = {row.name: row.values for row in found.rows}
@@ -76,7 +74,7 @@ def test_metrics_are_as_defined() -> None:
     )
 
 
-def test_without_streams_there_is_no_first_token() -> None:
+def test_a_load_without_streams_has_no_time_to_first_token() -> None:
     found = llm_metrics([record(0, (1234, "a b"))], words, False, ("text_input", "text_output"))
     assert [row.name for row in found.rows][:2] == ["request_latency", "output_sequence_length"]
     lines = csv_report(found).splitlines()
@@ -89,11 +87,13 @@ def test_without_streams_there_is_no_first_token() -> None:
 
 
 class Together:
-    """Answers when so many requests are in flight, and knows how many there were at most."""
+    """A sender that answers once `count` requests are in flight, and keeps their maximum."""
 
     def __init__(self, count: int) -> None:
-        self._barrier, self._lock = threading.Barrier(count, timeout=30), threading.Lock()
-        self._running = self.most = 0
+        self._barrier = threading.Barrier(count, timeout=30)
+        self._lock = threading.Lock()
+        self._running = 0
+        self.most = 0
 
     def __call__(self, request: Request) -> Record:
         with self._lock:
@@ -116,19 +116,19 @@ def requests() -> itertools.cycle[Request]:
     return itertools.cycle([Request("m", {})])
 
 
-def test_so_many_requests_are_in_flight_and_no_more() -> None:
+def test_the_number_of_requests_in_flight_is_the_concurrency() -> None:
     send = Together(4)
     measured = measure_all(Load(send, itertools.islice(requests(), 20), 4))
     assert len(measured.records) == 20
     assert send.most == 4
 
 
-def test_a_rate_does_not_wait_for_answers() -> None:
+def test_a_request_rate_does_not_wait_for_answers() -> None:
     load = Load(Together(5), itertools.islice(requests(), 5), 1, itertools.repeat(0.001))
     assert len(measure_all(load).records) == 5
 
 
-def test_windows_end_when_three_agree_or_after_the_last() -> None:
+def test_windows_end_when_three_are_stable_or_at_the_maximum() -> None:
     load = Load(answer, requests(), 2)
     settled = measure_windows(load, WindowRule(0.03, 10.0, 10))
     load.close()
@@ -174,7 +174,7 @@ def test_rows_that_do_not_fit_the_model_are_refused(
         read_rows(tmp_path / "data.json", input_tensors(CONFIG, {}))
 
 
-def test_made_up_data_needs_shapes() -> None:
+def test_generated_data_needs_shapes() -> None:
     with pytest.raises(DataError, match="give --shape ids"):
         generate_row(input_tensors(CONFIG, {}), False, None, 4)
     row = generate_row(input_tensors(CONFIG, {"ids": (3,)}), False, None, 4)
@@ -183,7 +183,7 @@ def test_made_up_data_needs_shapes() -> None:
         input_tensors(CONFIG, {"other": (1,)})
 
 
-def test_prompts_have_the_tokens_asked_for_and_follow_the_seed() -> None:
+def test_synthetic_prompts_have_the_wanted_length_and_follow_the_seed() -> None:
     def encode(text: str) -> list[int]:
         return [ord(letter) for letter in text]
 
@@ -198,14 +198,14 @@ def test_prompts_have_the_tokens_asked_for_and_follow_the_seed() -> None:
     assert {Lengths(7, 0).draw(numpy.random.default_rng(0)) for _ in range(3)} == {7}
 
 
-def test_lengths_follow_the_histogram_up_to_the_longest() -> None:
+def test_histogram_prompts_respect_the_longest_length() -> None:
     work = list(histogram_prompts(500, "example", 64, numpy.random.default_rng(0)))
     lengths = {len(one.tokens) for one in work}
     assert lengths == {length for length in HISTOGRAMS["example"]["input"] if length <= 64}
     assert {one.output_length for one in work} <= set(HISTOGRAMS["example"]["output"])
 
 
-def test_figures_are_compared_with_both_tolerances(tmp_path: Path) -> None:
+def test_figures_are_compared_with_absolute_and_relative_tolerance(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(json.dumps({"a": {"x": 100, "y": 10}, "empty": {}}))
     rows = [("x", "104.00"), ("y", "10.40")]
     assert find_differences(tmp_path / "r.json", "a", rows, 0.0, 0.05) == []

@@ -1,4 +1,4 @@
-"""A page of what was measured: every run is in it, and nothing has to be fetched to see it."""
+"""The HTML page of measurements: it holds every run and loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from slipstream.client.connection import Request
 SVG = re.compile(r"<svg.*?</svg>", re.DOTALL)
 
 
-def run_of(load: int, streaming: bool = True) -> Run:
+def create_run(load: int, streaming: bool = True) -> Run:
     text = {"text_input": numpy.array([[b"a b"]], dtype=object)}
     records = []
     for number in range(6):
-        # the first has no time between its tokens
-        sent, tokens = number * 10**9, 1 if number == 0 else 4
+        sent = number * 10**9
+        tokens = 1 if number == 0 else 4  # one token has no inter-token latency
         times = tuple(sent + (step + 1) * load * 10**7 for step in range(tokens))
         outputs = tuple({"text_output": numpy.array([[b"x "]], dtype=object)} for _ in times)
         records.append(Record(Request("m", text), sent, times, outputs))
@@ -33,7 +33,7 @@ def run_of(load: int, streaming: bool = True) -> Run:
 
 
 def points(svg: str) -> list[list[tuple[float, float]]]:
-    """The lines of a chart, by their places."""
+    """Return the coordinates of the lines of a chart."""
     paths = [
         path.attrib["d"] for path in ElementTree.fromstring(svg) if path.get("class") == "line"
     ]
@@ -51,23 +51,23 @@ def points(svg: str) -> list[list[tuple[float, float]]]:
         (5000.0, 5000.0, 1000.0),
     ],
 )
-def test_an_axis_has_round_numbers_and_room_for_all(most, high, step):
+def test_an_axis_has_round_ticks_and_covers_all_values(most, high, step):
     axis = Axis.over([0.0, most, float("nan")], 100.0, 300.0)
     assert (axis.high, axis.step) == (pytest.approx(high), pytest.approx(step))
     assert (axis.position(0.0), axis.position(axis.high)) == (100.0, 300.0)
     assert axis.ticks()[-1] == pytest.approx(high)
 
 
-def test_a_chart_shows_its_points_where_they_are():
+def test_chart_points_are_proportional_to_their_values():
     svg = SVG.findall(chart("s", "ms", [Series("a", [(0.0, 0.0), (5.0, 50.0), (10.0, 100.0)])]))[0]
     (line,) = points(svg)
     assert line[1] == pytest.approx(
         ((line[0][0] + line[2][0]) / 2, (line[0][1] + line[2][1]) / 2), abs=0.1
     )
-    assert line[0][1] > line[2][1], "up is more"
+    assert line[0][1] > line[2][1], "larger values are higher"
 
 
-def test_many_points_are_thinned_and_the_last_one_stays():
+def test_long_series_are_thinned_and_keep_the_last_point():
     svg = SVG.findall(
         chart("s", "ms", [Series("a", [(float(n), 1.0 + n % 2) for n in range(10_001)])])
     )[0]
@@ -82,19 +82,19 @@ def test_many_points_are_thinned_and_the_last_one_stays():
     assert ends[0] == ends[1]
 
 
-def test_a_page_of_one_run_says_nothing_of_loads():
-    text = page("m at x", "requests in flight", [run_of(1)])
-    assert text.count("<svg") == 6  # three times, each spread out and over time
+def test_a_page_of_one_run_has_no_comparison():
+    text = page("m at x", "requests in flight", [create_run(1)])
+    assert text.count("<svg") == 6  # three latencies, each with its distribution and course
     assert "Effect of load" not in text
-    assert page("m", "requests in flight", [run_of(1, streaming=False)]).count("<svg") == 2
+    assert page("m", "requests in flight", [create_run(1, streaming=False)]).count("<svg") == 2
 
 
 def test_a_page_of_several_runs_compares_them():
-    text = page("<m> & co", "requests in flight", [run_of(4), run_of(1)])
+    text = page("<m> & co", "requests in flight", [create_run(4), create_run(1)])
     assert text.count("<svg") == 8
     assert "<h1>&lt;m&gt; &amp; co</h1>" in text
     throughput = points(SVG.findall(text)[-2])[0]
-    assert throughput[0][0] < throughput[1][0], "by load"
+    assert throughput[0][0] < throughput[1][0], "the runs are sorted by load"
     assert throughput[0][1] < throughput[1][1], "four times the load took four times as long here"
     assert "<td>40.0</td>" in text  # the first token of the slower run, in milliseconds
-    assert not re.search(r"https?://|<script|src=|@import|url\(", text), "nothing is fetched"
+    assert not re.search(r"https?://|<script|src=|@import|url\(", text), "the page loads something"

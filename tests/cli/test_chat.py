@@ -1,6 +1,4 @@
-"""`slipstream chat` as a user runs it: through a pipe, and in a terminal of its own where Ctrl-C is
-Ctrl-C.
-"""
+"""`slipstream chat` as a user runs it: through a pipe, and in a terminal with a real Ctrl-C."""
 
 from __future__ import annotations
 
@@ -32,13 +30,13 @@ from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.services import create_app
 
-# The echo of such a prompt is the conversation, and then its end.
+# With an engine that echoes the prompt, the answer is the conversation and then its end.
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}] {{ message.content }} {% endfor %}"
     "[assistant]{{ eos_token }}"
 )
-# In a terminal of its own, whose Ctrl-C is the kernel's doing. Tests that run in the background
-# ignore it, and so would their children; what a person starts does not.
+# Runs the command in a pseudo-terminal, where the kernel turns Ctrl-C into SIGINT. The handler is
+# set because a test run in the background ignores SIGINT, and child processes inherit that.
 IN_TERMINAL = (
     "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); os.login_tty(0); "
     "from slipstream.cli.main import main; main()"
@@ -46,10 +44,11 @@ IN_TERMINAL = (
 
 
 class Place:
-    """A server that repeats what it is sent, and the commands that ask it."""
+    """The address and the engine of a server that echoes its prompts."""
 
     def __init__(self, port: int, engine: EchoEngine) -> None:
-        self.address, self.engine = f"127.0.0.1:{port}", engine
+        self.address = f"127.0.0.1:{port}"
+        self.engine = engine
 
     def pipe(self, lines: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return run_chat(lines, "-u", self.address, *flags, **variables)
@@ -100,8 +99,8 @@ def serving(models: Path, key: str = "") -> Iterator[Place]:
         yield Place(server.port, engine)
 
 
-# When the file is there, a Ctrl-C that no system call of the main thread is ended by, as one that
-# comes just before it.
+# When the file appears, SIGINT arrives without interrupting a system call of the main thread, as if
+# it came just before the call.
 LATE = """
 import os, signal, sys, threading, time
 def interrupt(path):
@@ -114,7 +113,7 @@ threading.Thread(target=interrupt, args=(sys.argv.pop(),), daemon=True).start()
 
 class Terminal:
     def __init__(self, *flags: str, first: str = "") -> None:
-        """first: what its Python does before the command"""
+        """`first`: code that Python runs before the command."""
         self._master, slave = os.openpty()
         command = [sys.executable, "-c", first + IN_TERMINAL, "chat", *flags]
         self.process = subprocess.Popen(
@@ -125,13 +124,14 @@ class Terminal:
         self.all = ""
 
     def until(self, text: str) -> str:
-        """What comes before `text`, which must come."""
+        """Wait for `text` and return the output before it."""
         deadline = time.monotonic() + 30
         while text not in self._unread:
             assert time.monotonic() < deadline, f"{text!r} did not come after {self.all[-500:]!r}"
             if select.select([self._master], [], [], 0.1)[0]:
                 new = os.read(self._master, 65536).decode(errors="replace").replace("\r\n", "\n")
-                self._unread, self.all = self._unread + new, self.all + new
+                self._unread += new
+                self.all += new
         before, _, self._unread = self._unread.partition(text)
         return before
 
@@ -164,13 +164,13 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
 FIRST = "[user] One? [assistant]"
 
 
-def test_each_line_of_a_pipe_is_answered_with_what_was_said_before(place: Place) -> None:
+def test_each_line_of_a_pipe_continues_the_conversation(place: Place) -> None:
     done = place.pipe("One?\n\nTwo?\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{FIRST}\n[user] One? [assistant] {FIRST} [user] Two? [assistant]\n"
 
 
-def test_a_system_message_stays_and_the_rest_is_forgotten(place: Place) -> None:
+def test_clear_keeps_only_the_system_message(place: Place) -> None:
     done = place.pipe("One?\n/clear\nTwo?\n/exit\nThree?\n", "--system", "Be kind.")
     assert (
         done.stdout
@@ -179,11 +179,11 @@ def test_a_system_message_stays_and_the_rest_is_forgotten(place: Place) -> None:
     assert done.returncode == 0
 
 
-def test_a_line_without_an_end_and_a_separator_inside_are_text(place: Place) -> None:
+def test_only_a_line_feed_separates_lines_of_a_pipe(place: Place) -> None:
     assert place.pipe("a\u2028b\x85c").stdout == "[user] a\u2028b\x85c [assistant]\n"
 
 
-def test_an_unknown_command_is_told_and_not_sent(place: Place) -> None:
+def test_an_unknown_chat_command_is_an_error_and_not_sent(place: Place) -> None:
     done = place.pipe("/clera\n/usr/bin?\n")
     assert done.stderr.startswith(
         "error: there is no command /clera: Ctrl-C stops an answer, /clear "
@@ -192,7 +192,7 @@ def test_an_unknown_command_is_told_and_not_sent(place: Place) -> None:
 
 
 @pytest.mark.parametrize(("model", "code"), [("ensemble", 0), ("mine", 0), ("tensorrt_llm", 1)])
-def test_the_model_must_be_one_that_chats(place: Place, model: str, code: int) -> None:
+def test_a_model_without_chat_is_refused(place: Place, model: str, code: int) -> None:
     done = place.pipe("One?\n", "-m", model)
     assert done.returncode == code
     if code:
@@ -202,7 +202,7 @@ def test_the_model_must_be_one_that_chats(place: Place, model: str, code: int) -
         )
 
 
-def test_without_a_server_one_line_says_what_to_run() -> None:
+def test_without_a_server_the_error_says_what_to_run() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     done = run_chat("One?\n", "-u", "127.0.0.1", "-p", str(port))
@@ -215,7 +215,7 @@ def test_without_a_server_one_line_says_what_to_run() -> None:
 
 @contextmanager
 def another_server(models: Any, event: Any) -> Iterator[str]:
-    """One that lists these models and answers with this one event."""
+    """Serve these models and answer every request with this event."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -231,7 +231,7 @@ def another_server(models: Any, event: Any) -> Iterator[str]:
             self.wfile.write(text.encode())
 
         def log_message(self, *about: object) -> None:
-            """Nobody reads it."""
+            """Print nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -246,7 +246,7 @@ PIECE = {"delta": {"content": "caf\u00e9"}, "finish_reason": None}
 
 
 @pytest.mark.parametrize(
-    ("models", "event", "told"),
+    ("models", "event", "error"),
     [
         ({"hello": 1}, None, "the server at http://{address} has no list of models"),
         ([1], None, "the server at http://{address} has no list of models"),
@@ -256,15 +256,15 @@ PIECE = {"delta": {"content": "caf\u00e9"}, "finish_reason": None}
         (LISTED, {"choices": [PIECE], "error": None}, ""),
     ],
 )
-def test_a_server_of_another_kind_is_told_in_one_line(models: Any, event: Any, told: str) -> None:
+def test_a_server_of_another_kind_is_one_error_line(models: Any, event: Any, error: str) -> None:
     with another_server(models, event) as address:
         done = run_chat("One?\n", "-u", address, PYTHONIOENCODING="ascii")
-        expected = (1, f"error: {told.format(address=address)}\n") if told else (0, "")
+        expected = (1, f"error: {error.format(address=address)}\n") if error else (0, "")
     assert (done.returncode, done.stderr) == expected
-    assert done.stdout == ("" if told else "caf?\n")
+    assert done.stdout == ("" if error else "caf?\n")
 
 
-def test_the_name_of_a_model_does_not_steer_the_terminal(terminal: Callable[..., Terminal]) -> None:
+def test_control_characters_in_a_model_name_are_removed(terminal: Callable[..., Terminal]) -> None:
     with another_server({"data": [{"id": "mi\x1b]0;ne\x07"}]}, {"choices": [PIECE]}) as address:
         shell = terminal("-u", address)
         assert shell.until(">>> ").startswith(f"This is mi]0;ne at {address}. ")
@@ -272,7 +272,7 @@ def test_the_name_of_a_model_does_not_steer_the_terminal(terminal: Callable[...,
         assert shell.close() == 0
 
 
-def test_an_answer_that_fails_ends_a_pipe(place: Place) -> None:
+def test_a_failed_answer_ends_a_pipe_with_code_1(place: Place) -> None:
     place.engine.failure = "out of order"
     done = place.pipe("One?\nTwo?\n")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "error: out of order\n")
@@ -295,7 +295,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
         f"This is mine at {place.address}. Ctrl-C stops an answer, "
     )
     shell.type("One?\n")
-    shell.until(FIRST)  # all but the end, which does not come
+    shell.until(FIRST)  # everything before the end of the answer, which is held back
     assert place.engine.cancels == []
     shell.type("\x03")
     shell.until("\n>>> ")
@@ -305,7 +305,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     said = shell.until("\n\n>>> ").split("\n", 1)[1]
     assert said == f"[user] One? [assistant] {FIRST} [user] Two? [assistant]"
     shell.type("half a line")
-    # it has been read: of what has not, Ctrl-C leaves nothing to be read
+    # wait until the program has read it: the terminal drops unread input at Ctrl-C
     shell.until("half a line")
     shell.type("\x03")
     shell.until("\n>>> ")
@@ -314,7 +314,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     assert len(place.engine.submitted) == 2
 
 
-def test_a_ctrl_c_that_ends_no_read_is_seen_all_the_same(
+def test_ctrl_c_just_before_a_read_stops_the_answer(
     place: Place, terminal: Callable[..., Terminal], tmp_path: Path
 ) -> None:
     place.engine.hold_end = True
@@ -323,12 +323,12 @@ def test_a_ctrl_c_that_ends_no_read_is_seen_all_the_same(
     shell.type("One?\n")
     shell.until(FIRST)
     (tmp_path / "now").touch()
-    assert shell.until("\n>>> ").strip() == "", "nothing of the answer came any more"
+    assert shell.until("\n>>> ").strip() == "", "the answer continued"
     wait_until(lambda: place.engine.cancels)
     assert place.engine.cancels == [(1, "cancelled")]
 
 
-def test_so_is_one_that_ends_no_wait_for_a_key(
+def test_ctrl_c_just_before_waiting_for_input_discards_the_line(
     place: Place, terminal: Callable[..., Terminal], tmp_path: Path
 ) -> None:
     shell = terminal("-u", place.address, str(tmp_path / "now"), first=LATE)
@@ -341,7 +341,7 @@ def test_so_is_one_that_ends_no_wait_for_a_key(
     assert (shell.close(), place.engine.submitted) == (0, [])
 
 
-def test_ctrl_d_ends_and_what_a_model_writes_does_not_steer_the_terminal(
+def test_ctrl_d_quits_and_control_characters_of_answers_are_removed(
     place: Place, terminal: Callable[..., Terminal]
 ) -> None:
     shell = terminal("-u", place.address, "--system", "\x1b[31mred\x07")
@@ -352,7 +352,7 @@ def test_ctrl_d_ends_and_what_a_model_writes_does_not_steer_the_terminal(
     assert shell.close() == 0
 
 
-def test_an_answer_that_fails_half_way_is_told_on_a_line_of_its_own(
+def test_an_error_within_an_answer_is_printed_on_its_own_line(
     place: Place, terminal: Callable[..., Terminal]
 ) -> None:
     place.engine.hold_end = True
@@ -360,14 +360,15 @@ def test_an_answer_that_fails_half_way_is_told_on_a_line_of_its_own(
     shell.until(">>> ")
     shell.type("One?\n")
     shell.until(FIRST)
-    place.engine.failure, place.engine.hold_end = "out of order", False
+    place.engine.failure = "out of order"
+    place.engine.hold_end = False
     assert shell.until(">>> ") == "\n\nerror: out of order\n"
     shell.type("/exit\n")
     assert shell.close() == 0
 
 
-def test_an_answer_that_fills_the_context_is_told(place: Place) -> None:
-    place.engine.stops_at_end_ids = False  # it goes on for ever
+def test_an_answer_that_fills_the_context_prints_a_hint(place: Place) -> None:
+    place.engine.stops_at_end_ids = False  # the answer does not end by itself
     done = place.pipe("One?\n")
     assert done.stdout.startswith(f"{FIRST}[user] One?")
     assert (done.returncode, done.stderr) == (
@@ -376,7 +377,7 @@ def test_an_answer_that_fills_the_context_is_told(place: Place) -> None:
     )
 
 
-def test_a_server_that_goes_away_ends_an_answer_and_not_the_program(
+def test_chat_continues_after_the_server_is_gone(
     models: Path, terminal: Callable[..., Terminal]
 ) -> None:
     with serving(models) as place:
@@ -389,10 +390,10 @@ def test_a_server_that_goes_away_ends_an_answer_and_not_the_program(
     assert shell.close() == 0
 
 
-def test_a_real_engine_frees_the_row_of_an_answer_that_was_stopped(
+def test_stopping_an_answer_frees_the_row_of_a_real_engine(
     tmp_path: Path, terminal: Callable[..., Terminal]
 ) -> None:
-    """Its answers never end by themselves before 16,000 tokens."""
+    """The answers have at least 16,000 tokens unless they are stopped."""
     model = save_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16384}))
@@ -421,5 +422,6 @@ def test_a_real_engine_frees_the_row_of_an_answer_that_was_stopped(
 
 
 def counted(server: RealServer, series: str) -> float:
+    """Return the value of a metric."""
     lines = httpx.get(f"http://{server.metrics}/metrics", trust_env=False).text.splitlines()
     return float(next(line for line in lines if series in line).rpartition(" ")[2])

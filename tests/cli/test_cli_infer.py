@@ -1,6 +1,4 @@
-"""`slipstream infer` against servers that answer badly; tests/server/test_lifecycle.py has the good
-one.
-"""
+"""`slipstream infer` against servers that fail. tests/server/test_lifecycle.py has a good server."""
 
 import http.server
 import socket
@@ -18,7 +16,7 @@ def free_port():
 
 
 @pytest.mark.parametrize(("protocol", "named"), [("http", ""), ("grpc", "gRPC ")])
-def test_when_nobody_answers_it_says_what_to_run(protocol, named):
+def test_without_a_server_the_error_says_what_to_run(protocol, named):
     port = free_port()
     arguments = [
         "infer",
@@ -47,7 +45,7 @@ class Busy(grpc.GenericRpcHandler):
 
 
 def infer_from(handler):
-    """`slipstream infer` with a gRPC server that this handler is all of."""
+    """Run `slipstream infer` against a gRPC server with this handler."""
     server = grpc.server(ThreadPoolExecutor(1), handlers=[handler])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -70,7 +68,7 @@ def infer_from(handler):
         server.stop(None).wait()
 
 
-def test_a_server_that_takes_no_more_is_not_told_as_none_at_all():
+def test_a_full_queue_is_reported_with_the_servers_text():
     result = infer_from(Busy())
     assert (result.exit_code, result.output.strip()) == (1, "error: Exceeds maximum queue size")
 
@@ -112,7 +110,7 @@ def test_the_key_is_sent_over_http(source, tmp_path, monkeypatch):
 
 
 def test_the_key_is_sent_over_grpc(monkeypatch):
-    """A server that refuses says what it saw."""
+    """The server refuses the call and repeats the key in its error."""
     monkeypatch.setenv("SLIPSTREAM_API_KEY", "secret")
 
     class Refusing(grpc.GenericRpcHandler):
@@ -131,7 +129,7 @@ def test_the_key_is_sent_over_grpc(monkeypatch):
 
 @pytest.fixture
 def answer():
-    """Ask a server that gives this status and body."""
+    """Return a function that asks a server with a fixed status and body."""
     servers = []
 
     def ask(status, body):
@@ -158,7 +156,7 @@ def answer():
         server.server_close()
 
 
-def test_text_is_printed_piece_by_piece(answer):
+def test_pieces_of_text_are_printed_in_order(answer):
     result = answer(
         200, b'data: {"text_output":"one"}\n\ndata: {"text_output":" two \xc3\xa9"}\n\n'
     )
@@ -174,7 +172,7 @@ def test_text_is_printed_piece_by_piece(answer):
         (200, b'data: {"text_output":"a"}\n\ndata: {"error":"engine gone"}\n\n', "engine gone"),
     ],
 )
-def test_errors_are_told_on_stderr_with_exit_code_1(answer, status, body, text):
+def test_errors_go_to_stderr_with_exit_code_1(answer, status, body, text):
     result = answer(status, body)
     assert result.exit_code == 1
     assert f"error: {text}" in result.stderr

@@ -1,4 +1,4 @@
-"""Keys from files and the environment: what is no key is refused by the name of what holds it."""
+"""Keys from files and the environment. An unusable key is refused with the name of its source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_keys_of_the_environment_may_have_blanks_around_them(
+def test_blanks_around_keys_of_the_environment_are_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_API_KEY", "\n first \nsecond\n")
@@ -27,7 +27,7 @@ def test_keys_of_the_environment_may_have_blanks_around_them(
 
 
 @pytest.mark.parametrize("text", ["one\ntwo\n", "one\r\n\r\ntwo"])
-def test_two_admin_keys_are_refused_by_name(
+def test_two_admin_keys_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     (tmp_path / "key").write_text(text)
@@ -42,7 +42,7 @@ def test_two_admin_keys_are_refused_by_name(
 
 
 @pytest.mark.parametrize("variable", ["SLIPSTREAM_API_KEY", "SLIPSTREAM_ADMIN_KEY"])
-def test_blanks_are_not_taken_for_no_key(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_a_blank_key_variable_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, " \n")
     with pytest.raises(CommandError) as refused:
         read_access(None, None)

@@ -1,6 +1,4 @@
-"""`slipstream start`: what it decides before it serves. tests/server/test_lifecycle.py has the
-serving.
-"""
+"""`slipstream start`: its options. tests/server/test_lifecycle.py tests the serving."""
 
 from pathlib import Path
 
@@ -19,7 +17,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def served(monkeypatch):
-    """The options the server would have been run with."""
+    """Replace the server and return a list of the options it is called with."""
     seen = []
 
     def run_server(options):
@@ -32,7 +30,7 @@ def served(monkeypatch):
 
 @pytest.fixture
 def imports(monkeypatch):
-    """The commands that would have been run, and their exit code."""
+    """Replace the import process; keep its commands and choose its exit code."""
     seen = {"commands": [], "code": 0}
 
     def call(arguments, env):
@@ -43,7 +41,7 @@ def imports(monkeypatch):
     return seen
 
 
-def test_the_defaults_are_tritons_ports_on_the_loopback_address(home, served):
+def test_default_ports_are_tritons_on_the_loopback_address(home, served):
     result = run_cli(["start", "--repo", "/some/models"])
     assert result.exit_code == 0
     (options,) = served
@@ -62,13 +60,13 @@ def test_the_defaults_are_tritons_ports_on_the_loopback_address(home, served):
 
 @pytest.mark.parametrize("spelling", ["--repo", "--model-repository", "--model-store"])
 @pytest.mark.parametrize("joined", [True, False])
-def test_every_spelling_of_the_repository(home, served, spelling, joined):
+def test_every_repository_option_is_accepted(home, served, spelling, joined):
     arguments = [f"{spelling}=/x"] if joined else [spelling, "/x"]
     assert run_cli(["start", *arguments]).exit_code == 0
     assert served[0].repositories == (Path("/x"),)
 
 
-def test_a_repository_in_a_home_that_is_not_known_is_refused(home, served):
+def test_a_repository_in_an_unknown_home_is_refused(home, served):
     result = run_cli(["start", "--repo", "~no.such.user/x"])
     assert (result.exit_code, served) == (1, [])
     assert (
@@ -77,7 +75,7 @@ def test_a_repository_in_a_home_that_is_not_known_is_refused(home, served):
     )
 
 
-def test_help_says_that_it_takes_a_model_too():
+def test_help_mentions_models():
     assert "Serve a model repository or one model." in run_cli(["start", "--help"]).output
 
 
@@ -116,14 +114,14 @@ def test_without_a_repository_the_default_model_is_imported_first(home, served, 
     assert "smollm2-135m" in result.output
 
 
-def test_an_existing_repository_is_served_as_it_is(home, served, imports):
+def test_an_existing_repository_is_served_without_an_import(home, served, imports):
     (home / "models" / "mine").mkdir(parents=True)
     (home / "models" / "mine" / "config.pbtxt").touch()
     assert run_cli(["start"]).exit_code == 0
     assert imports["commands"] == []
 
 
-def test_an_import_that_fails_ends_it_with_the_way_out(home, served, imports):
+def test_a_failed_import_ends_with_a_remedy(home, served, imports):
     imports["code"] = 1
     result = run_cli(["start"])
     assert result.exit_code == 1
@@ -131,7 +129,7 @@ def test_an_import_that_fails_ends_it_with_the_way_out(home, served, imports):
     assert "slipstream import -m NAME --source PATH" in result.output.splitlines()[-1]
 
 
-def test_a_failure_is_one_last_line_and_exit_code_1(home, monkeypatch):
+def test_a_failed_start_is_one_error_line_with_exit_code_1(home, monkeypatch):
     def run_server(options):
         raise lifecycle.StartFailed("the cause; the remedy")
 
@@ -142,13 +140,13 @@ def test_a_failure_is_one_last_line_and_exit_code_1(home, monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["--watchdog-secs", "--server-timeout", "--exit-timeout-secs"])
-def test_seconds_that_no_server_could_live_with_are_refused(home, served, option):
+def test_negative_seconds_are_refused(home, served, option):
     result = run_cli(["start", "--repo", "/some/models", option, "-1"])
     assert (result.exit_code, served) == (2, [])
     assert option in result.output
 
 
-def test_traces_are_asked_for_as_of_tritonserver(home, served, tmp_path):
+def test_trace_config_works_as_for_tritonserver(home, served, tmp_path):
     given = ["level=TIMESTAMPS", "rate=7", f"triton,file={tmp_path}/trace.json"]
     options = [word for text in given for word in ("--trace-config", text)]
     assert run_cli(["start", "--repo", "/x", *options]).exit_code == 0

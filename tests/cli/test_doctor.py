@@ -1,4 +1,4 @@
-"""`slipstream doctor`: its facts, what it finds in the way, and that it gives no secret away."""
+"""`slipstream doctor`: its facts, its findings, and that it reveals no secrets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """One on which nothing stands in the way: free ports, a torch for CPUs, an empty home."""
+    """A machine without problems: free ports, a torch for CPUs, an empty home."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "ask_torch", lambda: CPU_TORCH)
     monkeypatch.setattr(cpu_probe, "choose", lambda cpu: CpuChoice("float32"))
@@ -61,7 +61,7 @@ def run(machine: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tupl
 
 
 def facts_of(text: str) -> dict[str, dict[str, str]]:
-    """The text read back: heading → name → value."""
+    """Read the text report: heading → name → value."""
     sections: dict[str, dict[str, str]] = {}
     for line in text.partition("\nfindings\n")[0].splitlines():
         if line and not line.startswith(" "):
@@ -74,7 +74,7 @@ def facts_of(text: str) -> dict[str, dict[str, str]]:
 Run = Callable[..., tuple[int, str]]
 
 
-def test_a_machine_with_nothing_in_the_way(run: Run, machine: Path) -> None:
+def test_a_good_machine_is_ready_to_serve(run: Run, machine: Path) -> None:
     code, text = run()
     assert code == 0
     facts = facts_of(text)
@@ -88,7 +88,7 @@ def test_a_machine_with_nothing_in_the_way(run: Run, machine: Path) -> None:
     assert text.endswith("findings\n  ready to serve\n")
 
 
-def test_json_and_text_tell_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_and_text_hold_the_same_facts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         doctor_machine, "memory", lambda: {"MemTotal": 2 << 30, "MemAvailable": 1 << 29}
     )
@@ -97,7 +97,7 @@ def test_json_and_text_tell_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) 
     found = json.loads(document)
     assert (code, found["ready"]) == (0, True)
     sections = facts_of(text)
-    del sections["disk"], found["sections"]["disk"]  # whose figures change by themselves
+    del sections["disk"], found["sections"]["disk"]  # free space changes between the two runs
     assert sections == found["sections"]
     assert sections["environment"]["HF_ENDPOINT"] == "http://hub.example"
     (finding,) = found["findings"]
@@ -105,7 +105,7 @@ def test_json_and_text_tell_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert f"  note: {finding['what']}\n    -> {finding['remedy']}\n" in text
 
 
-def test_a_broken_repository_is_in_the_way(run: Run, tmp_path: Path) -> None:
+def test_a_broken_repository_blocks_serving(run: Run, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     (repository / "broken").mkdir(parents=True)
     (repository / "broken" / "config.pbtxt").write_text('name: "broken"\nmax_batch_sise: 4\n')
@@ -180,7 +180,7 @@ TRITON = json.dumps({"name": "triton", "version": "2.51.0", "extensions": []}).e
         ("gRPC", {"/": b""}, "something that does not answer gRPC", 1),
     ],
 )
-def test_a_port_in_use_is_told_with_who_answers_there(
+def test_a_port_in_use_names_the_server_and_its_process(
     run: Run,
     serve: Callable[[dict[str, bytes]], int],
     service: str,
@@ -192,15 +192,15 @@ def test_a_port_in_use_is_told_with_who_answers_there(
     ended, document = run("--json")
     found = json.loads(document)
     comm = Path("/proc/self/comm").read_text().strip()
-    told = f"in use by {who} (process {os.getpid()}, {comm})"
-    assert found["sections"]["ports"][f"{service} {port}"] == told
+    usage = f"in use by {who} (process {os.getpid()}, {comm})"
+    assert found["sections"]["ports"][f"{service} {port}"] == usage
     (finding,) = found["findings"]
-    assert (ended, finding["what"]) == (code, f"port {port} ({service}) is {told}")
+    assert (ended, finding["what"]) == (code, f"port {port} ({service}) is {usage}")
     assert "-port and another number" in finding["remedy"]
 
 
-def test_who_does_not_answer_is_told_too(run: Run) -> None:
-    with socket.socket() as silent:  # as a server that still loads
+def test_a_silent_port_is_reported(run: Run) -> None:
+    with socket.socket() as silent:  # like a server that is still loading
         silent.bind(("127.0.0.1", 0))
         doctor_ports.PORTS["HTTP"] = silent.getsockname()[1]
         code, text = run()
@@ -217,7 +217,7 @@ SECRETS = {
     "HTTPS_PROXY": "http://someone:Pa55w0rd@proxy.example:3128",
     "http_proxy": "http://other:h1dden@proxy.example",
     "HF_ENDPOINT": "https://hub.example/?token=query-secret&x=1",
-    "TRITON_CACHE_DIR": "/cache/Swordfish/x",  # a secret of another variable, amid something else
+    "TRITON_CACHE_DIR": "/cache/Swordfish/x",  # holds the secret of another variable
     "TORCH_THING": "ghp_0123456789abcdefghijABCDEFGHIJ",
 }
 NEVER = ("hf_abc", "sesame", "Swordfish", "Pa55w0rd", "someone", "h1dden", "query-secret", "ghp_0")
@@ -234,7 +234,7 @@ def test_secrets_never_appear(
     code, output = run("--repo", tmp_path / "Swordfish", *form)
     assert code == 1
     assert [secret for secret in NEVER if secret in output] == []
-    assert [name for name in SECRETS if name not in output] == []  # that it is set is told
+    assert [name for name in SECRETS if name not in output] == []  # the names are shown
     assert "proxy.example:3128" in output
     assert "torch does not load: cannot fetch with (hidden)" in output
 
@@ -249,11 +249,11 @@ def test_secrets_never_appear(
         "expandable_segments:True",
     ],
 )
-def test_what_is_no_secret_is_shown(harmless: str) -> None:
+def test_harmless_text_is_shown(harmless: str) -> None:
     assert hide_in(harmless) == harmless
 
 
-def test_names_of_secrets_are_told_by_their_words() -> None:
+def test_secret_variables_are_recognised_by_words_in_their_names() -> None:
     facts = doctor.variables(
         {
             "HF_TOKEN": "x",
@@ -269,14 +269,14 @@ def test_names_of_secrets_are_told_by_their_words() -> None:
         "HF_PASS": HIDDEN,
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # three letters are in every other word
+    # values of three letters occur in ordinary words
     assert hider({"MY_PASSWORD": "abc"})("abc or (abc)") == "abc or (abc)"
 
 
-# -- what the machine may be like
+# -- kinds of machines
 
 
-def test_gpus_and_whether_kernels_run_on_them(tmp_path: Path) -> None:
+def test_gpus_are_listed_with_whether_kernels_run(tmp_path: Path) -> None:
     broken = {"name": "NVIDIA Y", "capability": "3.5", "failure": "RuntimeError: no kernel image"}
     found = gpus(TorchReport({"cuda_runtime": "12.8", "gpus": [GPU, broken]}), tmp_path)
     assert dict(found.facts) | {"engines run on": ""} == {
@@ -297,7 +297,7 @@ def test_gpus_and_whether_kernels_run_on_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("runtime", "blocks", "words"), [("", False, "build for CPUs"), ("12.8", True, "no GPU")]
 )
-def test_a_driver_whose_gpu_is_not_seen(
+def test_a_driver_without_a_visible_gpu_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, blocks: bool, words: str
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -307,7 +307,7 @@ def test_a_driver_whose_gpu_is_not_seen(
     assert gpus(report, driver=tmp_path / "none").findings == []
 
 
-def test_a_torch_that_is_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_broken_torch_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [found.what for found in versions(TorchReport(failure="killed")).findings] == [
         "torch does not load: killed"
     ]
@@ -329,7 +329,7 @@ def test_a_torch_that_is_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> N
         (CpuChoice("float32"), {"avx2"}, "no instructions for bfloat16"),
     ],
 )
-def test_why_the_cpu_computes_as_it_does(
+def test_the_choice_of_the_cpu_data_type_is_explained(
     monkeypatch: pytest.MonkeyPatch, choice: CpuChoice, flags: set[str], words: str
 ) -> None:
     monkeypatch.delenv(cpu_probe.ISA_VARIABLE, raising=False)
@@ -340,13 +340,13 @@ def test_why_the_cpu_computes_as_it_does(
     )
 
 
-def test_a_rank_that_would_only_wait_is_noted() -> None:
+def test_a_rank_variable_is_a_note() -> None:
     (finding,) = doctor.variables({"SLURM_PROCID": "3"}).findings
     assert ("SLURM_PROCID is 3" in finding.what, finding.blocks) == (True, False)
     assert doctor.variables({"SLURM_PROCID": "0"}).findings == []
 
 
-def test_what_stands_in_the_way_comes_first() -> None:
+def test_blocking_findings_come_first() -> None:
     sections = [
         Section("a", {}, [Finding("later", "x", blocks=False)]),
         Section("b", {}, [Finding("first", "y")]),
@@ -354,25 +354,25 @@ def test_what_stands_in_the_way_comes_first() -> None:
     assert [found.what for found in Report(sections).findings] == ["first", "later"]
 
 
-# -- torch, in its own process
+# -- torch in its own process
 
 
-def test_torch_is_asked_in_another_process() -> None:
-    """The command itself never loads it, and the kernel it tries is one that gives right results."""
+def test_torch_is_loaded_in_another_process_only() -> None:
+    """The command itself never imports torch."""
     found = doctor_machine.ask_torch()
     assert (found.failure, found.found["torch"]) == ("", metadata.version("torch"))
     code = "import sys; from slipstream.cli.doctor import command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_the_kernel_that_is_tried_works() -> None:
+def test_the_probed_kernel_gives_right_results() -> None:
     pytest.importorskip("triton")
     code = "import torch; from slipstream.cli.doctor.torch_probe import try_kernel; try_kernel(torch.device('cpu'))"
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment).returncode == 0
 
 
-def test_a_torch_that_does_not_load_is_told(
+def test_the_error_of_a_torch_that_does_not_load_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text(

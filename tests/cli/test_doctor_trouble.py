@@ -1,6 +1,4 @@
-"""`slipstream doctor` on machines that are worse off: closed folders, slow servers, odd variables,
-hidden secrets.
-"""
+"""`slipstream doctor` with unreadable folders, slow servers, odd variables and secrets."""
 
 from __future__ import annotations
 
@@ -39,12 +37,12 @@ from slipstream.cli.doctor.report import HIDDEN, Report, hide_in, hider, is_secr
         ("SLIPSTREAM_DESIGN", "a-value", "a-value"),
     ],
 )
-def test_what_a_variable_hides(name: str, value: str, shown: str) -> None:
+def test_secrets_in_variables_are_hidden(name: str, value: str, shown: str) -> None:
     report = Report([doctor.variables({name: value})], hider({name: value}))
     assert report.document()["sections"]["environment"] == {name: shown}
 
 
-def test_a_proxys_password_is_hidden_wherever_it_turns_up() -> None:
+def test_a_proxys_password_is_hidden_in_any_text() -> None:
     hide = hider(
         {"HTTP_PROXY": "alice:hunter2pass@proxy", "HF_ENDPOINT": "https://u:pw12345@hub/?mail=a@b"}
     )
@@ -72,7 +70,7 @@ TRITON = json.dumps({"name": "triton", "version": "2", "extensions": [""] * 5}).
 
 @pytest.fixture
 def slow_server() -> Iterator[Callable[[bytes], int]]:
-    """Sends a byte every 10 ms, to whoever asks, as long as they listen."""
+    """A server that sends one byte every 10 ms."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def drip(head: bytes) -> None:
@@ -85,7 +83,7 @@ def slow_server() -> Iterator[Callable[[bytes], int]]:
                         asked.sendall(bytes([byte]))
                         time.sleep(0.01)
                 except OSError:
-                    return  # they do not listen any more
+                    return  # the client has closed the connection
 
         def start(head: bytes) -> int:
             threading.Thread(target=drip, args=(head,), daemon=True).start()
@@ -95,10 +93,10 @@ def slow_server() -> Iterator[Callable[[bytes], int]]:
 
 
 @pytest.mark.parametrize("head", [b"", b"Content-Length: %d\r\n" % len(TRITON)])
-def test_an_answer_must_come_in_time_as_a_whole(
+def test_a_slow_answer_is_cut_off_at_a_deadline(
     slow_server: Callable[[bytes], int], monkeypatch: pytest.MonkeyPatch, head: bytes
 ) -> None:
-    """Nobody is silent for long, so no other limit is met; all of it would be a Triton's answer."""
+    """No pause reaches the limit between bytes; the whole answer would be that of a Triton."""
     monkeypatch.setattr(doctor_ports, "_ANSWER_SECONDS", 0.2)
     port = slow_server(b"HTTP/1.0 200 OK\r\n" + head + b"\r\n")
     assert doctor_ports._http_server(port) in (
@@ -107,12 +105,12 @@ def test_an_answer_must_come_in_time_as_a_whole(
     )
 
 
-# -- folders that this user may not search
+# -- unreadable folders
 
 
 @pytest.fixture
 def closed_folder(tmp_path: Path) -> Iterator[Path]:
-    """Root may search everything, so these tests are somebody else for a while."""
+    """A folder that this user may not search. Root may, so the test changes its user."""
     closed = tmp_path / "closed"
     (closed / "models").mkdir(parents=True)
     closed.chmod(0o000)
@@ -124,7 +122,7 @@ def closed_folder(tmp_path: Path) -> Iterator[Path]:
     closed.chmod(0o755)
 
 
-def test_what_lies_in_a_closed_folder_is_a_finding(closed_folder: Path) -> None:
+def test_a_repository_in_an_unreadable_folder_is_a_finding(closed_folder: Path) -> None:
     repository = closed_folder / "models"
     found = [finding.what for finding in doctor_machine.disks(repository).findings]
     assert f"the folder for the repository, {repository}, cannot be written" in found
@@ -135,7 +133,7 @@ def test_what_lies_in_a_closed_folder_is_a_finding(closed_folder: Path) -> None:
     assert doctor.models(repository, asked_for=False).facts["found"].startswith("not there")
 
 
-# -- what is not text, or not JSON
+# -- invalid text and JSON
 
 
 def test_variables_that_are_not_utf8_are_shown_replaced() -> None:
@@ -149,7 +147,7 @@ def test_variables_that_are_not_utf8_are_shown_replaced() -> None:
 @pytest.mark.parametrize(
     ("printed", "shown"), [(rb"\xff no JSON", "\ufffd no JSON"), (b"[]", "[]"), (b"", "")]
 )
-def test_a_torch_that_answers_with_something_else(
+def test_unexpected_output_of_the_torch_probe_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, printed: bytes, shown: str
 ) -> None:
     (tmp_path / "torch.py").write_text(

@@ -1,4 +1,4 @@
-"""`slipstream run`: beams, several draws, adapters, and the files it writes, against transformers."""
+"""`slipstream run`: beams, samples, adapters and output files, compared with transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], engine: Path, *words: object) -> list[str]:
-    """The answers that were printed, in order."""
+    """Run the command and return the printed answers in order."""
     flags = [
         "--engine_dir",
         engine,
@@ -47,7 +47,7 @@ def run(capsys: pytest.CaptureFixture[str], engine: Path, *words: object) -> lis
     return answer.findall(capsys.readouterr().out)
 
 
-def test_files_of_ids_scores_and_logits(
+def test_run_writes_ids_log_probs_and_logits(
     model: Path, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import transformers
@@ -79,7 +79,7 @@ def test_files_of_ids_scores_and_logits(
         ]
     context = numpy.concatenate([one[:length] for one, length in zip(logits, lengths, strict=True)])
     answers = [one[length - 1 : -1] for one, length in zip(logits, lengths, strict=True)]
-    # the engine may compute in 16 bits
+    # the engine may use a 16-bit type
     numpy.testing.assert_allclose(numpy.load(tmp_path / "scores_context.npy"), context, atol=0.3)
     numpy.testing.assert_allclose(
         numpy.load(tmp_path / "scores_generation.npy"), numpy.concatenate(answers), atol=0.3
@@ -91,7 +91,9 @@ def test_files_of_ids_scores_and_logits(
     )
 
 
-def test_beams_and_draws(model: Path, engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_beams_and_samples(
+    model: Path, engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     greedy = [greedy_text(model, text, 8, special=True, dtype="float32") for text in TEXTS]
     assert run(capsys, engine) == greedy
     beams = run(capsys, engine, "--num_beams", 3)
@@ -117,7 +119,7 @@ def test_beams_and_draws(model: Path, engine: Path, capsys: pytest.CaptureFixtur
     assert "--streaming and --num_beams exclude each other" in capsys.readouterr().err
 
 
-def test_what_is_asked_of_the_engine(
+def test_run_flags_reach_the_engine(
     model: Path, engine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = run(capsys, engine)
@@ -139,7 +141,7 @@ def test_what_is_asked_of_the_engine(
     assert "4 sink tokens need a larger attention window" in capsys.readouterr().err
 
 
-def test_adapters_by_number(
+def test_run_applies_adapters_by_their_position(
     model: Path, engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stem = "base_model.model.model.layers.0.self_attn.v_proj.lora_"

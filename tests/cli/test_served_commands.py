@@ -1,4 +1,4 @@
-"""The commands that ask a server, each with its flags, against a real one over a real engine."""
+"""The commands that send requests, against a real server with a real engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Re
     text_model = repository / "tensorrt_llm_bls" / "config.pbtxt"
     text_model.write_text(text_model.read_text().replace("decoupled: False", "decoupled: True"))
     with pytest.MonkeyPatch.context() as environment:
-        # the server's, and that of every command here
+        # the key of the server and of every command here
         environment.setenv("SLIPSTREAM_API_KEY", "open sesame")
         started = RealServer(repository, folder / "run").wait()
         yield started
@@ -104,7 +104,7 @@ class TestClient:
         assert after[: len(before)] == before
         assert len(after) == len(before) + 20
 
-    def test_a_model_that_streams_is_told_of(
+    def test_a_decoupled_model_gets_a_hint_to_stream(
         self, server: RealServer, capsys: pytest.CaptureFixture[str]
     ) -> None:
         printed = ask(
@@ -179,7 +179,7 @@ class TestClient:
         assert f"context_logits.shape: (1, 4, {VOCABULARY})\n" in printed
         assert f"generation_logits.shape: (1, 1, 5, {VOCABULARY})\n" in printed
 
-    def test_requested_outputs_are_all_that_comes(
+    def test_only_requested_outputs_are_returned(
         self, server: RealServer, capsys: pytest.CaptureFixture[str]
     ) -> None:
         outputs = ["--requested-outputs", "output_ids", "sequence_length"]
@@ -190,7 +190,7 @@ class TestClient:
         )
 
     @pytest.mark.parametrize("flags", [[], ["-S", "--model-name", STREAMING]])
-    def test_a_stop_order_ends_the_answer_early(
+    def test_a_stop_request_ends_the_answer_early(
         self, server: RealServer, capsys: pytest.CaptureFixture[str], flags: list[str]
     ) -> None:
         printed = ask(
@@ -214,7 +214,7 @@ class TestClient:
             assert "Got cancellation response from server\nGot completed request\n" in printed
 
     @pytest.mark.parametrize("flags", [[], ["-S", "--model-name", STREAMING]])
-    def test_a_cancelled_call_is_told_as_such(
+    def test_a_cancelled_call_is_reported_as_cancelled(
         self, server: RealServer, capsys: pytest.CaptureFixture[str], flags: list[str]
     ) -> None:
         words = [
@@ -245,7 +245,7 @@ class TestClient:
         ]
         assert "Deadline Exceeded" in ask(capsys, "client", *words, code=1)
 
-    def test_nobody_there_is_one_line(
+    def test_without_a_server_the_error_is_one_line(
         self, capsys: pytest.CaptureFixture[str], model: Path
     ) -> None:
         printed = ask(capsys, "client", "-u", "localhost:1", "--tokenizer-dir", model, code=1)
@@ -275,13 +275,13 @@ def test_a_command_without_the_key_is_refused(
     code = run_command(
         words[0], [*words[1:], "-u", server.http if "http" in words else server.grpc]
     )
-    # which never told more by its code
+    # the old client exits with 0 on errors
     assert code == (0 if words[0] == "end-to-end-client" else 1)
     assert "key" in "".join(capsys.readouterr())
 
 
 class TestTextClient:
-    def test_prompts_one_by_one_in_a_batch_and_streamed(
+    def test_prompts_can_be_sent_singly_in_a_batch_and_streamed(
         self, server: RealServer, model: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         answers = [
@@ -306,7 +306,7 @@ class TestTextClient:
         wrong = ["--check-outputs", "--expected-outputs", "x"]
         assert "expected ['x'], got" in ask(capsys, "end-to-end-client", *words, *wrong, code=1)
 
-    def test_one_model_guesses_for_another(
+    def test_a_draft_model_proposes_tokens_for_a_target_model(
         self, server: RealServer, model: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         words = ["--url-target", server.grpc, "-o", 20, "--num-draft-tokens", 4, "-p", PROMPT]
@@ -349,7 +349,7 @@ class TestTritonCli:
 
 
 class TestLoad:
-    def test_genai_perf_as_the_tutorial_calls_it(
+    def test_genai_perf_with_the_flags_of_the_tutorial(
         self,
         server: RealServer,
         model: Path,
@@ -396,7 +396,7 @@ class TestLoad:
             for line in printed.splitlines()
             if "│" in line
         }
-        # the prompt is repeated: nobody asked to leave it out
+        # the answer holds the prompt: excluding it was not requested
         assert rows["Output sequence length"] == "28.00"
         assert rows["Input sequence length"] == "20.00"
         assert "Time to first token (ms)" not in rows
@@ -454,7 +454,7 @@ class TestLoad:
         export = json.loads((folder / "profile_export.json").read_text())
         requests = export["experiments"][0]["requests"]
         assert len(requests) == 4
-        # piece by piece
+        # several responses per request
         assert all(len(request["response_timestamps"]) > 1 for request in requests)
         firsts = [
             (request["response_timestamps"][0] - request["timestamp"]) / 1e6 for request in requests
@@ -462,7 +462,7 @@ class TestLoad:
         assert float(rows["Time to first token (ms)"]) == pytest.approx(sum(firsts) / 4, abs=0.01)
         assert "Inter token latency (ms)" in rows
 
-    def test_a_port_that_is_not_grpcs_is_told(
+    def test_an_http_port_given_as_grpc_is_an_error(
         self, server: RealServer, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert run_command("status", ["-u", server.http]) == 1
@@ -471,7 +471,7 @@ class TestLoad:
         )
         assert capsys.readouterr().err == f"error: {problem}\n"
 
-    def test_several_loads_one_after_the_other_and_a_page_of_them(
+    def test_several_concurrencies_are_measured_and_plotted(
         self, server: RealServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         words = [
@@ -509,7 +509,7 @@ class TestLoad:
         assert f"[INFO] Plots: {tmp_path / f'{name}1' / 'plots.html'}" in printed.splitlines()
 
     @pytest.mark.parametrize("protocol", ["http", "grpc"])
-    def test_perf_analyzer_on_made_data(
+    def test_perf_analyzer_on_generated_data(
         self,
         server: RealServer,
         tmp_path: Path,
@@ -548,7 +548,7 @@ class TestLoad:
         assert [line.split(",")[0] for line in lines[-2:]] == ["Concurrency: 1", "Concurrency: 3"]
         assert lines.count("    Request count: 5") == 2
 
-    def test_what_a_load_generator_cannot_do_is_refused_by_name(
+    def test_unsupported_bench_flags_are_refused_by_name(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for flags, name in (
@@ -566,7 +566,7 @@ class TestLoad:
             ("2,2", "must hold each number once, not 2,2"),
         ],
     )
-    def test_loads_that_are_none_are_told(
+    def test_invalid_concurrencies_are_refused(
         self, capsys: pytest.CaptureFixture[str], loads: str, problem: str
     ) -> None:
         with pytest.raises(SystemExit):
@@ -577,7 +577,7 @@ class TestLoad:
 class TestTools:
     @pytest.fixture(autouse=True)
     def short_warm_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its answers of 100 tokens are for the figures, which no test reads."""
+        """Shorten the warm-up, whose length matters for figures only."""
         monkeypatch.setattr(core_model, "WARM_UP_LENGTH", 2)
 
     @pytest.fixture
@@ -714,7 +714,7 @@ class TestTools:
         printed = ask(capsys, "benchmark-core-model", "--check-perf-key", "bad", *words, code=1)
         assert "[ERROR] Total requests is 4.0, which is not near 400.0\n" in printed
 
-    def test_the_predecessor_of_the_benchmark(
+    def test_identity_test_measures_each_interval(
         self, server: RealServer, model: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         printed = ask(

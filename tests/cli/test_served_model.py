@@ -1,6 +1,4 @@
-"""`slipstream start MODEL`: what is named becomes an engine and a repository of its own, once, and
-stays up to date.
-"""
+"""`slipstream start MODEL`: builds an engine and a repository for one model, once."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict:
         ("models/.hidden", "hidden"),
     ],
 )
-def test_a_model_is_served_under_the_name_of_what_it_comes_from(home, monkeypatch, text, name):
+def test_a_model_is_named_after_its_source(home, monkeypatch, text, name):
     monkeypatch.chdir(home)
     for folder in ("tiny llama", "ensemble", ".hidden"):
         (home / "models" / folder).mkdir(parents=True)
@@ -69,7 +67,7 @@ def test_a_model_is_served_under_the_name_of_what_it_comes_from(home, monkeypatc
     assert find_named_model(text).name == name
 
 
-def test_models_of_one_name_from_two_places_are_two(home, monkeypatch):
+def test_models_of_the_same_name_have_separate_folders(home, monkeypatch):
     for place in ("a", "b"):
         (home / place / "mine").mkdir(parents=True)
     monkeypatch.chdir(home / "a")
@@ -80,7 +78,7 @@ def test_models_of_one_name_from_two_places_are_two(home, monkeypatch):
     assert find_named_model("./mine") == find_named_model(str(home / "a" / "mine")) == ours
 
 
-def test_it_is_built_once_and_again_when_its_weights_have_changed(home, capsys):
+def test_an_engine_is_rebuilt_only_if_its_weights_changed(home, capsys):
     save_model(home / "mine")
     model = find_named_model(str(home / "mine"))
     make(model)
@@ -103,8 +101,8 @@ def test_it_is_built_once_and_again_when_its_weights_have_changed(home, capsys):
 
 
 @pytest.mark.parametrize("text", ["smollm2-135m", "org/mine", "mine"])
-def test_no_import_can_write_to_its_engine(home, monkeypatch, text):
-    """An import puts what comes from any source, with any quantisation, under any name it takes."""
+def test_import_never_uses_the_engine_of_a_served_model(home, monkeypatch, text):
+    """Their folder names hold '@', which no name of an import may hold."""
     monkeypatch.chdir(home)
     (home / "mine").mkdir()
     model = find_named_model(text)
@@ -114,7 +112,7 @@ def test_no_import_can_write_to_its_engine(home, monkeypatch, text):
         import_model(model.engine.name, str(home / "mine"), home / "models")
 
 
-def test_a_folder_here_comes_before_a_known_name(home, monkeypatch):
+def test_a_local_folder_takes_precedence_over_a_known_name(home, monkeypatch):
     monkeypatch.chdir(home)
     known = find_named_model("gpt2")
     (home / "gpt2").mkdir()
@@ -122,7 +120,7 @@ def test_a_folder_here_comes_before_a_known_name(home, monkeypatch):
     assert find_named_model("gpt2") == find_named_model("./gpt2") != known
 
 
-def test_its_repository_points_to_the_engine_wherever_engines_are_put(home, monkeypatch):
+def test_the_repository_follows_engine_dest_path(home, monkeypatch):
     save_model(home / "mine")
     for place in (None, home / "elsewhere"):
         if place is not None:
@@ -133,7 +131,7 @@ def test_its_repository_points_to_the_engine_wherever_engines_are_put(home, monk
         assert read_repository(model.repository).engines["tensorrt_llm"].engine.path == model.engine
 
 
-def test_half_a_repository_is_never_left_behind(home, monkeypatch):
+def test_an_interrupted_build_leaves_no_partial_repository(home, monkeypatch):
     save_model(home / "mine")
     model = find_named_model(str(home / "mine"))
 
@@ -151,7 +149,7 @@ def test_half_a_repository_is_never_left_behind(home, monkeypatch):
     assert "mine" in read_repository(model.repository).models
 
 
-def test_a_repository_that_lost_its_models_is_written_anew_or_says_what_to_do(home):
+def test_an_empty_repository_is_rewritten_and_a_damaged_one_refused(home):
     save_model(home / "mine")
     model = find_named_model(str(home / "mine"))
     make(model)
@@ -166,7 +164,7 @@ def test_a_repository_that_lost_its_models_is_written_anew_or_says_what_to_do(ho
         make(model)
 
 
-def test_of_two_that_write_the_repository_at_once_one_is_enough(home, monkeypatch, capsys):
+def test_a_repository_written_by_another_process_is_used(home, monkeypatch, capsys):
     save_model(home / "mine")
     model = find_named_model(str(home / "mine"))
 
@@ -181,7 +179,7 @@ def test_of_two_that_write_the_repository_at_once_one_is_enough(home, monkeypatc
     assert [path.name for path in model.repository.parent.iterdir()] == [model.repository.name]
 
 
-def test_an_engine_folder_is_served_as_it_is(home):
+def test_an_engine_folder_is_served_without_a_build(home):
     save_model(home / "mine")
     make(find_named_model(str(home / "mine")))
     engine = find_named_model(str(home / "mine")).engine
@@ -191,7 +189,7 @@ def test_an_engine_folder_is_served_as_it_is(home):
 
 
 @pytest.mark.parametrize("name", ["start", "serve"])
-def test_the_server_is_given_the_repository_of_the_model(home, served, calls, name):
+def test_start_and_serve_use_the_repository_of_the_model(home, served, calls, name):
     result = run_cli([name, "gpt2", "--http-port", "0"])
     assert result.exit_code == 0, result.output
     assert calls["commands"] == [["-P", "-m", "slipstream.cli.served_model", "gpt2"]]
@@ -199,12 +197,12 @@ def test_the_server_is_given_the_repository_of_the_model(home, served, calls, na
     assert served[0].repositories[0].parent == home / "home" / "repositories"
 
 
-def test_a_model_that_cannot_be_had_is_not_served(served, calls):
+def test_a_failed_build_is_not_served(served, calls):
     calls["code"] = 1
     assert (run_cli(["serve", "gpt2"]).exit_code, served) == (1, [])
 
 
-def test_why_it_cannot_be_had_is_one_line(capsys):
+def test_an_unknown_source_is_one_error_line(capsys):
     assert served_model.main("./nowhere") == 1
     assert capsys.readouterr().err.startswith(
         "error: ./nowhere: no such folder or file, and not a known model; known:"
@@ -230,7 +228,7 @@ def test_why_it_cannot_be_had_is_one_line(capsys):
         ),
     ],
 )
-def test_what_names_no_model_is_refused_in_one_line(home, monkeypatch, served, calls, text, said):
+def test_a_text_that_names_no_model_is_refused(home, monkeypatch, served, calls, text, said):
     monkeypatch.chdir(home)
     (home / "models" / "tensorrt_llm" / "1").mkdir(parents=True)
     (home / "models" / "tensorrt_llm" / "config.pbtxt").touch()
@@ -239,7 +237,7 @@ def test_what_names_no_model_is_refused_in_one_line(home, monkeypatch, served, c
     assert (served, calls["commands"]) == ([], [])
 
 
-def test_without_a_network_no_option_is_named_that_serve_does_not_have(home, monkeypatch, capsys):
+def test_the_error_without_a_network_names_no_option_of_import(home, monkeypatch, capsys):
     monkeypatch.setattr(hub, "_name_resolves", lambda: False)
     monkeypatch.setenv("HF_HUB_CACHE", str(home / "cache"))
     assert served_model.main("org/mine") == 1
@@ -248,7 +246,7 @@ def test_without_a_network_no_option_is_named_that_serve_does_not_have(home, mon
     assert said.endswith("or use a folder or a GGUF file that is here\n")
 
 
-def test_a_key_that_cannot_be_read_is_said_before_anything_is_built(home, served, calls):
+def test_an_unreadable_key_fails_before_the_build(home, served, calls):
     result = run_cli(["serve", "gpt2", "--api-key", str(home / "missing")])
     assert result.exit_code == 1
     assert result.output.startswith(
@@ -257,7 +255,7 @@ def test_a_key_that_cannot_be_read_is_said_before_anything_is_built(home, served
     assert (served, calls["commands"]) == ([], [])
 
 
-def test_a_repository_may_be_named_in_its_place_but_not_beside_it(home, served, calls):
+def test_a_repository_can_be_given_instead_of_a_model_but_not_with_it(home, served, calls):
     (home / "models" / "mine").mkdir(parents=True)
     (home / "models" / "mine" / "config.pbtxt").touch()
     assert run_cli(["serve", str(home / "models")]).exit_code == 0

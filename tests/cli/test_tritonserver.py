@@ -1,4 +1,4 @@
-"""The command `tritonserver`: its flags, its name, its log lines, its exit codes."""
+"""The command `tritonserver`: flags, process name, log lines and exit codes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,9 @@ def generate(server: Tritonserver) -> httpx.Response:
     return httpx.post(f"{server.url}/v2/models/{MODEL}/generate", json=body, timeout=30)
 
 
-def test_it_serves_under_its_name_and_leaves_on_sigterm(serve: Callable[..., Tritonserver]) -> None:
+def test_the_process_is_named_tritonserver_and_exits_on_sigterm(
+    serve: Callable[..., Tritonserver],
+) -> None:
     server = serve("--id=mine", "--log-verbose=1", "--grpc-infer-thread-count=4").wait_started()
     assert Path(f"/proc/{server.process.pid}/comm").read_text() == "tritonserver\n"
     assert generate(server).json()["text_output"] == "6 7 8"
@@ -176,7 +178,7 @@ def test_it_serves_under_its_name_and_leaves_on_sigterm(serve: Callable[..., Tri
     assert not is_running(engine)
 
 
-def test_a_model_that_does_not_load_ends_it_with_tritons_words(
+def test_a_model_that_fails_to_load_ends_the_server_with_tritons_error(
     serve: Callable[..., Tritonserver],
 ) -> None:
     server = serve(engine="bad")
@@ -188,7 +190,9 @@ def test_a_model_that_does_not_load_ends_it_with_tritons_words(
     )
 
 
-def test_a_model_that_does_not_load_may_be_tolerated(serve: Callable[..., Tritonserver]) -> None:
+def test_exit_on_error_false_tolerates_a_model_that_fails_to_load(
+    serve: Callable[..., Tritonserver],
+) -> None:
     server = serve("--exit-on-error=false", engine="bad").wait_started()
     assert httpx.get(f"{server.url}/v2/health/live").status_code == 200
     assert httpx.get(f"{server.url}/v2/health/ready").status_code == 400
@@ -199,7 +203,7 @@ def test_a_model_that_does_not_load_may_be_tolerated(serve: Callable[..., Triton
     )
 
 
-def test_engines_come_and_go_by_request(serve: Callable[..., Tritonserver]) -> None:
+def test_explicit_control_loads_and_unloads_engines(serve: Callable[..., Tritonserver]) -> None:
     server = serve("--model-control-mode=explicit").wait_started()
     control = f"{server.url}/v2/repository"
     assert server.engines() == []
@@ -208,18 +212,18 @@ def test_engines_come_and_go_by_request(serve: Callable[..., Tritonserver]) -> N
     (engine,) = server.engines()
     assert generate(server).json()["text_output"] == "6 7 8"
     assert httpx.post(f"{control}/models/{MODEL}/load", timeout=60).status_code == 200
-    assert server.engines() == [engine]  # nothing has changed, so it goes on
+    assert server.engines() == [engine]  # the engine is unchanged, so its process stays
     config = httpx.get(f"{server.url}/v2/models/tensorrt_llm/config").json()
     config["dynamic_batching"]["max_queue_delay_microseconds"] = 77
     body: dict[str, object] = {"parameters": {"config": json.dumps(config)}}
     assert httpx.post(f"{control}/models/tensorrt_llm/load", json=body, timeout=60).text == ""
     assert httpx.get(f"{server.url}/v2/models/tensorrt_llm/config").json() == config
     wait_for(lambda: not is_running(engine))
-    (engine,) = server.engines()  # another one, which the text model above goes on with
+    (engine,) = server.engines()  # a new process, which the text model uses
     assert generate(server).json()["text_output"] == "6 7 8"
     body = {"parameters": {"unload_dependents": True}}
     assert httpx.post(f"{control}/models/{MODEL}/unload", json=body).status_code == 200
-    assert server.engines() == [engine]  # it was asked for by its own name, too
+    assert server.engines() == [engine]  # the engine was loaded by its own name, too
     assert httpx.post(f"{control}/models/tensorrt_llm/unload").status_code == 200
     wait_for(lambda: not is_running(engine))
     assert generate(server).status_code == 404
@@ -228,9 +232,7 @@ def test_engines_come_and_go_by_request(serve: Callable[..., Tritonserver]) -> N
     assert generate(server).json()["text_output"] == "6 7 8"
 
 
-def test_the_log_goes_to_the_file_it_is_told(
-    serve: Callable[..., Tritonserver], tmp_path: Path
-) -> None:
+def test_log_file_receives_the_log(serve: Callable[..., Tritonserver], tmp_path: Path) -> None:
     file = tmp_path / "server.log"
     server = serve(
         f"--log-file={file}",
@@ -247,7 +249,7 @@ def test_the_log_goes_to_the_file_it_is_told(
     assert server.lines == []
 
 
-def test_another_rank_waits_and_serves_nothing(serve: Callable[..., Tritonserver]) -> None:
+def test_a_rank_other_than_0_waits_and_starts_no_engine(serve: Callable[..., Tritonserver]) -> None:
     server = serve(OMPI_COMM_WORLD_RANK="1")
     comm = Path(f"/proc/{server.process.pid}/comm")
     wait_for(lambda: comm.read_text() == "tritonserver\n")
@@ -260,7 +262,7 @@ def test_another_rank_waits_and_serves_nothing(serve: Callable[..., Tritonserver
 # -- flags
 
 
-def test_both_spellings_mean_the_same() -> None:
+def test_values_can_follow_an_equals_sign_or_a_space() -> None:
     joined = parse_flags(
         [*LAUNCHER, "--model-repository=/a", "--model-store=/b", "--strict-readiness=false"]
     )
@@ -281,9 +283,7 @@ def test_both_spellings_mean_the_same() -> None:
         (["--strict-model-config=false"], True),
     ],
 )
-def test_models_complete_their_configuration_unless_it_is_forbidden(
-    flags: list[str], completes: bool
-) -> None:
+def test_flags_disable_auto_completion_of_configurations(flags: list[str], completes: bool) -> None:
     options = tritonserver.server_options(parse_flags(["--model-repository=/a", *flags]))
     assert options.complete_config is completes
 
@@ -302,7 +302,7 @@ def test_models_complete_their_configuration_unless_it_is_forbidden(
         (["serve"], "unexpected argument 'serve'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(flags: list[str], text: str) -> None:
+def test_a_wrong_flag_is_one_error_line(flags: list[str], text: str) -> None:
     with pytest.raises(FlagError) as raised:
         parse_flags(flags)
     assert str(raised.value) == text
@@ -412,7 +412,7 @@ def test_what_is_wrong_is_said_in_one_line(flags: list[str], text: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_done_ends_it_with_code_1(
+def test_an_impossible_setting_exits_with_code_1(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in tritonserver.RANK_VARIABLES:
@@ -424,7 +424,7 @@ def test_what_cannot_be_done_ends_it_with_code_1(
     assert error.count("\n") == 1
 
 
-def test_the_defaults_are_tritons() -> None:
+def test_default_ports_and_addresses_are_tritons() -> None:
     options = tritonserver.server_options(
         parse_flags(["--model-repository=/a", "--http-address=10.0.0.1"])
     )
@@ -444,7 +444,7 @@ def test_the_defaults_are_tritons() -> None:
     assert (options.allow_python_models, options.allow_client_shared_memory) == (False, False)
 
 
-def test_trace_cache_limiter_and_metrics_flags_become_options(tmp_path: Path) -> None:
+def test_trace_cache_limiter_and_metrics_flags_reach_the_options(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     flags = [
         "--model-repository=/a",
@@ -530,7 +530,7 @@ def test_the_mode_opentelemetry_needs_the_sdk(
     )
 
 
-def test_requests_are_traced_and_summed_up_as_the_flags_ask(
+def test_trace_and_summary_flags_take_effect(
     serve: Callable[..., Tritonserver], tmp_path: Path
 ) -> None:
     file = tmp_path / "trace.json"
@@ -549,7 +549,7 @@ def test_requests_are_traced_and_summed_up_as_the_flags_ask(
     assert f"nv_inference_request_summary_us_count{{{labels}}} 1" in scraped
 
 
-def test_spans_of_a_server_that_stops_arrive(serve: Callable[..., Tritonserver]) -> None:
+def test_spans_are_exported_when_the_server_stops(serve: Callable[..., Tritonserver]) -> None:
     with Collector() as collector:
         server = serve(
             "--trace-config=mode=opentelemetry",
@@ -591,7 +591,7 @@ instance_group [ { count: 1 kind: KIND_CPU rate_limiter { resources [ { name: "R
 """
 
 
-def test_a_python_model_is_served_from_the_cache_and_limited(
+def test_cache_and_rate_limiter_work_for_a_python_model(
     serve: Callable[..., Tritonserver], tmp_path: Path
 ) -> None:
     (tmp_path / "more" / "upper" / "1").mkdir(parents=True)
@@ -618,7 +618,7 @@ def test_a_python_model_is_served_from_the_cache_and_limited(
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
-def test_grpc_speaks_tls_when_the_flags_say_so(
+def test_grpc_flags_enable_tls(
     serve: Callable[..., Tritonserver], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
@@ -706,13 +706,13 @@ def test_keepalive_and_tls_flags_reach_grpc() -> None:
     assert files == (Path("c"), Path("k"), Path("r"))
 
 
-def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert tritonserver.run(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(f"--{name} " in printed for name in FLAGS)
 
 
-def test_the_rank_is_read_from_the_launchers_variables() -> None:
+def test_the_rank_is_read_from_mpi_and_slurm_variables() -> None:
     assert tritonserver.rank({}) == 0
     assert tritonserver.rank({"SLURM_PROCID": "3"}) == 3
     assert tritonserver.rank({"OMPI_COMM_WORLD_RANK": "1", "SLURM_PROCID": "0"}) == 1

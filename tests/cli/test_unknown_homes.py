@@ -1,6 +1,4 @@
-"""A path that begins with the home of nobody, `~name/…`: one line that says so, and nothing written
-under that name.
-"""
+"""Paths with an unknown home, `~name/…`: one error line, and nothing is written."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ UNKNOWN = "the home folder that it begins with is not known here"
         (["convert", "--model_dir", "nowhere", "--output_dir", PATH], f"--output_dir {PATH}"),
     ],
 )
-def test_a_command_names_the_path(tmp_path, monkeypatch, arguments, named):
+def test_a_command_names_the_path_with_the_unknown_home(tmp_path, monkeypatch, arguments, named):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
     result = run_cli(arguments)
@@ -35,12 +33,12 @@ def test_a_command_names_the_path(tmp_path, monkeypatch, arguments, named):
 
 
 @pytest.mark.parametrize("variable", ["SLIPSTREAM_HOME", "ENGINE_DEST_PATH"])
-def test_so_is_a_variable_named(tmp_path, monkeypatch, variable):
+def test_a_variable_with_an_unknown_home_is_named(tmp_path, monkeypatch, variable):
     monkeypatch.setenv(variable, PATH)
     result = run_cli(["import", "-m", "mine", "--source", "x", "--repo", str(tmp_path / "r")])
     assert (result.exit_code, result.stderr) == (1, f"error: {variable} {PATH}: {UNKNOWN}\n")
 
 
-def test_the_servers_flag_is_refused_as_its_others_are(capfd):
+def test_tritonserver_refuses_a_repository_in_an_unknown_home(capfd):
     assert run(["--model-repository", PATH]) == 1
     assert capfd.readouterr().err == f"tritonserver: error: --model-repository {PATH}: {UNKNOWN}\n"

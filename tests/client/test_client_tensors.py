@@ -1,4 +1,4 @@
-"""Tensors of the protocol both ways, and requests that fit the era of the model they go to."""
+"""Conversion of tensors, requests in the types of a model's release, and the benchmark's table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARRAYS = [
 
 
 @pytest.mark.parametrize("array", ARRAYS, ids=datatype_of)
-def test_bytes_and_json_give_back_what_went_in(array: numpy.ndarray) -> None:
+def test_tensors_survive_bytes_and_json(array: numpy.ndarray) -> None:
     for back in (
         from_bytes(datatype_of(array), list(array.shape), to_bytes(array)),
         from_json(to_json("x", array)),
@@ -28,17 +28,17 @@ def test_bytes_and_json_give_back_what_went_in(array: numpy.ndarray) -> None:
         assert back.tolist() == array.tolist()
 
 
-def test_lengths_take_the_type_a_model_declares_and_what_asks_for_nothing_is_left_out() -> None:
+def test_requests_use_declared_types_and_omit_undeclared_zeros() -> None:
     inputs = TokenRequest([5, 6], 3, end_id=2, top_k=4).inputs()
     declared = {"input_ids": "INT32", "request_output_len": "UINT32", "end_id": "UINT32"}
     sent = as_declared(inputs, declared)
     assert {name: datatype_of(sent[name]) for name in declared} == declared
-    assert "return_log_probs" not in sent  # false, and the model does not know it
-    # asked for: the server may say that it does not know it
+    assert "return_log_probs" not in sent  # false, and the model does not declare it
+    # true, so it is sent, and the server can refuse it
     assert sent["runtime_top_k"].tolist() == [[4]]
 
 
-def test_the_prompt_is_taken_off_only_where_it_came_back() -> None:
+def test_the_prompt_is_removed_only_if_the_answer_holds_it() -> None:
     echoed = {
         "output_ids": numpy.array([[[1, 2, 8, 9, -1]]]),
         "sequence_length": numpy.array([[4]]),
@@ -47,7 +47,7 @@ def test_the_prompt_is_taken_off_only_where_it_came_back() -> None:
     assert beam_tokens(echoed, [1, 2]) == beam_tokens(alone, [1, 2]) == [[8, 9]]
 
 
-def test_the_table_of_the_benchmark() -> None:
+def test_the_core_model_table_has_centred_columns() -> None:
     samples = [Sample(0.0, 1.0, 10, 20), Sample(0.5, 2.0, 30, 40)]
     rows = dict(core_model_rows(samples))
     assert rows["Requests/Sec"] == "1.00"

@@ -1,4 +1,4 @@
-"""The tutorials' commands, in order; the last answer is the greedy text that transformers gives."""
+"""Runs the tutorials' commands in order and compares the answers with greedy transformers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tried_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the first server finds out about the CPU, a second or two: each home is given it as if
-    it were not new.
-    """
+    """The cached CPU probe of the first server, which is copied to the homes of the others."""
     return tmp_path_factory.mktemp("tried") / "cpu-probe.json"
 
 
@@ -42,10 +40,9 @@ def tried_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def begun(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, llama: Path, gpt: Path
 ) -> Iterator[dict[str, Future[Tutorial]]]:
-    """Every tutorial up to its server, two at a time, each in a folder and a home of its own.
+    """Run every tutorial up to its server, two at a time, each in its own folder and home.
 
-    Most of their commands are one process on one core: the other core works for the tests that come
-    later.
+    Most of their commands use one core, so the other core can prepare the later tests.
     """
     names = [
         item.name
@@ -76,7 +73,7 @@ def tutorial(
 
 
 @pytest.mark.parametrize("file", sorted(HERE.glob("*.txt")), ids=lambda file: file.stem)
-def test_every_block_is_run_or_says_why_it_is_not(file: Path) -> None:
+def test_every_block_of_a_seed_is_run_or_skipped_with_a_reason(file: Path) -> None:
     source = (HERE / "test_tutorials.py").read_text() + (
         HERE.parent / "support" / "tutorial.py"
     ).read_text()
@@ -127,7 +124,7 @@ def test_convert_build_fill_launch(tutorial: Tutorial, llama: Path) -> None:
         in tutorial.printed
     )
     tutorial.serve(long_port_flags(tutorial, "_"))
-    assert "tritonserver" in tutorial.process_names()  # what pkill and pgrep look for
+    assert "tritonserver" in tutorial.process_names()  # the name for pkill and pgrep
     printed = tutorial.ask()
     assert (
         f"Got completed request\nInput: What is ML?\nOutput beam 0: {expected}\nOutput sequence:  ["
@@ -136,10 +133,10 @@ def test_convert_build_fill_launch(tutorial: Tutorial, llama: Path) -> None:
     answer = answer_of(printed)
     assert next(iter(answer)) == "context_logits"
     assert answer["context_logits"] == 0.0
-    assert answer["text_output"] == "What is ML?" + expected  # nobody asked to leave the prompt out
+    assert answer["text_output"] == "What is ML?" + expected  # with the prompt
     printed = tutorial.run(tutorial.text("load"))
     assert "LLM Metrics" in printed
-    assert re.search(r"│ Output sequence length │ +300\.00 │", printed)  # the prompt is in it
+    assert re.search(r"│ Output sequence length │ +300\.00 │", printed)  # with the prompt's tokens
     assert (
         "Generating artifacts/ensemble-triton-tensorrtllm-concurrency1/profile_export_genai_perf.json"
         in printed
@@ -255,11 +252,11 @@ def test_old_build_and_unfilled_templates(tutorial: Tutorial, llama: Path) -> No
 
 
 ADAPTERS = ("Japanese-Alpaca-LoRA-7b-v0", "luotuo-lora-7b-0.1")
-MODULES = {"q_proj": 1, "k_proj": 2, "v_proj": 3}  # with the numbers they have in a request
+MODULES = {"q_proj": 1, "k_proj": 2, "v_proj": 3}  # module: its number in a request
 
 
 def save_adapter(folder: Path, seed: int) -> None:
-    """A PEFT adapter of query, key and value for the small model."""
+    """Write a PEFT adapter for the query, key and value projections of the small model."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(2):
@@ -275,7 +272,7 @@ def save_adapter(folder: Path, seed: int) -> None:
 
 
 def merged(model: Path, adapter_folder: Path, folder: Path) -> Path:
-    """The model with an adapter worked into its weights."""
+    """Write a model with an adapter merged into its weights."""
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
     adapter = load_file(adapter_folder / "adapter_model.safetensors")
@@ -316,19 +313,19 @@ def test_many_adapters_in_one_batch(tutorial: Tutorial, llama: Path) -> None:
     tutorial.run(f"{fill} engine_dir:{engine}", workspace)
     tutorial.serve(long_port_flags(tutorial, "-"), workspace)
     printed = tutorial.run(tutorial.text("ask adapters"), workspace)
-    # six clients write to one terminal: a line may begin where another has not ended
+    # six clients write to one terminal, so their lines may mix
     assert printed.count("Got completed request") == 6
     models = [
         llama,
         *(merged(llama, workspace / name, tutorial.folder / name) for name in ADAPTERS),
     ]
     prompts = ("美国的首都在哪里? \\n答案:", "アメリカ合衆国の首都はどこですか? \\n答え:")
-    # the first few tokens: an adapter beside rounded weights and one worked into them part ways in
-    # the end
+    # Only the first tokens: a separate adapter and a merged one round differently, and the texts
+    # diverge later.
     expected = sorted(
         greedy_text(model, prompt, 4, special=True) for model in models for prompt in prompts
     )
-    # the small tokenizer drops what is not ASCII, so both prompts are the same
+    # the small tokenizer drops what is not ASCII, so both prompts are equal
     assert len(set(expected)) == 3
     answers = re.findall(r"Output beam 0: (.{4})", printed)
     assert sorted(answers) == expected

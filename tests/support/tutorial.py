@@ -1,6 +1,4 @@
-"""Runs a tutorial's command lines as pasted: only places and ports are changed, and the model is a
-tiny one.
-"""
+"""Runs a tutorial's command lines as pasted. Only paths and ports differ, and the model is tiny."""
 
 from __future__ import annotations
 
@@ -32,21 +30,18 @@ _PROGRAMS = {
 
 
 def blocks_of(file: Path) -> list[tuple[str, str]]:
-    """Name and commands of each block of a tutorial, in order; `skipped: …` says why one is not
-    run.
-    """
+    """Return the name and the commands of each block. `skipped: …` says why one is not run."""
     blocks = file.read_text().split("#### ")[1:]
     return [(block.partition("\n")[0], block.partition("\n")[2]) for block in blocks]
 
 
 class Tutorial:
-    """A folder to work in, programs of the names the tutorial uses, and free ports in place of its
-    own.
-    """
+    """A tutorial's working folder, its programs, and free ports in place of the default ones."""
 
     def __init__(self, name: str, folder: Path, places: Mapping[str, str], like: str) -> None:
-        self.folder, self.places = folder, places
-        self.printed = ""  # by the commands before the server
+        self.folder = folder
+        self.places = places
+        self.printed = ""  # output of the commands before the server
         self.blocks = dict(blocks_of(HERE / f"{name}.txt"))
         self.server: subprocess.Popen[bytes] | None = None
         self._log = folder / "server.log"
@@ -55,9 +50,7 @@ class Tutorial:
 
     @functools.cached_property
     def ports(self) -> dict[int, int]:
-        """Chosen when the first is asked for: what is free long before a server takes it may be
-        somebody's by then.
-        """
+        """Free ports. They are chosen late, so that no other process takes them before."""
         return {port: _free_port() for port in (8000, 8001, 8002)}
 
     def _write_programs(self) -> None:
@@ -104,7 +97,7 @@ class Tutorial:
         return self
 
     def serve(self, extra: str, cwd: Path | None = None) -> None:
-        """Run the server block with ports of its own; a launcher returns and its server goes on."""
+        """Run the server block with these ports, and wait until the server is ready."""
         script = self.text("server").rstrip() + f" {extra}"
         with self._log.open("wb") as log:
             self.server = subprocess.Popen(
@@ -134,9 +127,7 @@ class Tutorial:
         return self.run(self.text("ask"), cwd)
 
     def _processes(self) -> list[Path]:
-        """What this tutorial started, and nothing else: all of it has the tutorial's home, launched
-        or not.
-        """
+        """Return the processes of this tutorial, which are those with its home."""
         mark = f"HOME={self.folder / 'home'}".encode()
         return [place for place in Path("/proc").glob("[0-9]*") if mark in _environment_of(place)]
 
@@ -151,7 +142,7 @@ class Tutorial:
             for place in left:
                 subprocess.run(["kill", place.name], check=False, capture_output=True)
             if self.server is not None:
-                self.server.poll()  # its entry among the processes goes when it is waited for
+                self.server.poll()  # removes the process if it has ended
             time.sleep(0.1)
         raise AssertionError(f"still running: {left}")
 
@@ -159,12 +150,12 @@ class Tutorial:
 def _environment_of(process: Path) -> list[bytes]:
     try:
         return (process / "environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended meanwhile, or is somebody else's
+    except OSError:  # the process has ended, or belongs to another user
         return []
 
 
 def long_port_flags(tutorial: Tutorial, style: str) -> str:
-    """`--http_port=…` in the launcher's style, or `--http-port=…` in the server's."""
+    """Return the port flags in the launcher's style (`_`) or the server's (`-`)."""
     return " ".join(
         f"--{name}{style}port={tutorial.ports[port]}"
         for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002))
@@ -172,7 +163,7 @@ def long_port_flags(tutorial: Tutorial, style: str) -> str:
 
 
 def answer_of(output: str) -> dict[str, Any]:
-    """The JSON object that `curl` printed last."""
+    """Return the JSON object that `curl` printed last."""
     return json.loads(output[output.index('{"') :])
 
 
