@@ -1,4 +1,4 @@
-"""The non-linear middle of the feed-forward part."""
+"""Activation functions of the MLP."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def silu_gated(x: Tensor) -> Tensor:
-    """x: [tokens, 2 * ffn], the activated half first → [tokens, ffn]."""
+    """Return silu(first half) × second half: x [tokens, 2 * ffn] → [tokens, ffn]."""
     return gated(x, functional.silu)
 
 
 def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """x: [tokens, 2 * ffn], the activated half first → [tokens, ffn]."""
+    """Return activation(first half) × second half: x [tokens, 2 * ffn] → [tokens, ffn]."""
     activated, multiplied = x.chunk(2, dim=-1)
     return activation(activated).mul_(multiplied)

@@ -1,4 +1,4 @@
-"""What a layer's queries may look at, and how a score becomes a weight. No torch here."""
+"""Which tokens a layer's queries attend to, and how scores are scaled. No torch here."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """A query sees itself and the tokens before it: the last `window` of them, and the first
-    `sinks` always.
+    """A query attends to itself and the tokens before it: the last `window` tokens, and always the
+    first `sinks` tokens.
     """
 
-    scale: float  # scores are products of query and key times this
-    window: int | None = None  # None: all
-    sinks: int = 0  # counts only where there is a window
-    softcap: float = 0.0  # scores are squeezed into (-softcap, softcap); 0: they are not
+    scale: float  # factor of the scores query · key
+    window: int | None = None  # None: no limit
+    sinks: int = 0  # has no effect without a window
+    softcap: float = 0.0  # bound of the scores, softcap × tanh(score / softcap); 0: no bound

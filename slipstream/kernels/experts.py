@@ -1,4 +1,4 @@
-"""A mixture of experts: which experts each token takes, and their answers joined. On a GPU:
+"""A mixture of experts: the routing of tokens, and the sum of the experts' outputs. On a GPU:
 gpu/experts.py.
 """
 
@@ -11,34 +11,37 @@ from torch import Tensor
 
 
 def route(logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """logits: [tokens, experts] → the chosen experts and their shares, float32: [tokens, per_token]
-    each.
+    """Return the chosen experts and their routing weights, float32: [tokens, per_token] each.
+
+    logits: [tokens, experts]
     """
-    shares, chosen = logits.float().softmax(dim=-1).topk(per_token, dim=-1)
-    return chosen, shares / shares.sum(dim=-1, keepdim=True) if normalised else shares
+    weights, chosen = logits.float().softmax(dim=-1).topk(per_token, dim=-1)
+    if normalised:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return chosen, weights
 
 
 def mixture(
-    x: Tensor, chosen: Tensor, shares: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
 ) -> Tensor:
-    """x: [tokens, hidden] → [tokens, hidden]. Tokens are sorted by expert, so that each expert runs
-    once.
+    """Return the weighted sum of the experts' outputs: x [tokens, hidden] → [tokens, hidden].
+
+    Tokens are sorted by expert, so that each expert runs once. chosen, weights: from `route`
     """
     expert_of_pair = chosen.flatten()  # a pair is a token and one of its experts
     order = expert_of_pair.argsort(stable=True)
     tokens = order // chosen.shape[1]
     counts = expert_of_pair.bincount(minlength=len(experts)).tolist()
     parts = zip(experts, x[tokens].split(counts), strict=True)
-    answers = torch.cat([expert(part) for expert, part in parts if len(part)])
-    weighted = answers.float() * shares.flatten()[order, None]
+    outputs = torch.cat([expert(part) for expert, part in parts if len(part)])
+    weighted = outputs.float() * weights.flatten()[order, None]
     return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, tokens, weighted).to(x.dtype)
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """x: [tokens, in] or [pairs, in], weight: [experts, out, in], chosen: [tokens, per_token] →
-    [pairs, out].
+    """Return [pairs, out]: each pair's row times the weight of its expert. The twin of the kernel.
 
-    What the kernel of the same name computes, pair by pair.
+    x: [tokens, in] or [pairs, in], weight: [experts, out, in], chosen: [tokens, per_token]
     """
     rows = x.repeat_interleave(chosen.numel() // len(x), dim=0)
     return torch.bmm(weight[chosen.flatten()], rows[:, :, None])[:, :, 0]

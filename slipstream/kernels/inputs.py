@@ -1,6 +1,4 @@
-"""What a product may be given instead of a plain tensor: activations whose rows have yet to be
-scaled.
-"""
+"""Inputs of linear layers: plain tensors, or activations whose rows are still to be scaled."""
 
 from __future__ import annotations
 
@@ -9,29 +7,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LARGEST = 448.0  # the largest number e4m3 has
+LARGEST = 448.0  # largest e4m3 number
 
 
 class Quantised(NamedTuple):
-    """Eight bits (e4m3): a row of activations is worth its values times its scale."""
+    """e4m3 activations: a row stands for its values times its scale."""
 
     values: Tensor  # float8_e4m3fn [tokens, size]
     scales: Tensor  # float32 [tokens, 1]
 
 
 class Unscaled(NamedTuple):
-    """One token, normalised but for its scale, which whoever multiplies the values gives the
-    results: it was not known when several programs made the values.
+    """A normalised row whose RMS factor is still to be applied. The consuming GEMV multiplies its
+    output by it, because it is known only after all CTAs have finished.
     """
 
     values: Tensor  # [1, size], times the norm's weight
-    # float32 [parts]: the sum of the squares of each part of the row, before that weight
-    squares: Tensor
-    epsilon: float  # of the norm
+    squares: Tensor  # float32 [parts]: sum of squares of each part of the row, before that weight
+    epsilon: float  # the norm's epsilon
 
     @property
     def scales(self) -> Tensor:
-        """float32 [1, 1]"""
+        """The RMS factor: float32 [1, 1]"""
         return torch.rsqrt(self.squares.sum() / self.values.shape[1] + self.epsilon).view(1, 1)
 
 
@@ -39,23 +36,22 @@ Input = Tensor | Quantised | Unscaled
 
 
 def quantise(x: Tensor) -> Quantised:
-    """x: [tokens, size]. The largest element of a row becomes the largest number there is."""
-    wide = x.float()
-    scales = wide.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / LARGEST
-    return Quantised((wide / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales)
+    """Quantise x [tokens, size]. The largest element of a row becomes the largest e4m3 number."""
+    fp32 = x.float()
+    scales = fp32.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / LARGEST
+    return Quantised((fp32 / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales)
 
 
 def plain(x: Input) -> Tensor:
-    """The activations themselves, as nearly as x has them."""
+    """Return the activations that x stands for."""
     if isinstance(x, Tensor):
         return x
-    return (x.values.float() * x.scales).to(
-        torch.bfloat16 if isinstance(x, Quantised) else x.values.dtype
-    )
+    dtype = torch.bfloat16 if isinstance(x, Quantised) else x.values.dtype
+    return (x.values.float() * x.scales).to(dtype)
 
 
 def pick(x: Input, tokens: Tensor) -> Input:
-    """The activations of these tokens."""
+    """Return the activations of these tokens."""
     if isinstance(x, Quantised):
         return Quantised(x.values[tokens], x.scales[tokens])
     return plain(x)[tokens]

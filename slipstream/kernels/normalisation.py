@@ -1,6 +1,4 @@
-"""Add to the residual stream and normalise it: float32 [tokens, hidden] → [tokens, hidden] in the
-norm's type.
-"""
+"""Add to the residual stream and normalise it: RMS norm and layer norm."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Layer norm where there is a bias, RMS norm where there is none."""
+    """Layer norm with a bias, RMS norm without one."""
 
     weight: Tensor  # [size]
     bias: Tensor | None  # [size]
     epsilon: float
-    # give the result in eight bits; only kernels that do it in the same pass pay heed
+    # return the result in e4m3; only kernels that quantise in the same pass do so
     quantise: bool = False
-    dtype: torch.dtype | None = None  # of the result; None: the weight's
+    dtype: torch.dtype | None = None  # type of the result; None: the weight's type
 
     @property
     def result(self) -> torch.dtype:
@@ -28,7 +26,7 @@ class Norm:
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
-    """hidden: float32 [tokens, size], to which delta [tokens, size] is added in place → the sum
+    """Add delta [tokens, size] to hidden, float32 [tokens, size], in place; return the sum
     normalised.
     """
     if delta is not None:
@@ -37,7 +35,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
 
 
 def normalise(x: Tensor, norm: Norm) -> Tensor:
-    """x: [tokens, size] → the same shape in the norm's type."""
+    """Return x [tokens, size] normalised, in the norm's type."""
     if norm.bias is None:
         return rms_norm(x, norm.weight, norm.epsilon, norm.result)
     normal = torch.layer_norm(
@@ -47,7 +45,7 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-    """x: [..., size], weight: [size] → the shape of x. Computed in float32 and rounded once, to the
-    type asked for.
+    """Return x [..., size] normalised and times weight [size]: computed in float32, rounded once to
+    `dtype`.
     """
     return functional.rms_norm(x.float(), (x.shape[-1],), weight.float(), epsilon).to(dtype)

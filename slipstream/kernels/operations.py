@@ -1,6 +1,4 @@
-"""The hot operations of a layer, each in the form that its device runs: torch on CPU, Triton
-kernels on CUDA.
-"""
+"""The hot operations of a transformer layer, by device: torch on a CPU, Triton kernels on CUDA."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from slipstream.kernels.inputs import Input, quantise
 
 
 class Attention(Protocol):
-    """A step's attention, planned once and used by every layer. `queries` is what `rotate_write`
-    gave.
-    """
+    """The attention of a step, planned once and used by every layer. queries: from `rotate_write`"""
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule
@@ -31,15 +27,16 @@ class Operations:
     add_norm: Callable[[Tensor, Tensor | None, normalisation.Norm], Input]
     normalise: Callable[[Tensor, normalisation.Norm], Tensor]
     rope_at: Callable[[Tensor, Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
-    # → queries on a CPU; on a GPU queries, keys and values in one
+    # returns queries on a CPU; queries, keys and values in one tensor on a GPU
     rotate_write: Callable[..., Tensor]
     silu_gated: Callable[[Tensor], Tensor]
     silu_gated_quantised: Callable[[Tensor], Input]
 
 
 def operations_on(device: torch.device) -> Operations:
+    """Return the operations in the form that the device runs."""
     if device.type == "cuda":
-        # Imported here: a CPU installation has no Triton.
+        # imported here: a CPU installation has no Triton
         from slipstream.kernels.gpu import activation as gpu_activation
         from slipstream.kernels.gpu import normalisation as gpu_normalisation
         from slipstream.kernels.gpu import rotary as gpu_rotary

@@ -1,18 +1,19 @@
-"""bfloat16 keys and values in a little more than three quarters of their bytes: a quarter less to
-read, almost a third more of them in the same memory.
+"""The 12-bit KV cache: bfloat16 keys and values in a little more than three quarters of their bytes.
 
-Of a token's head, as of a row of weights (`kernels/bf12.py`), four bits tell how far a
-number's exponent lies below the largest. So a number has twelve bits and is the same number, but
-for those more than 2^14 times smaller than the largest of their head, which may lose at most 2^-22
-of it. From 2^80 on a number is infinite.
+Attention reads a quarter less, and the same memory holds almost a third more tokens. Switch:
+`KernelOptions.compressed_kv_cache`.
 
-The four runs of a head are the even columns of its first half, the odd ones, and those of its
-second half: halves are what a rotation turns into each other, and neighbours lie in one thread's
-hands. Three runs of words of 16 bits hold them, the fourth in the bits that exponents left. Every
-32 tokens lie together: the first run of all of them, so that what a load asks for is one piece, the
-second, the third, then their scales: the upper halves of float32 powers of two, 2^64 times smaller
-than what a number, taken as bfloat16, has to be multiplied by. What is left empty behind them makes
-the next tokens begin at a line of 128 bytes.
+As in a row of weights (`kernels/bf12.py`), four bits hold the distance of a number's exponent from
+the largest one of its token's head. So a number has 12 bits and is the same number, except numbers
+more than 2^14 times smaller than the largest of their head, which may lose at most 2^-22 of it. From
+2^80 on a number is infinite.
+
+The four runs of a head are the even columns of its first half, the odd ones, and those of its second
+half: RoPE pairs the halves, and neighbouring columns are in one thread. Three runs of 16-bit words
+hold them, with the fourth in the bits that exponents left free. 32 tokens are stored together: the
+first run of all of them, so that a load reads contiguous memory, the second, the third, then their
+scales. Scales are the upper halves of float32 powers of two, 2^64 times smaller than the factor of a
+number read as bfloat16. Empty words behind them align the next tokens to 128 bytes.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import torch
 from slipstream.kernels.options import KernelOptions
 
 DTYPE = torch.int16
-_SIZES = (64, 128, 256)  # of heads: runs that the matrix units take
-TOKENS = 32  # whose words and scales lie together
+_SIZES = (64, 128, 256)  # head sizes whose runs the tensor cores take
+TOKENS = 32  # tokens that are stored together
 
 
 def words(head_size: int) -> int:
-    """16-bit words that a token's head takes, its scale among them, and one that is empty."""
+    """Return the 16-bit words of a token's head, with its scale and an empty word."""
     return head_size // 4 * 3 + 2
 
 

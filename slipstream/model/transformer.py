@@ -409,7 +409,8 @@ class Layer:
         """x: [tokens, hidden] → the activated middle of the MLP, an `Input` [tokens, ffn]"""
         if self.gated is not None and step.adapters is None:
             return self.gated(x)
-        return self.activate(self._adapted(self.up_proj(x), x, step, UP_PROJ))
+        activated: Input = self.activate(self._adapted(self.up_proj(x), x, step, UP_PROJ))
+        return activated
 
     def _adapted(self, y: Tensor, x: Input, step: Step, linear: int) -> Tensor:
         """Add to y, the output of a linear layer for x, what the tokens' adapters add to it."""

@@ -53,9 +53,9 @@ rows = st.lists(st.tuples(st.integers(0, 40), counts), min_size=1, max_size=6)
     st.sampled_from([1, 10**9]),
     st.integers(0, 1000),
 )
-def test_equals_the_formula(mix, heads, window, sinks, softcap, scattered, products_from, seed):
+def test_equals_the_formula(mix, heads, window, sinks, softcap, scattered, gemm_from, seed):
     rule = AttentionRule(0.3, window, sinks, softcap)
-    with mock.patch.object(attention, "_PRODUCTS_FROM_TOKENS", products_from):
+    with mock.patch.object(attention, "_GEMM_FROM_TOKENS", gemm_from):
         check_against_formula(mix, heads, rule, scattered, seed)
 
 

@@ -1,6 +1,8 @@
-"""The gated middle of the feed-forward part."""
+"""The gated activation of the MLP."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -14,21 +16,21 @@ _BLOCK = 1024
 
 
 @triton.jit
-def silu_times(activated, multiplied):
-    """Both of one type, in which the result is, too; rounded in between, as the twin does."""
-    wide = activated.to(tl.float32)
-    return (wide * tl.sigmoid(wide)).to(multiplied.dtype) * multiplied
+def silu_times(activated: Any, multiplied: Any) -> Any:
+    """Return silu(activated) × multiplied, in their type; rounded in between, as the twin does."""
+    fp32 = activated.to(tl.float32)
+    return (fp32 * tl.sigmoid(fp32)).to(multiplied.dtype) * multiplied
 
 
 @triton.jit
-def _gate(x, row, column, inside, size):
+def _gate(x: Any, row: Any, column: Any, inside: Any, size: Any) -> Any:
     activated = tl.load(x + row * 2 * size + column, inside, other=0.0)
     return silu_times(activated, tl.load(x + row * 2 * size + size + column, inside, other=0.0))
 
 
 @Quick
 @triton.jit
-def _silu_gated(x, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu_gated(x: Any, out: Any, size: Any, BLOCK: tl.constexpr, OVERLAP: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -38,7 +40,9 @@ def _silu_gated(x, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
 
 @Quick
 @triton.jit
-def _silu_gated_quantised(x, values, scales, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu_gated_quantised(
+    x: Any, values: Any, scales: Any, size: Any, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -48,7 +52,7 @@ def _silu_gated_quantised(x, values, scales, size, BLOCK: tl.constexpr, OVERLAP:
 
 
 def silu_gated(x: Tensor) -> Tensor:
-    """x: [tokens, 2 * size], the activated half first → [tokens, size]."""
+    """Return silu(first half) × second half: x [tokens, 2 * size] → [tokens, size]."""
     tokens, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty((tokens, size))
     _silu_gated[(tokens, pieces(size, _BLOCK))](
@@ -58,7 +62,7 @@ def silu_gated(x: Tensor) -> Tensor:
 
 
 def silu_gated_quantised(x: Tensor) -> Quantised:
-    """The same in eight bits."""
+    """Return the same rounded to e4m3."""
     tokens, size = x.shape[0], x.shape[1] // 2
     out = new_quantised(tokens, size, x.device)
     _silu_gated_quantised[(tokens,)](

@@ -13,6 +13,7 @@ memory speed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,28 +37,28 @@ _MOST_SPLITS = 16  # parts of the sum over inputs in a decode step
 @Quick
 @triton.jit
 def _shrink(
-    x,
-    memory,
-    middle,
-    starts,
-    counts,
-    rows,
-    row_pages,
-    linears,
-    inputs,
-    x_stride,
-    page_stride,
-    row_stride,
-    split_stride,
-    token_stride,
-    first_at,
+    x: Any,
+    memory: Any,
+    middle: Any,
+    starts: Any,
+    counts: Any,
+    rows: Any,
+    row_pages: Any,
+    linears: Any,
+    inputs: Any,
+    x_stride: Any,
+    page_stride: Any,
+    row_stride: Any,
+    split_stride: Any,
+    token_stride: Any,
+    first_at: Any,
     LINEAR: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
     INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
-):
+) -> None:
     tile, number, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     table = row_pages + tl.load(rows + tile).to(tl.int64) * row_stride
     if number < tl.load(table):
@@ -98,21 +99,21 @@ def _shrink(
 @Quick
 @triton.jit
 def _expand(
-    middle,
-    memory,
-    y,
-    starts,
-    counts,
-    rows,
-    row_pages,
-    linears,
-    outputs,
-    y_stride,
-    page_stride,
-    row_stride,
-    split_stride,
-    token_stride,
-    second_at,
+    middle: Any,
+    memory: Any,
+    y: Any,
+    starts: Any,
+    counts: Any,
+    rows: Any,
+    row_pages: Any,
+    linears: Any,
+    outputs: Any,
+    y_stride: Any,
+    page_stride: Any,
+    row_stride: Any,
+    split_stride: Any,
+    token_stride: Any,
+    second_at: Any,
     FIRST_PART: tl.constexpr,
     SECOND_PART: tl.constexpr,
     LINEAR: tl.constexpr,
@@ -122,7 +123,7 @@ def _expand(
     TILE: tl.constexpr,
     OUTPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
-):
+) -> None:
     tile, block = tl.program_id(0), tl.program_id(1)
     table = row_pages + tl.load(rows + tile).to(tl.int64) * row_stride
     pages = tl.load(table)
@@ -167,26 +168,26 @@ def _expand(
 @Quick
 @triton.jit
 def _shrink_one(
-    x,
-    memory,
-    middle,
-    rows,
-    row_pages,
-    linears,
-    inputs,
-    x_stride,
-    page_stride,
-    row_stride,
-    split_stride,
-    token_stride,
-    first_at,
+    x: Any,
+    memory: Any,
+    middle: Any,
+    rows: Any,
+    row_pages: Any,
+    linears: Any,
+    inputs: Any,
+    x_stride: Any,
+    page_stride: Any,
+    row_stride: Any,
+    split_stride: Any,
+    token_stride: Any,
+    first_at: Any,
     LINEAR: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+) -> None:
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table = row_pages + tl.load(rows + token).to(tl.int64) * row_stride
     width = tl.arange(0, PADDED)
@@ -217,19 +218,19 @@ def _shrink_one(
 @Quick
 @triton.jit
 def _expand_one(
-    middle,
-    memory,
-    y,
-    rows,
-    row_pages,
-    linears,
-    outputs,
-    y_stride,
-    page_stride,
-    row_stride,
-    split_stride,
-    token_stride,
-    second_at,
+    middle: Any,
+    memory: Any,
+    y: Any,
+    rows: Any,
+    row_pages: Any,
+    linears: Any,
+    outputs: Any,
+    y_stride: Any,
+    page_stride: Any,
+    row_stride: Any,
+    split_stride: Any,
+    token_stride: Any,
+    second_at: Any,
     FIRST_PART: tl.constexpr,
     SECOND_PART: tl.constexpr,
     LINEAR: tl.constexpr,
@@ -239,7 +240,7 @@ def _expand_one(
     OUTPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+) -> None:
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table = row_pages + tl.load(rows + token).to(tl.int64) * row_stride
     pages = tl.load(table)
@@ -279,8 +280,12 @@ def _expand_one(
 
 @triton.jit
 def _columns_of(
-    block, outputs, FIRST_PART: tl.constexpr, SECOND_PART: tl.constexpr, OUTPUTS: tl.constexpr
-):
+    block: Any,
+    outputs: Any,
+    FIRST_PART: tl.constexpr,
+    SECOND_PART: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+) -> Any:
     """Return the part, first column and end of a block of columns. Each part is cut into blocks by
     itself.
     """

@@ -1,6 +1,8 @@
-"""Weights of twelve bits as products read them; `kernels/bf12.py` says how they are stored."""
+"""Unpack 12-bit weights inside GEMM kernels. `kernels/bf12.py` describes the format."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -9,10 +11,10 @@ from slipstream.kernels import bf12
 
 RUN = tl.constexpr(bf12.RUN)
 GROUP = tl.constexpr(bf12.GROUP)
-WORDS = tl.constexpr(3 * bf12.RUN)  # of a group
+WORDS = tl.constexpr(3 * bf12.RUN)  # words of a group
 
-# Two numbers of each run at a time; a, b and c: words of the three runs, then numbers of the first
-# three.
+# Unpack two numbers of each run at a time. a, b and c hold words of the three runs, and then numbers
+# of the first three; d holds numbers of the fourth.
 FOUR_RUNS = """
     shr.u32 d, a, 11;
     and.b32 d, d, 0x000F000F;
@@ -65,9 +67,11 @@ _WIDENED = tl.constexpr(
 
 
 @triton.jit
-def unpacked(first, second, third, KIND: tl.constexpr, ON_DEVICE: tl.constexpr):
-    """Words of three runs → numbers of four runs, without their row's scale: bfloat16, or in the
-    interpreter, which has none, of KIND.
+def unpacked(
+    first: Any, second: Any, third: Any, KIND: tl.constexpr, ON_DEVICE: tl.constexpr
+) -> Any:
+    """Convert words of three runs to numbers of four runs, without their row's scale: bfloat16, or
+    KIND in the interpreter, which has no bfloat16.
     """
     if ON_DEVICE:
         return tl.inline_asm_elementwise(
@@ -85,10 +89,8 @@ def unpacked(first, second, third, KIND: tl.constexpr, ON_DEVICE: tl.constexpr):
 
 
 @triton.jit
-def widened(first, second, third, ON_DEVICE: tl.constexpr):
-    """The same in float32, and smaller by 2^112: what is left to do takes a product with many
-    numbers less time.
-    """
+def widened(first: Any, second: Any, third: Any, ON_DEVICE: tl.constexpr) -> Any:
+    """Convert the same to float32, too small by 2^112: a GEMV corrects it faster in its sums."""
     if ON_DEVICE:
         return tl.inline_asm_elementwise(
             _WIDENED,
@@ -105,5 +107,5 @@ def widened(first, second, third, ON_DEVICE: tl.constexpr):
 
 
 @triton.jit
-def _float(bits):
+def _float(bits: Any) -> Any:
     return ((bits & 0x87FF) << 16).to(tl.float32, bitcast=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,7 +13,7 @@ from slipstream.kernels.gpu.launch import Quick
 
 @Quick
 @triton.jit
-def _copy_runs(values, runs, page, BLOCK: tl.constexpr):
+def _copy_runs(values: Any, runs: Any, page: Any, BLOCK: tl.constexpr) -> None:
     run = runs + tl.program_id(0) * 3
     start, place, length = tl.load(run), tl.load(run + 1), tl.load(run + 2)
     for begin in range(0, length, BLOCK):

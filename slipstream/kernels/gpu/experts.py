@@ -1,11 +1,12 @@
-"""A mixture of experts without a word from the host: pairs of token and expert are sorted by expert
-on the device, cut into tiles of one expert each, and a fixed grid multiplies the tiles. A graph may
-hold all of it.
+"""A mixture of experts without host work: pairs of token and expert are sorted by expert on the
+device and cut into tiles of one expert each, and a grouped GEMM runs over the tiles. The grid is
+fixed, so that a CUDA graph can hold all of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,16 +23,16 @@ _LARGEST_TILE = 128
 class ExpertPlan:
     """All int32, on the device. Tiles beyond those in use have expert -1."""
 
-    order: Tensor  # [pairs]: pairs by expert; pair = token × per_token + number of the choice
-    starts: Tensor  # [experts + 1]: first of an expert's pairs in `order`
+    order: Tensor  # [pairs]: pairs by expert; pair = token × per_token + rank of the choice
+    starts: Tensor  # [experts + 1]: index in `order` of an expert's first pair
     tile_expert: Tensor  # [tiles]
-    tile_first: Tensor  # [tiles]: first of its pairs in `order`
-    tile: int  # pairs of a tile
+    tile_first: Tensor  # [tiles]: index in `order` of its first pair
+    tile: int  # the most pairs of a tile
 
 
 @Quick
 @triton.jit(do_not_specialize=["pairs"])
-def _sort_pairs(chosen, starts, order, pairs, BLOCK: tl.constexpr):
+def _sort_pairs(chosen: Any, starts: Any, order: Any, pairs: Any, BLOCK: tl.constexpr) -> None:
     expert = tl.program_id(0)
     place = 0
     for begin in range(0, pairs, BLOCK):
@@ -49,15 +50,15 @@ def _sort_pairs(chosen, starts, order, pairs, BLOCK: tl.constexpr):
 @Quick
 @triton.jit(do_not_specialize=["most"])
 def _cut_tiles(
-    starts,
-    tile_expert,
-    tile_first,
-    most,
+    starts: Any,
+    tile_expert: Any,
+    tile_first: Any,
+    most: Any,
     EXPERTS: tl.constexpr,
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     expert = tl.arange(0, PADDED)
     first = tl.load(starts + expert, expert < EXPERTS, other=0)
     last = tl.load(starts + expert + 1, expert < EXPERTS, other=0)
@@ -75,23 +76,23 @@ def _cut_tiles(
 @Quick
 @triton.jit
 def _grouped_gemm(
-    x,
-    weight,
-    scales,
-    order,
-    starts,
-    tile_expert,
-    tile_first,
-    out,
-    choices,
-    outputs,
-    inputs,
+    x: Any,
+    weight: Any,
+    scales: Any,
+    order: Any,
+    starts: Any,
+    tile_expert: Any,
+    tile_first: Any,
+    out: Any,
+    choices: Any,
+    outputs: Any,
+    inputs: Any,
     SCALED: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+) -> None:
     expert = tl.load(tile_expert + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
         place = tl.load(tile_first + tl.program_id(1)) + tl.arange(0, TILE)
@@ -125,7 +126,7 @@ def _grouped_gemm(
 
 
 def plan_experts(chosen: Tensor, experts: int) -> ExpertPlan:
-    """chosen: [tokens, per_token]"""
+    """Sort the pairs of token and expert and cut them into tiles. chosen: [tokens, per_token]"""
     pairs = chosen.numel()
     tile = min(_LARGEST_TILE, max(16, power_of_two(pairs // experts)))
     # each expert in use has at most one tile that is not full
@@ -150,8 +151,10 @@ def plan_experts(chosen: Tensor, experts: int) -> ExpertPlan:
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, scales: Tensor | None, plan: ExpertPlan) -> Tensor:
-    """x: [tokens, in] or [pairs, in], weight: [experts, out, in], scales: [experts, out] of an
-    eight-bit weight → [pairs, out], each pair's row times the weight of its expert.
+    """Return [pairs, out]: each pair's row times the weight of its expert.
+
+    x: [tokens, in] or [pairs, in], weight: [experts, out, in], scales: [experts, out] of an 8-bit
+    weight
     """
     _, outputs, inputs = weight.shape
     pairs = plan.order.shape[0]

@@ -1,13 +1,14 @@
-"""The product of one token with a weight: a stream through the weight, spread over the whole
-machine.
+"""GEMV: a single token times a weight. A stream through the weight, spread over the whole device.
 
-Where the results join the residual stream, each program adds its own to it and begins to normalise
-the sum for the product that follows, which ends it: a kernel between the two would take longer to
-begin and end than to work. (Not so with several tokens, where every program of the next product
-would spend more time on that than the kernel does.)
+The fused form adds the result to the residual stream and starts the norm of the sum. The next GEMV
+finishes the norm. A norm kernel in between would take longer to start and end than to work, so that
+fusing makes a decode step of one row faster; switch: `KernelOptions.fused_gemv`. With several tokens
+it does not pay: every CTA of the next GEMM would spend more time on the norm than a kernel does.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -18,14 +19,14 @@ from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, po
 from slipstream.kernels.inputs import Unscaled
 from slipstream.kernels.normalisation import Norm
 
-_PROGRAMS = 512  # enough for every processor to have reads in flight
-# Of a program, by whether the weight has twelve bits: columns at a time, how many such tiles are
-# under way, and rows, as many as registers hold.
+_CTAS = 512  # enough for every SM to have loads in flight
+# By whether the weight has 12 bits: columns that a CTA takes at once, such tiles in flight, and the
+# most rows that its registers hold.
 _COLUMNS = {False: 512, True: 1024}
 _STAGES = {False: 4, True: 3}
 _MOST_ROWS = {False: 16, True: 8}
-# Of the 2^112 that widened numbers are too small by: what activations get, so that their products,
-# for activations of 2^-57 to 2^63, are float32's normal numbers, and what is left for the sum.
+# Unpacked 12-bit numbers are too small by 2^112. Activations get 2^64 of it, so that the terms are
+# normal float32 numbers for activations of 2^-57 to 2^63; the sum gets the rest.
 _UP = tl.constexpr(2.0**64)
 _REST = tl.constexpr(2.0**48)
 
@@ -33,44 +34,42 @@ _REST = tl.constexpr(2.0**48)
 @Quick
 @triton.jit(do_not_specialize=["pieces_in"])
 def _gemv(
-    x,
-    squares,
-    weight,
-    scales,
-    bias,
-    out,
-    stream,
-    gain,
-    out_squares,
-    rows,
-    size,
-    pieces_in,
-    epsilon,
+    x: Any,
+    squares: Any,
+    weight: Any,
+    scales: Any,
+    bias: Any,
+    out: Any,
+    stream: Any,
+    gain: Any,
+    out_squares: Any,
+    rows: Any,
+    size: Any,
+    pieces_in: Any,
+    epsilon: Any,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SQUARES: tl.constexpr,
-    JOINED: tl.constexpr,
+    FUSED: tl.constexpr,
     STAGES: tl.constexpr,
     BF12: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     at = weight + row.to(tl.int64)[:, None] * (size // GROUP * WORDS if BF12 else size)
-    # The first columns of the weight do not wait for the kernel ahead.
+    # The first columns of the weight are loaded while the previous kernel finishes.
     w = _read(at, 0, size, inside, COLUMNS, BF12)
     follow(OVERLAP)
-    # What is needed behind the product is asked for ahead of it.
+    # Loads for the end of the kernel are issued before its loop.
     if SQUARES > 0:
         piece = tl.arange(0, SQUARES)
         sums = tl.load(squares + piece, piece < pieces_in, other=0.0)
-    if JOINED:
-        before, gains = (
-            tl.load(stream + row, inside, other=0.0),
-            tl.load(gain + row, inside, other=0.0),
-        )
+    if FUSED:
+        before = tl.load(stream + row, inside, other=0.0)
+        gains = tl.load(gain + row, inside, other=0.0)
     total = tl.zeros([ROWS, COLUMNS // 4 if BF12 else COLUMNS], tl.float32)
     total = _add(total, w, x, 0, size, COLUMNS, BF12, ON_DEVICE)
     for begin in tl.range(COLUMNS, size, COLUMNS, num_stages=STAGES):
@@ -78,12 +77,12 @@ def _gemv(
         total = _add(total, next_w, x, begin, size, COLUMNS, BF12, ON_DEVICE)
     y = tl.sum(total, 1)
     if BF12:
-        y = y * _REST * tl.load(scales + row, inside, other=0.0)  # a large scale comes last
+        y = y * _REST * tl.load(scales + row, inside, other=0.0)  # the scale last: it may be large
     if SQUARES > 0:
         y *= tl.rsqrt(tl.sum(sums, 0) / size + epsilon)
     if BIAS:
         y += tl.load(bias + row, inside, other=0.0).to(tl.float32)
-    if JOINED:
+    if FUSED:
         y += before
         tl.store(stream + row, y, inside)
         tl.store(out_squares + tl.program_id(0), tl.sum(y * y, 0))
@@ -92,8 +91,10 @@ def _gemv(
 
 
 @triton.jit
-def _read(at, begin, size, inside, COLUMNS: tl.constexpr, BF12: tl.constexpr):
-    """What is stored of a program's rows at some columns."""
+def _read(
+    at: Any, begin: Any, size: Any, inside: Any, COLUMNS: tl.constexpr, BF12: tl.constexpr
+) -> Any:
+    """Load the stored form of a CTA's rows at some columns."""
     if BF12:
         place = tl.arange(0, COLUMNS // 4)
         word = at + (place // RUN * WORDS + place % RUN + begin // GROUP * WORDS)[None, :]
@@ -112,9 +113,16 @@ def _read(at, begin, size, inside, COLUMNS: tl.constexpr, BF12: tl.constexpr):
 
 @triton.jit
 def _add(
-    total, w, x, begin, size, COLUMNS: tl.constexpr, BF12: tl.constexpr, ON_DEVICE: tl.constexpr
-):
-    """w: what was read of these columns; its products with x are added to the total."""
+    total: Any,
+    w: Any,
+    x: Any,
+    begin: Any,
+    size: Any,
+    COLUMNS: tl.constexpr,
+    BF12: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+) -> Any:
+    """Return the total plus w × x. w: from `_read` at the same columns"""
     if BF12:
         place = tl.arange(0, COLUMNS // 4)
         column = begin + place // RUN * GROUP + place % RUN
@@ -130,7 +138,7 @@ def _add(
 
 
 @triton.jit
-def _activations(x, column, size):
+def _activations(x: Any, column: Any, size: Any) -> Any:
     return tl.load(x + column, column < size, other=0.0).to(tl.float32)
 
 
@@ -141,8 +149,10 @@ def gemv(
     out: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """x: [1, in]; weight: [out, in], or Bf12Weight' words with their scales; bias: [out] or None
-    → [1, out], of x's type unless `out` is given"""
+    """Return [1, out], of x's type unless `out` is given.
+
+    x: [1, in]; weight: [out, in], or Bf12Weight's words with its scales; bias: [out] or None
+    """
     if out is None:
         values = x.values if isinstance(x, Unscaled) else x
         out = values.new_empty((1, weight.shape[0]))
@@ -158,13 +168,12 @@ def fused_gemv(
     norm: Norm,
     scales: Tensor | None = None,
 ) -> Unscaled:
-    """hidden: float32 [1, out], to which the result is added in place → the sum, normalised but for
-    its scale
+    """Add the result to `hidden`, float32 [1, out], in place. Return the sum, normalised except for
+    the RMS factor.
     """
     rows = weight.shape[0]
-    out = Unscaled(
-        x.new_empty((1, rows)), hidden.new_empty(pieces(rows, _rows(rows, scales))), norm.epsilon
-    )
+    squares = hidden.new_empty(pieces(rows, _rows_per_cta(rows, scales)))
+    out = Unscaled(x.new_empty((1, rows)), squares, norm.epsilon)
     _launch(x, weight, scales, bias, out.values, hidden, norm.weight, out.squares)
     return out
 
@@ -180,9 +189,12 @@ def _launch(
     out_squares: Tensor | None = None,
 ) -> None:
     values, squares, epsilon = x if isinstance(x, Unscaled) else (x, None, 0.0)
-    rows, size, bf12 = weight.shape[0], values.shape[1], scales is not None
-    taken, pieces_in = _rows(rows, scales), squares.shape[0] if squares is not None else 0
-    _gemv[(pieces(rows, taken),)](
+    rows = weight.shape[0]
+    size = values.shape[1]
+    bf12 = scales is not None
+    cta_rows = _rows_per_cta(rows, scales)
+    pieces_in = squares.shape[0] if squares is not None else 0
+    _gemv[(pieces(rows, cta_rows),)](
         values,
         squares,
         weight,
@@ -197,11 +209,11 @@ def _launch(
         pieces_in,
         epsilon,
         BIAS=bias is not None,
-        ROWS=taken,
+        ROWS=cta_rows,
         COLUMNS=_COLUMNS[bf12],
         STAGES=_STAGES[bf12],
         SQUARES=power_of_two(pieces_in) if pieces_in else 0,
-        JOINED=hidden is not None,
+        FUSED=hidden is not None,
         BF12=bf12,
         ON_DEVICE=values.device.type == "cuda",
         num_warps=4,
@@ -209,8 +221,7 @@ def _launch(
     )
 
 
-def _rows(rows: int, scales: Tensor | None) -> int:
-    """Of a weight with so many, what a program takes."""
-    return max(
-        2, min(_MOST_ROWS[scales is not None], power_of_two(pieces(rows, _PROGRAMS) + 1) // 2)
-    )
+def _rows_per_cta(rows: int, scales: Tensor | None) -> int:
+    """rows: of the weight"""
+    even = power_of_two(pieces(rows, _CTAS) + 1) // 2
+    return max(2, min(_MOST_ROWS[scales is not None], even))

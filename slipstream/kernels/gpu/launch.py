@@ -1,9 +1,9 @@
-"""How kernels are launched: with little work for the host, and before the kernel ahead has ended.
+"""Kernel launches with little host work, which overlap the end of the previous kernel.
 
-What does not depend on the kernel ahead is done while it runs out. Of every kernel of a step at
-least one program waits for its predecessor, and all do that read or write what others share, so
-that each kernel also waits, through it, for all before. Needs Hopper or later; elsewhere kernels
-simply follow each other.
+With programmatic dependent launch (PDL) a kernel starts while the previous one finishes, and does
+what does not depend on it. At least one CTA of every kernel of a step waits for the previous kernel,
+and every CTA waits that reads or writes what other CTAs write. So each kernel also waits, through
+the previous one, for all before it. Needs Hopper or later; on other devices kernels run one after the other.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from torch import Tensor
 
 
 class Quick:
-    """A kernel that Triton is asked for once for each kind of arguments, and that is then launched
-    directly.
+    """A kernel whose compiled variants are cached by the kinds of its arguments.
 
-    Triton searches for the compiled variant at every launch, which costs the host several times
-    what the launch does. Arguments of one kind share a variant: Triton compiles for types, for
-    addresses and numbers that sixteen divides, and for the number one. All kernels of a process run
-    on one device.
+    Triton looks up the compiled variant at every launch, which costs the host several times the
+    launch itself. Arguments of one kind share a variant: Triton compiles for types, for addresses
+    and numbers that are multiples of 16, and for the number 1. All kernels of a process run on one
+    device.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -37,8 +36,8 @@ class Quick:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        """arguments: those known at run time, in order; constants: the others, and Triton's
-        options.
+        """arguments: the run-time arguments in order; constants: the constexpr ones, and Triton's
+        options
         """
         kind = (*map(_kind, arguments), *constants.values())
         found = self._compiled.get(kind)
@@ -55,8 +54,8 @@ class Quick:
 
 
 def counters(least: int, device: torch.device) -> Tensor:
-    """For programs that share work to count who has arrived: int32, zero between any two kernels,
-    because who arrives last resets what it counted.
+    """Return counters for CTAs that share work: int32, zero between any two kernels, because the
+    last CTA to arrive resets its counter.
     """
     return _counters(power_of_two(max(least, 65536)), device)
 
@@ -68,13 +67,14 @@ def _counters(count: int, device: torch.device) -> Tensor:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes near a processor that a program may have. Hopper's have 227 KiB, Ampere's 163; those
-    made for games 99.
+    """Return the bytes of shared memory that a CTA may have: Hopper 227 KiB, Ampere 163 KiB,
+    consumer GPUs 99 KiB.
     """
     if device.type != "cuda":
         return 2**30  # the interpreter
     index = device.index if device.index is not None else torch.cuda.current_device()
-    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return int(properties["max_shared_mem"])
 
 
 @cache
@@ -85,12 +85,12 @@ def sm_count(device: torch.device) -> int:
 
 
 def pieces(count: int, size: int) -> int:
-    """How many pieces of `size` hold `count`."""
+    """Return how many pieces of `size` hold `count`: ceil(count / size)."""
     return -(-count // size)
 
 
 def power_of_two(count: int) -> int:
-    """The least that holds `count`."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
@@ -105,31 +105,31 @@ def _kind(argument: Any) -> Any:
 
 
 @triton.jit
-def follow(OVERLAP: tl.constexpr):
-    """Wait for the kernel ahead, and let the next one begin: for kernels that are over soon."""
+def follow(OVERLAP: tl.constexpr) -> None:
+    """Wait for the previous kernel, and let the next one start: for short kernels."""
     wait(OVERLAP)
     let_next(OVERLAP)
 
 
 @triton.jit
-def wait(OVERLAP: tl.constexpr):
-    """Until the kernel ahead has ended and what it wrote can be read."""
+def wait(OVERLAP: tl.constexpr) -> None:
+    """Wait until the previous kernel has ended and its writes are visible."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def let_next(OVERLAP: tl.constexpr):
-    """The next kernel may begin once every program has said so, or ended; it takes up room from
-    then on.
+def let_next(OVERLAP: tl.constexpr) -> None:
+    """Let the next kernel start once every CTA has called this or ended. It then takes up
+    resources.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def prefetch(pointers, OVERLAP: tl.constexpr):
-    """Ask for memory that nobody writes to come nearer; used before `follow`."""
+def prefetch(pointers: Any, OVERLAP: tl.constexpr) -> None:
+    """Prefetch read-only memory into L2, before `follow`."""
     if OVERLAP:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
@@ -143,7 +143,7 @@ def prefetch(pointers, OVERLAP: tl.constexpr):
 
 @cache
 def overlapping(device: torch.device) -> Mapping[str, Any]:
-    """Arguments of a launch: whether the kernel overlaps the one ahead."""
+    """Return the launch arguments that say whether the kernel overlaps the previous one."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9:
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}

@@ -1,6 +1,8 @@
-"""Add to the residual stream and normalise it, one pass over memory."""
+"""Add to the residual stream and normalise it, in one pass over memory."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -15,20 +17,20 @@ from slipstream.kernels.normalisation import Norm
 @Quick
 @triton.jit
 def _add_norm(
-    hidden,
-    delta,
-    weight,
-    bias,
-    normal,
-    scales,
-    size,
-    epsilon,
+    hidden: Any,
+    delta: Any,
+    weight: Any,
+    bias: Any,
+    normal: Any,
+    scales: Any,
+    size: Any,
+    epsilon: Any,
     ADD: tl.constexpr,
     CENTRE: tl.constexpr,
     QUANTISE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -51,7 +53,7 @@ def _add_norm(
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Input:
-    """hidden: float32 [tokens, size], to which delta [tokens, size] is added in place → the sum
+    """Add delta [tokens, size] to hidden, float32 [tokens, size], in place; return the sum
     normalised.
     """
     if not norm.quantise:
@@ -62,7 +64,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm) -> Input:
 
 
 def normalise(x: Tensor, norm: Norm) -> Tensor:
-    """x: [tokens, size] → the same shape in the norm's type."""
+    """Return x [tokens, size] normalised, in the norm's type."""
     return _plain(x, None, norm)
 
 

@@ -1,10 +1,12 @@
-"""Keys and values of twelve bits as kernels read and write them; `kernels/packed_cache.py` says how
-they are stored.
+"""Read and write the 12-bit KV cache inside kernels. `kernels/packed_cache.py` describes the format.
 
-RUN is a quarter of a head's size: words of a run, and the columns of each of a head's four parts.
+RUN is a quarter of a head's size: the words of a run, and the columns of each of a head's four
+parts.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -13,10 +15,10 @@ from slipstream.kernels import packed_cache
 from slipstream.kernels.gpu.bf12 import FOUR_RUNS, unpacked, widened
 
 _TOKENS = tl.constexpr(packed_cache.TOKENS)
-# What lies in the cache as a scale is so much too small: float32 has no 2^240. Were it more, sums
-# of products would become too small; less, and large numbers would have no scale.
+# Scales in the cache are too small by this factor, because float32 has no 2^240. With a larger
+# factor sums would become too small; with a smaller one large numbers would have no scale.
 UP = tl.constexpr(2.0**64)
-_BY_UNPACKED = tl.constexpr(2.0**64 * 2.0**-112)  # what `unpacked` has done already
+_AFTER_UNPACKED = tl.constexpr(2.0**64 * 2.0**-112)  # factor left after `unpacked`
 _RAW = tl.constexpr(
     """{
     .reg .b32 a, b, c, d, t;
@@ -32,8 +34,8 @@ _RAW = tl.constexpr(
     mov.b32 $3, d;
 }"""
 )
-# Two numbers of each run at a time, made smaller in two steps: the whole way may be further than a
-# factor reaches.
+# Pack two numbers of each run at a time. They are scaled down in two steps: the whole factor may be
+# out of range.
 _PACKED = tl.constexpr("""{
     .reg .b32 a, b, c, d, t, nothing;
     mov.b32 nothing, 0x80008000;
@@ -57,15 +59,15 @@ _PACKED = tl.constexpr("""{
 
 
 @triton.jit
-def column(part: tl.constexpr, RUN: tl.constexpr):
-    """Which columns of a head a part of it has."""
+def column(part: tl.constexpr, RUN: tl.constexpr) -> Any:
+    """Return the columns of one part of a head."""
     return part // 2 * (2 * RUN) + part % 2 + 2 * tl.arange(0, RUN)
 
 
 @triton.jit
-def _place(head, cache_slots, slot, RUN: tl.constexpr):
-    """Where a slot's words of the first run begin, and where its scale is. Those of the next run
-    lie _TOKENS * RUN further.
+def _place(head: Any, cache_slots: Any, slot: Any, RUN: tl.constexpr) -> Any:
+    """Return the positions of a slot's words of the first run, and of its scale. The next run is
+    _TOKENS * RUN words further.
     """
     offset = slot % _TOKENS
     begin = head.to(tl.int64) * cache_slots * (3 * RUN + 2) + slot // _TOKENS * (
@@ -75,14 +77,16 @@ def _place(head, cache_slots, slot, RUN: tl.constexpr):
 
 
 @triton.jit
-def read_words(cache, head, cache_slots, slot, seen, RUN: tl.constexpr):
-    """Slots of one head → the words of three runs, and the scales"""
+def read_words(
+    cache: Any, head: Any, cache_slots: Any, slot: Any, seen: Any, RUN: tl.constexpr
+) -> Any:
+    """Load slots of one head: the words of three runs, and the scales."""
     words, scales = _place(head, cache_slots, slot, RUN)
     at = cache + words[:, None] + tl.arange(0, RUN)[None, :]
     first = tl.load(at, seen[:, None], other=0)
     second = tl.load(at + _TOKENS * RUN, seen[:, None], other=0)
     third = tl.load(at + 2 * _TOKENS * RUN, seen[:, None], other=0)
-    # By pairs: what is shorter than four bytes is not fetched ahead of its use.
+    # Scales are loaded in pairs: loads below four bytes are not pipelined.
     pairs = tl.load(cache.to(tl.pointer_type(tl.int32)) + scales // 2, seen, other=0)
     return (
         first,
@@ -93,10 +97,10 @@ def read_words(cache, head, cache_slots, slot, seen, RUN: tl.constexpr):
 
 
 @triton.jit
-def raw(first, second, third, ON_DEVICE: tl.constexpr):
-    """Words of three runs → four parts of bfloat16 (float32 in the interpreter, which has none), to
-    be multiplied by the token's scale and UP. Before that they are tiny: matrix units take them so,
-    other instructions may not.
+def raw(first: Any, second: Any, third: Any, ON_DEVICE: tl.constexpr) -> Any:
+    """Convert words of three runs to four parts, bfloat16 (float32 in the interpreter), to be
+    multiplied by the token's scale and UP. Until then they are subnormal: tensor cores take them,
+    other instructions may flush them to zero.
     """
     if ON_DEVICE:
         return tl.inline_asm_elementwise(
@@ -113,26 +117,26 @@ def raw(first, second, third, ON_DEVICE: tl.constexpr):
 
 @triton.jit
 def read_whole(
-    cache,
-    head,
-    cache_slots,
-    slot,
-    seen,
+    cache: Any,
+    head: Any,
+    cache_slots: Any,
+    slot: Any,
+    seen: Any,
     KIND: tl.constexpr,
     RUN: tl.constexpr,
     ON_DEVICE: tl.constexpr,
-):
-    """The same tokens as they were before they were packed: [tokens, 4 × RUN]"""
+) -> Any:
+    """Load tokens of one head, unpacked: [tokens, 4 × RUN]."""
     first, second, third, scale = read_words(cache, head, cache_slots, slot, seen, RUN)
     a, b, c, d = unpacked(first, second, third, KIND, ON_DEVICE)
-    joined = tl.join(tl.join(a, b), tl.join(c, d))  # token, place, odd or even, half
-    whole = tl.reshape(tl.permute(joined, (0, 3, 1, 2)), (seen.shape[0], 4 * RUN))
-    return (whole * (scale * _BY_UNPACKED)[:, None]).to(KIND)
+    runs = tl.join(tl.join(a, b), tl.join(c, d))  # [token, index, odd or even, half]
+    whole = tl.reshape(tl.permute(runs, (0, 3, 1, 2)), (seen.shape[0], 4 * RUN))
+    return (whole * (scale * _AFTER_UNPACKED)[:, None]).to(KIND)
 
 
 @triton.jit
-def pack(first, second, ON_DEVICE: tl.constexpr):
-    """Heads by their halves, [heads, 2 × RUN] each → the words of three runs, and the scales"""
+def pack(first: Any, second: Any, ON_DEVICE: tl.constexpr) -> Any:
+    """Pack heads, given as halves [heads, 2 × RUN]: the words of three runs, and the scales."""
     HEADS: tl.constexpr = first.shape[0]
     RUN: tl.constexpr = first.shape[1] // 2
     one = first.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -142,13 +146,23 @@ def pack(first, second, ON_DEVICE: tl.constexpr):
     a, b = tl.split(tl.reshape(first, (HEADS, RUN, 2)))
     c, d = tl.split(tl.reshape(second, (HEADS, RUN, 2)))
     x, y, z = _pack(a, b, c, d, _down(least // 2), _down(least - least // 2), ON_DEVICE)
-    # What is infinite, or no number, makes the scale infinite; so do numbers from 2^80 on.
+    # Infinity, nan and numbers from 2^80 on make the scale infinite.
     return x, y, z, (tl.minimum(least + 63, 255) << 7).to(tl.int16)
 
 
 @triton.jit
-def write(cache, x, y, z, scale, head, slot, held, cache_slots):
-    """What `pack` gave, into a token's slot."""
+def write(
+    cache: Any,
+    x: Any,
+    y: Any,
+    z: Any,
+    scale: Any,
+    head: Any,
+    slot: Any,
+    held: Any,
+    cache_slots: Any,
+) -> None:
+    """Store the result of `pack` to a token's slot."""
     RUN: tl.constexpr = x.shape[1]
     words, scales = _place(head, cache_slots, slot, RUN)
     at = cache + words + tl.arange(0, RUN)[None, :]
@@ -159,12 +173,12 @@ def write(cache, x, y, z, scale, head, slot, held, cache_slots):
 
 
 @triton.jit
-def _down(exponent):
+def _down(exponent: Any) -> Any:
     return ((127 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _pack(a, b, c, d, down, rest, ON_DEVICE: tl.constexpr):
+def _pack(a: Any, b: Any, c: Any, d: Any, down: Any, rest: Any, ON_DEVICE: tl.constexpr) -> Any:
     if ON_DEVICE:
         down = tl.broadcast_to(down.to(tl.bfloat16), a.shape)
         rest = tl.broadcast_to(rest.to(tl.bfloat16), a.shape)
@@ -185,7 +199,7 @@ def _pack(a, b, c, d, down, rest, ON_DEVICE: tl.constexpr):
 
 
 @triton.jit
-def _bits(x, down, rest):
-    """As bfloat16 rounds: to the nearest, and of two to the even one."""
+def _bits(x: Any, down: Any, rest: Any) -> Any:
+    """Round to bfloat16: to the nearest, ties to even."""
     bits = (x.to(tl.float32) * down * rest).to(tl.int32, bitcast=True)
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16 & 0xFFFF

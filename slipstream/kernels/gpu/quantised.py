@@ -1,8 +1,10 @@
-"""Activations to eight bits in one pass over memory; the norm and the gate do it in the pass they
-make anyway.
+"""Quantise activations to e4m3 in one pass over memory. The norm and the gate kernels quantise in
+their own pass, with `store_quantised`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -14,8 +16,10 @@ from slipstream.kernels.inputs import Quantised
 
 
 @triton.jit
-def store_quantised(y, values, scales, row, column, inside, size):
-    """y: float32 [BLOCK], a whole row of `size` elements."""
+def store_quantised(
+    y: Any, values: Any, scales: Any, row: Any, column: Any, inside: Any, size: Any
+) -> None:
+    """Quantise and store y: float32 [BLOCK], a whole row of `size` elements."""
     scale = tl.maximum(tl.max(tl.where(inside, tl.abs(y), 0.0), 0), 1e-12) / 448.0
     tl.store(scales + row, scale)
     bounded = tl.minimum(tl.maximum(y / scale, -448.0), 448.0)
@@ -24,7 +28,9 @@ def store_quantised(y, values, scales, row, column, inside, size):
 
 @Quick
 @triton.jit
-def _quantise(x, values, scales, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _quantise(
+    x: Any, values: Any, scales: Any, size: Any, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -34,7 +40,7 @@ def _quantise(x, values, scales, size, BLOCK: tl.constexpr, OVERLAP: tl.constexp
 
 
 def quantise(x: Tensor) -> Quantised:
-    """x: [tokens, size], contiguous"""
+    """Quantise x [tokens, size], contiguous."""
     tokens, size = x.shape
     out = new_quantised(tokens, size, x.device)
     _quantise[(tokens,)](
@@ -51,5 +57,5 @@ def new_quantised(tokens: int, size: int, device: torch.device) -> Quantised:
 
 
 def warps_for(size: int) -> int:
-    """Of a program that holds a whole row."""
+    """Return the warps of a CTA that holds a whole row."""
     return min(16, max(1, power_of_two(size) // 512))

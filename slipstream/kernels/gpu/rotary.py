@@ -1,8 +1,10 @@
-"""Normalise and rotate queries and keys, and write keys and values to the cache, one pass over
-memory.
+"""RoPE: normalise and rotate queries and keys, and write keys and values to the cache, in one pass
+over memory.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -13,24 +15,24 @@ from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, po
 from slipstream.kernels.gpu.packed_cache import pack, write
 from slipstream.kernels.packed_cache import DTYPE
 
-# heads a program takes; fewer leave it too little to do, more too few programs for one token
+# heads of a CTA; fewer give it too little work, more leave too few CTAs for one token
 _HEADS = 8
 
 
 @Quick
 @triton.jit
 def _rotate_write(
-    heads,
-    positions,
-    slots,
-    cosine,
-    sine,
-    q_weight,
-    k_weight,
-    keys,
-    values,
-    cache_slots,
-    epsilon,
+    heads: Any,
+    positions: Any,
+    slots: Any,
+    cosine: Any,
+    sine: Any,
+    q_weight: Any,
+    k_weight: Any,
+    keys: Any,
+    values: Any,
+    cache_slots: Any,
+    epsilon: Any,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -43,9 +45,9 @@ def _rotate_write(
     PACKED: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
-    """A head is two halves that rope into each other, and a rest that does not rope; either may be
-    missing.
+) -> None:
+    """A head has two halves that are rotated into each other, and a rest that is not rotated.
+    Either may be missing.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -53,18 +55,17 @@ def _rotate_write(
     rotated = head < Q_HEADS + KV_HEADS  # queries and keys; values pass as they are
     base = heads + token * (Q_HEADS + 2 * KV_HEADS) * SIZE + head * SIZE
     kind = heads.dtype.element_ty
-    # The kernel ahead makes the heads. All else was there before it: that comes while it runs out.
+    # Only the heads come from the previous kernel: load the rest while it finishes.
     slot = tl.load(slots + token).to(tl.int64)
     square = tl.zeros([HEADS, 1], tl.float32)
     if HALF > 0:
         column = tl.arange(0, HALF_PADDED)[None, :]
         inside = column < HALF
         at = tl.load(positions + token) * (2 * HALF) + column
-        first_cosine, second_cosine = (
-            tl.load(cosine + at, inside),
-            tl.load(cosine + at + HALF, inside),
-        )
-        first_sine, second_sine = tl.load(sine + at, inside), tl.load(sine + at + HALF, inside)
+        first_cosine = tl.load(cosine + at, inside)
+        second_cosine = tl.load(cosine + at + HALF, inside)
+        first_sine = tl.load(sine + at, inside)
+        second_sine = tl.load(sine + at + HALF, inside)
         if NORM:
             first_weight = _weight(q_weight, k_weight, column, head, inside, Q_HEADS)
             second_weight = _weight(q_weight, k_weight, column + HALF, head, inside, Q_HEADS)
@@ -97,7 +98,8 @@ def _rotate_write(
         one, other = first.to(tl.float32), second.to(tl.float32)
         first = tl.where(rotated, (one * first_cosine + other * first_sine).to(kind), first)
         second = tl.where(rotated, (other * second_cosine + one * second_sine).to(kind), second)
-        tl.debug_barrier()  # where threads are more than numbers, several read one: all have by now
+        # With more threads than numbers, several threads read one: all must have read it by now.
+        tl.debug_barrier()
         if PACKED:
             _write_packed(
                 first,
@@ -159,28 +161,30 @@ def _rotate_write(
 
 
 @triton.jit
-def _weight(q_weight, k_weight, column, head, inside, Q_HEADS: tl.constexpr):
-    """Of the norm of queries, or of that of keys."""
+def _weight(
+    q_weight: Any, k_weight: Any, column: Any, head: Any, inside: Any, Q_HEADS: tl.constexpr
+) -> Any:
+    """Return the norm's weight: of queries, or of keys."""
     weight = tl.load(q_weight + column, inside & (head < Q_HEADS), other=0.0)
     return weight + tl.load(k_weight + column, inside & (head >= Q_HEADS), other=0.0)
 
 
 @triton.jit
 def _write(
-    x,
-    base,
-    keys,
-    values,
-    column,
-    slot,
-    head,
-    held,
-    cache_slots,
+    x: Any,
+    base: Any,
+    keys: Any,
+    values: Any,
+    column: Any,
+    slot: Any,
+    head: Any,
+    held: Any,
+    cache_slots: Any,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-):
-    """Columns of heads: queries and keys to where they came from, keys and values to the cache."""
+) -> None:
+    """Store columns of heads: queries and keys in place, keys and values to the cache."""
     is_value = head >= Q_HEADS + KV_HEADS
     tl.store(base + column, x, held & (head < Q_HEADS + KV_HEADS))
     key_at = ((head - Q_HEADS) * cache_slots + slot) * SIZE + column
@@ -195,25 +199,27 @@ def _write(
 
 @triton.jit
 def _write_packed(
-    first,
-    second,
-    base,
-    keys,
-    values,
-    slot,
-    head,
-    cache_slots,
+    first: Any,
+    second: Any,
+    base: Any,
+    keys: Any,
+    values: Any,
+    slot: Any,
+    head: Any,
+    cache_slots: Any,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     ON_DEVICE: tl.constexpr,
-):
-    """The same of whole heads, by their halves, to a cache of twelve bits a number."""
+) -> None:
+    """Store whole heads, given as halves: queries and keys in place, keys and values to a 12-bit
+    cache.
+    """
     HALF: tl.constexpr = first.shape[1]
     column = tl.arange(0, HALF)[None, :]
     rotated = head < Q_HEADS + KV_HEADS
     tl.store(base + column, first, rotated)
     tl.store(base + column + HALF, second, rotated)
-    if tl.max(head) >= Q_HEADS:  # others have queries only
+    if tl.max(head) >= Q_HEADS:  # other CTAs have queries only
         x, y, z, scale = pack(first, second, ON_DEVICE)
         key, value = head - Q_HEADS, head - Q_HEADS - KV_HEADS
         write(keys, x, y, z, scale, key, slot, (key >= 0) & rotated, cache_slots)
@@ -223,7 +229,7 @@ def _write_packed(
 def rope_at(
     cosine: Tensor, signed_sine: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The tables as they are: the kernel looks positions up itself."""
+    """Return the tables unchanged: the kernel looks up positions itself."""
     return cosine, signed_sine
 
 
@@ -240,7 +246,7 @@ def rotate_write(
     keys: Tensor,  # [kv_heads, slots, head_size], or packed
     values: Tensor,
 ) -> Tensor:
-    """→ heads, rotated: what attention takes"""
+    """Return heads, rotated: the input of attention."""
     tokens, all_heads, size = heads.shape
     kv_heads = keys.shape[0]
     q_heads = all_heads - 2 * kv_heads

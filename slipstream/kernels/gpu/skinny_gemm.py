@@ -1,15 +1,14 @@
-"""The product of a few tokens with a weight of 16, 12 or 8 bits: bound by reading the weight, which
-is read once.
+"""Skinny GEMM: up to 64 tokens times a weight of 16, 12 or 8 bits. Bound by reading the weight,
+which is read once.
 
-Programs take tiles of the weight's rows. Where the rows are too few to keep every processor
-reading, several programs share a tile's columns, and the last of them to finish adds the parts up,
-always in the same order. Where a gate follows, half of a tile's rows are those that the other
-half's results are multiplied with.
+A CTA takes a tile of the weight's rows. Where there are too few rows to keep every SM reading,
+several CTAs share a tile's columns (split-K), and the last one adds up the parts, always in the same
+order. With a gate, half of a tile's rows are those that the other half's results multiply.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,30 +30,30 @@ from slipstream.kernels.gpu.launch import (
     sm_count,
 )
 
-_ROWS = 64  # of a tile: what the matrix units take at once
-_TILE_BYTES = 256  # of a row in a tile
-_LEAST_PROGRAMS = 64  # programs with deep queues of reads; more of them only take turns
-_LEAST_SHARED = 300  # see _idle
-_MOST_COLUMNS = 8192  # of one program
-# lines of 128 bytes of each row that a program asks for before it may begin; asking takes time, too
-_AHEAD = 2
+_ROWS = 64  # rows of a tile: what the tensor cores take at once
+_TILE_BYTES = 256  # bytes of a row in a tile
+_LEAST_CTAS = 64  # with deep load queues; more CTAs do not read faster
+_LEAST_SPLIT_CTAS = 300  # see `_leaves_sms_idle`
+_MOST_COLUMNS = 8192  # columns of one CTA
+# lines of 128 bytes per row that a CTA prefetches before it starts; prefetching takes time, too
+_PREFETCHED_LINES = 2
 
 
 @Quick
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def _skinny_gemm(
-    x,
-    x_scales,
-    weight,
-    weight_scales,
-    bias,
-    out,
-    partial,
-    arrivals,
-    tokens,
-    rows,
-    size,
-    parts,
+    x: Any,
+    x_scales: Any,
+    weight: Any,
+    weight_scales: Any,
+    bias: Any,
+    out: Any,
+    partial: Any,
+    arrivals: Any,
+    tokens: Any,
+    rows: Any,
+    size: Any,
+    parts: Any,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -68,9 +67,9 @@ def _skinny_gemm(
     BF12: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr,
+    LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+) -> None:
     tile = tl.program_id(0)
     part = tl.program_id(1)
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -82,14 +81,13 @@ def _skinny_gemm(
     span = tl.cdiv(tl.cdiv(size, COLUMNS), parts) * COLUMNS
     first = part * span
     last = tl.minimum(first + span, size)
-    # While the kernel ahead runs out: lines of the first tiles of the weight, 128 bytes each.
+    # While the previous kernel finishes, prefetch lines of 128 bytes of the weight's first tiles.
     if BF12:
-        row_size, line = (
-            size // COLUMNS * WORDS,
-            tl.arange(0, AHEAD) * RUN + first // COLUMNS * WORDS,
-        )
+        row_size = size // COLUMNS * WORDS
+        line = tl.arange(0, LINES) * RUN + first // COLUMNS * WORDS
     else:
-        row_size, line = size, tl.arange(0, AHEAD) * (COLUMNS // 2) + first
+        row_size = size
+        line = tl.arange(0, LINES) * (COLUMNS // 2) + first
     at = weight + row.to(tl.int64)[:, None] * row_size
     near = (
         tl.minimum(row, rows - 1).to(tl.int64)[:, None] * row_size
@@ -130,7 +128,7 @@ def _skinny_gemm(
     if SPLIT:
         tiles = tl.num_programs(0)
         tl.store(partial + (part * tiles + tile) * ROWS * TOKENS + place, total)
-        tl.debug_barrier()  # every thread's part is stored before the arrival is told
+        tl.debug_barrier()  # every thread has stored its part before the counter is raised
         done = tl.atomic_add(arrivals + tile, 1) == parts - 1
         if done:
             total = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -138,7 +136,7 @@ def _skinny_gemm(
                 total += tl.load(
                     partial + (index * tiles + tile) * ROWS * TOKENS + place, cache_modifier=".cg"
                 )
-            tl.store(arrivals + tile, 0)  # for the next product
+            tl.store(arrivals + tile, 0)  # reset for the next GEMM
     if done:
         if WEIGHT_SCALED:
             total *= tl.load(weight_scales + row, row < rows, other=0.0)[:, None]
@@ -161,16 +159,16 @@ def _skinny_gemm(
 
 def skinny_gemm(
     x: Tensor,  # [tokens, in], contiguous: 16 bits, or e4m3 with x_scales
-    # [out, in]: of x's type, or int8 or e4m3 with weight_scales; Bf12Weight' words with their
+    # [out, in]: of x's type, or int8 or e4m3 with weight_scales; or Bf12Weight's words with its
     # scales
     weight: Tensor,
     bias: Tensor | None,  # [out]
     x_scales: Tensor | None = None,  # float32 [tokens, 1]
     weight_scales: Tensor | None = None,  # float32 [out]
     out: Tensor | None = None,  # [tokens, out]
-    gated: bool = False,  # give the first half of the results, activated by silu, times the second
+    gated: bool = False,  # return silu(first half of the results) × second half
 ) -> Tensor:
-    """→ [tokens, out], 16 bits unless `out` is given; gated, [tokens, out / 2]"""
+    """Return [tokens, out], 16 bits unless `out` is given; gated, [tokens, out / 2]."""
     tokens, size = x.shape
     rows = weight.shape[0]
     if out is None:
@@ -178,7 +176,7 @@ def skinny_gemm(
         out = torch.empty((tokens, rows // 2 if gated else rows), dtype=kind, device=x.device)
     width = max(16, power_of_two(tokens))
     tiling = _tiling(rows, size, width, x, weight)
-    partial, arrivals = _meeting_place(x.device, tiling, width)
+    partial, arrivals = _split_memory(x.device, tiling, width)
     _skinny_gemm[(tiling.tiles, tiling.parts)](
         x.contiguous(),
         x_scales,
@@ -205,7 +203,7 @@ def skinny_gemm(
         BF12=weight.dtype == torch.int16,
         ON_DEVICE=x.device.type == "cuda",
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        AHEAD=_AHEAD,
+        LINES=_PREFETCHED_LINES,
         num_warps=4,
         **overlapping(x.device),
     )
@@ -213,54 +211,59 @@ def skinny_gemm(
 
 
 def supports_gate(weight: Tensor) -> bool:
-    """Whether the halves of such a weight [out, in] can be gated with the product."""
+    """Return whether the kernel can gate the halves of a weight [out, in]."""
     return weight.shape[0] % _ROWS == 0
 
 
 def supports_bf12(weight: Tensor) -> bool:
-    """Whether a weight [out, in] has sizes that tiles of twelve bits divide."""
+    """Return whether the kernel takes a weight [out, in] in 12 bits."""
     return weight.shape[0] % _ROWS == 0 and packs(weight)
 
 
 class _Tiling(NamedTuple):
-    columns: int  # of a tile
+    columns: int  # columns of a tile
     tiles: int
-    parts: int  # programs that share a tile's columns
-    stages: int  # tiles under way
+    parts: int  # CTAs that share a tile's columns
+    stages: int  # tiles in flight
 
 
 def _tiling(rows: int, size: int, width: int, x: Tensor, weight: Tensor) -> _Tiling:
-    if weight.dtype == torch.int16:
-        columns, row_bytes = GROUP, 2 * WORDS.value
-    else:
-        columns, row_bytes = _TILE_BYTES // weight.element_size(), _TILE_BYTES
-    tiles, parts = pieces(rows, _ROWS), 1
+    """width: tokens, padded"""
+    bf12 = weight.dtype == torch.int16
+    columns = GROUP if bf12 else _TILE_BYTES // weight.element_size()
+    row_bytes = 2 * WORDS.value if bf12 else _TILE_BYTES
+    tiles = pieces(rows, _ROWS)
+    parts = 1
     while size / parts > 2 * columns and (
-        size / parts > _MOST_COLUMNS or _idle(tiles, parts, weight)
+        size / parts > _MOST_COLUMNS or _leaves_sms_idle(tiles, parts, bf12)
     ):
         parts *= 2
-    # Many programs keep the sm_count busy by their number, few by the depth of their queues.
-    if weight.dtype == torch.int16:
-        wanted = 3 if tiles * parts <= 2 * sm_count(x.device) else 2
+    # Many CTAs keep the SMs busy by their number, few by the depth of their load queues.
+    if bf12:
+        stages = 3 if tiles * parts <= 2 * sm_count(x.device) else 2
     else:
-        wanted = 4 if tiles >= 256 or width > 32 else 6
-    room = shared_memory(x.device) // (_ROWS * row_bytes + width * columns * x.element_size())
-    return _Tiling(columns, tiles, parts, max(2, min(wanted, room)))
+        stages = 4 if tiles >= 256 or width > 32 else 6
+    stage_bytes = _ROWS * row_bytes + width * columns * x.element_size()
+    room = shared_memory(x.device) // stage_bytes
+    return _Tiling(columns, tiles, parts, max(2, min(stages, room)))
 
 
-def _idle(tiles: int, parts: int, weight: Tensor) -> bool:
-    """Whether so many programs leave sm_count idle for longer than it takes twice as many to
-    share the columns.
+def _leaves_sms_idle(tiles: int, parts: int, bf12: bool) -> bool:
+    """Return whether this many CTAs leave SMs idle for longer than twice as many take to share the
+    columns.
     """
-    # unpacking takes time, too; but the more share them, the less there is to gain
-    if weight.dtype == torch.int16:
-        return tiles * parts * parts < _LEAST_SHARED
-    return tiles * parts < _LEAST_PROGRAMS
+    # Unpacking takes time, too; but the more CTAs share the columns, the less there is to gain.
+    if bf12:
+        return tiles * parts * parts < _LEAST_SPLIT_CTAS
+    return tiles * parts < _LEAST_CTAS
 
 
-def _meeting_place(
+def _split_memory(
     device: torch.device, tiling: _Tiling, width: int
 ) -> tuple[Tensor | None, Tensor | None]:
+    """Return memory for the parts of a tile and for counters of the CTAs that have stored theirs;
+    None where tiles are not split.
+    """
     if tiling.parts == 1:
         return None, None
     size = tiling.parts * tiling.tiles * _ROWS * width

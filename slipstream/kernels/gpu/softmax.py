@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def tanh(x):
+def tanh(x: Any) -> Any:
     """Compute tanh from the hardware's exp2, and near zero, where that would cancel, from its
     series.
     """
@@ -18,8 +20,14 @@ def tanh(x):
 
 @triton.jit
 def online_softmax_update(
-    scores, seen, best, mass, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr
-):
+    scores: Any,
+    seen: Any,
+    best: Any,
+    mass: Any,
+    softcap: Any,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> Any:
     """Add a tile's scores to the running softmax. Return the new maximum and sum, the tile's
     weights, and the factor for what was accumulated before.
     """
