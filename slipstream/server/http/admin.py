@@ -14,7 +14,8 @@ from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.json_writer import write_object, write_value
 from slipstream.server.kserve.log_settings import log_settings, update_log_settings
 from slipstream.server.kserve.registry import ModelRegistry
-from slipstream.server.kserve.repository_control import check_repository_name, load_model
+from slipstream.server.kserve.repository_control import check_repository_name
+from slipstream.server.kserve.repository_control import load_model as load_by_control
 
 _NON_STRING = "attempt to access JSON non-string as string"
 
@@ -39,18 +40,18 @@ class AdminCall:
         return document
 
 
-async def repository_index(call: AdminCall) -> bytes:
+async def list_models(call: AdminCall) -> bytes:
     ready = call.document().get("ready")
     return write_value(call.context.control.index(ready_only=ready is True))
 
 
-async def load(call: AdminCall) -> bytes:
+async def load_model(call: AdminCall) -> bytes:
     values = _control_parameters(call)
-    await load_model(call.context.control, call.parameters["model"], values)
+    await load_by_control(call.context.control, call.parameters["model"], values)
     return b""
 
 
-async def unload(call: AdminCall) -> bytes:
+async def unload_model(call: AdminCall) -> bytes:
     values = _control_parameters(call)
     dependents = values.get("unload_dependents") is True
     await call.context.control.unload(call.parameters["model"], dependents)
@@ -64,13 +65,13 @@ def _control_parameters(call: AdminCall) -> dict[str, Any]:
     return dict(parameters) if isinstance(parameters, Members) else {}
 
 
-async def logging(call: AdminCall) -> bytes:
+async def configure_logging(call: AdminCall) -> bytes:
     if call.method == "GET":
         return write_value(log_settings())
     return write_value(update_log_settings(dict(call.document())))
 
 
-async def trace_settings(call: AdminCall) -> bytes:
+async def configure_tracing(call: AdminCall) -> bytes:
     """Show or change the trace settings of the model in the path, or of all models."""
     trace = call.context.trace
     model = call.parameters.get("model", "")
@@ -90,7 +91,7 @@ def _trace_members(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, one
 
 
-async def shared_memory_status(call: AdminCall) -> bytes:
+async def describe_shared_memory(call: AdminCall) -> bytes:
     memory = call.context.memory
     region = call.parameters["region"]
     return write_value(memory.cuda_status(region) if _is_cuda(call) else memory.status(region))

@@ -157,13 +157,13 @@ class HttpRoutes:
         repository = "/v2/repository[/{repository}]"
         memory = "/v2/{kind}sharedmemory[/region/{region}]"
         table = [
-            (POST, f"{repository}/index", "model-repository", admin.repository_index),
-            (POST, f"{repository}/models/{{model}}/load", "model-repository", admin.load),
-            (POST, f"{repository}/models/{{model}}/unload", "model-repository", admin.unload),
-            (GET_POST, "/v2/logging", "logging", admin.logging),
-            (GET_POST, "/v2/trace/setting", "trace", admin.trace_settings),
-            (GET_POST, "/v2/models/{model}/trace/setting", "trace", admin.trace_settings),
-            (GET, f"{memory}/status", "shared-memory", admin.shared_memory_status),
+            (POST, f"{repository}/index", "model-repository", admin.list_models),
+            (POST, f"{repository}/models/{{model}}/load", "model-repository", admin.load_model),
+            (POST, f"{repository}/models/{{model}}/unload", "model-repository", admin.unload_model),
+            (GET_POST, "/v2/logging", "logging", admin.configure_logging),
+            (GET_POST, "/v2/trace/setting", "trace", admin.configure_tracing),
+            (GET_POST, "/v2/models/{model}/trace/setting", "trace", admin.configure_tracing),
+            (GET, f"{memory}/status", "shared-memory", admin.describe_shared_memory),
             (POST, f"{memory}/register", "shared-memory", admin.register_shared_memory),
             (POST, f"{memory}/unregister", "shared-memory", admin.unregister_shared_memory),
         ]

@@ -44,6 +44,6 @@ class HttpServer:
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
             count = len(self._members.tasks)
-            logger.warning("the server stops while it sends %d responses; they are cut off", count)
+            logger.warning("the HTTP server stops and cancels %d unfinished requests", count)
             for task in self._members.tasks:
                 task.cancel()
