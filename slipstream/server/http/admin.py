@@ -16,6 +16,7 @@ from slipstream.server.kserve.log_settings import log_settings, update_log_setti
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.repository_control import check_repository_name
 from slipstream.server.kserve.repository_control import load_model as load_by_control
+from slipstream.server.text.threads import in_thread_if_long
 
 _NON_STRING = "attempt to access JSON non-string as string"
 
@@ -30,36 +31,37 @@ class AdminCall:
     context: ServerContext
     registry: ModelRegistry
 
-    def document(self) -> Members:
+    async def document(self) -> Members:
         """Return the body's JSON object. An empty body is an empty object."""
         if not self.body:
             return Members()
-        document = parse_json(self.body)
+        document = await in_thread_if_long(len(self.body), parse_json, self.body)
         if not isinstance(document, Members):
             raise InferenceError("attempt to get members for non-object", Code.INTERNAL)
         return document
 
 
 async def list_models(call: AdminCall) -> bytes:
-    ready = call.document().get("ready")
-    return write_value(call.context.control.index(ready_only=ready is True))
+    document = await call.document()
+    ready_only = document.get("ready") is True
+    return write_value(call.context.control.index(ready_only=ready_only))
 
 
 async def load_model(call: AdminCall) -> bytes:
-    values = _control_parameters(call)
+    values = await _control_parameters(call)
     await load_by_control(call.context.control, call.parameters["model"], values)
     return b""
 
 
 async def unload_model(call: AdminCall) -> bytes:
-    values = _control_parameters(call)
+    values = await _control_parameters(call)
     dependents = values.get("unload_dependents") is True
     await call.context.control.unload(call.parameters["model"], dependents)
     return b""
 
 
-def _control_parameters(call: AdminCall) -> dict[str, Any]:
-    document = call.document()
+async def _control_parameters(call: AdminCall) -> dict[str, Any]:
+    document = await call.document()
     check_repository_name(call.parameters["repository"])
     parameters = document.get("parameters")
     return dict(parameters) if isinstance(parameters, Members) else {}
@@ -68,7 +70,7 @@ def _control_parameters(call: AdminCall) -> dict[str, Any]:
 async def configure_logging(call: AdminCall) -> bytes:
     if call.method == "GET":
         return write_value(log_settings())
-    return write_value(update_log_settings(dict(call.document())))
+    return write_value(update_log_settings(dict(await call.document())))
 
 
 async def configure_tracing(call: AdminCall) -> bytes:
@@ -80,7 +82,7 @@ async def configure_tracing(call: AdminCall) -> bytes:
     if call.method == "GET":
         settings = trace.get(model)
     else:
-        settings = trace.update(dict(call.document()), model)
+        settings = trace.update(dict(await call.document()), model)
     return write_object(_trace_members(settings))
 
 
@@ -100,7 +102,7 @@ async def describe_shared_memory(call: AdminCall) -> bytes:
 async def register_shared_memory(call: AdminCall) -> bytes:
     memory = call.context.memory
     region = call.parameters["region"]
-    document = call.document()
+    document = await call.document()
     if _is_cuda(call):
         handle = _raw_handle(document)
         device = _unsigned(document, "device_id")
