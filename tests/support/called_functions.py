@@ -1,6 +1,4 @@
-"""Functions to be called, templates that have them called in either format, and what tests of both
-formats do.
-"""
+"""Tools, chat templates of both call formats, and helpers for the tests of both."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ BARE_TEMPLATE = (
 
 
 def called_by(serving, monkeypatch, template: str):
-    """The server, whose model has this template from now on."""
+    """Give the server's model this chat template and return the server."""
     monkeypatch.setattr(serving.generator.tokenizer, "chat_templates", {"default": template})
     return serving
 
@@ -67,7 +65,7 @@ def chat(serving, **fields):
 
 
 def prompt_ids(serving, messages, tools=TOOLS) -> list[int]:
-    """What transformers makes of the template."""
+    """Return the tokens of the chat template that transformers renders."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(serving.model_folder)
@@ -78,7 +76,7 @@ def prompt_ids(serving, messages, tools=TOOLS) -> list[int]:
 
 
 def say(serving, monkeypatch, pieces: list[str]) -> list[Any]:
-    """The model says this from now on; the requests it gets."""
+    """Replace the model's answers by these pieces. Return the list of the requests it gets."""
     requests = []
 
     async def generate(request):
@@ -95,20 +93,21 @@ def say(serving, monkeypatch, pieces: list[str]) -> list[Any]:
     return requests
 
 
-def check_read(reader_of: Callable[[], Reader], said: str, parts: list[Any]) -> None:
-    """At once these parts are read, a call as its name and arguments; letter by letter the same
-    text and calls.
+def check_read(new_reader: Callable[[], Reader], said: str, parts: list[Any]) -> None:
+    """Check that a text is read as these parts, whole and letter by letter.
+
+    A call is compared as its name and arguments.
     """
 
-    def told(found: list[Any]) -> list[Any]:
+    def comparable(found: list[Any]) -> list[Any]:
         return [
             (part.name, json.loads(part.arguments)) if isinstance(part, ToolCall) else part
             for part in found
         ]
 
-    assert told(list(reader_of().push(said, last=True))) == parts
-    reader = reader_of()
-    bits = told(
+    assert comparable(list(new_reader().push(said, last=True))) == parts
+    reader = new_reader()
+    bits = comparable(
         [part for letter in said for part in reader.push(letter)] + list(reader.push("", last=True))
     )
     assert "".join(part for part in bits if isinstance(part, str)) == "".join(
@@ -127,7 +126,7 @@ class GuidedText:
         self._guided: Guided = Guides(Vocabulary(letters, frozenset(), False)).open(guide, [])
 
     def allows(self, text: str) -> bool:
-        """Its last letter, after the others."""
+        """Return whether the last letter is allowed after the others."""
         mask = int.from_bytes(self._guided.mask(list(text[:-1].encode())), "little")
         return bool(mask >> ord(text[-1]) & 1)
 

@@ -1,4 +1,4 @@
-"""A server over a tiny real engine, and the real SDK that talks to it."""
+"""A server with a tiny real engine, and OpenAI's SDK as its client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from slipstream.weights.build import build_engine
 SETTINGS = EngineSettings(
     dtype="float32", device="cpu", cache_tokens=2048, max_rows=4, threads=1, adapter_max_rank=8
 )
-MOST_WAITING = 64  # before the engine
+MOST_WAITING = 64  # most requests that wait for the engine
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}"
     "{% for call in message.tool_calls or [] %}<{{ call.function.name }}({{ call.function.arguments.x }})>{% endfor %}"
@@ -48,8 +48,8 @@ class Serving:
     generator: TextGenerator
     registry: ModelRegistry
     state: ServerState
-    model_folder: Path  # as transformers reads it
-    merged: Any  # the model with the adapter `french` in it, transformers'
+    model_folder: Path  # Hugging Face folder of the model
+    merged: Any  # transformers' model, merged with the adapter `french`
 
 
 @contextmanager
