@@ -47,7 +47,7 @@ class Call:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @staticmethod
-    def of(
+    def create(
         fields: Fields,
         ignored: Sequence[str],
         prefix: str,

@@ -12,7 +12,7 @@ from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.openai.call_formats import CallFormat
 from slipstream.server.openai.call_reader import Reader, ToolCall, call_reader
 from slipstream.server.openai.calls import Call, Document
-from slipstream.server.openai.errors import refused
+from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import ChatFields, read_fields
 from slipstream.server.openai.generation import finish_reason
 from slipstream.server.openai.log_probs import ScoredTokens, chat_log_probs
@@ -39,12 +39,12 @@ async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
     log_probs = bool(fields.logprobs)
     top_log_probs = read_top_log_probs("top_logprobs", fields.top_logprobs)
     if top_log_probs and not log_probs:
-        raise refused("top_logprobs", "needs logprobs to be true")
+        raise field_error("top_logprobs", "needs logprobs to be true")
     guided_by, guide = read_guide(fields)
     tools = await read_tools(fields, model)
     if tools is not None:
         if guide is not None:
-            raise refused(guided_by, "cannot be combined with tools")
+            raise field_error(guided_by, "cannot be combined with tools")
         guided_by = "tools"
         guide = tools.guide
     max_tokens = _max_tokens(fields)
@@ -60,14 +60,14 @@ async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
     form = ChatForm(
         model.tokenizer, log_probs, bool(stop_words), calls=tools.format if tools else None
     )
-    return Call.of(fields, ignored, "chatcmpl", model, form, [text], guided_by)
+    return Call.create(fields, ignored, "chatcmpl", model, form, [text], guided_by)
 
 
 def _max_tokens(fields: ChatFields) -> int:
     """Return the most tokens to generate. Without a field for it, the context is the limit."""
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     if name == "max_completion_tokens" and fields.max_tokens is not None:
-        raise refused(
+        raise field_error(
             "max_tokens",
             "cannot be given together with max_completion_tokens, its newer name",
         )

@@ -11,7 +11,7 @@ from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.models.llm_models import joint
 from slipstream.server.openai.calls import Call, Document
-from slipstream.server.openai.errors import refused
+from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import CompletionFields, read_fields
 from slipstream.server.openai.generation import finish_reason
 from slipstream.server.openai.log_probs import CompletionLogProbs, ScoredTokens
@@ -38,10 +38,10 @@ async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
     prompts = await in_thread_if_long(len(body), read_prompts, fields)
     answers = read_n(fields, len(prompts))
     if fields.best_of not in (None, answers):
-        raise refused("best_of", f"must be n, here {answers}: every answer is returned")
+        raise field_error("best_of", f"must be n, here {answers}: every answer is returned")
     if fields.echo and fields.logprobs is not None:
         problem = "cannot be combined with logprobs: the prompt's are not reported here"
-        raise refused("echo", problem)
+        raise field_error("echo", problem)
     guided_by, guide = read_guide(fields)
     max_tokens = DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens
     sampling = sampling_params(
@@ -71,7 +71,7 @@ async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
         bool(fields.logprobs),
         bool(stop_words),
     )
-    return Call.of(fields, ignored, "cmpl", model, form, texts, guided_by)
+    return Call.create(fields, ignored, "cmpl", model, form, texts, guided_by)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
 
-def refused(name: str, problem: str) -> ApiError:
+def field_error(name: str, problem: str) -> ApiError:
     """Return the error for a field with a wrong value."""
     return ApiError(f"{name} {problem}", name)
 
@@ -70,5 +70,5 @@ def as_api_error(error: Exception, where: str, guided_by: str = "") -> ApiError:
         return ApiError("internal error, the server's log has the details", status=500)
     # Models use Triton's name of the field that carried the grammar.
     if guided_by and error.message.startswith(GUIDE):
-        return refused(guided_by, error.message.removeprefix(GUIDE))
+        return field_error(guided_by, error.message.removeprefix(GUIDE))
     return ApiError(error.message, status=400 if error.code is Code.UNSUPPORTED else error.status)

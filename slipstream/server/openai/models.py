@@ -63,7 +63,7 @@ def text_models(registry: ModelRegistry) -> list[NamedModel]:
     return models
 
 
-async def named_models(registry: ModelRegistry) -> list[NamedModel]:
+async def list_models(registry: ModelRegistry) -> list[NamedModel]:
     """Return the text models and adapters, each name once.
 
     A model hides an adapter of the same name. An adapter belongs to the first model that has it.
@@ -91,7 +91,7 @@ async def find_model(registry: ModelRegistry, name: str) -> NamedModel:
                 return NamedModel(name, model.entry, model.text, is_adapter=True)
     elif (found := _text_model(registry, name)) is not None:
         return NamedModel(name, *found)
-    known = ", ".join([model.id for model in await named_models(registry)]) or "none"
+    known = ", ".join([model.id for model in await list_models(registry)]) or "none"
     raise ApiError(
         f"The model '{name[:200]}' does not exist or is not a text model. Known: {known}",
         "model",

@@ -7,7 +7,7 @@ from typing import Any
 from slipstream.request_fields.field import Range
 from slipstream.request_fields.table import number_range
 from slipstream.server.fields.limits import LONGEST_TOKEN_CHARACTERS
-from slipstream.server.openai.errors import ApiError, refused
+from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
 from slipstream.server.openai.models import NamedModel
 from slipstream.server.openai.sampling import check_bound
@@ -54,14 +54,14 @@ def _read_template_variables(fields: ChatFields) -> dict[str, Any]:
     given = fields.chat_template_kwargs or {}
     variables = {name: value for name, value in given.items() if value is not None}
     if len(variables) > _MAX_VARIABLES:
-        raise refused(
+        raise field_error(
             "chat_template_kwargs",
             f"must hold at most {_MAX_VARIABLES} switches, got {len(variables)}",
         )
     for name, value in variables.items():
         if not isinstance(value, int | float | str) or _size(value) > _MAX_VARIABLE_SIZE:
             allowed = f"true, false, a number, or a text of at most {_MAX_VARIABLE_SIZE} characters"
-            raise refused(f"chat_template_kwargs.{name[:40]}", f"must be {allowed}")
+            raise field_error(f"chat_template_kwargs.{name[:40]}", f"must be {allowed}")
     return variables
 
 
@@ -75,16 +75,16 @@ def read_prompts(fields: CompletionFields) -> list[Prompt]:
     """Return the prompts of a completion: texts and lists of token ids."""
     given = fields.prompt
     if given is None:
-        raise refused("prompt", "is required")
+        raise field_error("prompt", "is required")
     limit = number_range("num_return_sequences").high
     prompts = [given] if isinstance(given, str) or _is_tokens(given) else given
     if not isinstance(prompts, list) or not prompts:
-        raise refused("prompt", "must be a string, a list of token ids, or a list of those")
+        raise field_error("prompt", "must be a string, a list of token ids, or a list of those")
     if limit is not None and len(prompts) > limit:
-        raise refused("prompt", f"must hold at most {limit:g} prompts, got {len(prompts)}")
+        raise field_error("prompt", f"must hold at most {limit:g} prompts, got {len(prompts)}")
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, str) and not _is_tokens(prompt):
-            raise refused(f"prompt[{number}]", "must be a string or a list of token ids")
+            raise field_error(f"prompt[{number}]", "must be a string or a list of token ids")
     return prompts
 
 
@@ -148,7 +148,7 @@ def _check_characters(name: str, size: int, model: NamedModel) -> None:
 
 def _check_tokens(name: str, tokens: list[int], model: NamedModel) -> None:
     if not tokens:
-        raise refused(name, "has no tokens")
+        raise field_error(name, "has no tokens")
     if len(tokens) > model.longest_prompt:
         raise _too_long(name, str(len(tokens)), model)
 

@@ -30,7 +30,7 @@ from slipstream.server.openai.completions import completion_call
 from slipstream.server.openai.describe import openai_paths
 from slipstream.server.openai.errors import ApiError, as_api_error
 from slipstream.server.openai.generation import CallAnswers, infer_request
-from slipstream.server.openai.models import find_model, named_models
+from slipstream.server.openai.models import find_model, list_models
 from slipstream.server.openai.streaming import answer_stream, answer_whole
 from slipstream.server.tracing.tracing import CHAT, TEXT_COMPLETION, RequestTrace
 
@@ -70,7 +70,7 @@ class OpenAIRoutes:
             await self._complete(path, exchange)
         elif path == _MODELS:
             self._check("metadata", "GET", exchange)
-            models = [model.document(self._started) for model in await named_models(self._registry)]
+            models = [model.document(self._started) for model in await list_models(self._registry)]
             await exchange.respond(200, msgspec.json.encode({"object": "list", "data": models}))
         elif path.startswith(_MODELS + "/"):
             self._check("metadata", "GET", exchange)

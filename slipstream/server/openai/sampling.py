@@ -15,7 +15,7 @@ from slipstream.request_fields.field import Field, Range, Words
 from slipstream.request_fields.table import COPIED, number_range, word_bounds
 from slipstream.server.engine_link.engine import AdapterUse, TextRequest
 from slipstream.server.kserve.tensors import single
-from slipstream.server.openai.errors import refused
+from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import ChatFields, Fields
 from slipstream.server.openai.models import NamedModel
 
@@ -37,7 +37,7 @@ def check_bound(name: str, value: float, bound: Range) -> None:
     problem = bound.problem(value)
     if problem:
         too_long_to_print = isinstance(value, int) and value.bit_length() > 64
-        raise refused(name, problem if too_long_to_print else f"{problem}, got {value}")
+        raise field_error(name, problem if too_long_to_print else f"{problem}, got {value}")
 
 
 def read_n(fields: Fields, prompts: int = 1) -> int:
@@ -48,7 +48,7 @@ def read_n(fields: Fields, prompts: int = 1) -> int:
     assert bound.high is not None
     if count * prompts > bound.high:
         problem = f"times the number of prompts must be at most {bound.high:g}"
-        raise refused("n", f"{problem}, got {count * prompts}")
+        raise field_error("n", f"{problem}, got {count * prompts}")
     return count
 
 
@@ -74,11 +74,11 @@ def _read_stop_ids(fields: Fields, model: NamedModel) -> list[int]:
     tokens = fields.stop_token_ids or []
     limit = word_bounds("stop_words").count
     if len(tokens) > limit:
-        raise refused("stop_token_ids", f"must hold at most {limit} tokens, got {len(tokens)}")
+        raise field_error("stop_token_ids", f"must hold at most {limit} tokens, got {len(tokens)}")
     for token in tokens:
         check_bound("stop_token_ids", token, Range(0, model.vocab_size - 1))
     if fields.include_stop_str_in_output and not model.tokenizer.special_ids.issuperset(tokens):
-        raise refused(
+        raise field_error(
             "include_stop_str_in_output",
             "cannot show a token of stop_token_ids: give its text as stop",
         )
@@ -88,10 +88,12 @@ def _read_stop_ids(fields: Fields, model: NamedModel) -> list[int]:
 def _read_words(name: str, given: str | list[str] | None, bound: Words) -> list[str]:
     words = [given] if isinstance(given, str) else given or []
     if len(words) > bound.count:
-        raise refused(name, f"must hold at most {bound.count} words, got {len(words)}")
+        raise field_error(name, f"must hold at most {bound.count} words, got {len(words)}")
     longest = max((len(word.encode()) for word in words), default=0)
     if longest > bound.bytes:
-        raise refused(name, f"must hold words of at most {bound.bytes} bytes, got one of {longest}")
+        raise field_error(
+            name, f"must hold words of at most {bound.bytes} bytes, got one of {longest}"
+        )
     return [word for word in words if word]
 
 
@@ -158,13 +160,13 @@ def _read_value(field: Field, value: Any) -> Any:
 def _read_logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     limit = word_bounds("embedding_bias_words").count
     if len(given) > limit:
-        raise refused("logit_bias", f"must hold at most {limit} tokens, got {len(given)}")
+        raise field_error("logit_bias", f"must hold at most {limit} tokens, got {len(given)}")
     weights = number_range("embedding_bias_weights")
     for token, weight in given.items():
         is_number = token.isascii() and token.isdigit() and len(token) < 10
         if not is_number or int(token) >= vocab_size:
             problem = f"must have ids of tokens (0 to {vocab_size - 1}) as keys"
-            raise refused("logit_bias", f"{problem}, got '{token[:40]}'")
+            raise field_error("logit_bias", f"{problem}, got '{token[:40]}'")
         check_bound("logit_bias", weight, weights)
     return tuple((int(token), weight) for token, weight in given.items())
 
@@ -181,21 +183,21 @@ def read_guide(fields: Fields) -> tuple[str, Guide | None]:
         guides["response_format"] = guide
     if len(guides) > 1:
         first, *_, last = guides
-        raise refused(last, f"cannot be given together with {first}")
+        raise field_error(last, f"cannot be given together with {first}")
     return next(iter(guides.items()), ("", None))
 
 
 def _read_response_format(given: Mapping[str, Any]) -> Guide | None:
     kind = given.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise refused(
+        raise field_error(
             "response_format.type",
             f"must be text, json_object or json_schema, got {json.dumps(kind)[:40]}",
         )
     for name in given:
         # A key that is ignored would look like a constraint that is enforced.
         if name != "type" and name != kind:
-            raise refused(f"response_format.{name[:40]}", f"does not go with type {kind}")
+            raise field_error(f"response_format.{name[:40]}", f"does not go with type {kind}")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -203,5 +205,7 @@ def _read_response_format(given: Mapping[str, Any]) -> Guide | None:
     wrapped: Any = given.get("json_schema")
     schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
     if not isinstance(schema, dict):
-        raise refused("response_format.json_schema.schema", "must be an object, the JSON schema")
+        raise field_error(
+            "response_format.json_schema.schema", "must be an object, the JSON schema"
+        )
     return Guide("json_schema", json.dumps(schema))

@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.engine.constraints.guided import GuideError, check_guide
 from slipstream.engine.request import Guide
 from slipstream.server.openai.call_formats import MARKED, CallFormat, find_format, force_call
-from slipstream.server.openai.errors import ApiError, refused
+from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import ChatFields
 from slipstream.server.openai.models import NamedModel
 
@@ -31,7 +31,7 @@ async def read_tools(fields: ChatFields, model: NamedModel) -> CallableTools | N
     """Return the tools that the model may call, or None if it may call none."""
     given = fields.tools or []
     if len(given) > _MAX_TOOLS:
-        raise refused("tools", f"must hold at most {_MAX_TOOLS} functions, got {len(given)}")
+        raise field_error("tools", f"must hold at most {_MAX_TOOLS} functions, got {len(given)}")
     functions = [_function(f"tools[{number}]", tool) for number, tool in enumerate(given)]
     choice = "auto" if fields.tool_choice is None else fields.tool_choice
     if choice == "none" or (choice == "auto" and not functions):
@@ -53,12 +53,12 @@ def _function(name: str, tool: Any) -> dict[str, Any]:
         tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     )
     if not isinstance(function, dict):
-        raise refused(name, "must be an object with type function and the function")
+        raise field_error(name, "must be an object with type function and the function")
     if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
-        raise refused(f"{name}.function.name", "must be 1 to 64 letters, digits, _ and -")
+        raise field_error(f"{name}.function.name", "must be 1 to 64 letters, digits, _ and -")
     schema = function.get("parameters") or {}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise refused(
+        raise field_error(
             f"{name}.function.parameters",
             "must be the JSON schema of an object, which holds the arguments",
         )
@@ -79,7 +79,7 @@ def _select_functions(functions: Sequence[dict[str, Any]], choice: Any) -> Seque
         if isinstance(function, dict) and given["name"] == function.get("name")
     ]
     if not chosen:
-        raise refused(
+        raise field_error(
             "tool_choice", "must be none, auto, required or one of the functions in tools"
         )
     return chosen
