@@ -66,7 +66,7 @@ def aligned(count: int) -> int:
 
 def pack(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Copy arrays to the device as int32, with one copy for all of them."""
-    starts = np.cumsum([0] + [aligned(len(array)) for array in arrays])
+    starts = np.cumsum([0] + [aligned(len(array)) for array in arrays]).tolist()
     staged = np.zeros(starts[-1], dtype=np.int32)
     for start, array in zip(starts, arrays, strict=False):
         staged[start : start + len(array)] = array
@@ -83,18 +83,24 @@ class StaticStepArrays:
     """Step arrays of fixed size in memory that a captured graph reads."""
 
     def __init__(self, sizes: StepArrays[int], device: torch.device) -> None:
-        self._sizes = sizes
-        self._starts = np.cumsum([0] + [aligned(size) for size in sizes])
-        self._memory = torch.zeros(int(self._starts[-1]), dtype=torch.int32, device=device)
+        starts = np.cumsum([0] + [aligned(size) for size in sizes]).tolist()
+        # (index in StepArrays, start, size) of the arrays that are not empty
+        self._used = [
+            (index, start, size)
+            for index, (start, size) in enumerate(zip(starts, sizes, strict=False))
+            if size
+        ]
+        self._length = starts[-1]
+        self._memory = torch.zeros(self._length, dtype=torch.int32, device=device)
         self.arrays: StepArrays[Tensor] = StepArrays._make(
-            self._memory[start : start + size]
-            for start, size in zip(self._starts, sizes, strict=False)
+            self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
         )
 
     def fill(self, values: StepArrays[np.ndarray]) -> None:
         """Copy the arrays of a step to the device. Unused space behind each array becomes zeros."""
-        staged = np.zeros(self._starts[-1], dtype=np.int32)
-        for start, size, array in zip(self._starts, self._sizes, values, strict=False):
+        staged = np.zeros(self._length, dtype=np.int32)
+        for index, start, size in self._used:
+            array = values[index]
             assert len(array) <= size, f"{len(array)} values for an array of {size}"
             staged[start : start + len(array)] = array
         self._memory.copy_(to_device(staged, self._memory.device), non_blocking=True)
