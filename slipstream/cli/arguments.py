@@ -109,7 +109,7 @@ class Parser(argparse.ArgumentParser):
                 return [*words, *arguments[position:]]
             name, equals, value = argument.partition("=")
             if name.startswith("--"):
-                name = options.get(name.replace("_", "-"), name)
+                name = _declared_name(name, options)
             words.append(name + equals + value)
         return words
 
@@ -153,6 +153,15 @@ class _Group:
         action = self._group.add_argument(*names, **_state_default(settings))
         self._parser.arguments.append(action)
         return action
+
+
+def _declared_name(name: str, options: dict[str, str]) -> str:
+    """Return the option that `name` means: itself, or the only one with this prefix."""
+    dashed = name.replace("_", "-")
+    if dashed in options:
+        return options[dashed]
+    matches = {option for key, option in options.items() if key.startswith(dashed)}
+    return matches.pop() if len(matches) == 1 else name
 
 
 def _state_default(settings: dict[str, Any]) -> dict[str, Any]:

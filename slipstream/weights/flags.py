@@ -1,11 +1,11 @@
-"""Every flag of the classic tools, v0.5 to v0.18, and what it does here: one row each.
+"""Every flag of the classic tools, v0.5 to v0.18, and its effect here: one row each.
 
-The commands build their parsers from these tables, so a flag that is not here does not exist.
-`eras` says which releases of the old tools had it. `effect`:
+The commands `slipstream convert` and `slipstream build` make their parsers from these tables.
+`eras` names the releases of the old tools that had the flag. The values of `effect`:
 
-    used       it decides something, and the code that reads it is in convert.py or classic_build.py
-    explained  it is accepted, changes nothing, and `text` says why in one line
-    refused    it asks for something that would give another model than the user expects; `text` says what to do
+    used       the flag has an effect; `text` is its help
+    explained  the flag is accepted and has no effect; `text` says why
+    refused    the flag asks for an unsupported model; `text` says what to do instead
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Effect = Literal["used", "explained", "refused"]
 
 @dataclass(frozen=True)
 class Flag:
-    name: str  # without the dashes; the parser takes '-' and '_' alike
+    name: str  # name without leading dashes; the parser accepts '-' and '_' in it
     eras: str
     takes: Takes
     effect: Effect
@@ -31,15 +31,18 @@ def _rows(effect: Effect, takes: Takes, eras: str, text: str, names: str) -> tup
 
 
 _PLUGIN = "there are no plugins: kernels are chosen for the weights' type and the device"
-_ALWAYS = "always on here"
-_AUTOMATIC = "chosen at run time for the device; nothing is built in"
-_FROM_CONFIG = "read from the model's own config.json"
-_TENSORRT = "belongs to the TensorRT compiler, which is not used"
-_WHOLE = "weights are streamed a few rows at a time, whatever the memory"
-_ONE_SHARD = "embeddings are stored whole and divided when the engine loads"
+_ALWAYS = "it is always on"
+_AUTOMATIC = "it is chosen at run time for the device"
+_FROM_CONFIG = "it is read from the model's config.json"
+_TENSORRT = "it belongs to the TensorRT compiler, which is not used"
+_WHOLE = "weights are read a few rows at a time"
+_ONE_SHARD = "embeddings are stored whole"
 _NO_PREPARATION = "an engine needs no preparation for it"
-_QUANTISED = "this quantisation is not available; use --use_fp8, or --use_weight_only with --weight_only_precision"
-_FP8 = "store the linears in FP8 (e4m3, a scale a row), and multiply in it where the device can"
+_QUANTISED = (
+    "this quantisation is not available; "
+    "use --use_fp8, or --use_weight_only with --weight_only_precision"
+)
+_FP8 = "store the linears in FP8 (e4m3, one scale per row); GPUs with FP8 multiply in it"
 _OTHER_SOURCE = (
     "only Hugging Face folders of safetensors and GGUF files are read; give one as --model_dir"
 )
@@ -49,31 +52,31 @@ LIMITS = (
         "used",
         "value",
         "0.5-0.18",
-        "the largest batch of a request, where config.pbtxt leaves it open",
+        "maximum batch size of a request, unless config.pbtxt sets it",
         "max_batch_size",
     ),
-    *_rows("used", "value", "0.5-0.18", "the longest prompt, in tokens", "max_input_len"),
+    *_rows("used", "value", "0.5-0.18", "maximum number of prompt tokens", "max_input_len"),
     *_rows(
         "used",
         "value",
         "0.5-0.10",
-        "the longest answer; with max_input_len it gives max_seq_len",
+        "maximum number of generated tokens; added to max_input_len to give max_seq_len",
         "max_output_len",
     ),
     *_rows(
         "used",
         "value",
         "0.11-0.18",
-        "prompt and answer together, in tokens",
+        "maximum number of prompt and generated tokens together",
         "max_seq_len max_decoder_seq_len",
     ),
-    *_rows("used", "value", "0.7-0.18", "the most tokens in a step", "max_num_tokens"),
-    *_rows("used", "value", "0.5-0.18", "the widest beam a request may ask for", "max_beam_width"),
+    *_rows("used", "value", "0.7-0.18", "maximum number of tokens in a step", "max_num_tokens"),
+    *_rows("used", "value", "0.5-0.18", "maximum number of beams of a request", "max_beam_width"),
 )
 
 _SHARED = (
-    *_rows("used", "value", "0.5-0.18", "where the result goes", "output_dir"),
-    *_rows("explained", "value", "0.5-0.18", "one line an event is all there is", "log_level"),
+    *_rows("used", "value", "0.5-0.18", "folder for the result", "output_dir"),
+    *_rows("explained", "value", "0.5-0.18", "there is one level of log lines", "log_level"),
     *_rows(
         "explained",
         "nothing",
@@ -86,7 +89,7 @@ _SHARED = (
         "explained",
         "nothing",
         "0.5-0.18",
-        "the cache keeps the weights' type, which is exact",
+        "the KV cache has the type of the weights",
         "int8_kv_cache",
     ),
     *_rows("explained", "nothing", "0.5-0.18", _AUTOMATIC, "disable_weight_only_quant_plugin"),
@@ -108,7 +111,7 @@ _SHARED = (
         "used",
         "nothing",
         "0.5-0.18",
-        "keep keys and values in FP8, where the device can",
+        "store the KV cache in FP8 on devices that support it",
         "fp8_kv_cache",
     ),
     *_rows(
@@ -122,10 +125,10 @@ _SHARED = (
         "explained",
         "nothing",
         "0.5-0.18",
-        "belongs to SmoothQuant, which is not used",
+        "it belongs to SmoothQuant, which is not used",
         "per_channel per_token",
     ),
-    *_rows("explained", "value", "0.5-0.18", "int4 groups hold 32 weights here", "group_size"),
+    *_rows("explained", "value", "0.5-0.18", "int4 groups hold 32 weights", "group_size"),
     *_rows(
         "explained",
         "value",
@@ -140,16 +143,30 @@ _SHARED = (
         _OTHER_SOURCE,
         "meta_ckpt_dir nemo_ckpt_path ft_model_dir bin_model_dir",
     ),
-    *_rows("used", "nothing", "0.5-0.18", "store the linears in few bits", "use_weight_only"),
-    *_rows("used", "value", "0.5-0.18", "int8 (default), int4 or fp8", "weight_only_precision"),
-    *_rows("used", "value", "0.5-0.18", "ranks that share each layer", "tp_size"),
-    *_rows("used", "value", "0.5-0.18", "ranks that each hold some of the layers", "pp_size"),
+    *_rows(
+        "used",
+        "nothing",
+        "0.5-0.18",
+        "quantise the linears to --weight_only_precision",
+        "use_weight_only",
+    ),
+    *_rows(
+        "used",
+        "value",
+        "0.5-0.18",
+        "data type of quantised linears: int8 (default), int4 or fp8",
+        "weight_only_precision",
+    ),
+    *_rows("used", "value", "0.5-0.18", "number of tensor-parallel ranks (default: 1)", "tp_size"),
+    *_rows(
+        "used", "value", "0.5-0.18", "number of pipeline-parallel ranks (default: 1)", "pp_size"
+    ),
     *_rows("explained", "value", "0.16-0.18", "prompts are not divided over ranks", "cp_size"),
     *_rows(
         "explained",
         "value",
         "0.8-0.18",
-        "files are written as fast as the disk takes them",
+        "files are written by one process",
         "workers",
     ),
 )
@@ -157,16 +174,22 @@ _SHARED = (
 CONVERT_FLAGS = (
     *_SHARED,
     *_rows(
-        "used", "value", "0.8-0.18", "a Hugging Face folder, a GGUF file or a hub id", "model_dir"
+        "used",
+        "value",
+        "0.8-0.18",
+        "model to read: a Hugging Face folder, a GGUF file or a hub id",
+        "model_dir",
     ),
     *_rows(
         "used",
         "value",
         "0.5-0.18",
-        "float16 (default), bfloat16, float32, auto, or fp8 for the linears",
+        "data type of the weights: float16 (default), bfloat16, float32, auto, or fp8 for the linears",
         "dtype",
     ),
-    *_rows("used", "nothing", "0.9-0.18", "write config.json and no weights", "save_config_only"),
+    *_rows(
+        "used", "nothing", "0.9-0.18", "write config.json only, without weights", "save_config_only"
+    ),
     *_rows("explained", "value", "0.13-0.18", "logits are float32", "logits_dtype"),
     *_rows("explained", "nothing", "0.8-0.18", _WHOLE, "load_nemo_on_gpu"),
 )
@@ -178,7 +201,7 @@ _BUILD_SHARED = (
         "explained",
         "value",
         "0.5-0.18",
-        "each step takes the size it has",
+        "steps have no fixed size",
         "opt_num_tokens opt_batch_size",
     ),
     *_rows(
@@ -210,7 +233,7 @@ _BUILD_SHARED = (
         "explained",
         "value",
         "0.5-0.18",
-        "pages hold the number of tokens that suits the device",
+        "the block size of the KV cache is chosen for the device",
         "tokens_per_block",
     ),
     *_rows(
@@ -284,10 +307,10 @@ BUILD_FLAGS = (
         "used",
         "value",
         "0.8-0.18",
-        "what slipstream convert wrote, or any model it takes",
+        "checkpoint of slipstream convert, or a model that convert accepts",
         "checkpoint_dir",
     ),
-    *_rows("used", "value", "0.9-0.18", "a JSON file of limits", "build_config"),
+    *_rows("used", "value", "0.9-0.18", "JSON file with limits", "build_config"),
     *_rows(
         "refused",
         "value",
@@ -297,16 +320,20 @@ BUILD_FLAGS = (
     ),
     # the old build.py of each model was one command for both steps
     *_rows(
-        "used", "value", "0.5-0.7", "a Hugging Face folder, a GGUF file or a hub id", "model_dir"
+        "used",
+        "value",
+        "0.5-0.7",
+        "model to read: a Hugging Face folder, a GGUF file or a hub id",
+        "model_dir",
     ),
     *_rows(
         "used",
         "value",
         "0.5-0.7",
-        "float16, bfloat16, float32, auto, or fp8 for the linears",
+        "data type of the weights: float16, bfloat16, float32, auto, or fp8 for the linears",
         "dtype",
     ),
-    *_rows("used", "value", "0.5-0.7", "ranks in all", "world_size"),
+    *_rows("used", "value", "0.5-0.7", "number of ranks", "world_size"),
 )
 
 SHORT_NAMES = {"smoothquant": "sq", "multi_query_mode": "mq"}

@@ -13,9 +13,9 @@ from slipstream.weights.flags import SHORT_NAMES, Flag
 NEWEST_RELEASE = "0.18.0"  # the newest release of the old tools whose flags are understood
 _NUMBER_OF_VALUES: dict[str, dict[str, Any]] = {
     "nothing": {"action": "store_true"},
-    "value": {},
-    "maybe": {"nargs": "?", "const": ""},
-    "values": {"nargs": "*"},
+    "value": {"metavar": "VALUE"},
+    "maybe": {"metavar": "VALUE", "nargs": "?", "const": ""},
+    "values": {"metavar": "VALUE", "nargs": "*"},
 }
 
 
