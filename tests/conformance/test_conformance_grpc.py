@@ -1,6 +1,4 @@
-"""What the real Triton answered over gRPC, replayed: code, text, messages, the order and the flags
-of a stream.
-"""
+"""Recorded gRPC answers of a real Triton, replayed: codes, texts, messages, order and flags."""
 
 from __future__ import annotations
 
@@ -200,7 +198,7 @@ def test_deadline_of_a_call_stops_the_model(client: Client, registry: ModelRegis
     wait_until(lambda: "deadline-1" in cancelled(registry, "slow_nd"))
 
 
-def test_a_message_of_five_megabytes(client: Client) -> None:
+def test_a_message_of_five_megabytes_is_answered(client: Client) -> None:
     case = case_named("grpc-infer-big-4mb")
     text = b"x" * 5_242_880
     raw = struct.pack("<I", len(text)) + text

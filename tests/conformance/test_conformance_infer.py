@@ -1,6 +1,4 @@
-"""What the real Triton answered to infer, compression, statistics, settings and shared memory,
-replayed over HTTP.
-"""
+"""Recorded HTTP answers of a real Triton to infer, statistics, settings and shared memory."""
 
 from __future__ import annotations
 

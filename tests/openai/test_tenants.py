@@ -16,7 +16,7 @@ from slipstream.server.grpc.errors import check_access
 from slipstream.server.kserve.access import TENANT, Access
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.python_models.calls import Calls, Surroundings
+from slipstream.server.python_models.calls import Calls, PythonModelContext
 from slipstream.server.python_models.frames import Control
 from slipstream.server.services import create_app
 
@@ -123,6 +123,6 @@ async def test_requests_of_a_python_model_belong_to_no_tenant():
         return 0
 
     TENANT.set("the tenant that loaded it")
-    Calls(Surroundings(find), send).begin_control(Control(1, "ready", "m"))
+    Calls(PythonModelContext(find), send).begin_control(Control(1, "ready", "m"))
     await answers.get()
     assert seen == [""]

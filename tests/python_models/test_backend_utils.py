@@ -1,6 +1,4 @@
-"""`triton_python_backend_utils` as a model sees it: everything upstream's models and documents use
-of it.
-"""
+"""`triton_python_backend_utils`: everything of it that upstream's models and documents use."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from python_model_harness import MIMIC, ask, models_of, open_models, said, text_
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.registry import ModelVersion
-from slipstream.server.python_models.calls import Surroundings
+from slipstream.server.python_models.calls import PythonModelContext
 from slipstream.server.python_models.model import PythonModel
 
 HEAD = """
@@ -52,7 +50,7 @@ async def examined(folder: Path, body: str, config: str = "", initialize: str = 
         return json.loads(response.outputs[0].data[0])
 
 
-async def test_arguments_of_initialize(tmp_path: Path) -> None:
+async def test_initialize_gets_upstreams_arguments(tmp_path: Path) -> None:
     config = 'instance_group [ { count: 2 kind: KIND_CPU } ]\nparameters { key: "a" value: { string_value: "b" } }'
     found = await examined(tmp_path, "return self.args", config)
     assert isinstance(found, dict)
@@ -73,7 +71,7 @@ async def test_arguments_of_initialize(tmp_path: Path) -> None:
     assert model_config["default_model_filename"] == "model.py"
 
 
-async def test_helpers_and_tensors(tmp_path: Path) -> None:
+async def test_tensors_and_helper_functions_match_upstream(tmp_path: Path) -> None:
     body = """
 config = json.loads(self.args["model_config"])
 numbers = pb_utils.Tensor("n", np.arange(6, dtype=np.int32).reshape(2, 3)[:, ::-1])
@@ -147,7 +145,7 @@ class TritonPythonModel:
 )
 
 
-async def test_calls_of_other_models(tmp_path: Path) -> None:
+async def test_a_model_calls_other_models(tmp_path: Path) -> None:
     write_model(tmp_path, "caller", CALLER)
     async with open_models(MIMIC, "oops", "oops_nd", "multiver") as others:
         inner = [(name, others[name]) for name in ("oops", "oops_nd", "multiver")]
@@ -216,7 +214,9 @@ class TritonPythonModel:
 )
 
 
-async def test_senders_outlive_execute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_response_senders_work_after_execute_has_returned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_model(tmp_path, "threaded", THREADED, "model_transaction_policy { decoupled: True }")
     async with open_models(tmp_path, "threaded") as models:
         answers = await asyncio.gather(
@@ -237,7 +237,9 @@ async def test_senders_outlive_execute(tmp_path: Path, capsys: pytest.CaptureFix
         ("['x']", "TypeError: execute must return InferenceResponse objects, not str"),
     ],
 )
-async def test_wrong_returns_are_told(tmp_path: Path, returned: str, expected: str) -> None:
+async def test_wrong_return_values_are_reported(
+    tmp_path: Path, returned: str, expected: str
+) -> None:
     code = f"class TritonPythonModel:\n    def execute(self, requests): return {returned}"
     async with open_models(write_model(tmp_path, "wrong", code), "wrong") as models:
         prefix = "! Failed to process the request(s) for model 'wrong_0', message: "
@@ -282,24 +284,24 @@ async def test_metrics_are_shared_by_the_instances(tmp_path: Path) -> None:
 
 
 class Control:
-    """Notes what it is told to do."""
+    """Records the operations that it is asked for."""
 
     def __init__(self) -> None:
-        self.told: list[object] = []
+        self.operations: list[object] = []
 
     def index(self, ready_only: bool = False) -> list[dict[str, str]]:
         return []
 
     async def load(self, name: str, override: Mapping[str, Any] | None = None) -> None:
-        self.told.append(("load", name, override))
+        self.operations.append(("load", name, override))
         if name == "broken":
             raise InferenceError("load failed", Code.INTERNAL)
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None:
-        self.told.append(("unload", name, unload_dependents))
+        self.operations.append(("unload", name, unload_dependents))
 
 
-async def test_repository_control(tmp_path: Path) -> None:
+async def test_a_model_loads_and_unloads_other_models(tmp_path: Path) -> None:
     body = """
 pb_utils.load_model("other", config='{"max_batch_size": 2}')
 pb_utils.unload_model("other", unload_dependents=True)
@@ -318,7 +320,7 @@ return [pb_utils.is_model_ready("examiner"), pb_utils.is_model_ready("nope"), *f
         return ModelVersion(name, "1", model)
 
     config = models_of(folder)["examiner"].config
-    model = PythonModel(config, folder / "examiner" / "1", Surroundings(find, control))
+    model = PythonModel(config, folder / "examiner" / "1", PythonModelContext(find, control))
     await model.start()
     try:
         (response,) = await ask(model, "x")
@@ -330,7 +332,7 @@ return [pb_utils.is_model_ready("examiner"), pb_utils.is_model_ready("nope"), *f
         ]
     finally:
         await model.close()
-    assert control.told == [
+    assert control.operations == [
         ("load", "other", {"max_batch_size": 2}),
         ("unload", "other", True),
         ("load", "broken", None),

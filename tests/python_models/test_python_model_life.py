@@ -1,6 +1,4 @@
-"""Processes of Python models: they die, are started again, are cancelled, go with their server,
-batch together.
-"""
+"""Processes of Python models: restarts, cancellation, batching, and their end with the server."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ from slipstream.repository.problems import RepositoryError
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.registry import ModelVersion
-from slipstream.server.python_models.calls import Surroundings
-from slipstream.server.python_models.model import Forgiveness, PythonModel
+from slipstream.server.python_models.calls import PythonModelContext
+from slipstream.server.python_models.model import PythonModel, RestartLimit
 
 SLEEPER = """
 import time, numpy as np, triton_python_backend_utils as pb_utils
@@ -68,7 +66,9 @@ import multiprocessing, time
 )
 
 
-async def test_helpers_that_hold_its_sockets_do_not_hide_a_processs_end(tmp_path: Path) -> None:
+async def test_the_end_of_a_process_is_seen_while_its_children_hold_the_sockets(
+    tmp_path: Path,
+) -> None:
     async with open_models(write_model(tmp_path, "forking", FORKING), "forking") as models:
         model = models["forking"]
         (process,) = model.process_ids
@@ -93,7 +93,7 @@ def in_group(leader: int) -> list[int]:
     return found
 
 
-async def test_kill_fails_its_requests_and_starts_again(tmp_path: Path) -> None:
+async def test_a_killed_process_fails_its_requests_and_is_restarted(tmp_path: Path) -> None:
     async with open_models(write_model(tmp_path, "sleeper", SLEEPER), "sleeper") as models:
         model = models["sleeper"]
         (process,) = model.process_ids
@@ -113,9 +113,11 @@ async def test_kill_fails_its_requests_and_starts_again(tmp_path: Path) -> None:
         assert model.process_ids != [process]
 
 
-async def test_a_model_that_keeps_dying_stays_away(tmp_path: Path) -> None:
+async def test_a_model_that_keeps_dying_is_not_restarted(tmp_path: Path) -> None:
     config = models_of(write_model(tmp_path, "sleeper", SLEEPER))["sleeper"].config
-    model = PythonModel(config, tmp_path / "sleeper" / "1", _nobody(), Forgiveness(restarts=2))
+    model = PythonModel(
+        config, tmp_path / "sleeper" / "1", _empty_context(), RestartLimit(restarts=2)
+    )
     await model.start()
     for _ in range(3):
         assert said(await ask(model, "crash")) == [
@@ -127,14 +129,14 @@ async def test_a_model_that_keeps_dying_stays_away(tmp_path: Path) -> None:
     await model.close()
 
 
-def _nobody() -> Surroundings:
+def _empty_context() -> PythonModelContext:
     def find(name: str, version: str) -> ModelVersion:
         raise InferenceError(f"there is no {name}")
 
-    return Surroundings(find)
+    return PythonModelContext(find)
 
 
-async def test_those_who_wait_for_a_model_that_cannot_start_again_are_told(tmp_path: Path) -> None:
+async def test_waiting_requests_fail_when_the_model_cannot_restart(tmp_path: Path) -> None:
     started = tmp_path / "started"
     code = (
         SLEEPER
@@ -158,7 +160,9 @@ async def test_those_who_wait_for_a_model_that_cannot_start_again_are_told(tmp_p
         assert not model.ready
 
 
-async def test_giving_up_reaches_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_request_is_seen_by_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = tmp_path / "log"
     monkeypatch.setenv("SLOW_MODEL_LOG", str(log))
     async with open_models(MIMIC, "slow", "slow_nd") as models:
@@ -175,7 +179,7 @@ async def test_giving_up_reaches_the_model(tmp_path: Path, monkeypatch: pytest.M
         assert said(await ask(models["slow_nd"], "1")) == ["1"]
 
 
-async def test_what_is_given_up_before_its_turn_is_not_executed(tmp_path: Path) -> None:
+async def test_a_request_cancelled_while_it_waits_is_not_executed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     noted = f"open({str(log)!r}, 'a').write(text + ' ')"
     code = SLEEPER.replace(
@@ -242,7 +246,7 @@ async def test_a_full_queue_refuses_and_a_stale_request_expires(tmp_path: Path) 
         assert said(await stale) == ["! Request timeout expired"]
 
 
-async def test_finalize_runs_and_nothing_is_left(tmp_path: Path) -> None:
+async def test_finalize_runs_and_no_process_is_left(tmp_path: Path) -> None:
     code = (
         SLEEPER
         + f"""
@@ -311,7 +315,7 @@ class TritonPythonModel:
     ]
 
 
-def test_without_leave_the_model_is_refused_by_name_and_never_imported(tmp_path: Path) -> None:
+def test_without_the_flag_a_model_is_refused_by_name_and_not_imported(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     folder = write_model(tmp_path / "models", "poison", f"open({str(marker)!r}, 'w').write('ran')")
     with pytest.raises(RepositoryError) as refused:

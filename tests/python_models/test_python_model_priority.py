@@ -11,7 +11,7 @@ from typing import Any
 from python_model_harness import models_of, open_models, said, text_request, write_model
 
 from slipstream.server.kserve.inference import InferRequest
-from slipstream.server.python_models.waiting import Pending, Waiting
+from slipstream.server.python_models.request_queue import Pending, RequestQueue
 
 NOTING = """
 import time, triton_python_backend_utils as pb_utils
@@ -26,11 +26,11 @@ class TritonPythonModel:
 """
 LEVELS = "dynamic_batching { priority_levels: 3 default_priority_level: 2 }"
 
-NOBODY: Any = None  # which instance takes them is all one
+ANY_INSTANCE: Any = None  # the queue does not look at it
 
 
-def waiting(folder: Path, config: str) -> Waiting:
-    return Waiting(models_of(write_model(folder, "m", "", config))["m"].config)
+def waiting(folder: Path, config: str) -> RequestQueue:
+    return RequestQueue(models_of(write_model(folder, "m", "", config))["m"].config)
 
 
 def request(text: str, priority: int = 0, width: int = 1) -> InferRequest:
@@ -45,18 +45,18 @@ def names(batch: list[Pending]) -> str:
     return "".join(pending.request.id for pending in batch)
 
 
-def all_of(queue: Waiting) -> list[str]:
-    return [names(queue.take(NOBODY)) for _ in range(len(queue)) if len(queue)]
+def all_of(queue: RequestQueue) -> list[str]:
+    return [names(queue.take(ANY_INSTANCE)) for _ in range(len(queue)) if len(queue)]
 
 
-def test_levels_go_one_after_the_other(tmp_path: Path) -> None:
+def test_lower_levels_are_executed_first(tmp_path: Path) -> None:
     queue = waiting(tmp_path, LEVELS)
     for text, priority in (("a", 3), ("b", 0), ("c", 1), ("d", 2), ("e", 9), ("f", 1), ("g", 3)):
         queue.add(request(text, priority))
     assert all_of(queue) == ["c", "f", "b", "d", "e", "a", "g"]  # 0 and what is beyond is level 2
 
 
-def test_without_levels_any_goes(tmp_path: Path) -> None:
+def test_without_levels_any_priority_is_accepted(tmp_path: Path) -> None:
     for name, config in (("plain", ""), ("batching", "dynamic_batching { }")):
         queue = waiting(tmp_path / name, config)
         for text, priority in (("a", 2**40), ("b", 3), ("c", 0), ("d", 2), ("e", 1)):
@@ -64,34 +64,34 @@ def test_without_levels_any_goes(tmp_path: Path) -> None:
         assert all_of(queue) == ["e", "c", "d", "b", "a"]
 
 
-def test_those_of_several_levels_are_executed_together(tmp_path: Path) -> None:
+def test_requests_of_several_levels_are_batched_together(tmp_path: Path) -> None:
     queue = waiting(tmp_path, f"max_batch_size: 3\n{LEVELS}")
     for text, priority, width in (("a", 3, 1), ("b", 2, 1), ("c", 1, 1), ("d", 1, 2), ("e", 1, 1)):
         queue.add(request(text, priority, width))
     assert all_of(queue) == ["c", "d", "eba"]
 
 
-def test_company_is_waited_for_no_longer_than_the_first_that_came(tmp_path: Path) -> None:
+def test_the_queue_delay_counts_from_the_oldest_request(tmp_path: Path) -> None:
     queue = waiting(
         tmp_path,
         "max_batch_size: 3\n" + LEVELS.replace("{", "{ max_queue_delay_microseconds: 60000000"),
     )
     early = queue.add(request("a", 3))
     queue.add(request("b", 1))
-    assert queue.take(NOBODY) == []
-    early.came -= 59
+    assert queue.take(ANY_INSTANCE) == []
+    early.arrived -= 59
     assert 0 < queue.delay() < 2
-    early.came -= 1
-    assert names(queue.take(NOBODY)) == "ba"
+    early.arrived -= 1
+    assert names(queue.take(ANY_INSTANCE)) == "ba"
 
 
-def test_what_comes_back_is_the_first_of_its_level(tmp_path: Path) -> None:
+def test_requests_put_back_are_the_first_of_their_level(tmp_path: Path) -> None:
     queue = waiting(tmp_path, "")
     given = {
         text: queue.add(request(text, priority))
         for text, priority in (("a", 1), ("b", 2), ("c", 2))
     }
-    taken = queue.take(NOBODY) + queue.take(NOBODY)
+    taken = queue.take(ANY_INSTANCE) + queue.take(ANY_INSTANCE)
     queue.add(request("d", 1))
     queue.put_back(taken)
     queue.remove(given["c"])
@@ -100,7 +100,7 @@ def test_what_comes_back_is_the_first_of_its_level(tmp_path: Path) -> None:
     assert all_of(queue) == ["a", "d", "b"]
 
 
-def test_any_order_of_coming_and_leaving(tmp_path: Path) -> None:
+def test_the_queue_matches_a_sorted_list_for_any_operations(tmp_path: Path) -> None:
     chance, queue = random.Random(5), waiting(tmp_path, "")
     there: list[tuple[int, int, Any]] = []
     for number in range(600):
@@ -111,13 +111,13 @@ def test_any_order_of_coming_and_leaving(tmp_path: Path) -> None:
             queue.remove(there.pop(chance.randrange(len(there)))[2])
         elif there:
             there.sort(key=lambda entry: entry[:2])
-            assert queue.take(NOBODY) == [there.pop(0)[2]]
+            assert queue.take(ANY_INSTANCE) == [there.pop(0)[2]]
         assert len(queue) == len(there)
     assert queue.clear() == [pending for *_, pending in sorted(there, key=lambda entry: entry[:2])]
     assert len(queue) == 0
 
 
-async def test_a_models_requests_overtake(tmp_path: Path) -> None:
+async def test_urgent_requests_overtake_others(tmp_path: Path) -> None:
     log, gate = tmp_path / "log", tmp_path / "gate"
     gate.touch()
     code = NOTING.format(log=str(log), gate=str(gate))

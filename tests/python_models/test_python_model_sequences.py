@@ -1,6 +1,4 @@
-"""Sequences of requests to Python models: one instance for each, in order, with the tensors that
-tell of them.
-"""
+"""Sequence batching: one instance per sequence, in order, with the control tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from python_model_harness import ask, models_of, open_models, said, text_tensor,
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.models.response_cache import ResponseCache
-from slipstream.server.python_models import sequences as sequences_module
-from slipstream.server.python_models.sequences import Sequences
-from slipstream.server.python_models.waiting import Pending
+from slipstream.server.python_models import sequence_queue
+from slipstream.server.python_models.request_queue import Pending
+from slipstream.server.python_models.sequence_queue import SequenceQueue
 from slipstream.server.warmup import warm_up
 
 CONTROLS = """control_input [
@@ -41,8 +39,8 @@ class TritonPythonModel:
             text, identity = given.pop("text_input").ravel()[0].decode(), given["ID"].ravel()[0]
             if text == "crash": os._exit(9)
             self.texts[identity] = text if given["START"].ravel()[0] > 1 else self.texts[identity] + text
-            told = [f"{name}={value.tolist()}{value.dtype}" for name, value in given.items()]
-            answer = f"{os.getpid()} {self.texts[identity]} {' '.join(told)}".encode()
+            described = [f"{name}={value.tolist()}{value.dtype}" for name, value in given.items()]
+            answer = f"{os.getpid()} {self.texts[identity]} {' '.join(described)}".encode()
             answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("text_output", np.array([[answer]], object))]))
         return answers
 """
@@ -70,7 +68,7 @@ def request(
     )
 
 
-async def test_a_sequence_keeps_to_its_instance_and_its_order(tmp_path: Path) -> None:
+async def test_a_sequence_stays_on_its_instance_in_order(tmp_path: Path) -> None:
     config = "max_batch_size: 2\ninstance_group [ { count: 2 kind: KIND_CPU } ]\n"
     config += f"sequence_batching {{ max_sequence_idle_microseconds: 60000000 {CONTROLS} }}"
     async with open_models(write_model(tmp_path, "m", STATEFUL, config), "m") as models:
@@ -78,16 +76,16 @@ async def test_a_sequence_keeps_to_its_instance_and_its_order(tmp_path: Path) ->
 
         async def step(identity: int, text: str, start: bool = False, end: bool = False) -> str:
             (answer,) = said(await ask(models["m"], request(identity, text, start, end)))
-            process, told = answer.split(" ", 1)
+            process, seen = answer.split(" ", 1)
             processes[identity].add(process)
-            return told
+            return seen
 
         steps = [(identity, text) for text in "abcd" for identity in (1, 2, 3)]
         answers = await asyncio.gather(
             *(step(identity, text, text == "a", text == "d") for identity, text in steps)
         )
-        for (identity, text), told in zip(steps, answers, strict=True):
-            so_far, start, end, ready, corrid = told.split(" ")
+        for (identity, text), seen in zip(steps, answers, strict=True):
+            so_far, start, end, ready, corrid = seen.split(" ")
             assert so_far == "abcd"[: "abcd".index(text) + 1]
             assert start == ("START=[[1.5]]float32" if text == "a" else "START=[[0.5]]float32")
             assert end == ("END=[[4]]int32" if text == "d" else "END=[[3]]int32")
@@ -105,7 +103,7 @@ async def test_a_sequence_keeps_to_its_instance_and_its_order(tmp_path: Path) ->
         )
 
 
-async def test_the_place_of_an_idle_sequence_is_given_to_another(tmp_path: Path) -> None:
+async def test_an_idle_sequence_makes_room_for_another(tmp_path: Path) -> None:
     config = (
         "max_batch_size: 1\n" + ONE_AT_ONCE % f"max_sequence_idle_microseconds: 30000 {CONTROLS}"
     )
@@ -143,13 +141,13 @@ async def test_sequences_end_with_their_process(tmp_path: Path) -> None:
         assert answer.split(" ")[1] == "d"
 
 
-def sequences(folder: Path, batching: str = "", rows: int = 0) -> Sequences:
+def sequences(folder: Path, batching: str = "", rows: int = 0) -> SequenceQueue:
     folder = write_model(
         folder, "m", "", f"max_batch_size: {rows}\nsequence_batching {{ {batching} }}"
     )
     config = models_of(folder)["m"].config
     assert config.sequence_batching is not None
-    return Sequences(config, config.sequence_batching)
+    return SequenceQueue(config, config.sequence_batching)
 
 
 ANY: list[Any] = ["first", "second", "third"]  # instances
@@ -176,7 +174,7 @@ def test_a_sequence_waits_while_no_instance_has_room(tmp_path: Path) -> None:
     assert (names(queue.take(ANY[0])), names(queue.take(ANY[1])), len(queue)) == ("1", "T", 0)
 
 
-def test_oldest_executes_those_of_several_sequences_together(tmp_path: Path) -> None:
+def test_the_oldest_strategy_batches_several_sequences(tmp_path: Path) -> None:
     queue = sequences(tmp_path, "oldest { max_candidate_sequences: 3 }", rows=2)
     for identity, text, start, width in (
         (1, "a", True, 1),
@@ -193,7 +191,7 @@ def test_oldest_executes_those_of_several_sequences_together(tmp_path: Path) -> 
     assert names(queue.take(ANY[1])) == "f"  # the first has three sequences
 
 
-def test_what_cannot_be_part_of_a_sequence_is_refused(tmp_path: Path) -> None:
+def test_invalid_sequence_requests_are_refused(tmp_path: Path) -> None:
     queue = sequences(tmp_path, CONTROLS, rows=2)
     for wrong, why in (
         (request(0, start=True), "must specify a non-zero or non-empty correlation ID"),
@@ -216,7 +214,7 @@ def test_what_cannot_be_part_of_a_sequence_is_refused(tmp_path: Path) -> None:
         named.add(request(1, start=True))
 
 
-def test_a_sequence_ends_with_a_request_that_is_given_up_before_its_turn(tmp_path: Path) -> None:
+def test_a_sequence_ends_when_one_of_its_waiting_requests_is_cancelled(tmp_path: Path) -> None:
     queue = sequences(tmp_path)
     running = queue.add(request(1, "a", start=True))
     assert queue.take(ANY[0]) == [running]
@@ -240,9 +238,9 @@ def test_a_sequence_ends_with_a_request_that_is_given_up_before_its_turn(tmp_pat
     assert queue.take(ANY[0]) == [other]
 
 
-def test_an_idle_sequence_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_sequence_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(sequences_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(sequence_queue, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     queue = sequences(tmp_path, "max_sequence_idle_microseconds: 5000000")
 
     def run(text: str, start: bool = False) -> None:
@@ -274,7 +272,7 @@ def test_after_its_end_the_same_id_is_another_sequence(tmp_path: Path) -> None:
     assert [names(queue.take(instance)) for instance in ANY] == ["a", "c", ""]
 
 
-def test_a_sequence_that_waits_is_taken_up_before_what_came_later(tmp_path: Path) -> None:
+def test_a_waiting_sequence_starts_before_later_requests(tmp_path: Path) -> None:
     queue = sequences(tmp_path, rows=2)
     queue.add(request(1, "a", start=True))
     assert names(queue.take(ANY[0])) == "a"
@@ -286,7 +284,7 @@ def test_a_sequence_that_waits_is_taken_up_before_what_came_later(tmp_path: Path
 
 
 @pytest.mark.parametrize("batching", ["", "oldest { max_candidate_sequences: 2 }"])
-def test_any_traffic_is_executed_in_order(tmp_path: Path, batching: str) -> None:
+def test_each_sequence_is_executed_in_order_for_any_traffic(tmp_path: Path, batching: str) -> None:
     chance, queue = random.Random(7), sequences(tmp_path, batching, rows=2)
     left = {identity: chance.randint(1, 6) for identity in range(1, 40)}
     sent, seen, places = dict.fromkeys(left, 0), defaultdict(list), defaultdict(set)
@@ -315,7 +313,7 @@ def test_any_traffic_is_executed_in_order(tmp_path: Path, batching: str) -> None
     assert [queue.load(instance) for instance in ANY] == [0, 0, 0]
 
 
-async def test_a_model_says_how_many_sequences_it_takes_and_its_answers_are_not_kept(
+async def test_a_sequence_model_reports_its_limit_and_is_not_cached(
     tmp_path: Path,
 ) -> None:
     config = f"response_cache {{ enable: true }}\nsequence_batching {{ {CONTROLS} }}"

@@ -1,6 +1,4 @@
-"""What goes over a model process's sockets: frames in pieces of any size, and orders and news that
-cross.
-"""
+"""The sockets of a model process: frames in pieces of any size, orders, and events."""
 
 from __future__ import annotations
 
@@ -64,14 +62,14 @@ def test_frames_are_read_from_pieces_of_any_size(size: int) -> None:
     assert read(FrameReader(FROM_WORKER), data, size) == MESSAGES
 
 
-def test_what_is_no_frame_is_refused() -> None:
+def test_invalid_frames_are_refused() -> None:
     lengths = frame(Stop())[:8]
     for data in (b"\xff" * 8, b"\x09\0\0\0\x01\0\0\0\x00", b"\x01" * 8, lengths + b"\x01" * 20):
         with pytest.raises(FrameError):
             read(FrameReader(FROM_WORKER), data)
 
 
-def test_each_end_refuses_what_only_the_other_may_say() -> None:
+def test_each_end_refuses_messages_of_its_own_side() -> None:
     with pytest.raises(FrameError):
         read(FrameReader(ORDERS), frame(Executed([])))
 
@@ -81,12 +79,12 @@ class Server:
 
     def __init__(self) -> None:
         self.orders, theirs = socket.socketpair()
-        self.news, their_news = socket.socketpair()
-        self.channel = Channel(theirs, their_news)
+        self.events, their_events = socket.socketpair()
+        self.channel = Channel(theirs, their_events)
         self.channel.listen()
 
     def cancel(self, number: int) -> None:
-        self.news.sendall(frame(Cancel(number)))
+        self.events.sendall(frame(Cancel(number)))
 
 
 @pytest.fixture
@@ -98,7 +96,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     made = Server()
     yield made
     made.orders.close()
-    made.news.close()
+    made.events.close()
     until(lambda: ended == [1])
 
 
@@ -109,23 +107,23 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_a_request_that_is_given_up_before_its_order_is_read_is_not_begun(server: Server) -> None:
+def test_a_request_cancelled_before_its_order_is_read_is_not_started(server: Server) -> None:
     server.cancel(2)
     until(lambda: server.channel.is_cancelled(2))
-    wanted = server.channel.take_up([request(number) for number in (1, 2, 3)])
+    wanted = server.channel.accept([request(number) for number in (1, 2, 3)])
     assert [frame.number for frame in wanted] == [1, 3]
     assert [server.channel.is_cancelled(number) for number in (1, 2, 3)] == [False, False, False]
 
 
-def test_a_request_that_runs_learns_that_it_is_given_up(server: Server) -> None:
-    server.channel.take_up([request(1), request(2)])
+def test_a_running_request_sees_its_cancellation(server: Server) -> None:
+    server.channel.accept([request(1), request(2)])
     server.cancel(1)
     until(lambda: server.channel.is_cancelled(1))
     assert not server.channel.is_cancelled(2)
 
 
-def test_giving_up_what_is_answered_leaves_no_trace(server: Server) -> None:
-    server.channel.take_up([request(1), request(2)])
+def test_cancelling_an_answered_request_has_no_effect(server: Server) -> None:
+    server.channel.accept([request(1), request(2)])
     server.channel.forget(1)
     server.cancel(1)
     server.cancel(2)
@@ -133,7 +131,7 @@ def test_giving_up_what_is_answered_leaves_no_trace(server: Server) -> None:
     assert not server.channel.is_cancelled(1)
 
 
-def test_orders_are_read_by_whoever_asks_for_them(server: Server) -> None:
+def test_orders_are_read_by_the_calling_thread(server: Server) -> None:
     server.orders.sendall(frame(Execute([request(1)])) + frame(Stop()))
     orders = server.channel.orders()
     assert [next(orders), next(orders)] == [Execute([request(1)]), Stop()]
@@ -150,7 +148,7 @@ class Noting:
         return False
 
 
-async def test_what_several_messages_lead_to_goes_out_as_one() -> None:
+async def test_replies_to_several_messages_are_written_together() -> None:
     transport = Noting()
 
     def follow(message: Any) -> None:

@@ -1,6 +1,4 @@
-"""Python models and traces: a model sees the trace it works in, and a request it makes may join
-that.
-"""
+"""Python models and traces: a model sees its trace, and its calls may join it."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ def repository(folder: Path) -> Path:
     return folder
 
 
-def test_a_model_sees_its_span_and_what_it_asks_joins_the_trace(tmp_path: Path) -> None:
+def test_a_model_sees_its_span_and_its_calls_join_the_trace(tmp_path: Path) -> None:
     with Collector() as collector:
         export = ExportSettings(url=collector.url, delay_ms=20)
         trace = TraceSettings({"trace_level": ["TIMESTAMPS"], "trace_rate": "1"}, export)
@@ -99,7 +97,7 @@ def test_a_model_sees_its_span_and_what_it_asks_joins_the_trace(tmp_path: Path) 
     assert first.began <= upper.began <= upper.ended <= first.ended
 
 
-def test_files_have_it_as_a_child_and_nothing_to_show_the_model(tmp_path: Path) -> None:
+def test_trace_files_have_the_call_as_a_child(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     settings = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "trace_file": str(file)}
     assert serve(repository(tmp_path / "repository"), TraceSettings(settings), "join") == ["none"]
@@ -108,5 +106,5 @@ def test_files_have_it_as_a_child_and_nothing_to_show_the_model(tmp_path: Path) 
     assert [one.get("parent_id") for one in models] == [None, models[0]["id"]]
 
 
-def test_without_a_trace_there_is_none_to_join(tmp_path: Path) -> None:
+def test_an_untraced_request_has_no_trace(tmp_path: Path) -> None:
     assert serve(repository(tmp_path), TraceSettings(), "join") == ["none"]

@@ -1,6 +1,4 @@
-"""The small models behind the recordings, their own code, in processes of ours: what they answered
-to Triton.
-"""
+"""The code of the recorded models in processes of this server answers like under Triton."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ async def test_errors_on_demand() -> None:
         assert odd.outputs[0].data == [b"\xff\xfeA"]
 
 
-async def test_the_last_answer_says_so_only_where_the_model_did() -> None:
+async def test_only_a_final_flag_of_the_model_marks_the_last_response() -> None:
     async with open_models(MIMIC, "oops") as models:
         assert [response.final for response in await ask(models["oops"], "two")] == [False, True]
         assert [response.final for response in await ask(models["oops"], "one_then_final")] == [
@@ -107,7 +105,7 @@ VALUES = {
 }
 
 
-async def test_every_datatype_survives_both_ways() -> None:
+async def test_every_datatype_passes_through_unchanged() -> None:
     async with open_models(MIMIC, "types") as models:
         inputs = {
             f"i_{kind}": Tensor.from_values(
@@ -133,7 +131,7 @@ async def test_versions_are_served_side_by_side() -> None:
             ]
 
 
-async def test_words_streamed_and_not() -> None:
+async def test_words_come_one_by_one_when_streamed() -> None:
     async with open_models(MIMIC, "llm", "llm_nd") as models:
         inputs = {
             "text_input": text_tensor("one two three four", shape=(1, 1)),
@@ -154,7 +152,7 @@ async def test_words_streamed_and_not() -> None:
         assert said(refused) == ["! Streaming is only supported in decoupled mode."]
 
 
-async def test_a_model_that_fails_to_start_says_why() -> None:
+async def test_a_failed_start_reports_the_models_reason() -> None:
     model = models_of(HERE / "repos" / "extra")["broken"]
     with pytest.raises(InferenceError) as failure:
         await PythonModels().load(model, 1, ModelRegistry())
@@ -181,7 +179,7 @@ async def test_a_model_that_fails_to_start_says_why() -> None:
         ),
     ],
 )
-async def test_what_is_no_model_is_told(tmp_path: Path, code: str, expected: str) -> None:
+async def test_an_invalid_model_file_is_reported(tmp_path: Path, code: str, expected: str) -> None:
     model = models_of(write_model(tmp_path, "odd", code))["odd"]
     with pytest.raises(InferenceError) as failure:
         await PythonModels().load(model, 1, ModelRegistry())

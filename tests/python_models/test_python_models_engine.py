@@ -136,7 +136,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRegistry
     engine.close()
 
 
-async def test_custom_steps_give_the_engines_own_tokens(
+async def test_a_python_chain_returns_the_engines_tokens(
     registry: ModelRegistry, tmp_path: Path
 ) -> None:
     def inputs(prompt: str) -> dict[str, Tensor]:

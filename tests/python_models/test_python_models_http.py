@@ -1,6 +1,4 @@
-"""The recordings over HTTP, answered by the recorded models' own code: the same status, type,
-framing and body.
-"""
+"""The HTTP recordings, answered by the code of the recorded models."""
 
 from __future__ import annotations
 
@@ -107,7 +105,7 @@ def test_recorded_answer(port: int, case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "status", "told"),
+    ("parameters", "status", "error"),
     [
         (
             {},
@@ -124,13 +122,13 @@ def test_recorded_answer(port: int, case: dict[str, Any]) -> None:
         ({"sequence_id": "83", "sequence_start": True, "sequence_end": True}, 200, ""),
     ],
 )
-def test_a_sequence_is_begun_and_named(
-    port: int, parameters: dict[str, Any], status: int, told: str
+def test_sequence_parameters_are_checked(
+    port: int, parameters: dict[str, Any], status: int, error: str
 ) -> None:
     tensor = {"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": ["a"]}
     body = json.dumps({"parameters": parameters, "inputs": [tensor]})
     answer = sent(port, {"path": "/v2/models/seq/infer", "headers": [], "body": body})
-    assert (answer.status, json.loads(answer.body).get("error", "")) == (status, told)
+    assert (answer.status, json.loads(answer.body).get("error", "")) == (status, error)
 
 
 def recorded_body(response: dict[str, Any]) -> bytes:

@@ -91,7 +91,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
-def test_generate_and_infer_reach_the_engine_through_it(server: TinyServer) -> None:
+def test_generate_and_infer_reach_the_engine_through_a_python_model(server: TinyServer) -> None:
     generated = post(f"{server.url}/v2/models/shout/generate", {"text_input": "5"})
     assert generated["text_output"].split() == ["6", "7", "8!"]
     tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["9"]}
@@ -99,7 +99,7 @@ def test_generate_and_infer_reach_the_engine_through_it(server: TinyServer) -> N
     assert inferred["outputs"][0]["data"][0].split() == ["10", "11", "12!"]
 
 
-def test_its_metrics_are_on_the_metrics_port(server: TinyServer) -> None:
+def test_metrics_of_a_python_model_are_on_the_metrics_port(server: TinyServer) -> None:
     post(f"{server.url}/v2/models/shout/generate", {"text_input": "5"})
     with urllib.request.urlopen(
         f"http://127.0.0.1:{server.ports['Metrics Service']}/metrics", timeout=30
@@ -120,7 +120,7 @@ def events(url: str, body: dict[str, Any]) -> list[Any]:
         ]
 
 
-def test_customised_steps_of_the_usual_ensemble(tmp_path: Path) -> None:
+def test_python_steps_in_the_standard_ensemble(tmp_path: Path) -> None:
     folder = make_repository(tmp_path)
     for name, code in (("preprocessing", PREPROCESSING), ("postprocessing", POSTPROCESSING)):
         (folder / name / "1").mkdir(exist_ok=True)
@@ -141,7 +141,7 @@ def test_customised_steps_of_the_usual_ensemble(tmp_path: Path) -> None:
         stock.close()
 
 
-def test_its_process_ends_with_the_server(tmp_path: Path) -> None:
+def test_the_model_process_ends_with_the_server(tmp_path: Path) -> None:
     running = TinyServer(
         repository(tmp_path)[0], tmp_path / "tmp", "--allow-python-models"
     ).wait_started()
@@ -155,7 +155,7 @@ def test_its_process_ends_with_the_server(tmp_path: Path) -> None:
     wait_for(lambda: not is_running(workers[0]))
 
 
-def test_without_leave_the_server_refuses_and_nothing_runs(tmp_path: Path) -> None:
+def test_without_the_flag_the_server_refuses_and_runs_no_model(tmp_path: Path) -> None:
     folder, marker = repository(tmp_path)
     refused = TinyServer(folder, tmp_path / "tmp")
     assert refused.wait_exit() != 0
@@ -174,7 +174,7 @@ class TritonPythonModel:
 """
 
 
-def test_a_stopping_server_lets_python_models_answer(tmp_path: Path) -> None:
+def test_a_stopping_server_waits_for_python_models(tmp_path: Path) -> None:
     """Also one that takes longer than connections are kept open for those who only listen."""
     options = ["--allow-python-models"]
     running = TinyServer(

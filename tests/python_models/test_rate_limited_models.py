@@ -80,7 +80,7 @@ async def test_two_models_share_one_resource(tmp_path: Path) -> None:
     assert most_at_once(log) == 1
 
 
-async def test_a_model_that_needs_more_than_there_is_does_not_load(tmp_path: Path) -> None:
+async def test_a_model_that_needs_more_than_the_limit_does_not_load(tmp_path: Path) -> None:
     config = LIMITED.format(count=1, resource='{ name: "lock" global: true count: 4 }')
     write_model(tmp_path / "models", "greedy", CODE.format(log=str(tmp_path / "log")), config)
     with pytest.raises(InferenceError, match="is limited to 1"):

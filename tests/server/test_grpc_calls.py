@@ -1,6 +1,4 @@
-"""Every call beside inference, and what stands around all of them, asked by Triton's own clients of
-a real engine.
-"""
+"""The gRPC calls besides inference, and options, access and TLS, with Triton's own clients."""
 
 import asyncio
 import re
@@ -261,7 +259,7 @@ async def code_of(address, path, **options):
     return "OK"
 
 
-async def test_without_its_key_no_call_is_answered(engine_folder, tmp_path):
+async def test_every_call_requires_its_key(engine_folder, tmp_path):
     shared = ServerContext(access=Access(api_key="k1", admin_key="k2"))
     async with running(engine_folder, tmp_path, shared) as stack:
         others = [
@@ -304,7 +302,7 @@ async def test_metadata_that_is_to_be_forwarded_becomes_parameters(
     assert seen == [{"x-tenant-id": "7"}]
 
 
-def test_options_reach_the_library():
+def test_options_become_channel_arguments():
     options = GrpcOptions(
         keepalive_time_ms=1000, max_connection_age_ms=5000, max_connection_age_grace_ms=7
     )
@@ -380,7 +378,7 @@ async def test_tls(engine_folder, tmp_path, mutual, transport):
 
 
 @ON_BOTH
-async def test_the_health_service_tells_changes(stack):
+async def test_the_health_service_reports_changes(stack):
     def status():
         with grpc.insecure_channel(stack.address) as channel:
             watching = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=20)
@@ -469,7 +467,9 @@ def test_messages_are_those_of_tritons_client(ours, theirs):
         name: value for name, value in expected.items() if name in found
     }
     newer = set(expected) - set(found)
-    assert not newer or len(newer) < 20  # a later client may know fields that nobody here fills
+    assert (
+        not newer or len(newer) < 20
+    )  # a later client may know fields that this server does not fill
 
 
 def test_the_descriptor_modules_are_those_that_the_proto_files_give():

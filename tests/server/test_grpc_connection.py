@@ -1,4 +1,4 @@
-"""gRPC below the calls: connections that grow old, and bytes that are no messages."""
+"""gRPC connections: their maximum age, and bytes that are no message."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ def engine_folder(tmp_path_factory):
 
 
 async def test_a_connection_is_replaced_when_it_is_old(engine_folder, tmp_path):
-    """The client is told to make a new connection, and no call is lost over it."""
+    """The client makes a new connection and loses no call."""
     options = GrpcOptions(max_connection_age_ms=100, max_connection_age_grace_ms=1000)
     async with running(engine_folder, tmp_path, options=options) as stack:
         states = []
@@ -29,7 +29,7 @@ async def test_a_connection_is_replaced_when_it_is_old(engine_folder, tmp_path):
     assert grpc.ChannelConnectivity.IDLE in states
 
 
-async def test_bytes_that_are_no_message_are_told_as_triton_tells_them(engine_folder, tmp_path):
+async def test_unreadable_messages_get_tritons_error(engine_folder, tmp_path):
     service = "/inference.GRPCInferenceService"
     async with (
         running(engine_folder, tmp_path) as stack,

@@ -427,7 +427,7 @@ async def test_new_work_is_refused_while_draining(served):
 
 
 @ON_BOTH
-async def test_what_is_not_there_is_unimplemented(served):
+async def test_an_unknown_call_is_unimplemented(served):
     async with grpc.aio.insecure_channel(served.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await channel.unary_unary("/inference.GRPCInferenceService/Nope")(b"")

@@ -42,7 +42,7 @@ async def test_a_stop_request_ends_the_one_of_its_id_with_what_it_has(stack):
     async def sending():
         yield request("tensorrt_llm", token_inputs([3], 240), id="long")
         await begun.wait()
-        yield request("tensorrt_llm", stopping, id="other")  # nobody of that id: no error
+        yield request("tensorrt_llm", stopping, id="other")  # an unknown id is no error
         yield request("tensorrt_llm", stopping, id="long")
 
     async with asyncio.timeout(30):
@@ -211,7 +211,7 @@ async def test_a_batch_that_is_given_up_ends_in_the_engine(indexed):
     await until(lambda: indexed.engine.outstanding == 0)
 
 
-async def test_a_type_of_request_that_leaves_part_of_the_work_to_others_is_refused(stack):
+async def test_request_types_of_disaggregated_serving_are_refused(stack):
     asked = request(
         "tensorrt_llm", token_inputs([3], 2), parameters={"request_type": "context_only"}
     )

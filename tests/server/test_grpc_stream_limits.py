@@ -112,7 +112,7 @@ class Leaving:
         self.tried = 0
 
     def peer(self):
-        return "nobody"
+        return "unknown"
 
     def __aiter__(self):
         return self
@@ -129,8 +129,8 @@ class Leaving:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_a_client_that_leaves_while_it_is_told_of_an_error_is_no_error(capfd, count):
-    call = Leaving(*[asking("nobody")] * count)
+async def test_a_client_that_leaves_while_an_error_is_sent_is_no_error(capfd, count):
+    call = Leaving(*[asking("unknown")] * count)
     inference = Inference(ModelRegistry(), ServerState([]), ServerContext())
     await inference.model_stream_infer(call)
     assert call.tried > 0
@@ -142,7 +142,7 @@ async def test_clients_that_leave_amid_errors_leave_no_line_in_the_log(tmp_path,
         for number in range(30):
             call = channel.stream_stream(STREAM)()
             for _ in range(20):
-                await call.write(asking("nobody"))
+                await call.write(asking("unknown"))
             for _ in range(number % 3):
                 assert b"unknown model" in await call.read()
             call.cancel()
@@ -193,7 +193,7 @@ async def leave(how, server, call):
 
 
 @pytest.mark.parametrize("how", ["client", "server"])
-async def test_nothing_is_read_of_a_call_that_is_gone(how, monkeypatch):
+async def test_a_call_whose_client_left_yields_no_messages(how, monkeypatch):
     async def read_on(call):
         monkeypatch.setattr(CoreStreamCall, "_start", lambda *operation: started.append(operation))
         async with asyncio.timeout(5):
@@ -210,9 +210,7 @@ async def test_nothing_is_read_of_a_call_that_is_gone(how, monkeypatch):
 @pytest.mark.parametrize(
     ("how", "transport"), [("client", "core"), ("server", "core"), ("client", "aio")]
 )
-async def test_what_is_written_to_a_call_that_is_gone_ends_its_handler_in_silence(
-    how, transport, capfd
-):
+async def test_writing_to_a_call_whose_client_left_logs_nothing(how, transport, capfd):
     async def write_on(call):
         await call.write(b"an error")
 

@@ -118,7 +118,7 @@ async def test_a_call_ends_with_the_status_its_handler_raises(transport):
         )
 
 
-async def test_a_handler_that_breaks_is_told_of_in_the_log_only(transport, capfd):
+async def test_an_exception_of_a_handler_is_only_in_the_log(transport, capfd):
     async def break_down(data, call):
         raise KeyError("a secret")
 
@@ -186,7 +186,7 @@ async def test_a_stream_passes_messages_both_ways_in_order(transport):
         assert answers == [b"%d" % number for number in range(500)]
 
 
-async def test_a_reader_that_is_slow_holds_up_the_writer(transport):
+async def test_a_slow_reader_blocks_the_writer(transport):
     written, ended = 0, asyncio.Event()
 
     async def flood(call):
@@ -231,7 +231,7 @@ class Counting:
 @pytest.mark.parametrize(
     ("compression", "short"), [("none", False), ("deflate", True), ("gzip", True)]
 )
-async def test_answers_are_compressed_where_the_server_is_told_to(transport, compression, short):
+async def test_responses_are_compressed_where_the_options_say_so(transport, compression, short):
     async def large(data, call):
         return bytes(1 << 20)
 
@@ -268,7 +268,7 @@ async def test_stopping_lets_calls_end_within_the_grace(transport):
 
 
 @pytest.mark.parametrize("grace", [None, 0.1])
-async def test_stopping_cancels_what_goes_on_longer(transport, grace):
+async def test_stopping_cancels_calls_after_the_grace(transport, grace):
     waiting, streaming = Waiting(), Waiting()
     handlers = {"Wait": Unary(waiting.unary), "Stream": Streaming(streaming.stream)}
     async with serving(transport, **handlers) as (server, channel), asyncio.timeout(20):

@@ -20,7 +20,11 @@ from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.kserve.tensors import DTYPES, Tensor, read_values
 from slipstream.server.python_models.backend_tensors import Tensor as ModelTensor
-from slipstream.server.python_models.convert import request_frame, response_of, tensor_of
+from slipstream.server.python_models.convert import (
+    request_frame,
+    response_from_frame,
+    tensor_from_frame,
+)
 from slipstream.server.python_models.frames import (
     FROM_WORKER,
     LARGE_BYTES,
@@ -164,10 +168,27 @@ def test_a_large_tensor_comes_back_from_a_model_process_without_a_copy() -> None
 
     (received,) = receive(FrameReader(FROM_WORKER), pieces)
     frame = received.responses[0].response
-    tensor = response_of(frame, final=True).outputs[0]
+    tensor = response_from_frame(frame, final=True).outputs[0]
     assert (tensor.shape, tensor.datatype) == ((2, COUNT // 2), "FP32")
     assert np.array_equal(tensor.array(), NUMBERS)
     assert np.shares_memory(tensor.array(), memory_of(frame.outputs[0].data.view))
+
+
+def test_a_large_frame_is_received_into_one_buffer() -> None:
+    tensor = Tensor("x", "FP32", (COUNT,), NUMBERS)
+    data = b"".join(encode(Execute([request_frame(1, InferRequest("m", "1", {"x": tensor}))])))
+    reader = FrameReader(ORDERS)
+    rooms = []
+    while data:
+        room = reader.room()
+        rooms.append(memory_of(room))
+        count = min(len(room), len(data), 10_000)
+        room[:count] = data[:count]
+        data = data[count:]
+        messages = reader.received(count)
+    assert len(messages) == 1
+    array = ModelTensor.from_frame(messages[0].requests[0].inputs[0]).as_numpy()
+    assert all(np.shares_memory(room, array) for room in rooms[2:])
 
 
 def test_small_and_large_frames_follow_each_other() -> None:
@@ -199,9 +220,9 @@ def test_a_frame_whose_large_tensor_is_missing_is_refused() -> None:
 
 def test_a_model_process_that_sends_too_few_numbers_is_refused() -> None:
     with pytest.raises(InferenceError, match="does not fit the shape of tensor 'x'"):
-        tensor_of(TensorFrame("x", "FP32", (3,), bytes(8)))
+        tensor_from_frame(TensorFrame("x", "FP32", (3,), bytes(8)))
     with pytest.raises(InferenceError, match="does not fit the shape of tensor 'x'"):
-        tensor_of(TensorFrame("x", "FP32", (1,), [b"text"]))
+        tensor_from_frame(TensorFrame("x", "FP32", (1,), [b"text"]))
 
 
 async def test_64_mib_pass_through_a_python_model() -> None:

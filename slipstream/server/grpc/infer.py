@@ -225,7 +225,8 @@ class _Answers:
             await self._answer(admitted, after)
 
     async def _answer(self, admitted: Admitted, after: asyncio.Task[None] | None) -> None:
-        model, request = admitted.entry.model, admitted.call.request
+        model = admitted.entry.model
+        request = admitted.call.request
         final = False
         async with aclosing(model.infer(request)) as responses:
             async for response in responses:

@@ -1,6 +1,5 @@
-"""Models of a repository that are Python code (`model.py`), each instance in a process of its own.
-Opt-in.
+"""Models of a repository that are Python code (`model.py`). They must be allowed by a flag.
 
-`factory` is the way in. The server process never imports a model: `worker` does, at the other end
-of a socket.
+Start reading at `factory`. Each instance of a model is a process: the server never imports a model,
+`worker` does, at the other end of a socket.
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ModelConfig:
-    """What the server knows of the model; the model adds what its config.pbtxt leaves out."""
+    """The model's configuration, to which the model adds what its config.pbtxt leaves out."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
@@ -19,7 +19,8 @@ class ModelConfig:
         given = self._document.get("max_batch_size", 0)
         if 0 < given < max_batch_size:
             raise ValueError(
-                f"configuration specified max_batch_size {given}, but the model asks for more: {max_batch_size}"
+                f"configuration specified max_batch_size {given}, "
+                f"but the model asks for more: {max_batch_size}"
             )
         if given == 0:
             self._document["max_batch_size"] = max_batch_size
@@ -67,7 +68,7 @@ class ModelConfig:
             return
         for field in ("data_type", "dims"):
             if given[field] != tensor[field]:
-                asked = f"the model asks for {tensor[field]}"
                 raise ValueError(
-                    f"configuration specified {field} {given[field]} for '{tensor['name']}', but {asked}"
+                    f"configuration specified {field} {given[field]} for '{tensor['name']}', "
+                    f"but the model asks for {tensor[field]}"
                 )

@@ -1,4 +1,4 @@
-"""Requests as a `model.py` gets and makes them. Part of `triton_python_backend_utils`."""
+"""The requests that a `model.py` gets and makes. Part of `triton_python_backend_utils`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from slipstream.server.python_models.backend_tensors import (
 from slipstream.server.python_models.channel import Channel, PendingCall
 from slipstream.server.python_models.frames import (
     Call,
+    CallAck,
     CallCancel,
-    CallRead,
     RequestFrame,
     Response,
 )
@@ -34,9 +34,7 @@ TRITONSERVER_MEMORY_GPU = 2
 
 
 class PreferredMemory:
-    """Where a model would like the answer of another one to be. There is only the CPU's memory
-    here.
-    """
+    """Where a model prefers the response of another one to be. Only CPU memory is supported."""
 
     def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
@@ -44,20 +42,18 @@ class PreferredMemory:
 
 
 class InferenceTrace:
-    """The trace of a request. Another one that is made with it belongs to the same."""
+    """The trace of a request. Requests that a model makes with it belong to the same trace."""
 
     def __init__(self, context: str | None = None, number: int = 0) -> None:
         self._context = context
-        self.number = number  # of the request; 0 where it is not traced
+        self.number = number  # number of the request; 0 if it is not traced
 
     def get_context(self) -> str | None:
         return self._context
 
 
 class ResponseSender:
-    """The way out for the answers to one request; any thread may use it, also after `execute` has
-    returned.
-    """
+    """Sends the responses to one request, from any thread, also after `execute` has returned."""
 
     def __init__(self, channel: Channel, number: int) -> None:
         self._channel = channel
@@ -65,9 +61,7 @@ class ResponseSender:
         self.closed = False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Waits while more than enough of what was sent before is unread (see `unread.py`); the
-        last one never does.
-        """
+        """Send a response. Unless it is final, waits while too much is unread (`flow_control`)."""
         frame = self.frame(response, bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL))
         if frame.final:
             self._channel.send(frame)
@@ -75,7 +69,7 @@ class ResponseSender:
             self._channel.answer(frame)
 
     def frame(self, response: InferenceResponse | None, final: bool) -> Response:
-        """What goes over the socket. After the final one there is no other."""
+        """Return the frame of a response. Raises after the final one."""
         if self.closed:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
         if response is not None and not isinstance(response, InferenceResponse):
@@ -95,7 +89,7 @@ class ResponseSender:
 
 
 class ResponseIterator:
-    """The answers of a decoupled model, as they come."""
+    """The responses of a decoupled model as they arrive."""
 
     def __init__(self, channel: Channel, call: PendingCall) -> None:
         self._channel = channel
@@ -112,11 +106,11 @@ class ResponseIterator:
             if answer.response is not None:
                 return InferenceResponse.from_frame(answer.response)
             if not self._ended:
-                self._channel.send(CallRead(self._call.number))
+                self._channel.send(CallAck(self._call.number))
         raise StopIteration
 
     def cancel(self) -> None:
-        """Give the rest up."""
+        """Cancel the call."""
         if not self._ended:
             self._channel.send(CallCancel(self._call.number))
 
@@ -153,10 +147,11 @@ class InferenceRequest:
         )
         self._inputs = list(inputs)
         self._flags = flags
-        self._model_name, self._model_version = model_name, model_version
+        self._model_name = model_name
+        self._model_version = model_version
         self._trace = trace
         self.preferred_memory = preferred_memory
-        self._sender: ResponseSender | None = None  # of a request to this model
+        self._sender: ResponseSender | None = None  # only for a request to this model
 
     @classmethod
     def from_frame(cls, frame: RequestFrame, channel: Channel) -> InferenceRequest:
@@ -164,7 +159,8 @@ class InferenceRequest:
         request._frame = frame
         request._inputs = [Tensor.from_frame(tensor) for tensor in frame.inputs]
         request._flags = frame.flags
-        request._model_name, request._model_version = "", -1
+        request._model_name = ""
+        request._model_version = -1
         request._trace = InferenceTrace(frame.trace_context or None, frame.trace)
         request.preferred_memory = None
         request._sender = ResponseSender(channel, frame.number)
@@ -210,17 +206,15 @@ class InferenceRequest:
         return self._sender
 
     def exec(self, decoupled: bool = False) -> Any:
-        """Ask the model and wait: its one response, or with `decoupled` an iterator of them."""
+        """Send the request; return its response, or with `decoupled` an iterator of responses."""
         channel = Channel.current()
         answers = ResponseIterator(channel, self._begin(channel, decoupled))
         if decoupled:
             return answers
         responses = list(answers)
         if len(responses) != 1:
-            text = (
-                f"model '{self._model_name}' gave {len(responses)} responses where one was expected"
-            )
-            return InferenceResponse([], TritonError(text))
+            text = f"gave {len(responses)} responses where one was expected"
+            return InferenceResponse([], TritonError(f"model '{self._model_name}' {text}"))
         return responses[0]
 
     async def async_exec(self, decoupled: bool = False) -> Any:

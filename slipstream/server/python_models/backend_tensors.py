@@ -1,6 +1,4 @@
-"""Tensors, errors and responses as a `model.py` handles them. Part of
-`triton_python_backend_utils`.
-"""
+"""Tensors, errors and responses of a `model.py`. Part of `triton_python_backend_utils`."""
 
 from __future__ import annotations
 
@@ -36,15 +34,15 @@ WIRE_TYPES = {np.dtype(numpy_type): name for name, numpy_type in NUMPY_TYPES.ite
 
 
 class TritonModelException(Exception):
-    """What a model raises to fail a request, and what this module raises."""
+    """An error that a model raises to fail a request, and that this module raises."""
 
 
-# tracebacks that models send as errors name it so
+# the name in tracebacks that models send as errors
 TritonModelException.__module__ = "c_python_backend_utils"
 
 
 class TritonError:
-    """An error as a response carries it."""
+    """The error of a response."""
 
     UNKNOWN = "UNKNOWN"
     INTERNAL = "INTERNAL"
@@ -70,7 +68,7 @@ class TritonError:
 
 
 def numpy_to_triton_type(numpy_type: Any) -> str:
-    """The wire's name for a NumPy type."""
+    """Return Triton's name of a NumPy type."""
     given = numpy_type if isinstance(numpy_type, np.dtype) else np.dtype(numpy_type)
     if given.kind == "S":  # fixed-width bytes
         return "BYTES"
@@ -80,7 +78,7 @@ def numpy_to_triton_type(numpy_type: Any) -> str:
 
 
 class _Capsule:
-    """A bare DLPack capsule in the clothes `numpy.from_dlpack` expects."""
+    """Wraps a bare DLPack capsule in the interface that `numpy.from_dlpack` expects."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
@@ -104,13 +102,15 @@ class Tensor:
     @classmethod
     def from_frame(cls, frame: TensorFrame) -> Tensor:
         tensor = cls.__new__(cls)
-        tensor._name, tensor._datatype = frame.name, frame.datatype
-        tensor._array, tensor._frame = None, frame
+        tensor._name = frame.name
+        tensor._datatype = frame.datatype
+        tensor._array = None
+        tensor._frame = frame
         return tensor
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """From a capsule, or from anything that can give one; only memory of the CPU."""
+        """Return a tensor of a DLPack capsule or an object that exports one, in CPU memory."""
         source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
         if source.__dlpack_device__()[0] not in (1, 3):  # plain or pinned memory
             raise TritonModelException(
@@ -145,9 +145,7 @@ class Tensor:
         return (1, 0)
 
     def frame(self) -> TensorFrame:
-        """For the socket. The array wins over the bytes it was made of: the model may have written
-        to it.
-        """
+        """Return the frame of the tensor: of the array if there is one, which may have changed."""
         if self._array is None:
             return self._require_frame()
         return TensorFrame(

@@ -1,4 +1,4 @@
-"""All that `import triton_python_backend_utils as pb_utils` gives a `model.py`."""
+"""The contents of `triton_python_backend_utils`, which a `model.py` imports as pb_utils."""
 
 from __future__ import annotations
 
@@ -129,20 +129,23 @@ def triton_string_to_numpy(triton_type_string: str) -> Any:
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    """By the number the protocol's enumeration gives a type."""
+    """Return the NumPy type by the number of the protocol's enumeration."""
     return _NUMBERED_TYPES[data_type]
 
 
 def get_model_dir() -> str:
-    """The version folder of this model."""
+    """Return the version folder of this model."""
     model = sys.modules.get("model")
     return str(Path(model.__file__).parent) if model is not None and model.__file__ else ""
 
 
 class Logger:
-    """The server's log."""
+    """Writes to the server's log."""
 
-    INFO, WARNING, ERROR, VERBOSE = "I", "W", "E", "V"
+    INFO = "I"
+    WARNING = "W"
+    ERROR = "E"
+    VERBOSE = "V"
 
     @staticmethod
     def log(message: str, level: str = "I") -> None:
@@ -171,35 +174,41 @@ def _log(level: str, message: str) -> None:
     Channel.current().send(Log(level, str(message), place))
 
 
-def _checked(answer: ControlAnswer) -> float:
+def _value_or_raise(answer: ControlAnswer) -> float:
     if answer.error is not None:
         raise TritonModelException(answer.error.message)
     return answer.value
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    return bool(_checked(Channel.current().control("ready", model_name, version=model_version)))
+    return bool(
+        _value_or_raise(Channel.current().control("ready", model_name, version=model_version))
+    )
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Load, or load again; `files` override the repository's, by `file:` paths."""
+    """Load or reload a model; `files` override those of the repository, by `file:` paths."""
     contents = {
         name.removeprefix("file:"): bytes(content) for name, content in (files or {}).items()
     }
-    _checked(Channel.current().control("load", model_name, config=config, files=contents))
+    _value_or_raise(Channel.current().control("load", model_name, config=config, files=contents))
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    _checked(Channel.current().control("unload", model_name, unload_dependents=unload_dependents))
+    _value_or_raise(
+        Channel.current().control("unload", model_name, unload_dependents=unload_dependents)
+    )
 
 
 class Metric:
-    """One line (or histogram) of a family."""
+    """One sample or histogram of a family."""
 
     def __init__(
         self, family: str, kind: str, labels: Mapping[str, str], buckets: Sequence[float]
     ) -> None:
-        self._family, self._kind, self._labels = family, kind, dict(labels)
+        self._family = family
+        self._kind = kind
+        self._labels = dict(labels)
         self._send("create", buckets=tuple(float(bound) for bound in buckets))
 
     def increment(self, value: float) -> None:
@@ -220,7 +229,9 @@ class Metric:
     def value(self) -> float:
         if self._kind == "histogram":
             raise TritonModelException("a histogram has no single value")
-        return _checked(Channel.current().control("metric", self._family, labels=self._labels))
+        return _value_or_raise(
+            Channel.current().control("metric", self._family, labels=self._labels)
+        )
 
     def _send(self, action: str, value: float = 0.0, buckets: tuple[float, ...] = ()) -> None:
         Channel.current().send(
@@ -229,10 +240,13 @@ class Metric:
 
 
 class MetricFamily:
-    COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
 
     def __init__(self, name: str, description: str, kind: str) -> None:
-        self._name, self._kind = name, kind
+        self._name = name
+        self._kind = kind
         Channel.current().send(MetricFamilyFrame(name, description, kind))
 
     def Metric(

@@ -1,5 +1,6 @@
-"""A model process's ends of its sockets: its main thread reads orders, another reads news, any
-thread may write.
+"""A model process's ends of its two sockets.
+
+The main thread reads orders, another thread reads events, and any thread may write.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from slipstream.server.python_models.flow_control import STALL_SECONDS, FlowControl
 from slipstream.server.python_models.frames import (
-    NEWS,
+    EVENTS,
     ORDERS,
+    Ack,
     Buffer,
     CallAnswer,
     Cancel,
     Control,
     ControlAnswer,
     ErrorFrame,
+    Event,
     FrameError,
     FrameReader,
     FromWorker,
-    News,
     Order,
-    Read,
     RequestFrame,
     Response,
     ResponseFrame,
     encode,
     size_of,
 )
-from slipstream.server.python_models.unread import PATIENCE_SECONDS, Unread
 
-_UNREAD = ErrorFrame(
-    f"given up: none of its answers was read for {PATIENCE_SECONDS:.0f} seconds", "CANCELLED"
+_STALLED = ErrorFrame(
+    f"given up: none of its answers was read for {STALL_SECONDS:.0f} seconds", "CANCELLED"
 )
 
 
 class PendingCall:
-    """A call of another model whose answers arrive."""
+    """A call of another model whose responses arrive."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -56,17 +57,17 @@ class PendingCall:
 class Channel:
     _current: ClassVar[Channel | None] = None
 
-    def __init__(self, orders: socket.socket, news: socket.socket) -> None:
+    def __init__(self, orders: socket.socket, events: socket.socket) -> None:
         self._orders = orders
-        self._news = news
+        self._events = events
         self._writing = threading.Lock()
         self._numbers = itertools.count(1)
         self._calls: dict[int, PendingCall] = {}
-        self._marking = threading.Lock()
-        self._room = threading.Condition(self._marking)  # for more answers
-        self._newest = 0  # of the requests that were taken up: their numbers grow
-        self._cancelled: dict[int, bool] = {}  # of the requests that are not answered yet
-        self._unread: dict[int, Unread] = {}  # of those of them that have several answers
+        self._state = threading.Lock()  # guards the fields below
+        self._changed = threading.Condition(self._state)
+        self._newest = 0  # number of the last request that was accepted; numbers grow
+        self._cancelled: dict[int, bool] = {}  # requests that are not answered yet
+        self._flows: dict[int, FlowControl] = {}  # those with several responses
         Channel._current = self
 
     @classmethod
@@ -79,75 +80,87 @@ class Channel:
         return _messages(self._orders, ORDERS)
 
     def listen(self) -> None:
-        threading.Thread(target=self._hear, name="server", daemon=True).start()
+        """Start the thread that reads events."""
+        threading.Thread(target=self._read_events, name="server", daemon=True).start()
 
-    def _hear(self) -> None:
-        for message in _messages(self._news, NEWS):
-            self._take(message)
+    def _read_events(self) -> None:
+        for message in _messages(self._events, EVENTS):
+            self._receive(message)
 
-    def _take(self, message: News) -> None:
+    def _receive(self, message: Event) -> None:
         if isinstance(message, Cancel):
-            with self._marking:  # the order it is about may still be on its way
-                if message.number in self._cancelled or message.number > self._newest:
-                    self._cancelled[message.number] = True
-                    self._room.notify_all()
-            return
-        if isinstance(message, Read):
-            with self._marking:
-                if (unread := self._unread.get(message.number)) is not None:
-                    unread.read()
-                    self._room.notify_all()
-            return
-        ended = not isinstance(message, CallAnswer) or message.final
-        call = self._calls.pop(message.call, None) if ended else self._calls.get(message.call)
-        if call is not None:
-            call.answers.put(message)
+            self._cancel(message.number)
+        elif isinstance(message, Ack):
+            self._acknowledge(message.number)
+        else:
+            ended = not isinstance(message, CallAnswer) or message.final
+            call = self._calls.pop(message.call, None) if ended else self._calls.get(message.call)
+            if call is not None:
+                call.answers.put(message)
 
-    def take_up(self, requests: list[RequestFrame]) -> list[RequestFrame]:
-        """Those of them that somebody still waits for; the others need no answer."""
-        wanted = []
-        with self._marking:
+    def _cancel(self, number: int) -> None:
+        with self._state:
+            # a number above the newest is of a request whose order has not been read yet
+            if number in self._cancelled or number > self._newest:
+                self._cancelled[number] = True
+                self._changed.notify_all()
+
+    def _acknowledge(self, number: int) -> None:
+        with self._state:
+            flow = self._flows.get(number)
+            if flow is not None:
+                flow.acknowledged()
+                self._changed.notify_all()
+
+    def accept(self, requests: list[RequestFrame]) -> list[RequestFrame]:
+        """Return the requests that were not cancelled; the others need no response."""
+        accepted = []
+        with self._state:
             for request in requests:
                 if not self._cancelled.pop(request.number, False):
                     self._cancelled[request.number] = False
-                    wanted.append(request)
+                    accepted.append(request)
             self._newest = requests[-1].number
-        return wanted
+        return accepted
 
     def answer(self, message: Response) -> None:
-        """Send an answer that others follow, once enough of those before it are read. Nobody's
-        answers go nowhere.
+        """Send a non-final response; blocks while too many are unread.
+
+        Responses to cancelled requests are dropped. A request whose responses are not read for too
+        long is cancelled.
         """
-        number, frame = message.number, encode(message)
-        with self._marking:
-            if not self._is_wanted(number):
+        number = message.number
+        frame = encode(message)
+        with self._state:
+            if not self._is_running(number):
                 return
-            if (unread := self._unread.get(number)) is None:
-                unread = self._unread[number] = Unread()
-            if not unread.full or self._wait_for_room(number, unread):
-                if unread.add(size_of(frame)):
+            flow = self._flows.setdefault(number, FlowControl())
+            if not flow.full or self._wait_until_read(number, flow):
+                if flow.sent(size_of(frame)):
                     frame += encode(Response(number, None, False))
-            elif self._is_wanted(number):
+            elif self._is_running(number):
                 self._cancelled[number] = True
-                frame = encode(Response(number, ResponseFrame([], _UNREAD), True))
+                frame = encode(Response(number, ResponseFrame([], _STALLED), True))
             else:
                 return
         self._write(frame)
 
-    def _is_wanted(self, number: int) -> bool:
+    def _is_running(self, number: int) -> bool:
         return self._cancelled.get(number) is False
 
-    def _wait_for_room(self, number: int, unread: Unread) -> bool:
-        """False where the request was given up or answered meanwhile, or nothing is read for too
-        long.
+    def _wait_until_read(self, number: int, flow: FlowControl) -> bool:
+        """Wait while the flow is full.
+
+        Returns False where the request was cancelled or answered meanwhile, or nothing is read for
+        too long.
         """
-        while unread.full:
-            before = unread.total
+        while flow.full:
+            before = flow.unread
 
             def changed(before: int = before) -> bool:
-                return unread.total < before or not self._is_wanted(number)
+                return flow.unread < before or not self._is_running(number)
 
-            if not self._room.wait_for(changed, PATIENCE_SECONDS) or not self._is_wanted(number):
+            if not self._changed.wait_for(changed, STALL_SECONDS) or not self._is_running(number):
                 return False
         return True
 
@@ -165,24 +178,25 @@ class Channel:
         return call
 
     def control(self, action: str, name: str, **details: Any) -> ControlAnswer:
-        """Ask the server itself something, and wait."""
+        """Ask the server itself something, and wait for its answer."""
         call = self.begin()
         self.send(Control(call.number, action, name, **details))
         answer: ControlAnswer = call.next()
         return answer
 
     def forget(self, number: int) -> None:
-        with self._marking:
+        """Drop the state of a request that has its final response."""
+        with self._state:
             self._cancelled.pop(number, None)
-            if self._unread.pop(number, None) is not None:
-                self._room.notify_all()  # another thread may want to answer still
+            if self._flows.pop(number, None) is not None:
+                self._changed.notify_all()  # another thread may be waiting to send a response
 
     def is_cancelled(self, number: int) -> bool:
         return self._cancelled.get(number, False)
 
 
 def _messages(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> Iterator[Any]:
-    """What the server sends. When it is gone, so is every reason to be here."""
+    """Yield what the server sends. Ends the process when the connection is lost."""
     reader = FrameReader(decoder)
     try:
         while count := connection.recv_into(reader.room()):

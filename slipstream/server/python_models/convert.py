@@ -1,4 +1,4 @@
-"""Between the server's tensors, requests and answers and the frames a model's process reads."""
+"""Converts tensors, requests and responses to the frames of a model's process, and back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from slipstream.server.python_models.frames import (
 _PARAMETERS = msgspec.json.Decoder(dict[str, str | int | float | bool])
 _WRITER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
-_START, _END = 1, 2  # the flags of a sequence
+# Flags of a request of a sequence.
+_START = 1
+_END = 2
 
 
 def tensor_frame(tensor: Tensor) -> TensorFrame:
@@ -31,7 +33,7 @@ def tensor_frame(tensor: Tensor) -> TensorFrame:
     return TensorFrame(tensor.name, tensor.datatype, tensor.shape, data)
 
 
-def tensor_of(frame: TensorFrame) -> Tensor:
+def tensor_from_frame(frame: TensorFrame) -> Tensor:
     """Return the tensor of a frame; its numbers are a view of the frame's bytes."""
     if isinstance(frame.data, list):
         if frame.datatype != "BYTES":
@@ -68,8 +70,8 @@ def request_frame(number: int, request: InferRequest) -> RequestFrame:
     )
 
 
-def request_of(frame: RequestFrame, model_name: str, model_version: str) -> InferRequest:
-    """A request that a model makes to another."""
+def request_from_frame(frame: RequestFrame, model_name: str, model_version: str) -> InferRequest:
+    """Return a request that a model makes to another."""
     try:
         parameters: dict[str, Parameter] = _PARAMETERS.decode(frame.parameters)
     except msgspec.MsgspecError as error:
@@ -79,7 +81,7 @@ def request_of(frame: RequestFrame, model_name: str, model_version: str) -> Infe
     return InferRequest(
         model_name,
         model_version,
-        {tensor.name: tensor_of(tensor) for tensor in frame.inputs},
+        {tensor.name: tensor_from_frame(tensor) for tensor in frame.inputs},
         id=frame.id,
         parameters=parameters,
         outputs=frame.requested_outputs,
@@ -90,19 +92,17 @@ def request_of(frame: RequestFrame, model_name: str, model_version: str) -> Infe
     )
 
 
-def response_of(frame: ResponseFrame, final: bool) -> InferResponse:
+def response_from_frame(frame: ResponseFrame, final: bool) -> InferResponse:
     if frame.error is not None:
         code = Code.__members__.get(frame.error.code, Code.INTERNAL)
         return InferResponse(error=InferenceError(frame.error.message, code), final=final)
     return InferResponse(
-        [tensor_of(tensor) for tensor in frame.outputs], frame.parameters, final=final
+        [tensor_from_frame(tensor) for tensor in frame.outputs], frame.parameters, final=final
     )
 
 
 def response_frame(response: InferResponse, wanted: Sequence[str]) -> ResponseFrame:
-    """An answer of another model, with the outputs it was asked for (all when it was asked for
-    none).
-    """
+    """Return another model's response with the outputs that were asked for, all if none was."""
     if response.error is not None:
         return error_frame(response.error)
     outputs = [

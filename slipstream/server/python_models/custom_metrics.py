@@ -1,6 +1,4 @@
-"""Metrics that Python models define themselves, kept in the server so that every instance adds to
-the same one.
-"""
+"""Metrics that Python models define. The server keeps them, so all instances share a metric."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass
 class _Metrics:
-    """One family: its lines by their labels."""
+    """One family of metrics: its samples by their labels."""
 
     description: str
     kind: str
@@ -41,14 +39,14 @@ class CustomMetrics:
             family.histograms[labels].observe(frame.value)
         elif frame.action == "set":
             family.values[labels] = frame.value
-        else:  # create counts as an increment by nothing
+        else:  # create is an increment by 0
             family.values[labels] = family.values.get(labels, 0.0) + frame.value
 
     def value(self, family: str, labels: dict[str, str]) -> float:
         found = self._metrics[family].values.get(tuple(sorted(labels.items())))
         if found is None:
             raise InferenceError(
-                f"there is no such metric of the family '{family}'", Code.NOT_FOUND
+                f"the metric family '{family}' has no metric with these labels", Code.NOT_FOUND
             )
         return found
 

@@ -1,6 +1,4 @@
-"""The way from a repository's Python model to a served one. Only a server that was told to allows
-it.
-"""
+"""Starts the Python models of a repository. Only a server with the flag that allows it does."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from slipstream.repository.roles import Role
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import ServedModel
 from slipstream.server.kserve.repository_control import NoControl, RepositoryControl
-from slipstream.server.python_models.calls import Surroundings
+from slipstream.server.python_models.calls import PythonModelContext
 from slipstream.server.python_models.custom_metrics import CustomMetrics
 from slipstream.server.python_models.model import PythonModel
 from slipstream.server.python_models.rate_limiter import RateLimiter
@@ -23,31 +21,31 @@ if TYPE_CHECKING:
 
 
 async def open_python_model(
-    config: ModelConfig, version_folder: Path, surroundings: Surroundings
+    config: ModelConfig, version_folder: Path, context: PythonModelContext
 ) -> PythonModel:
-    """A model with all its processes running; InferenceError with the model's own reason where it
-    cannot start.
+    """Return a model with all its processes running.
+
+    Raises InferenceError with the model's own reason where it cannot start.
     """
     if config.parameters.get("EXECUTION_ENV_PATH"):
         text = "EXECUTION_ENV_PATH is not supported: install what the model needs beside the server"
         raise InferenceError(f"model '{config.name}': {text}", Code.UNSUPPORTED)
-    model = PythonModel(config, version_folder, surroundings)
+    model = PythonModel(config, version_folder, context)
     await model.start()
     return model
 
 
 class PythonModels:
-    """A `ModelFactory` for every model of the backend `python` that brings its own code.
+    """A `ModelFactory` for every model of the backend `python` that has its own code.
 
-    The engine itself is never one of them: upstream's `model.py` for it drives an engine that is
-    not here.
+    The engine model is never one of them: upstream's `model.py` for it drives another engine.
     """
 
     def __init__(self, limiter: RateLimiter | None = None, complete_config: bool = True) -> None:
         self._limiter = limiter
         self._complete_config = complete_config
-        self.metrics = CustomMetrics()  # what the models measure
-        # what their load_model and unload_model reach
+        self.metrics = CustomMetrics()  # metrics that the models define
+        # carries out their load_model and unload_model
         self.control: RepositoryControl = NoControl()
 
     def claims(self, model: RepositoryModel) -> bool:
@@ -58,15 +56,12 @@ class PythonModels:
     async def load(
         self, model: RepositoryModel, version: int, registry: ModelRegistry
     ) -> ServedModel:
-        surroundings = Surroundings(
+        context = PythonModelContext(
             registry.find, self.control, self.metrics, self._limiter, self._complete_config
         )
-        return await open_python_model(model.config, _file(model, version).parent, surroundings)
+        return await open_python_model(model.config, _file(model, version).parent, context)
 
 
 def _file(model: RepositoryModel, version: int) -> Path:
-    return (
-        model.folder
-        / str(version)
-        / (model.config.document.get("default_model_filename") or "model.py")
-    )
+    name = model.config.document.get("default_model_filename") or "model.py"
+    return model.folder / str(version) / name

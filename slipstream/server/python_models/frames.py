@@ -1,8 +1,8 @@
-"""What goes over the two sockets between the server and the process of a Python model.
+"""The messages on the two sockets between the server and the process of a Python model.
 
-Orders come over one, which the thread that runs the model reads itself: to be handed each by
-another thread costs more than most orders do. What a model may have to hear while it runs comes
-over the other.
+Orders come over the first socket. The thread that runs the model reads it itself: passing orders
+from another thread would cost more than most of them take. Events, which a model may have to
+receive while it runs, come over the second.
 
 A frame is two lengths (of the whole frame and of its head), the head, which is the msgpack form of
 one of the structures below, and the large tensors that the head mentions, in its order. Large
@@ -31,7 +31,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class FrameError(Exception):
-    """Bytes that are no frame of ours."""
+    """Bytes that are not a valid frame."""
 
 
 class LargeTensor(int):
@@ -72,7 +72,7 @@ def numbers_to_data(array: npt.NDArray[Any]) -> bytes | LargeTensor:
 
 class ErrorFrame(msgspec.Struct, frozen=True, array_like=True):
     message: str
-    code: str  # a name of `errors.Code`
+    code: str  # name of a member of `errors.Code`
 
 
 class ResponseFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -82,7 +82,7 @@ class ResponseFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
-    number: int  # names the request on this socket
+    number: int  # identifies the request on this socket
     id: str
     correlation_id: int | str
     flags: int
@@ -90,18 +90,18 @@ class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
     parameters: str  # JSON
     requested_outputs: tuple[str, ...]
     inputs: list[TensorFrame]
-    trace: int = 0  # the number of the request whose trace this one belongs to
-    trace_context: str = ""  # JSON of W3C's headers
+    trace: int = 0  # number of the request whose trace this one belongs to
+    trace_context: str = ""  # W3C trace headers as JSON
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """The first frame: which model to be."""
+    """The first order: which model to load."""
 
     file: str
     model_folder: str
     instance: str
     decoupled: bool
-    arguments: dict[str, str]  # of `initialize`
+    arguments: dict[str, str]  # arguments of `initialize`
     complete_config: bool
 
 
@@ -113,14 +113,14 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     number: int
 
 
-class Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
-    """Another mark among the answers to the request has been reached, the oldest first."""
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
+    """The reader has reached the oldest marker among the responses to a request."""
 
     number: int
 
 
 class CallAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """One response to a call of another model, or only its end, or a mark as in `Response`."""
+    """One response to a call of another model, or only its end, or a marker as in `Response`."""
 
     call: int
     response: ResponseFrame | None
@@ -134,11 +134,11 @@ class ControlAnswer(msgspec.Struct, frozen=True, array_like=True, tag="controlle
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """Finish what runs, then `finalize` and leave."""
+    """Finish what runs, then call `finalize` and exit."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
-    config: str  # JSON, as `auto_complete_config` left it; empty where the model has no such method
+    config: str  # JSON that `auto_complete_config` returned; empty if the model has no such method
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -146,9 +146,7 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True, tag="response"):
-    """One that is neither a response nor the end is a mark: whoever sent it wants to know when it
-    is reached.
-    """
+    """One response, or only the end, or else a marker (neither), which the reader acknowledges."""
 
     number: int
     response: ResponseFrame | None
@@ -156,13 +154,13 @@ class Response(msgspec.Struct, frozen=True, array_like=True, tag="response"):
 
 
 class Executed(msgspec.Struct, frozen=True, array_like=True, tag="executed"):
-    """`execute` has returned; the instance can take more."""
+    """`execute` has returned; the instance can take more requests."""
 
-    responses: list[Response]  # what it returned
+    responses: list[Response]  # the return value
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
-    """Ask another model of the server."""
+    """A request to another model of the server."""
 
     request: RequestFrame
     model_name: str
@@ -174,14 +172,14 @@ class CallCancel(msgspec.Struct, frozen=True, array_like=True, tag="call-cancel"
     call: int
 
 
-class CallRead(msgspec.Struct, frozen=True, array_like=True, tag="call-read"):
-    """Another mark among the answers to the call has been reached, the oldest first."""
+class CallAck(msgspec.Struct, frozen=True, array_like=True, tag="call-ack"):
+    """The model has reached the oldest marker among the responses to its call."""
 
     call: int
 
 
 class Control(msgspec.Struct, frozen=True, array_like=True, tag="control"):
-    """is_model_ready, load_model, unload_model, or the value of a metric."""
+    """A question to the server: is_model_ready, load_model, unload_model, or a metric's value."""
 
     call: int
     action: str
@@ -215,8 +213,8 @@ class MetricFrame(msgspec.Struct, frozen=True, array_like=True, tag="metric"):
 
 
 Order = Start | Execute | Stop
-News = Cancel | Read | CallAnswer | ControlAnswer
-ToWorker = Order | News
+Event = Cancel | Ack | CallAnswer | ControlAnswer
+ToWorker = Order | Event
 FromWorker = (
     Started
     | StartFailed
@@ -224,14 +222,14 @@ FromWorker = (
     | Executed
     | Call
     | CallCancel
-    | CallRead
+    | CallAck
     | Control
     | Log
     | MetricFamilyFrame
     | MetricFrame
 )
 ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-NEWS: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
+EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
@@ -296,12 +294,11 @@ class FrameReader:
 
     def _make_room(self, position: int, size: int) -> None:
         """Keep the bytes from `position` on, in a buffer that takes a frame of this size."""
+        if not position and size <= len(self._buffer):
+            return
         rest = self._buffer[position : self._filled]
-        fits = size <= LARGE_BYTES
-        buffer = self._small if fits else np.empty(size, np.uint8).data
-        if position or buffer is not self._buffer:
-            buffer[: len(rest)] = rest
-        self._buffer = buffer
+        self._buffer = self._small if size <= LARGE_BYTES else np.empty(size, np.uint8).data
+        self._buffer[: len(rest)] = rest
         self._filled = len(rest)
 
     def _decode(self, frame: memoryview, head_bytes: int) -> Any:

@@ -1,8 +1,9 @@
-"""One process of a Python model as the server holds it: its sockets, its output, its end."""
+"""The server's side of one process of a Python model: its sockets, its output, its end."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -17,13 +18,14 @@ from typing import Any
 from slipstream.server.engine_link.child import child_environment, describe_exit
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.log.capture import LineSplitter
-from slipstream.server.python_models.calls import Calls, Surroundings
+from slipstream.server.python_models.calls import Calls, PythonModelContext
 from slipstream.server.python_models.frames import (
     FROM_WORKER,
+    Ack,
     Buffer,
     Call,
+    CallAck,
     CallCancel,
-    CallRead,
     Cancel,
     Control,
     ControlAnswer,
@@ -36,7 +38,6 @@ from slipstream.server.python_models.frames import (
     Log,
     MetricFamilyFrame,
     MetricFrame,
-    Read,
     RequestFrame,
     Response,
     Start,
@@ -50,7 +51,7 @@ from slipstream.server.python_models.frames import (
 
 logger = logging.getLogger(__name__)
 
-# -P: a file in the working directory must not stand in for a library.
+# -P: a file in the working directory must not replace a library.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "slipstream.server.python_models.worker")
 # levels of the messages that a model logs; V stands for verbose
 _LOG_LEVELS = {
@@ -59,8 +60,8 @@ _LOG_LEVELS = {
     "E": logging.ERROR,
     "V": logging.DEBUG,
 }
-STOP_SECONDS = 10.0  # for `finalize`
-_LAST_WORDS_SECONDS = 0.5  # to read what a process sent before it ended
+STOP_SECONDS = 10.0  # time limit of `finalize`
+_FLUSH_SECONDS = 0.5  # time to read what a process sent before it ended
 
 
 class _Link(asyncio.BufferedProtocol):
@@ -73,7 +74,7 @@ class _Link(asyncio.BufferedProtocol):
         self._on_message = on_message
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
-        self._held: list[Buffer] | None = None  # what is written while messages are taken
+        self._held: list[Buffer] | None = None  # frames written while messages are handled
         self._writable = asyncio.Event()
 
     def connection_made(self, transport: Any) -> None:
@@ -84,9 +85,7 @@ class _Link(asyncio.BufferedProtocol):
         return self._reader.room()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """What the messages lead to goes out together: a system call, and waking the model, cost
-        more than to wait.
-        """
+        """Handle the messages, then send what they led to together, which saves system calls."""
         self._held = []
         try:
             for message in self._reader.received(nbytes):
@@ -95,7 +94,8 @@ class _Link(asyncio.BufferedProtocol):
             logger.error("a Python model's process sent an invalid message: %s", error)
             self.close()
         finally:
-            held, self._held = self._held, None
+            held = self._held
+            self._held = None
             if held and self._transport is not None and not self._transport.is_closing():
                 self._transport.writelines(held)
 
@@ -110,7 +110,7 @@ class _Link(asyncio.BufferedProtocol):
         self._writable.set()
 
     def write(self, message: ToWorker) -> int:
-        """The bytes that it takes."""
+        """Write a message; return the bytes that it takes."""
         frame = encode(message)
         if self._held is not None:
             self._held += frame
@@ -119,7 +119,7 @@ class _Link(asyncio.BufferedProtocol):
         return size_of(frame)
 
     async def send(self, message: ToWorker) -> int:
-        """Write, and wait while the model does not read."""
+        """Write a message and wait while the model does not read."""
         written = self.write(message)
         await self._writable.wait()
         return written
@@ -130,16 +130,14 @@ class _Link(asyncio.BufferedProtocol):
 
 
 class Instance:
-    """One process. `depth` is how many batches it may hold: the one it executes and those it takes
-    up next.
-    """
+    """One process. It may hold `depth` batches: the one that it executes and the next ones."""
 
     def __init__(
         self,
         name: str,
         model: str,
         depth: int,
-        surroundings: Surroundings,
+        context: PythonModelContext,
         on_response: Callable[[Response], None],
         on_free: Callable[[Instance], None],
         on_end: Callable[[Instance, str], None],
@@ -148,13 +146,15 @@ class Instance:
         self._model = model
         self._depth = depth
         self._serving = False
-        # that it has and has not executed, as numbers of requests
+        # the batches that it holds, as numbers of requests
         self._batches: deque[list[int]] = deque()
-        self._surroundings = surroundings
-        self._on_response, self._on_free, self._on_end = on_response, on_free, on_end
+        self._context = context
+        self._on_response = on_response
+        self._on_free = on_free
+        self._on_end = on_end
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: _Link | None = None
-        self._news: _Link | None = None
+        self._events: _Link | None = None
         self._calls: Calls | None = None
         self._started: asyncio.Future[str] | None = None
         self._ended = asyncio.Event()
@@ -170,22 +170,24 @@ class Instance:
 
     @property
     def not_begun(self) -> set[int]:
-        """The requests it holds but has not looked at: one batch comes after the other."""
-        return {number for batch in list(self._batches)[1:] for number in batch}
+        """The requests that it holds but has not started: all but the first batch."""
+        return set(itertools.chain.from_iterable(itertools.islice(self._batches, 1, None)))
 
     async def start(self, order: Start) -> str:
-        """Returns the configuration as the model completed it (empty: it did not); InferenceError
-        if it failed.
+        """Start the process; return the configuration that the model completed, "" if it did not.
+
+        Raises InferenceError where the model fails to start.
         """
         event_loop = asyncio.get_running_loop()
         self._started = event_loop.create_future()
-        (orders, their_orders), (news, their_news) = socket.socketpair(), socket.socketpair()
-        with their_orders, their_news:
-            self._process = _spawn(their_orders, their_news)
+        orders, their_orders = socket.socketpair()
+        events, their_events = socket.socketpair()
+        with their_orders, their_events:
+            self._process = _spawn(their_orders, their_events)
         self._follow_output(event_loop)
-        self._orders = await _linked(orders, self._take, self._lost)
-        self._news = await _linked(news, self._take, self._orders.close)
-        self._calls = Calls(self._surroundings, self._news.send)
+        self._orders = await _link(orders, self._receive, self._lost)
+        self._events = await _link(events, self._receive, self._orders.close)
+        self._calls = Calls(self._context, self._events.send)
         self._orders.write(order)
         return await self._started
 
@@ -195,7 +197,7 @@ class Instance:
         descriptor = self._process.stdout.fileno()
         os.set_blocking(descriptor, False)
         event_loop.add_reader(descriptor, self._read_output, event_loop, descriptor)
-        # processes that the model has forked may hold the sockets open
+        # watches the process itself: others that the model forked may keep the sockets open
         if hasattr(os, "pidfd_open"):
             watched = os.pidfd_open(self._process.pid)
             event_loop.add_reader(watched, self._exited, event_loop, watched)
@@ -204,7 +206,7 @@ class Instance:
         event_loop.remove_reader(watched)
         os.close(watched)
         if self._orders is not None:
-            event_loop.call_later(_LAST_WORDS_SECONDS, self._orders.close)
+            event_loop.call_later(_FLUSH_SECONDS, self._orders.close)
 
     def _read_output(self, event_loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
         try:
@@ -219,7 +221,7 @@ class Instance:
             assert self._process.stdout is not None
             self._process.stdout.close()
 
-    def _take(self, message: FromWorker) -> None:
+    def _receive(self, message: FromWorker) -> None:
         assert self._calls is not None
         assert self._started is not None
         if isinstance(message, Executed):
@@ -233,8 +235,8 @@ class Instance:
             self._calls.begin(message)
         elif isinstance(message, CallCancel):
             self._calls.cancel(message.call)
-        elif isinstance(message, CallRead):
-            self._calls.read(message.call)
+        elif isinstance(message, CallAck):
+            self._calls.acknowledge(message.call)
         elif isinstance(message, Control):
             self._control(message)
         elif isinstance(message, Started):
@@ -247,13 +249,12 @@ class Instance:
 
     def _control(self, message: Control) -> None:
         assert self._calls is not None
-        assert self._news is not None
+        assert self._events is not None
         assert self._started is not None
         if message.action in ("load", "unload") and not self._started.done():
-            # Whoever loads this model holds the repository until it has started: it would wait for
-            # itself.
+            # the load of this model holds the repository until it has started: it would deadlock
             text = "models cannot be loaded or unloaded while this one is being initialized"
-            self._news.write(
+            self._events.write(
                 ControlAnswer(message.call, 0.0, ErrorFrame(text, Code.UNAVAILABLE.name))
             )
         else:
@@ -261,9 +262,9 @@ class Instance:
 
     def _note(self, message: Log | MetricFamilyFrame | MetricFrame) -> None:
         if isinstance(message, MetricFamilyFrame):
-            self._surroundings.metrics.add_family(message)
+            self._context.metrics.add_family(message)
         elif isinstance(message, MetricFrame):
-            self._surroundings.metrics.change(message)
+            self._context.metrics.change(message)
         else:
             context = {
                 "place": message.place,
@@ -280,19 +281,19 @@ class Instance:
         self._orders.write(Execute(requests))
 
     def cancel(self, number: int) -> None:
-        if self._news is not None:
-            self._news.write(Cancel(number))
+        if self._events is not None:
+            self._events.write(Cancel(number))
 
-    def tell_read(self, number: int) -> None:
-        if self._news is not None:
-            self._news.write(Read(number))
+    def acknowledge(self, number: int) -> None:
+        if self._events is not None:
+            self._events.write(Ack(number))
 
     def _lost(self) -> None:
-        """The socket is closed: the process has ended or is beyond talking to."""
+        """End the process, whose socket is closed."""
         self._serving = False
         self._kill_group()
-        if self._news is not None:
-            self._news.close()
+        if self._events is not None:
+            self._events.close()
         if self._calls is not None:
             self._calls.close()
         self.kill()
@@ -313,9 +314,7 @@ class Instance:
         self._on_end(self, reason)
 
     def _kill_group(self) -> None:
-        """The process leads a group of its own, to which its helpers belong; they would outlive the
-        server.
-        """
+        """Kill the process group: processes that the model started would outlive the server."""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -325,7 +324,7 @@ class Instance:
             self._process.kill()
 
     async def stop(self) -> None:
-        """Let the model finalize, then make sure."""
+        """Let the model finalize; kill it if that takes too long."""
         if self._orders is None:
             return
         self._orders.write(Stop())
@@ -341,7 +340,7 @@ class Instance:
             await self._ended.wait()
 
 
-async def _linked(
+async def _link(
     end: socket.socket, on_message: Callable[[FromWorker], None], on_lost: Callable[[], None]
 ) -> _Link:
     link = _Link(on_message, on_lost)

@@ -1,4 +1,4 @@
-"""A Python model as the rest of the server sees it: requests in, answers out, processes behind."""
+"""A Python model: queues requests, gives them to its processes and returns their responses."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from slipstream.repository.config import InstanceGroup, ModelConfig
 from slipstream.repository.describe import config_document
 from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
 from slipstream.server.kserve.inference import Answers, InferRequest, InferResponse
-from slipstream.server.python_models.calls import Surroundings
-from slipstream.server.python_models.completion import completed
-from slipstream.server.python_models.convert import request_frame, response_of
+from slipstream.server.python_models.auto_complete import complete_config
+from slipstream.server.python_models.calls import PythonModelContext
+from slipstream.server.python_models.convert import request_frame, response_from_frame
 from slipstream.server.python_models.frames import Response, Start
 from slipstream.server.python_models.instance import Instance
 from slipstream.server.python_models.rate_limiter import GLOBAL, Contender, Device
-from slipstream.server.python_models.sequences import Sequences
-from slipstream.server.python_models.waiting import Pending, Waiting
+from slipstream.server.python_models.request_queue import Pending, RequestQueue
+from slipstream.server.python_models.sequence_queue import SequenceQueue
 from slipstream.server.tracing.tracing import RequestTrace
 
 logger = logging.getLogger(__name__)
 
-HANDED_AHEAD = 4
-DRAIN_SECONDS = 30.0  # for the requests of a model that is unloaded
+PREFETCHED_BATCHES = 4  # batches that a single process may hold
+DRAIN_SECONDS = 30.0  # time limit for the requests of a model that is unloaded
 
 
 @dataclass(frozen=True)
-class Forgiveness:
-    """How often an instance that died is started again."""
+class RestartLimit:
+    """How often an instance that died is started again within a window of time."""
 
-    restarts: int = 3  # within the window; one more and the instance stays away
+    restarts: int = 3
     window_seconds: float = 600.0
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an instance runs: its name and device."""
+    """The name and device of an instance."""
 
     name: str
     kind: str
@@ -49,7 +49,7 @@ class _Place:
 
     @property
     def needs(self) -> dict[tuple[str, Device], int]:
-        """The resources that one execution takes."""
+        """The amount of each resource that one execution takes."""
         resources = self.group.resources if self.group is not None else ()
         return {
             (one.name, GLOBAL if one.of_machine else self.device): one.count for one in resources
@@ -61,19 +61,19 @@ class PythonModel:
         self,
         config: ModelConfig,
         version_folder: Path,
-        surroundings: Surroundings,
-        forgiveness: Forgiveness = Forgiveness(),
+        context: PythonModelContext,
+        restart_limit: RestartLimit = RestartLimit(),
     ) -> None:
         self.config = config
         self._version_folder = version_folder.resolve()
-        self._surroundings = replace(surroundings, trace_of=self._trace_of)
-        self._forgiveness = forgiveness
-        self._waiting = _waiting(config)
+        self._context = replace(context, trace_of=self._trace_of)
+        self._restart_limit = restart_limit
+        self._queue = _create_queue(config)
         self._instances: dict[_Place, Instance] = {}
         self._deaths: dict[_Place, list[float]] = {}
         self._running: dict[int, Pending] = {}
-        self._numbers = 0  # of the requests that instances were given
-        self._contenders: dict[Instance, Contender] = {}  # for resources, where any are limited
+        self._last_number = 0  # number of the last request that an instance was given
+        self._contenders: dict[Instance, Contender] = {}  # those of the rate limiter
         self._restarting: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -91,13 +91,13 @@ class PythonModel:
         return [instance.process_id for instance in self._instances.values()]
 
     async def start(self) -> None:
-        """Start every instance; InferenceError with the model's reason when one of them fails."""
+        """Start every instance. Raises InferenceError with the model's reason where one fails."""
         first, *rest = _places(self.config)
         try:
-            document = await self._start(first, complete=self._surroundings.complete_config)
+            document = await self._start(first, complete=self._context.complete_config)
             if document:
-                self.config = completed(self.config, json.loads(document))
-                self._waiting = _waiting(self.config)
+                self.config = complete_config(self.config, json.loads(document))
+                self._queue = _create_queue(self.config)
             await asyncio.gather(*(self._start(place) for place in rest))
         except BaseException:
             await self.close()
@@ -108,13 +108,13 @@ class PythonModel:
             place.name,
             self.config.name,
             self._depth(),
-            self._surroundings,
-            self._take,
-            self._freed,
-            self._ended,
+            self._context,
+            self._on_response,
+            self._on_free,
+            self._on_end,
         )
         self._instances[place] = instance
-        self._contend(instance, place)
+        self._join_limiter(instance, place)
         document = config_document(self.config, self.config.decoupled)
         arguments = {
             "model_config": json.dumps(document, separators=(",", ":"), ensure_ascii=False),
@@ -134,51 +134,53 @@ class PythonModel:
             return await instance.start(order)
         except BaseException:
             self._instances.pop(place, None)
-            self._leave_contest(instance)
+            self._leave_limiter(instance)
             instance.kill()
             raise
 
-    def _contend(self, instance: Instance, place: _Place) -> None:
-        limiter = self._surroundings.limiter
+    def _join_limiter(self, instance: Instance, place: _Place) -> None:
+        limiter = self._context.limiter
         if limiter is not None and place.group is not None:
             contender = Contender(place.name, place.needs, place.group.priority)
             limiter.join(contender)
             self._contenders[instance] = contender
 
-    def _leave_contest(self, instance: Instance) -> None:
+    def _leave_limiter(self, instance: Instance) -> None:
         contender = self._contenders.pop(instance, None)
-        if contender is not None and self._surroundings.limiter is not None:
-            self._surroundings.limiter.leave(contender)
+        if contender is not None and self._context.limiter is not None:
+            self._context.limiter.leave(contender)
 
     def _may_execute(self, instance: Instance) -> bool:
-        if not self._contenders or self._surroundings.limiter is None:
+        if not self._contenders or self._context.limiter is None:
             return True
         contender = self._contenders.get(instance)
         if contender is None:
             return True
-        return self._surroundings.limiter.acquire(contender, self._dispatch)
+        return self._context.limiter.acquire(contender, self._dispatch)
 
     def _release(self, instance: Instance) -> None:
         contender = self._contenders.get(instance)
-        if contender is not None and self._surroundings.limiter is not None:
-            self._surroundings.limiter.release(contender)
+        if contender is not None and self._context.limiter is not None:
+            self._context.limiter.release(contender)
 
-    def _freed(self, instance: Instance) -> None:
+    def _on_free(self, instance: Instance) -> None:
         if self._contenders:
             self._release(instance)
-        if self._waiting:
+        if self._queue:
             self._dispatch()
 
     def _depth(self) -> int:
-        """A lone process may be handed requests ahead, which saves it the wait for each next one.
-        Several would take them from each other, and with batching those that wait are better
+        """Return the number of batches that an instance may hold.
+
+        A single process may hold several, which saves it the wait for the next one. Several
+        processes would take them from each other, and with batching waiting requests are better
         executed together.
         """
         alone = len(_places(self.config)) == 1
         batched = (
             self.config.dynamic_batching is not None or self.config.sequence_batching is not None
         )
-        return HANDED_AHEAD if alone and not batched and self._surroundings.limiter is None else 1
+        return PREFETCHED_BATCHES if alone and not batched and self._context.limiter is None else 1
 
     def infer(self, request: InferRequest) -> Answers:
         return _Answers(self, request)
@@ -186,20 +188,20 @@ class PythonModel:
     def admit(self, request: InferRequest) -> Pending:
         if (self._closed or not self._instances) and not self._restarting:
             raise Unavailable(f"no instance of model '{self.config.name}' is running")
-        pending = self._waiting.add(request)
+        pending = self._queue.add(request)
         self._dispatch()
         return pending
 
     def _dispatch(self) -> None:
-        """Give what waits to whoever is idle."""
-        for instance in sorted(self._instances.values(), key=self._waiting.load):
-            while instance.has_room and self._waiting and self._may_execute(instance):
-                batch = self._waiting.take(instance)
+        """Give waiting requests to idle instances."""
+        for instance in sorted(self._instances.values(), key=self._queue.load):
+            while instance.has_room and self._queue and self._may_execute(instance):
+                batch = self._queue.take(instance)
                 if not batch:
                     self._release(instance)
                     break
                 self._execute(instance, batch)
-        if self._waiting and self._timer is None and (delay := self._waiting.delay()) > 0:
+        if self._queue and self._timer is None and (delay := self._queue.delay()) > 0:
             self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -209,50 +211,52 @@ class PythonModel:
     def _execute(self, instance: Instance, batch: list[Pending]) -> None:
         frames = []
         for pending in batch:
-            self._numbers += 1
-            pending.number, pending.instance = self._numbers, instance
+            self._last_number += 1
+            pending.number = self._last_number
+            pending.instance = instance
             pending.request.times.leave_queue()
             self._running[pending.number] = pending
             frames.append(request_frame(pending.number, pending.request))
             pending.request.times.end_input()
         instance.execute(frames)
 
-    def _take(self, message: Response) -> None:
+    def _on_response(self, message: Response) -> None:
         pending = self._running.get(message.number)
         if pending is None:
-            return  # given up meanwhile
+            return  # the request was cancelled
         response = None
         if message.response is not None:
             try:
-                response = response_of(message.response, message.final)
+                response = response_from_frame(message.response, message.final)
             except InferenceError as error:
                 response = InferResponse(error=error, final=message.final)
         if message.final:
             del self._running[message.number]
             pending.request.times.end_infer()
         pending.put(response, message.final)
-        if message.final and self._waiting.finished(pending):
+        if message.final and self._queue.finished(pending):
             self._dispatch()
 
     def _trace_of(self, number: int) -> RequestTrace | None:
         pending = self._running.get(number)
         return pending.request.times.trace if pending is not None else None
 
-    def give_up(self, pending: Pending) -> None:
-        self._waiting.remove(pending)
+    def cancel(self, pending: Pending) -> None:
+        self._queue.remove(pending)
         if self._running.pop(pending.number, None) is not None and pending.instance is not None:
             pending.instance.cancel(pending.number)
-            if self._waiting.finished(pending):
+            if self._queue.finished(pending):
                 self._dispatch()
 
-    def _ended(self, instance: Instance, reason: str) -> None:
-        """An instance's process is gone. Its requests are told, and it is started again unless it
-        died too often.
+    def _on_end(self, instance: Instance, reason: str) -> None:
+        """Fail the requests of an instance whose process ended, and start it again.
+
+        An instance that died too often is not started again.
         """
         place = next((place for place, other in self._instances.items() if other is instance), None)
         if place is not None:
             del self._instances[place]
-        self._leave_contest(instance)
+        self._leave_limiter(instance)
         text = f"the process of model instance '{instance.name}' ended: {reason}"
         held = [pending for pending in self._running.values() if pending.instance is instance]
         not_begun = instance.not_begun
@@ -260,17 +264,18 @@ class PythonModel:
             del self._running[pending.number]
             if pending.number not in not_begun:
                 pending.fail(InferenceError(text, Code.INTERNAL))
-                self._waiting.finished(pending)
-        self._waiting.put_back([pending for pending in held if pending.number in not_begun])
-        self._waiting.lost(instance, InferenceError(text, Code.INTERNAL))
+                self._queue.finished(pending)
+        self._queue.put_back([pending for pending in held if pending.number in not_begun])
+        self._queue.lost(instance, InferenceError(text, Code.INTERNAL))
         if place is not None and not self._closed:
             self._after_death(place, text)
 
     def _after_death(self, place: _Place, text: str) -> None:
-        now, window = time.monotonic(), self._forgiveness.window_seconds
+        now = time.monotonic()
+        window = self._restart_limit.window_seconds
         deaths = [moment for moment in self._deaths.get(place, ()) if now - moment < window]
         self._deaths[place] = [*deaths, now]
-        if len(deaths) >= self._forgiveness.restarts:
+        if len(deaths) >= self._restart_limit.restarts:
             times = f"it has been started again {len(deaths)} times and now stays away"
             logger.error("%s; %s", text, times, extra={"model": self.config.name})
             self._refuse_all(text)
@@ -289,19 +294,18 @@ class PythonModel:
         self._dispatch()
 
     def _refuse_all(self, text: str) -> None:
-        """Where no instance is left nor on its way (a restart that just failed still counts as
-        running).
-        """
+        """Fail all waiting requests where no instance runs or is being started."""
+        # the task of a restart that has just failed is still in the set
         if not self._instances and not self._restarting - {asyncio.current_task()}:
-            for pending in self._waiting.clear():
+            for pending in self._queue.clear():
                 pending.fail(Unavailable(text))
 
     @property
     def under_way(self) -> int:
-        return len(self._running) + len(self._waiting)
+        return len(self._running) + len(self._queue)
 
     async def close(self) -> None:
-        """Let what was admitted end, finalize every instance and let its process go."""
+        """Wait for the admitted requests to end, then finalize and stop every instance."""
         await self._drain()
         self._closed = True
         if self._timer is not None:
@@ -309,19 +313,17 @@ class PythonModel:
         for task in list(self._restarting):
             task.cancel()
         await asyncio.gather(*(instance.stop() for instance in list(self._instances.values())))
-        for pending in self._waiting.clear():
+        for pending in self._queue.clear():
             pending.fail(Unavailable(f"model '{self.config.name}' was unloaded"))
 
     async def _drain(self) -> None:
         deadline = time.monotonic() + DRAIN_SECONDS
-        while (
-            self._running or (self._waiting and self._instances)
-        ) and time.monotonic() < deadline:
+        while (self._running or (self._queue and self._instances)) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
 
 class _Answers:
-    """To one request, which the model admits when the first of them is asked for."""
+    """The responses to one request, which is admitted when the first one is asked for."""
 
     def __init__(self, model: PythonModel, request: InferRequest) -> None:
         self._model = model
@@ -343,7 +345,7 @@ class _Answers:
                 if response is not None:
                     return response
                 if not self._final:
-                    self._pending.reach_mark()
+                    self._pending.acknowledge()  # a marker of flow control
         except asyncio.CancelledError:
             await self.aclose()
             raise
@@ -352,18 +354,16 @@ class _Answers:
     async def aclose(self) -> None:
         if self._pending is not None and not self._final:
             self._final = True
-            self._model.give_up(self._pending)
+            self._model.cancel(self._pending)
 
 
-def _waiting(config: ModelConfig) -> Waiting | Sequences:
+def _create_queue(config: ModelConfig) -> RequestQueue | SequenceQueue:
     batching = config.sequence_batching
-    return Waiting(config) if batching is None else Sequences(config, batching)
+    return RequestQueue(config) if batching is None else SequenceQueue(config, batching)
 
 
 def _places(config: ModelConfig) -> list[_Place]:
-    """One for each process, named as upstream names them: with the group's position only where
-    groups are given.
-    """
+    """Return the place of each process. Names are upstream's: with the position of the group."""
     places = []
     groups = config.instance_groups
     for position, group in enumerate(groups):

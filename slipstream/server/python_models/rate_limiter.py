@@ -1,11 +1,10 @@
-"""Which model instance may execute next, where they share resources
-(`--rate-limit=execution_count`).
+"""Limits the instances that execute at the same time (`--rate-limit=execution_count`).
 
-An instance group names resources and how many it takes to execute once; who cannot have all of them
-waits. Among those that wait, the one goes first that has executed least, weighted by its priority
-(2 gets half the turns of 1). Without a flag, there is as much of a resource as the most demanding
-instance needs. Instances of the built-in models need nothing: an engine takes requests in at any
-time and limits itself.
+An instance group names resources and the amount of each that one execution takes. An instance waits
+until all of them are free. Of the waiting instances, the one goes first that has executed least,
+weighted by its priority (priority 2 gets half the executions of priority 1). Without a flag, the
+amount of a resource is what the most demanding instance needs. The built-in models need none: an
+engine accepts requests at any time and limits itself.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from dataclasses import dataclass
 
 from slipstream.server.kserve.errors import InferenceError
 
-GLOBAL = "global"  # the one of a machine, instead of one for each device
+GLOBAL = "global"  # device of a resource that all devices share
 Device = int | str
-Amounts = Mapping[tuple[str, Device], int]  # of resources, by their name and device
+Amounts = Mapping[tuple[str, Device], int]  # amount by resource name and device
 
 
 @dataclass(eq=False)
 class Contender:
-    """One instance: what it needs, and what to call when it may execute."""
+    """One instance: the resources that it needs, and what to call when it may execute."""
 
     name: str
     needs: Amounts
     priority: int = 1
     executions: int = 0
     granted: bool = False
-    wake: Callable[[], None] | None = None  # waits for its turn
+    wake: Callable[[], None] | None = None  # set while the instance waits
 
 
 class RateLimiter:
@@ -40,13 +39,14 @@ class RateLimiter:
         self._contenders: list[Contender] = []
 
     def join(self, contender: Contender) -> None:
-        """InferenceError where it could never execute."""
+        """Add an instance. Raises InferenceError where it could never execute."""
         for (name, device), count in contender.needs.items():
             limit = self._flag(name, device)
             if limit is not None and count > limit:
                 raise InferenceError(
-                    f'Resource count for "{name}" is limited to {limit} which will prevent scheduling of one or more '
-                    f"model instances, the minimum required count is {count}"
+                    f'Resource count for "{name}" is limited to {limit} which will prevent '
+                    "scheduling of one or more model instances, the minimum required count is "
+                    f"{count}"
                 )
         self._contenders.append(contender)
 
@@ -58,9 +58,7 @@ class RateLimiter:
             self._admit()
 
     def acquire(self, contender: Contender, wake: Callable[[], None]) -> bool:
-        """True: it may execute now, and gives back with `release`. Otherwise `wake` is called when
-        it is its turn.
-        """
+        """Return whether the instance may execute until `release`; if not, `wake` is called later."""
         if contender.granted:
             return True
         contender.wake = wake
@@ -80,7 +78,9 @@ class RateLimiter:
         for contender in sorted(waiting, key=lambda one: one.executions * one.priority):
             if not self._fits(contender.needs):
                 continue
-            wake, contender.wake, contender.granted = contender.wake, None, True
+            wake = contender.wake
+            contender.wake = None
+            contender.granted = True
             contender.executions += 1
             for resource, count in contender.needs.items():
                 self._used[resource] = self._used.get(resource, 0) + count
@@ -102,9 +102,7 @@ class RateLimiter:
 
 
 def parse_resources(texts: Iterable[str]) -> dict[tuple[str, Device], int]:
-    """`R1:10` and `R2:5:0` (for device 0), as tritonserver takes them. ValueError says what is
-    wrong.
-    """
+    """Return the amounts of texts like `R1:10` and `R2:5:0` (for device 0). Raises ValueError."""
     found: dict[tuple[str, Device], int] = {}
     for text in texts:
         name, *rest = text.split(":")

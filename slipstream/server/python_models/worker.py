@@ -1,8 +1,8 @@
-"""One instance of a Python model: `python -m slipstream.server.python_models.worker ORDERS NEWS
+"""One instance of a Python model: `python -m slipstream.server.python_models.worker ORDERS EVENTS
 PARENT`.
 
-The server starts and watches it. ORDERS and NEWS are the numbers of inherited sockets, PARENT the
-server's process id. This is the only place where code of a repository runs.
+The server starts and watches it. ORDERS and EVENTS are the numbers of inherited sockets, PARENT is
+the server's process id. Only here code of a repository runs.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ class Worker:
         self._model: Any = None
 
     def begin(self) -> bool:
-        """Import the model and initialize it. False where that failed, which the server has been
-        told.
-        """
+        """Import the model and initialize it. Reports a failure to the server and returns False."""
         try:
             model_class = load_model_class(self._start)
             arguments, config = self._complete(model_class)
@@ -81,8 +79,8 @@ class Worker:
     def serve(self, orders: Iterator[Order]) -> None:
         for order in orders:
             if isinstance(order, Execute):
-                wanted = self._channel.take_up(order.requests)
-                requests = [InferenceRequest.from_frame(frame, self._channel) for frame in wanted]
+                accepted = self._channel.accept(order.requests)
+                requests = [InferenceRequest.from_frame(frame, self._channel) for frame in accepted]
                 self._channel.send(Executed(self._execute(requests) if requests else []))
             elif isinstance(order, Stop):
                 if hasattr(self._model, "finalize"):
@@ -90,7 +88,7 @@ class Worker:
                 return
 
     def _execute(self, requests: list[InferenceRequest]) -> list[Response]:
-        """Returns the answers that are still to be sent."""
+        """Run the model; return the responses that are still to be sent."""
         try:
             answers = self._model.execute(requests)
             if not isinstance(answers, list) and inspect.isawaitable(answers):
@@ -99,7 +97,8 @@ class Worker:
                 return _frames(requests, answers)
             if answers is not None:
                 raise TypeError(
-                    "execute of a decoupled model must return None; responses go through the senders"
+                    "execute of a decoupled model must return None; "
+                    "responses go through the senders"
                 )
             return []
         except Exception as error:
@@ -110,14 +109,14 @@ class Worker:
             return [sender.frame(failed, final=True) for sender in senders if not sender.closed]
 
     def _log(self, what: str, requests: Sequence[InferenceRequest] = ()) -> None:
-        """The exception of this moment, to the server's log."""
+        """Write the exception that is being handled to the server's log."""
         ids = ", ".join(request.request_id() for request in requests if request.request_id())
         self._channel.send(
             Log("E", f"{what}:\n{traceback.format_exc().rstrip()}", self._start.instance, ids)
         )
 
     def describe(self, error: Exception) -> str:
-        """Kind, text and the lines it came through, innermost first; paths begin at the repository."""
+        """Return type, text and traceback, innermost first; paths start at the repository."""
         text = f"{type(error).__name__}: {error}"
         frames = [
             entry
@@ -133,9 +132,7 @@ class Worker:
         return text + "\n\nAt:\n" + "".join(lines)
 
     def _place(self, filename: str) -> str:
-        """Where in the repository; of a file elsewhere only the name, the rest is nobody's
-        business.
-        """
+        """Return the path in the repository; for a file elsewhere only its name."""
         try:
             return str(Path(filename).relative_to(self._repository))
         except ValueError:
@@ -143,7 +140,7 @@ class Worker:
 
 
 def _frames(requests: list[InferenceRequest], answers: Any) -> list[Response]:
-    """What `execute` returned, once it is certain that all of it can be sent."""
+    """Return the frames of what `execute` returned, after checking all of it."""
     if answers is None:
         answers = [None] * len(requests)
     if not isinstance(answers, list):
@@ -175,7 +172,7 @@ async def _wait(answers: Any) -> Any:
 
 
 def load_model_class(start: Start) -> Any:
-    """The class of the model's file. Its own folders come last on the path, as upstream has it."""
+    """Return the class of the model's file. Like upstream, its folders come last on the path."""
     file = Path(start.file)
     sys.path = [str(SEARCH_PATH), *sys.path, str(file.parent), start.model_folder]
     specification = importlib.util.spec_from_file_location("model", file)
@@ -195,9 +192,7 @@ def load_model_class(start: Start) -> Any:
 
 
 def _die_with(parent_process: int) -> bool:
-    """Ask the kernel to kill this process when its parent ends. False when the parent has ended
-    already.
-    """
+    """Ask the kernel to kill this process when its parent ends. Returns False if it has ended."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -234,7 +229,7 @@ def main() -> int:
 
 
 def run() -> None:
-    """`main`, then leave at once: a model's threads must not keep the process alive."""
+    """Run `main`, then exit at once: a model's threads must not keep the process alive."""
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

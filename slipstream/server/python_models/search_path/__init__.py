@@ -1,3 +1,1 @@
-"""On the import path of a model's process, and of no other: it holds the module that `model.py`
-imports.
-"""
+"""The folder on the import path of model processes, with the module that `model.py` imports."""

@@ -1,3 +1,3 @@
-"""The module that a repository's `model.py` imports. It exists only inside a model's own process."""
+"""The module that a repository's `model.py` imports. It exists only in a model's process."""
 
 from slipstream.server.python_models.backend_utils import *  # noqa: F403

@@ -1,6 +1,4 @@
-"""Answers that nobody reads: a model is held up before they fill the server's memory, and nobody
-else is with it.
-"""
+"""Flow control: a model blocks before unread responses fill the server's memory; others run on."""
 
 from __future__ import annotations
 
@@ -24,11 +22,12 @@ from slipstream.server.http.server import HttpServer
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.python_models import instance as instances
 from slipstream.server.python_models import model as models
-from slipstream.server.python_models.unread import MOST_BYTES, Unread
-from slipstream.server.python_models.waiting import Pending
+from slipstream.server.python_models.flow_control import WINDOW_BYTES, FlowControl
+from slipstream.server.python_models.request_queue import Pending
 from slipstream.server.services import create_app
 
-LENGTH, COUNT = 64 << 10, 1000  # sixteen times what may be unread
+LENGTH = 64 << 10
+COUNT = 1000  # responses of LENGTH bytes: 16 times the window
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 # "flood" answers from a thread of its own, "serial" from within `execute`; both until they are
 # given up.
@@ -75,25 +74,27 @@ async def flooding(folder: Path) -> AsyncIterator[Opened]:
 
 
 def unread(pending: Pending) -> int:
-    """The bytes of text that a request's answers hold."""
+    """Return the bytes of text in a request's responses that are not read."""
     return sum(
-        len(response.outputs[0].data[0]) for response, *_ in pending.answers if response is not None
+        len(response.outputs[0].strings()[0])
+        for response, *_ in pending.answers
+        if response is not None
     )
 
 
-async def told(opened: Opened) -> str:
+async def progress(opened: Opened) -> str:
     (text,) = said(await ask(opened["flood"], "how many?"))
     return text
 
 
 async def standstill(opened: Opened) -> str:
-    """What the model says once it sends nothing more; it says so while another request of it is
-    held up.
-    """
-    before, now = "", await told(opened)
+    """Return the model's progress once it sends nothing more, while one of its requests is blocked."""
+    before = ""
+    now = await progress(opened)
     while before != now or now.startswith("0 "):
         await asyncio.sleep(0.1)
-        before, now = now, await told(opened)
+        before = now
+        now = await progress(opened)
     return now
 
 
@@ -102,8 +103,8 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def until_told(opened: Opened, end: str) -> None:
-    while not (await told(opened)).endswith(end):
+async def until_reported(opened: Opened, end: str) -> None:
+    while not (await progress(opened)).endswith(end):
         await asyncio.sleep(0.01)
 
 
@@ -112,55 +113,56 @@ def held(opened: Opened) -> Pending:
     return pending
 
 
-def test_there_is_room_again_whenever_all_that_is_marked_was_read() -> None:
-    """Else a sender would be held up for good, because nothing else is ever told to have been read."""
+def test_the_window_opens_again_when_all_markers_are_acknowledged() -> None:
+    """Otherwise a sender would block forever: only markers are acknowledged."""
     chance = random.Random(7)
     for most in (300, 1 << 16, 8 << 20):
-        counted, marks = Unread(), 0
+        counted = FlowControl()
+        markers = 0
         for _ in range(20_000):
             if counted.full:
-                assert marks
-            if marks and (counted.full or chance.random() < 0.01):
-                counted.read()
-                marks -= 1
+                assert markers
+            if markers and (counted.full or chance.random() < 0.01):
+                counted.acknowledged()
+                markers -= 1
             elif not counted.full:
-                marks += counted.add(chance.randrange(1, most))
-        for _ in range(marks):
-            counted.read()
-        assert 0 <= counted.total < MOST_BYTES // 32
+                markers += counted.sent(chance.randrange(1, most))
+        for _ in range(markers):
+            counted.acknowledged()
+        assert 0 <= counted.unread < WINDOW_BYTES // 32
 
 
-async def test_what_nobody_reads_is_bounded_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
+async def test_unread_responses_are_bounded_and_none_is_lost(tmp_path: Path) -> None:
     async with flooding(tmp_path) as opened, asyncio.timeout(30):
         answers = opened["flood"].infer(text_request("flood"))
         first = await anext(answers)
         assert (await standstill(opened)).endswith("0 ended")
-        assert MOST_BYTES // 2 < unread(held(opened)) <= MOST_BYTES + LENGTH
+        assert WINDOW_BYTES // 2 < unread(held(opened)) <= WINDOW_BYTES + LENGTH
         rest = said([answer async for answer in answers])
         assert [text.strip() for text in (*said([first]), *rest)] == [
             str(number) for number in range(COUNT)
         ]
-        assert await told(opened) == f"{COUNT} sent, 1 ended"
+        assert await progress(opened) == f"{COUNT} sent, 1 ended"
 
 
-async def test_giving_up_lets_a_sender_go_that_is_held_up(tmp_path: Path) -> None:
+async def test_cancelling_a_request_unblocks_its_sender(tmp_path: Path) -> None:
     async with flooding(tmp_path) as opened, asyncio.timeout(30):
         answers = opened["flood"].infer(text_request("flood"))
         await anext(answers)
         await standstill(opened)
         await answers.aclose()
-        await until_told(opened, " 1 ended")
+        await until_reported(opened, " 1 ended")
         # holds up the thread that would take up others
         serial = opened["flood"].infer(text_request("serial"))
         await anext(serial)
-        await until(lambda: unread(held(opened)) > MOST_BYTES // 2)
-        waiting = asyncio.ensure_future(told(opened))
+        await until(lambda: unread(held(opened)) > WINDOW_BYTES // 2)
+        waiting = asyncio.ensure_future(progress(opened))
         await serial.aclose()
         assert (await waiting).endswith(" 2 ended")
 
 
 @pytest.mark.parametrize("text", ["flood", "serial"])
-async def test_a_model_ends_while_a_sender_is_held_up(
+async def test_a_model_can_be_unloaded_while_a_sender_is_blocked(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "DRAIN_SECONDS", 0.1)
@@ -168,7 +170,7 @@ async def test_a_model_ends_while_a_sender_is_held_up(
     async with flooding(tmp_path) as opened, asyncio.timeout(30):
         answers = opened["flood"].infer(text_request(text))
         await anext(answers)
-        await until(lambda: unread(held(opened)) > MOST_BYTES // 2)
+        await until(lambda: unread(held(opened)) > WINDOW_BYTES // 2)
         await opened["flood"].close()
         *_, last = [answer async for answer in answers]
         assert last.error is not None
@@ -219,7 +221,7 @@ async def unread_grpc(opened: Opened) -> AsyncIterator[Stop]:
 
 @pytest.mark.parametrize("who_leaves", ["client", "server"])
 @pytest.mark.parametrize("client", [unread_http, unread_grpc])
-async def test_a_client_that_does_not_read_is_not_answered_into_the_servers_memory(
+async def test_a_client_that_does_not_read_does_not_fill_the_servers_memory(
     tmp_path: Path,
     client: Callable[[Opened], Any],
     who_leaves: str,
@@ -228,11 +230,11 @@ async def test_a_client_that_does_not_read_is_not_answered_into_the_servers_memo
     async with flooding(tmp_path) as opened, asyncio.timeout(30):
         async with client(opened) as stop:
             assert (await standstill(opened)).endswith(" 0 ended")
-            assert MOST_BYTES // 2 < unread(held(opened)) <= MOST_BYTES + LENGTH
+            assert WINDOW_BYTES // 2 < unread(held(opened)) <= WINDOW_BYTES + LENGTH
             if who_leaves == "server":
                 await stop()
-                await until_told(opened, " 1 ended")
-        await until_told(opened, " 1 ended")
+                await until_reported(opened, " 1 ended")
+        await until_reported(opened, " 1 ended")
         assert opened["flood"].under_way == 0
     assert [record for record in caplog.records if record.exc_info] == []
 
@@ -257,7 +259,7 @@ class TritonPythonModel:
 """
 
 
-async def test_a_model_that_passes_on_what_another_answers_holds_that_up_in_turn(
+async def test_flow_control_reaches_through_a_model_that_calls_another(
     tmp_path: Path,
 ) -> None:
     write_model(tmp_path, "passing", PASSING_ON, DECOUPLED)
@@ -267,26 +269,28 @@ async def test_a_model_that_passes_on_what_another_answers_holds_that_up_in_turn
         first = await anext(answers)
         sent, _, ended = (await standstill(opened)).partition(" sent, ")
         assert ended == "0 ended"
-        # Unread in the server are those of either model, and in the process between them those to
+        # Unread responses in the server are those of either model, and in the process between them those to
         # its call.
-        assert int(sent) * LENGTH <= 3 * (MOST_BYTES + LENGTH) + LENGTH
+        assert int(sent) * LENGTH <= 3 * (WINDOW_BYTES + LENGTH) + LENGTH
         rest = said([answer async for answer in answers])
         assert [text.strip() for text in (*said([first]), *rest)] == [
             str(number) for number in range(COUNT)
         ]
-        assert all(not instance._calls._rooms for instance in opened["passing"]._instances.values())
+        assert all(not instance._calls._flows for instance in opened["passing"]._instances.values())
 
 
-async def test_a_request_is_given_up_when_nothing_is_read_for_long(tmp_path: Path) -> None:
-    """In its own process, where the patience is short."""
-    hasty = "from slipstream.server.python_models import channel\nchannel.PATIENCE_SECONDS = 0.05\n"
+async def test_a_request_is_cancelled_when_nothing_is_read_for_long(tmp_path: Path) -> None:
+    """In a process of its own, with a short time limit."""
+    hasty = "from slipstream.server.python_models import channel\nchannel.STALL_SECONDS = 0.05\n"
     folder = write_model(tmp_path, "flood", hasty + FLOOD, DECOUPLED)
     async with open_models(folder, "flood") as opened, asyncio.timeout(30):
         answers = opened["flood"].infer(text_request("serial"))
         await anext(answers)
-        assert (await told(opened)).endswith(" 1 ended")  # whoever waited behind it is served
+        assert (await progress(opened)).endswith(
+            " 1 ended"
+        )  # the request that waited for the model is served
         texts = said([answer async for answer in answers])
-        assert len(texts) * LENGTH <= MOST_BYTES + LENGTH
+        assert len(texts) * LENGTH <= WINDOW_BYTES + LENGTH
         assert [text.strip() for text in texts[:-1]] == [
             str(number) for number in range(1, len(texts))
         ]

@@ -1,4 +1,4 @@
-"""Requests that wait for an instance of a Python model, and which of them go together."""
+"""The queue of a Python model: requests that wait for an instance, and how they are batched."""
 
 from __future__ import annotations
 
@@ -18,48 +18,45 @@ from slipstream.server.python_models.instance import Instance
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """A request on its way through the model, and what came back so far that nobody has read.
+    """A request that waits or runs, and its responses that are not read yet.
 
-    An answer is a response and whether it is the end. None is only the end, or else a mark: the
-    process that gave it wants to know when it is reached, and gives no more where too much is
-    unread.
+    `answers` holds pairs of a response and whether it is final. None in place of a response is only
+    the end, or a marker of flow control that the reader acknowledges.
     """
 
     request: InferRequest
-    came: float
-    level: int = 0  # the lower goes first
-    rows: int = 1
-    shapes: tuple[object, ...] = ()  # what must be equal for two requests to be executed together
-    number: int = 0  # by which an instance knows it; its requests have growing numbers
-    instance: Instance | None = None  # that works on it
+    arrived: float
+    level: int = 0  # priority level, the lowest first
+    rows: int = 1  # batch size
+    shapes: tuple[object, ...] = ()  # equal for requests that can be executed together
+    number: int = 0  # identifies the request to its instance; numbers grow
+    instance: Instance | None = None  # the instance that runs it
     answers: deque[tuple[InferResponse | None, bool]] = field(default_factory=deque)
-    _reader: asyncio.Future[None] | None = None  # that waits for the next one
+    _arrival: asyncio.Future[None] | None = None  # done when the next answer is there
 
     def put(self, response: InferResponse | None, final: bool) -> None:
         self.answers.append((response, final))
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
-    def reach_mark(self) -> None:
+    def acknowledge(self) -> None:
         if self.instance is not None:
-            self.instance.tell_read(self.number)
+            self.instance.acknowledge(self.number)
 
     def arrival(self) -> asyncio.Future[None]:
-        """Of the next answer, where there is none yet."""
-        self._reader = asyncio.get_running_loop().create_future()
-        return self._reader
+        """Return a future that is done when the next answer arrives."""
+        self._arrival = asyncio.get_running_loop().create_future()
+        return self._arrival
 
     def fail(self, error: InferenceError) -> None:
         self.put(InferResponse(error=error, final=True), True)
 
 
 class _Queue:
-    """By level; first come, first served within one. Those in the midst of it may leave, many at
-    once.
-    """
+    """Requests by level, in the order of their arrival within one. Any of them can be removed."""
 
     def __init__(self) -> None:
-        self._levels: list[int] = []  # of those that are here, in order
+        self._levels: list[int] = []  # levels of the queued requests, sorted
         self._members: dict[int, OrderedDict[Pending, None]] = {}
         self._count = 0
 
@@ -71,7 +68,7 @@ class _Queue:
             yield from self._members[level]
 
     def add(self, pending: Pending, first: bool = False) -> None:
-        """first: of its level"""
+        """Add a request as the last of its level, or as the first."""
         if pending.level not in self._members:
             insort(self._levels, pending.level)
             self._members[pending.level] = OrderedDict()
@@ -90,8 +87,8 @@ class _Queue:
             del self._levels[bisect_left(self._levels, pending.level)]
 
 
-class Waiting:
-    """The most urgent first; with dynamic batching those that fit together are served together."""
+class RequestQueue:
+    """The most urgent requests first, batched where the model has dynamic batching."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._batching: DynamicBatching | None = config.dynamic_batching
@@ -108,15 +105,19 @@ class Waiting:
     def add(self, request: InferRequest) -> Pending:
         pending = Pending(request, time.monotonic(), level_of(request.priority, 0, 0))
         if self._batching is not None:
-            levels, default = self._batching.priority_levels, self._batching.default_priority_level
-            pending.level = level_of(request.priority, levels, default)
+            pending.level = level_of(
+                request.priority,
+                self._batching.priority_levels,
+                self._batching.default_priority_level,
+            )
             limit = self._batching.queue_policy.max_queue_size
             if limit and len(self._queue) >= limit:
                 name = request.id or "<id_unknown>"
                 raise InferenceError(
                     f"[request id: {name}] Exceeds maximum queue size", Code.UNAVAILABLE
                 )
-            pending.rows, pending.shapes = self._rows(request), self._shapes(request)
+            pending.rows = self._rows(request)
+            pending.shapes = self._shapes(request)
         self._queue.add(pending)
         return pending
 
@@ -131,7 +132,7 @@ class Waiting:
         )
 
     def put_back(self, taken: list[Pending]) -> None:
-        """What nobody began to work on is first in the queue again."""
+        """Return requests that no instance has started to the front of the queue."""
         for pending in reversed(taken):
             pending.instance = None
             self._queue.add(pending, first=True)
@@ -140,7 +141,8 @@ class Waiting:
         self._queue.remove(pending)
 
     def clear(self) -> list[Pending]:
-        waiting, self._queue = list(self._queue), _Queue()
+        waiting = list(self._queue)
+        self._queue = _Queue()
         return waiting
 
     def _expire(self) -> None:
@@ -153,23 +155,23 @@ class Waiting:
             if policy.allow_timeout_override and pending.request.timeout_microseconds:
                 own = pending.request.timeout_microseconds
                 limit = min(limit, own) if limit else own
-            if limit and (time.monotonic() - pending.came) * 1e6 > limit:
+            if limit and (time.monotonic() - pending.arrived) * 1e6 > limit:
                 self._queue.remove(pending)
                 pending.fail(InferenceError("Request timeout expired", Code.UNAVAILABLE))
 
     def load(self, instance: Instance) -> int:
-        """By which instances are asked to take something; here they are asked as they stand."""
+        """Return the sort key of an instance when work is distributed: here all are equal."""
         return 0
 
     def finished(self, pending: Pending) -> bool:
-        """Nobody waits for another's end."""
+        """Return whether the end of a request may let others start: here it does not."""
         return False
 
     def lost(self, instance: Instance, error: InferenceError) -> None:
-        """Any other instance does as well."""
+        """Do nothing where an instance ends: any other can take its requests."""
 
     def take(self, instance: Instance) -> list[Pending]:
-        """What an idle instance is to execute next; nothing when it is better to wait for more."""
+        """Return the next batch for an idle instance; empty while it is to wait for more."""
         if self._batching is not None:
             self._expire()
         batch = self._batch()
@@ -180,7 +182,7 @@ class Waiting:
         return batch
 
     def _batch(self) -> list[Pending]:
-        """Those at the head of the queue that can be executed together."""
+        """Return the requests at the head of the queue that can be executed together."""
         batch: list[Pending] = []
         rows = 0
         for pending in self._queue:
@@ -193,17 +195,17 @@ class Waiting:
         return batch
 
     def delay(self) -> float:
-        """Seconds that those at the head may still wait for company, the one among them that came
-        first.
-        """
-        allowed = (
-            self._batching.max_queue_delay_microseconds / 1e6 if self._batching is not None else 0.0
-        )
-        if not allowed or not self._queue:
+        """Return the seconds that the oldest request at the head may still wait for others."""
+        if self._batching is None or not self._queue:
             return 0.0
-        return max(0.0, min(pending.came for pending in self._batch()) + allowed - time.monotonic())
+        allowed = self._batching.max_queue_delay_microseconds / 1e6
+        if not allowed:
+            return 0.0
+        oldest = min(pending.arrived for pending in self._batch())
+        return max(0.0, oldest + allowed - time.monotonic())
 
     def _enough(self) -> int:
+        """Return the batch size at which waiting ends."""
         assert self._batching is not None
         return min(
             (size for size in self._batching.preferred_batch_size if size > 0),

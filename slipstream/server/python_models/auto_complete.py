@@ -1,4 +1,4 @@
-"""A model's configuration after its own `auto_complete_config` has had its say."""
+"""Applies the result of a model's `auto_complete_config` to its configuration."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ _BATCHING = {
 }
 
 
-def completed(config: ModelConfig, document: dict[str, Any]) -> ModelConfig:
-    """What the model may change: tensors, batch size, dynamic batching and the transaction policy."""
-    inputs = [_described(tensor, _INPUT) for tensor in document.get("input", ())]
-    outputs = [_described(tensor, _OUTPUT) for tensor in document.get("output", ())]
+def complete_config(config: ModelConfig, document: dict[str, Any]) -> ModelConfig:
+    """Return the configuration with the model's changes.
+
+    A model may change its tensors, batch size, dynamic batching and transaction policy.
+    """
+    inputs = [_with_defaults(tensor, _INPUT) for tensor in document.get("input", ())]
+    outputs = [_with_defaults(tensor, _OUTPUT) for tensor in document.get("output", ())]
     policy = document.get("model_transaction_policy", {})
     changed = {
         "input": inputs,
@@ -40,7 +43,8 @@ def completed(config: ModelConfig, document: dict[str, Any]) -> ModelConfig:
     }
     batching = config.dynamic_batching
     if batching is None and "dynamic_batching" in document:
-        batching, changed["dynamic_batching"] = DynamicBatching(), dict(_BATCHING)
+        batching = DynamicBatching()
+        changed["dynamic_batching"] = dict(_BATCHING)
     if policy:
         changed["model_transaction_policy"] = policy
     return replace(
@@ -55,7 +59,7 @@ def completed(config: ModelConfig, document: dict[str, Any]) -> ModelConfig:
     )
 
 
-def _described(tensor: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(tensor: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     for field in ("name", "data_type", "dims"):
         if not tensor.get(field):
             raise InferenceError(f"auto_complete_config gave a tensor without {field}")
