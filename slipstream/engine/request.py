@@ -170,7 +170,7 @@ class GenerateRequest:
     cache_salt: str = ""  # tenants with different salts never share cached blocks
     draft: list[int] = field(default_factory=list)  # draft tokens of the output's beginning
     # id of a live request with the same prompt, whose blocks this one shares
-    prompt_of: int | None = None
+    shares_prompt_with: int | None = None
     adapter_name: str = ""  # the adapter's name in error messages
     adapter_source: AdapterSource | None = (
         None  # where to load the adapter from; None: loaded before
@@ -298,7 +298,7 @@ class Request:
         retention = self.request.retention
         if retention is None:
             return None
-        return retention.of_block(block * block_tokens, self.prompt_tokens)
+        return retention.find_priority(block * block_tokens, self.prompt_tokens)
 
     def finish(self, reason: FinishReason) -> None:
         assert self.finish_reason is None, f"request {self.request.request_id} finished twice"

@@ -353,7 +353,7 @@ class RowBlockManager:
 
     def _row_start(self, request: Request) -> RowStart:
         adapter = request.request.adapter
-        pages = self.adapters.pages_of(adapter) if self.adapters is not None and adapter else ()
+        pages = self.adapters.get_pages(adapter) if self.adapters is not None and adapter else ()
         return RowStart(
             row=request.row,
             tokens=list(request.tokens),

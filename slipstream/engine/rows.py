@@ -70,7 +70,7 @@ class PromptTableRows:
         replaced: list[int] = np.where(ids >= table.first_token, _PLACEHOLDER, ids).tolist()
         return replaced
 
-    def of_step(
+    def find_embeddings(
         self, rows: Iterable[int], positions: Iterable[int], counts: Iterable[int]
     ) -> tuple[Tensor, Tensor] | None:
         """Return the tokens of a step [n] whose embeddings come from tables, and the embeddings

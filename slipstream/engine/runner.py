@@ -99,7 +99,7 @@ class Runner:
             ),
             samples=torch.from_numpy(logit_tokens),
             adapters=self._step_adapters(plan),
-            embeddings=self.rows.prompts.of_step(plan.rows, plan.positions, plan.counts),
+            embeddings=self.rows.prompts.find_embeddings(plan.rows, plan.positions, plan.counts),
         )
 
     def _step_adapters(self, plan: StepPlan) -> CpuStepAdapters | None:

@@ -105,7 +105,11 @@ class Scheduler:
         self._adapters.hold(request)
         self._queue_times.arrive(request.request_id)
         self._with_deadline += request.deadline is not None
-        source = self._live.get(request.prompt_of) if request.prompt_of is not None else None
+        source = (
+            self._live.get(request.shares_prompt_with)
+            if request.shares_prompt_with is not None
+            else None
+        )
         if not share_prompt(queued, source):
             self._waiting.push(queued)
 

@@ -266,7 +266,7 @@ def test_pages_of_the_least_recently_used_idle_adapter_are_reused():
         cache.hold(adapter)
         cache.add_loaded(adapter, rank, 10)
     assert [cache.reserve(adapter) for adapter in (1, 2, 3)] == [True, True, True]
-    assert [cache.pages_of(adapter) for adapter in (1, 2, 3)] == [(1,), (2,), (3, 4)]
+    assert [cache.get_pages(adapter) for adapter in (1, 2, 3)] == [(1,), (2,), (3, 4)]
     cache.begin_step(1)
     cache.use(2)
     cache.step_launched(1)
@@ -276,7 +276,7 @@ def test_pages_of_the_least_recently_used_idle_adapter_are_reused():
     assert cache.free_pages == 3
     cache.step_returned(1)
     assert cache.reserve(4)
-    assert cache.pages_of(4) == (1, 2, 3, 4)
+    assert cache.get_pages(4) == (1, 2, 3, 4)
     assert cache.take_placed() == [(4, (1, 2, 3, 4))]
     cache.check_integrity([1, 2, 3, 4], [])
     with pytest.raises(AssertionError, match="counts 1 requests and 0 rows"):

@@ -83,7 +83,7 @@ def test_samples_of_one_prompt_share_its_blocks(model):
             i,
             prompt,
             SamplingParams(max_tokens=30, temperature=1.0, seed=i),
-            prompt_of=0 if i else None,
+            shares_prompt_with=0 if i else None,
         )
         for i in range(6)
     ]
@@ -157,7 +157,9 @@ def test_random_cancels_release_every_row_and_block(model):
         sampling = SamplingParams(
             max_tokens=chance.randrange(1, 30), beam_width=chance.choice([1, 1, 3])
         )
-        loop.submit(GenerateRequest(request_id, prompt, sampling, prompt_of=request_id - 1))
+        loop.submit(
+            GenerateRequest(request_id, prompt, sampling, shares_prompt_with=request_id - 1)
+        )
         live.append(request_id)
         while len(live) > 8:
             loop.cancel([live.pop(chance.randrange(len(live)))])

@@ -195,7 +195,9 @@ def storm(folder, cancels: int, seed: int, **more) -> None:
         live.append(request_id)
         if kind == 2:
             count += 1
-            loop.submit(GenerateRequest(cancels + count, prompt, sampling, prompt_of=request_id))
+            loop.submit(
+                GenerateRequest(cancels + count, prompt, sampling, shares_prompt_with=request_id)
+            )
             live.append(cancels + count)
         while len(live) > 7:
             loop.cancel([live.pop(chance.randrange(len(live)))])

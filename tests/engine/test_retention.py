@@ -74,7 +74,7 @@ def test_the_first_token_of_a_block_selects_its_retention_range():
         ),
         answer=RetentionPriority(1),
     )
-    assert [retention.of_block(first, 16) for first in (0, 4, 8, 12, 16, 20)] == [
+    assert [retention.find_priority(first, 16) for first in (0, 4, 8, 12, 16, 20)] == [
         RetentionPriority(90),
         RetentionPriority(90),
         RetentionPriority(10, 500),
@@ -82,8 +82,8 @@ def test_the_first_token_of_a_block_selects_its_retention_range():
         RetentionPriority(1),
         RetentionPriority(1),
     ]
-    assert Retention((RetentionRange(4, 8, RetentionPriority(90)),)).of_block(0, 16) is None
-    assert Retention().of_block(16, 16) is None
+    assert Retention((RetentionRange(4, 8, RetentionPriority(90)),)).find_priority(0, 16) is None
+    assert Retention().find_priority(16, 16) is None
 
 
 def leave(

@@ -124,7 +124,7 @@ def test_any_mix_of_beams_samples_and_draft_tokens_gives_the_expected_tokens(
         if event[0] == "sample":
             first = traffic.add(event[1], plain(event[2]))
             for _ in range(event[3] - 1):
-                traffic.add(event[1], plain(event[2]), prompt_of=first)
+                traffic.add(event[1], plain(event[2]), shares_prompt_with=first)
         elif event[0] == "beams":
             traffic.add(event[1], beams(event[2], event[3], early_stopping=event[2] % 3))
         elif event[0] == "draft":
@@ -153,7 +153,7 @@ def storm(cancels: int, seed: int) -> None:
             traffic.add(prompt, beams(length, chance.randrange(2, 5)))
         elif kind == 1:
             first = traffic.add(prompt, plain(length))
-            traffic.add(prompt, plain(length), prompt_of=first)
+            traffic.add(prompt, plain(length), shares_prompt_with=first)
         else:
             traffic.add(prompt, plain(length), draft=draft_of(prompt, 2))
         for _ in range(chance.randrange(3)):
@@ -223,7 +223,7 @@ def test_samples_of_one_prompt_compute_it_once_even_without_a_cache():
     prompt = [1, 2] * 7  # three full blocks and two tokens
     first = traffic.add(prompt, plain(8))
     for _ in range(3):
-        traffic.add(prompt, plain(8), prompt_of=first)
+        traffic.add(prompt, plain(8), shares_prompt_with=first)
     computed = 0
     while harness.scheduler.has_work():
         plan = harness.scheduler.plan()
@@ -260,7 +260,7 @@ def test_a_prompt_is_shared_only_by_the_same_tenant_and_adapter():
         harness = Harness(make_scheduler(blocks=40, rows=4), depth=1)
         traffic = Traffic(harness)
         first = traffic.add([1] * 9, plain(4))
-        traffic.add([1] * 9, plain(4), prompt_of=first, **other)
+        traffic.add([1] * 9, plain(4), shares_prompt_with=first, **other)
         harness.run_dry()
         traffic.check()
         assert harness.device.copied == 0

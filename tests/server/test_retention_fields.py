@@ -89,13 +89,14 @@ async def test_retention_reaches_the_engine(tmp_path, monkeypatch):
         )
     )
     async with running(folder, tmp_path, keep=True) as stack:
-        seen, submit = [], stack.engine.submit
+        seen = []
+        submit = stack.engine.submit
 
-        def recorded(*given, **more):
-            seen.append(more)
-            return submit(*given, **more)
+        def record_and_submit(request):
+            seen.append(request)
+            return submit(request)
 
-        monkeypatch.setattr(stack.engine, "submit", recorded)
+        monkeypatch.setattr(stack.engine, "submit", record_and_submit)
         ranges = [
             tensor(name, values, "INT32")
             for name, values in zip(names, ([0], [2], [90]), strict=True)
@@ -105,6 +106,6 @@ async def test_retention_reaches_the_engine(tmp_path, monkeypatch):
         )
         assert {error for _, error in answers} == {None}
         await until(lambda: stack.engine.outstanding == 0)
-    assert [more["retention"] for more in seen] == [
+    assert [request.retention for request in seen] == [
         Retention((RetentionRange(0, 2, RetentionPriority(90)),))
     ]

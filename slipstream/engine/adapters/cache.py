@@ -161,7 +161,7 @@ class AdapterCache:
         for other in idle:
             if len(self._free_pages) >= state.page_count:
                 break
-            self._free_pages_of(other)
+            self._release_pages(other)
         state.pages = tuple(heapq.heappop(self._free_pages) for _ in range(state.page_count))
         self.placed.append((adapter, state.pages))
         return True
@@ -176,7 +176,7 @@ class AdapterCache:
         state.rows -= 1
         state.last_step = self._planned
 
-    def pages_of(self, adapter: int) -> tuple[int, ...]:
+    def get_pages(self, adapter: int) -> tuple[int, ...]:
         return self._adapters[adapter].pages
 
     def take_placed(self) -> list[tuple[int, tuple[int, ...]]]:
@@ -222,10 +222,10 @@ class AdapterCache:
 
     def _remove(self, adapter: int) -> None:
         state = self._adapters.pop(adapter)
-        self._free_pages_of(state)
+        self._release_pages(state)
         self.used_bytes -= state.bytes
 
-    def _free_pages_of(self, state: _Adapter) -> None:
+    def _release_pages(self, state: _Adapter) -> None:
         for page in state.pages:
             heapq.heappush(self._free_pages, page)
         state.pages = ()

@@ -42,7 +42,7 @@ class Retention:
     ranges: tuple[RetentionRange, ...] = ()
     answer: RetentionPriority | None = None
 
-    def of_block(self, first_token: int, prompt_tokens: int) -> RetentionPriority | None:
+    def find_priority(self, first_token: int, prompt_tokens: int) -> RetentionPriority | None:
         """Return the priority of the block that begins with this token.
 
         As in TensorRT-LLM, the first token of a block decides, and the last matching range wins.

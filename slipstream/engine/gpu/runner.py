@@ -188,7 +188,7 @@ class GpuRunner:
         size = None
         if not selection.prompts and not unpacks:
             size = self.mixed.captured_size(counts, len(selection.tokens))
-        embeddings = self.rows.prompts.of_step(rows, positions, counts)
+        embeddings = self.rows.prompts.find_embeddings(rows, positions, counts)
         if size is not None and embeddings is None and not self._has_adapter(rows.tolist()):
             return self.mixed.replay(size, rows, positions, counts, selection.tokens)
         padded = self._pad_logit_tokens(selection.tokens)

@@ -105,7 +105,7 @@ class TextGenerator:
                     # the sequences after the first share its prompt and its adapter
                     engine_request = replace(
                         engine_request,
-                        prompt_of=sequences[0].in_flight.request_id,
+                        shares_prompt_with=sequences[0].in_flight.request_id,
                         adapter_source=None,
                     )
                 if index:
