@@ -1,7 +1,7 @@
 """Everything there is to say about a repository, without loading weights.
 
 Beyond what the server itself needs to know, each model is compared with the template of the
-generation that the repository is nearest to: what that has and the model lacks, what the model has
+release that the repository is nearest to: what that has and the model lacks, what the model has
 and that does not, and types that differ. These are warnings: a repository may well leave things
 out, but it should do so on purpose.
 """
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.repository.config import ModelConfig
-from slipstream.repository.generations.render import render_template
-from slipstream.repository.generations.tables import GENERATIONS, REPOSITORIES, models_of
+from slipstream.repository.releases.render import render_template
+from slipstream.repository.releases.tables import RELEASES, REPOSITORIES, list_models
 from slipstream.repository.models import RepositoryModel, inspect_repository
 from slipstream.repository.pbtxt import parse_pbtxt
 from slipstream.repository.problems import Problems, did_you_mean
@@ -32,7 +32,7 @@ _TEMPLATES = {
     Role.ENSEMBLE: "ensemble",
     Role.BLS: "tensorrt_llm_bls",
 }
-# kind and generation of the repositories written by import
+# kind and release of the repositories written by import
 _IMPORTED = ("imported", "those of slipstream import")
 _INDEX = re.compile(r"\[(\d+)\]")
 _WIRES = re.compile(r"ensemble_scheduling\.step\.[^.]+(\.(input_map|output_map))?")
@@ -62,10 +62,10 @@ def check_repository(path: str | Path) -> Problems:
     }
     shapes = {name: _paths(repository.models[name].config) for name in known}
     if known:
-        kind, generation = nearest_generation([(known[name], shapes[name]) for name in known])
+        kind, release = find_nearest_release([(known[name], shapes[name]) for name in known])
         for name, template in known.items():
             _compare(
-                repository.models[name].config, shapes[name], (kind, generation, template), problems
+                repository.models[name].config, shapes[name], (kind, release, template), problems
             )
     problems.found.sort(key=lambda problem: (not problem.fatal, problem.file, problem.line))
     return problems
@@ -79,17 +79,15 @@ def _template_name(model: RepositoryModel) -> str | None:
     return _TEMPLATES.get(model.role, named)
 
 
-def nearest_generation(models: list[tuple[str, _Shape]]) -> tuple[str, str]:
-    """The repository and generation whose tensors and parameters these models (template, shape)
+def find_nearest_release(models: list[tuple[str, _Shape]]) -> tuple[str, str]:
+    """The repository and release whose tensors and parameters these models (template, shape)
     share most.
     """
 
     def distance(candidate: tuple[str, str]) -> int:
         return sum(_distance(shape, _template(*candidate, name)) for name, shape in models)
 
-    candidates = [
-        (kind, generation) for kind in REPOSITORIES for generation in reversed(GENERATIONS)
-    ]
+    candidates = [(kind, release) for kind in REPOSITORIES for release in reversed(RELEASES)]
     return min([*candidates, _IMPORTED], key=distance)
 
 
@@ -108,22 +106,22 @@ def _compare(
     config: ModelConfig, ours: _Shape, wanted: tuple[str, str, str], problems: Problems
 ) -> None:
     expected = _template(*wanted)
-    generation = wanted[1]
+    release = wanted[1]
     file = config.file
     if expected is None:
         return
     missing = _topmost(path for path in expected.lines if path not in ours.lines)
     extra = _topmost(path for path in ours.lines if path not in expected.lines)
     for path in missing:
-        text = f"is not here, though repositories like {generation} have it"
+        text = f"is not here, though repositories like {release} have it"
         problems.warn(file, _nearest_line(ours, path), path, text + _renamed(path, extra))
     for path in extra:
         # those the reader of parameters has judged
         if _is_named(path) and not path.startswith("parameters."):
-            text = f"repositories like {generation} do not have it{_renamed(path, missing)}"
+            text = f"repositories like {release} do not have it{_renamed(path, missing)}"
             problems.warn(file, ours.lines[path], path, text)
     for path in ours.lines.keys() & expected.lines.keys():
-        _compare_value(path, ours, expected, config, generation, problems)
+        _compare_value(path, ours, expected, config, release, problems)
 
 
 def _compare_value(
@@ -131,7 +129,7 @@ def _compare_value(
     ours: _Shape,
     expected: _Shape,
     config: ModelConfig,
-    generation: str,
+    release: str,
     problems: Problems,
 ) -> None:
     if not (_TYPED.fullmatch(path) or _FIXED_TEXT.fullmatch(path)) or _WIRES.fullmatch(path):
@@ -139,7 +137,7 @@ def _compare_value(
     value = ours.values.get(path)
     wanted = expected.values.get(path)
     if value != wanted and not _is_variable(wanted):
-        text = f"is {_shown(value)}, where repositories like {generation} have {_shown(wanted)}"
+        text = f"is {_shown(value)}, where repositories like {release} have {_shown(wanted)}"
         problems.warn(config.file, ours.lines[path], path, text)
 
 
@@ -189,11 +187,11 @@ def _nearest_line(shape: _Shape, path: str) -> int:
 
 
 @cache
-def _template(kind: str, generation: str, name: str) -> _Shape | None:
-    names = template_names() if kind == _IMPORTED[0] else models_of(kind, generation)
+def _template(kind: str, release: str, name: str) -> _Shape | None:
+    names = template_names() if kind == _IMPORTED[0] else list_models(kind, release)
     if name not in names:
         return None
-    text = template(name) if kind == _IMPORTED[0] else render_template(kind, name, generation)
+    text = template(name) if kind == _IMPORTED[0] else render_template(kind, name, release)
     reading = FileReading(name, Problems())
     document = reading.message("ModelConfig", parse_pbtxt(text))
     shape = _shape(document, reading.lines)

@@ -1,4 +1,4 @@
-"""Where engines and tokenizers lie: paths as repositories of every generation write them."""
+"""Where engines and tokenizers lie: paths as repositories of every release write them."""
 
 from __future__ import annotations
 

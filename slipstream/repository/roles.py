@@ -1,7 +1,7 @@
 """Which part of a language model each model of a repository plays, told by its tensors, not by its
 name.
 
-Tensor names changed over four generations of repositories. `ENGINE_FIELDS` and its neighbours
+Tensor names changed over four releases of repositories. `ENGINE_FIELDS` and its neighbours
 translate each of them to one set of field names (those of the generate endpoint), which the rest of
 the server speaks.
 """

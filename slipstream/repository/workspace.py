@@ -1,4 +1,4 @@
-"""A folder that looks like the checkout the tutorials clone: templates of a generation, and scripts
+"""A folder that looks like the checkout the tutorials clone: templates of a release, and scripts
 that are doors.
 
 Each script calls a command of this package, so `python3 tools/fill_template.py …` and the like work
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.repository.generations.render import render_template
-from slipstream.repository.generations.tables import REPOSITORIES, models_of
+from slipstream.repository.releases.render import render_template
+from slipstream.repository.releases.tables import REPOSITORIES, list_models
 from slipstream.weights.whole_file import write_whole
 
 _DOOR = '''#!/usr/bin/env python3
@@ -79,11 +79,11 @@ class Written(NamedTuple):
     kept: tuple[Path, ...]  # there already, with another content
 
 
-def write_workspace(folder: Path, generation: str) -> Written:
+def write_workspace(folder: Path, release: str) -> Written:
     """Write what is missing. Files that were changed since stay as they are."""
     new = 0
     kept = []
-    for name, content in workspace_files(generation):
+    for name, content in workspace_files(release):
         path = folder / name
         if not path.exists():
             write_whole(path, content, 0o755 if name.endswith(".py") else 0o644)
@@ -93,13 +93,13 @@ def write_workspace(folder: Path, generation: str) -> Written:
     return Written(new, tuple(kept))
 
 
-def workspace_files(generation: str) -> Iterator[tuple[str, str]]:
+def workspace_files(release: str) -> Iterator[tuple[str, str]]:
     for repository in REPOSITORIES:
-        for model in models_of(repository, generation):
+        for model in list_models(repository, release):
             yield f"all_models/{repository}/{model}/1/.gitkeep", ""
             yield (
                 f"all_models/{repository}/{model}/config.pbtxt",
-                render_template(repository, model, generation),
+                render_template(repository, model, release),
             )
     for name, command in SCRIPTS.items():
         yield name, _DOOR.format(command=command)

@@ -13,7 +13,7 @@ from tiny_hf_folder import END, VOCABULARY, greedy_text, save_model
 
 from slipstream.bench import core_model
 from slipstream.cli.commands import run_command
-from slipstream.repository.generations.render import render_template
+from slipstream.repository.releases.render import render_template
 
 STREAMING = "streaming_llm"
 PROMPT = "What is ML?"

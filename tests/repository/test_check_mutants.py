@@ -12,10 +12,10 @@ from tiny_text import write_engine_folder
 
 from slipstream.repository.check import check_repository
 from slipstream.repository.fill import fill_text
-from slipstream.repository.generations.render import render_template
-from slipstream.repository.generations.tables import REPOSITORIES, models_of
+from slipstream.repository.releases.render import render_template
+from slipstream.repository.releases.tables import REPOSITORIES, list_models
 
-GENERATION = "v0.10"
+RELEASE = "v0.10"
 CASES = [("inflight_batcher_llm", model) for model in REPOSITORIES["inflight_batcher_llm"]]
 CASES += [("gpt", model) for model in REPOSITORIES["gpt"]]
 MOST_PER_FILE = 40  # spread evenly over the file
@@ -30,9 +30,9 @@ def write_repository(folder: Path, kind: str) -> Path:
         "triton_max_batch_size": "4",
         "decoupled_mode": "False",
     }
-    for model in models_of(kind, GENERATION):
+    for model in list_models(kind, RELEASE):
         (folder / "models" / model / "1").mkdir(parents=True)
-        text = render_template(kind, model, GENERATION)
+        text = render_template(kind, model, RELEASE)
         (folder / "models" / model / "config.pbtxt").write_text(fill_text(text, values).text)
     return folder / "models"
 
@@ -73,9 +73,7 @@ def test_every_damaged_key_is_named_with_its_file_and_line(
 
 
 def test_there_are_at_least_three_hundred(tmp_path: Path) -> None:
-    assert (
-        sum(len(chosen(render_template(kind, model, GENERATION))) for kind, model in CASES) >= 300
-    )
+    assert sum(len(chosen(render_template(kind, model, RELEASE))) for kind, model in CASES) >= 300
 
 
 def test_an_undamaged_repository_has_no_errors_and_only_unfilled_variables(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A whole repository: roles, paths, settings, wiring of every generation, and all its problems in
+"""A whole repository: roles, paths, settings, wiring of every release, and all its problems in
 one report.
 """
 
@@ -275,7 +275,7 @@ def test_nothing_to_serve_is_said(tmp_path: Path, path: str) -> None:
 
 
 def september_2023(repo: Path, engine: Path) -> Repository:
-    """The oldest generation: another backend name, unsigned lengths, numbered ensemble tensors."""
+    """The oldest release: another backend name, unsigned lengths, numbered ensemble tensors."""
     write_templates(repo, {"engine_dir": str(engine), "triton_backend": "inflight_batcher_llm"})
     (repo / "tensorrt_llm_bls" / "config.pbtxt").unlink()
     (repo / "ensemble" / "config.pbtxt").write_text(

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from slipstream.engine.request import SamplingParams
-from slipstream.repository.generations.tables import GENERATIONS, read_model
+from slipstream.repository.releases.tables import GENERATIONS, read_model
 from slipstream.repository.pbtxt import Message, Scalar, parse_pbtxt
 from slipstream.repository.templates import template
 from slipstream.request_fields.field import Range

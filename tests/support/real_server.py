@@ -12,8 +12,8 @@ from pathlib import Path
 
 from slipstream.cli.commands import run_command
 from slipstream.repository.fill import fill_text
-from slipstream.repository.generations.render import render_template
-from slipstream.repository.generations.tables import models_of
+from slipstream.repository.releases.render import render_template
+from slipstream.repository.releases.tables import list_models
 
 ROOT = Path(__file__).parents[2]
 # Room for every request of a test at once; unless told, an engine takes 512 MiB, and up to a second
@@ -30,13 +30,13 @@ def build_engine(model: Path, engine: Path, *flags: str) -> Path:
     return engine
 
 
-def write_repository(folder: Path, kind: str, generation: str, engine: Path, **values: str) -> Path:
-    """The templates of a generation, filled with the engine and `values`; but for the cache the
+def write_repository(folder: Path, kind: str, release: str, engine: Path, **values: str) -> Path:
+    """The templates of a release, filled with the engine and `values`; but for the cache the
     rest means defaults.
     """
     given = {"engine_dir": str(engine), "max_tokens_in_paged_kv_cache": str(CACHE_TOKENS), **values}
-    for model in models_of(kind, generation):
-        write_model(folder / model, render_template(kind, model, generation), given)
+    for model in list_models(kind, release):
+        write_model(folder / model, render_template(kind, model, release), given)
     return folder
 
 

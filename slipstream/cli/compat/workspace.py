@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from slipstream.cli.arguments import Parser
-from slipstream.repository.generations.tables import GENERATIONS, find_generation
+from slipstream.repository.releases.tables import RELEASES, find_release
 from slipstream.repository.workspace import write_workspace
 
 
@@ -22,14 +22,14 @@ def create_parser() -> Parser:
         "--like",
         default="v0.10",
         metavar="RELEASE",
-        help=f"Release to take the templates from: {', '.join(GENERATIONS)}.",
+        help=f"Release to take the templates from: {', '.join(RELEASES)}.",
     )
     return parser
 
 
 def run(given: Namespace) -> int:
-    generation = find_generation(given.like)
-    written = write_workspace(given.folder, generation)
+    release = find_release(given.like)
+    written = write_workspace(given.folder, release)
     for path in written.kept:
         print(
             f"[WARNING] {path} exists and differs: it was kept; delete it to have it written again"
@@ -37,5 +37,5 @@ def run(given: Namespace) -> int:
     result = "everything is there already: nothing to do"
     if written.new:
         result = f"{written.new} files written"
-    print(f"[INFO] {given.folder} is a workspace like {generation}: {result}")
+    print(f"[INFO] {given.folder} is a workspace like {release}: {result}")
     return 0

@@ -1,4 +1,4 @@
-"""Templates of every generation: they load as they are, unfilled, and the checker knows which they
+"""Templates of every release: they load as they are, unfilled, and the checker knows which they
 are.
 """
 
@@ -11,34 +11,33 @@ from tiny_text import write_engine_folder
 
 from slipstream.repository.check import check_repository
 from slipstream.repository.fill import fill_text
-from slipstream.repository.generations.render import render_template
-from slipstream.repository.generations.tables import GENERATIONS, find_generation, models_of
+from slipstream.repository.releases.render import render_template
+from slipstream.repository.releases.tables import RELEASES, find_release, list_models
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import variables, write_repository
 from slipstream.repository.workspace import SCRIPTS, write_workspace
 
 
-def written(folder: Path, kind: str, generation: str) -> Path:
+def written(folder: Path, kind: str, release: str) -> Path:
     engine = write_engine_folder(folder / "engine")
-    for model in models_of(kind, generation):
+    for model in list_models(kind, release):
         (folder / "models" / model / "1").mkdir(parents=True)
-        text = fill_text(render_template(kind, model, generation), {"engine_dir": str(engine)}).text
+        text = fill_text(render_template(kind, model, release), {"engine_dir": str(engine)}).text
         (folder / "models" / model / "config.pbtxt").write_text(text)
     return folder / "models"
 
 
 @pytest.mark.parametrize("kind", ["inflight_batcher_llm", "gpt"])
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_every_generation_is_served_with_its_variables_left_unfilled(
-    tmp_path: Path, kind: str, generation: str
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_release_is_served_with_its_variables_left_unfilled(
+    tmp_path: Path, kind: str, release: str
 ) -> None:
-    models = written(tmp_path, kind, generation)
+    models = written(tmp_path, kind, release)
     chain = read_repository(models).chains["ensemble"]
-    prompt = "INPUT_0" if generation == "2023-09" else "text_input"
+    prompt = "INPUT_0" if release == "2023-09" else "text_input"
     assert chain.fields.inputs[prompt] == "text_input"
     assert (
-        chain.fields.outputs["OUTPUT_0" if generation == "2023-09" else "text_output"]
-        == "text_output"
+        chain.fields.outputs["OUTPUT_0" if release == "2023-09" else "text_output"] == "text_output"
     )
     texts = [problem.text for problem in check_repository(models).found]
     assert [text for text in texts if "not filled" not in text and "is not set" not in text] == []
@@ -63,15 +62,15 @@ FILLED = {
 
 
 @pytest.mark.parametrize("kind", ["inflight_batcher_llm", "gpt"])
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("release", RELEASES)
 def test_nothing_is_said_of_a_template_that_is_filled(
-    tmp_path: Path, kind: str, generation: str
+    tmp_path: Path, kind: str, release: str
 ) -> None:
     engine = write_engine_folder(tmp_path / "engine")
     values = {**FILLED, "engine_dir": str(engine), "tokenizer_dir": str(engine)}
-    for model in models_of(kind, generation):
+    for model in list_models(kind, release):
         (tmp_path / "models" / model / "1").mkdir(parents=True)
-        text = render_template(kind, model, generation)
+        text = render_template(kind, model, release)
         filled = fill_text(text, {**dict.fromkeys(variables(text), ""), **values})
         (tmp_path / "models" / model / "config.pbtxt").write_text(filled.text)
     assert [str(problem) for problem in check_repository(tmp_path / "models").found] == []
@@ -126,7 +125,7 @@ def test_wires_may_have_any_name_that_both_ends_share(tmp_path: Path) -> None:
     assert [problem for problem in check_repository(models).found if "END_ID" in str(problem)] == []
 
 
-def test_a_missing_tensor_is_told_by_the_generation_it_belongs_to(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_reported_with_the_release_that_has_it(tmp_path: Path) -> None:
     models = written(tmp_path, "inflight_batcher_llm", "v0.9")
     file = models / "tensorrt_llm" / "config.pbtxt"
     lines = file.read_text().splitlines(keepends=True)
@@ -142,7 +141,7 @@ def test_a_missing_tensor_is_told_by_the_generation_it_belongs_to(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("name", "generation"),
+    ("name", "release"),
     [
         ("v0.5", "v0.5"),
         ("0.9.0", "v0.9"),
@@ -151,13 +150,13 @@ def test_a_missing_tensor_is_told_by_the_generation_it_belongs_to(tmp_path: Path
         ("v0.16", "v0.18"),
     ],
 )
-def test_releases_between_look_like_the_one_before_or_after(name: str, generation: str) -> None:
-    assert find_generation(name) == generation
+def test_releases_between_look_like_the_one_before_or_after(name: str, release: str) -> None:
+    assert find_release(name) == release
 
 
 def test_a_release_nobody_knows_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'v7' is not a known generation; known: .*v0\.18"):
-        find_generation("v7")
+    with pytest.raises(ValueError, match=r"'v7' is not a known release; known: .*v0\.18"):
+        find_release("v7")
 
 
 def test_a_workspace_keeps_what_was_changed_and_writes_what_is_missing(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """How an ensemble's steps are tied together, worked out from the tensors its models have in a
-generation.
+release.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.repository.generations.tables import ModelTable
+from slipstream.repository.releases.tables import ModelTable
 
 _TEXT_INPUTS = {
     "QUERY": ("text_input", "INPUT_0"),

@@ -1,11 +1,11 @@
-"""A config.pbtxt template of a generation, with the template variables that generation had."""
+"""A config.pbtxt template of a release, with the template variables that release had."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slipstream.repository.generations.tables import GENERATIONS, REPOSITORIES, Tensor, read_model
-from slipstream.repository.generations.wiring import Step, ensemble_steps
+from slipstream.repository.releases.tables import RELEASES, REPOSITORIES, Tensor, read_model
+from slipstream.repository.releases.wiring import Step, ensemble_steps
 
 _WHAT = {
     "preprocessing": "Text to token ids. Served by Slipstream itself: no model.py is needed.",
@@ -22,23 +22,23 @@ _INSTANCE_COUNTS = {
 }
 
 
-def render_template(repository: str, model: str, generation: str) -> str:
+def render_template(repository: str, model: str, release: str) -> str:
     """The template of one model of `all_models/<repository>`."""
-    table = read_model(repository, model, generation)
-    blocks = [f"# {_WHAT[model]}", "\n".join(_head(repository, model, generation))]
+    table = read_model(repository, model, release)
+    blocks = [f"# {_WHAT[model]}", "\n".join(_head(repository, model, release))]
     if repository != "gpt" and model in ("tensorrt_llm", "tensorrt_llm_bls"):
         blocks.append("model_transaction_policy { decoupled: ${decoupled_mode} }")
-    batching = "\n".join(_batching(repository, model, generation))
+    batching = "\n".join(_batching(repository, model, release))
     blocks += [batching] if batching else []
     blocks.append(_tensor_list("input", table.inputs))
     blocks.append(_tensor_list("output", table.outputs))
     if model == "ensemble":
         names = REPOSITORIES[repository][:4]
         blocks.append(
-            _steps(ensemble_steps(*(read_model(repository, name, generation) for name in names)))
+            _steps(ensemble_steps(*(read_model(repository, name, release) for name in names)))
         )
     else:
-        blocks.append(_instances(repository, model, generation))
+        blocks.append(_instances(repository, model, release))
     if table.parameters:
         blocks.append(
             "\n".join(
@@ -49,44 +49,44 @@ def render_template(repository: str, model: str, generation: str) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _is_early(generation: str) -> bool:
-    return GENERATIONS.index(generation) <= GENERATIONS.index("v0.5")
+def _is_early(release: str) -> bool:
+    return RELEASES.index(release) <= RELEASES.index("v0.5")
 
 
-def _head(repository: str, model: str, generation: str) -> Iterator[str]:
+def _head(repository: str, model: str, release: str) -> Iterator[str]:
     yield f'name: "{model}"'
     if model == "ensemble":
         yield 'platform: "ensemble"'
     else:
-        yield f'backend: "{_backend(repository, model, generation)}"'
-    early = repository == "gpt" or _is_early(generation)
+        yield f'backend: "{_backend(repository, model, release)}"'
+    early = repository == "gpt" or _is_early(release)
     yield f"max_batch_size: {_FIXED_BATCH[repository] if early else '${triton_max_batch_size}'}"
 
 
-def _backend(repository: str, model: str, generation: str) -> str:
+def _backend(repository: str, model: str, release: str) -> str:
     if repository == "gpt" or model != "tensorrt_llm":
         return "python"
-    if generation == "2023-09":
+    if release == "2023-09":
         return "inflight_batcher_llm"
-    later = GENERATIONS.index(generation) >= GENERATIONS.index("v0.10")
+    later = RELEASES.index(release) >= RELEASES.index("v0.10")
     return "${triton_backend}" if later else "tensorrtllm"
 
 
-def _batching(repository: str, model: str, generation: str) -> Iterator[str]:
-    if model == "postprocessing" and generation == "v0.18":
+def _batching(repository: str, model: str, release: str) -> Iterator[str]:
+    if model == "postprocessing" and release == "v0.18":
         yield "dynamic_batching { }"
-    if repository == "gpt" or model != "tensorrt_llm" or _is_early(generation):
+    if repository == "gpt" or model != "tensorrt_llm" or _is_early(release):
         return
     yield "dynamic_batching {"
     yield "  preferred_batch_size: [ ${triton_max_batch_size} ]"
     yield "  max_queue_delay_microseconds: ${max_queue_delay_microseconds}"
-    if generation == "v0.18":
+    if release == "v0.18":
         yield "  default_queue_policy { max_queue_size: ${max_queue_size} }"
     yield "}"
 
 
-def _instances(repository: str, model: str, generation: str) -> str:
-    fixed = repository == "gpt" or _is_early(generation) or model not in _INSTANCE_COUNTS
+def _instances(repository: str, model: str, release: str) -> str:
+    fixed = repository == "gpt" or _is_early(release) or model not in _INSTANCE_COUNTS
     count = "1" if fixed else f"${{{_INSTANCE_COUNTS[model]}}}"
     return f"instance_group [ {{ count: {count} kind: KIND_CPU }} ]"
 

@@ -1,4 +1,4 @@
-"""Reading the tables of the repositories' generations: which tensors and parameters a model had,
+"""Reading the tables of the repositories' releases: which tensors and parameters a model had,
 and when.
 """
 
@@ -8,9 +8,9 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from slipstream.repository.generations import gpt, inflight_batcher_llm
+from slipstream.repository.releases import gpt, inflight_batcher_llm
 
-GENERATIONS = ("2023-09", "v0.5", "2024-01", "v0.9", "v0.10", "v0.18")
+RELEASES = ("2023-09", "v0.5", "2024-01", "v0.9", "v0.10", "v0.18")
 REPOSITORIES = {
     "inflight_batcher_llm": (
         "preprocessing",
@@ -45,7 +45,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class ModelTable:
-    """One model of one generation."""
+    """One model of one release."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -60,28 +60,26 @@ class ModelTable:
         return frozenset(tensor.name for tensor in self.outputs)
 
 
-def find_generation(text: str) -> str:
-    """The generation that a release's name stands for."""
+def find_release(text: str) -> str:
+    """Return the release with tables here whose templates `text` (v0.11, 0.10.0) has."""
     name = text if text.startswith(("v", "20")) else f"v{text}"
     name = ".".join(name.split(".")[:2])
     name = _SAME_AS.get(name, name)
-    if name not in GENERATIONS:
+    if name not in RELEASES:
         raise ValueError(
-            f"'{text}' is not a known generation; known: {', '.join(GENERATIONS)}, and releases between"
+            f"'{text}' is not a known release; known: {', '.join(RELEASES)}, and the releases between them"
         )
     return name
 
 
-def models_of(repository: str, generation: str) -> tuple[str, ...]:
+def list_models(repository: str, release: str) -> tuple[str, ...]:
     return tuple(
-        model
-        for model in REPOSITORIES[repository]
-        if read_model(repository, model, generation).inputs
+        model for model in REPOSITORIES[repository] if read_model(repository, model, release).inputs
     )
 
 
-def read_model(repository: str, model: str, generation: str) -> ModelTable:
-    column = GENERATIONS.index(generation)
+def read_model(repository: str, model: str, release: str) -> ModelTable:
+    column = RELEASES.index(release)
     cells = {
         kind: [(name, columns[column]) for name, columns in rows if columns[column] != "-"]
         for kind, rows in _sections(repository)[model].items()
@@ -105,7 +103,7 @@ def _sections(repository: str) -> dict[str, dict[str, list[tuple[str, list[str]]
             name, *cells = line.split()
             for position, cell in enumerate(cells):
                 cells[position] = cells[position - 1] if cell == "=" else cell
-            assert len(cells) == len(GENERATIONS), line
+            assert len(cells) == len(RELEASES), line
             rows.append((name, cells))
     return sections
 

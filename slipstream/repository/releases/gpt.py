@@ -1,7 +1,7 @@
 """The tensors and parameters of `all_models/gpt`, the Python repository of fixed batches,
-generation by generation.
+release by release.
 
-The columns are those of `tables.GENERATIONS`; `=` is what the column before says, `-` is absent. A
+The columns are those of `tables.RELEASES`; `=` is what the column before says, `-` is absent. A
 tensor's cell is its type and dims, without the batch dimension, then after a slash: o optional, r a
 scalar to the model, g ragged.
 
