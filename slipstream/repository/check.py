@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.repository.config import ModelConfig
-from slipstream.repository.releases.render import render_template
-from slipstream.repository.releases.tables import RELEASES, REPOSITORIES, list_models
 from slipstream.repository.models import RepositoryModel, inspect_repository
 from slipstream.repository.pbtxt import parse_pbtxt
 from slipstream.repository.problems import Problems, did_you_mean
+from slipstream.repository.releases.render import render_template
+from slipstream.repository.releases.tables import RELEASES, REPOSITORIES, list_models
 from slipstream.repository.roles import Role
 from slipstream.repository.schema import FileReading
 from slipstream.repository.templates import template, template_names

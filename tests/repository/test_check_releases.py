@@ -11,9 +11,9 @@ from tiny_text import write_engine_folder
 
 from slipstream.repository.check import check_repository
 from slipstream.repository.fill import fill_text
+from slipstream.repository.models import read_repository
 from slipstream.repository.releases.render import render_template
 from slipstream.repository.releases.tables import RELEASES, find_release, list_models
-from slipstream.repository.models import read_repository
 from slipstream.repository.templates import variables, write_repository
 from slipstream.repository.workspace import SCRIPTS, write_workspace
 

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from slipstream.engine.request import SamplingParams
-from slipstream.repository.releases.tables import GENERATIONS, read_model
 from slipstream.repository.pbtxt import Message, Scalar, parse_pbtxt
+from slipstream.repository.releases.tables import GENERATIONS, read_model
 from slipstream.repository.templates import template
 from slipstream.request_fields.field import Range
 from slipstream.request_fields.table import ENGINE_FIELDS, FIELDS, number_range, word_bounds
