@@ -116,26 +116,26 @@ def write_own_repository(folder: Path) -> Path:
     return repository
 
 
-class Echo:
-    """The echo model built in."""
+def create_echo(model: Any, version: int) -> Any:
+    """Return the echo model built in."""
+    from slipstream.server.kserve.inference import InferResponse, ServedModel
+    from slipstream.server.kserve.tensors import Tensor
 
-    ready = True
-    decoupled = False
+    class Echo(ServedModel):
+        def __init__(self) -> None:
+            self.config = model.config
 
-    def __init__(self, model: Any, version: int) -> None:
-        self.config = model.config
+        async def infer(self, request: Any) -> AsyncGenerator[Any, None]:
+            given = request.inputs["text_input"]
+            tensor = Tensor("text_output", "BYTES", given.shape, given.data)
+            yield InferResponse([tensor], final=True)
 
-    async def infer(self, request: Any) -> AsyncGenerator[Any, None]:
-        from slipstream.server.kserve.inference import InferResponse
-        from slipstream.server.kserve.tensors import Tensor
-
-        given = request.inputs["text_input"]
-        yield InferResponse([Tensor("text_output", "BYTES", given.shape, given.data)], final=True)
+    return Echo()
 
 
 def serve(kind: str, repository: str, http: int, grpc: int, metrics: int) -> int:
     from slipstream.server.lifecycle import run_server
-    from slipstream.server.model_factories import NamedModels
+    from slipstream.server.models.factories import NamedModels
     from slipstream.server.options import Port, ServerOptions
 
     options = ServerOptions(
@@ -146,7 +146,7 @@ def serve(kind: str, repository: str, http: int, grpc: int, metrics: int) -> int
         allow_python_models=kind == "model.py",
         engine_command=(sys.executable, str(HERE / "instant_engine.py")),
     )
-    factories = [NamedModels({"echo": Echo})] if kind == "own" else []
+    factories = [NamedModels({"echo": create_echo})] if kind == "own" else []
     return run_server(options, factories)
 
 

@@ -27,7 +27,7 @@ from slipstream.server.log.output import HANDLER
 from slipstream.server.options import ALL_MODELS, Port, ServerOptions
 
 if TYPE_CHECKING:
-    from slipstream.server.model_factories import ModelFactory
+    from slipstream.server.models.factories import ModelFactory
     from slipstream.server.services import Services
 
 logger = logging.getLogger(__name__)
@@ -263,8 +263,8 @@ class _Server:
         """Refuse new requests and finish the admitted ones, at most for the exit timeout."""
         self._state.draining = True
         self._engines.begin_drain()
-        under_way = self._engines.outstanding + services.loader.under_way
-        logger.info("Waiting for in-flight requests to complete: %d now", under_way)
+        outstanding = self._engines.outstanding + services.loader.outstanding
+        logger.info("Waiting for in-flight requests to complete: %d now", outstanding)
         idle = asyncio.gather(self._engines.wait_drained(), services.loader.wait_idle())
         try:
             await asyncio.wait_for(idle, self._options.exit_timeout_seconds)

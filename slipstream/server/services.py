@@ -20,8 +20,8 @@ from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.metrics.latency_metrics import MetricsConfig
 from slipstream.server.metrics.metrics import ServerMetrics
-from slipstream.server.model_factories import ModelFactory
 from slipstream.server.model_loader import ModelLoader
+from slipstream.server.models.factories import ModelFactory
 from slipstream.server.models.response_cache import ResponseCache
 from slipstream.server.openai.deep_health import HealthProbes
 from slipstream.server.openai.routes import OpenAIRoutes
@@ -101,11 +101,8 @@ class Services:
     def _connect(self, factories: Sequence[ModelFactory]) -> None:
         """Give repository control to the factories whose models use it, and add their metrics."""
         for factory in factories:
-            if hasattr(factory, "control"):
-                factory.control = self.loader
-            families = getattr(getattr(factory, "metrics", None), "families", None)
-            if families is not None:
-                self.metrics.add_source(families)
+            factory.control = self.loader
+            self.metrics.add_source(factory.metric_families)
 
     def _forget(self, name: str, trace: TraceSettings) -> None:
         """Drop the trace settings and the counters of a model that was removed."""

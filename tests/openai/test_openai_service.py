@@ -17,7 +17,7 @@ from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.kserve.access import Access, Restriction
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.metrics.statistics import model_statistics
-from slipstream.server.models.llm_models import TextModel
+from slipstream.server.models.text_model import TextModel
 from slipstream.server.services import create_app
 
 CALL = {"model": "ensemble", "prompt": "Say: ", "max_tokens": 4, "temperature": 0}

@@ -235,7 +235,7 @@ async def test_a_client_that_does_not_read_does_not_fill_the_servers_memory(
                 await stop()
                 await until_reported(opened, " 1 ended")
         await until_reported(opened, " 1 ended")
-        assert opened["flood"].under_way == 0
+        assert opened["flood"].outstanding == 0
     assert [record for record in caplog.records if record.exc_info] == []
 
 

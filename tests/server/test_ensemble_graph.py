@@ -14,7 +14,7 @@ from slipstream.repository.config import ModelConfig, read_model_config
 from slipstream.repository.ensembles import check_graph, needed_steps, run_order
 from slipstream.repository.problems import Problems
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models.ensemble import EnsembleModel
@@ -59,10 +59,11 @@ def step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> str:
     return f'step {{ model_name: "{model}" model_version: -1 {maps} }}'
 
 
-class Numbers:
+class Numbers(ServedModel):
     """A model of integers: `answer` says what it makes of its inputs, one dictionary an answer."""
 
     ready = True
+    decoupled = False
 
     def __init__(self, config: ModelConfig, answer: Answer, decoupled: bool = False) -> None:
         self.config, self.answer, self.decoupled = config, answer, decoupled

@@ -16,7 +16,7 @@ from slipstream.server.grpc.service import create_grpc_server
 from slipstream.server.grpc.transport import ClientGone, Streaming, create_server
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.inference import InferResponse
+from slipstream.server.kserve.inference import InferResponse, ServedModel
 from slipstream.server.kserve.registry import ModelRegistry
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -26,7 +26,7 @@ output [ { name: "out" data_type: TYPE_INT32 dims: [ 1 ] } ]
 """
 
 
-class Gate:
+class Gate(ServedModel):
     """A model whose answers wait until they are let go."""
 
     ready = True

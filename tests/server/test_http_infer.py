@@ -27,7 +27,8 @@ from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models import batches
-from slipstream.server.models.batches import BatchedModel, join, split
+from slipstream.server.models.batches import join, split
+from slipstream.server.models.generating import EngineBackedModel
 from slipstream.server.services import create_app
 
 MAX_BYTES = 1 << 16
@@ -338,8 +339,7 @@ async def test_a_large_batch_of_logits_is_joined_beside_the_event_loop(monkeypat
         return join(*given)
 
     monkeypatch.setattr(batches, "join", watched)
-    monkeypatch.setattr(batches, "check_queue", lambda *given: None)
-    model = BatchedModel(LogitsModel(), None, SimpleNamespace(engine=None))
+    model = LogitsModel()
     for tokens, beside in ((2, False), (9, True)):
         seen.clear()
         inputs = {
@@ -350,12 +350,16 @@ async def test_a_large_batch_of_logits_is_joined_beside_the_event_loop(monkeypat
         assert seen != {threading.main_thread()} if beside else seen == {threading.main_thread()}
 
 
-class LogitsModel:
-    """As many positions as the one token says."""
+class LogitsModel(EngineBackedModel):
+    """Answers with as many positions as its one token says."""
 
-    decoupled, ready, config = False, True, SimpleNamespace(max_batch_size=8)
+    def __init__(self):
+        super().__init__(SimpleNamespace(max_batch_size=8), None)
 
-    async def infer(self, request):
+    def check_queue(self, request, count):
+        return None
+
+    async def answer(self, request, check_queue=True):
         count = request.inputs["input_ids"].first
         yield InferResponse(
             [

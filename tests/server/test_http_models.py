@@ -17,7 +17,7 @@ from slipstream.repository.templates import fill, template
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.tensors import Tensor
-from slipstream.server.models.llm_models import joint
+from slipstream.server.models.text_model import joint
 from slipstream.server.services import create_app
 
 TEXT_MODELS = ["ensemble", "llama"]

@@ -15,7 +15,7 @@ from scripted_engine import ScriptedLoop
 
 from slipstream.engine.messages import EngineStats
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
 from slipstream.server.kserve.registry import ModelVersion
 from slipstream.server.metrics.families import Family
 from slipstream.server.metrics.metrics import ModelCounters, ServerMetrics
@@ -195,6 +195,8 @@ def test_v1_batching_has_its_own_metrics_instead_of_inflight_batching():
         config=SimpleNamespace(ensemble_steps=(), parameter={"gpt_model_type": "V1"}.get),
         decoupled=False,
         ready=True,
+        parts={},
+        cached=False,
     )
     metrics = ServerMetrics()
     metrics.watch_engine("old", Engine())
@@ -380,13 +382,15 @@ async def test_only_decoupled_models_have_a_first_response_histogram():
     assert 'nv_inference_first_response_histogram_ms_count{model="once",version="1"}' not in found
 
 
-class Part:
+class Part(ServedModel):
     """A model that does the work of two others."""
 
     def __init__(self, config):
         self.config = config
-        self.decoupled, self.ready = False, True
-        self.parts = {"compute_input": "pre", "compute_infer": "engine"}
+
+    @property
+    def parts(self):
+        return {"compute_input": "pre", "compute_infer": "engine"}
 
     async def infer(self, request):
         request.times.end_input()

@@ -17,9 +17,10 @@ from slipstream.repository.models import RepositoryModel
 from slipstream.server.engine_link.client import Supervision
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.kserve.errors import InferenceError, Unavailable
-from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.model_loader import ModelLoader
+from slipstream.server.models.factories import ModelFactory
 
 CONFIG = """
 name: "{name}"
@@ -30,7 +31,7 @@ output {{ name: "y" data_type: TYPE_INT32 dims: [ 2 ] }}
 """
 
 
-class Kept:
+class Kept(ServedModel):
     """A model that keeps what it is asked."""
 
     decoupled, ready = False, True
@@ -50,7 +51,7 @@ class Kept:
         self.closed = True
 
 
-class Factory:
+class Factory(ModelFactory):
     def __init__(self) -> None:
         self.made: list[Kept] = []
 

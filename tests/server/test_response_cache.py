@@ -13,7 +13,7 @@ import pytest
 from slipstream.repository.config import ModelConfig, read_model_config
 from slipstream.repository.problems import Problems
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
 from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.metrics.histograms import Summary
@@ -42,7 +42,7 @@ def config(folder: Path, more: str = CACHED) -> ModelConfig:
     return found
 
 
-class Upper:
+class Upper(ServedModel):
     """Answers in capitals, and counts how often it had to."""
 
     ready = True

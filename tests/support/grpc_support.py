@@ -32,10 +32,10 @@ from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.metrics.metrics import ServerMetrics
-from slipstream.server.model_factories import NamedModels
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.models.build import build_registry
 from slipstream.server.models.ensemble import EnsembleModel
+from slipstream.server.models.factories import NamedModels
 
 REPOSITORIES = Path(__file__).parents[1] / "conformance" / "repos"
 CASES = [

@@ -17,7 +17,6 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.process import start_real_engine
 from slipstream.repository.models import read_repository
 from slipstream.server.engine_link.in_process import InProcessEngine
-from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
@@ -64,10 +63,12 @@ def running(folder: Path) -> Iterator[Serving]:
     config.write_text(config.read_text().replace("dynamic_batching {", policy))
     (folder / "adapters" / "notes").mkdir()  # holds no adapter
     engine = InProcessEngine(start_real_engine(str(engine_folder), SETTINGS))
-    generator = TextGenerator(
-        Tokenizer.load(engine_folder), engine, AdapterRegistry(folder / "adapters")
+    generator = TextGenerator(Tokenizer.load(engine_folder), engine)
+    registry = build_registry(
+        read_repository(repository),
+        {"tensorrt_llm": generator},
+        adapter_folder=folder / "adapters",
     )
-    registry = build_registry(read_repository(repository), {"tensorrt_llm": generator})
     registry.wrap(ServerMetrics().count)
     state = ServerState([engine])
     with RunningServer(create_app(registry, state, ServerContext())) as server:

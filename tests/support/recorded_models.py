@@ -13,10 +13,10 @@ from slipstream.repository.models import RepositoryModel
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
 from slipstream.server.kserve.tensors import Tensor
-from slipstream.server.models.llm_models import ENSEMBLE_PARAMETERS
+from slipstream.server.models.text_model import ENSEMBLE_PARAMETERS
 
 
-class RecordedModel:
+class RecordedModel(ServedModel):
     ready = True
 
     def __init__(self, model: RepositoryModel, version: int) -> None:

@@ -89,9 +89,13 @@ class RequestOutput:
         """Append a newer output of the same request."""
         self.tokens += newer.tokens
         if newer.log_probs is not None:
-            self.log_probs = (self.log_probs or []) + newer.log_probs
+            if self.log_probs is None:
+                self.log_probs = []
+            self.log_probs += newer.log_probs
         if newer.top_log_probs is not None:
-            self.top_log_probs = (self.top_log_probs or []) + newer.top_log_probs
+            if self.top_log_probs is None:
+                self.top_log_probs = []
+            self.top_log_probs += newer.top_log_probs
         self.finish_reason = newer.finish_reason
         self.cached_tokens = max(self.cached_tokens, newer.cached_tokens)
         self.error = newer.error

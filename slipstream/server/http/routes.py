@@ -26,11 +26,12 @@ from slipstream.server.http.infer import (
 from slipstream.server.http.pages import PAGES, openapi_document, read_page
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError, Unavailable
+from slipstream.server.kserve.inference import RequestTrace
 from slipstream.server.kserve.json_writer import write_error, write_value
 from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
 from slipstream.server.kserve.server_metadata import EXTENSIONS, TRITON_VERSION
 from slipstream.server.metrics.statistics import model_statistics
-from slipstream.server.tracing.tracing import Finishing, RequestTrace
+from slipstream.server.tracing.tracing import Finishing
 
 logger = logging.getLogger(__name__)
 

@@ -1,37 +1,30 @@
-"""What the health probes ask: `live` is that the event loop answers, `ready` is that new work is
-taken.
-"""
+"""The state that health probes report: `live` and `ready`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
-
-class Engine(Protocol):
-    @property
-    def ready(self) -> bool: ...
+from slipstream.server.engine_link.engine import Engine
 
 
 class ServerState:
-    """`engines` is looked at anew each time, so it may be a collection that changes."""
+    """`engines` is read at each call, so it may be a collection that changes."""
 
     def __init__(
         self, engines: Iterable[Engine], models_ready: Callable[[], bool] = lambda: True
     ) -> None:
         self._engines = engines
-        self.models_ready = models_ready  # whether every model that was asked for serves
+        self.models_ready = models_ready  # whether every model that should be loaded serves
         self.draining = False
 
     @property
     def live(self) -> bool:
-        return True  # whoever can ask has the answer
+        """True: a server whose event loop answers is live."""
+        return True
 
     @property
     def ready(self) -> bool:
-        """Every engine has warmed up, makes progress with what it has, and the server is not on its
-        way out.
-        """
+        """Whether the server accepts new work and every engine makes progress."""
         return (
             not self.draining
             and self.models_ready()

@@ -1,75 +1,102 @@
-"""What passes between a protocol and a model: a request of tensors, a stream of answers."""
+"""What passes between a protocol and a model: a request of tensors, and a stream of responses."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
+from slipstream.engine.messages import Timing
 from slipstream.repository.config import ModelConfig
+from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.tensors import Tensor
-from slipstream.server.metrics.histograms import TokenLatencies
-from slipstream.server.tracing.tracing import RequestTrace
-
-if TYPE_CHECKING:
-    from slipstream.engine.messages import Timing
-    from slipstream.server.engine_link.engine import TextOutput, TextRequest
 
 Parameter = str | int | float | bool
 
 
+class RequestTrace(Protocol):
+    """Records what happens to one request. Each part of the server adds what it knows."""
+
+    @property
+    def context(self) -> str:
+        """JSON of the headers that add another request to this trace; empty if unsupported."""
+        ...
+
+    def child(self) -> RequestTrace:
+        """Return the trace of a request that this request causes, such as a step of an ensemble."""
+        ...
+
+    def sibling(self) -> RequestTrace | None:
+        """Return the trace of another request of the same call; None if a trace has only one."""
+        ...
+
+    def stamp(self, name: str, ns: int = 0) -> None: ...
+    def model(self, name: str, version: str, request_id: str) -> None: ...
+    def tensors(self, activity: str, tensors: Iterable[Tensor]) -> None: ...
+    def generated(self, prompt_tokens: int, output_tokens: int, first_token_ns: int) -> None: ...
+    def fail(self, kind: str) -> None: ...
+    def finish(self) -> None: ...
+
+
+class TokenRecorder(Protocol):
+    """Records the latencies of tokens; `TokenLatencies` of the metrics does."""
+
+    def arrive(self, times: RequestTimes, count: int) -> None: ...
+
+
 @dataclass(slots=True)
 class RequestTimes:
-    """When a request passed each stage, by `time.monotonic_ns()`. A model marks what it knows; 0 is
-    not marked.
+    """When a request reached each stage, by `time.monotonic_ns()`; 0: not reached, or not known.
 
-    Whoever counts requests attends to it; where nobody does, the marks go nowhere.
+    A model sets the times that it knows. `attach` connects the counters of the model.
     """
 
     began_ns: int = 0
-    queue_ended_ns: int = 0  # the model took it out of its queue
-    # spent in an engine's queue, where its end was told; of several sequences the longest
+    queue_ended_ns: int = 0  # the model took the request out of its queue
+    # time in the engine's queue; for several sequences the longest
     engine_queue_ns: int = 0
-    input_ended_ns: int = 0  # its inputs are ready to compute with
-    infer_ended_ns: int = 0  # computed; what is left is to write the answer
+    input_ended_ns: int = 0  # the inputs are ready
+    infer_ended_ns: int = 0  # the computation is done; only the response is left to write
     first_answer_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cache_hit_ns: int = 0  # what finding the answer took, where it was there already
-    cache_miss_ns: int = 0  # what looking for it and keeping it took, where it was not
-    trace: RequestTrace | None = None  # where somebody wants to read later how it went
-    # of the requests this one was taken apart into
+    cache_hit_ns: int = 0  # duration of a lookup that found the response in the response cache
+    cache_miss_ns: int = 0  # duration of a lookup without success and of the insertion
+    trace: RequestTrace | None = None  # None: the request is not traced
+    # times of the batch items that the request was split into
     branches: list[RequestTimes] = field(default_factory=list)
-    _executing: Callable[[], None] | None = None
-    _latencies: TokenLatencies | None = None
+    _on_execute: Callable[[], None] | None = None
+    _latencies: TokenRecorder | None = None
 
-    def attend(
-        self, executing: Callable[[], None], latencies: TokenLatencies, began_ns: int
+    def attach(
+        self, on_execute: Callable[[], None], latencies: TokenRecorder, began_ns: int
     ) -> None:
-        self._executing, self._latencies, self.began_ns = executing, latencies, began_ns
+        """Call `on_execute` when the request leaves the queue, and record its tokens."""
+        self._on_execute = on_execute
+        self._latencies = latencies
+        self.began_ns = began_ns
 
-    def part(self) -> None:
-        """From whoever attended: the two must not keep each other, and all the request's tensors,
-        in memory.
-        """
+    def detach(self) -> None:
+        """Drop the callback. A reference cycle would keep the request's tensors in memory."""
         for times in (self, *self.branches):
-            times._executing = None
+            times._on_execute = None
 
     def branch(self) -> RequestTimes:
-        """The times of one batch item: its tokens are its own, what is counted is counted with the
-        whole.
-        """
-        made = RequestTimes(self.began_ns, _executing=self._executing, _latencies=self._latencies)
-        self.branches.append(made)
-        return made
+        """Return the times of one batch item, which are counted together with the request's."""
+        branch = RequestTimes(
+            self.began_ns, _on_execute=self._on_execute, _latencies=self._latencies
+        )
+        self.branches.append(branch)
+        return branch
 
     @property
     def generated(self) -> list[RequestTimes]:
-        """The times of what was generated: this one, or those of its batch items."""
+        """The times of each prompt that was generated for: its own, or those of its branches."""
         return [part for part in (self, *self.branches) if part.prompt_tokens]
 
     def leave_queue(self) -> None:
@@ -83,16 +110,16 @@ class RequestTimes:
         self.infer_ended_ns = time.monotonic_ns()
 
     def execute(self) -> None:
-        """The request no longer waits for its turn."""
-        if self._executing is not None:
-            self._executing()
+        """Note that the request no longer waits in the queue."""
+        if self._on_execute is not None:
+            self._on_execute()
 
     def add_tokens(self, prompt_tokens: int, count: int, timing: Timing | None = None) -> None:
+        """Record that `count` new tokens have arrived."""
         self.prompt_tokens = prompt_tokens
         if timing is not None and timing.first_scheduled_ns:
-            self.engine_queue_ns = max(
-                self.engine_queue_ns, timing.first_scheduled_ns - timing.arrived_ns
-            )
+            waited = timing.first_scheduled_ns - timing.arrived_ns
+            self.engine_queue_ns = max(self.engine_queue_ns, waited)
         self.execute()
         if self._latencies is not None and count:
             self._latencies.arrive(self, count)
@@ -104,41 +131,41 @@ class InferRequest:
     model_version: str
     inputs: dict[str, Tensor]
     id: str = ""
-    # without those that have a field below
+    # parameters of the request without those that have a field below
     parameters: dict[str, Parameter] = field(default_factory=dict)
     times: RequestTimes = field(default_factory=RequestTimes)
-    outputs: tuple[str, ...] = ()  # the ones asked for; none named means all
-    priority: int = 0  # 1 is the most urgent, 0 the model's default
+    outputs: tuple[str, ...] = ()  # names of the requested outputs; empty: all
+    priority: int = 0  # 1 is the highest, 0 the model's default
     timeout_microseconds: int = 0  # 0: none
     sequence_id: int | str = 0
     sequence_start: bool = False
     sequence_end: bool = False
-    # tells the connection it came over, where the protocol keeps to one
+    # returns the id of the connection, where the protocol keeps to one
     peer: Callable[[], str] | None = None
-    # in place of inputs, from a protocol without tensors to a model of text
+    # request of a protocol without tensors to a text model; there are no inputs then
     text: TextRequest | None = None
 
 
 @dataclass(slots=True)
 class InferResponse:
-    """One answer: tensors, or an error. An error is not the end, more may follow.
+    """One response: tensors, or an error. More may follow, also after an error.
 
-    `final` is set by a model that knows, as it answers, that nothing follows. One that ends without
-    it has an end of its own, which clients see only when they ask for it.
+    `final` is set by a model that knows that nothing follows. A model that ends without it has an
+    empty last response, which clients see only on request.
     """
 
     outputs: Sequence[Tensor] = ()
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     error: InferenceError | None = None
     final: bool = False
-    text_output: TextOutput | None = None  # in place of outputs, where the request had a `text`
+    # the response to a request with `text`; there are no outputs then
+    text_output: TextOutput | None = None
 
 
 class Answers(Protocol):
-    """The answers to one request, as they come. Closing them early gives the request up, at once.
+    """The responses to one request as they come. Closing it early cancels the request at once.
 
-    Most models write an asynchronous generator; one that answers thousands of times a second is
-    spared its cost.
+    Most models write an async generator. A class is faster, for thousands of responses a second.
     """
 
     def __aiter__(self) -> AsyncIterator[InferResponse]: ...
@@ -148,34 +175,66 @@ class Answers(Protocol):
     def aclose(self) -> Awaitable[None]: ...
 
 
-class ServedModel(Protocol):
-    """Something that answers."""
+class ServedModel(ABC):
+    """A model that answers requests, and what the server needs to know about it.
 
-    @property
-    def config(self) -> ModelConfig: ...
+    The defaults are those of a model that answers each request exactly once.
+    """
+
+    config: ModelConfig
 
     @property
     def decoupled(self) -> bool:
-        """May answer any number of times, not exactly once."""
-        ...
+        """Whether a request may have any number of responses."""
+        return False
 
     @property
-    def ready(self) -> bool: ...
+    def ready(self) -> bool:
+        return True
 
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """The models of the repository whose work this model does, by phase of the request."""
+        return {}
+
+    @property
+    def generates(self) -> bool:
+        """Whether it uses an engine or its tokenizer. The response cache is not for such models."""
+        return False
+
+    @property
+    def cached(self) -> bool:
+        """Whether its responses come from the response cache where possible."""
+        return False
+
+    @property
+    def outstanding(self) -> int:
+        """The number of requests that the model's own processes work on."""
+        return 0
+
+    @property
+    def unwrapped(self) -> ServedModel:
+        """The model itself, without what is wrapped around it."""
+        return self
+
+    def fillers(self, request: InferRequest) -> Mapping[str, Any]:
+        """Return the values that fill the outputs of a batch to one length, by output name."""
+        return {}
+
+    @abstractmethod
     def infer(self, request: InferRequest) -> Answers: ...
 
+    async def close(self) -> None:
+        """End the processes that the model runs."""
+        return None
 
-class WrappedModel:
-    """Stands around a model, to do something with its requests or answers; the rest is the model's
-    own.
-    """
+
+class WrappedModel(ServedModel):
+    """A model around another one. It changes how requests are answered, and nothing else."""
 
     def __init__(self, model: ServedModel) -> None:
         self.inner = model
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.inner.config
+        self.config = model.config
 
     @property
     def decoupled(self) -> bool:
@@ -185,8 +244,35 @@ class WrappedModel:
     def ready(self) -> bool:
         return self.inner.ready
 
+    @property
+    def parts(self) -> Mapping[str, str]:
+        return self.inner.parts
+
+    @property
+    def generates(self) -> bool:
+        return self.inner.generates
+
+    @property
+    def cached(self) -> bool:
+        return self.inner.cached
+
+    @property
+    def outstanding(self) -> int:
+        return self.inner.outstanding
+
+    @property
+    def unwrapped(self) -> ServedModel:
+        return self.inner.unwrapped
+
+    def fillers(self, request: InferRequest) -> Mapping[str, Any]:
+        return self.inner.fillers(request)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
 
 def batch_size(request: InferRequest, config: ModelConfig) -> int:
+    """Return the number of batch items of a request."""
     if config.max_batch_size == 0:
         return 1
     shapes = [tensor.shape for tensor in request.inputs.values() if tensor.shape]

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Protocol
 
 from slipstream.engine.messages import QUEUE_SECONDS_BOUNDS, EngineInfo, EngineStats
+from slipstream.server.engine_link.engine import Engine
 from slipstream.server.metrics.families import Family
 from slipstream.server.metrics.histograms import Histogram
-
-
-class Engine(Protocol):
-    info: EngineInfo | None
-
-    @property
-    def stats(self) -> EngineStats: ...
-
 
 # by the name and version of the engine's model in the repository
 Engines = Mapping[tuple[str, str], Engine]

@@ -6,10 +6,11 @@ engines, and the machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
-from slipstream.server.metrics.engine_metrics import Engine, engine_families
+from slipstream.server.engine_link.engine import Engine
+from slipstream.server.metrics.engine_metrics import engine_families
 from slipstream.server.metrics.families import Family
 from slipstream.server.metrics.histograms import Histogram, Summaries
 from slipstream.server.metrics.latency_metrics import (
@@ -21,7 +22,7 @@ from slipstream.server.metrics.latency_metrics import (
 from slipstream.server.metrics.machine import Machine
 from slipstream.server.metrics.statistics import CountedModel, ModelCounters, Part
 
-__all__ = ["CountedModel", "Engine", "ModelCounters", "ServerMetrics"]
+__all__ = ["CountedModel", "ModelCounters", "ServerMetrics"]
 
 _COUNTERS: tuple[tuple[str, str, Callable[[ModelCounters], int]], ...] = (
     (
@@ -144,9 +145,9 @@ class ServerMetrics:
 
         Its requests also count for the models whose work it does.
         """
-        parts = {phase: self._latest(name) for phase, name in _parts(entry.model).items()}
+        parts = {phase: self._latest(name) for phase, name in entry.model.parts.items()}
         counters = self.model(entry.name, entry.version)
-        counters.cached = getattr(entry.model, "cached", False)
+        counters.cached = entry.model.cached
         if entry.model.config.parameter("gpt_model_type") in ("V1", "v1"):
             self._whole_batches.add(entry.name)
         return CountedModel(entry.model, counters, parts)
@@ -253,12 +254,3 @@ def _span_families(counters: SpanCounters) -> Iterator[Family]:
         "Number of trace spans that were given up",
         [({}, counters.dropped)],
     )
-
-
-def _parts(model: Any) -> Mapping[str, str]:
-    """Return the models whose work a model does, by phase. Looks inside wrapped models."""
-    while model is not None:
-        if hasattr(model, "parts"):
-            return dict(model.parts)
-        model = getattr(model, "inner", None)
-    return {}

@@ -20,13 +20,13 @@ from slipstream.server.kserve.inference import (
     InferRequest,
     InferResponse,
     RequestTimes,
+    RequestTrace,
     ServedModel,
     WrappedModel,
     batch_size,
 )
 from slipstream.server.log.formats import set_error_context
 from slipstream.server.metrics.histograms import Summaries, TokenLatencies
-from slipstream.server.tracing.tracing import RequestTrace
 
 if TYPE_CHECKING:
     from slipstream.server.kserve.registry import ModelRegistry
@@ -122,7 +122,7 @@ class ModelCounters:
         parts: Parts | None = None,
     ) -> Answers:
         """Pass on the answers to one request and count how it went."""
-        return _Counted(self, request, responses, batch_size, parts or {})
+        return CountedAnswers(self, request, responses, batch_size, parts or {})
 
     def succeed(self, spent: _Spent, batch_size: int) -> None:
         self._answered(spent)
@@ -201,7 +201,7 @@ class Part(NamedTuple):
 Parts = Mapping[str, Callable[[], Part]]  # by the phase that each of them is
 
 
-class _Counted:
+class CountedAnswers:
     """The answers to one request, counted as they pass."""
 
     def __init__(
@@ -226,9 +226,9 @@ class _Counted:
         self._complete = False  # otherwise the reader has left
         self._ended = False
         counters.pending += 1
-        self._times.attend(self._begin_answering, counters.tokens, self._began)
+        self._times.attach(self._begin_answering, counters.tokens, self._began)
 
-    def __aiter__(self) -> _Counted:
+    def __aiter__(self) -> CountedAnswers:
         return self
 
     async def __anext__(self) -> InferResponse:
@@ -342,7 +342,7 @@ class _Counted:
             self._end_parts(spent, succeeded)
         if self._times.trace is not None:
             self._end_trace(self._times.trace, spent, ended)
-        self._times.part()
+        self._times.detach()
 
     def _end_parts(self, spent: _Spent, succeeded: bool) -> None:
         for phase, find in self._parts.items():
@@ -381,7 +381,9 @@ class CountedModel(WrappedModel):
         # of an ensemble, its steps tell, which may come and go
         self.counters.decoupled = self.inner.decoupled
         items = batch_size(request, self.config)
-        return _Counted(self.counters, request, self.inner.infer(request), items, self._parts or {})
+        return CountedAnswers(
+            self.counters, request, self.inner.infer(request), items, self._parts or {}
+        )
 
 
 def model_statistics(

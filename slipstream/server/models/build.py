@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from slipstream.repository.models import Repository, RepositoryModel
 from slipstream.repository.roles import Role, answers_in_blocks
+from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import ServedModel
 from slipstream.server.kserve.registry import ModelRegistry
-from slipstream.server.models.batches import BatchedModel
 from slipstream.server.models.ensemble import EnsembleModel
-from slipstream.server.models.fixed_batches import FixedBatchModel
-from slipstream.server.models.llm_models import Generator, TextModel, TokenModel
+from slipstream.server.models.generating import ServedEngine
 from slipstream.server.models.step_models import PostprocessingModel, PreprocessingModel
+from slipstream.server.models.text_model import TextModel
+from slipstream.server.models.token_model import FixedBatchModel, TokenModel
+from slipstream.server.text.pipeline import TextGenerator
 
 
 def build_registry(
     repository: Repository,
-    generators: Mapping[str, Generator],
+    generators: Mapping[str, TextGenerator],
     others: Mapping[str, Callable[[RepositoryModel, int], ServedModel]] | None = None,
+    adapter_folder: Path | None = None,
 ) -> ModelRegistry:
-    """Every model of a repository. `generators`: one for each engine model's name.
+    """Return a registry with every model of a repository.
 
-    `others` makes the models the repository was told are `served_elsewhere`, one for each version.
+    `generators`: by the name of the engine model. `others` create the models that the repository
+    has as `served_elsewhere`, one for each version.
     """
     registry = ModelRegistry()
+    engines = {
+        name: ServedEngine(repository.engines[name], generator, AdapterRegistry(adapter_folder))
+        for name, generator in generators.items()
+    }
     for model in repository.models.values():
         for version in model.versions:
             if others is not None and model.name in others:
@@ -34,7 +43,7 @@ def build_registry(
                 registry.add(
                     model.name,
                     version,
-                    served_model(repository, model, generators.__getitem__, registry),
+                    served_model(repository, model, engines.__getitem__, registry),
                 )
     return registry
 
@@ -42,37 +51,40 @@ def build_registry(
 def served_model(
     repository: Repository,
     model: RepositoryModel,
-    generator_of: Callable[[str], Generator],
+    find_engine: Callable[[str], ServedEngine],
     registry: ModelRegistry,
 ) -> ServedModel:
-    """A model of a known role. An ensemble of others looks its steps up in the registry, request by
-    request.
-    """
+    """Return a model by its role. An ensemble finds its steps in the registry at each request."""
     if model.name in repository.graphs:
         return EnsembleModel(model.config, registry.find)
     if model.name in repository.chains:
-        chain = repository.chains[model.name]
-        engine, generator = repository.engines[chain.engine], generator_of(chain.engine)
-        draft = generator_of(chain.draft_engine) if chain.draft_engine else None
-        return BatchedModel(TextModel(model, chain, engine, generator, draft), engine, generator)
-    name = engine_of(repository, model)
-    engine, generator = repository.engines[name], generator_of(name)
+        pipeline = repository.chains[model.name]
+        draft = find_engine(pipeline.draft_engine) if pipeline.draft_engine else None
+        return TextModel(model, pipeline, find_engine(pipeline.engine), draft)
+    name = engine_name(repository, model)
+    engine = find_engine(name)
     if model.role is Role.PREPROCESSING:
-        return BatchedModel(PreprocessingModel(model, engine, generator), engine, generator)
+        return PreprocessingModel(model, engine)
     if model.role is Role.POSTPROCESSING:
-        return PostprocessingModel(model, engine, generator)
-    chains = [chain.placeholders for chain in repository.chains.values() if chain.engine == name]
-    in_blocks = answers_in_blocks(model.config)
-    tokens = TokenModel(model, engine, generator, placeholders=all(chains) and not in_blocks)
-    if in_blocks:
-        return BatchedModel(
-            FixedBatchModel(tokens, generator.tokenizer.eos_id or 0), engine, generator
-        )
-    return BatchedModel(tokens, engine, generator)
+        return PostprocessingModel(model, engine)
+    if answers_in_blocks(model.config):
+        return FixedBatchModel(model, engine, placeholders=False)
+    pipelines = [chain for chain in repository.chains.values() if chain.engine == name]
+    return TokenModel(model, engine, all(pipeline.placeholders for pipeline in pipelines))
 
 
-def engine_of(repository: Repository, model: RepositoryModel) -> str:
-    """The engine a model belongs to: itself, or the one it shares an ensemble with, or the first."""
+def engine_names(repository: Repository, model: RepositoryModel) -> list[str]:
+    """Return the names of the engines that a model uses."""
+    if model.name in repository.graphs:
+        return []
+    pipeline = repository.chains.get(model.name)
+    if pipeline is None:
+        return [engine_name(repository, model)]
+    return [pipeline.engine, *([pipeline.draft_engine] if pipeline.draft_engine else [])]
+
+
+def engine_name(repository: Repository, model: RepositoryModel) -> str:
+    """Return the engine of a model: itself, or the one in the same ensemble, or the first."""
     if model.name in repository.engines:
         return model.name
     for other in repository.models.values():

@@ -1,8 +1,8 @@
-"""A small model guesses, a large one decides: the text is the large one's, in fewer of its steps.
+"""Drafting with a second model: a small model proposes tokens, and the large one verifies them.
 
-Turn by turn the draft model writes a few tokens and the target model verifies them all at once. A
-guess is accepted exactly when it is the token that the target draws in its place, so that nothing
-of the text depends on the drafts.
+In each round the draft model generates a few tokens, and the target model verifies all of them in
+one step. A draft token is accepted exactly when the target samples the same token, so the drafts
+never change the text.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from slipstream.engine.messages import EngineInfo, Timing
-from slipstream.engine.request import SamplingParams
 from slipstream.request_fields.field import DRAFT_MODEL
 from slipstream.request_fields.table import conflicting_parameter
 from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.models.generating import Generates
 from slipstream.server.text.pipeline import PromptError
 from slipstream.server.text.stops import StopWords
 from slipstream.server.text.stream import TextStream
@@ -25,26 +25,23 @@ from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
 
-class Generates(Protocol):
-    """What answers requests."""
-
-    def generate(self, request: TextRequest) -> AsyncGenerator[TextOutput, None]: ...
-
-
-class Sized(Protocol):
+class _SizedEngine(Protocol):
     info: EngineInfo | None
 
 
 class Target(Generates, Protocol):
     @property
-    def engine(self) -> Sized: ...
+    def engine(self) -> _SizedEngine: ...
 
 
 class DraftedGenerator:
-    """Generates as `target` does, with `count` guesses of `draft` a turn."""
+    """Generates the text of `target`, with `count` draft tokens of `draft` in each round."""
 
     def __init__(self, target: Target, tokenizer: Tokenizer, draft: Generates, count: int) -> None:
-        self._target, self._tokenizer, self._draft, self._count = target, tokenizer, draft, count
+        self._target = target
+        self._tokenizer = tokenizer
+        self._draft = draft
+        self._count = count
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextOutput, None]:
         check(request)
@@ -53,65 +50,76 @@ class DraftedGenerator:
             prompt = await in_thread_if_long(
                 len(prompt), self._tokenizer.encode, prompt, request.add_special_tokens
             )
-        # one turn does not see how long all of them become
-        if self._target.engine.info is not None:
-            room = max(1, self._target.engine.info.max_sequence_tokens - len(prompt))
-            request = replace(
-                request,
-                sampling=replace(
-                    request.sampling, max_tokens=min(request.sampling.max_tokens, room)
-                ),
-            )
-        stream = TextStream(
-            self._tokenizer,
-            StopWords(request.stop_words, request.show_stop_word),
-            request.skip_special_tokens,
-        )
-        answer: list[int] = []
+        request = self._limit_to_context(request, len(prompt))
+        stop_words = StopWords(request.stop_words, request.show_stop_word)
+        stream = TextStream(self._tokenizer, stop_words, request.skip_special_tokens)
+        tokens: list[int] = []
         cached = 0
         timing: Timing | None = None
-        while True:
-            turn = await self._turn(request, prompt, answer)
-            used = stream.tokens_used
-            answer += turn.tokens
-            turn.text = stream.push(turn.tokens)
-            over = (
-                turn.finish_reason != "length"
-                or len(answer) >= request.sampling.max_tokens
-                or not turn.tokens
-            )
-            if over or stream.stopped:
-                turn.text += stream.finish()
-            if stream.stopped:
-                count = max(0, stream.tokens_used - used)
-                turn.tokens, turn.finish_reason, over = turn.tokens[:count], "stop", True
-                turn.log_probs = None if turn.log_probs is None else turn.log_probs[:count]
-            turn.finish_reason = turn.finish_reason if over else ""
-            cached = cached or turn.cached_tokens
-            turn.prompt_tokens, turn.cached_tokens = len(prompt), cached
-            timing = turn.timing = _together(timing, turn.timing)
-            yield turn
-            if over:
-                return
+        finished = False
+        while not finished:
+            output = await self._run_round(request, prompt, tokens)
+            finished = _advance(stream, output, tokens, request.sampling.max_tokens)
+            cached = cached or output.cached_tokens
+            timing = _join_timings(timing, output.timing)
+            output.prompt_tokens = len(prompt)
+            output.cached_tokens = cached
+            output.timing = timing
+            yield output
 
-    async def _turn(self, request: TextRequest, prompt: list[int], answer: list[int]) -> TextOutput:
-        """What the target makes of the next guesses, as one delta without a text."""
-        left = request.sampling.max_tokens - len(answer)
-        guesses: list[int] = []
+    def _limit_to_context(self, request: TextRequest, prompt_tokens: int) -> TextRequest:
+        """Return the request with `max_tokens` that fit the context: a round sees only its own."""
+        info = self._target.engine.info
+        if info is None:
+            return request
+        room = max(1, info.max_sequence_tokens - prompt_tokens)
+        sampling = request.sampling
+        return replace(
+            request, sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        )
+
+    async def _run_round(
+        self, request: TextRequest, prompt: list[int], tokens: list[int]
+    ) -> TextOutput:
+        """Return the target's tokens after the next draft tokens, as one output without a text."""
+        left = request.sampling.max_tokens - len(tokens)
+        draft: list[int] = []
         if left > 1:
-            asked = _next(request, prompt, answer, min(self._count, left - 1))
+            draft_request = _round_request(request, prompt, tokens, min(self._count, left - 1))
             try:
-                # it fits the target only
-                guesses = (await _whole(self._draft, replace(asked, adapter=None))).tokens
-            except PromptError:  # the draft model takes less than the target, which goes on alone
-                guesses = []
-        wanted = _next(request, prompt, answer, min(len(guesses) + 1, left))
-        return await _whole(self._target, replace(wanted, draft=guesses))
+                # an adapter fits the target only
+                whole = await _collect(self._draft, replace(draft_request, adapter=None))
+                draft = whole.tokens
+            except PromptError:
+                draft = []  # the draft model has a shorter context than the target
+        target_request = _round_request(request, prompt, tokens, min(len(draft) + 1, left))
+        return await _collect(self._target, replace(target_request, draft=draft))
+
+
+def _advance(stream: TextStream, output: TextOutput, tokens: list[int], max_tokens: int) -> bool:
+    """Add a round's tokens to `tokens` and its text to the output. Return whether it is the last."""
+    used = stream.tokens_used
+    tokens += output.tokens
+    output.text = stream.push(output.tokens)
+    finished = output.finish_reason != "length" or len(tokens) >= max_tokens or not output.tokens
+    if finished or stream.stopped:
+        output.text += stream.finish()
+    if stream.stopped:
+        count = max(0, stream.tokens_used - used)
+        output.tokens = output.tokens[:count]
+        if output.log_probs is not None:
+            output.log_probs = output.log_probs[:count]
+        output.finish_reason = "stop"
+        return True
+    if not finished:
+        output.finish_reason = ""
+    return finished
 
 
 def check(request: TextRequest) -> None:
-    """Each turn is a request of its own, with the answer so far in its prompt: what looks at the
-    answer alone fails.
+    """Refuse parameters that depend on the answer alone.
+
+    Each round is a request of its own, whose prompt has the answer so far.
     """
     other = conflicting_parameter(request.sampling, DRAFT_MODEL)
     if request.sequences > 1:
@@ -122,18 +130,22 @@ def check(request: TextRequest) -> None:
         raise InferenceError(f"{other} cannot be combined with {DRAFT_MODEL}", Code.UNSUPPORTED)
 
 
-def _next(request: TextRequest, prompt: list[int], answer: list[int], count: int) -> TextRequest:
-    given = request.sampling
-    sampling: SamplingParams = replace(
-        given, max_tokens=count, min_tokens=max(0, given.min_tokens - len(answer))
+def _round_request(
+    request: TextRequest, prompt: list[int], tokens: list[int], count: int
+) -> TextRequest:
+    """Return the request for the next `count` tokens after `tokens`."""
+    sampling = replace(
+        request.sampling,
+        max_tokens=count,
+        min_tokens=max(0, request.sampling.min_tokens - len(tokens)),
     )
     return replace(
-        request, prompt=prompt + answer, sampling=sampling, stop_words=(), skip_special_tokens=False
+        request, prompt=prompt + tokens, sampling=sampling, stop_words=(), skip_special_tokens=False
     )
 
 
-def _together(earlier: Timing | None, last: Timing | None) -> Timing | None:
-    """The times of all turns as those of one request."""
+def _join_timings(earlier: Timing | None, last: Timing | None) -> Timing | None:
+    """Return the times of all rounds as those of one request."""
     if earlier is None or last is None:
         return last
     return replace(
@@ -145,19 +157,10 @@ def _together(earlier: Timing | None, last: Timing | None) -> Timing | None:
     )
 
 
-async def _whole(generator: Generates, request: TextRequest) -> TextOutput:
-    """All deltas of a request in one; its text is not used."""
+async def _collect(generator: Generates, request: TextRequest) -> TextOutput:
+    """Return all outputs of a request as one, without the text."""
     whole = TextOutput()
-    async with aclosing(generator.generate(request)) as deltas:
-        async for delta in deltas:
-            whole.tokens += delta.tokens
-            if delta.log_probs is not None:
-                whole.log_probs = (whole.log_probs or []) + delta.log_probs
-            whole.cached_tokens = max(whole.cached_tokens, delta.cached_tokens)
-            whole.finish_reason, whole.error, whole.lost = (
-                delta.finish_reason,
-                delta.error,
-                delta.lost,
-            )
-            whole.timing = delta.timing
+    async with aclosing(generator.generate(request)) as outputs:
+        async for output in outputs:
+            whole.merge(output)
     return whole

@@ -1,6 +1,4 @@
-"""An ensemble of any models: tensors flow from step to step, each answer of a step sets off those
-after it.
-"""
+"""An ensemble of any models: each response of a step runs the steps after it."""
 
 from __future__ import annotations
 
@@ -11,10 +9,15 @@ from typing import TYPE_CHECKING
 from slipstream.repository.config import EnsembleStep, ModelConfig
 from slipstream.repository.ensembles import needed_steps, run_order
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.kserve.inference import InferRequest, InferResponse, RequestTimes
+from slipstream.server.kserve.inference import (
+    InferRequest,
+    InferResponse,
+    RequestTimes,
+    ServedModel,
+)
 from slipstream.server.kserve.input_checks import check_request
 from slipstream.server.kserve.tensors import Tensor
-from slipstream.server.models.llm_models import ENSEMBLE_PARAMETERS
+from slipstream.server.models.text_model import ENSEMBLE_PARAMETERS
 
 if TYPE_CHECKING:
     from slipstream.server.kserve.registry import ModelVersion
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, Tensor]
 
 
-class EnsembleModel:
+class EnsembleModel(ServedModel):
     """`find` looks a step's model up by name and version when a request needs it."""
 
     def __init__(self, config: ModelConfig, find: Callable[[str, str], ModelVersion]) -> None:
@@ -32,23 +35,23 @@ class EnsembleModel:
 
     @property
     def decoupled(self) -> bool:
-        """Told by the steps, whatever the ensemble's own file says."""
+        """Whether a step is decoupled, or the ensemble's own configuration says so."""
         try:
             return self.config.decoupled or any(
-                self._model_of(step).model.decoupled for step in self._order
+                self._find_model(step).model.decoupled for step in self._order
             )
         except InferenceError:
-            # a step's model is not loaded, so nothing is answered anyway
+            # a step's model is not loaded, so every request fails
             return self.config.decoupled
 
     @property
     def ready(self) -> bool:
         try:
-            return all(self._model_of(step).model.ready for step in self._order)
+            return all(self._find_model(step).model.ready for step in self._order)
         except InferenceError:
             return False  # a step's model is not loaded
 
-    def _model_of(self, step: EnsembleStep) -> ModelVersion:
+    def _find_model(self, step: EnsembleStep) -> ModelVersion:
         return self._find(
             step.model_name, "" if step.model_version < 1 else str(step.model_version)
         )
@@ -59,32 +62,31 @@ class EnsembleModel:
         try:
             async with aclosing(self._run(steps, dict(request.inputs), request)) as flows:
                 async for tensors, final in flows:
-                    outputs = [_renamed(tensors[name], name) for name in wanted if name in tensors]
+                    outputs = [_rename(tensors[name], name) for name in wanted if name in tensors]
                     yield InferResponse(outputs, ENSEMBLE_PARAMETERS, final=final)
         except InferenceError as error:
-            # An error ends it: what the steps after the failed one would have worked on does not
-            # exist.
+            # The steps after the failed one have no inputs, so an error is the end.
             text = f"in ensemble '{self.config.name}', {error.message}"
             yield InferResponse(error=InferenceError(text, error.code), final=True)
 
     async def _run(
         self, steps: Sequence[EnsembleStep], tensors: Tensors, request: InferRequest
     ) -> AsyncGenerator[tuple[Tensors, bool], None]:
-        """All tensors there are once the steps have run, as often as the steps answer, in order.
+        """Yield all tensors after the steps have run, once for each response of the last step.
 
-        The flag is set where nothing can follow: every step on the way has given its last answer.
+        The flag is set where nothing can follow: each step has sent its last response.
         """
         if not steps:
             yield tensors, True
             return
-        step, entry = steps[0], self._model_of(steps[0])
+        step, entry = steps[0], self._find_model(steps[0])
         step_request = _step_request(step, entry, tensors, request)
         check_request(step_request, entry.model.config)
         async with aclosing(entry.model.infer(step_request)) as responses:
             async for response in responses:
                 if response.error is not None:
                     raise response.error
-                mapped = _mapped(step, response)
+                mapped = _map_outputs(step, response)
                 last = response.final or not entry.model.decoupled
                 async with aclosing(self._run(steps[1:], {**tensors, **mapped}, request)) as flows:
                     async for flow, final in flows:
@@ -94,11 +96,10 @@ class EnsembleModel:
 def _step_request(
     step: EnsembleStep, entry: ModelVersion, tensors: Tensors, request: InferRequest
 ) -> InferRequest:
-    """What the step is asked: the tensors that are there, and the identity and urgency of the whole
-    request.
-    """
+    """Return the request of a step: its input tensors, and the id and priority of the request."""
+    trace = request.times.trace
     inputs = {
-        name: _renamed(tensors[source], name)
+        name: _rename(tensors[source], name)
         for name, source in step.input_map.items()
         if source in tensors
     }
@@ -114,25 +115,21 @@ def _step_request(
         sequence_id=request.sequence_id,
         sequence_start=request.sequence_start,
         sequence_end=request.sequence_end,
-        times=RequestTimes(
-            trace=trace.child() if (trace := request.times.trace) is not None else None
-        ),
+        times=RequestTimes(trace=None if trace is None else trace.child()),
     )
 
 
-def _mapped(step: EnsembleStep, response: InferResponse) -> Tensors:
-    """What a step made, by the ensemble's names. Outputs it did not make are missing further on,
-    too.
-    """
-    made = {tensor.name: tensor for tensor in response.outputs}
+def _map_outputs(step: EnsembleStep, response: InferResponse) -> Tensors:
+    """Return the outputs of a step by the ensemble's names, without those that it did not send."""
+    outputs = {tensor.name: tensor for tensor in response.outputs}
     return {
-        name: _renamed(made[output], name)
+        name: _rename(outputs[output], name)
         for output, name in step.output_map.items()
-        if output in made
+        if output in outputs
     }
 
 
-def _renamed(tensor: Tensor, name: str) -> Tensor:
+def _rename(tensor: Tensor, name: str) -> Tensor:
     return (
         tensor if tensor.name == name else Tensor(name, tensor.datatype, tensor.shape, tensor.data)
     )

@@ -8,22 +8,18 @@ the flag, always. A flag may also come as a parameter, to a model that declares 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
 import numpy as np
 
 from slipstream.engine.messages import Scores, Timing
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.config import ModelConfig
-from slipstream.server.engine_link.engine import TextBeam, TextOutput
+from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.fields.limits import RequestFields
-from slipstream.server.kserve.joining import LONG
+from slipstream.server.kserve.joining import one_after_another
 from slipstream.server.kserve.tensors import DTYPES, Tensor
-
-Made = TypeVar("Made")
 
 _BLOCKS = ("return_kv_cache_reuse_stats", "return_perf_metrics")
 _PERFORMANCE = ("return_perf_metrics",)
@@ -48,27 +44,47 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 _TIMED = frozenset(name for name, flags in FLAGS.items() if "return_perf_metrics" in flags)
 
 
+# Outputs that each sequence has, with the values that fill shorter rows. All others belong to the
+# request.
+_ROWS = {
+    "output_ids": -1,
+    "sequence_length": 0,
+    "cum_log_probs": 0.0,
+    "output_log_probs": 0.0,
+    "generation_logits": 0.0,
+    "output_top_ids": 0,
+    "output_top_log_probs": 0.0,
+    "num_output_tokens": 0,
+    "finish_reason": b"",
+    "text_output": b"",
+}
+
+
 @dataclass(frozen=True)
 class OutputRequest:
-    """What one request wants besides its text or ids."""
+    """The outputs that a request wants besides its text or ids."""
 
     sampling: SamplingParams
-    optional: frozenset[str]  # of FLAGS
-    placeholders: bool  # zeros stand for what was not asked for
+    optional: frozenset[str]  # outputs of FLAGS
+    placeholders: bool  # outputs that are not requested are sent as zeros
 
     @property
     def by_name(self) -> Collection[str]:
-        """What is sent even where the model does not declare it."""
+        """Outputs that are sent even where the model does not declare them."""
         tops = {"output_top_ids", "output_top_log_probs"} if self.sampling.top_log_probs else set()
         return self.optional | tops | {"sequence_index"}
 
     @property
-    def tells_end(self) -> bool:
-        """The last answer says something even where it has no text."""
+    def has_final_values(self) -> bool:
+        """Whether the last response of a stream is sent even where it has no text."""
         return bool(self.optional - {"prompt_log_probs"})
 
-    def completed(self, sampling: SamplingParams) -> SamplingParams:
-        """The parameters with what the engine must be told to be able to answer."""
+    @property
+    def wants_logits(self) -> bool:
+        return self.sampling.context_logits or self.sampling.generation_logits
+
+    def complete_sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Return the parameters with which the engine computes these outputs."""
         return replace(
             sampling,
             timing=bool(self.optional & _TIMED),
@@ -86,60 +102,47 @@ def read_output_request(
     """`inputs`, `outputs`: the fields that the model declares."""
     optional = set()
     for name, flags in FLAGS.items():
-        asked = any(flag in fields and fields[flag].value for flag in flags)
-        if asked or (
-            name in outputs and not any(flag in inputs or flag in fields for flag in flags)
-        ):
+        requested = any(flag in fields and fields[flag].value for flag in flags)
+        has_flag = any(flag in inputs or flag in fields for flag in flags)
+        if requested or (name in outputs and not has_flag):
             optional.add(name)
     return OutputRequest(sampling, frozenset(optional), placeholders)
 
 
-@dataclass
-class Completion:
-    """What a generation has produced so far, as the outputs need it."""
+@dataclass(slots=True, kw_only=True)
+class Completion(TextOutput):
+    """All outputs of one sequence so far, merged."""
 
-    end_ids: frozenset[int]  # tokens that end the text and are not part of it
-    normalise: bool  # cum_log_probs is divided by the length
-    tokens: list[int] = field(default_factory=list)
+    end_ids: frozenset[int] = frozenset()  # tokens that end the text and do not belong to it
+    normalise: bool = False  # cum_log_probs is divided by the length
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
     scores: Scores = field(default_factory=Scores)
-    text: str = ""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    finish_reason: str = ""
-    timing: Timing | None = None
-    beams: Sequence[TextBeam] = ()  # at the end of a search
-    # of a beam, with its end: what the tokens' log-probabilities do not add up to
+    # log-probability of a beam with its end token, which is not among the tokens
     total: float | None = None
-    told: int = 0  # tokens whose scores were sent
-    context_told: bool = False  # the prompt's scores were sent, or are another sequence's to send
+    scored: int = 0  # tokens whose scores were sent
+    # the scores of the prompt were sent, or another sequence sends them
+    prompt_scored: bool = False
 
-    def add(self, delta: TextOutput) -> TextOutput:
-        """Take a delta in; the answer is the same without the token that ended the text."""
-        if delta.finish_reason == "stop" and delta.tokens and delta.tokens[-1] in self.end_ids:
-            delta.tokens = delta.tokens[:-1]
-            delta.log_probs = (
-                delta.log_probs[: len(delta.tokens)] if delta.log_probs is not None else None
-            )
-        self.tokens += delta.tokens
-        self.log_probs += delta.log_probs or []
-        self.top_log_probs += (delta.top_log_probs or [])[: len(delta.tokens)]
-        self.text += delta.text
-        self.prompt_tokens = delta.prompt_tokens
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
-        self.finish_reason, self.timing = delta.finish_reason, delta.timing
-        if delta.scores is not None:
-            self.scores.merge(delta.scores)
-        self.beams = delta.beams or ()
-        return delta
+    def add(self, output: TextOutput) -> TextOutput:
+        """Merge an output, without the token that ended the text. Return the output."""
+        if output.finish_reason == "stop" and output.tokens and output.tokens[-1] in self.end_ids:
+            output.tokens = output.tokens[:-1]
+            if output.log_probs is not None:
+                output.log_probs = output.log_probs[: len(output.tokens)]
+        if output.top_log_probs is not None:
+            output.top_log_probs = output.top_log_probs[: len(output.tokens)]
+        self.merge(output)
+        self.text += output.text
+        self.prompt_tokens = output.prompt_tokens
+        return output
 
-    def parts(self) -> list[Completion]:
-        """One for each sequence that is answered with: the beams of a search, or itself."""
+    def split_beams(self) -> list[Completion]:
+        """Return a completion for each beam of a search, or this one."""
         if not self.beams:
             return [self]
-        # otherwise it was ended from outside, all beams alike
-        ended = self.finish_reason in ("stop", "length")
+        # a search that was cancelled has the same reason for all beams
+        finished = self.finish_reason in ("stop", "length")
         return [
             replace(
                 self,
@@ -148,10 +151,14 @@ class Completion:
                 text=beam.text,
                 total=beam.total_log_prob,
                 scores=replace(self.scores, generation_logits=beam.generation_logits),
-                finish_reason=beam.finish_reason if ended else self.finish_reason,
+                finish_reason=beam.finish_reason if finished else self.finish_reason,
             )
             for beam in self.beams
         ]
+
+    @property
+    def logits_bytes(self) -> int:
+        return len(self.scores.context_logits) + len(self.scores.generation_logits)
 
     @property
     def cumulative(self) -> float:
@@ -159,48 +166,34 @@ class Completion:
         return total / len(self.log_probs) if self.normalise and self.log_probs else total
 
 
-async def made(
-    make: Callable[..., Made],
-    texts: Any,
-    asked: OutputRequest,
-    parts: Sequence[Completion],
-    *more: Any,
-) -> Made:
-    """An answer; in a thread where it has so many logits that others' answers would wait for it."""
-    logits = sum(
-        len(part.scores.context_logits) + len(part.scores.generation_logits) for part in parts
-    )
-    if logits < 4 * LONG:
-        return make(texts, asked, parts, *more)
-    return await asyncio.to_thread(make, texts, asked, parts, *more)
+def side_outputs(wanted: OutputRequest, completion: Completion) -> list[Tensor]:
+    """Return the outputs beside the text or ids, by field name, for the tokens since the last call.
 
-
-def side_outputs(asked: OutputRequest, progress: Completion) -> list[Tensor]:
-    """By field name: all that goes with a text, of the tokens since the last call. Streams call it
-    again and again.
+    A stream calls this for each response.
     """
-    start, progress.told = progress.told, len(progress.tokens)
+    start = completion.scored
+    completion.scored = len(completion.tokens)
     outputs = [
-        *_log_probs(asked, progress, start),
-        *_logits(asked, progress, start),
-        *_counts(asked, progress),
+        *_log_probs(wanted, completion, start),
+        *_logits(wanted, completion, start),
+        *_counts(wanted, completion),
     ]
-    if progress.timing is not None:
-        outputs += _performance(asked, progress.timing)
+    if completion.timing is not None:
+        outputs += _performance(wanted, completion.timing)
     return outputs
 
 
-def _log_probs(asked: OutputRequest, progress: Completion, start: int) -> list[Tensor]:
-    outputs, sampling = [], asked.sampling
+def _log_probs(wanted: OutputRequest, completion: Completion, start: int) -> list[Tensor]:
+    outputs, sampling = [], wanted.sampling
     if sampling.log_probs:
-        values = progress.log_probs[start:]
-        outputs.append(Tensor.from_values("cum_log_probs", "FP32", (1, 1), [progress.cumulative]))
+        values = completion.log_probs[start:]
+        outputs.append(Tensor.from_values("cum_log_probs", "FP32", (1, 1), [completion.cumulative]))
         outputs.append(Tensor.from_values("output_log_probs", "FP32", (1, 1, len(values)), values))
-    elif asked.placeholders:
+    elif wanted.placeholders:
         outputs.append(Tensor.from_values("cum_log_probs", "FP32", (1, 1), [0.0]))
         outputs.append(Tensor.from_values("output_log_probs", "FP32", (1, 1, 1), [0.0]))
     if sampling.top_log_probs:
-        tops = progress.top_log_probs[start:]
+        tops = completion.top_log_probs[start:]
         shape = (1, 1, len(tops), len(tops[0]) if tops else 0)
         outputs.append(
             Tensor.from_values(
@@ -215,27 +208,27 @@ def _log_probs(asked: OutputRequest, progress: Completion, start: int) -> list[T
     return outputs
 
 
-def _logits(asked: OutputRequest, progress: Completion, start: int) -> list[Tensor]:
-    """The prompt's go with the first answer, each token's with the token."""
+def _logits(wanted: OutputRequest, completion: Completion, start: int) -> list[Tensor]:
+    """Return the logits of the prompt with the first response, and those of each new token."""
     outputs: list[Tensor] = []
-    sampling, scores = asked.sampling, progress.scores
-    if sampling.context_logits and not progress.context_told:
+    sampling, scores = wanted.sampling, completion.scores
+    if sampling.context_logits and not completion.prompt_scored:
         values = np.frombuffer(scores.context_logits, DTYPES["FP32"])
-        positions = max(1, progress.prompt_tokens)
+        positions = max(1, completion.prompt_tokens)
         outputs.append(
             Tensor("context_logits", "FP32", (1, positions, len(values) // positions), values)
         )
-    elif asked.placeholders:
+    elif wanted.placeholders:
         outputs.append(Tensor.from_values("context_logits", "FP32", (1, 1, 1), [0.0]))
     if sampling.generation_logits:
-        count = len(progress.tokens) - start
+        count = len(completion.tokens) - start
         values = np.frombuffer(scores.generation_logits, DTYPES["FP32"])
         width = len(values) // count if count else 0
         outputs.append(Tensor("generation_logits", "FP32", (1, 1, count, width), values))
         scores.generation_logits = b""
-    elif asked.placeholders:
+    elif wanted.placeholders:
         outputs.append(Tensor.from_values("generation_logits", "FP32", (1, 1, 1, 1), [0.0]))
-    if "prompt_log_probs" in asked.optional and not progress.context_told:
+    if "prompt_log_probs" in wanted.optional and not completion.prompt_scored:
         outputs.append(
             Tensor.from_values(
                 "prompt_log_probs",
@@ -244,28 +237,30 @@ def _logits(asked: OutputRequest, progress: Completion, start: int) -> list[Tens
                 scores.prompt_log_probs,
             )
         )
-    progress.context_told = True
+    completion.prompt_scored = True
     return outputs
 
 
-def _counts(asked: OutputRequest, progress: Completion) -> list[Tensor]:
+def _counts(wanted: OutputRequest, completion: Completion) -> list[Tensor]:
     counts = {
-        "num_input_tokens": progress.prompt_tokens,
-        "num_output_tokens": len(progress.tokens),
-        "num_cached_tokens": progress.cached_tokens,
+        "num_input_tokens": completion.prompt_tokens,
+        "num_output_tokens": len(completion.tokens),
+        "num_cached_tokens": completion.cached_tokens,
     }
     outputs = [
         Tensor.from_values(name, "INT32", (1, 1), [value])
         for name, value in counts.items()
-        if name in asked.optional
+        if name in wanted.optional
     ]
-    if "finish_reason" in asked.optional:
-        outputs.append(Tensor("finish_reason", "BYTES", (1, 1), [progress.finish_reason.encode()]))
+    if "finish_reason" in wanted.optional:
+        outputs.append(
+            Tensor("finish_reason", "BYTES", (1, 1), [completion.finish_reason.encode()])
+        )
     return outputs
 
 
-def _performance(asked: OutputRequest, timing: Timing) -> list[Tensor]:
-    """In upstream's names; of the drafts that were tried, the share that was right."""
+def _performance(wanted: OutputRequest, timing: Timing) -> list[Tensor]:
+    """Return the performance metrics under TensorRT-LLM's names."""
     numbers = {
         "kv_cache_alloc_new_blocks": ("INT32", timing.prompt_blocks),
         "kv_cache_reused_blocks": ("INT32", timing.reused_blocks),
@@ -284,28 +279,27 @@ def _performance(asked: OutputRequest, timing: Timing) -> list[Tensor]:
     return [
         Tensor.from_values(name, datatype, (1, 1), [value])
         for name, (datatype, value) in numbers.items()
-        if name in asked.optional
+        if name in wanted.optional
     ]
 
 
-def named(
-    outputs: Iterable[Tensor], names: Mapping[str, str], asked: Collection[str] = ()
+def rename_and_filter(
+    outputs: Iterable[Tensor], names: Mapping[str, str], by_name: Collection[str] = ()
 ) -> list[Tensor]:
-    """Rename fields to the model's tensors (`names`: field → tensor). What the model does not
-    declare is left out, unless it was asked for by name.
+    """Rename fields to the model's outputs (`names`: field → output).
+
+    Outputs that the model does not declare are left out, unless they are in `by_name`.
     """
     kept = []
     for tensor in outputs:
-        if tensor.name in names or tensor.name in asked:
+        if tensor.name in names or tensor.name in by_name:
             tensor.name = names.get(tensor.name, tensor.name)
             kept.append(tensor)
     return kept
 
 
-def as_declared(outputs: Iterable[Tensor], config: ModelConfig) -> list[Tensor]:
-    """Numbers in the type that the model declares them in: later repositories may have logits in 16
-    bits.
-    """
+def convert_to_declared(outputs: Iterable[Tensor], config: ModelConfig) -> list[Tensor]:
+    """Convert FP32 outputs to the 16-bit types that later repositories declare for logits."""
     declared = {tensor.name: tensor.datatype for tensor in config.outputs}
     return [
         _narrowed(tensor, declared[tensor.name])
@@ -324,3 +318,32 @@ def _narrowed(tensor: Tensor, datatype: str) -> Tensor:
         bits = values.view(np.uint32)
         halves = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(DTYPES["BF16"])
     return Tensor(tensor.name, datatype, tensor.shape, halves)
+
+
+def sequence_index(index: int) -> Tensor:
+    return Tensor.from_values("sequence_index", "INT32", (1, 1), [index])
+
+
+def stack_sequences(sequences: Sequence[list[Tensor]]) -> list[Tensor]:
+    """Return the outputs of all sequences as one list of tensors, one row per sequence."""
+    if len(sequences) == 1:
+        return sequences[0]
+    outputs = []
+    by_name = [{tensor.name: tensor for tensor in sequence} for sequence in sequences]
+    for first in sequences[0]:
+        column = [tensors[first.name] for tensors in by_name if first.name in tensors]
+        outputs.append(_stack(column) if first.name in _ROWS else first)
+    return outputs
+
+
+def _stack(column: Sequence[Tensor]) -> Tensor:
+    """Stack [1, 1, length, …] of each to [1, sequences, longest, …]; texts become [sequences]."""
+    first = column[0]
+    if first.name == "text_output":
+        texts = [tensor.strings()[0] for tensor in column]
+        return Tensor(first.name, first.datatype, (len(column),), texts)
+    longest = tuple(
+        max(sizes) for sizes in zip(*(tensor.shape[2:] for tensor in column), strict=True)
+    )
+    data = one_after_another(column, (1, *longest), _ROWS[first.name])
+    return Tensor(first.name, first.datatype, (1, len(column), *longest), data)

@@ -1,9 +1,8 @@
-"""Answers kept for the next request with the same inputs (`--cache-config`, `response_cache {
-enable: true }`).
+"""The response cache: answers for later requests with the same inputs (`--cache-config`).
 
-As with Triton, a model must ask for it, and only models that answer exactly once are served from
-it. Models that generate never are: what they say to the same prompt depends on chance and on what
-is sampled. The least recently used answers make room for new ones.
+As in Triton, a model must enable it (`response_cache { enable: true }`) and answer exactly once.
+Models that generate are never cached, because their answers depend on sampling. The least recently
+used answers are evicted.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ from slipstream.server.kserve.inference import (
 )
 from slipstream.server.kserve.registry import ModelVersion
 from slipstream.server.kserve.tensor_bytes import pack
-from slipstream.server.models.batches import BatchedModel
-from slipstream.server.models.step_models import PostprocessingModel
 
 logger = logging.getLogger(__name__)
 
-ENTRY_BYTES = 256  # what an answer takes besides its tensors' data
+ENTRY_BYTES = 256  # memory of an entry besides the data of its tensors
 SMALLEST_BYTES, LARGEST_BYTES = 128, 1 << 40
 
 
@@ -40,7 +37,7 @@ class _Entry(NamedTuple):
 
 
 class ResponseCache:
-    """Answers by the hash of their requests, within so many bytes."""
+    """Answers by the hash of their requests, up to a number of bytes."""
 
     def __init__(self, byte_size: int) -> None:
         self._room = byte_size
@@ -56,7 +53,7 @@ class ResponseCache:
     def add(self, key: bytes, response: InferResponse) -> None:
         size = ENTRY_BYTES + sum(len(pack(tensor)) for tensor in response.outputs)
         if key in self._entries or size > self._room + self.byte_size:
-            return  # somebody was faster, or it would not fit an empty cache
+            return  # another request was faster, or the answer does not fit an empty cache
         while size > self._room:
             self._room += self._entries.popitem(last=False)[1].byte_size
         self._entries[key] = _Entry(response, size)
@@ -64,27 +61,31 @@ class ResponseCache:
 
     @property
     def byte_size(self) -> int:
-        """Of what is in it."""
+        """The bytes in use."""
         return sum(entry.byte_size for entry in self._entries.values())
 
     def wrap(self, entry: ModelVersion) -> ServedModel:
-        """This model, served from the cache where it asks for that and can be."""
+        """Return the model, with the cache around it where the model enables it and can be cached."""
         model = entry.model
         if not wants_cache(model.config):
             return model
         stateful = model.config.sequence_batching is not None
-        if model.decoupled or stateful or isinstance(model, (BatchedModel, PostprocessingModel)):
-            why = (
-                "decoupled"
-                if model.decoupled
-                else "one of sequences"
-                if stateful
-                else "one that generates"
-            )
-            text = f"model '{entry.name}' asks for the response cache, which serves no model that is {why}"
-            logger.warning(text, extra={"model": entry.name})
-            return model
-        return CachedModel(model, self)
+        reason = ""
+        if model.decoupled:
+            reason = "decoupled"
+        elif stateful:
+            reason = "one of sequences"
+        elif model.generates:
+            reason = "one that generates"
+        if not reason:
+            return CachedModel(model, self)
+        logger.warning(
+            "model '%s' asks for the response cache, which serves no model that is %s",
+            entry.name,
+            reason,
+            extra={"model": entry.name},
+        )
+        return model
 
 
 def wants_cache(config: ModelConfig) -> bool:
@@ -92,11 +93,13 @@ def wants_cache(config: ModelConfig) -> bool:
 
 
 class CachedModel(WrappedModel):
-    cached = True  # statistics count the hits and misses of its requests
-
     def __init__(self, model: ServedModel, cache: ResponseCache) -> None:
         super().__init__(model)
         self._cache = cache
+
+    @property
+    def cached(self) -> bool:
+        return True
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         began = time.monotonic_ns()
@@ -118,9 +121,7 @@ class CachedModel(WrappedModel):
 
 
 def request_key(request: InferRequest) -> bytes:
-    """Two requests with the same key get the same answer: model, inputs, wanted outputs and
-    parameters are equal.
-    """
+    """Return a key that is equal for requests with equal model, inputs, outputs and parameters."""
     parameters = sorted(request.parameters.items(), key=repr)
     sequence = (request.sequence_id, request.sequence_start, request.sequence_end)
     whole = (request.model_name, request.model_version, request.outputs, parameters, sequence)

@@ -1,13 +1,10 @@
-"""The models around the engine, when a client calls them by themselves: text to ids, and ids to
-text.
-"""
+"""The models around the engine, for clients that call them alone: text to ids, and ids to text."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 
-from slipstream.repository.config import ModelConfig
-from slipstream.repository.models import EngineModel, RepositoryModel
+from slipstream.repository.models import RepositoryModel
 from slipstream.repository.roles import takes_comma_words
 from slipstream.request_fields.table import PREPROCESSING_FIELDS
 from slipstream.server.fields.limits import (
@@ -19,10 +16,10 @@ from slipstream.server.fields.limits import (
 from slipstream.server.fields.prompts import MESSAGES, check_prompt, conversation_tokens
 from slipstream.server.fields.sampling import pack_words, read_words, sampling_params
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
 from slipstream.server.kserve.tensors import Tensor
-from slipstream.server.models.generation_outputs import named
-from slipstream.server.models.llm_models import Generator
+from slipstream.server.models.generating import EngineBackedModel, ServedEngine
+from slipstream.server.models.generation_outputs import rename_and_filter
 from slipstream.server.text.folder import TokenizerError
 
 PASSED_THROUGH = {
@@ -33,13 +30,9 @@ PASSED_THROUGH = {
 }
 
 
-class PreprocessingModel:
-    decoupled = False
-
-    def __init__(self, model: RepositoryModel, engine: EngineModel, generator: Generator) -> None:
-        self.config: ModelConfig = model.config
-        self._engine = engine
-        self._generator = generator
+class PreprocessingModel(EngineBackedModel):
+    def __init__(self, model: RepositoryModel, engine: ServedEngine) -> None:
+        super().__init__(model.config, engine)
         self._names = {name: name for name in model.config.output_names}
         self._fields = {
             field: name
@@ -48,39 +41,38 @@ class PreprocessingModel:
         }
         self._comma_words = takes_comma_words(model.config)
 
-    @property
-    def ready(self) -> bool:
-        return True
-
     def fillers(self, request: InferRequest) -> Mapping[str, int]:
-        """The prompts of a batch are filled up with the padding token."""
-        tokenizer, given = self._generator.tokenizer, request.inputs.get("PAD_ID")
-        return {
-            "INPUT_ID": _pad(tokenizer.pad_id if given is None else given.first, tokenizer.eos_id)
-        }
+        tokenizer = self.engine.generator.tokenizer
+        given = request.inputs.get("PAD_ID")
+        pad_id = tokenizer.pad_id if given is None else given.first
+        return {"INPUT_ID": _pad(pad_id, tokenizer.eos_id)}
 
-    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    async def answer(
+        self, request: InferRequest, check_queue: bool = True
+    ) -> AsyncGenerator[InferResponse, None]:
+        if check_queue:
+            self.check_queue(request, 1)
         try:
             check_batch(request, self.config)
             fields = given_fields(request, PREPROCESSING_FIELDS)
-            # an ensemble's parameters may be meant for another of its steps
+            # the parameters of an ensemble's request may be for another of its steps
             check_prompt(fields, self._fields, {})
             ids = await self._prompt(fields)
-            yield InferResponse(named(self._outputs(fields, ids), self._names))
+            yield InferResponse(rename_and_filter(self._outputs(fields, ids), self._names))
         except (InferenceError, TokenizerError) as error:
             yield InferResponse(error=InferenceError(str(error)))
 
     async def _prompt(self, fields: RequestFields) -> list[int]:
-        longest = self._engine.engine.build.max_input_len
+        longest = self.engine.model.engine.build.max_input_len
         if MESSAGES in fields:
-            return await conversation_tokens(fields[MESSAGES], self._generator, longest)
+            return await conversation_tokens(fields[MESSAGES], self.engine.generator, longest)
         check_prompt_length(fields["text_input"], longest)
-        return self._generator.tokenizer.encode(
-            fields["text_input"].tensor.text(), self._engine.add_special_tokens
+        return self.engine.generator.tokenizer.encode(
+            fields["text_input"].tensor.text(), self.engine.model.add_special_tokens
         )
 
     def _outputs(self, fields: RequestFields, ids: list[int]) -> list[Tensor]:
-        tokenizer = self._generator.tokenizer
+        tokenizer = self.engine.generator.tokenizer
         length = fields.require("max_tokens", "REQUEST_OUTPUT_LEN")
         end_id = fields["end_id"].value if "end_id" in fields else tokenizer.eos_id
         pad_id = fields["pad_id"].value if "pad_id" in fields else tokenizer.pad_id
@@ -101,16 +93,16 @@ class PreprocessingModel:
         if field not in fields:
             return Tensor.from_values(name, "INT32", (1, 2, 0), [])
         words = [
-            self._generator.tokenizer.encode(word, False)
+            self.engine.generator.tokenizer.encode(word, False)
             for word in read_words(fields, field, self._comma_words)
         ]
         length, data = pack_words(words)
         return Tensor.from_values(name, "INT32", (1, 2, length), data)
 
     def _bias(self, fields: RequestFields) -> Tensor:
-        tokenizer = self._generator.tokenizer
+        tokenizer = self.engine.generator.tokenizer
         pairs = sampling_params(fields, lambda word: tokenizer.encode(word, False)).logit_bias
-        data = [0.0] * (self._engine.engine.spec.vocab_size if pairs else 0)
+        data = [0.0] * (self.engine.model.engine.spec.vocab_size if pairs else 0)
         for token, weight in pairs:
             if token < len(data):  # a tokenizer may have more tokens than the model has outputs
                 data[token] = weight
@@ -122,29 +114,28 @@ def _pad(pad_id: int | None, eos_id: int | None) -> int:
     return next((token for token in (pad_id, eos_id) if token is not None), 0)
 
 
-class PostprocessingModel:
-    decoupled = False
-
-    def __init__(self, model: RepositoryModel, engine: EngineModel, generator: Generator) -> None:
-        self.config: ModelConfig = model.config
-        self._engine = engine
-        self._generator = generator
+class PostprocessingModel(ServedModel):
+    def __init__(self, model: RepositoryModel, engine: ServedEngine) -> None:
+        self.config = model.config
+        self.engine = engine
         self._names = {name: name for name in model.config.output_names}
 
     @property
-    def ready(self) -> bool:
+    def generates(self) -> bool:
         return True
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         try:
-            yield InferResponse(named(self._outputs(request), self._names))
+            yield InferResponse(rename_and_filter(self._outputs(request), self._names))
         except (InferenceError, TokenizerError) as error:
             yield InferResponse(error=InferenceError(str(error)))
 
     def _outputs(self, request: InferRequest) -> list[Tensor]:
         rows = self._rows(request)
         texts = [
-            self._generator.tokenizer.decode(row, self._engine.skip_special_tokens).encode()
+            self.engine.generator.tokenizer.decode(
+                row, self.engine.model.skip_special_tokens
+            ).encode()
             for row in rows
         ]
         outputs = [Tensor("OUTPUT", "BYTES", (len(texts),), list(texts))]

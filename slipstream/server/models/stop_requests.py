@@ -1,70 +1,68 @@
-"""Upstream's own way to end a request early: another request of the same id, with `stop` set.
+"""TensorRT-LLM's way to end a request early: a second request with the same id and `stop` set.
 
-What runs ends with the tokens it has; the request that stops it has an empty answer. Upstream's
-client sends no id unless it is told to: over a connection, a stop order without one means whatever
-runs there without one. Where nothing does, it is refused, as upstream refuses all of them.
+The running request ends with the tokens it has; the second one has an empty answer. Without an id
+it stops the requests without an id of the same connection, because TensorRT-LLM's client sends no
+id by default. Where there are none, it is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
 
+from slipstream.server.engine_link.engine import InFlight
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest
 
 NO_ID = "A request id must be provided for request cancellation"
 
 
-class Stoppable(Protocol):
-    def cancel(self, reason: str = "cancelled") -> None: ...
-
-
 class StopRequests:
-    """The requests of one model that can be stopped by another; the parts of a batch have one id."""
+    """The requests of one model that can be stopped. The items of a batch have the same id."""
 
     def __init__(self) -> None:
-        self._running: dict[tuple[str, str], list[list[Stoppable]]] = {}
+        self._running: dict[tuple[str, str], list[list[InFlight]]] = {}
 
     def __len__(self) -> int:
         return len(self._running)
 
     @contextmanager
-    def listing(self, request: InferRequest) -> Iterator[list[Stoppable]]:
-        """Put what runs for this request into the list; it can be stopped until the block ends."""
-        running: list[Stoppable] = []
-        named = _named(request)
-        if named is None:
-            yield running
+    def listing(self, request: InferRequest) -> Iterator[Callable[[InFlight], None]]:
+        """Return a callback that adds a sequence of this request; it can be stopped until the end
+        of the block.
+        """
+        running: list[InFlight] = []
+        key = _key(request)
+        if key is None:
+            yield running.append
             return
-        self._running.setdefault(named, []).append(running)
+        self._running.setdefault(key, []).append(running)
         try:
-            yield running
+            yield running.append
         finally:
-            beside = [other for other in self._running.pop(named) if other is not running]
-            if beside:
-                self._running[named] = beside
+            others = [other for other in self._running.pop(key) if other is not running]
+            if others:
+                self._running[key] = others
 
     def stop(self, request: InferRequest) -> None:
-        """An id that is not there, or no longer, is no error."""
-        named = _named(request)
-        if named is None or not (request.id or named in self._running):
+        """Stop the requests with the same id. An unknown id is no error."""
+        key = _key(request)
+        if key is None or not (request.id or key in self._running):
             raise InferenceError(NO_ID)
-        for running in self._running.get(named, ()):
-            for generation in running:
-                generation.cancel("stop")
+        for running in self._running.get(key, ()):
+            for in_flight in running:
+                in_flight.cancel("stop")
 
 
-def _named(request: InferRequest) -> tuple[str, str] | None:
-    """(id, connection), of which one is empty; None where a request has neither."""
+def _key(request: InferRequest) -> tuple[str, str] | None:
+    """Return (id, connection); one of them is empty. None: the request has neither."""
     if request.id:
         return request.id, ""
     return None if request.peer is None else ("", request.peer())
 
 
-def asks_to_stop(request: InferRequest, fields: Any) -> bool:
-    """`fields`: the wire's name → the field."""
+def is_stop_request(request: InferRequest, fields: Mapping[str, str]) -> bool:
+    """Return whether `stop` is set. `fields`: input name → field."""
     return any(
         tensor.first is True
         for name, tensor in request.inputs.items()

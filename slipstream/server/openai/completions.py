@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.generation_outputs import Completion
-from slipstream.server.models.llm_models import joint
+from slipstream.server.models.text_model import joint
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import CompletionFields, read_fields

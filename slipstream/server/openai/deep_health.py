@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import aclosing
 from typing import Any
 
 from slipstream.engine.request import SamplingParams
@@ -20,8 +19,7 @@ from slipstream.server.http.routes import GET, Parameters, Route, RouteGroup, St
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.json_writer import write_error
 from slipstream.server.kserve.registry import ModelRegistry
-from slipstream.server.models.llm_models import run
-from slipstream.server.models.queue_policy import TIMED_OUT
+from slipstream.server.models.generating import TIMED_OUT, run_to_end
 from slipstream.server.openai.models import NamedModel, text_models
 
 HEALTH = "/health"
@@ -74,14 +72,14 @@ def describe_routes() -> dict[str, Any]:
 
 async def find_engine_problems(registry: ModelRegistry) -> str:
     """Ask every engine for a token. Return what went wrong, or nothing."""
-    models = {id(model.text.generator.engine): model for model in text_models(registry)}
+    models = {id(model.text.engine.generator.engine): model for model in text_models(registry)}
     problems = await asyncio.gather(*map(_find_engine_problem, models.values()))
     return "; ".join(filter(None, problems))
 
 
 async def _find_engine_problem(model: NamedModel) -> str:
-    engine = model.text.generator.engine
-    if engine.info is not None and getattr(engine, "outstanding", 0) >= engine.info.max_rows:
+    engine = model.text.engine.generator.engine
+    if engine.info is not None and engine.outstanding >= engine.info.max_rows:
         return ""
     tokenizer = model.tokenizer
     prompt = [tokenizer.bos_id if tokenizer.bos_id is not None else 0]
@@ -94,12 +92,12 @@ async def _find_engine_problem(model: NamedModel) -> str:
     )
     try:
         async with asyncio.timeout(ANSWER_SECONDS + _REPLY_SECONDS):
-            async with aclosing(run(model.text.generator, request)) as answers:
-                async for _ in answers:
-                    pass
+            await run_to_end(model.text.engine.generator, request)
     except TimeoutError:
-        return f"{model.text.engine.name} gave no token in {ANSWER_SECONDS:g} s"
+        return f"{model.text.engine.model.name} gave no token in {ANSWER_SECONDS:g} s"
     except InferenceError as error:
         # An engine whose rows were all taken meanwhile times the request out: it is working.
-        return "" if error.message == TIMED_OUT else f"{model.text.engine.name}: {error.message}"
+        return (
+            "" if error.message == TIMED_OUT else f"{model.text.engine.model.name}: {error.message}"
+        )
     return ""

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.server.engine_link.engine import TextOutput, TextRequest
-from slipstream.server.kserve.inference import InferRequest
+from slipstream.server.kserve.inference import InferRequest, RequestTrace
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.openai.models import NamedModel
 from slipstream.server.text.sequences import merge_streams
-from slipstream.server.tracing.tracing import RequestTrace
 
 
 @dataclass
@@ -26,7 +25,7 @@ class CallAnswers:
 
     def __post_init__(self) -> None:
         count = len(self.requests) * self.answers
-        self.choices = [Completion(frozenset(), normalise=False) for _ in range(count)]
+        self.choices = [Completion() for _ in range(count)]
 
     async def outputs(self) -> AsyncGenerator[tuple[int, TextOutput], None]:
         """Yield each new output with the index of its choice.

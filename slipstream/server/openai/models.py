@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.server.engine_link.engine import AdapterUse
-from slipstream.server.kserve.inference import ServedModel, WrappedModel
 from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
-from slipstream.server.models.llm_models import TextModel
+from slipstream.server.models.text_model import TextModel
 from slipstream.server.openai.errors import ApiError
 from slipstream.server.text.tokenizer import Tokenizer
 
@@ -25,22 +24,22 @@ class NamedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.text.generator.tokenizer
+        return self.text.engine.generator.tokenizer
 
     @property
     def vocab_size(self) -> int:
-        info = self.text.generator.engine.info
+        info = self.text.engine.generator.engine.info
         return self.tokenizer.vocab_size if info is None else info.vocab_size
 
     @property
     def longest_prompt(self) -> int:
         """Return the most tokens of a prompt. One generated token must fit behind it."""
-        info = self.text.generator.engine.info
-        limit = self.text.engine.engine.build.max_input_len
+        info = self.text.engine.generator.engine.info
+        limit = self.text.engine.model.engine.build.max_input_len
         return limit if info is None else min(limit, info.max_sequence_tokens - 1)
 
     def adapter(self) -> AdapterUse | None:
-        return self.text.generator.adapters.named(self.id) if self.is_adapter else None
+        return self.text.engine.adapters.named(self.id) if self.is_adapter else None
 
     def document(self, created: int) -> dict[str, Any]:
         parent = {"parent": self.entry.name} if self.is_adapter else {}
@@ -70,12 +69,12 @@ async def list_models(registry: ModelRegistry) -> list[NamedModel]:
     """
     models = text_models(registry)
     taken = {entry.name for entry in registry}
-    registries = {model.text.generator.adapters for model in models}
+    registries = {model.text.engine.adapters for model in models}
     # There may be thousands of folders to read.
     listed = await asyncio.to_thread(lambda: {found: found.names() for found in registries})
     adapters: dict[str, NamedModel] = {}
     for model in models:
-        for name in listed[model.text.generator.adapters]:
+        for name in listed[model.text.engine.adapters]:
             if name not in taken:
                 adapters.setdefault(
                     name, NamedModel(name, model.entry, model.text, is_adapter=True)
@@ -87,7 +86,7 @@ async def find_model(registry: ModelRegistry, name: str) -> NamedModel:
     """Return the model or adapter of this name. Lists all of them only for the error message."""
     if name not in registry:
         for model in text_models(registry):
-            if model.text.generator.adapters.has(name):
+            if model.text.engine.adapters.has(name):
                 return NamedModel(name, model.entry, model.text, is_adapter=True)
     elif (found := _text_model(registry, name)) is not None:
         return NamedModel(name, *found)
@@ -103,7 +102,5 @@ async def find_model(registry: ModelRegistry, name: str) -> NamedModel:
 def _text_model(registry: ModelRegistry, name: str) -> tuple[ModelVersion, TextModel] | None:
     """Return the latest version of a model and its text model. None: it is no text model."""
     entry = registry.find(name)
-    model: ServedModel = entry.model
-    while isinstance(model, WrappedModel):
-        model = model.inner
+    model = entry.model.unwrapped
     return (entry, model) if isinstance(model, TextModel) else None

@@ -34,7 +34,9 @@ async def chat_tokens(
     try:
         messages = await in_thread_if_long(body_bytes, template_messages, fields.messages, template)
         _check_characters("messages", sum(len(message["content"]) for message in messages), model)
-        tokens = await model.text.generator.chat_prompt(messages, tools=tools, variables=variables)
+        tokens = await model.text.engine.generator.chat_prompt(
+            messages, tools=tools, variables=variables
+        )
     except MessageError as error:
         raise ApiError(str(error), error.field) from error
     except VariableError as error:
@@ -117,7 +119,7 @@ async def _text_tokens(prompt: str, fields: CompletionFields, model: NamedModel)
     _check_characters("prompt", len(prompt), model)
     special = fields.add_special_tokens
     if special is None:
-        special = model.text.engine.add_special_tokens
+        special = model.text.engine.model.add_special_tokens
     tokens = await in_thread_if_long(len(prompt), model.tokenizer.encode, prompt, special)
     return _truncate(tokens, fields, model, keep_bos=special)
 

@@ -23,6 +23,7 @@ from slipstream.server.http.routes import (
 )
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError, Unavailable
+from slipstream.server.kserve.inference import RequestTrace
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.openai.calls import Call
 from slipstream.server.openai.chat import chat_call
@@ -32,7 +33,7 @@ from slipstream.server.openai.errors import ApiError, as_api_error
 from slipstream.server.openai.generation import CallAnswers, infer_request
 from slipstream.server.openai.models import find_model, list_models
 from slipstream.server.openai.streaming import answer_stream, answer_whole
-from slipstream.server.tracing.tracing import CHAT, TEXT_COMPLETION, RequestTrace
+from slipstream.server.tracing.tracing import CHAT, TEXT_COMPLETION
 
 _MODELS = "/v1/models"
 _CALLS: dict[str, Callable[[bytes, ModelRegistry], Awaitable[Call]]] = {

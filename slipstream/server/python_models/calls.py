@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import RequestTrace
 from slipstream.server.kserve.input_checks import check_request
 from slipstream.server.kserve.repository_control import NoControl, RepositoryControl, load_model
 from slipstream.server.python_models.convert import error_frame, request_from_frame, response_frame
@@ -25,7 +26,6 @@ from slipstream.server.python_models.frames import (
     ToWorker,
 )
 from slipstream.server.python_models.rate_limiter import RateLimiter
-from slipstream.server.tracing.tracing import RequestTrace
 
 if TYPE_CHECKING:
     from slipstream.server.kserve.registry import ModelVersion

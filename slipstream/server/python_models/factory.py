@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,8 @@ from slipstream.repository.models import RepositoryModel
 from slipstream.repository.roles import Role
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import ServedModel
-from slipstream.server.kserve.repository_control import NoControl, RepositoryControl
+from slipstream.server.metrics.families import Family
+from slipstream.server.models.factories import ModelFactory
 from slipstream.server.python_models.calls import PythonModelContext
 from slipstream.server.python_models.custom_metrics import CustomMetrics
 from slipstream.server.python_models.model import PythonModel
@@ -35,7 +37,7 @@ async def open_python_model(
     return model
 
 
-class PythonModels:
+class PythonModels(ModelFactory):
     """A `ModelFactory` for every model of the backend `python` that has its own code.
 
     The engine model is never one of them: upstream's `model.py` for it drives another engine.
@@ -45,13 +47,14 @@ class PythonModels:
         self._limiter = limiter
         self._complete_config = complete_config
         self.metrics = CustomMetrics()  # metrics that the models define
-        # carries out their load_model and unload_model
-        self.control: RepositoryControl = NoControl()
 
     def claims(self, model: RepositoryModel) -> bool:
         if model.config.backend != "python" or model.role is Role.ENGINE:
             return False
         return any(_file(model, version).is_file() for version in model.versions)
+
+    def metric_families(self) -> Iterator[Family]:
+        return self.metrics.families()
 
     async def load(
         self, model: RepositoryModel, version: int, registry: ModelRegistry

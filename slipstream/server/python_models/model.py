@@ -13,7 +13,13 @@ from typing import Any
 from slipstream.repository.config import InstanceGroup, ModelConfig
 from slipstream.repository.describe import config_document
 from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
-from slipstream.server.kserve.inference import Answers, InferRequest, InferResponse
+from slipstream.server.kserve.inference import (
+    Answers,
+    InferRequest,
+    InferResponse,
+    RequestTrace,
+    ServedModel,
+)
 from slipstream.server.python_models.auto_complete import complete_config
 from slipstream.server.python_models.calls import PythonModelContext
 from slipstream.server.python_models.convert import request_frame, response_from_frame
@@ -22,7 +28,6 @@ from slipstream.server.python_models.instance import Instance
 from slipstream.server.python_models.rate_limiter import GLOBAL, Contender, Device
 from slipstream.server.python_models.request_queue import Pending, RequestQueue
 from slipstream.server.python_models.sequence_queue import SequenceQueue
-from slipstream.server.tracing.tracing import RequestTrace
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +61,7 @@ class _Place:
         }
 
 
-class PythonModel:
+class PythonModel(ServedModel):
     def __init__(
         self,
         config: ModelConfig,
@@ -301,7 +306,7 @@ class PythonModel:
                 pending.fail(Unavailable(text))
 
     @property
-    def under_way(self) -> int:
+    def outstanding(self) -> int:
         return len(self._running) + len(self._queue)
 
     async def close(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from slipstream.repository.config import DynamicBatching, ModelConfig
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse
-from slipstream.server.models.queue_policy import level_of
+from slipstream.server.models.generating import priority_level
 from slipstream.server.python_models.instance import Instance
 
 
@@ -103,9 +103,9 @@ class RequestQueue:
         return len(self._queue)
 
     def add(self, request: InferRequest) -> Pending:
-        pending = Pending(request, time.monotonic(), level_of(request.priority, 0, 0))
+        pending = Pending(request, time.monotonic(), priority_level(request.priority, 0, 0))
         if self._batching is not None:
-            pending.level = level_of(
+            pending.level = priority_level(
                 request.priority,
                 self._batching.priority_levels,
                 self._batching.default_priority_level,

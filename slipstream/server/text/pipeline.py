@@ -19,7 +19,6 @@ from slipstream.server.engine_link.engine import (
     TextOutput,
     TextRequest,
 )
-from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.kserve.access import TENANT
 from slipstream.server.text.chat import Message, Tools, encode_chat, render_chat
 from slipstream.server.text.sequences import (
@@ -44,12 +43,9 @@ class PromptError(ValueError):
 class TextGenerator:
     """Generates text with one engine and its tokenizer."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, engine: Engine, adapters: AdapterRegistry | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, engine: Engine) -> None:
         self.tokenizer = tokenizer
         self.engine = engine
-        self.adapters = adapters or AdapterRegistry()
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextOutput, None]:
         """Run a request. Closing the iterator early cancels the request in the engine at once.

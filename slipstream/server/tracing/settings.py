@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import RequestTrace
 from slipstream.server.tracing.export_settings import ExportSettings
 from slipstream.server.tracing.spans import SpanTraces
 from slipstream.server.tracing.tracing import (
@@ -16,7 +17,6 @@ from slipstream.server.tracing.tracing import (
     FileTraces,
     Headers,
     RequestSampler,
-    RequestTrace,
     TraceFile,
     Traces,
 )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slipstream.server.kserve.errors import error_type
+from slipstream.server.kserve.inference import RequestTrace
 from slipstream.server.kserve.json_writer import write_scalar, write_string
 from slipstream.server.kserve.tensors import Tensor
 
@@ -29,30 +30,6 @@ UNLIMITED = -1
 TEXT_COMPLETION = "text_completion"
 CHAT = "chat"
 Headers = Iterable[tuple[str | bytes, str | bytes]]
-
-
-class RequestTrace(Protocol):
-    """Records what happens to one request. Each part of the server adds what it knows."""
-
-    @property
-    def context(self) -> str:
-        """JSON of the headers that add another request to this trace; empty if unsupported."""
-        ...
-
-    def child(self) -> RequestTrace:
-        """Return the trace of a request that this request causes, such as a step of an ensemble."""
-        ...
-
-    def sibling(self) -> RequestTrace | None:
-        """Return the trace of another request of the same call; None if a trace has only one."""
-        ...
-
-    def stamp(self, name: str, ns: int = 0) -> None: ...
-    def model(self, name: str, version: str, request_id: str) -> None: ...
-    def tensors(self, activity: str, tensors: Iterable[Tensor]) -> None: ...
-    def generated(self, prompt_tokens: int, output_tokens: int, first_token_ns: int) -> None: ...
-    def fail(self, kind: str) -> None: ...
-    def finish(self) -> None: ...
 
 
 class Traces(Protocol):

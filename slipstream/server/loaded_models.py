@@ -1,0 +1,336 @@
+"""The life of each model of a repository: it is built, takes its place, and is unloaded.
+
+A model is built completely before it replaces the one with its name, so a load that fails leaves
+the old model serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from slipstream.repository.models import EngineModel, Repository, RepositoryModel
+from slipstream.repository.reading import Reading
+from slipstream.server.engine_link.client import EngineClient, EngineStartFailed
+from slipstream.server.engine_link.pool import EnginePool
+from slipstream.server.fields.adapters import AdapterRegistry
+from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.inference import ServedModel
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.models.build import engine_names, served_model
+from slipstream.server.models.factories import ModelFactory, find_factory
+from slipstream.server.models.generating import ServedEngine
+from slipstream.server.text.pipeline import TextGenerator
+from slipstream.server.text.tokenizer import Tokenizer
+from slipstream.server.warmup import warm_up
+
+logger = logging.getLogger(__name__)
+
+READY = "READY"
+UNAVAILABLE = "UNAVAILABLE"
+LOADING = "LOADING"
+_CODE_NAMES = {
+    Code.INTERNAL: "Internal",
+    Code.INVALID_ARG: "Invalid argument",
+    Code.UNSUPPORTED: "Unsupported",
+}
+
+
+class Status(NamedTuple):
+    state: str
+    reason: str = ""
+
+
+class LoadFailed(Exception):
+    """Why a model is UNAVAILABLE, in the words of the index: `Internal: …`."""
+
+
+@dataclass
+class LoadedModel:
+    """A model that serves or is ready to."""
+
+    model: RepositoryModel
+    versions: dict[int, ServedModel] = field(default_factory=dict)
+    client: EngineClient | None = None  # the engine that it has started, for an engine model
+    engine: ServedEngine | None = None  # the same engine, with its tokenizer
+    stamp: object = None  # state of the files that it was loaded from
+
+    async def close(self) -> None:
+        """End the processes of the model."""
+        for served in dict.fromkeys(self.versions.values()):
+            await served.close()
+
+
+class ModelBuilder:
+    """Builds models from the repository: with factories, engines and the models they use."""
+
+    def __init__(
+        self, registry: ModelRegistry, engines: EnginePool, factories: Sequence[ModelFactory]
+    ) -> None:
+        self._registry = registry
+        self._engines = engines
+        self._factories = factories
+
+    async def build(
+        self,
+        model: RepositoryModel,
+        repository: Repository,
+        find_loaded: Callable[[str], ServedEngine | None],
+        release: Callable[[EngineClient], None],
+    ) -> LoadedModel:
+        """Return the model, warmed up. A model that fails is closed, and its engine released."""
+        built = LoadedModel(model)
+        factory = find_factory(self._factories, model)
+        try:
+            if factory is not None:
+                for version in model.versions:
+                    built.versions[version] = await factory.load(model, version, self._registry)
+            else:
+                await self._build_known(built, repository, find_loaded)
+            warmed: list[ServedModel] = []
+            for version, served in built.versions.items():
+                if served not in warmed:
+                    await warm_up(served, model.config, version)
+                    warmed.append(served)
+        except BaseException:
+            await built.close()
+            if built.client is not None:
+                self._engines.forget_if(model.name, built.client)
+                release(built.client)
+            raise
+        return built
+
+    async def _build_known(
+        self,
+        built: LoadedModel,
+        repository: Repository,
+        find_loaded: Callable[[str], ServedEngine | None],
+    ) -> None:
+        """Build a model of a known role."""
+        model = built.model
+        if model.name in repository.engines:
+            engine_model = repository.engines[model.name]
+            built.client = await self._engines.start(engine_model)
+            built.engine = await load_tokenizer(engine_model, built.client)
+        engines: dict[str, ServedEngine] = {}
+        for name in engine_names(repository, model):
+            found = built.engine if name == model.name else find_loaded(name)
+            if found is None:
+                # the models around an engine need its tokenizer, but not the engine itself
+                engine_model = repository.engines[name]
+                found = await load_tokenizer(engine_model, self._engines.create(engine_model))
+            engines[name] = found
+        served = served_model(repository, model, engines.__getitem__, self._registry)
+        built.versions.update(dict.fromkeys(model.versions, served))
+
+
+async def load_tokenizer(model: EngineModel, client: EngineClient) -> ServedEngine:
+    """Return an engine with its tokenizer, which is read in a thread: its file may be large."""
+    tokenizer = await asyncio.to_thread(Tokenizer.load, model.tokenizer_folder)
+    return ServedEngine(
+        model, TextGenerator(tokenizer, client), AdapterRegistry(model.adapter_folder)
+    )
+
+
+class LoadedModels:
+    """The models that serve, and the status of all that should."""
+
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        engines: EnginePool,
+        builder: ModelBuilder,
+        patience_seconds: float,
+        on_unload: Callable[[str], None],
+    ) -> None:
+        self._registry = registry
+        self._engines = engines
+        self._builder = builder
+        self._patience_seconds = patience_seconds
+        self._on_unload = on_unload
+        self._models: dict[str, LoadedModel] = {}
+        self._repository = Repository((), {}, {}, {})
+        self._releases: set[asyncio.Task[None]] = set()
+        self.status: dict[str, dict[int, Status]] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._models
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._models)
+
+    @property
+    def outstanding(self) -> int:
+        """The number of requests that models with processes of their own work on."""
+        served = dict.fromkeys(
+            one for loaded in self._models.values() for one in loaded.versions.values()
+        )
+        return sum(one.outstanding for one in served)
+
+    def is_current(self, model: RepositoryModel) -> bool:
+        """Return whether the model that serves is the one on disk."""
+        loaded = self._models.get(model.name)
+        if loaded is None:
+            return False
+        same_config = loaded.model.config.document == model.config.document
+        return same_config and loaded.stamp == file_stamp(model)
+
+    def needed_by(self, name: str) -> Iterable[str]:
+        """Return the models that a loaded model uses, itself last."""
+        return self._repository.needed_by(name)
+
+    def users(self, name: str) -> list[str]:
+        """Return the loaded models that use this one."""
+        return [
+            other
+            for other in self._models
+            if other != name and name in self._repository.needed_by(other)
+        ]
+
+    async def load(self, name: str, reading: Reading) -> None:
+        """Load a model and those it uses. LoadFailed says why it cannot serve."""
+        for part in reading.repository.needed_by(name):
+            if part == name or part not in self._models:
+                try:
+                    await self._load_one(reading.repository.models[part], reading)
+                except LoadFailed as error:
+                    if part == name:
+                        raise
+                    text = f"ensemble '{name}' depends on '{part}' which has no loaded version."
+                    raise self._fail(
+                        reading.repository.models[name],
+                        f"Invalid argument: {text} Model '{part}' loading failed with error: "
+                        f"{error}",
+                    ) from error
+
+    async def _load_one(self, model: RepositoryModel, reading: Reading) -> None:
+        if not model.versions:
+            self._registry.retire(model.name)
+            raise LoadFailed(
+                "at least one version must be available under the version policy of model "
+                f"'{model.name}'"
+            )
+        if model.name in reading.repository.engines and self.is_current(model):
+            return  # an engine takes long to load
+        errors = [problem.text for problem in reading.errors_of(model)]
+        if errors:
+            code = "Invalid argument" if "backend library" in errors[0] else "Internal"
+            raise self._fail(model, f"{code}: {'; '.join(errors)}")
+        if model.name not in self._models:
+            self.status[model.name] = dict.fromkeys(model.versions, Status(LOADING))
+        _log(473, model.name, f"loading: {model.name}:{model.versions[-1]}")
+        try:
+            built = await self._builder.build(
+                model, reading.repository, self._find_engine, self._release
+            )
+        except InferenceError as error:
+            code = _CODE_NAMES.get(error.code, "Internal")
+            raise self._fail(model, f"{code}: {error.message}") from error
+        except (OSError, ValueError, EngineStartFailed) as error:
+            raise self._fail(model, f"Internal: {error}") from error
+        self._put_in_place(built, reading.repository)
+
+    def _find_engine(self, name: str) -> ServedEngine | None:
+        loaded = self._models.get(name)
+        return None if loaded is None else loaded.engine
+
+    def _fail(self, model: RepositoryModel, reason: str) -> LoadFailed:
+        """Note why a model cannot be loaded. The one that served before goes on serving."""
+        if model.name not in self._models:
+            self._set_status(model, Status(UNAVAILABLE, reason))
+            self._registry.retire(model.name)
+        version = model.versions[-1]
+        text = f"failed to load '{model.name}' version {version}: {reason}"
+        logger.error(text, extra=log_context(654, model.name))
+        return LoadFailed(f"version {version} is at UNAVAILABLE state: {reason};")
+
+    def _set_status(self, model: RepositoryModel, status: Status) -> None:
+        self.status[model.name] = dict.fromkeys(model.versions, status)
+
+    def _put_in_place(self, built: LoadedModel, repository: Repository) -> None:
+        model = built.model
+        predecessor = self._models.get(model.name)
+        self._registry.replace(model.name, built.versions)
+        built.stamp = file_stamp(model)
+        self._models[model.name] = built
+        replaced = None
+        if built.client is not None:
+            replaced = self._engines.adopt(model.name, built.client)
+        if replaced is not None:
+            self._rebuild_users(model.name, repository)
+            self._release(replaced)
+        self._set_status(model, Status(READY))
+        self._repository = repository
+        if predecessor is not None:
+            self._run_later(predecessor.close())
+        _log(849, model.name, f"successfully loaded '{model.name}'")
+
+    def _rebuild_users(self, engine: str, repository: Repository) -> None:
+        """Give the text models over an engine that was replaced the new one."""
+
+        def find(name: str) -> ServedEngine:
+            found = self._find_engine(name)
+            assert found is not None, f"engine {name} of a loaded model is not loaded"
+            return found
+
+        for user in self.users(engine):
+            if user in repository.chains:
+                loaded = self._models[user]
+                served = served_model(repository, loaded.model, find, self._registry)
+                loaded.versions = dict.fromkeys(loaded.model.versions, served)
+                self._registry.replace(user, loaded.versions)
+
+    def unload(self, name: str) -> list[str]:
+        """Unload a model and those that use it. Return the names of all."""
+        loaded = self._models.pop(name, None)
+        if loaded is None:
+            return [name]
+        self._registry.retire(name)
+        self._on_unload(name)
+        self._set_status(loaded.model, Status(UNAVAILABLE, "unloaded"))
+        self._run_later(loaded.close())
+        client = self._engines.forget(name)
+        if client is not None:
+            self._release(client)
+        version = loaded.model.versions[-1]
+        _log(636, name, f"successfully unloaded '{name}' version {version}")
+        unloaded = [name]
+        for user in self.users(name):
+            if user not in self._models:
+                continue  # unloaded with another user
+            model = self._models[user].model
+            unloaded += self.unload(user)
+            reason = f"ensemble '{user}' depends on '{name}' which has no loaded version"
+            self._set_status(model, Status(UNAVAILABLE, f"Invalid argument: {reason}"))
+        return unloaded
+
+    async def close(self) -> None:
+        await asyncio.gather(*(loaded.close() for loaded in self._models.values()))
+        await asyncio.gather(*self._releases)
+
+    def _release(self, client: EngineClient) -> None:
+        self._run_later(self._engines.release(client, self._patience_seconds))
+
+    def _run_later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+
+def file_stamp(model: RepositoryModel) -> tuple[tuple[int, ...], int]:
+    """Return what changes with a model's files: its versions, and the time of the newest file."""
+    files = [path for path in model.folder.glob("*/*") if path.is_file()] + [model.config.file]
+    return model.versions, max(file.stat().st_mtime_ns for file in files)
+
+
+def log_context(line: int, model: str) -> dict[str, str]:
+    """Return the attributes of a log line that copies Triton's line from its model lifecycle."""
+    return {"place": f"model_lifecycle.cc:{line}", "model": model}
+
+
+def _log(line: int, model: str, text: str) -> None:
+    logger.info(text, extra=log_context(line, model))

@@ -1,0 +1,59 @@
+"""Factories of models: a factory claims models of a repository and creates them.
+
+    class PythonModels(ModelFactory):
+        def claims(self, model): return model.config.backend == "python" and …
+        async def load(self, model, version, registry): …  # returns a ServedModel
+
+An InferenceError of `load` is the reason why the model is UNAVAILABLE.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from slipstream.repository.models import RepositoryModel
+from slipstream.server.kserve.inference import ServedModel
+from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.repository_control import NoControl, RepositoryControl
+from slipstream.server.metrics.families import Family
+
+
+class ModelFactory(ABC):
+    # repository control, for models that load others; the server replaces it
+    control: RepositoryControl = NoControl()
+
+    @abstractmethod
+    def claims(self, model: RepositoryModel) -> bool:
+        """Return whether this factory creates the model."""
+        ...
+
+    @abstractmethod
+    async def load(
+        self, model: RepositoryModel, version: int, registry: ModelRegistry
+    ) -> ServedModel:
+        """Return a version of the model. The registry is for models that call others."""
+        ...
+
+    def metric_families(self) -> Iterable[Family]:
+        """Return the metrics of the factory's models."""
+        return ()
+
+
+class NamedModels(ModelFactory):
+    """A factory of given models, by name."""
+
+    def __init__(self, makers: Mapping[str, Callable[[RepositoryModel, int], ServedModel]]) -> None:
+        self._makers = makers
+
+    def claims(self, model: RepositoryModel) -> bool:
+        return model.name in self._makers
+
+    async def load(
+        self, model: RepositoryModel, version: int, registry: ModelRegistry
+    ) -> ServedModel:
+        return self._makers[model.name](model, version)
+
+
+def find_factory(factories: Sequence[ModelFactory], model: RepositoryModel) -> ModelFactory | None:
+    return next((factory for factory in factories if factory.claims(model)), None)

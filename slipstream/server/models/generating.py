@@ -1,0 +1,395 @@
+"""What text and token models share: the queue before their engine, and the loop that answers.
+
+Each token of a streamed request passes at most five async iterators, from the protocol down:
+
+1. `metrics.statistics.CountedAnswers` counts the responses,
+2. `GeneratingModel.answer` makes responses of outputs,
+3. `text.pipeline.TextGenerator.generate` makes text of tokens,
+4. `text.sequences.merge_streams` merges the sequences of a request that has several,
+5. `engine_link.mailbox.InFlightRequest` receives the engine's outputs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from slipstream.engine.constraints.guided import FIELD as GUIDE
+from slipstream.repository.config import ModelConfig, QueuePolicy
+from slipstream.repository.models import EngineModel
+from slipstream.server.engine_link.engine import (
+    AdapterUse,
+    EngineUnavailable,
+    InFlight,
+    TextOutput,
+    TextRequest,
+)
+from slipstream.server.fields.adapters import FIELDS as ADAPTER_FIELDS
+from slipstream.server.fields.adapters import AdapterRegistry
+from slipstream.server.fields.limits import RequestFields
+from slipstream.server.kserve.errors import Code, InferenceError, QueueFull, Unavailable
+from slipstream.server.kserve.inference import (
+    Answers,
+    InferRequest,
+    InferResponse,
+    Parameter,
+    ServedModel,
+    batch_size,
+)
+from slipstream.server.kserve.joining import LONG
+from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.models.batches import BATCH_INDEX, answer_batch
+from slipstream.server.models.generation_outputs import (
+    Completion,
+    OutputRequest,
+    convert_to_declared,
+    rename_and_filter,
+    sequence_index,
+    side_outputs,
+    stack_sequences,
+)
+from slipstream.server.text.folder import TokenizerError
+from slipstream.server.text.pipeline import PromptError, TextGenerator
+
+QUEUE_FULL = "Exceeds maximum queue size"
+TIMED_OUT = "Request timeout expired"
+# priority level of requests without one, where the configuration has no default
+DEFAULT_LEVEL = 2
+LOWEST_LEVEL = 2**32 - 1  # levels beyond it are equal to it
+
+
+class Generates(Protocol):
+    """A generator of text: `TextGenerator` or `DraftedGenerator`."""
+
+    def generate(self, request: TextRequest) -> AsyncGenerator[TextOutput, None]: ...
+
+
+@dataclass(frozen=True)
+class ServedEngine:
+    """An engine model of the repository, with its generator and its adapters."""
+
+    model: EngineModel
+    generator: TextGenerator
+    adapters: AdapterRegistry
+
+    async def choose_adapter(self, fields: RequestFields) -> AdapterUse | None:
+        if any(field in fields for field in ADAPTER_FIELDS):
+            return await self.adapters.chosen(fields)
+        return None
+
+
+# -- the queue before the engine
+
+
+class Scheduling(NamedTuple):
+    priority: int  # the engine runs higher ones first
+    deadline: float | None  # on time.monotonic()'s clock
+
+
+def check_queue(request: InferRequest, count: int, engine: ServedEngine) -> None:
+    """Refuse a request of `count` sequences that would make the queue longer than configured."""
+    most = engine.model.queue_policy.max_queue_size
+    info = engine.generator.engine.info
+    if not most or info is None:
+        return
+    outstanding = engine.generator.engine.outstanding
+    waiting = max(0, outstanding - info.max_rows)
+    if waiting + count > most and outstanding + count > info.max_rows:
+        raise QueueFull(f"[request id: {request.id or '<id_unknown>'}] {QUEUE_FULL}")
+
+
+def read_scheduling(request: InferRequest, model: EngineModel) -> Scheduling:
+    """Return the priority and the deadline of a request.
+
+    A client's timeout bounds its whole request. The policy's default bounds requests without one.
+    """
+    given = _whole_number(request, "timeout", request.timeout_microseconds)
+    microseconds = _timeout(model.queue_policy, given)
+    deadline = time.monotonic() + microseconds / 1e6 if microseconds else None
+    level = priority_level(
+        _whole_number(request, "priority", request.priority),
+        model.priority_levels,
+        model.default_priority,
+    )
+    return Scheduling(-min(level, LOWEST_LEVEL), deadline)
+
+
+def priority_level(given: int, levels: int, default: int) -> int:
+    """Return the level of a request, of this many levels (0: any). Lower levels run first."""
+    if levels and given > levels:
+        given = 0  # as in Triton
+    return given or default or DEFAULT_LEVEL
+
+
+def _timeout(policy: QueuePolicy, given: int) -> int:
+    default = policy.default_timeout_microseconds
+    if policy.timeout_action == "DELAY":
+        default = 0  # a late request is served after the others and never refused
+    if default and given and not policy.allow_timeout_override:
+        return default
+    return given or default
+
+
+def _whole_number(request: InferRequest, name: str, given: int) -> int:
+    """Return `given`, the request's own field; a generate request has it among its parameters."""
+    value = given or request.parameters.get(name, 0)
+    if type(value) is not int or value < 0:
+        raise InferenceError(f"{name} must be an integer of 0 or more, got {value!r}")
+    return value
+
+
+def _sequence_count(request: InferRequest) -> int:
+    """Return the sequences of each prompt. An invalid number is refused later, by name."""
+    if request.text is not None:
+        return request.text.sequences
+    given = request.inputs.get("num_return_sequences")
+    value = request.parameters.get("num_return_sequences") if given is None else given.first
+    return value if type(value) is int and value > 0 else 1
+
+
+# -- models
+
+
+class EngineBackedModel(ServedModel):
+    """A model over an engine. A request with several batch items is split before it is answered."""
+
+    def __init__(self, config: ModelConfig, engine: ServedEngine) -> None:
+        self.config = config
+        self.engine = engine
+
+    @property
+    def generates(self) -> bool:
+        return True
+
+    def infer(self, request: InferRequest) -> Answers:
+        count = batch_size(request, self.config)
+        if count > 1 and (not self.decoupled or BATCH_INDEX in self.config.output_names):
+            return answer_batch(self, request, count)
+        return self.answer(request)
+
+    def check_queue(self, request: InferRequest, count: int) -> None:
+        """Refuse a request of `count` batch items that is too long for the engine's queue."""
+        check_queue(request, count * _sequence_count(request), self.engine)
+
+    @abstractmethod
+    def answer(
+        self, request: InferRequest, check_queue: bool = True
+    ) -> AsyncGenerator[InferResponse, None]:
+        """Answer one batch item."""
+        ...
+
+
+class Writer(Protocol):
+    """Writes the text or the ids of a completion as tensors, by field name."""
+
+    def has_output(self, output: TextOutput) -> bool:
+        """Return whether a stream sends this output."""
+        ...
+
+    def write_new(self, completion: Completion, output: TextOutput) -> list[Tensor]:
+        """Return what is new, for a response of a stream."""
+        ...
+
+    def write_whole(self, completion: Completion) -> list[Tensor]:
+        """Return the whole answer."""
+        ...
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """A request that is read and checked: all that the loop needs."""
+
+    request: TextRequest
+    generator: Generates
+    completions: list[Completion]
+    # requested outputs; None: the outputs are passed on as they are, without tensors
+    outputs: OutputRequest | None
+    writer: Writer
+    streaming: bool
+
+    def is_sent(self, output: TextOutput) -> bool:
+        """Return whether an output is a response of its own."""
+        if self.outputs is None:
+            return True
+        if not self.streaming or output.beams:
+            return False
+        if self.writer.has_output(output):
+            return True
+        return bool(output.finish_reason) and self.outputs.has_final_values
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.finish_reason for completion in self.completions)
+
+
+class GeneratingModel(EngineBackedModel):
+    """A model that generates. Subclasses read its requests and choose a writer of its outputs.
+
+    An invalid request is answered with an error response, as by any Triton model. Only an engine
+    that accepts no work raises (`Unavailable`). Closing the iterator cancels the request at once.
+    """
+
+    # parameters of every response
+    response_parameters: Mapping[str, Parameter] = {}
+    # whether the last response says that it is the last
+    marks_end = True
+
+    def __init__(
+        self, config: ModelConfig, engine: ServedEngine, output_names: Mapping[str, str]
+    ) -> None:
+        """`output_names`: field → name of the output that the model declares for it."""
+        super().__init__(config, engine)
+        self.output_names = output_names
+
+    @property
+    def ready(self) -> bool:
+        return self.engine.generator.engine.ready
+
+    @abstractmethod
+    async def read(self, request: InferRequest) -> GenerateCall | InferResponse:
+        """Read a request; return a response where nothing needs to be generated."""
+        ...
+
+    def explain(self, error: InferenceError, request: InferRequest) -> InferenceError:
+        """Return the error as clients see it."""
+        return error
+
+    def track(
+        self, request: InferRequest
+    ) -> AbstractContextManager[Callable[[InFlight], None] | None]:
+        """Return a context with the callback for submitted sequences, or None."""
+        return nullcontext()
+
+    async def answer(
+        self, request: InferRequest, check_queue: bool = True
+    ) -> AsyncGenerator[InferResponse, None]:
+        try:
+            if check_queue:
+                self.check_queue(request, 1)
+            call = await self.read(request)
+            if isinstance(call, InferResponse):
+                yield call
+                return
+            times = request.times
+            times.end_input()
+            begun = False
+            answered = False
+            with self.track(request) as submitted:
+                text_request = call.request
+                if submitted is not None:
+                    text_request = replace(text_request, submitted=submitted)
+                async with aclosing(call.generator.generate(text_request)) as outputs:
+                    async for output in outputs:
+                        begun = begun or bool(output.tokens)
+                        if output.finish_reason not in _SUCCESS:
+                            raise_failure(output, begun, text_request)
+                        times.add_tokens(output.prompt_tokens, len(output.tokens), output.timing)
+                        completion = call.completions[output.sequence]
+                        completion.add(output)
+                        if call.is_sent(output):
+                            yield await self._respond(call, [completion], call.finished, output)
+                            answered = True
+            times.end_infer()
+            if not answered and call.outputs is not None:
+                yield await self._respond(call, _split_beams(call.completions), True)
+        except Unavailable:
+            raise
+        except EngineUnavailable as error:
+            raise Unavailable(str(error)) from error
+        except (InferenceError, PromptError, TokenizerError) as error:
+            if not isinstance(error, InferenceError):
+                error = InferenceError(str(error))
+            yield InferResponse(error=self.explain(error, request), final=self.marks_end)
+
+    async def _respond(
+        self,
+        call: GenerateCall,
+        completions: list[Completion],
+        final: bool,
+        output: TextOutput | None = None,
+    ) -> InferResponse:
+        """Return a response with one output, or with all outputs; many logits take a thread."""
+        if call.outputs is None:
+            return InferResponse(text_output=output, final=final)
+        logits = 0
+        if call.outputs.wants_logits:
+            logits = sum(completion.logits_bytes for completion in completions)
+        if logits < 4 * LONG:
+            return self.write(call, completions, final, output)
+        return await asyncio.to_thread(self.write, call, completions, final, output)
+
+    def write(
+        self,
+        call: GenerateCall,
+        completions: list[Completion],
+        final: bool,
+        output: TextOutput | None = None,
+    ) -> InferResponse:
+        assert call.outputs is not None
+        sequences = []
+        for completion in completions:
+            if output is None:
+                tensors = call.writer.write_whole(completion)
+            else:
+                tensors = call.writer.write_new(completion, output)
+            sequences.append([*tensors, *side_outputs(call.outputs, completion)])
+        tensors = stack_sequences(sequences)
+        if output is not None and len(call.completions) > 1:
+            tensors.append(sequence_index(output.sequence))
+        tensors = rename_and_filter(tensors, self.output_names, call.outputs.by_name)
+        return InferResponse(
+            convert_to_declared(tensors, self.config),
+            self.response_parameters,
+            final=final and self.marks_end,
+        )
+
+
+_SUCCESS = ("", "stop", "length")  # finish reasons of requests that run or have succeeded
+
+
+def _split_beams(completions: list[Completion]) -> list[Completion]:
+    """Return one completion for each sequence: the beams of a search, or those given."""
+    split: list[Completion] = []
+    for completion in completions:
+        split += completion.split_beams()
+    return split
+
+
+def raise_failure(output: TextOutput, begun: bool, request: TextRequest) -> None:
+    """Raise the error of a request that has failed.
+
+    A deadline that comes after the first token (`begun`) only cuts the answer short.
+    """
+    if output.finish_reason == "timeout" and not begun:
+        raise Unavailable(TIMED_OUT)
+    if output.lost:
+        raise Unavailable(output.error)
+    if output.finish_reason == "error":
+        adapter = request.adapter
+        is_clients = output.error.startswith(GUIDE) or (
+            adapter is not None and adapter.explains(output.error)
+        )
+        code = Code.INVALID_ARG if is_clients else Code.INTERNAL
+        raise InferenceError(output.error or "the engine failed", code)
+    if output.finish_reason == "cancelled":
+        raise InferenceError("the request was cancelled", Code.CANCELLED)
+
+
+async def run_to_end(generator: Generates, request: TextRequest) -> None:
+    """Run a request and drop its outputs. InferenceError says why it failed."""
+    begun = False
+    try:
+        async with aclosing(generator.generate(request)) as outputs:
+            async for output in outputs:
+                begun = begun or bool(output.tokens)
+                if output.finish_reason not in _SUCCESS:
+                    raise_failure(output, begun, request)
+    except (PromptError, TokenizerError) as error:
+        raise InferenceError(str(error)) from error
+    except EngineUnavailable as error:
+        raise Unavailable(str(error)) from error
