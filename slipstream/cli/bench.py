@@ -367,7 +367,11 @@ def _run_level(
     metrics = load.metrics(measured, given.streaming)
     llm_report.print_table(metrics)
     files = ArtifactFiles(_folder(given, level.folder_name), given.profile_export_file)
-    options = {**vars(given), "concurrency": level.concurrency}
+    options = {
+        **vars(given),
+        "concurrency": level.concurrency,
+        "extra_inputs": _extra_inputs(given.extra_inputs),
+    }
     for kind, path in files.write(rows, measured, level, metrics, options):
         print(
             f"{time.strftime('%Y-%m-%d %H:%M')} [INFO] "

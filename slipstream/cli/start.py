@@ -194,6 +194,8 @@ def _serve(options: ServerOptions) -> int:
         return run_server(options)
     except StartFailed as error:
         raise CommandError(str(error)) from error
+    except BrokenPipeError:
+        raise  # the reader of the log is gone
     except (ValueError, OSError) as error:
         # not a mistake of the user, so the traceback must be seen
         raise RuntimeError("the server failed") from error

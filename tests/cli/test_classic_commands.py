@@ -46,7 +46,7 @@ def test_every_flag_without_effect_is_accepted_and_explained(
         assert run(name, source, model, "--output_dir", tmp_path / name, *words) == 0
         printed = capsys.readouterr().out
         assert [
-            flag.name for flag in explained if f"--{flag.name} changes nothing: " not in printed
+            flag.name for flag in explained if f"--{flag.name} has no effect: " not in printed
         ] == []
 
 

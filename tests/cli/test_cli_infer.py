@@ -182,3 +182,14 @@ def test_the_prompt_is_required():
     result = run_cli(["infer", "-m", "x"])
     assert result.exit_code == 2
     assert "--prompt" in result.output
+
+
+def test_the_url_may_hold_the_port():
+    class Answering(Canned):
+        body = b'data: {"text_output": "yes"}\n\n'
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        result = run_cli(["infer", "-m", "x", "--prompt", "y", "-u", address])
+    assert (result.exit_code, result.output) == (0, "yes\n")

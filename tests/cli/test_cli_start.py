@@ -165,3 +165,13 @@ def test_trace_config_works_as_for_tritonserver(home, served, tmp_path):
     result = run_cli(["start", "--repo", "/x", "--trace-config", "rate=often"])
     assert (result.exit_code, len(served)) == (1, 2)
     assert result.output == "error: --trace-config: rate must be a whole number, not 'often'\n"
+
+
+def test_an_internal_error_of_the_server_keeps_its_traceback(home, monkeypatch):
+    def run_server(options):
+        raise ValueError("a mistake in the server")
+
+    monkeypatch.setattr(lifecycle, "run_server", run_server)
+    with pytest.raises(RuntimeError) as raised:
+        run_cli(["start", "--repo", "/x"])
+    assert isinstance(raised.value.__cause__, ValueError)

@@ -706,8 +706,9 @@ def test_keepalive_and_tls_flags_reach_grpc() -> None:
     assert files == (Path("c"), Path("k"), Path("r"))
 
 
-def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tritonserver.run(["--help"]) == 0
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_lists_every_flag(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tritonserver.run([option]) == 0
     printed = capsys.readouterr().out
     assert all(f"--{name} " in printed for name in FLAGS)
 

@@ -50,4 +50,4 @@ def explain_flags(flags: Iterable[Flag], given: argparse.Namespace) -> None:
         if flag.effect == "refused":
             raise CommandError(f"--{flag.name}: {flag.text}")
         if flag.effect == "explained":
-            print(f"[INFO] --{flag.name} changes nothing: {flag.text}", flush=True)
+            print(f"[INFO] --{flag.name} has no effect: {flag.text}", flush=True)

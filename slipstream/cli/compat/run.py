@@ -379,7 +379,7 @@ def _check_flags(given: Namespace) -> None:
         )
     for name in _WITHOUT_EFFECT:
         if getattr(given, name[2:]) is not None:
-            print(f"[INFO] {name} changes nothing here", flush=True)
+            print(f"[INFO] {name} has no effect", flush=True)
 
 
 def _tokenizer(given: Namespace, llm: LLM) -> Tokenizer:
