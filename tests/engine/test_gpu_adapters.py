@@ -85,7 +85,7 @@ def test_a_mixed_batch_equals_each_adapter_merged(models, way):
     loop = gpu_engine(models, **way)
     asked = requests(models[0], names)
     assert_merged(models, names, asked, run_all(loop, asked))
-    assert loop.runner.graphs._adapted, "no step with adapters was captured"
+    assert loop.runner.graphs._adapter_graphs, "no step with adapters was captured"
     # the base model alone, with its own graphs
     assert_merged(models, names[:1], asked[:1], run_all(loop, asked[:1]))
     again = [names[1], names[3], names[2], names[0]]  # the same graphs serve another mix
@@ -99,7 +99,7 @@ def test_tokens_are_the_same_without_graphs(models):
     loop = gpu_engine(models)
     loop.runner.graphs._graphs.clear()  # every step runs eagerly
     assert_merged(models, names, asked, run_all(loop, asked))
-    assert not loop.runner.graphs._adapted
+    assert not loop.runner.graphs._adapter_graphs
 
 
 def test_a_cache_of_one_adapter_with_cancels_releases_every_page(models):

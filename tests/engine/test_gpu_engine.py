@@ -144,7 +144,7 @@ def test_12_bit_weights_agree_on_95_percent(monkeypatch):
     monkeypatch.setattr(gpu_linear, "_FEW_COLUMNS", 0)
     model = wide("llama")
     loop = gpu_engine(model, dtype="bfloat16", reuse=False, cache_tokens=None)
-    copied = [product.stored for layer in loop.runner.model.layers for product in layer.linears()]
+    copied = [linear.stored for layer in loop.runner.model.layers for linear in layer.linears()]
     assert all(stored.read()[1] is not None for stored in copied)
     assert loop.info.compressed_weight_bytes == sum(
         stored.weight.numel() * 3 // 2 for stored in copied
