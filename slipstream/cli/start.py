@@ -82,6 +82,13 @@ def _add_ports(parser: Parser) -> None:
         help="Port for metrics; 0: any free port.",
     )
     group.add_argument(
+        "--grpc-transport",
+        choices=["core", "aio"],
+        default="core",
+        help="core: gRPC's C core, the fastest; aio: grpcio's public grpc.aio. "
+        "An untested grpcio falls back to aio.",
+    )
+    group.add_argument(
         "--exit-timeout-secs",
         type=at_least(0),
         default=30.0,
@@ -174,6 +181,7 @@ def _server_options(given: Namespace) -> ServerOptions:
         repositories=(_repository(given.model, given.repo),),
         http=Port(given.http_port, given.address),
         grpc=Port(given.grpc_port, given.address),
+        grpc_settings={"transport": given.grpc_transport},
         metrics=Port(given.metrics_port, given.address),
         exit_timeout_seconds=given.exit_timeout_secs,
         access=access,

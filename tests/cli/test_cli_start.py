@@ -58,6 +58,12 @@ def test_default_ports_are_tritons_on_the_loopback_address(home, served):
     assert options.engine_settings == {}
 
 
+@pytest.mark.parametrize(("option", "transport"), [([], "core"), (["--grpc-transport=aio"], "aio")])
+def test_the_grpc_transport_can_be_chosen(home, served, option, transport):
+    assert run_cli(["start", "--repo", "/x", *option]).exit_code == 0
+    assert served[0].grpc_settings == {"transport": transport}
+
+
 @pytest.mark.parametrize("spelling", ["--repo", "--model-repository", "--model-store"])
 @pytest.mark.parametrize("joined", [True, False])
 def test_every_repository_option_is_accepted(home, served, spelling, joined):

@@ -325,6 +325,10 @@ def test_a_wrong_flag_is_one_error_line(flags: list[str], text: str) -> None:
         (["--model-repository=/a", "--http-header-forward-pattern=("], "is no regular expression"),
         (["--model-repository=/a", "--grpc-use-ssl=true"], "needs --grpc-server-cert"),
         (
+            ["--model-repository=/a", "--grpc-transport=x"],
+            "--grpc-transport must be one of core, aio, not 'x'",
+        ),
+        (
             ["--model-repository=/a", "--trace-config=mode=zipkin"],
             "mode must be triton or opentelemetry, not 'zipkin'",
         ),
@@ -678,8 +682,9 @@ def test_grpc_flags_enable_tls(
     assert "Output sequence:  [5, 6, 7, 8, 9]\n" in capsys.readouterr().out
 
 
-def test_keepalive_and_tls_flags_reach_grpc() -> None:
+def test_grpc_flags_reach_its_options() -> None:
     flags = [
+        "--grpc-transport=aio",
         "--grpc-keepalive-time=1000",
         "--grpc-keepalive-timeout=200",
         "--grpc-keepalive-permit-without-calls=true",
@@ -695,6 +700,7 @@ def test_keepalive_and_tls_flags_reach_grpc() -> None:
     ]
     options = tritonserver.server_options(parse_flags(["--model-repository=/a", *flags]))
     grpc_options = GrpcOptions(**options.grpc_settings)
+    assert grpc_options.transport == "aio"
     assert dict(grpc_options.channel_arguments()) | EXPECTED_ARGUMENTS == dict(
         grpc_options.channel_arguments()
     )

@@ -45,6 +45,7 @@ _API_FLAGS = {
 }
 # flag: the field of GrpcOptions that it sets
 _GRPC_SETTINGS = {
+    "grpc-transport": "transport",
     "grpc-infer-response-compression-level": "response_compression",
     "grpc-keepalive-time": "keepalive_time_ms",
     "grpc-keepalive-timeout": "keepalive_timeout_ms",
@@ -57,6 +58,7 @@ _GRPC_SETTINGS = {
     "grpc-max-connection-age": "max_connection_age_ms",
     "grpc-max-connection-age-grace": "max_connection_age_grace_ms",
 }
+_TRANSPORTS = ("core", "aio")
 _COMPRESSION = {"none": "none", "low": "deflate", "medium": "gzip", "high": "gzip"}
 
 
@@ -242,6 +244,9 @@ def _grpc_settings(given: FlagValues) -> dict[str, Any]:
         text = f"must be one of {', '.join(_COMPRESSION)}, not '{level}'"
         raise FlagError(f"--grpc-infer-response-compression-level {text}")
     settings["response_compression"] = _COMPRESSION[level]
+    if given["grpc-transport"] not in _TRANSPORTS:
+        text = f"must be one of {', '.join(_TRANSPORTS)}, not '{given['grpc-transport']}'"
+        raise FlagError(f"--grpc-transport {text}")
     if given["grpc-use-ssl"] or given["grpc-use-ssl-mutual"]:
         for flag in ("grpc-server-cert", "grpc-server-key"):
             if not given[flag]:

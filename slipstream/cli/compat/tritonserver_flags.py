@@ -92,6 +92,11 @@ _GRPC = {
     "allow-grpc": _boolean(True, "Serve gRPC."),
     "grpc-address": _text("0.0.0.0", "IP address that gRPC listens on."),
     "grpc-port": _integer(8001, "Port for gRPC."),
+    "grpc-transport": _text(
+        "core",
+        "core: gRPC's C core, the fastest; aio: grpcio's public grpc.aio. "
+        "An untested grpcio falls back to aio.",
+    ),
     "grpc-header-forward-pattern": _text(
         "", "Regular expression of gRPC metadata to forward as request parameters."
     ),
