@@ -109,7 +109,7 @@ class Parser(argparse.ArgumentParser):
                 return [*words, *arguments[position:]]
             name, equals, value = argument.partition("=")
             if name.startswith("--"):
-                name = _declared_name(name, options)
+                name = _declared_name(name, options, self.allow_abbrev)
             words.append(name + equals + value)
         return words
 
@@ -120,7 +120,7 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 return
             name = word.partition("=")[0].replace("_", "-")
-            is_option = name.startswith("--") and " " not in name
+            is_option = name.startswith("--") and " " not in word
             if is_option and not any(option.startswith(name) for option in options):
                 self.error(self.describe_unknown(word))
 
@@ -155,13 +155,13 @@ class _Group:
         return action
 
 
-def _declared_name(name: str, options: dict[str, str]) -> str:
+def _declared_name(name: str, options: dict[str, str], allow_prefix: bool) -> str:
     """Return the option that `name` means: itself, or the only one with this prefix."""
     dashed = name.replace("_", "-")
     if dashed in options:
         return options[dashed]
     matches = {option for key, option in options.items() if key.startswith(dashed)}
-    return matches.pop() if len(matches) == 1 else name
+    return matches.pop() if allow_prefix and len(matches) == 1 else name
 
 
 def _state_default(settings: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 from command_line import run_cli
 
 from slipstream.cli.arguments import Parser, at_least
+from slipstream.cli.commands import run_command
 
 
 @pytest.fixture
@@ -34,6 +35,10 @@ def parser() -> Parser:
 )
 def test_every_spelling_of_an_option_is_accepted(parser: Parser, words: list[str]) -> None:
     assert parser.parse(["x", *words]).max_batch_size == 4
+
+
+def test_a_text_with_spaces_is_a_value_even_after_dashes(parser: Parser) -> None:
+    assert parser.parse(["--text=a b"]).file == "--text=a b"
 
 
 def test_words_after_two_dashes_are_not_changed(parser: Parser) -> None:
@@ -106,3 +111,13 @@ def test_a_missing_option_that_a_command_finds_itself_is_a_usage_error(
         2,
         f"error: {text} (see slipstream {words[0]} --help)\n",
     )
+
+
+def test_a_workload_without_its_options_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_command("benchmark-core-model", ["token_norm_dist", "--input-mean", "3"])
+    assert ended.value.code == 2
+    missing = "--input-stdev, --output-mean, --output-stdev"
+    assert f"token-norm-dist requires {missing} (see" in capsys.readouterr().err

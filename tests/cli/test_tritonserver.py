@@ -296,6 +296,7 @@ def test_flags_disable_auto_completion_of_configurations(flags: list[str], compl
             "unknown flag --modle-repository; did you mean --model-repository?",
         ),
         (["--zzz"], "unknown flag --zzz (tritonserver --help lists all flags)"),
+        (["--http-por=1"], "unknown flag --http-por; did you mean --http-port?"),
         (["--http-port=x"], "--http-port must be a number, not 'x'"),
         (["--http-port"], "--http-port needs a value"),
         (["--exit-on-error=maybe"], "--exit-on-error must be true or false, not 'maybe'"),
