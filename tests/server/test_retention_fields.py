@@ -6,8 +6,8 @@ from tiny_engine import build_tiny_engine
 
 from slipstream.engine.cache.retention import Retention, RetentionPriority, RetentionRange
 from slipstream.repository.templates import write_repository
-from slipstream.server.fields.limits import given_fields
 from slipstream.server.fields.token_requests import read_retention
+from slipstream.server.fields.values import read_request_fields
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.tensors import Tensor
@@ -24,7 +24,7 @@ def read(**values: list[int]) -> Retention | None:
         names[name]: Tensor.from_values(names[name], "INT32", (1, len(given)), given)
         for name, given in values.items()
     }
-    return read_retention(given_fields(InferRequest("tensorrt_llm", "", inputs), {}))
+    return read_retention(read_request_fields(InferRequest("tensorrt_llm", "", inputs), {}))
 
 
 def test_retention_fields_are_read():

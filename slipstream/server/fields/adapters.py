@@ -16,7 +16,7 @@ from typing import Literal
 
 from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.server.engine_link.engine import AdapterUse
-from slipstream.server.fields.limits import RequestFields
+from slipstream.server.fields.values import RequestFields
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.tensor_bytes import pack
 
@@ -38,7 +38,7 @@ class AdapterRegistry:
         self._folder = folder
         self._tasks: OrderedDict[int, int] = OrderedDict()  # task id → number of the adapter
 
-    async def chosen(self, fields: RequestFields) -> AdapterUse | None:
+    async def select(self, fields: RequestFields) -> AdapterUse | None:
         """Return the adapter of a request, None if it has none."""
         given = [field for field in FIELDS if fields.given(field) is not None]
         if not given:
@@ -68,9 +68,9 @@ class AdapterRegistry:
             return None
         if len(given) > 1:
             raise InferenceError(f"lora_name does not go with {given[1]}: each names an adapter")
-        return self.named(name)
+        return self.find(name)
 
-    def named(self, name: str) -> AdapterUse:
+    def find(self, name: str) -> AdapterUse:
         """Return the adapter of this name."""
         folder = self._find_folder(name)
         if folder is None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from slipstream.engine.request import PromptTable
 from slipstream.model.spec import ModelSpec
-from slipstream.server.fields.limits import FieldValue, RequestFields, check_prompt_length
+from slipstream.server.fields.values import FieldValue, RequestFields, check_prompt_length
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.tensors import Array, Tensor
 from slipstream.server.text.chat import ChatError, Message

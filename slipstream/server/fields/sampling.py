@@ -16,7 +16,7 @@ from slipstream.engine.constraints.guided import KINDS
 from slipstream.engine.request import Guide, SamplingParams
 from slipstream.request_fields.field import PYTHON_TYPES
 from slipstream.request_fields.table import COPIED, FIELDS
-from slipstream.server.fields.limits import RequestFields
+from slipstream.server.fields.values import RequestFields
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.tensors import Tensor
 

@@ -10,7 +10,6 @@ from slipstream.repository.models import EngineModel
 from slipstream.request_fields.field import Words
 from slipstream.request_fields.table import word_bounds
 from slipstream.server.engine_link.engine import TextRequest
-from slipstream.server.fields.limits import RequestFields, check_tokens
 from slipstream.server.fields.prompts import prompt_table_salt, read_prompt_table
 from slipstream.server.fields.sampling import (
     cache_salt,
@@ -18,6 +17,7 @@ from slipstream.server.fields.sampling import (
     sequence_count,
     unpack_words,
 )
+from slipstream.server.fields.values import RequestFields, check_tokens
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.text.tokenizer import Tokenizer
 

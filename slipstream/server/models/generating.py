@@ -31,7 +31,7 @@ from slipstream.server.engine_link.engine import (
 )
 from slipstream.server.fields.adapters import FIELDS as ADAPTER_FIELDS
 from slipstream.server.fields.adapters import AdapterRegistry
-from slipstream.server.fields.limits import RequestFields
+from slipstream.server.fields.values import RequestFields
 from slipstream.server.kserve.errors import Code, InferenceError, QueueFull, Unavailable
 from slipstream.server.kserve.inference import (
     Answers,
@@ -79,7 +79,7 @@ class ServedEngine:
 
     async def choose_adapter(self, fields: RequestFields) -> AdapterUse | None:
         if any(field in fields for field in ADAPTER_FIELDS):
-            return await self.adapters.chosen(fields)
+            return await self.adapters.select(fields)
         return None
 
 

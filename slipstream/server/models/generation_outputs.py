@@ -17,7 +17,7 @@ from slipstream.engine.messages import Scores, Timing
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.config import ModelConfig
 from slipstream.server.engine_link.engine import TextOutput
-from slipstream.server.fields.limits import RequestFields
+from slipstream.server.fields.values import RequestFields
 from slipstream.server.kserve.joining import one_after_another
 from slipstream.server.kserve.tensors import DTYPES, Tensor
 

@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator, Mapping
 from slipstream.repository.models import RepositoryModel
 from slipstream.repository.roles import takes_comma_words
 from slipstream.request_fields.table import PREPROCESSING_FIELDS
-from slipstream.server.fields.limits import (
+from slipstream.server.fields.prompts import MESSAGES, check_prompt, conversation_tokens
+from slipstream.server.fields.sampling import pack_words, read_words, sampling_params
+from slipstream.server.fields.values import (
     RequestFields,
     check_batch,
     check_prompt_length,
-    given_fields,
+    read_request_fields,
 )
-from slipstream.server.fields.prompts import MESSAGES, check_prompt, conversation_tokens
-from slipstream.server.fields.sampling import pack_words, read_words, sampling_params
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
 from slipstream.server.kserve.tensors import Tensor
@@ -54,7 +54,7 @@ class PreprocessingModel(EngineBackedModel):
             self.check_queue(request, 1)
         try:
             check_batch(request, self.config)
-            fields = given_fields(request, PREPROCESSING_FIELDS)
+            fields = read_request_fields(request, PREPROCESSING_FIELDS)
             # the parameters of an ensemble's request may be for another of its steps
             check_prompt(fields, self._fields, {})
             ids = await self._prompt(fields)

@@ -7,13 +7,6 @@ from dataclasses import dataclass, replace
 
 from slipstream.repository.models import RepositoryModel, TextChain
 from slipstream.server.engine_link.engine import TextOutput, TextRequest
-from slipstream.server.fields.limits import (
-    RequestFields,
-    check_batch,
-    check_prompt_length,
-    check_tokens,
-    given_fields,
-)
 from slipstream.server.fields.prompts import (
     MESSAGES,
     check_prompt,
@@ -27,6 +20,13 @@ from slipstream.server.fields.sampling import (
     read_words,
     sampling_params,
     sequence_count,
+)
+from slipstream.server.fields.values import (
+    RequestFields,
+    check_batch,
+    check_prompt_length,
+    check_tokens,
+    read_request_fields,
 )
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse
@@ -96,7 +96,7 @@ class TextModel(GeneratingModel):
         if request.text is not None:
             return self._read_text(request.text, request)
         check_batch(request, self.config)
-        fields = given_fields(request, self._pipeline.fields.inputs)
+        fields = read_request_fields(request, self._pipeline.fields.inputs)
         check_prompt(fields, self._input_names, request.parameters)
         scheduling = read_scheduling(request, self.engine.model)
         text_request = await in_thread_if_long(bias_words_size(fields), self._text_request, fields)

@@ -11,8 +11,8 @@ import numpy as np
 from slipstream.repository.models import RepositoryModel
 from slipstream.repository.roles import engine_fields, engine_outputs
 from slipstream.server.engine_link.engine import InFlight, TextOutput
-from slipstream.server.fields.limits import check_batch, given_fields
 from slipstream.server.fields.token_requests import token_request
+from slipstream.server.fields.values import check_batch, read_request_fields
 from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models.generating import (
@@ -48,7 +48,7 @@ class TokenModel(GeneratingModel):
             self._stops.stop(request)
             return InferResponse(final=True)
         check_batch(request, self.config)
-        fields = given_fields(request, self._fields)
+        fields = read_request_fields(request, self._fields)
         model = self.engine.model
         scheduling = read_scheduling(request, model)
         text_request = token_request(fields, model, self.engine.generator.tokenizer)

@@ -39,7 +39,7 @@ class NamedModel:
         return limit if info is None else min(limit, info.max_sequence_tokens - 1)
 
     def adapter(self) -> AdapterUse | None:
-        return self.text.engine.adapters.named(self.id) if self.is_adapter else None
+        return self.text.engine.adapters.find(self.id) if self.is_adapter else None
 
     def document(self, created: int) -> dict[str, Any]:
         parent = {"parent": self.entry.name} if self.is_adapter else {}

@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.request_fields.field import Range
 from slipstream.request_fields.table import number_range
-from slipstream.server.fields.limits import LONGEST_TOKEN_CHARACTERS
+from slipstream.server.fields.values import LONGEST_TOKEN_CHARACTERS
 from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
 from slipstream.server.openai.models import NamedModel

@@ -114,7 +114,7 @@ def check_batch(request: InferRequest, config: ModelConfig) -> None:
         raise InferenceError("Inflight batching backend expects requests with batch size of 1.")
 
 
-def given_fields(request: InferRequest, names: Mapping[str, str]) -> RequestFields:
+def read_request_fields(request: InferRequest, names: Mapping[str, str]) -> RequestFields:
     """Return the fields of a request after checking their bounds. `names`: input → field."""
     fields = {
         names.get(name, name): FieldValue(name, tensor) for name, tensor in request.inputs.items()

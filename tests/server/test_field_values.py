@@ -12,7 +12,6 @@ from slipstream.repository.releases.tables import GENERATIONS, read_model
 from slipstream.repository.templates import template
 from slipstream.request_fields.field import Range
 from slipstream.request_fields.table import ENGINE_FIELDS, FIELDS, number_range, word_bounds
-from slipstream.server.fields.limits import FieldValue, RequestFields, given_fields
 from slipstream.server.fields.prompts import prompt_table_salt
 from slipstream.server.fields.sampling import (
     cache_salt,
@@ -22,6 +21,7 @@ from slipstream.server.fields.sampling import (
     unpack_words,
 )
 from slipstream.server.fields.token_requests import read_word_list
+from slipstream.server.fields.values import FieldValue, RequestFields, read_request_fields
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.tensors import Tensor
@@ -43,7 +43,7 @@ def request(**fields: object) -> InferRequest:
 
 def sampling(**fields: object) -> SamplingParams:
     return sampling_params(
-        given_fields(request(max_tokens=8, **fields), {}), lambda word: list(word.encode())
+        read_request_fields(request(max_tokens=8, **fields), {}), lambda word: list(word.encode())
     )
 
 
@@ -125,7 +125,7 @@ def sampling(**fields: object) -> SamplingParams:
 )
 def test_value_out_of_bounds_is_refused_by_name(field: str, value: object, text: str) -> None:
     with pytest.raises(InferenceError) as caught:
-        given_fields(request(**{field: value}), ENGINE_FIELDS)
+        read_request_fields(request(**{field: value}), ENGINE_FIELDS)
     assert caught.value.message == text
 
 
@@ -139,7 +139,7 @@ def test_every_number_field_rejects_nan() -> None:
 
 def test_errors_use_the_clients_name_of_a_field() -> None:
     with pytest.raises(InferenceError, match="request_output_len must be > 0, got 0"):
-        given_fields(request(request_output_len=0), ENGINE_FIELDS)
+        read_request_fields(request(request_output_len=0), ENGINE_FIELDS)
 
 
 def test_no_op_values_of_unsupported_fields_are_accepted() -> None:
@@ -149,7 +149,7 @@ def test_no_op_values_of_unsupported_fields_are_accepted() -> None:
         "use_draft_logits": False,
         "draft_logits": [],
     }
-    assert set(given_fields(request(**values), {})) == set(values)
+    assert set(read_request_fields(request(**values), {})) == set(values)
 
 
 def test_every_input_of_the_templates_is_in_the_table() -> None:
@@ -222,17 +222,17 @@ def test_an_undeclared_field_may_be_a_request_parameter(
 ) -> None:
     asked = request(max_tokens=8)
     asked.parameters[name] = value
-    params = sampling_params(given_fields(asked, {}), lambda word: list(word.encode()))
+    params = sampling_params(read_request_fields(asked, {}), lambda word: list(word.encode()))
     assert getattr(params, attribute) == value
     asked.parameters[name] = "much"
     with pytest.raises(InferenceError, match=f"{name} must be of type"):
-        given_fields(asked, {})
+        read_request_fields(asked, {})
 
 
 def test_an_input_takes_precedence_over_a_parameter() -> None:
     asked = request(max_tokens=8, random_seed=3)
     asked.parameters["seed"] = 4
-    assert given_fields(asked, {})["random_seed"].value == 3
+    assert read_request_fields(asked, {})["random_seed"].value == 3
 
 
 def test_fields_set_the_sampling_parameters() -> None:
@@ -263,10 +263,10 @@ def test_fields_set_the_sampling_parameters() -> None:
 
 
 def test_end_id_minus_one_never_ends() -> None:
-    fields = given_fields(request(max_tokens=1, end_id=-1), {})
+    fields = read_request_fields(request(max_tokens=1, end_id=-1), {})
     assert never_ends(fields)
     assert sampling(end_id=-1).end_ids == ()
-    assert not never_ends(given_fields(request(max_tokens=1), {}))
+    assert not never_ends(read_request_fields(request(max_tokens=1), {}))
 
 
 def test_word_lists_in_the_engines_layout() -> None:
@@ -300,14 +300,16 @@ def test_word_lists_are_bounded_in_number_and_length(ids: list[list[int]], messa
 
 def test_prompt_table_ids_are_separated_from_the_cache_salt() -> None:
     def salt(tenant: str, ids: list[int]) -> str:
-        fields = given_fields(request(cache_salt=tenant.encode(), prompt_table_extra_ids=ids), {})
+        fields = read_request_fields(
+            request(cache_salt=tenant.encode(), prompt_table_extra_ids=ids), {}
+        )
         return cache_salt(fields) + prompt_table_salt(fields)
 
     assert len({salt("a", [1]), salt("a1", []), salt("a", [1, 1]), salt("", [1])}) == 4
 
 
 def test_getters_return_defaults_for_missing_and_empty_fields() -> None:
-    fields = given_fields(request(top_k=7, stream=True, stop_words=[b"a", b"b"]), {})
+    fields = read_request_fields(request(top_k=7, stream=True, stop_words=[b"a", b"b"]), {})
     assert fields.integer("top_k") == 7
     assert fields.integer("beam_width", 3) == 3
     assert fields.flag("stream") is True
@@ -324,7 +326,7 @@ def test_getters_return_defaults_for_missing_and_empty_fields() -> None:
 
 
 def test_a_field_without_values_counts_as_missing() -> None:
-    fields = given_fields(request(max_tokens=[]), {})
+    fields = read_request_fields(request(max_tokens=[]), {})
     assert "max_tokens" in fields
     assert fields.given("max_tokens") is None
     assert fields.integer("max_tokens", 5) == 5
