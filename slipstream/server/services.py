@@ -12,7 +12,7 @@ from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.grpc.options import GrpcOptions, add_port
 from slipstream.server.grpc.service import create_grpc_server
 from slipstream.server.http.exchange import TEXT, Exchange, Handler
-from slipstream.server.http.routes import HttpRoutes, State
+from slipstream.server.http.routes import HttpRoutes
 from slipstream.server.http.server import HttpServer
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
@@ -35,7 +35,7 @@ CLOSE_SECONDS = 5.0
 
 
 def create_app(
-    registry: ModelRegistry, state: State, context: ServerContext | None = None
+    registry: ModelRegistry, state: ServerState, context: ServerContext | None = None
 ) -> HttpRoutes:
     """Return the handler of the HTTP port, with Triton's and OpenAI's routes.
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from fuzzing import damaged
 from grpc_support import recorded_registry
 from http_memory import MemoryClient
 from http_support import Connection, RunningServer, request_bytes, wait_until
@@ -193,6 +196,55 @@ async def test_head_beyond_a_limit_closes_the_connection_without_an_answer(
     client.send(request_head)
     assert bool(await client.settle()) is accepted
     assert client.transport.closed is not accepted
+
+
+REQUESTS = (
+    b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\n"
+    b"POST /2 HTTP/1.1\r\ncontent-length: 5\r\n\r\nhello"
+    b"\r\n\r\n"
+    b"POST /3 HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\nt: 1\r\n\r\n"
+    b"POST /4 HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\ncontent-length: 5\r\n\r\nGET /"
+    b"GET /5?a=b HTTP/1.1\r\nhost: x\r\n\r\n"
+)
+
+
+async def test_packets_do_not_change_the_answers() -> None:
+    chance = random.Random(5)
+    for _ in range(300):
+        client = MemoryClient(echo)
+        ends = sorted(chance.sample(range(1, len(REQUESTS)), chance.randint(0, 12)))
+        for begin, end in pairwise([0, *ends, len(REQUESTS)]):
+            client.send(REQUESTS[begin:end])
+            if chance.random() < 0.3:
+                await client.settle()
+        while client.members.tasks:
+            await client.settle()
+        assert bodies(client.transport.data) == [
+            b"/1 ",
+            b"/2 hello",
+            b"/3 abcde",
+            b"/4 GET /",
+            b"/5 ",
+        ]
+        assert not client.transport.closed
+
+
+async def test_damaged_requests_are_answered_or_closed() -> None:
+    """No damage raises an error in the connection."""
+    chance = random.Random(6)
+    answered = 0
+    closed = 0
+    for _ in range(2000):
+        client = MemoryClient(echo)
+        client.send(damaged(REQUESTS, chance))
+        await client.settle()
+        answered += bool(client.transport.data)
+        closed += client.transport.closed
+        client.leave()
+        await client.settle()
+        assert not client.members.tasks
+    assert answered > 100
+    assert closed > 500
 
 
 @pytest.mark.parametrize("chunks", [3, 4])
@@ -454,6 +506,14 @@ async def test_upgrade_is_ignored_and_its_body_belongs_to_the_request(
         client.send(data[begin : begin + size])
     assert bodies(await client.settle()) == [b"/first " + SMUGGLED, b"/second "]
     assert not client.transport.closed
+
+
+async def test_many_upgrades_in_one_packet_are_all_answered() -> None:
+    client = MemoryClient(echo)
+    client.send(b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" * 3000)
+    while client.members.tasks:
+        await client.settle()
+    assert client.transport.data.count(b"HTTP/1.1 200 OK") == 3000
 
 
 def test_upgrade_over_a_socket_is_answered_once() -> None:

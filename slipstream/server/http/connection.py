@@ -34,15 +34,19 @@ _TOO_SLOW_RESPONSE = (
 
 @dataclass(frozen=True)
 class ConnectionLimits:
+    """What one client may use of the server."""
+
     url_bytes: int = 8192
-    head_bytes: int = 64 << 10  # of the headers, and of the trailers
-    chunks: int = 65536  # of one request; a tiny chunk costs far more than the bytes it carries
+    head_bytes: int = 64 << 10  # size of all headers of a request, and of all trailers
+    # Chunks in the body of a request: a tiny chunk costs far more than the bytes it carries.
+    chunks: int = 65536
     # Seconds in which a request must arrive, head and body. Each `arrival_bytes_per_second` bytes
     # add one second, but never more than `arrival_seconds` from the time at which they arrive.
     arrival_seconds: float = 60.0
     arrival_bytes_per_second: float = 1024
-    idle_seconds: float = 120.0  # between requests
-    joined_bytes: int = 64 << 10  # of writes that wait for the end of the loop's iteration
+    idle_seconds: float = 120.0  # time without a request after which a connection is closed
+    # Size of writes that are held back until the end of the event loop's iteration.
+    joined_bytes: int = 64 << 10
 
 
 class Timer(Protocol):
@@ -84,9 +88,9 @@ class HttpConnection(asyncio.Protocol):
         self._transport = asyncio.Transport()  # replaced when the connection is made
         self.closed = False
 
-        self._current: Exchange | None = None  # being answered
-        self._incoming: Exchange | None = None  # whose body arrives
-        self._waiting: deque[Exchange] = deque()  # sent before the current one was answered
+        self._current: Exchange | None = None  # request that is being answered
+        self._incoming: Exchange | None = None  # request whose body is arriving
+        self._waiting: deque[Exchange] = deque()  # requests that arrived before their turn
         self._disconnect_callback: Callable[[], object] | None = None
 
         self._url = b""
@@ -96,8 +100,8 @@ class HttpConnection(asyncio.Protocol):
         self._head_bytes = 0  # bytes received since the last request or piece of a body
         self._chunks = 0
         self._in_head = True
-        self._upgrade = False  # the parser takes this request for the last one in HTTP/1.1
-        self._arriving = False  # a request has begun to arrive and is not complete
+        self._upgrade = False  # whether the parser stops at an upgrade after this head
+        self._arriving = False  # whether a request has begun to arrive and is not complete
 
         self._idle_deadline = 0.0
         self._arrival_deadline = 0.0  # 0: not set
@@ -169,13 +173,17 @@ class HttpConnection(asyncio.Protocol):
     # -- parsing
 
     def _parse(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._parse_without_upgrade(data[upgrade.args[0] :])
+        rest = memoryview(data)
+        while rest:
+            try:
+                self._parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = rest[upgrade.args[0] :]
+                self._parse_head_without_upgrade()
 
-    def _parse_without_upgrade(self, rest: bytes) -> None:
-        """Parse a request again without its `Upgrade`, with what came after its head.
+    def _parse_head_without_upgrade(self) -> None:
+        """Parse the head of a request again without its `Upgrade`.
 
         At an upgrade the parser drops the body and takes what follows for another protocol.
         """
@@ -188,7 +196,7 @@ class HttpConnection(asyncio.Protocol):
         lines.append(b"\r\n")
         self._upgrade = False
         self._parser = self._create_parser()
-        self._parse(b"".join(lines) + rest)
+        self._parser.feed_data(b"".join(lines))
 
     def on_message_begin(self) -> None:
         self._arriving = True

@@ -10,7 +10,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.server.http import admin
 from slipstream.server.http.access import Refused, check_access
@@ -26,6 +26,7 @@ from slipstream.server.http.infer import (
 from slipstream.server.http.pages import PAGES, openapi_document, read_page
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError, Unavailable
+from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import RequestTrace
 from slipstream.server.kserve.json_writer import write_error, write_value
 from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
@@ -95,18 +96,6 @@ class TracedExchange:
         self._finishing.__exit__(kind, error, traceback)
 
 
-class State(Protocol):
-    """What the server as a whole is doing; `health.ServerState` is the real one."""
-
-    draining: bool
-
-    @property
-    def live(self) -> bool: ...
-
-    @property
-    def ready(self) -> bool: ...
-
-
 def compile_path(path: str) -> re.Pattern[str]:
     """Return the regular expression of a route's path."""
     pattern = path.replace("[", "(?:").replace("]", ")?")
@@ -124,7 +113,7 @@ class HttpRoutes:
     def __init__(
         self,
         registry: ModelRegistry,
-        state: State,
+        state: ServerState,
         context: ServerContext,
         groups: Sequence[RouteGroup] = (),
     ) -> None:

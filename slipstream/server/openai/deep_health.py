@@ -15,8 +15,9 @@ from slipstream.engine.request import SamplingParams
 from slipstream.server.engine_link.engine import TextRequest
 from slipstream.server.http.exchange import Exchange
 from slipstream.server.http.pages import describe_get
-from slipstream.server.http.routes import GET, Parameters, Route, RouteGroup, State
+from slipstream.server.http.routes import GET, Parameters, Route, RouteGroup
 from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.json_writer import write_error
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.generating import TIMED_OUT, run_to_end
@@ -30,7 +31,7 @@ _HIGHEST_PRIORITY = 2**31 - 1
 
 
 class HealthProbes:
-    def __init__(self, registry: ModelRegistry, state: State) -> None:
+    def __init__(self, registry: ModelRegistry, state: ServerState) -> None:
         self._registry = registry
         self._state = state
 

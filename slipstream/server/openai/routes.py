@@ -18,11 +18,11 @@ from slipstream.server.http.routes import (
     Parameters,
     Route,
     RouteGroup,
-    State,
     TracedExchange,
 )
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError, Unavailable
+from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import RequestTrace
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.openai.calls import Call
@@ -43,7 +43,7 @@ _CALLS: dict[str, Callable[[bytes, ModelRegistry], Awaitable[Call]]] = {
 
 
 class OpenAIRoutes:
-    def __init__(self, registry: ModelRegistry, state: State, context: ServerContext) -> None:
+    def __init__(self, registry: ModelRegistry, state: ServerState, context: ServerContext) -> None:
         self._registry = registry
         self._state = state
         self._context = context
