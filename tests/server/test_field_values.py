@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.engine.request import SamplingParams
 from slipstream.repository.pbtxt import Message, Scalar, parse_pbtxt
-from slipstream.repository.releases.tables import GENERATIONS, read_model
+from slipstream.repository.releases.tables import RELEASES, read_model
 from slipstream.repository.templates import template
 from slipstream.request_fields.field import Range
 from slipstream.request_fields.table import ENGINE_FIELDS, FIELDS, number_range, word_bounds
@@ -161,9 +161,9 @@ def test_every_input_of_the_templates_is_in_the_table() -> None:
                 tensor = next(f.value for f in item.value.fields if f.name == "name")
                 assert isinstance(tensor, Scalar)
                 assert ENGINE_FIELDS.get(tensor.text, tensor.text) in known, tensor.text
-    for generation in GENERATIONS:
+    for release in RELEASES:
         for name in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble"):
-            for tensor in read_model("inflight_batcher_llm", name, generation).inputs:
+            for tensor in read_model("inflight_batcher_llm", name, release).inputs:
                 assert ENGINE_FIELDS.get(tensor.name, tensor.name) in known | FIRST_NAMES, (
                     tensor.name
                 )
