@@ -1,10 +1,10 @@
-"""Each GPU kernel's time and its share of what the hardware allows. Needs torch and Triton only.
+"""Measure each GPU kernel's time and its share of what the hardware allows. Needs torch and Triton.
 
     python benchmarks/kernels.py
 
-Times are of graph replays over more data than the cache holds; those "over seconds" of kernels that
-take turns for long enough that power is the limit. "of bound": reads at 4.30 TB/s, or arithmetic at
-782 TFLOP/s in bfloat16, both measured on one H200, and twice that in eight bits.
+Times are of graph replays over more data than the cache holds. Times "over seconds" are of kernels
+that alternate for long enough that power is the limit. "of bound": reads at 4.30 TB/s, or
+arithmetic at 782 TFLOP/s in bfloat16, both measured on one H200, and twice that in 8 bits.
 """
 
 # ruff: noqa: B023  (what is timed is called before its loop goes on)
@@ -38,23 +38,26 @@ from slipstream.kernels.gpu.step import likeliest
 from slipstream.kernels.gpu.unpacked_kv import UnpackedKv, plan_unpacking, unpacking_pays
 from slipstream.kernels.normalisation import Norm
 
-READ_BYTES_PER_SECOND, FLOPS = 4.30e12, 782e12
+READ_BYTES_PER_SECOND = 4.30e12
+FLOPS = 782e12
 BLOCK = 32
 DEVICE = torch.device("cuda")
 
 
 def microseconds(call: Callable[[int], object], copies: int) -> float:
-    """Of one call; copy i of the data is used by calls i, i + copies, …"""
+    """Return the time of one call; copy i of the data is used by calls i, i + copies, …"""
     call(0)
     torch.cuda.synchronize()
-    graph, calls = torch.cuda.CUDAGraph(), max(copies, 8)
+    graph = torch.cuda.CUDAGraph()
+    calls = max(copies, 8)
     with torch.cuda.graph(graph):
         for index in range(calls):
             call(index % copies)
     graph.replay()
     times = []
     for _ in range(7):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
         end.record()
@@ -87,94 +90,94 @@ def on_device(array: np.ndarray) -> torch.Tensor:
 
 
 def tables_for(lengths: np.ndarray) -> tuple[torch.Tensor, int]:
-    """Scattered blocks for rows of these lengths, and how many blocks there are in all."""
+    """Return scattered blocks for rows of these lengths, and the number of all blocks."""
     blocks = -(-lengths // BLOCK)
     free = np.random.default_rng(0).permutation(blocks.sum()) + 1
     tables = np.zeros((len(lengths), blocks.max()), dtype=np.int32)
     for row, count in enumerate(blocks):
-        tables[row, :count], free = free[:count], free[count:]
+        tables[row, :count] = free[:count]
+        free = free[count:]
     return on_device(tables), int(blocks.sum()) + 1
 
 
-def products() -> None:
-    for rows, size in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
-        copies = 8
-        weights = random(copies, rows, size) * 0.02
-        for tokens in (1, 8, 32, 64, 256):
-            x = random(tokens, size)
-            nbytes, flops = rows * size * 2, 2 * rows * size * tokens if tokens > 64 else 0
-            shape = f"[{tokens}, {size}] × [{rows}, {size}]"
-            if tokens == 1:
-                show(
-                    "gemv",
-                    shape,
-                    microseconds(lambda i: gemv(x, weights[i], None), copies),
-                    nbytes,
-                )
-            elif tokens <= 64:
-                show(
-                    "skinny_gemm",
-                    shape,
-                    microseconds(lambda i: skinny_gemm(x, weights[i], None), copies),
-                    nbytes,
-                )
-            show(
-                "library",
-                shape,
-                microseconds(lambda i: functional.linear(x, weights[i]), copies),
-                nbytes,
-                flops,
-            )
-        packed = [pack(weight) for weight in weights]
-        for tokens in (1, 8, 32):
-            x, shape = random(tokens, size), f"12 bits [{tokens}, {size}] × [{rows}, {size}]"
-            if tokens == 1:
-                time = microseconds(
-                    lambda i: gemv(x, packed[i].words, None, scales=packed[i].scales), copies
-                )
-            else:
-                time = microseconds(
-                    lambda i: skinny_gemm(x, packed[i].words, None, None, packed[i].scales), copies
-                )
-            show("gemv" if tokens == 1 else "skinny_gemm", shape, time, rows * size * 1.5)
-        stored, scales = weights.to(torch.float8_e4m3fn), torch.ones(rows, device=DEVICE)
-        for tokens in (1, 32, 64, 1024):
-            x, by_token = quantise(random(tokens, size))
-            shape, nbytes = f"fp8 [{tokens}, {size}] × [{rows}, {size}]", rows * size
-            if tokens <= 64:
-                time = microseconds(
-                    lambda i: skinny_gemm(x, stored[i], None, by_token, scales), copies
-                )
-                show("skinny_gemm", shape, time, nbytes)
+LINEAR_SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+COPIES = 8
+
+
+def linears() -> None:
+    for rows, size in LINEAR_SHAPES:
+        weights = random(COPIES, rows, size) * 0.02
+        bf16_linears(weights)
+        bf12_linears(weights)
+        fp8_linears(weights)
+
+
+def bf16_linears(weights: torch.Tensor) -> None:
+    _, rows, size = weights.shape
+    nbytes = rows * size * 2
+    for tokens in (1, 8, 32, 64, 256):
+        x = random(tokens, size)
+        shape = f"[{tokens}, {size}] × [{rows}, {size}]"
+        if tokens == 1:
+            time = microseconds(lambda i: gemv(x, weights[i], None), COPIES)
+            show("gemv", shape, time, nbytes)
+        elif tokens <= 64:
+            time = microseconds(lambda i: skinny_gemm(x, weights[i], None), COPIES)
+            show("skinny_gemm", shape, time, nbytes)
+        time = microseconds(lambda i: functional.linear(x, weights[i]), COPIES)
+        show("library", shape, time, nbytes, 2 * rows * size * tokens if tokens > 64 else 0)
+
+
+def bf12_linears(weights: torch.Tensor) -> None:
+    _, rows, size = weights.shape
+    packed = [pack(weight) for weight in weights]
+    for tokens in (1, 8, 32):
+        x = random(tokens, size)
+        shape = f"12-bit [{tokens}, {size}] × [{rows}, {size}]"
+        if tokens == 1:
             time = microseconds(
-                lambda i: torch._scaled_mm(
-                    x,
-                    stored[i].t(),
-                    by_token,
-                    scales[None, :],
-                    out_dtype=torch.bfloat16,
-                    use_fast_accum=True,
-                ),
-                copies,
+                lambda i: gemv(x, packed[i].words, None, scales=packed[i].scales), COPIES
             )
-            show(
-                "library",
-                shape,
-                time,
-                nbytes,
-                2 * rows * size * tokens if tokens > 64 else 0,
-                2 * FLOPS,
+        else:
+            time = microseconds(
+                lambda i: skinny_gemm(x, packed[i].words, None, None, packed[i].scales), COPIES
             )
+        show("gemv" if tokens == 1 else "skinny_gemm", shape, time, rows * size * 1.5)
 
 
-def gated_products() -> None:
-    """With the gate behind them: one kernel, where the GPU has room for it, and the library's with
-    one for the gate.
-    """
+def fp8_linears(weights: torch.Tensor) -> None:
+    _, rows, size = weights.shape
+    stored = weights.to(torch.float8_e4m3fn)
+    scales = torch.ones(rows, device=DEVICE)
+    nbytes = rows * size
+    for tokens in (1, 32, 64, 1024):
+        x, by_token = quantise(random(tokens, size))
+        shape = f"fp8 [{tokens}, {size}] × [{rows}, {size}]"
+        if tokens <= 64:
+            time = microseconds(lambda i: skinny_gemm(x, stored[i], None, by_token, scales), COPIES)
+            show("skinny_gemm", shape, time, nbytes)
+        time = microseconds(
+            lambda i: torch._scaled_mm(
+                x,
+                stored[i].t(),
+                by_token,
+                scales[None, :],
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,
+            ),
+            COPIES,
+        )
+        flops = 2 * rows * size * tokens if tokens > 64 else 0
+        show("library", shape, time, nbytes, flops, 2 * FLOPS)
+
+
+def gated_linears() -> None:
+    """The fused gated GEMM where the GPU supports it, and the library's GEMM with a gate kernel."""
     for size, columns in ((14336, 4096), (11008, 4096), (3072, 1024)):
         weights = random(4, 2 * size, columns) * 0.02
         for tokens in (1024, 2048, 8192):
-            x, flops = random(tokens, columns), 4 * tokens * size * columns
+            x = random(tokens, columns)
+            flops = 4 * tokens * size * columns
             shape = f"gated [{tokens}, {columns}] × [{2 * size}, {columns}]"
             if supports_gated_gemm(weights[0]):
                 show(
@@ -188,7 +191,7 @@ def gated_products() -> None:
 
 
 def layers_over_seconds() -> None:
-    """A layer's four products and the gate: the gate in its product, and in a kernel of its own."""
+    """A layer's four GEMMs and the gate: the gate fused, and in a kernel of its own."""
     for name, tokens, hidden, size, qkv, heads in (
         ("llama3-8b", 8192, 4096, 14336, 6144, 4096),
         ("llama2-7b", 8192, 4096, 11008, 12288, 4096),
@@ -199,52 +202,53 @@ def layers_over_seconds() -> None:
         weights = [random(*shape) * 0.02 for shape in shapes]
         if not supports_gated_gemm(weights[2]):
             continue
-        x, attended = random(tokens, hidden), random(tokens, heads)
+        x = random(tokens, hidden)
+        attended = random(tokens, heads)
 
         def layer(gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
             functional.linear(x, weights[0])
             functional.linear(attended, weights[1])
             functional.linear(gated(x, weights[2]), weights[3])
 
-        apart, fused = in_turn(
+        apart, fused = alternating(
             lambda: layer(lambda x, weight: silu_gated(functional.linear(x, weight))),
             lambda: layer(gated_gemm),
         )
         print(
-            f"a layer's products {name} × {tokens}, over seconds: {apart:.3f} ms with the gate behind them, "
-            f"{fused:.3f} with it in its product: {apart / fused - 1:+.1%}",
+            f"a layer's GEMMs {name} × {tokens}, over seconds: {apart:.3f} ms with a gate kernel, "
+            f"{fused:.3f} with the fused gate: {apart / fused - 1:+.1%}",
             flush=True,
         )
 
 
-def in_turn(*calls: Callable[[], None], rounds: int = 5, seconds: float = 0.2) -> list[float]:
-    """Milliseconds of one call of each; the first round warms up, and so does the first third of
-    each turn.
+def alternating(*calls: Callable[[], None], rounds: int = 5, seconds: float = 0.2) -> list[float]:
+    """Return the milliseconds of one call of each; the first round and the first third of each
+    later one warm up.
     """
     found: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for call, times in zip(calls, found, strict=True):
-            turn: list[float] = []
-            end_of_turn = perf_counter() + seconds
-            while perf_counter() < end_of_turn:
-                begin, end = (
-                    torch.cuda.Event(enable_timing=True),
-                    torch.cuda.Event(enable_timing=True),
-                )
+            measured: list[float] = []
+            round_end = perf_counter() + seconds
+            while perf_counter() < round_end:
+                begin = torch.cuda.Event(enable_timing=True)
+                end = torch.cuda.Event(enable_timing=True)
                 begin.record()
                 for _ in range(4):
                     call()
                 end.record()
                 end.synchronize()
-                turn.append(begin.elapsed_time(end) / 4)
-            times.append(sum(turn[len(turn) // 3 :]) / len(turn[len(turn) // 3 :]))
+                measured.append(begin.elapsed_time(end) / 4)
+            times.append(sum(measured[len(measured) // 3 :]) / len(measured[len(measured) // 3 :]))
     return [sum(times[1:]) / (rounds - 1) for times in found]
 
 
 def decode_attention(
     lengths: np.ndarray, label: str, heads: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
-    size, copies, packed = 128, 2, dtype == packed_cache.DTYPE
+    size = 128
+    copies = 2
+    packed = dtype == packed_cache.DTYPE
     tables, blocks = tables_for(lengths)
     cache = random(copies, 2, kv_heads, blocks * BLOCK, size) * 0.5
     cache = packed_of(cache) if packed else cache.to(dtype)
@@ -257,7 +261,7 @@ def decode_attention(
     time = microseconds(
         lambda i: attention.attend(step, *cache[i], AttentionRule(size**-0.5)), copies
     )
-    name = {1: "fp8", 2: "12 bits" if packed else "bf16"}[dtype.itemsize]
+    name = {1: "fp8", 2: "12-bit" if packed else "bf16"}[dtype.itemsize]
     show(
         "decode attention",
         f"{name} {heads}/{kv_heads} {label}",
@@ -268,37 +272,39 @@ def decode_attention(
 
 
 def packed_of(cache: torch.Tensor) -> torch.Tensor:
-    """[copies, 2, kv_heads, slots, size] → the same in twelve bits, by the kernel that writes them"""
+    """Pack [copies, 2, kv_heads, slots, size] into 12 bits, by the kernel that writes the cache."""
     slots, size = cache.shape[3:]
     packed = torch.zeros(
         (*cache.shape[:4], packed_cache.words(size)), dtype=packed_cache.DTYPE, device=DEVICE
     )
-    ids, still = torch.arange(slots, device=DEVICE), torch.zeros(slots, size, device=DEVICE)
+    ids = torch.arange(slots, device=DEVICE)
+    zeros = torch.zeros(slots, size, device=DEVICE)
     for plain, place in zip(cache, packed, strict=True):
         heads = torch.cat((plain[0, :1], plain.flatten(0, 1))).transpose(0, 1).contiguous()
-        rotate_write(heads, ids, ids, (still + 1, still), None, None, 1e-6, *place)
+        rotate_write(heads, ids, ids, (zeros + 1, zeros), None, None, 1e-6, *place)
     return packed
 
 
-def prefill_attention(prompts: list[int], prefix: int, heads: int, kv_heads: int) -> None:
+def prefill_attention(prompts: list[int], cached: int, heads: int, kv_heads: int) -> None:
     size = 128
     counts = np.array(prompts)
-    tables, blocks = tables_for(counts + prefix)
+    tables, blocks = tables_for(counts + cached)
     cache = packed_of(random(1, 2, kv_heads, blocks * BLOCK, size))[0]
     step = random(int(counts.sum()), heads + 2 * kv_heads, size)
-    large_tiles = use_large_tiles(max(prompts) + prefix, step.dtype, size, DEVICE)
-    rows, positions = np.arange(len(counts)), np.full(len(counts), prefix)
+    large_tiles = use_large_tiles(max(prompts) + cached, step.dtype, size, DEVICE)
+    rows = np.arange(len(counts))
+    positions = np.full(len(counts), cached)
     columns = cut_tiles(rows, positions, counts, np.cumsum(counts) - counts, large_tiles)
     plan = PrefillPlan(*map(on_device, columns), large_tiles=large_tiles)  # type: ignore[misc]
-    before = None
+    unpacked = None
     if unpacking_pays(positions, counts, BLOCK, 4 * kv_heads * size):
         where, own = map(on_device, plan_unpacking(rows, positions, BLOCK, tables.shape[1]))
         keys, values = random(2, kv_heads, len(where) * BLOCK, size)
-        before = UnpackedKv(tables.view(-1)[where], own, keys, values, BLOCK)
-    attention = GpuAttention(tables, BLOCK, count_resident_ctas(DEVICE), 0, None, plan, before)
+        unpacked = UnpackedKv(tables.view(-1)[where], own, keys, values, BLOCK)
+    attention = GpuAttention(tables, BLOCK, count_resident_ctas(DEVICE), 0, None, plan, unpacked)
     time = microseconds(lambda _: attention.attend(step, *cache, AttentionRule(size**-0.5)), 1)
-    flops = sum(4 * heads * size * (count * prefix + count * count / 2) for count in prompts)
-    behind = f" behind {prefix}" if prefix else ""
+    flops = sum(4 * heads * size * (count * cached + count * count / 2) for count in prompts)
+    behind = f" behind {cached}" if cached else ""
     show(
         "prefill attention",
         f"{heads}/{kv_heads} {len(prompts)} × {prompts[0]}{behind}",
@@ -308,11 +314,16 @@ def prefill_attention(prompts: list[int], prefix: int, heads: int, kv_heads: int
 
 
 def small_kernels() -> None:
-    hidden, ffn, heads, kv_heads, size = 4096, 14336, 32, 8, 128
+    hidden = 4096
+    ffn = 14336
+    heads = 32
+    kv_heads = 8
+    size = 128
     for tokens in (1, 32, 8192):
         copies = 2 if tokens > 1000 else 8
         residual = torch.randn(copies, tokens, hidden, device=DEVICE)
-        delta, norm = random(copies, tokens, hidden), Norm(random(hidden), None, 1e-5)
+        delta = random(copies, tokens, hidden)
+        norm = Norm(random(hidden), None, 1e-5)
         show(
             "add_norm",
             f"[{tokens}, {hidden}]",
@@ -327,10 +338,8 @@ def small_kernels() -> None:
             tokens * ffn * 6,
         )
         step = random(copies, tokens, heads + 2 * kv_heads, size)
-        cache, slots = (
-            random(2, kv_heads, tokens + BLOCK, size),
-            torch.arange(tokens, device=DEVICE, dtype=torch.int32),
-        )
+        cache = random(2, kv_heads, tokens + BLOCK, size)
+        slots = torch.arange(tokens, device=DEVICE, dtype=torch.int32)
         rope = (torch.rand(8192, size, device=DEVICE), torch.rand(8192, size, device=DEVICE))
         show(
             "rotate_write",
@@ -367,8 +376,8 @@ def main() -> None:
         prefill_attention(prompts, 0, 32, 8)
     for prompt in (2048, 512, 255):
         prefill_attention([prompt], 6144, 32, 8)
-    products()
-    gated_products()
+    linears()
+    gated_linears()
     layers_over_seconds()
     small_kernels()
 

@@ -1,4 +1,4 @@
-"""The least time each case can take on a machine, from what must be read and multiplied."""
+"""Lower bounds of each case's time on a machine, from bytes read and operations computed."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import dataclass
 
 from slipstream.model.spec import ModelSpec
 
-_CACHE_BYTES = 2  # of one number in the cache
+_CACHE_BYTES = 2  # bytes of a cached number
 
 
 @dataclass(frozen=True)
 class Machine:
-    bandwidth: float  # bytes read a second
-    operations: float  # bf16 multiplications and additions a second
+    bandwidth: float  # bytes read per second
+    operations: float  # bf16 multiplications and additions per second
 
 
 @dataclass(frozen=True)
 class Work:
-    """A model at a number of bits a weight."""
+    """The work of a model at a number of bits per weight."""
 
-    weights: int  # in matrices a token passes through, the head left out
-    head: int  # read once a sampled token or batch of them
-    weight_bytes: float  # of one weight, its share of scales included
-    cache_bytes: int  # of one token
-    attention: int  # operations a pair of query and key costs, over all layers
+    weights: int  # weights of a token's linear layers, without the head
+    head: int  # weights of the head, read once per batch of sampled tokens
+    weight_bytes: float  # bytes of one weight, with its share of scales
+    cache_bytes: int  # bytes of a cached token
+    attention: int  # operations per pair of query and key, over all layers
 
     @classmethod
     def of(cls, spec: ModelSpec, weight_bytes: float) -> Work:
@@ -42,26 +42,26 @@ class Work:
         return (self.weights + self.head) * self.weight_bytes
 
     def prefill_seconds(self, machine: Machine, rows: int, prompt: int) -> float:
-        """All prompts in one pass: at least the products, at least one read of the weights."""
-        products = (
+        """Return the time of one pass over all prompts: operations, or one read of the weights."""
+        operations = (
             2 * rows * (self.weights * prompt + self.head)
             + rows * self.attention * prompt * prompt / 2
         )
-        return max(products / machine.operations, self.model_bytes / machine.bandwidth)
+        return max(operations / machine.operations, self.model_bytes / machine.bandwidth)
 
     def decode_seconds(self, machine: Machine, rows: int, context: float) -> float:
-        """One step: all weights and the rows' caches are read, `rows` tokens pass through."""
+        """Return the time of one step, which reads all weights and the rows' cached tokens."""
         read = self.model_bytes + rows * context * self.cache_bytes
-        products = rows * (2 * (self.weights + self.head) + self.attention * context)
-        return max(read / machine.bandwidth, products / machine.operations)
+        operations = rows * (2 * (self.weights + self.head) + self.attention * context)
+        return max(read / machine.bandwidth, operations / machine.operations)
 
     def decode_rate(self, machine: Machine, prompt: int, output: int) -> float:
-        """Tokens a second of one stream after its first."""
+        """Return the tokens per second of one stream after its first token."""
         return 1 / self.decode_seconds(machine, 1, prompt + output / 2)
 
     def batch_rate(self, machine: Machine, rows: int, prompt: int, output: int) -> float:
-        """Output tokens a second of requests that all come at once, their prompts included in the
-        time.
+        """Return the output tokens per second of requests that all arrive at once, with the time of
+        their prompts.
         """
         steps = (output - 1) * self.decode_seconds(machine, rows, prompt + output / 2)
         return rows * output / (self.prefill_seconds(machine, rows, prompt) + steps)

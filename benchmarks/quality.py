@@ -1,12 +1,12 @@
-"""What fewer bits cost in quality: perplexity and likeliest tokens over real text, beside float32.
+"""Measure what fewer bits cost in quality: perplexity and likeliest tokens on real text.
 
     python benchmarks/quality.py MODEL [--text FILE] [--tokens 15872] [--device cuda]
 
-MODEL: a GGUF file or a folder of weights. Engines of bfloat16, int8 and fp8 are built of it and
-score the same text in windows of 512 tokens; without --text it is the reference manual that comes
-with Python. Agreement is the share of positions whose likeliest token is that of float32 over the
-same bfloat16 weights; "clear": where float32's best leads by more than 0.1. Perplexity is also
-given over bfloat16's.
+MODEL: a GGUF file or a folder of weights. Engines of bfloat16, int8 and fp8 are built from it and
+score the same text in windows of 512 tokens. The default text is the reference manual that comes
+with Python. Agreement is the share of positions whose likeliest token is float32's, over the same
+bfloat16 weights; "clear" counts positions where float32's best logit leads by more than 0.1.
+Perplexity is also given relative to bfloat16's.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ WINDOW = 512
 CLEAR = 0.1
 
 
-class Way(NamedTuple):
+class Format(NamedTuple):
     title: str
     weight_only: str | None
-    dtype: str  # that it runs in
+    dtype: str  # type of the activations
 
 
-REFERENCE = Way("float32", None, "float32")
-WAYS = [
-    Way("bfloat16", None, "bfloat16"),
-    Way("int8", "int8", "bfloat16"),
-    Way("fp8", "fp8", "bfloat16"),
+REFERENCE = Format("float32", None, "float32")
+FORMATS = [
+    Format("bfloat16", None, "bfloat16"),
+    Format("int8", "int8", "bfloat16"),
+    Format("fp8", "fp8", "bfloat16"),
 ]
 
 
 class Scored(NamedTuple):
-    """Of every position but each window's last."""
+    """Scores of every position except each window's last."""
 
     best: np.ndarray  # int [n]: the likeliest token
-    lead: np.ndarray  # [n]: how far its logit is above the second
-    loss: np.ndarray  # [n]: minus the log-probability of the token that comes
+    lead: np.ndarray  # [n]: its logit minus the second best
+    loss: np.ndarray  # [n]: minus the log-probability of the next token
 
 
 def score(loop: EngineLoop, windows: list[list[int]]) -> Scored:
@@ -84,19 +84,21 @@ def _context_logits(loop: EngineLoop, windows: list[list[int]]) -> Iterator[byte
 def _scored(logits: torch.Tensor, window: list[int]) -> Scored:
     logits = logits[:-1]
     top = logits.topk(2, dim=-1)
-    coming = torch.tensor(window[1:])[:, None]
-    loss = -logits.double().log_softmax(dim=-1).gather(1, coming)[:, 0]
+    next_tokens = torch.tensor(window[1:])[:, None]
+    loss = -logits.double().log_softmax(dim=-1).gather(1, next_tokens)[:, 0]
     return Scored(
         top.indices[:, 0].numpy(), (top.values[:, 0] - top.values[:, 1]).numpy(), loss.numpy()
     )
 
 
 def run(
-    way: Way, source: str, folder: Path, windows: list[list[int]], options: argparse.Namespace
+    engine: Format, source: str, folder: Path, windows: list[list[int]], options: argparse.Namespace
 ) -> Scored:
-    built = build_engine(source, folder / (way.weight_only or "plain"), weight_only=way.weight_only)
+    built = build_engine(
+        source, folder / (engine.weight_only or "plain"), weight_only=engine.weight_only
+    )
     settings = EngineSettings(
-        dtype=way.dtype,
+        dtype=engine.dtype,
         device=options.device,
         max_rows=2,
         cache_tokens=4 * WINDOW,
@@ -142,12 +144,13 @@ def main() -> None:
         )
         print(f"{'float32':10} {'':10} {'':10} {np.exp(exact.loss.mean()):11.3f}", flush=True)
         plain = 0.0
-        for way in WAYS:
-            found = run(way, options.model, folder, windows, options)
+        for engine in FORMATS:
+            found = run(engine, options.model, folder, windows, options)
             plain = plain or found.loss.mean()
             same = found.best == exact.best
             print(
-                f"{way.title:10} {same.mean():10.2%} {same[clear].mean():10.2%} {np.exp(found.loss.mean()):11.3f} "
+                f"{engine.title:10} {same.mean():10.2%} {same[clear].mean():10.2%} "
+                f"{np.exp(found.loss.mean()):11.3f} "
                 f"{np.expm1(found.loss.mean() - plain):+14.2%}",
                 flush=True,
             )

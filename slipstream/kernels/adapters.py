@@ -1,14 +1,14 @@
 """LoRA adapters: low-rank additions to linear layers, y += B (A x), with another A and B per token.
 
 Adapters are kept in pages. A page has room for `rank` rows of A and `rank` columns of B of every
-linear layer of every transformer layer. An adapter of a higher rank takes several pages and adds the
-sum of what its pages add. Page 0 is never used.
+linear layer of every transformer layer. An adapter of a higher rank takes several pages and adds
+the sum of what its pages add. Page 0 is never used.
 
     a page:  layer 0 [ qkv A | qkv B | o A | o B | up A | up B | down A | down B ]  layer 1 [ …
 
-Where a linear layer is several in one (q, k and v; the two halves of a gated MLP), each part has its
-own A and B: A is [parts * rank, in]. B is stored transposed, [rank, out], with the parts side by
-side.
+Where a linear layer is several in one (q, k and v; the two halves of a gated MLP), each part has
+its own A and B: A is [parts * rank, in]. B is stored transposed, [rank, out], with the parts side
+by side.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def pack_adapter(
             linears[page] |= 1 << one.linear
             runs[page] += _runs(layout, one, page, at)
         at += one.first.size + one.second.size
-    halves = [half.ravel() for one in matrices for half in (one.first, one.second)]
+    halves: list[np.ndarray] = []
+    for one in matrices:
+        halves += (one.first.ravel(), one.second.ravel())
     numbers = np.concatenate(halves).astype(np.float32, copy=False)
     values = torch.from_numpy(numbers).to(dtype)
     tables = [torch.tensor(table, dtype=torch.int32) for table in runs]
@@ -225,11 +227,10 @@ class CpuStepAdapters:
         self, groups: dict[tuple[int, ...], np.ndarray], linear: int
     ) -> dict[int, np.ndarray]:
         """Return the tokens of each page that adds to the linear layer."""
-        return {
-            page: tokens
-            for key, tokens in sorted(groups.items())
-            for page in self._pages_with(key, linear)
-        }
+        found: dict[int, np.ndarray] = {}
+        for key, tokens in sorted(groups.items()):
+            found |= dict.fromkeys(self._pages_with(key, linear), tokens)
+        return found
 
     def _pages_with(self, pages: Sequence[int], linear: int) -> list[int]:
         return [page for page in pages if self._pages.linears[page] >> linear & 1]

@@ -2,10 +2,10 @@
 
 A cache layer is [kv_heads, slots, head_size]; slot = block × block_tokens + offset. With heads
 outermost, the blocks of a row gather into one contiguous matrix per head, which GEMMs are fast on.
-An `AttentionPlan` is made once per step and serves every layer. Rows that compute one token (decode)
-are gathered together and masked to a common length; rows that compute several are taken one by one.
-A row with a sliding window has null blocks for the tokens outside it; those at the start of its
-table are not gathered.
+An `AttentionPlan` is made once per step and serves every layer. Rows that compute one token
+(decode) are gathered together and masked to a common length; rows that compute several are taken
+one by one. A row with a sliding window has null blocks for the tokens outside it; those at the
+start of its table are not gathered.
 """
 
 from __future__ import annotations

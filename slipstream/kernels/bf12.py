@@ -2,9 +2,10 @@
 reading them.
 
 The exponents of a row of trained weights are close together: four bits hold an exponent's distance
-from the row's largest. With the sign and the seven bits of mantissa a number has 12 bits, and is the
-same number. Only numbers more than 2^14 times smaller than the largest of their row may lose bits of
-their mantissa, never more than 2^-22 of that largest number, which itself has a precision of 2^-9.
+from the row's largest. With the sign and the seven bits of mantissa a number has 12 bits, and is
+the same number. Only numbers more than 2^14 times smaller than the largest of their row may lose
+bits of their mantissa, never more than 2^-22 of that largest number, which itself has a precision
+of 2^-9.
 
 Four runs of 64 numbers become three runs of 64 16-bit words: sign, exponent and mantissa of the
 first three runs' numbers stay where bfloat16 has them. The four bits that their exponents no longer

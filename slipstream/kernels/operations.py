@@ -15,7 +15,10 @@ from slipstream.kernels.inputs import Input, quantise
 
 
 class Attention(Protocol):
-    """The attention of a step, planned once and used by every layer. queries: from `rotate_write`"""
+    """The attention of a step, planned once and used by every layer.
+
+    queries: from `rotate_write`
+    """
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule

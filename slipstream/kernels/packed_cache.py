@@ -1,19 +1,20 @@
-"""The 12-bit KV cache: bfloat16 keys and values in a little more than three quarters of their bytes.
+"""The 12-bit KV cache: bfloat16 keys and values in little more than three quarters of their bytes.
 
 Attention reads a quarter less, and the same memory holds almost a third more tokens. Switch:
 `KernelOptions.compressed_kv_cache`.
 
 As in a row of weights (`kernels/bf12.py`), four bits hold the distance of a number's exponent from
-the largest one of its token's head. So a number has 12 bits and is the same number, except numbers
-more than 2^14 times smaller than the largest of their head, which may lose at most 2^-22 of it. From
-2^80 on a number is infinite.
+the largest one of its token's head. So a number has 12 bits and is the same number. The exception
+is numbers more than 2^14 times smaller than the largest of their head: they may lose at most 2^-22
+of it. From 2^80 on a number is infinite.
 
-The four runs of a head are the even columns of its first half, the odd ones, and those of its second
-half: RoPE pairs the halves, and neighbouring columns are in one thread. Three runs of 16-bit words
-hold them, with the fourth in the bits that exponents left free. 32 tokens are stored together: the
-first run of all of them, so that a load reads contiguous memory, the second, the third, then their
-scales. Scales are the upper halves of float32 powers of two, 2^64 times smaller than the factor of a
-number read as bfloat16. Empty words behind them align the next tokens to 128 bytes.
+The four runs of a head are the even columns of its first half, the odd ones, and those of its
+second half: RoPE pairs the halves, and neighbouring columns are in one thread. Three runs of 16-bit
+words hold them, with the fourth in the bits that exponents left free. 32 tokens are stored
+together: the first run of all of them, so that a load reads contiguous memory, the second, the
+third, then their scales. Scales are the upper halves of float32 powers of two, 2^64 times smaller
+than the factor of a number read as bfloat16. Empty words behind them align the next tokens to 128
+bytes.
 """
 
 from __future__ import annotations

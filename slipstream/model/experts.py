@@ -1,4 +1,4 @@
-"""A mixture of experts: a router chooses a few experts for each token, and their outputs are mixed."""
+"""A mixture of experts: a router chooses a few experts per token, and their outputs are mixed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Rotary frequencies of every scaling kind, as one table over all positions.
 
 A table holds, for each position, cos and sin of position × frequency for every pair of a head. A
-token's key never depends on how its prompt was cut into steps, nor on what else its sequence holds:
-dynamic scaling, which depends on the length of the sequence, is resolved per position (the token at
-position p is turned as in a sequence of p + 1 tokens), and longrope, whose two lists of factors
-cannot be mixed in one sequence, by the longest sequence that is served.
+token's key never depends on how its prompt was cut into steps, nor on the rest of its sequence.
+Dynamic scaling, which depends on the length of the sequence, is resolved per position: the token at
+position p is rotated as in a sequence of p + 1 tokens. The two lists of factors of longrope cannot
+be mixed in one sequence, so that the longest served sequence chooses the list.
 """
 
 from __future__ import annotations
@@ -18,29 +18,33 @@ from slipstream.model.spec import ModelSpec, RopeScaling
 
 
 def rotary_size(spec: ModelSpec) -> int:
+    """Return the columns of a head that RoPE rotates."""
     return int(spec.head_size * spec.rotary_fraction + 1e-6)  # a share such as 3 / 49 is not exact
 
 
 def rotary_table(
     spec: ModelSpec, positions: int, theta: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine, each [positions, rotary_size] in float32 (see kernels.rotary.rotate).
+    """Return cosine and signed sine, each [positions, rotary_size] in float32, as
+    `kernels.rotary.rotate` takes them.
 
-    `theta`: the base of layers that have their own and no scaling; None: the model's.
+    theta: the base of layers with their own base and no scaling; None: the model's
     """
     size = rotary_size(spec)
     position = torch.arange(positions, dtype=torch.float32)
     if theta is not None:
-        frequencies, scale = _plain_frequencies(theta, size)[None, :], 1.0
+        frequencies = _plain_frequencies(theta, size)[None, :]
+        scale = 1.0
     else:
         frequencies, scale = _frequencies(spec, size, position)  # [positions or 1, size / 2]
     angles = position[:, None] * frequencies
-    cosine, sine = angles.cos() * scale, angles.sin() * scale
+    cosine = angles.cos() * scale
+    sine = angles.sin() * scale
     return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
 
 
 def _frequencies(spec: ModelSpec, size: int, position: Tensor) -> tuple[Tensor, float]:
-    """Frequencies [positions or 1, size / 2] and the factor on cos and sin."""
+    """Return frequencies [positions or 1, size / 2] and the factor of cos and sin."""
     plain = _plain_frequencies(spec.rope_theta, size)[None, :]
     scaling = spec.rope_scaling
     if scaling is None:
@@ -56,9 +60,8 @@ def _frequencies(spec: ModelSpec, size: int, position: Tensor) -> tuple[Tensor, 
         return _yarn(plain, scaling, spec.rope_theta, size, original), _yarn_scale(scaling)
     if scaling.kind == "longrope":
         factors = scaling.short_factors if len(position) <= original else scaling.long_factors
-        return plain / torch.tensor(factors, dtype=torch.float32), _longrope_scale(
-            scaling, spec, original
-        )
+        frequencies = plain / torch.tensor(factors, dtype=torch.float32)
+        return frequencies, _longrope_scale(scaling, spec, original)
     raise ValueError(f"unknown rope scaling {scaling.kind!r}")
 
 
@@ -67,7 +70,7 @@ def _plain_frequencies(theta: float, size: int) -> Tensor:
 
 
 def _dynamic(theta: float, size: int, factor: float, original: int, position: Tensor) -> Tensor:
-    """The base grows with the length once the sequence is longer than the trained context."""
+    """Grow the base with the length once the sequence is longer than the trained context."""
     length = (position + 1).clamp(min=original).double()
     base = theta * ((factor * length / original) - (factor - 1)) ** (size / (size - 2))
     exponent = torch.arange(0, size, 2, dtype=torch.float64) / size
@@ -75,7 +78,7 @@ def _dynamic(theta: float, size: int, factor: float, original: int, position: Te
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tensor:
-    """Long wavelengths are stretched, short ones kept, those between blended."""
+    """Stretch long wavelengths, keep short ones, and blend those in between."""
     wavelength = 2 * math.pi / plain
     longest = original / scaling.low_frequency_factor
     shortest = original / scaling.high_frequency_factor
@@ -89,22 +92,24 @@ def _llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tensor:
 
 
 def _yarn(plain: Tensor, scaling: RopeScaling, theta: float, size: int, original: int) -> Tensor:
-    """Dimensions that turn often within the trained context are kept, those that turn rarely are
-    stretched.
+    """Keep dimensions that rotate often within the trained context, stretch those that rotate
+    rarely.
     """
 
     def dimension(rotations: float) -> float:
         return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    low = dimension(scaling.beta_fast)
+    high = dimension(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, size - 1)
     if low == high:
-        high += 0.001  # a step, not a division by zero
-    ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)[
-        None, :
-    ]
+        high += 0.001  # avoids a division by zero
+    ramp = (torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)
+    ramp = ramp.clamp(0, 1)[None, :]
     return plain / scaling.factor * ramp + plain * (1 - ramp)
 
 

@@ -1,36 +1,44 @@
-"""What a model is, as plain data: the shape and options of one transformer.
+"""The description of a model as plain data: the sizes and options of one transformer.
 
 Every supported family is a set of values of `ModelSpec`. The JSON form (`to_config`, `from_config`)
 uses the key names of TensorRT-LLM's unified checkpoint where it has one, so that tools which read
 those files find what they expect.
 
-Tensor names, in a checkpoint and in an engine (weights are [out_features, in_features]):
+Tensor names, in a checkpoint and in an engine. Weights are [out_features, in_features]. Names are
+`transformer.layers.N.` plus:
 
-    transformer.vocab_embedding.weight                [vocab, embedding]       the hidden size, unless there are these:
-    transformer.project_in.weight                     [hidden, embedding]
-    transformer.project_out.weight                    [embedding, hidden]
-    transformer.position_embedding.weight             [positions, hidden]      learned positions only
-    transformer.layers.N.input_layernorm.weight       [hidden]                 (+ .bias with layer norm)
-    transformer.layers.N.attention.qkv.weight         [(heads + 2 kv_heads) * head_size, hidden] (+ .bias)
-    transformer.layers.N.attention.q_layernorm.weight [head_size]              qk-norm only, k_ likewise
-    transformer.layers.N.attention.dense.weight       [hidden, heads * head_size]                (+ .bias)
-    transformer.layers.N.post_layernorm.weight        [hidden]                 (+ .bias with layer norm)
-    transformer.layers.N.pre_feedforward_layernorm    output norms only: then post_layernorm normalises what
-    transformer.layers.N.post_feedforward_layernorm     attention adds, and these stand around the feed-forward part
-    transformer.layers.N.mlp.fc.weight                [ffn, hidden]  the activated half          (+ .bias)
-    transformer.layers.N.mlp.gate.weight              [ffn, hidden]  the multiplied half, gated mlp only
-    transformer.layers.N.mlp.proj.weight              [hidden, ffn]                              (+ .bias)
-    transformer.layers.N.mlp.router.weight            [experts, hidden]        in place of fc, gate and proj where
-    transformer.layers.N.mlp.experts.gate_up.weight   [experts * 2 * expert_ffn, hidden]   a layer has experts: an
-    transformer.layers.N.mlp.experts.proj.weight      [experts * hidden, expert_ffn]       expert's rows together
-    transformer.layers.N.mlp.shared.gate_up.weight    [2 * shared_ffn, hidden] the expert of all tokens, if there is one
-    transformer.layers.N.mlp.shared.proj.weight       [hidden, shared_ffn]
-    transformer.layers.N.mlp.shared_share.weight      [1, hidden]
-    transformer.ln_f.weight                           [hidden]                 (+ .bias with layer norm) if any
-    lm_head.weight                                    [vocab, embedding]       absent when tied  (+ .bias)
+    input_layernorm.weight        [hidden]
+    attention.qkv.weight          [(heads + 2 kv_heads) * head_size, hidden]
+    attention.q_layernorm.weight  [head_size]   with qk-norm; k_layernorm likewise
+    attention.dense.weight        [hidden, heads * head_size]   the output projection (o_proj)
+    post_layernorm.weight         [hidden]
+    pre_feedforward_layernorm, post_feedforward_layernorm
+                                  with output norms: post_layernorm then normalises the output of
+                                  attention, and these are around the MLP
+    mlp.fc.weight                 [ffn, hidden]   the activated half
+    mlp.gate.weight               [ffn, hidden]   the multiplied half, gated MLP only
+    mlp.proj.weight               [hidden, ffn]
 
-An engine holds `mlp.gate_up.weight` [2 * ffn, hidden] (rows of fc, then rows of gate) in place of
-the two.
+and in place of fc, gate and proj, where a layer has experts, whose rows follow each other:
+
+    mlp.router.weight             [experts, hidden]
+    mlp.experts.gate_up.weight    [experts * 2 * expert_ffn, hidden]
+    mlp.experts.proj.weight       [experts * hidden, expert_ffn]
+    mlp.shared.gate_up.weight     [2 * shared_ffn, hidden]   the expert of all tokens, if any
+    mlp.shared.proj.weight        [hidden, shared_ffn]
+    mlp.shared_share.weight       [1, hidden]   the router of the shared expert
+
+Outside the layers:
+
+    transformer.vocab_embedding.weight     [vocab, embedding]   embedding = hidden, unless with:
+    transformer.project_in.weight          [hidden, embedding]
+    transformer.project_out.weight         [embedding, hidden]
+    transformer.position_embedding.weight  [positions, hidden]   learned positions only
+    transformer.ln_f.weight                [hidden]   if there is a final norm
+    lm_head.weight                         [vocab, embedding]   absent if the embeddings are tied
+
+Linear layers have a `.bias` as well if the spec says so, norms if they are layer norms. An engine
+holds `mlp.gate_up.weight` [2 * ffn, hidden] (rows of fc, then rows of gate) in place of the two.
 """
 
 from __future__ import annotations
@@ -38,19 +46,22 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-# Several times what any model has: larger counts are those of a damaged config.
+# Several times what any model has: a config with larger counts is damaged.
 _MOST_EXPERTS = 4096
 MOST_LAYERS = 4096
 _FP8_SENSITIVE_BELOW = 2048  # hidden size
 
 
+RopeKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
+
+
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context. Unused fields keep their
+    """The scaling of rotary frequencies beyond the trained context. Unused fields keep their
     default.
     """
 
-    kind: Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
+    kind: RopeKind
     factor: float = 1.0
     original_positions: int = 0
     low_frequency_factor: float = 1.0  # llama3
@@ -68,16 +79,14 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Experts:
-    """A feed-forward part of many, of which a router chooses a few for each token."""
+    """A mixture of experts, with a few experts per token."""
 
     count: int
     per_token: int
     ffn_size: int
-    normalised: bool = True  # the chosen ones' shares are made to sum to 1
-    # of an expert that every token takes, by a share of its own; 0: there is none
-    shared_ffn_size: int = 0
-    # which layers have them, the others a feed-forward part; None: all
-    layers: tuple[bool, ...] | None = None
+    normalised: bool = True  # whether the routing weights of a token sum to 1
+    shared_ffn_size: int = 0  # size of the expert that every token takes; 0: no such expert
+    layers: tuple[bool, ...] | None = None  # layers that have experts; None: all
 
     def __post_init__(self) -> None:
         _check_sizes(self, "count", "per_token", "ffn_size")
@@ -105,33 +114,30 @@ class ModelSpec:
     norm: Literal["rms", "layer"] = "rms"
     norm_epsilon: float = 1e-6
     norm_offset: float = 0.0  # added to the stored weights of RMS norms
-    output_norms: bool = False  # what attention and the feed-forward part add is normalised first
-    # the feed-forward part is given what attention is given, not its result
-    parallel_residual: bool = False
+    output_norms: bool = False  # whether the outputs of attention and MLP are normalised
+    parallel_residual: bool = False  # whether the MLP takes the input of attention, not its output
     shared_norm: bool = False  # with a parallel residual: one norm before both, no post_layernorm
     embedding_scale: float = 1.0
-    attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_size)
-    attention_softcap: float = 0.0  # 0: none
-    final_softcap: float = 0.0  # of logits
+    attention_scale: float | None = None  # factor of the scores; None: 1 / sqrt(head_size)
+    attention_softcap: float = 0.0  # bound of the scores; 0: none
+    final_softcap: float = 0.0  # bound of the logits; 0: none
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
-    sliding_rope_theta: float | None = None  # of layers that slide, unscaled; None: as the others
-    rotary_fraction: float = 1.0  # the leading share of a head that is rotated
+    sliding_rope_theta: float | None = None  # theta of layers with a window; None: as the others
+    rotary_fraction: float = 1.0  # leading share of a head that is rotated
     qkv_bias: bool = False
     o_proj_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
     qk_norm: bool = False
     tied_embeddings: bool = False
-    sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
-    # which layers slide; None: all, when there is a window
-    sliding_layers: tuple[bool, ...] | None = None
+    sliding_window: int | None = None  # tokens that a token attends to, with itself
+    sliding_layers: tuple[bool, ...] | None = None  # layers with the window; None: all
     experts: Experts | None = None
-    # each norm takes the sum that its part adds to, and what it gives is the next sum
-    norms_after: bool = False
+    norms_after: bool = False  # post-norm: each norm normalises the residual stream itself
     final_norm: bool = True
-    embedding_size: int = 0  # where it is not the hidden size: products lead from it and back to it
+    embedding_size: int = 0  # 0: the hidden size; else linear layers project from and to it
 
     def __post_init__(self) -> None:
         _check_sizes(
@@ -153,18 +159,21 @@ class ModelSpec:
             raise ValueError(
                 f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
             )
+        self._check_layer_lists()
+        self._check_norms()
+
+    def _check_layer_lists(self) -> None:
         if self.sliding_layers is not None and len(self.sliding_layers) != self.layers:
             raise ValueError(
-                f"sliding_layers names {len(self.sliding_layers)} layers, the model has {self.layers}"
+                f"sliding_layers has {len(self.sliding_layers)} layers, the model has {self.layers}"
             )
-        if (
-            self.experts is not None
-            and self.experts.layers is not None
-            and len(self.experts.layers) != self.layers
-        ):
+        expert_layers = self.experts.layers if self.experts is not None else None
+        if expert_layers is not None and len(expert_layers) != self.layers:
             raise ValueError(
-                f"experts are told of {len(self.experts.layers)} layers, the model has {self.layers}"
+                f"experts.layers has {len(expert_layers)} layers, the model has {self.layers}"
             )
+
+    def _check_norms(self) -> None:
         others = self.output_norms or self.parallel_residual or self.final_norm
         if self.norms_after and (others or self.norm != "layer"):
             raise ValueError("norms_after go with layer norm, a plain residual and no final norm")
@@ -198,16 +207,16 @@ class ModelSpec:
 
     @property
     def ffn_sizes(self) -> tuple[int, ...]:
-        """Of every kind of feed-forward part that the model has."""
+        """The sizes of every kind of MLP that the model has."""
         experts = self.experts
         if experts is None:
             return (self.ffn_size,)
-        own = (
-            (experts.ffn_size, experts.shared_ffn_size)
-            if experts.shared_ffn_size
-            else (experts.ffn_size,)
-        )
-        return own if experts.layers is None else (*own, self.ffn_size)
+        sizes = [experts.ffn_size]
+        if experts.shared_ffn_size:
+            sizes.append(experts.shared_ffn_size)
+        if experts.layers is not None:
+            sizes.append(self.ffn_size)
+        return tuple(sizes)
 
     def experts_of_layer(self, layer: int) -> Experts | None:
         has_some = self.experts is not None and (
@@ -220,20 +229,19 @@ class ModelSpec:
         return self.sliding_window if slides else None
 
     def theta_of_layer(self, layer: int) -> float | None:
-        """The rotary base of a layer that has one of its own."""
+        """Return the rotary base of a layer that has its own; None: the model's."""
         return self.sliding_rope_theta if self.window_of_layer(layer) is not None else None
 
     def parameters(self) -> int:
-        """How many weights the model has; what a decode step must read."""
+        """Return the number of weights, which a decode step reads."""
         attention = self.hidden_size * self.qkv_size + self.q_size * self.hidden_size
         ffn = 0
         for layer in range(self.layers):
             experts = self.experts_of_layer(layer)
-            ffn += (
-                self.ffn_size
-                if experts is None
-                else experts.count * experts.ffn_size + experts.shared_ffn_size
-            )
+            if experts is None:
+                ffn += self.ffn_size
+            else:
+                ffn += experts.count * experts.ffn_size + experts.shared_ffn_size
         mlp = (3 if self.gated_mlp else 2) * self.hidden_size * ffn
         embedding = (
             self.vocab_size * self.embedding_width + 2 * self.embedding_size * self.hidden_size
@@ -242,12 +250,12 @@ class ModelSpec:
         return self.layers * attention + mlp + embedding + head
 
     def to_config(self) -> dict[str, Any]:
-        """The JSON form, under the unified checkpoint's key names."""
+        """Return the JSON form, under the unified checkpoint's key names."""
         return {key: _plain(getattr(self, field)) for field, key in _CONFIG_KEYS.items()}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelSpec:
-        """Read `to_config`'s form; keys that are not the spec's are left alone."""
+        """Read the form that `to_config` writes; other keys are ignored."""
         missing = [key for key in _REQUIRED_KEYS if key not in config]
         if missing:
             raise ValueError(f"model config lacks {', '.join(missing)}")

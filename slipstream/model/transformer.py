@@ -183,7 +183,7 @@ class Transformer:
 
 
 class Head:
-    """The output layer: normalised residual stream [samples, embedding] → logits [samples, vocab]."""
+    """The output layer: from the normalised residual stream to logits [samples, vocab]."""
 
     def __init__(self, spec: ModelSpec, source: Tensors, embedding: Tensor) -> None:
         self.softcap = spec.final_softcap

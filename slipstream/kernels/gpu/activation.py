@@ -53,7 +53,8 @@ def _silu_gated_quantised(
 
 def silu_gated(x: Tensor) -> Tensor:
     """Return silu(first half) × second half: x [tokens, 2 * size] → [tokens, size]."""
-    tokens, size = x.shape[0], x.shape[1] // 2
+    tokens = x.shape[0]
+    size = x.shape[1] // 2
     out = x.new_empty((tokens, size))
     _silu_gated[(tokens, pieces(size, _BLOCK))](
         x, out, size, BLOCK=_BLOCK, num_warps=4, **overlapping(x.device)
@@ -63,7 +64,8 @@ def silu_gated(x: Tensor) -> Tensor:
 
 def silu_gated_quantised(x: Tensor) -> Quantised:
     """Return the same rounded to e4m3."""
-    tokens, size = x.shape[0], x.shape[1] // 2
+    tokens = x.shape[0]
+    size = x.shape[1] // 2
     out = new_quantised(tokens, size, x.device)
     _silu_gated_quantised[(tokens,)](
         x,

@@ -1,10 +1,10 @@
 """LoRA adapters on the GPU. The torch twin is `CpuStepAdapters` of kernels/adapters.py.
 
 Two kernels per linear layer: `_shrink` computes the middle [tokens, pages, parts * rank] from x and
-A, `_expand` adds B's share to y. Both run over tiles, which are tokens of one row. They read a row's
-pages on the device, and the grid depends on the number of tiles alone. So a decode step, whose tiles
-are its tokens, can be captured once for any adapters. Tiles without an adapter, and pages that add
-nothing to the linear layer, end at once.
+A, `_expand` adds B's share to y. Both run over tiles, which are tokens of one row. They read a
+row's pages on the device, and the grid depends on the number of tiles alone. So a decode step,
+whose tiles are its tokens, can be captured once for any adapters. Tiles without an adapter, and
+pages that add nothing to the linear layer, end at once.
 
 Tokens of a decode step share no adapter weights: the `_one` kernels read each adapter once, at
 memory speed.
@@ -59,7 +59,9 @@ def _shrink(
     INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    tile, number, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile = tl.program_id(0)
+    number = tl.program_id(1)
+    split = tl.program_id(2)
     table = row_pages + tl.load(rows + tile).to(tl.int64) * row_stride
     if number < tl.load(table):
         page = tl.load(table + 1 + number).to(tl.int64)
@@ -124,7 +126,8 @@ def _expand(
     OUTPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    tile, block = tl.program_id(0), tl.program_id(1)
+    tile = tl.program_id(0)
+    block = tl.program_id(1)
     table = row_pages + tl.load(rows + tile).to(tl.int64) * row_stride
     pages = tl.load(table)
     if pages > 0:
@@ -188,7 +191,8 @@ def _shrink_one(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    token, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
     table = row_pages + tl.load(rows + token).to(tl.int64) * row_stride
     width = tl.arange(0, PADDED)
     share = tl.cdiv(inputs, INPUTS * SPLITS) * INPUTS
@@ -241,7 +245,8 @@ def _expand_one(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     table = row_pages + tl.load(rows + token).to(tl.int64) * row_stride
     pages = tl.load(table)
     part, begin, end = _columns_of(block, outputs, FIRST_PART, SECOND_PART, OUTPUTS)

@@ -13,8 +13,8 @@ RUN = tl.constexpr(bf12.RUN)
 GROUP = tl.constexpr(bf12.GROUP)
 WORDS = tl.constexpr(3 * bf12.RUN)  # words of a group
 
-# Unpack two numbers of each run at a time. a, b and c hold words of the three runs, and then numbers
-# of the first three; d holds numbers of the fourth.
+# Unpack two numbers of each run at a time. a, b and c hold words of the three runs, and then
+# numbers of the first three; d holds numbers of the fourth.
 FOUR_RUNS = """
     shr.u32 d, a, 11;
     and.b32 d, d, 0x000F000F;
@@ -101,7 +101,9 @@ def widened(first: Any, second: Any, third: Any, ON_DEVICE: tl.constexpr) -> Any
             pack=2,
         )
     else:
-        a, b, c = first.to(tl.int32), second.to(tl.int32), third.to(tl.int32)
+        a = first.to(tl.int32)
+        b = second.to(tl.int32)
+        c = third.to(tl.int32)
         d = a >> 11 & 0x000F | b >> 7 & 0x00F0 | c >> 3 & 0x0700 | c << 1 & 0x8000
         return _float(a), _float(b), _float(c), _float(d)
 

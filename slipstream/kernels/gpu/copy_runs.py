@@ -15,7 +15,9 @@ from slipstream.kernels.gpu.launch import Quick
 @triton.jit
 def _copy_runs(values: Any, runs: Any, page: Any, BLOCK: tl.constexpr) -> None:
     run = runs + tl.program_id(0) * 3
-    start, place, length = tl.load(run), tl.load(run + 1), tl.load(run + 2)
+    start = tl.load(run)
+    place = tl.load(run + 1)
+    length = tl.load(run + 2)
     for begin in range(0, length, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         tl.store(

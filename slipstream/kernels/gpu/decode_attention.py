@@ -46,8 +46,10 @@ def _split_pairs(pairs: Any) -> Any:
     hardware's instruction.
     """
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 a, b; .reg .b16 c, d, e, f; prmt.b32 a, $2, 0, 0x0020; prmt.b32 b, $2, 0, 0x0031;"
-        " mov.b32 {c, e}, a; mov.b32 {d, f}, b; cvt.rn.f16x2.e4m3x2 $0, c; cvt.rn.f16x2.e4m3x2 $1, d; }",
+        "{ .reg .b32 a, b; .reg .b16 c, d, e, f;"
+        " prmt.b32 a, $2, 0, 0x0020; prmt.b32 b, $2, 0, 0x0031;"
+        " mov.b32 {c, e}, a; mov.b32 {d, f}, b;"
+        " cvt.rn.f16x2.e4m3x2 $0, c; cvt.rn.f16x2.e4m3x2 $1, d; }",
         "=r,=r,r",
         [pairs],
         dtype=(tl.float16, tl.float16),
@@ -92,7 +94,7 @@ def _decode(
     OVERLAP: tl.constexpr,
 ) -> None:
     # PAIRED: values are read as pairs of 8-bit numbers. Even and odd columns of a head are then two
-    # halves of half the width, each with its own dot. Otherwise there is one "half", the whole head.
+    # halves of half the width, each with its own dot. Otherwise there is one "half": the head.
     STEP: tl.constexpr = 2 if PAIRED else 1
     WIDTH: tl.constexpr = PADDED // STEP
     HALF: tl.constexpr = SIZE // STEP

@@ -2,8 +2,9 @@
 
 The fused form adds the result to the residual stream and starts the norm of the sum. The next GEMV
 finishes the norm. A norm kernel in between would take longer to start and end than to work, so that
-fusing makes a decode step of one row faster; switch: `KernelOptions.fused_gemv`. With several tokens
-it does not pay: every CTA of the next GEMM would spend more time on the norm than a kernel does.
+fusing makes a decode step of one row faster; switch: `KernelOptions.fused_gemv`. With several
+tokens it does not pay: every CTA of the next GEMM would spend more time on the norm than a kernel
+does.
 """
 
 from __future__ import annotations

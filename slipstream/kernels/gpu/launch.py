@@ -1,9 +1,10 @@
 """Kernel launches with little host work, which overlap the end of the previous kernel.
 
 With programmatic dependent launch (PDL) a kernel starts while the previous one finishes, and does
-what does not depend on it. At least one CTA of every kernel of a step waits for the previous kernel,
-and every CTA waits that reads or writes what other CTAs write. So each kernel also waits, through
-the previous one, for all before it. Needs Hopper or later; on other devices kernels run one after the other.
+what does not depend on it. At least one CTA of every kernel of a step waits for the previous
+kernel, and every CTA waits that reads or writes what other CTAs write. So each kernel also waits,
+through the previous one, for all before it. Needs Hopper or later; on other devices kernels run one
+after the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Read and write the 12-bit KV cache inside kernels. `kernels/packed_cache.py` describes the format.
+"""Read and write the 12-bit KV cache inside kernels. `kernels/packed_cache.py` describes the
+format.
 
 RUN is a quarter of a head's size: the words of a run, and the columns of each of a head's four
 parts.

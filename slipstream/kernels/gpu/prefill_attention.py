@@ -75,7 +75,7 @@ def _load_cached(
     PACKED: tl.constexpr,
     ON_DEVICE: tl.constexpr,
 ) -> Any:
-    """Load a tile of the row's cached keys and values from position `first`; zeros from `end` on."""
+    """Load a tile of the row's cached keys and values from `first` on; zeros from `end` on."""
     column = tl.arange(0, PADDED)
     key = first + tl.arange(0, KEYS)
     real = key < end

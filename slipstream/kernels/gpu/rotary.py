@@ -95,7 +95,8 @@ def _rotate_write(
         if REST > 0:
             rest = tl.where(rotated, (rest.to(tl.float32) * scale * rest_weight).to(kind), rest)
     if HALF > 0:
-        one, other = first.to(tl.float32), second.to(tl.float32)
+        one = first.to(tl.float32)
+        other = second.to(tl.float32)
         first = tl.where(rotated, (one * first_cosine + other * first_sine).to(kind), first)
         second = tl.where(rotated, (other * second_cosine + one * second_sine).to(kind), second)
         # With more threads than numbers, several threads read one: all must have read it by now.
@@ -221,7 +222,8 @@ def _write_packed(
     tl.store(base + column + HALF, second, rotated)
     if tl.max(head) >= Q_HEADS:  # other CTAs have queries only
         x, y, z, scale = pack(first, second, ON_DEVICE)
-        key, value = head - Q_HEADS, head - Q_HEADS - KV_HEADS
+        key = head - Q_HEADS
+        value = head - Q_HEADS - KV_HEADS
         write(keys, x, y, z, scale, key, slot, (key >= 0) & rotated, cache_slots)
         write(values, x, y, z, scale, value, slot, (value >= 0) & (value < KV_HEADS), cache_slots)
 

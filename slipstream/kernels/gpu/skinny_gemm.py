@@ -2,8 +2,8 @@
 which is read once.
 
 A CTA takes a tile of the weight's rows. Where there are too few rows to keep every SM reading,
-several CTAs share a tile's columns (split-K), and the last one adds up the parts, always in the same
-order. With a gate, half of a tile's rows are those that the other half's results multiply.
+several CTAs share a tile's columns (split-K), and the last one adds up the parts, always in the
+same order. With a gate, half of a tile's rows are those that the other half's results multiply.
 """
 
 from __future__ import annotations
@@ -172,11 +172,11 @@ def skinny_gemm(
     tokens, size = x.shape
     rows = weight.shape[0]
     if out is None:
-        kind = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
-        out = torch.empty((tokens, rows // 2 if gated else rows), dtype=kind, device=x.device)
+        dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
+        out = x.new_empty((tokens, rows // 2 if gated else rows), dtype=dtype)
     width = max(16, power_of_two(tokens))
     tiling = _tiling(rows, size, width, x, weight)
-    partial, arrivals = _split_memory(x.device, tiling, width)
+    split_memory = _split_memory(x.device, tiling, width)
     _skinny_gemm[(tiling.tiles, tiling.parts)](
         x.contiguous(),
         x_scales,
@@ -184,8 +184,7 @@ def skinny_gemm(
         weight_scales,
         bias,
         out,
-        partial,
-        arrivals,
+        *split_memory,
         tokens,
         rows,
         size,

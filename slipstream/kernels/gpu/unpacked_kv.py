@@ -52,8 +52,8 @@ def unpacking_pays(
 ) -> bool:
     """Return whether unpacking in advance is faster.
 
-    positions, counts: of rows with several new tokens; token_bytes: bytes of a token's unpacked keys
-    and values in one layer
+    positions, counts: of rows with several new tokens; token_bytes: bytes of a token's unpacked
+    keys and values in one layer
     """
     unpacked_bytes = int((-(-positions // block_tokens)).sum()) * block_tokens * token_bytes
     cached = int(positions.sum())

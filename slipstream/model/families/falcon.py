@@ -1,6 +1,4 @@
-"""Falcon 7B, 11B, 40B and 180B: attention and the feed-forward part side by side, few or one key
-head.
-"""
+"""Falcon 7B, 11B, 40B and 180B: parallel attention and MLP, few KV heads or one."""
 
 from __future__ import annotations
 
@@ -28,25 +26,23 @@ WEIGHTS = WeightMap(
     },
     rows={"attention.qkv": grouped_heads},
     ignored=(r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
-    # of the larger ones
+    # names of the larger models
     aliases=((".ln_attn.", ".input_layernorm."), (".ln_mlp.", ".post_attention_layernorm.")),
 )
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     refuse_unusual("Falcon", config, {"alibi": False})
-    heads, new = (
-        required(config, "num_attention_heads"),
-        bool(config.get("new_decoder_architecture", False)),
-    )
+    heads = required(config, "num_attention_heads")
+    new = bool(config.get("new_decoder_architecture", False))
     parallel = bool(config.get("parallel_attn", True))
     if new:
         refuse_unusual("Falcon of the new decoder architecture", config, {"parallel_attn": True})
-    few = bool(config.get("multi_query", True)) and not new
+    multi_query = bool(config.get("multi_query", True)) and not new
     norms = config.get("num_ln_in_parallel_attn") or (2 if new else 1)
     bias = bool(config.get("bias", False))
-    named = {
-        "num_key_value_heads": 1 if few else config.get("num_kv_heads") or heads,
+    renamed = {
+        "num_key_value_heads": 1 if multi_query else config.get("num_kv_heads") or heads,
         "intermediate_size": config.get("ffn_hidden_size") or 4 * required(config, "hidden_size"),
         "hidden_act": config.get("activation") or "gelu",
         "rms_norm_eps": config.get("layer_norm_epsilon") or 1e-5,
@@ -54,7 +50,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     }
     return decoder_spec(
         "FalconForCausalLM",
-        {**config, **named},
+        {**config, **renamed},
         default_positions=2048,
         gated_mlp=False,
         norm="layer",

@@ -1,7 +1,7 @@
-"""What a model family is: the architectures it serves, how its config reads, and where its tensors
-go.
+"""Model families: the architectures a family serves, how to read its config, and its tensor names.
 
-A family is data and one function. Adding one is a file like `llama.py` and a line in `registry.py`.
+A family is data and one function. To add one, write a file like `llama.py` and add it to
+`registry.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class UnsupportedModel(ValueError):
-    """The model cannot be served: its architecture or one of its options is not known here."""
+    """The model cannot be served: its architecture or one of its options is not supported."""
 
 
 RowOrder = Callable[[ModelSpec], Sequence[int]]
@@ -27,12 +27,11 @@ RowOrder = Callable[[ModelSpec], Sequence[int]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one parameter is made: source tensors in order, their rows joined.
+    """How to make one parameter: the rows of the source tensors, concatenated in order.
 
-    `transposed`: the source stores [in_features, out_features], as GPT-2's Conv1D does. `rows`
-    tells which of the joined rows are taken, in which order; None: all of them as they come. It is
-    called only once the sizes were found to fit, because a damaged config may have a list without
-    end.
+    transposed: the source stores [in_features, out_features], as GPT-2's Conv1D does. rows: returns
+    the order of the concatenated rows; None: unchanged. It is called only after the sizes have been
+    checked, because a damaged config may ask for an endless list.
     """
 
     sources: tuple[str, ...]
@@ -42,15 +41,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Where a family keeps the tensors of `model/spec.py`. Names here carry no `.weight` or
-    `.bias`.
+    """The source names of the tensors of `model/spec.py`, without `.weight` and `.bias`.
 
-    `layer_prefix` holds `{layer}`; `layers` maps a module of a layer to the source modules whose
-    rows it joins, once for every expert where they hold `{expert}`; `outer` does the same outside
-    the layers. `rows` gives the order of a module's rows where it is not the source's own.
-    `ignored` are patterns of whole names that are not parameters. Files may lack `optional_prefix`
-    on all their names; `aliases` are pairs of an other beginning or part of a name and what stands
-    for it here.
+    layer_prefix: contains `{layer}`. layers: maps a module of a layer to the source modules whose
+    rows it concatenates, once per expert if they contain `{expert}`. outer: the same outside the
+    layers. rows: the order of a module's rows where it differs from the source's. ignored: patterns
+    of whole names that are not parameters. optional_prefix: files may lack it on all names.
+    aliases: pairs of an alternative part of a name and its usual form.
     """
 
     layer_prefix: str
@@ -63,7 +60,7 @@ class WeightMap:
     aliases: tuple[tuple[str, str], ...] = ()
 
     def recipe(self, parameter: str, spec: ModelSpec) -> Recipe:
-        """The sources of a unified parameter; KeyError when the family has no such parameter."""
+        """Return the sources of a parameter; KeyError if the family has no such parameter."""
         match = _LAYER_NAME.fullmatch(parameter)
         if match is None:
             module, _, kind = parameter.rpartition(".")
@@ -80,18 +77,17 @@ class WeightMap:
         sources = self.layers[module]
         if spec.experts is None or not any("{expert}" in source for source in sources):
             return sources
-        return [
-            source.format(expert=expert)
-            for expert in range(spec.experts.count)
-            for source in sources
-        ]
+        modules: list[str] = []
+        for expert in range(spec.experts.count):
+            modules += [source.format(expert=expert) for source in sources]
+        return modules
 
     def ignores(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def canonical(self, name: str) -> str:
-        """The name with its aliases replaced and the optional prefix put back, outside which
-        `lm_head` stands.
+        """Return the name with its aliases replaced and the optional prefix added. `lm_head` has no
+        prefix.
         """
         for alias, ours in self.aliases:
             name = name.replace(alias, ours, 1)
@@ -100,7 +96,7 @@ class WeightMap:
         return self.optional_prefix + name
 
     def knows(self, name: str) -> bool:
-        """Whether a source tensor has a place in this family, whatever the model's options."""
+        """Return whether a source tensor is part of this family, whatever the model's options."""
         name = self.canonical(name)
         return self.ignores(name) or collapse_layer(name) in self._known_names
 
@@ -108,12 +104,10 @@ class WeightMap:
     def _known_names(self) -> set[str]:
         modules = list(self.outer.values())
         prefix = self.layer_prefix.format(layer="N")
-        modules += [
-            prefix + source.format(expert="N")
-            for sources in self.layers.values()
-            for source in sources
-        ]
-        return {f"{module}.{kind}" for module in modules for kind in ("weight", "bias")}
+        for sources in self.layers.values():
+            modules += [prefix + source.format(expert="N") for source in sources]
+        weights = {f"{module}.weight" for module in modules}
+        return weights | {f"{module}.bias" for module in modules}
 
 
 @dataclass(frozen=True)
@@ -122,9 +116,9 @@ class Family:
     architectures: tuple[str, ...]
     spec: Callable[[dict[str, Any]], ModelSpec]  # from a Hugging Face config.json
     weights: WeightMap
-    model_types: tuple[str, ...] = field(default=())  # for a config.json that names no architecture
+    model_types: tuple[str, ...] = field(default=())  # for a config.json without an architecture
 
 
 def collapse_layer(name: str) -> str:
-    """The name with its numbers replaced by N, as messages show it: one line for all layers."""
+    """Return the name with its numbers replaced by N: messages show one line for all layers."""
     return _NUMBER.sub("N", name)

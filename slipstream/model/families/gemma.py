@@ -1,5 +1,5 @@
-"""Gemma: Llama with norms around 1, a scaled embedding that is the head as well, and the tanh form
-of GELU.
+"""Gemma: Llama with norm weights stored minus 1, a scaled embedding tied to the head, and GELU
+(tanh form).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from slipstream.model.spec import ModelSpec
 
 
 def gemma_spec(architecture: str, config: dict[str, Any], **options: Any) -> ModelSpec:
-    """What every Gemma shares; `options` are the generation's own values of `ModelSpec`."""
+    """Return the spec of a Gemma; options: values of `ModelSpec` that its generation sets"""
     refuse_unusual(architecture, config, {"use_bidirectional_attention": False})
     attention_bias = bool(config.get("attention_bias", False))
     options.setdefault("default_positions", 8192)
-    # a hidden_act of gelu in old configs always meant the tanh form
+    # hidden_act "gelu" in old configs means the tanh form
     config = {
         "tie_word_embeddings": True,
         "head_dim": 256,

@@ -1,5 +1,5 @@
-"""Gemma 2: Gemma with norms on both sides of every part, soft caps, and a window over every other
-layer.
+"""Gemma 2: Gemma with norms before and after attention and MLP, soft caps, and a window in every
+other layer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.model.families.family import Family
 from slipstream.model.families.gemma import gemma_spec
-from slipstream.model.families.hf_config import chosen_layers, layer_numbers
+from slipstream.model.families.hf_config import layer_numbers, windowed_layers
 from slipstream.model.families.llama import WEIGHTS as LLAMA_WEIGHTS
 from slipstream.model.spec import ModelSpec
 
@@ -24,7 +24,7 @@ WEIGHTS = replace(
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    slides = tuple(layer % 2 == 0 for layer in layer_numbers(config))
+    windowed = tuple(layer % 2 == 0 for layer in layer_numbers(config))
     return gemma_spec(
         "Gemma2ForCausalLM",
         config,
@@ -33,7 +33,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         # absent means the class's default, null means no cap
         attention_softcap=float(config.get("attn_logit_softcapping", 50.0) or 0.0),
         final_softcap=float(config.get("final_logit_softcapping", 30.0) or 0.0),
-        **chosen_layers(config, config.get("sliding_window", 4096), slides),
+        **windowed_layers(config, config.get("sliding_window", 4096), windowed),
     )
 
 

@@ -1,6 +1,5 @@
-"""Gemma 3, the text part: Gemma 2 with q and k normalised in place of caps, and a rotary base of
-its own in the layers that slide, five of six. Of a model that also sees, the language model is
-served.
+"""Gemma 3, text only: Gemma 2 with q and k normalised in place of soft caps, and another rotary
+base in the layers with a window, five of six. Of a vision model the language model is served.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 from slipstream.model.families.family import Family, UnsupportedModel
 from slipstream.model.families.gemma import gemma_spec
 from slipstream.model.families.gemma2 import WEIGHTS as GEMMA2_WEIGHTS
-from slipstream.model.families.hf_config import chosen_layers, layer_numbers, refuse_unusual
+from slipstream.model.families.hf_config import layer_numbers, refuse_unusual, windowed_layers
 from slipstream.model.spec import ModelSpec
 
 WEIGHTS = replace(
@@ -28,7 +27,7 @@ WEIGHTS = replace(
         ("language_model.", ""),
     ),
 )
-# what the configs of the models that see leave to the class
+# values that the configs of vision models leave out
 _DEFAULTS = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -41,7 +40,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     config = {**_DEFAULTS, **(config.get("text_config") or config)}
     refuse_unusual("Gemma 3", config, {"attn_logit_softcapping": 0.0})
     pattern = config.get("sliding_window_pattern") or 6
-    slides = tuple((layer + 1) % pattern != 0 for layer in layer_numbers(config))
+    windowed = tuple((layer + 1) % pattern != 0 for layer in layer_numbers(config))
     rope, sliding_theta = _rotary(config)
     spec = gemma_spec(
         "Gemma3ForCausalLM",
@@ -51,21 +50,22 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         attention_scale=(config.get("query_pre_attn_scalar") or 256) ** -0.5,
         final_softcap=float(config.get("final_logit_softcapping") or 0.0),
         sliding_rope_theta=sliding_theta,
-        **chosen_layers(config, config.get("sliding_window", 4096), slides),
+        **windowed_layers(config, config.get("sliding_window", 4096), windowed),
     )
-    # the stretch of the layers that see everything is part of the length that the config gives
+    # the config's length already contains the scaling of the layers without a window
     return replace(spec, max_positions=int(config["max_position_embeddings"]))
 
 
 def _rotary(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """The rotary parameters of layers that see everything, and the base of those that slide."""
+    """Return the rotary parameters of layers without a window, and the base of those with one."""
     given = config.get("rope_parameters") or {}
-    full, sliding = given.get("full_attention"), given.get("sliding_attention") or {}
+    full = given.get("full_attention")
+    sliding = given.get("sliding_attention") or {}
     if sliding.get("rope_type", "default") != "default":
         raise UnsupportedModel(
             f"Gemma 3 with rope_type={sliding['rope_type']} of sliding_attention is not supported"
         )
-    if full is None:  # configs from before the two had a place each
+    if full is None:  # older configs have one place for both
         full = {
             "rope_theta": config.get("rope_theta") or 1_000_000.0,
             **(config.get("rope_scaling") or {}),

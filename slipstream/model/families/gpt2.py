@@ -41,7 +41,8 @@ def spec(config: dict[str, Any]) -> ModelSpec:
             "add_cross_attention": False,
         },
     )
-    hidden, heads = required(config, "n_embd"), required(config, "n_head")
+    hidden = required(config, "n_embd")
+    heads = required(config, "n_head")
     return ModelSpec(
         architecture="GPT2LMHeadModel",
         vocab_size=required(config, "vocab_size"),

@@ -1,6 +1,4 @@
-"""GPT-NeoX and Pythia: attention and the feed-forward part side by side, a norm each, a quarter of
-a head turned.
-"""
+"""GPT-NeoX and Pythia: parallel attention and MLP with a norm each, RoPE on a quarter of a head."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ WEIGHTS = WeightMap(
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias", True))
-    named = {
+    renamed = {
         "hidden_act": config.get("hidden_act") or "gelu",
         "rms_norm_eps": config.get("layer_norm_eps") or 1e-5,
         "rope_theta": config.get("rope_theta") or config.get("rotary_emb_base"),
@@ -44,7 +42,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     }
     return decoder_spec(
         "GPTNeoXForCausalLM",
-        {**config, **named},
+        {**config, **renamed},
         default_positions=2048,
         gated_mlp=False,
         norm="layer",

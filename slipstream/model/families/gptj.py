@@ -1,6 +1,5 @@
-"""GPT-J: attention and the feed-forward part side by side behind one norm, and rotary positions
-that turn neighbours of the first part of a head; its rows are stored anew so that halves are turned
-instead.
+"""GPT-J: parallel attention and MLP behind one norm, and RoPE on neighbouring columns of the first
+part of a head. Its rows are reordered on import, so that RoPE pairs halves as in other families.
 """
 
 from __future__ import annotations
@@ -33,9 +32,10 @@ WEIGHTS = WeightMap(
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    hidden, heads = required(config, "n_embd"), required(config, "n_head")
-    turned = config.get("rotary_dim") or hidden // heads
-    named = {
+    hidden = required(config, "n_embd")
+    heads = required(config, "n_head")
+    rotated = config.get("rotary_dim") or hidden // heads
+    renamed = {
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_hidden_layers": required(config, "n_layer"),
@@ -43,11 +43,11 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         "max_position_embeddings": config.get("n_positions"),
         "hidden_act": config.get("activation_function") or "gelu_new",
         "rms_norm_eps": config.get("layer_norm_epsilon") or 1e-5,
-        "partial_rotary_factor": turned / (hidden // heads),
+        "partial_rotary_factor": rotated / (hidden // heads),
     }
     return decoder_spec(
         "GPTJForCausalLM",
-        {**config, **named},
+        {**config, **renamed},
         default_positions=2048,
         gated_mlp=False,
         norm="layer",

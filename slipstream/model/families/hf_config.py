@@ -1,5 +1,5 @@
-"""What the Hugging Face configs of all families share: sizes, activations and rotary positions, in
-every generation of their spelling.
+"""Read what the Hugging Face configs of all families share: sizes, activations and RoPE, in every
+generation of their spelling.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from slipstream.model.families.family import UnsupportedModel
-from slipstream.model.spec import MOST_LAYERS, ModelSpec, RopeScaling
+from slipstream.model.spec import MOST_LAYERS, ModelSpec, RopeKind, RopeScaling
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -19,7 +19,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-_ROPE_KINDS = {
+_ROPE_KINDS: dict[str, RopeKind] = {
     "su": "longrope",
     "longrope": "longrope",
     "linear": "linear",
@@ -36,7 +36,7 @@ def required(config: dict[str, Any], key: str) -> Any:
 
 
 def layer_numbers(config: dict[str, Any]) -> range:
-    """To say something of each layer, which a damaged count would have us do for ever."""
+    """Return the layers' indices; a damaged count is an error, not an endless list."""
     count = required(config, "num_hidden_layers")
     if not isinstance(count, int) or not 0 < count <= MOST_LAYERS:
         raise UnsupportedModel(f"num_hidden_layers is {count!r}, and must be 1 to {MOST_LAYERS}")
@@ -44,7 +44,7 @@ def layer_numbers(config: dict[str, Any]) -> range:
 
 
 def refuse_unusual(name: str, config: dict[str, Any], usual: dict[str, Any]) -> None:
-    """Refuse options that change the mathematics; an absent one, or none, is the usual one."""
+    """Refuse options that change the mathematics; an absent option or null has its usual value."""
     for option, value in usual.items():
         if config.get(option) not in (None, value):
             raise UnsupportedModel(
@@ -63,7 +63,10 @@ def activation(name: str) -> Any:
 def decoder_spec(
     architecture: str, config: dict[str, Any], *, default_positions: int, **options: Any
 ) -> ModelSpec:
-    """A rotary, RMS-normed, gated decoder; `options` are the family's own values of `ModelSpec`."""
+    """Return the spec of a decoder with RoPE, RMS norm and gated MLP.
+
+    options: values of `ModelSpec` that the family sets
+    """
     heads = required(config, "num_attention_heads")
     hidden = required(config, "hidden_size")
     positions = config.get("max_position_embeddings") or default_positions
@@ -92,18 +95,18 @@ def decoder_spec(
 
 
 def sliding_options(config: dict[str, Any]) -> dict[str, Any]:
-    """`sliding_window` and `sliding_layers` as the Qwen configs say it: by `layer_types` where it
-    is given, otherwise the layers from `max_window_layers` on.
+    """Return `sliding_window` and `sliding_layers` of a Qwen config: by `layer_types` if given,
+    otherwise the layers from `max_window_layers` on.
     """
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
-    return chosen_layers(config, window, tuple(layer >= first for layer in layer_numbers(config)))
+    return windowed_layers(config, window, tuple(layer >= first for layer in layer_numbers(config)))
 
 
-def chosen_layers(
+def windowed_layers(
     config: dict[str, Any], window: int | None, otherwise: tuple[bool, ...]
 ) -> dict[str, Any]:
-    """The same from `layer_types`, or from the layers that slide when it is not given."""
+    """Return the same from `layer_types`, or from `otherwise`: the layers with a window."""
     kinds = config.get("layer_types")
     known = ("sliding_attention", "full_attention")
     unknown = [kind for kind in kinds or () if kind not in known]
@@ -127,26 +130,18 @@ def _rope_dictionary(config: dict[str, Any]) -> dict[str, Any]:
 def _rope_scaling(
     rope: dict[str, Any], config: dict[str, Any], positions: int
 ) -> RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
+    name = rope.get("rope_type") or rope.get("type") or "default"
+    if name == "default":
         return None
-    if kind not in _ROPE_KINDS:
+    if name not in _ROPE_KINDS:
         raise UnsupportedModel(
-            f"rope type {kind!r} is not supported; supported: default, {', '.join(_ROPE_KINDS)}"
+            f"rope type {name!r} is not supported; supported: default, {', '.join(_ROPE_KINDS)}"
         )
-    kind = _ROPE_KINDS[kind]
-    # linear and dynamic stretch the config's own max_position_embeddings; the others say what was
-    # trained
-    original = positions
-    if kind in ("llama3", "yarn", "longrope"):
-        original = (
-            config.get("original_max_position_embeddings")
-            or rope.get("original_max_position_embeddings")
-            or positions
-        )
+    kind = _ROPE_KINDS[name]
+    original = _original_positions(kind, rope, config) or positions
     factor = rope.get("factor") or positions / original
     return RopeScaling(
-        kind=kind,  # type: ignore[arg-type]  # the table above holds the literal's values only
+        kind=kind,
         factor=float(factor),
         original_positions=int(original),
         low_frequency_factor=float(rope.get("low_freq_factor") or 1.0),
@@ -162,21 +157,29 @@ def _rope_scaling(
     )
 
 
+def _original_positions(kind: RopeKind, rope: dict[str, Any], config: dict[str, Any]) -> int | None:
+    """Return the trained length. linear and dynamic stretch max_position_embeddings instead."""
+    if kind in ("linear", "dynamic"):
+        return None
+    key = "original_max_position_embeddings"
+    return config.get(key) or rope.get(key)
+
+
 def _attention_factor(
     kind: str, rope: dict[str, Any], factor: float, original: int
 ) -> float | None:
-    """longrope's own formula needs the factor that the config gives, or the ratio of the two
-    lengths.
+    """Return the factor of cos and sin. longrope computes it from the config's factor, or from the
+    ratio of the two lengths.
     """
-    given = rope.get("attention_factor")
+    given: float | None = rope.get("attention_factor")
     if kind != "longrope" or given is not None:
         return given
     return 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _stretched_positions(positions: int, scaling: RopeScaling | None) -> int:
-    """The context the model serves: configs with linear, dynamic or yarn scaling often give the
-    trained one.
+    """Return the context that the model serves: configs with linear, dynamic or yarn scaling often
+    give the trained one.
     """
     if scaling is None or scaling.kind in ("llama3", "longrope"):
         return int(positions)

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with a feed-forward part of many experts, of which each token takes two."""
+"""Mixtral: Mistral with a mixture of experts, two per token."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""OPT: learned positions behind two that were kept for padding, layer norm, biases, ReLU.
+"""OPT: learned positions (the first two are reserved for padding), layer norm, biases, ReLU.
 
-The one of 350 million parameters has its norms after the sums, and embeddings that are narrower
-than what it computes.
+The 350M model is post-norm, and its embeddings are smaller than the hidden size.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from slipstream.model.families.family import Family, WeightMap
 from slipstream.model.families.hf_config import decoder_spec, refuse_unusual, required
 from slipstream.model.spec import ModelSpec
 
-_KEPT_POSITIONS = 2
+_RESERVED_POSITIONS = 2
 WEIGHTS = WeightMap(
     layer_prefix="model.decoder.layers.{layer}.",
     layers={
@@ -33,7 +32,7 @@ WEIGHTS = WeightMap(
     },
     rows={
         "transformer.position_embedding": lambda spec: range(
-            _KEPT_POSITIONS, spec.max_positions + _KEPT_POSITIONS
+            _RESERVED_POSITIONS, spec.max_positions + _RESERVED_POSITIONS
         )
     },
     optional_prefix="model.",

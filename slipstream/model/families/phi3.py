@@ -1,6 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama with q, k, v and the two halves of the feed-forward part stored
-as one each.
-"""
+"""Phi-3, Phi-3.5 and Phi-4: Llama with fused q, k, v and fused gate and up projections."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ WEIGHTS = replace(
 def spec(config: dict[str, Any]) -> ModelSpec:
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = dict(config.get(place) or {})
-    if "yarn" in (rope.get("type"), rope.get("rope_type")):  # an early name of what became longrope
+    if "yarn" in (rope.get("type"), rope.get("rope_type")):  # an early name of longrope
         rope["rope_type"] = "longrope"
     config = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, **config, place: rope}
     return decoder_spec(

@@ -1,6 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a sliding window over some layers on
-request.
-"""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and an optional window in some layers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Qwen2 and Qwen1.5 mixture of experts: Qwen2 with many small experts and one that every token
-takes.
-"""
+"""Qwen2 and Qwen1.5 mixture of experts: Qwen2 with many small experts and a shared one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3 mixture of experts: Qwen3 with many small experts, of which each token takes eight."""
+"""Qwen3 mixture of experts: Qwen3 with many small experts, eight per token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXPERT = "mlp.experts.{expert}."
 WEIGHTS = replace(
     QWEN3_WEIGHTS,
     layers={
-        **QWEN3_WEIGHTS.layers,  # some layers may have one feed-forward part instead
+        **QWEN3_WEIGHTS.layers,  # some layers may have a plain MLP
         "mlp.router": ("mlp.gate",),
         "mlp.experts.gate_up": (f"{_EXPERT}gate_proj", f"{_EXPERT}up_proj"),
         "mlp.experts.proj": (f"{_EXPERT}down_proj",),
@@ -23,12 +23,14 @@ WEIGHTS = replace(
 
 
 def expert_layers(config: dict[str, Any]) -> tuple[bool, ...] | None:
-    """Every so many layers have experts, but those that are named do not; None: all have."""
-    step, without = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
-    chosen = tuple(
-        layer not in without and (layer + 1) % step == 0 for layer in layer_numbers(config)
-    )
-    return None if all(chosen) else chosen
+    """Return the layers that have experts: every `decoder_sparse_step`-th one, without those in
+    `mlp_only_layers`; None: all layers.
+    """
+    step = config.get("decoder_sparse_step") or 1
+    without = config.get("mlp_only_layers") or []
+    layers = layer_numbers(config)
+    with_experts = tuple(layer not in without and (layer + 1) % step == 0 for layer in layers)
+    return None if all(with_experts) else with_experts
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -40,7 +42,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         normalised=bool(config.get("norm_topk_prob", False)),
         layers=expert_layers(config),
     )
-    # one window for all layers here, not the choice of layers that the dense Qwen3 has
+    # one window for all layers, unlike the Qwen3 without experts
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     return decoder_spec(
         "Qwen3MoeForCausalLM",

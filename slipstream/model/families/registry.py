@@ -1,4 +1,4 @@
-"""Every family, and finding the one that serves a config."""
+"""The list of model families, and the choice of the one that serves a config."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ def supported_architectures() -> list[str]:
 
 
 def find_family(config: dict[str, Any], tensor_names: Iterable[str] = ()) -> Family:
-    """The family of a Hugging Face config. `tensor_names` only make the refusal of an unknown one
-    say more.
+    """Return the family of a Hugging Face config.
+
+    tensor_names: for the error about an unknown architecture
     """
     architectures = config.get("architectures") or []
     for family in FAMILIES:
@@ -71,22 +72,21 @@ def find_family(config: dict[str, Any], tensor_names: Iterable[str] = ()) -> Fam
 
 
 def _unmatched_text(names: list[str]) -> str:
-    """The names no supported family has a place for, judged by the family that comes nearest."""
+    """Return a text with the names that are unknown to the nearest supported family."""
     examples = {collapse_layer(name): name for name in names}
-    unmatched = min(
-        (
-            [shape for shape, name in examples.items() if not family.weights.knows(name)]
-            for family in FAMILIES
-        ),
-        key=len,
-    )
+    unmatched = min((_unknown_names(family, examples) for family in FAMILIES), key=len)
     if not unmatched:
         return ""
     return f"; tensors that match no known name: {name_list(unmatched)}"
 
 
+def _unknown_names(family: Family, examples: dict[str, str]) -> list[str]:
+    """examples: collapsed name → one full name"""
+    return [shape for shape, name in examples.items() if not family.weights.knows(name)]
+
+
 def name_list(names: Iterable[str]) -> str:
-    """A few of the names in order, and how many more there are."""
+    """Return a few of the names in order, and the number of the others."""
     ordered = sorted(set(names))
     more = f" and {len(ordered) - _NAMES_SHOWN} more" if len(ordered) > _NAMES_SHOWN else ""
     return ", ".join(ordered[:_NAMES_SHOWN]) + more
