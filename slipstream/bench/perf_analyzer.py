@@ -1,4 +1,4 @@
-"""Load on any model at several levels, as perf_analyzer measures it."""
+"""Load on any model at several levels, as perf_analyzer measures and prints it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import csv
 import io
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -22,11 +22,60 @@ from slipstream.bench.load import (
     single_sender,
     stream_sender,
 )
-from slipstream.bench.server_statistics import PHASES, ServerCounts, read_counts
 from slipstream.client.connection import Connection, GrpcConnection, Request
 
 PERCENTILES = (50, 90, 95, 99)
 _NANOSECONDS_PER_US = 1000
+# phases of a request in the server's statistics
+_PHASES = ("queue", "compute_input", "compute_infer", "compute_output")
+
+
+class ServerCounts(NamedTuple):
+    """The counters of one model since the server started, or between two readings."""
+
+    inferences: int
+    executions: int
+    requests: int
+    nanoseconds: Mapping[str, int]  # total time of `success` and of each phase
+
+    def since(self, before: ServerCounts) -> ServerCounts:
+        return ServerCounts(
+            self.inferences - before.inferences,
+            self.executions - before.executions,
+            self.requests - before.requests,
+            {name: value - before.nanoseconds[name] for name, value in self.nanoseconds.items()},
+        )
+
+    def average_us(self, phase: str) -> float:
+        return self.nanoseconds[phase] / 1000 / self.requests if self.requests else 0.0
+
+    def lines(self) -> list[str]:
+        """Return the lines that perf_analyzer prints."""
+        parts = {phase: self.average_us(phase) for phase in _PHASES}
+        total = self.average_us("success")
+        overhead = max(0.0, total - sum(parts.values()))
+        terms = [f"overhead {overhead:.0f} usec"]
+        terms += [f"{phase.replace('_', ' ')} {value:.0f} usec" for phase, value in parts.items()]
+        shown = " + ".join(terms)
+        return [
+            f"Inference count: {self.inferences}",
+            f"Execution count: {self.executions}",
+            f"Successful request count: {self.requests}",
+            f"Avg request latency: {total:.0f} usec ({shown})",
+        ]
+
+
+def read_counts(document: Mapping[str, Any]) -> ServerCounts:
+    """Read a statistics document. Over gRPC, numbers are texts and zeros are left out."""
+    found = document["model_stats"][0]
+    times = found.get("inference_stats", {})
+    nanoseconds = {name: int(times.get(name, {}).get("ns", 0)) for name in ("success", *_PHASES)}
+    return ServerCounts(
+        int(found.get("inference_count", 0)),
+        int(found.get("execution_count", 0)),
+        int(times.get("success", {}).get("count", 0)),
+        nanoseconds,
+    )
 
 
 @dataclass(frozen=True)
@@ -172,7 +221,7 @@ def csv_table(levels: Sequence[Level], settings: LoadSettings) -> str:
         ]
     )
     for level in levels:
-        phases = [level.server.average_us(phase) for phase in PHASES]
+        phases = [level.server.average_us(phase) for phase in _PHASES]
         network = max(0.0, statistics.fmean(level.latencies_us) - sum(phases))
         percentiles = [_percentile(level, percent) for percent in PERCENTILES]
         figures = [f"{figure:.0f}" for figure in (0, network, *phases, 0, *percentiles)]

@@ -126,19 +126,16 @@ class Parser(argparse.ArgumentParser):
 
     def _short_usage(self) -> str:
         """Return `PROG [options]`, the required options and the positional arguments."""
-        required = [action for action in self.arguments if action.option_strings]
-        parts = [
-            f"{action.option_strings[0]} {_value_name(action)}"
-            for action in required
-            if action.required
-        ]
-        parts += [
-            _positional_usage(action) for action in self.arguments if not action.option_strings
-        ]
+        options = []
+        positionals = []
+        for action in self.arguments:
+            if not action.option_strings:
+                positionals.append(_positional_usage(action))
+            elif action.required:
+                options.append(f"{action.option_strings[0]} {_value_name(action)}")
+        usage = " ".join([self.prog, "[options]", *options, *positionals])
         width = max(20, shutil.get_terminal_size().columns - len("usage: ") - 2)
-        lines = textwrap.wrap(
-            " ".join([self.prog, "[options]", *parts]), width, break_on_hyphens=False
-        )
+        lines = textwrap.wrap(usage, width, break_on_hyphens=False)
         return "\n         ".join(lines).replace("%", "%%")
 
 
