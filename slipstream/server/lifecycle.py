@@ -224,9 +224,8 @@ class _Server:
             return
         engine = next((name for name in failed if name in self._reading.repository.engines), None)
         if engine is not None:
-            raise ModelsFailed(
-                f"the engine did not start: {services.loader.reason(engine).removeprefix('Internal: ')}"
-            )
+            reason = services.loader.reason(engine).removeprefix("Internal: ")
+            raise ModelsFailed(f"the engine did not start: {reason}")
         name, reason = next(iter(failed.items()))
         raise ModelsFailed(f"model '{name}' did not load: {reason}")
 

@@ -1,9 +1,7 @@
-"""What the real Triton answered, replayed: status, content type, framing, chunks and body must be
-the same.
+"""Recorded requests to a real Triton get the same status, content type, framing, chunks and body.
 
-Two recordings. `mimic`: small models of known behaviour, compared byte by byte. `trtllm`: the v0.10
-language model repository around a stand-in engine, where the text is the stand-in's own and the
-shape is what counts.
+There are two recordings. `mimic` has small models and is compared byte by byte. `trtllm` has the
+v0.10 text model repository around a stand-in engine; its texts differ, so their form is compared.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ def recorded(name: str) -> list[dict[str, Any]]:
     ]
 
 
-# Where this server means to differ. The value says why; the test still sends the request and looks
-# at what it says.
+# Deliberate differences and their reasons. A test still sends these requests and checks the answer.
 DIFFERENT = {
     "generate-oops-raise": "the recorded text is a Python traceback; no Python of a repository runs here",
     "cancel-http-generate": "Triton does not notice that the client left; here the request is cancelled at once",
@@ -153,7 +150,7 @@ CLOSED = [
 
 @pytest.mark.parametrize("case", CLOSED, ids=lambda case: case["case"])
 def test_recorded_close_without_a_response(mimic: int, case: dict[str, Any]) -> None:
-    """What is not HTTP, or not within bounds, gets no answer and a closed connection."""
+    """A request that is not HTTP, or is too large, closes the connection without an answer."""
     with Connection(mimic) as connection:
         connection.send(request_of(case))
         assert connection.head() is None
@@ -171,17 +168,16 @@ DIFFERING = [case for case in recorded("mimic") if case["case"] in DIFFERENT and
 
 @pytest.mark.parametrize("case", DIFFERING, ids=lambda case: case["case"])
 def test_deliberate_difference(mimic: int, case: dict[str, Any]) -> None:
-    """Each difference is only the one that is listed: the status is as recorded wherever there is
-    one.
-    """
-    name, expected = case["case"], case["response"]
+    """Only the listed difference is accepted; the status is as recorded if there is one."""
+    name = case["case"]
+    expected = case["response"]
     answer = send(mimic, case)
     if name == "route-bogus-method":
         assert answer is None
         return
     assert answer is not None
     if name == "generate-oops-raise":
-        assert answer.status == 200  # the command means nothing to this model, which answers it
+        assert answer.status == 200  # this model ignores the command and answers
         return
     if name == "route-404-openai":
         assert (answer.status, json.loads(answer.body)["error"]["type"]) == (
@@ -226,7 +222,7 @@ def test_client_that_leaves_cancels_a_single_answer(
 
 # -- the language model repository
 
-OWN_TEXTS = {  # ours, where the recording has its stand-in's, or a traceback
+OWN_TEXTS = {  # where the recording has a text of its stand-in or a traceback
     "maxtokens0": "max_tokens must be > 0, got 0",
     "toolong": "Prompt length (25000) exceeds maximum input length (4095).",
     "bias-mismatch": (
@@ -256,7 +252,7 @@ def test_language_model_answer(trtllm: int, case: dict[str, Any]) -> None:
             "sequence_length",
         }:
             if key in ("REQUEST_INPUT_LEN", "OUT_END_ID", "OUT_PAD_ID"):
-                assert type(mine[key]) is int  # another tokenizer's
+                assert type(mine[key]) is int  # the recording used another tokenizer
             else:
                 assert mine[key] == recorded_one[key], key
 
@@ -270,7 +266,7 @@ def expected_error(name: str, recorded_text: str) -> str:
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
-    """The objects of an answer, streamed or not."""
+    """Return the JSON objects of an answer, streamed or not."""
     parts = [part.removeprefix(b"data: ") for part in body.split(b"\n\n") if part]
     return [json.loads(part) for part in parts]
 

@@ -1,6 +1,4 @@
-"""The chat page: what is served, what a browser is to hold it to, and that its parts fit each other
-and the API.
-"""
+"""The chat page: its content, its security headers, and that it fits the API."""
 
 from __future__ import annotations
 
@@ -127,7 +125,7 @@ def test_the_routes_and_fields_that_the_page_uses_exist(port: int, page: Element
 
 
 def test_sampling_is_greedy_by_default(page: Elements) -> None:
-    """As with `slipstream chat`: small models, which people try first, lose themselves otherwise."""
+    """As in `slipstream chat`: small models lose the thread when they sample."""
     (temperature,) = [
         attributes for _, attributes in page.found if attributes.get("id") == "temperature"
     ]

@@ -1,6 +1,4 @@
-"""Keys and restricted APIs: everything is refused unless it is allowed, in one place for both
-protocols.
-"""
+"""Keys and restricted APIs of both protocols: calls that are not allowed are refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Bad input gets the recorded status and text, and a stream running beside it does not change by a
-byte.
-"""
+"""Bad input gets the recorded status and text, and does not disturb streams that run beside it."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def unparsed(what: str, body: bytes, text: str, path: str = GENERATE) -> Bad:
 
 
 def refused(what: str, body: bytes, text: str) -> Bad:
-    """By the model, as an answer."""
+    """Return a case that the model refuses in its response."""
     return Bad(what, body, 400, "chunked", IN_ENSEMBLE + text)
 
 
@@ -241,13 +239,11 @@ def check(port: int, bad: Bad) -> None:
 
 
 def test_bad_input_gets_its_error_and_does_not_disturb_a_stream(stage: Stage) -> None:
-    """The whole table, and bodies that are too big, while a stream runs. The stream is the same as on a
-    quiet server.
-    """
+    """A stream that runs beside the whole table is the same as on an idle server."""
     quiet = canary(stage.port)
     disturbed: list[list[bytes]] = []
     thread = threading.Thread(target=lambda: disturbed.append(canary(stage.port)))
-    stage.engine.hold_end = True  # the canary is not done before the table is
+    stage.engine.hold_end = True  # the stream does not end before the table does
     thread.start()
     try:
         for bad in TABLE:
@@ -261,7 +257,7 @@ def test_bad_input_gets_its_error_and_does_not_disturb_a_stream(stage: Stage) ->
 
 @pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.what)
 def test_generate_stream_reports_the_same_errors(stage: Stage, bad: Bad) -> None:
-    """What is wrong before a model runs is JSON; what a model refuses is an event."""
+    """Errors before a model runs are JSON; refusals of a model are events."""
     answer = post(stage.port, bad.path + "_stream", bad.body)
     assert (answer.status, answer.framing) == (bad.status, bad.framing)
     expected = (
@@ -293,7 +289,7 @@ def test_body_over_the_limit_is_refused_with_its_size(stage: Stage, chunked: boo
             "Use --http-max-input-size to increase the limit."
         )
         assert (answer.status, json.loads(answer.body)) == (400, {"error": text})
-        # the connection is still good
+        # the connection can still be used
         connection.send(request_bytes("POST", GENERATE, [], fields()))
         after = connection.answer()
         assert after is not None

@@ -1,6 +1,4 @@
-"""Infer on language models: batches taken apart and joined, priorities, the queue's limit, bounds on
-bodies.
-"""
+"""Infer on text models: split and joined batches, priorities, queue limits, limits of bodies."""
 
 from __future__ import annotations
 
@@ -178,7 +176,7 @@ def test_priority_and_timeout_reach_the_engine(start: Start) -> None:
     server.outputs("ensemble", ["a"], [1], {"parameters": {"priority": 3, "timeout": 5_000_000}})
     server.outputs("ensemble", ["a"], [1])
     (first, deadline), second = server.engine.scheduling
-    assert first == -3  # 1 is the most urgent for clients, and higher goes first in the engine
+    assert first == -3  # clients: 1 is the most urgent; engine: the highest is
     assert deadline is not None
     assert before + 5 <= deadline <= time.monotonic() + 5
     assert second == (-2, None)
@@ -188,9 +186,9 @@ def test_priority_and_timeout_reach_the_engine(start: Start) -> None:
 def test_the_first_priority_precedes_requests_without_one(
     start: Start, default: str, as_none: int
 ) -> None:
-    """Unless the configuration says that those are the first as well."""
+    """The configuration can give requests without a priority the first level, too."""
     server = start(("dynamic_batching {", f"dynamic_batching {{ {default}"))
-    for level in range(4):  # 0 is none
+    for level in range(4):  # 0: no priority
         server.outputs("ensemble", ["a"], [1], {"parameters": {"priority": level}})
     none, first, second, third = [priority for priority, _ in server.engine.scheduling]
     assert first > second > third
@@ -230,7 +228,7 @@ def test_a_queue_that_is_full_refuses_with_tritons_text(start: Start) -> None:
     assert server.infer("llama", ["a"], [1]).status == 200
     server.engine.outstanding = rows
     several = {"parameters": {"num_return_sequences": 3}}
-    assert server.infer("llama", ["a"], [1], several).status == 503  # each of them would wait
+    assert server.infer("llama", ["a"], [1], several).status == 503  # each of the two would wait
 
 
 @pytest.mark.parametrize("level", [2**33, 2**63 - 1])
@@ -244,7 +242,7 @@ def test_a_priority_of_any_size_reaches_the_engine(start: Start, level: int) -> 
     ("rules", "given", "expected"),
     [
         ("default_timeout_microseconds: 2000000", 0, 2),
-        ("default_timeout_microseconds: 2000000", 9_000_000, 2),  # not without leave
+        ("default_timeout_microseconds: 2000000", 9_000_000, 2),  # the client may not override it
         ("default_timeout_microseconds: 2000000 allow_timeout_override: true", 9_000_000, 9),
         ("timeout_action: DELAY default_timeout_microseconds: 2000000", 0, None),
     ],
@@ -351,7 +349,7 @@ async def test_a_large_batch_of_logits_is_joined_beside_the_event_loop(monkeypat
 
 
 class LogitsModel(EngineBackedModel):
-    """Answers with as many positions as its one token says."""
+    """Answers with a number of positions that is the value of its only token."""
 
     def __init__(self):
         super().__init__(SimpleNamespace(max_batch_size=8), None)

@@ -1,4 +1,4 @@
-"""Bodies read as rapidjson reads them, and answers written as it writes them."""
+"""JSON is read and written as rapidjson does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.server.http.json_reader import MAX_DEPTH, ExactReader, Members, 
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.json_writer import write_double, write_string, write_values
 
-texts = st.text(st.characters(exclude_categories=["Cs"]))  # half a surrogate pair is no text
+texts = st.text(st.characters(exclude_categories=["Cs"]))  # without halves of surrogate pairs
 values = st.recursive(
     st.none()
     | st.booleans()

@@ -90,7 +90,7 @@ def test_streamed_pieces_joined_are_the_whole_text(start: Start, model: str) -> 
     whole = server.generate(model, text_input=prompt, max_tokens=2 * size)["text_output"]
     assert whole == prompt * 2
     pieces = server.stream(model, text_input=prompt, max_tokens=2 * size, stream=True)
-    assert len(pieces) == 2 * size  # one a token, as clients count them
+    assert len(pieces) == 2 * size  # one event per token
     assert "".join(piece["text_output"] for piece in pieces) == whole
     assert all("\ufffd" not in piece["text_output"] for piece in pieces)
 
@@ -100,7 +100,10 @@ def test_prompt_comes_first_unless_it_is_excluded(start: Start, model: str) -> N
     server = start(exclude_input_in_output="false")
     assert server.generate(model, text_input="abc", max_tokens=2)["text_output"] == "abcab"
     pieces = server.stream(model, text_input="abc", max_tokens=2, stream=True)
-    assert [piece["text_output"] for piece in pieces] == ["a", "b"]  # a stream never holds it
+    assert [piece["text_output"] for piece in pieces] == [
+        "a",
+        "b",
+    ]  # a stream never holds the prompt
     once = server.stream(model, text_input="abc", max_tokens=2, stream=False)
     assert [piece["text_output"] for piece in once] == ["abcab"]
 
@@ -164,7 +167,7 @@ def test_bls_that_accumulates_sends_the_text_so_far(start: Start) -> None:
 
 
 def test_later_repositories_get_no_placeholders(start: Start) -> None:
-    """From 0.14 on, postprocessing passes nothing through, and what was not asked for is absent."""
+    """From 0.14 on, outputs that were not requested are absent."""
     names = ("CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS")
     edits = tuple(("postprocessing", f'"OUT_{name}"', f'"_{name}"') for name in names)
     server = start(edits=edits)
@@ -256,7 +259,7 @@ def test_missing_field_hidden_by_an_optional_one_is_named(start: Start) -> None:
 
 
 async def test_batch_of_two_for_a_decoupled_model_is_refused(start: Start, tmp_path: Path) -> None:
-    """JSON cannot say it for these models, but gRPC can."""
+    """Only gRPC can send such a batch."""
     start()
     registry = text_registry(read_repository(tmp_path / "repo"), EchoEngine())
     for name in ("ensemble", "llama"):
@@ -428,7 +431,7 @@ def test_documentation_describes_routes_with_an_example_that_runs(start: Start) 
     assert page.status == 200
     assert (page.header("content-type") or "").startswith("text/html")
     assert b"openapi.json" in page.body
-    # nothing is fetched elsewhere
+    # the page fetches nothing from other servers
     assert b"//" not in page.body.replace(b"<!doctype html>", b"").split(b"<script>")[0]
     document = json.loads(get(server.port, "/openapi.json").body)
     assert {

@@ -1,6 +1,4 @@
-"""tritonclient's own HTTP clients against `tritonserver` with a real engine: what they send is
-understood, whole.
-"""
+"""The HTTP clients of tritonclient against `tritonserver` with a real engine."""
 
 from __future__ import annotations
 

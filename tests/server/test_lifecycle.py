@@ -1,6 +1,4 @@
-"""The life of a whole server, as a process: start, serve, lose its engine, drain, leave nothing
-behind.
-"""
+"""A whole server as a process: it starts, serves, replaces its engine, drains and stops."""
 
 import json
 import os
@@ -42,7 +40,7 @@ def serve(tmp_path):
 
 @pytest.fixture(scope="module")
 def steady(tmp_path_factory):
-    """A server for those who only look at it and ask."""
+    """A server that tests share. They only send requests and read its log."""
     folder = tmp_path_factory.mktemp("steady")
     server = TinyServer(make_repository(folder), folder / "tmp").wait_started()
     yield server
@@ -67,7 +65,7 @@ class Stream(threading.Thread):
             "random_seed": milliseconds,
         }
         self.events = []
-        self.cut = False  # the connection ended before the answer did
+        self.cut = False  # whether the connection ended before the answer
         self.start()
 
     def run(self):
@@ -182,7 +180,9 @@ def test_killing_the_server_ends_the_engine(serve):
     assert is_running(engine)
     server.process.kill()
     wait_for(lambda: not is_running(engine))
-    assert server.left_behind() == []  # the socket's file went when the two had met
+    assert (
+        server.left_behind() == []
+    )  # the file of the socket is removed once both ends are connected
 
 
 def test_a_killed_engine_fails_its_streams_with_the_reason_and_comes_back(serve):
@@ -212,7 +212,7 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_a_failure(serve):
 def test_an_engine_that_hangs_is_replaced(serve):
     server = serve("--watchdog-secs", "1").wait_started()
     lost = generate(server, "901")
-    # it was not the request's fault
+    # the request did not cause the failure
     assert (lost.status_code, lost.headers["retry-after"]) == (503, "1")
     assert "no sign of life for 1 s" in lost.text
     wait_for(lambda: ready(server) == 200)

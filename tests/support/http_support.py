@@ -68,8 +68,8 @@ class Answer:
     framing: str  # content-length, chunked, close
     body: bytes
     chunks: list[bytes] = field(default_factory=list)
-    interim: bytes = b""  # an answer before the answer: 100 Continue
-    closed: bool = False  # by the server, after the answer
+    interim: bytes = b""  # interim response: 100 Continue
+    closed: bool = False  # whether the server closed after the answer
 
     def header(self, name: str) -> str | None:
         return dict(self.headers).get(name)
@@ -111,7 +111,7 @@ class Connection:
         return found
 
     def head(self) -> Answer | None:
-        """Status line and headers, or None when the server closes without an answer."""
+        """Return status line and headers, or None when the server closes without an answer."""
         head = self._until(b"\r\n\r\n")
         if head is None:
             return None
@@ -131,7 +131,7 @@ class Connection:
         return Answer(int(status), reason, headers, framing, b"")
 
     def chunk(self) -> bytes:
-        """One chunk; empty at the end of the body."""
+        """Return one chunk. It is empty at the end of the body."""
         size = self._until(b"\r\n")
         assert size is not None, "the connection ended between chunks"
         data = self._exactly(int(size, 16))
@@ -151,7 +151,7 @@ class Connection:
         return answer
 
     def is_closed(self, wait: float) -> bool:
-        """The server has closed, or does within `wait` seconds."""
+        """Return whether the server closes within `wait` seconds."""
         self.socket.settimeout(wait)
         try:
             return not self._more()
