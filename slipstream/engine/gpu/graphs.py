@@ -120,7 +120,7 @@ def record(run: Callable[[], Any], tokens: int, pool: Any) -> tuple[torch.cuda.C
     Returns the graph and the result of `run`.
     """
     with fastest_blas_library(tokens):
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels compile and libraries choose outside the capture
             run()

@@ -62,7 +62,7 @@ class GpuHandle:
             self._top = [
                 (index, _to_host(tokens), _to_host(values)) for index, tokens, values in sampled.top
             ]
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()
             self._event.record()
 
     def result(self) -> StepResult:
