@@ -1,9 +1,9 @@
-"""Everything there is to say about a repository, without loading weights.
+"""Check a repository without loading weights.
 
-Beyond what the server itself needs to know, each model is compared with the template of the
-release that the repository is nearest to: what that has and the model lacks, what the model has
-and that does not, and types that differ. These are warnings: a repository may well leave things
-out, but it should do so on purpose.
+The check reports every problem that the server would find. It also compares each model with the
+template of the release that the repository resembles most. It warns about tensors and parameters
+that only one of the two has, and about types that differ. These are only warnings, because a
+repository may leave things out on purpose.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _TEMPLATES = {
     Role.ENSEMBLE: "ensemble",
     Role.BLS: "tensorrt_llm_bls",
 }
-# kind and release of the repositories written by import
+# Kind and release of the repositories that `slipstream import` writes.
 _IMPORTED = ("imported", "those of slipstream import")
 _INDEX = re.compile(r"\[(\d+)\]")
 _WIRES = re.compile(r"ensemble_scheduling\.step\.[^.]+(\.(input_map|output_map))?")
 _TYPED = re.compile(
     r"(input|output)\.[^.]+\.(data_type|dims|optional|allow_ragged_batch|reshape\.shape)"
 )
-# an input of this server's: some have it, some have not
+# An input that only this server has. Repositories may or may not declare it.
 _OUR_OWN = re.compile(r"(.*\.)?(messages|MESSAGES)(\..*)?")
 _FIXED_TEXT = re.compile(r"platform|backend|ensemble_scheduling\.step\..*|instance_group\.0\.kind")
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """A configuration as paths: "input.end_id.dims" → (line, value), indexes replaced by names."""
+    """A configuration by path, with names in place of list indexes: "input.end_id.dims"."""
 
     lines: Mapping[str, int]
     values: Mapping[str, Any]
 
 
 def check_repository(path: str | Path) -> Problems:
-    """Every problem of a repository, those that keep it from being served first."""
+    """Return every problem of a repository, fatal problems first."""
     repository, problems = inspect_repository(path)
     known = {
         name: template
@@ -72,17 +72,17 @@ def check_repository(path: str | Path) -> Problems:
 
 
 def _template_name(model: RepositoryModel) -> str | None:
-    """By its role; a model that has none may be a damaged copy of the template that its folder is
-    named after.
+    """Return the template to compare a model with, or None.
+
+    The role decides. A model without a role may be a damaged copy of a template, so its folder's
+    name is tried too.
     """
     named = model.name if model.name in _TEMPLATES.values() else None
     return _TEMPLATES.get(model.role, named)
 
 
 def find_nearest_release(models: list[tuple[str, _Shape]]) -> tuple[str, str]:
-    """The repository and release whose tensors and parameters these models (template, shape)
-    share most.
-    """
+    """Return the kind and release whose templates differ least from these (template, shape) pairs."""
 
     def distance(candidate: tuple[str, str]) -> int:
         return sum(_distance(shape, _template(*candidate, name)) for name, shape in models)
@@ -110,15 +110,15 @@ def _compare(
     file = config.file
     if expected is None:
         return
-    missing = _topmost(path for path in expected.lines if path not in ours.lines)
-    extra = _topmost(path for path in ours.lines if path not in expected.lines)
+    missing = _drop_nested(path for path in expected.lines if path not in ours.lines)
+    extra = _drop_nested(path for path in ours.lines if path not in expected.lines)
     for path in missing:
         text = f"is not here, though repositories like {release} have it"
-        problems.warn(file, _nearest_line(ours, path), path, text + _renamed(path, extra))
+        problems.warn(file, _nearest_line(ours, path), path, text + _suggest_name(path, extra))
     for path in extra:
-        # those the reader of parameters has judged
+        # read_parameters has already reported unknown parameters
         if _is_named(path) and not path.startswith("parameters."):
-            text = f"repositories like {release} do not have it{_renamed(path, missing)}"
+            text = f"repositories like {release} do not have it{_suggest_name(path, missing)}"
             problems.warn(file, ours.lines[path], path, text)
     for path in ours.lines.keys() & expected.lines.keys():
         _compare_value(path, ours, expected, config, release, problems)
@@ -133,11 +133,14 @@ def _compare_value(
     problems: Problems,
 ) -> None:
     if not (_TYPED.fullmatch(path) or _FIXED_TEXT.fullmatch(path)) or _WIRES.fullmatch(path):
-        return  # a step's wires are compared one by one, not all together
+        return  # the entries of a step's maps are compared one by one
     value = ours.values.get(path)
     wanted = expected.values.get(path)
     if value != wanted and not _is_variable(wanted):
-        text = f"is {_shown(value)}, where repositories like {release} have {_shown(wanted)}"
+        text = (
+            f"is {_format_value(value)}, "
+            f"where repositories like {release} have {_format_value(wanted)}"
+        )
         problems.warn(config.file, ours.lines[path], path, text)
 
 
@@ -145,12 +148,12 @@ def _is_variable(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("${")
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"'{value}'" if isinstance(value, str) and not value.startswith("TYPE_") else str(value)
 
 
-def _topmost(paths: Iterable[str]) -> list[str]:
-    """Without the parts of what is in the list as a whole."""
+def _drop_nested(paths: Iterable[str]) -> list[str]:
+    """Return the paths without those below another path of the list."""
     chosen: list[str] = []
     for path in sorted(set(paths)):
         if not any(path.startswith(f"{whole}.") for whole in chosen):
@@ -162,8 +165,8 @@ def _is_named(path: str) -> bool:
     return path.startswith(("input.", "output.", "ensemble_scheduling."))
 
 
-def _renamed(path: str, others: list[str]) -> str:
-    """The nearest of the names that stand in the same place."""
+def _suggest_name(path: str, others: list[str]) -> str:
+    """Return "; did you mean …?" with the closest name among `others` in the same message, or ""."""
     place, _, name = path.rpartition(".")
     return did_you_mean(
         name, [other.rpartition(".")[2] for other in others if other.rpartition(".")[0] == place]
@@ -171,16 +174,14 @@ def _renamed(path: str, others: list[str]) -> str:
 
 
 def _nearest_line(shape: _Shape, path: str) -> int:
-    """Where a missing thing belongs: the line of what should hold it, or of its like."""
+    """Return the line of the message that should hold `path`, or of a field in that message."""
     while path:
         path = path.rpartition(".")[0]
         if path in shape.lines:
             return shape.lines[path]
-        inside = (
-            [line for other, line in shape.lines.items() if other.startswith(f"{path}.")]
-            if path
-            else []
-        )
+        if not path:
+            break
+        inside = [line for other, line in shape.lines.items() if other.startswith(f"{path}.")]
         if inside:
             return min(inside)
     return 1
@@ -195,7 +196,7 @@ def _template(kind: str, release: str, name: str) -> _Shape | None:
     reading = FileReading(name, Problems())
     document = reading.message("ModelConfig", parse_pbtxt(text))
     shape = _shape(document, reading.lines)
-    variable = {_follow(document, path)[0] for path in reading.unfilled}
+    variable = {_resolve_path(document, path)[0] for path in reading.unfilled}
     return _Shape(
         shape.lines,
         {path: "${}" if path in variable else value for path, value in shape.values.items()},
@@ -210,16 +211,17 @@ def _shape(document: Mapping[str, Any], lines: Mapping[str, int]) -> _Shape:
     named_lines: dict[str, int] = {}
     values: dict[str, Any] = {}
     for path, line in lines.items():
-        named, value = _follow(document, path)
+        named, value = _resolve_path(document, path)
         if named is not None and not _INDEX.search(named) and not _OUR_OWN.fullmatch(named):
             named_lines.setdefault(named, line)
             values[named] = value
-    return _Shape(named_lines, values | _told_by_source(document, values))
+    return _Shape(named_lines, values | _name_by_source(document, values))
 
 
-def _told_by_source(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
-    """Wires inside an ensemble by the output they come from: what an ensemble calls them is its own
-    affair.
+def _name_by_source(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tensors inside an ensemble under the step output that they come from.
+
+    Each ensemble chooses its own names for them, so the names themselves cannot be compared.
     """
     outside = {
         tensor["name"]
@@ -242,9 +244,10 @@ def _told_by_source(document: Mapping[str, Any], values: Mapping[str, Any]) -> d
     }
 
 
-def _follow(document: Mapping[str, Any], path: str) -> tuple[str | None, Any]:
-    """A path of the reader's with its indexes replaced by names, and what is there; list items
-    count as their list.
+def _resolve_path(document: Mapping[str, Any], path: str) -> tuple[str | None, Any]:
+    """Return a reader's path with names in place of indexes, and the value at that path.
+
+    An item of a list of scalars resolves to the whole list.
     """
     value: Any = document
     names: list[str] = []

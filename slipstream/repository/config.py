@@ -1,6 +1,4 @@
-"""A model's config.pbtxt as frozen data: names, tensors, parameters, batching, ensemble steps,
-versions.
-"""
+"""Read a model's config.pbtxt into a frozen dataclass."""
 
 from __future__ import annotations
 
@@ -27,16 +25,16 @@ _FALSE = ("false", "0")
 @dataclass(frozen=True)
 class TensorConfig:
     name: str
-    data_type: str  # as the file says it: TYPE_INT32, TYPE_STRING, …
-    dims: tuple[int, ...]  # without the batch dimension
+    data_type: str  # type in the file's notation: TYPE_INT32, TYPE_STRING, …
+    dims: tuple[int, ...]  # shape without the batch dimension
     reshape: tuple[int, ...] | None = None
     optional: bool = False
     allow_ragged_batch: bool = False
-    label_filename: str = ""  # of an output: the names of its classes, one a line
+    label_filename: str = ""  # file with the class names of an output, one per line
 
     @cached_property
     def datatype(self) -> str:
-        """As the wire says it: INT32, BYTES, …"""
+        """Return the type in KServe's notation: INT32, BYTES, …"""
         return "BYTES" if self.data_type == "TYPE_STRING" else self.data_type.removeprefix("TYPE_")
 
 
@@ -44,7 +42,7 @@ class TensorConfig:
 class Resource:
     name: str
     count: int
-    of_machine: bool  # otherwise each device has its own
+    of_machine: bool  # whether all devices share one pool; otherwise each device has its own
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,8 @@ class InstanceGroup:
     kind: str
     count: int
     gpus: tuple[int, ...] = ()
-    resources: tuple[Resource, ...] = ()  # that one execution takes
-    priority: int = 1  # 2 gets half the turns that 1 gets
+    resources: tuple[Resource, ...] = ()  # resources that one execution takes
+    priority: int = 1  # weight of scheduling: 2 runs half as often as 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class QueuePolicy:
     timeout_action: str = "REJECT"
     default_timeout_microseconds: int = 0
     allow_timeout_override: bool = False
-    max_queue_size: int = 0  # 0: no limit
+    max_queue_size: int = 0  # largest number of waiting requests; 0 for no limit
 
 
 @dataclass(frozen=True)
@@ -78,17 +76,18 @@ class DynamicBatching:
 class EnsembleStep:
     model_name: str
     model_version: int
-    input_map: Mapping[str, str]  # the step's tensor → the ensemble's tensor
+    input_map: Mapping[str, str]  # tensor of the step's model → tensor of the ensemble
     output_map: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class VersionPolicy:
     kind: Literal["latest", "all", "specific"] = "latest"
-    number: int = 1  # of the latest
-    versions: tuple[int, ...] = ()  # the specific ones
+    number: int = 1  # number of versions to serve under "latest"
+    versions: tuple[int, ...] = ()  # versions to serve under "specific"
 
     def choose(self, present: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the versions to serve, in ascending order."""
         if self.kind == "all":
             return tuple(sorted(present))
         if self.kind == "specific":
@@ -105,15 +104,15 @@ class ModelConfig:
     max_batch_size: int
     inputs: tuple[TensorConfig, ...]
     outputs: tuple[TensorConfig, ...]
-    parameters: Mapping[str, str]  # as written; `parameter` knows what "not set" looks like
+    parameters: Mapping[str, str]  # values as written; `parameter` returns None for unset ones
     instance_groups: tuple[InstanceGroup, ...]
     dynamic_batching: DynamicBatching | None
     ensemble_steps: tuple[EnsembleStep, ...]
     decoupled: bool
     version_policy: VersionPolicy
-    document: Mapping[str, Any]  # the whole, as `/config` shows it
+    document: Mapping[str, Any]  # the whole configuration, as `/config` returns it
     lines: Mapping[str, int] = field(repr=False, default_factory=dict)
-    unfilled: frozenset[str] = frozenset()  # fields that hold a template variable nobody filled
+    unfilled: frozenset[str] = frozenset()  # fields with a template variable that was not filled
     sequence_batching: SequenceBatching | None = None
 
     @property
@@ -140,24 +139,24 @@ class ModelConfig:
         return self.lines.get(key, 0)
 
     def parameter(self, name: str) -> str | None:
-        """The value, or None where it is absent, empty or an unfilled `${…}`."""
+        """Return the value, or None if it is absent, empty or an unfilled `${…}`."""
         value = self.parameters.get(name, "")
         return None if value == "" or _PLACEHOLDER.fullmatch(value) else value
 
     def flag(self, name: str) -> bool | None:
-        """A boolean parameter; None where it is not set or is no boolean (upstream keeps its
-        default then).
-        """
+        """Return a boolean parameter, or None if it is not set or not a boolean, as upstream does."""
         value = (self.parameter(name) or "").lower()
-        return True if value in _TRUE else False if value in _FALSE else None
+        if value in _TRUE:
+            return True
+        return False if value in _FALSE else None
 
 
 def read_model_config(
     folder: Path, problems: Problems, override: Mapping[str, Any] | None = None
 ) -> ModelConfig | None:
-    """The config of one model folder, or the one that stands in for it.
+    """Return the config of a model folder, or of `override` if given.
 
-    What is wrong goes to `problems`; None where nothing can be made of it.
+    Problems are added to `problems`. Returns None if the file cannot be read or parsed.
     """
     file = folder / CONFIG_NAME
     if override is not None:
@@ -187,12 +186,12 @@ def _read(file: Path, tree: Message, problems: Problems, folder_name: str) -> Mo
     return _build(file, document, reading)
 
 
-# By parameter; upstream's default surprises so many that the warning says what it means.
+# Parameter → effect of its default, for the defaults of upstream that often surprise users.
 _SURPRISING_DEFAULTS = {"exclude_input_in_output": "False: answers begin with the prompt"}
 
 
 def _fill(document: dict[str, Any], reading: FileReading) -> None:
-    """Quoted `"${…}"`: a default in the fields that have one, a warning everywhere."""
+    """Replace quoted `"${…}"` by the defaults of the fields that have one, and warn about each."""
     for key in ("name", "platform", "backend"):
         match = _PLACEHOLDER.fullmatch(document[key])
         if match:
@@ -237,10 +236,10 @@ def _check(document: dict[str, Any], reading: FileReading, folder_name: str) -> 
             _error(reading, f"ensemble_scheduling.step[{position}]", "model_name is missing")
 
 
-# Of dynamic_batching.
+# Settings of dynamic_batching that have no effect, and why.
 _NO_EFFECT = {
-    "preserve_ordering": "answers are sent as they are ready",
-    "priority_queue_policy": "requests of every priority have the default_queue_policy",
+    "preserve_ordering": "responses are sent as soon as they are ready",
+    "priority_queue_policy": "requests of every priority use the default_queue_policy",
 }
 
 

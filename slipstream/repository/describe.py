@@ -1,4 +1,4 @@
-"""A model's configuration as `/config` shows it: the file's fields, with what the server fills in."""
+"""A model's configuration as `/config` returns it: the file's fields and the server's defaults."""
 
 from __future__ import annotations
 

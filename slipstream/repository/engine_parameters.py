@@ -1,5 +1,6 @@
-"""The string parameters of an engine model, read as upstream reads them: what cannot be converted
-is not set.
+"""Read the string parameters of a model and turn them into engine settings.
+
+A value that cannot be converted counts as not set, as upstream does it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from slipstream.repository.without_effect import WITHOUT_EFFECT
 BATCHING_STRATEGIES = ("inflight_fused_batching", "inflight_batching", "V1", "v1")
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 
-# What each known parameter holds. "accepted" ones have no meaning on this server and are read by
-# nobody.
+# The type of each known parameter. "accepted" ones are known and have no effect.
 ENGINE_PARAMETERS: dict[str, str] = {
     "gpt_model_type": "text",
     "gpt_model_path": "text",
@@ -67,7 +67,7 @@ ENGINE_PARAMETERS: dict[str, str] = {
     "tokenizer_dir": "text",
     "guided_decoding_backend": "text",
     "xgrammar_tokenizer_info_path": "text",
-    # switches of our own, for debugging
+    # switches that only this server has, for debugging
     "compressed_weights": "bool",
     "compressed_kv_cache": "bool",
     "fused_gemv": "bool",
@@ -78,7 +78,7 @@ ENGINE_PARAMETERS: dict[str, str] = {
 }
 
 DECODING_MODES = ("auto", "top_k", "top_p", "top_k_top_p", "beam_search", "lookahead")
-# Guesses a step where the repository asks for lookahead and does not say how far.
+# Draft tokens per step with lookahead decoding and without lookahead_ngram_size.
 _LOOKAHEAD_TOKENS = 4
 
 _TOKENIZER = {"tokenizer_dir": "text", "tokenizer_type": "text"}
@@ -112,7 +112,7 @@ _EXPECTED = {
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of one model, converted; what is not set, or cannot be converted, is absent."""
+    """The converted parameters of one model, without those that are not set or not valid."""
 
     values: Mapping[str, Any]
 
@@ -121,41 +121,39 @@ class Parameters:
 
 
 def read_parameters(config: ModelConfig, role: Role, problems: Problems) -> Parameters:
+    """Return the parameters of a model, with warnings about those that have no effect."""
     known = PARAMETERS.get(role)
     if known is None:
         return Parameters(dict(config.parameters))
     values: dict[str, Any] = {}
     for name in config.parameters:
-        key = f"parameters.{name}"
         if name not in known:
-            hint = did_you_mean(name, known)
-            problems.warn(
-                config.file, config.line(key), key, f"no such parameter, it has no effect{hint}"
-            )
+            text = f"no such parameter, it has no effect{did_you_mean(name, known)}"
+            _warn(config, problems, name, text)
             continue
-        text = config.parameter(name)
-        if text is None or known[name] == "accepted":
+        given = config.parameter(name)
+        if given is None or known[name] == "accepted":
             continue
-        value = _convert(known[name], text.strip())
+        value = _convert(known[name], given.strip())
         if value is None:
-            wanted = _EXPECTED[known[name]]
-            problems.warn(
-                config.file,
-                config.line(key),
-                key,
-                f"expected {wanted}, got '{text}'; using the default",
-            )
-        else:
-            values[name] = value
-            ineffective = WITHOUT_EFFECT.get(name)
-            if ineffective is not None and value not in ineffective.harmless:
-                problems.warn(
-                    config.file,
-                    config.line(key),
-                    key,
-                    f"'{text}' has no effect: {ineffective.reason}",
-                )
+            text = f"expected {_EXPECTED[known[name]]}, got '{given}'; using the default"
+            _warn(config, problems, name, text)
+            continue
+        values[name] = value
+        ineffective = WITHOUT_EFFECT.get(name)
+        if ineffective is not None and value not in ineffective.harmless:
+            _warn(config, problems, name, f"'{given}' has no effect: {ineffective.reason}")
     return Parameters(values)
+
+
+def _warn(config: ModelConfig, problems: Problems, parameter: str, text: str) -> None:
+    key = f"parameters.{parameter}"
+    problems.warn(config.file, config.line(key), key, text)
+
+
+def _error(config: ModelConfig, problems: Problems, parameter: str, text: str) -> None:
+    key = f"parameters.{parameter}"
+    problems.error(config.file, config.line(key), key, text)
 
 
 def _convert(kind: str, text: str) -> Any:
@@ -172,57 +170,68 @@ def _convert(kind: str, text: str) -> Any:
     return number
 
 
+# Parameter → engine setting, for counts that must be over 0.
+_COUNTS = {
+    "max_tokens_in_paged_kv_cache": "cache_tokens",
+    "max_num_sequences": "max_rows",
+    "max_beam_width": "max_beam_width",
+    "kv_cache_host_memory_bytes": "host_cache_bytes",
+}
+# Parameter → engine setting, for values that are used as they are.
+_PLAIN_SETTINGS = {
+    "kv_cache_free_gpu_mem_fraction": "cache_memory_fraction",
+    "enable_kv_cache_reuse": "reuse",
+    "enable_chunked_context": "chunked",
+    "enable_trt_overlap": "overlap",
+    "compressed_weights": "compressed_weights",
+    "compressed_kv_cache": "compressed_kv_cache",
+    "fused_gemv": "fused_gemv",
+    "mixed_graphs": "mixed_graphs",
+}
+
+
 def engine_settings(
     config: ModelConfig, parameters: Parameters, problems: Problems
 ) -> EngineSettings:
-    """What the repository asks of the engine; what it leaves open stays as the engine has it."""
+    """Return the engine's settings. What the repository does not set keeps the engine's default."""
     wanted: dict[str, Any] = {}
-    for name, setting in (
-        ("max_tokens_in_paged_kv_cache", "cache_tokens"),
-        ("max_num_sequences", "max_rows"),
-        ("max_beam_width", "max_beam_width"),
-        ("kv_cache_host_memory_bytes", "host_cache_bytes"),
-    ):
+    for name, setting in _COUNTS.items():
         value = parameters.get(name, 0)
         if value > 0:
             wanted[setting] = value
         elif value < 0:
-            key = f"parameters.{name}"
             text = f"expected a number over 0, got '{value}'; using the default"
-            problems.warn(config.file, config.line(key), key, text)
-    for name, setting in (
-        ("kv_cache_free_gpu_mem_fraction", "cache_memory_fraction"),
-        ("enable_kv_cache_reuse", "reuse"),
-        ("enable_chunked_context", "chunked"),
-        ("enable_trt_overlap", "overlap"),
-        ("compressed_weights", "compressed_weights"),
-        ("compressed_kv_cache", "compressed_kv_cache"),
-        ("fused_gemv", "fused_gemv"),
-        ("mixed_graphs", "mixed_graphs"),
-    ):
+            _warn(config, problems, name, text)
+    for name, setting in _PLAIN_SETTINGS.items():
         if parameters.get(name) is not None:
             wanted[setting] = parameters.get(name)
     wanted |= _adapter_settings(config, parameters, problems)
     wanted |= _attention_settings(config, parameters, problems)
     wanted |= _lookahead_settings(config, parameters, problems)
-    policy = parameters.get("batch_scheduler_policy")
-    if policy in POLICIES:
-        wanted["policy"] = "guaranteed_no_evict" if policy == "static_batch" else policy
-        if policy == "static_batch":
-            text = "requests join and leave at every step, as under guaranteed_no_evict"
-            problems.warn(config.file, config.line("parameters.batch_scheduler_policy"), "", text)
-    elif policy is not None:
-        key = "parameters.batch_scheduler_policy"
-        allowed = ", ".join(POLICIES)
-        hint = did_you_mean(policy, POLICIES)
-        problems.error(
-            config.file, config.line(key), key, f"'{policy}' is not one of {allowed}{hint}"
-        )
+    wanted |= _policy_settings(config, parameters, problems)
     _check_batching_strategy(config, parameters, problems)
     _check_instances(config, problems)
     return EngineSettings(**wanted)
 
 
+def _policy_settings(
+    config: ModelConfig, parameters: Parameters, problems: Problems
+) -> dict[str, Any]:
+    policy = parameters.get("batch_scheduler_policy")
+    if policy is None:
+        return {}
+    if policy == "static_batch":
+        text = "requests join and leave at every step, as under guaranteed_no_evict"
+        problems.warn(config.file, config.line("parameters.batch_scheduler_policy"), "", text)
+        return {"policy": "guaranteed_no_evict"}
+    if policy in POLICIES:
+        return {"policy": policy}
+    text = f"'{policy}' is not one of {', '.join(POLICIES)}{did_you_mean(policy, POLICIES)}"
+    _error(config, problems, "batch_scheduler_policy", text)
+    return {}
+
+
+# Parameter → (engine setting, lowest value, highest value).
 _ADAPTER_SETTINGS = {
     "lora_cache_optimal_adapter_size": ("adapter_page_rank", 1, MOST_RANK),
     "lora_cache_max_adapter_size": ("adapter_max_rank", 1, MOST_RANK),
@@ -240,14 +249,14 @@ def _adapter_settings(
         if value is None:
             continue
         if value < low or (high is not None and value > high):
-            key = f"parameters.{name}"
             bounds = f"at least {low}" if high is None else f"{low} to {high}"
-            problems.error(config.file, config.line(key), key, f"must be {bounds}, got {value}")
+            _error(config, problems, name, f"must be {bounds}, got {value}")
         else:
             wanted[setting] = value
     largest = wanted.get("adapter_max_rank", EngineSettings.adapter_max_rank)
     if wanted.get("adapter_page_rank", EngineSettings.adapter_page_rank) > largest:
-        wanted["adapter_page_rank"] = largest  # a page need not hold more than the largest adapter
+        # a page larger than the largest adapter would waste memory
+        wanted["adapter_page_rank"] = largest
     return wanted
 
 
@@ -262,17 +271,15 @@ def _attention_settings(
         if all(number is not None and number > 0 for number in numbers):
             wanted["attention_windows"] = tuple(numbers)
         else:
-            key = "parameters.max_attention_window_size"
             text = (
-                f"expected numbers over 0 with commas between, got '{windows}'; using the default"
+                f"expected numbers over 0 separated by commas, got '{windows}'; using the default"
             )
-            problems.warn(config.file, config.line(key), key, text)
+            _warn(config, problems, "max_attention_window_size", text)
     if sinks > 0 and sinks < min(wanted.get("attention_windows", (0,))):
         wanted["sink_tokens"] = sinks
     elif sinks:
-        key = "parameters.sink_token_length"
-        text = f"'{sinks}' has no effect: it is a part of max_attention_window_size, which must be larger"
-        problems.warn(config.file, config.line(key), key, text)
+        text = f"'{sinks}' has no effect: max_attention_window_size must be set and larger"
+        _warn(config, problems, "sink_token_length", text)
     return wanted
 
 
@@ -282,19 +289,14 @@ def _lookahead_settings(
     mode = parameters.get("decoding_mode", "auto")
     size = parameters.get("lookahead_ngram_size")
     if mode not in DECODING_MODES:
-        key = "parameters.decoding_mode"
-        text = f"'{mode}' has no effect: it is one of {', '.join(DECODING_MODES)}{did_you_mean(mode, DECODING_MODES)}"
-        problems.warn(config.file, config.line(key), key, text)
+        hint = did_you_mean(mode, DECODING_MODES)
+        text = f"'{mode}' has no effect: it is not one of {', '.join(DECODING_MODES)}{hint}"
+        _warn(config, problems, "decoding_mode", text)
     if mode == "lookahead":
         return {"lookup_tokens": max(1, size - 1) if size is not None else _LOOKAHEAD_TOKENS}
     if size is not None:
-        key = "parameters.lookahead_ngram_size"
-        problems.warn(
-            config.file,
-            config.line(key),
-            key,
-            f"'{size}' has no effect: decoding_mode is not lookahead",
-        )
+        text = f"'{size}' has no effect: decoding_mode is not lookahead"
+        _warn(config, problems, "lookahead_ngram_size", text)
     return {}
 
 
@@ -302,7 +304,10 @@ def _check_instances(config: ModelConfig, problems: Problems) -> None:
     instances = sum(max(group.count, 1) for group in config.instance_groups)
     if instances > 1:
         key = "instance_group"
-        text = f"{instances} instances have no effect: one engine runs max_num_sequences requests at once"
+        text = (
+            f"{instances} instances have no effect: "
+            "one engine runs up to max_num_sequences requests at once"
+        )
         problems.warn(config.file, config.line(key), key, text)
 
 
@@ -311,8 +316,7 @@ def _check_batching_strategy(
 ) -> None:
     strategy = parameters.get("gpt_model_type")
     if strategy is not None and strategy not in BATCHING_STRATEGIES:
-        key = "parameters.gpt_model_type"
         allowed = ", ".join(BATCHING_STRATEGIES)
         hint = did_you_mean(strategy, BATCHING_STRATEGIES)
-        text = f"Invalid gpt_model_type '{strategy}': it is one of {allowed}{hint}"
-        problems.error(config.file, config.line(key), key, text)
+        text = f"Invalid gpt_model_type '{strategy}': it must be one of {allowed}{hint}"
+        _error(config, problems, "gpt_model_type", text)

@@ -1,4 +1,4 @@
-"""An ensemble as a graph: which step feeds which, and whether the whole can run at all."""
+"""An ensemble as a graph of steps: checks that it can run, and the order to run it in."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from slipstream.repository.problems import Problems, did_you_mean
 
 
 def check_graph(config: ModelConfig, models: Mapping[str, ModelConfig], problems: Problems) -> None:
-    """Every step names a model and its tensors, every tensor has one source, and nothing waits for
-    itself.
-    """
+    """Report steps without a model, unknown or unmapped tensors, tensors with two sources, and cycles."""
 
     def error(key: str, text: str) -> None:
         problems.error(config.file, config.line(key), key, text)
@@ -34,14 +32,13 @@ def check_graph(config: ModelConfig, models: Mapping[str, ModelConfig], problems
         error("output", f"no step makes the ensemble's output '{name}'")
     if len(run_order(config.ensemble_steps, config.input_names)) < len(config.ensemble_steps):
         error("ensemble_scheduling", "some steps wait for tensors that no step before them makes")
-    if config.name in _reached(config, models):
+    if config.name in _list_reachable(config, models):
         error("ensemble_scheduling", "the ensemble contains itself")
 
 
 def _check_step(
     step: EnsembleStep, model: ModelConfig, key: str, error: Callable[[str, str], None]
 ) -> None:
-
     for tensor in step.input_map.keys() - model.input_names:
         error(
             f"{key}.input_map",
@@ -57,7 +54,8 @@ def _check_step(
             error(f"{key}.input_map", f"input '{given.name}' of '{model.name}' is not mapped")
 
 
-def _reached(config: ModelConfig, models: Mapping[str, ModelConfig]) -> set[str]:
+def _list_reachable(config: ModelConfig, models: Mapping[str, ModelConfig]) -> set[str]:
+    """Return the models that an ensemble uses, directly or through other ensembles."""
     found: set[str] = set()
     waiting = [step.model_name for step in config.ensemble_steps]
     while waiting:
@@ -69,7 +67,7 @@ def _reached(config: ModelConfig, models: Mapping[str, ModelConfig]) -> set[str]
 
 
 def run_order(steps: Collection[EnsembleStep], inputs: Collection[str]) -> list[EnsembleStep]:
-    """The steps, each after those whose tensors it takes; those that can never run are left out."""
+    """Return the steps in an order in which each has its inputs. Steps that can never run are left out."""
     known = set(inputs)
     waiting = list(steps)
     order: list[EnsembleStep] = []
@@ -84,7 +82,7 @@ def run_order(steps: Collection[EnsembleStep], inputs: Collection[str]) -> list[
 
 
 def needed_steps(order: Collection[EnsembleStep], outputs: Collection[str]) -> list[EnsembleStep]:
-    """Of steps in their order, those without which one of the outputs would be missing."""
+    """Return the steps that at least one of the outputs depends on, in the same order."""
     wanted = set(outputs)
     needed = []
     for step in reversed(list(order)):

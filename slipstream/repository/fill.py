@@ -1,7 +1,7 @@
-"""Filling a config.pbtxt template in the way of fill_template.py, and saying what that left undone.
+"""Fill a config.pbtxt template like fill_template.py, and report what was not filled.
 
-key:value,key:value,…      `\\,` `\\:` and `\\\\` stand for the character itself; a value may be
-empty
+The substitutions are `key:value,key:value,…`. The escapes `\\,`, `\\:` and `\\\\` stand for the
+character itself. A value may be empty.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from slipstream.repository.problems import did_you_mean
 from slipstream.weights.whole_file import write_whole
 
-# What later releases fill in by themselves; a template without them is not touched.
+# Variables that later releases fill by themselves. A template without them is not changed.
 ALWAYS_FILLED = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
 _VARIABLE = re.compile(
     r"\$(?:(?P<escaped>\$)|\{(?P<braced>[^{}\s]*)\}|(?P<bare>[_a-zA-Z][_a-zA-Z0-9]*))"
@@ -22,14 +22,14 @@ _VARIABLE = re.compile(
 
 
 class FillError(ValueError):
-    """The substitutions cannot be read. The text says which piece."""
+    """The substitutions cannot be parsed. The text names the piece that is wrong."""
 
 
 @dataclass(frozen=True)
 class Filled:
     text: str
-    unknown: tuple[str, ...]  # given, but not in the template
-    left: tuple[str, ...]  # in the template, but not given; they mean their defaults
+    unknown: tuple[str, ...]  # substitutions that the template has no variable for
+    left: tuple[str, ...]  # variables without a substitution; the server uses their defaults
 
 
 def parse_substitutions(text: str) -> dict[str, str]:
@@ -38,7 +38,7 @@ def parse_substitutions(text: str) -> dict[str, str]:
         key, *rest = _split(piece, ":", once=True)
         if not rest or not key.strip():
             raise FillError(f"'{piece}' is not key:value; pieces are key:value with commas between")
-        values[_unescaped(key).strip()] = _unescaped(rest[0])
+        values[_unescape(key).strip()] = _unescape(rest[0])
     return values
 
 
@@ -61,7 +61,7 @@ def fill_text(text: str, values: Mapping[str, str]) -> Filled:
 
 
 def report(file: str, text: str, filled: Filled) -> list[str]:
-    """One line for what was given in vain, with the nearest name, and one for what is left."""
+    """Return one line per unused substitution, and one line that lists the unfilled variables."""
     known = [
         match["braced"] or match["bare"]
         for match in _VARIABLE.finditer(text)
@@ -83,7 +83,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def _split(text: str, mark: str, once: bool = False) -> list[str]:
-    """At `mark`, but not where a backslash stands before it."""
+    """Split at `mark`, except where a backslash precedes it."""
     pieces: list[str] = []
     current = ""
     position = 0
@@ -102,5 +102,5 @@ def _split(text: str, mark: str, once: bool = False) -> list[str]:
     return [*pieces, current]
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     return re.sub(r"\\([,:\\])", r"\1", text)

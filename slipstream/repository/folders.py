@@ -1,4 +1,4 @@
-"""Where engines and tokenizers lie: paths as repositories of every release write them."""
+"""Find the folders of engines, tokenizers and adapters that a repository names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 
 def candidate_folders(value: str, repository: Path, config: ModelConfig) -> list[Path]:
-    """A relative path counts from the working folder, then from the repository, then from the
-    model's folder.
+    """Return where a path may point, most likely first.
+
+    A relative path may start at the working folder, the repository or the model's folder.
     """
-    # which leaves the home of an unknown user as it is: nothing is there
+    # expanduser leaves the home of an unknown user as it is; no such folder exists then
     path = Path(os.path.expanduser(value))
     if path.is_absolute():
         return [path]
@@ -35,20 +36,24 @@ def find_engine(
     repository: Path,
     problems: Problems,
 ) -> EngineConfig | None:
-    """The engine that `given` (parameter, value) names or, unset, the one in the model's version
-    folder.
+    """Return the config of the engine that `given` (parameter, value) names.
+
+    Without `given` the engine is in the model's version folder. Returns None after reporting why
+    the engine cannot be used.
     """
     key = f"parameters.{given[0]}" if given else "parameters.gpt_model_path"
     try:
         if given is None:
-            return read_engine_config(_engine_beside_model(config.file.parent / str(version)))
-        return read_engine_config(_engine_at(candidate_folders(given[1], repository, config)))
+            return read_engine_config(_find_engine_in_version(config.file.parent / str(version)))
+        return read_engine_config(
+            _find_first_engine(candidate_folders(given[1], repository, config))
+        )
     except EngineFolderError as error:
         problems.error(config.file, config.line(key), key, str(error))
         return None
 
 
-def _engine_at(candidates: list[Path]) -> Path:
+def _find_first_engine(candidates: list[Path]) -> Path:
     missing: EngineFolderError | None = None
     for candidate in candidates:
         try:
@@ -63,7 +68,7 @@ def _engine_at(candidates: list[Path]) -> Path:
     raise missing
 
 
-def _engine_beside_model(version_folder: Path) -> Path:
+def _find_engine_in_version(version_folder: Path) -> Path:
     children = [child.parent for child in version_folder.glob("*/config.json")]
     if not (version_folder / "config.json").is_file() and len(children) == 1:
         return children[0]
@@ -77,9 +82,7 @@ def find_tokenizer(
     repository: Path,
     problems: Problems,
 ) -> Path:
-    """The folder that `tokenizer_dir` names, when it is there; an engine folder carries its
-    tokenizer anyway.
-    """
+    """Return the folder that `tokenizer_dir` names, or the engine folder if that has no tokenizer."""
     if config is None or value is None:
         return engine
     for candidate in candidate_folders(value, repository, config):
@@ -101,7 +104,7 @@ def find_tokenizer(
 def find_adapters(
     config: ModelConfig, value: str | None, repository: Path, problems: Problems
 ) -> Path | None:
-    """The folder that `lora_prefetch_dir` names."""
+    """Return the folder that `lora_prefetch_dir` names, or None."""
     if not value:
         return None
     candidates = candidate_folders(value, repository, config)

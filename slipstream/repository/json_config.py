@@ -1,6 +1,4 @@
-"""A model configuration as JSON (what a load request may bring), made into the tree that a
-config.pbtxt becomes.
-"""
+"""Convert a model configuration in JSON (from a load request) to the tree of a parsed config.pbtxt."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from slipstream.repository.schema import ENUMS, INTEGER_RANGES, MESSAGES
 
 
 def message_from_json(type_name: str, given: Mapping[str, Any]) -> Message:
+    """Return the tree that a config.pbtxt with the same content is parsed into."""
     declared = MESSAGES.get(type_name, {})
     return Message(tuple(_fields(declared, given)), 0)
 

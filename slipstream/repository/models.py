@@ -1,8 +1,8 @@
-"""The models of a repository folder and how they chain: what the server builds itself from.
+"""Read the models of a repository and the pipelines (preprocessing, engine, postprocessing) in it.
 
-`read_repository(path)` reads everything, then raises one RepositoryError with every problem, or
-returns a `Repository` whose `warnings` say what was left to defaults. No weights are touched and
-nothing is executed: a `model.py` in the repository is only a file.
+`read_repository(path)` reads all models. It returns a `Repository` with warnings, or raises one
+RepositoryError that lists every problem. It reads no weights and executes no code: a `model.py` in
+the repository is not run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.engine.settings import EngineSettings
-from slipstream.repository.config import CONFIG_NAME, ModelConfig, QueuePolicy, read_model_config
+from slipstream.repository.config import (
+    CONFIG_NAME,
+    DynamicBatching,
+    ModelConfig,
+    QueuePolicy,
+    read_model_config,
+)
 from slipstream.repository.engine_parameters import Parameters, engine_settings, read_parameters
 from slipstream.repository.ensembles import check_graph
 from slipstream.repository.folders import find_adapters, find_engine, find_tokenizer
@@ -39,15 +45,14 @@ class RepositoryModel:
     folder: Path
     config: ModelConfig
     role: Role
-    versions: tuple[int, ...]  # that the version policy serves, ascending
+    versions: tuple[int, ...]  # served versions, in ascending order
     parameters: Parameters = field(repr=False, default=Parameters({}))
-    # the configuration itself is wrong, so that nothing can be made of the model
-    malformed: bool = False
+    malformed: bool = False  # whether the configuration has errors and the model cannot be built
 
 
 @dataclass(frozen=True)
 class EngineModel:
-    """An engine model with its paths found and its parameters read."""
+    """An engine model with its folders and settings."""
 
     name: str
     engine: EngineConfig
@@ -59,26 +64,27 @@ class EngineModel:
     add_special_tokens: bool
     skip_special_tokens: bool
     queue_policy: QueuePolicy = field(default_factory=QueuePolicy)
-    priority_levels: int = 0  # 0: any
+    priority_levels: int = 0  # number of priority levels; 0 for no limit
     default_priority: int = 0
-    adapter_folder: Path | None = None  # holds a folder for each adapter that requests may name
+    adapter_folder: Path | None = None  # parent of the adapter folders that requests may name
 
 
 @dataclass(frozen=True)
-class TextChain:
-    """A text-to-text model: preprocessing, an engine, postprocessing, as an ensemble or behind a
-    BLS model.
+class TextPipeline:
+    """A text-to-text model: preprocessing, an engine and postprocessing.
+
+    In the repository it is an ensemble of the three or one BLS model.
     """
 
     name: str
-    engine: str  # the engine model's name
+    engine: str  # name of the engine model
     fields: TextFields
     ensemble: bool
     decoupled: bool
-    placeholders: bool  # outputs nobody asked for are sent as 0.0, as repositories before 0.14 did
+    placeholders: bool  # whether outputs not requested are sent as 0.0, as before release 0.14
     accumulate_tokens: bool = False
-    draft_engine: str = ""  # the engine model that guesses for requests with num_draft_tokens
-    comma_words: bool = False  # a text of word lists holds several words, with commas between
+    draft_engine: str = ""  # engine model that drafts for requests with num_draft_tokens
+    comma_words: bool = False  # whether a string of a word list holds words separated by commas
 
 
 @dataclass(frozen=True)
@@ -86,14 +92,12 @@ class Repository:
     paths: tuple[Path, ...]
     models: Mapping[str, RepositoryModel]
     engines: Mapping[str, EngineModel]
-    chains: Mapping[str, TextChain]  # by the name of the ensemble or the BLS model
-    graphs: frozenset[str] = frozenset()  # ensembles of other models, run step by step
+    pipelines: Mapping[str, TextPipeline]  # name of the ensemble or BLS model → pipeline
+    graphs: frozenset[str] = frozenset()  # names of the other ensembles, which run step by step
     warnings: tuple[Problem, ...] = ()
 
     def needed_by(self, name: str) -> tuple[str, ...]:
-        """The models that one cannot be served without, themselves included, in an order to load
-        them in.
-        """
+        """Return the models that a model needs, itself included, in an order to load them in."""
         found: dict[str, None] = {}
 
         def visit(part: str) -> None:
@@ -107,10 +111,10 @@ class Repository:
         return tuple(found)
 
     def _parts(self, name: str) -> Iterator[str]:
-        if name in self.chains:
-            yield self.chains[name].engine
-            if self.chains[name].draft_engine:
-                yield self.chains[name].draft_engine
+        if name in self.pipelines:
+            yield self.pipelines[name].engine
+            if self.pipelines[name].draft_engine:
+                yield self.pipelines[name].draft_engine
         for step in self.models[name].config.ensemble_steps:
             if step.model_name != name:
                 yield step.model_name
@@ -121,7 +125,11 @@ ServedElsewhere = Collection[str] | Callable[[RepositoryModel], bool]
 
 
 def read_repository(path: Paths, served_elsewhere: ServedElsewhere = ()) -> Repository:
-    """`served_elsewhere` names models the caller brings itself, whatever their configuration says."""
+    """Return the repository, or raise RepositoryError with every problem.
+
+    `served_elsewhere` names the models that the caller serves itself. Their configurations are not
+    checked.
+    """
     repository, problems = inspect_repository(path, served_elsewhere)
     if problems.errors:
         raise RepositoryError(problems.errors)
@@ -133,52 +141,62 @@ def inspect_repository(
     served_elsewhere: ServedElsewhere = (),
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[Repository, Problems]:
-    """The repository as far as it can be read, and everything there is to say about it.
+    """Return what could be read of the repository, and its problems.
 
-    `overrides` are configurations (as JSON has them) that stand in for the files of the models they
-    name.
+    `overrides` are configurations in JSON's form. They replace the files of the models they name.
     """
     folders = _folders(path)
     problems = Problems()
-    models: dict[str, RepositoryModel] = {}
-    for folder in folders:
-        for model in _read_models(folder, overrides or {}, problems):
-            if model.name in models:
-                other = models[model.name].folder.parent
-                problems.error(
-                    model.folder, 0, "", f"there is a model '{model.name}' in {other} too"
-                )
-            models.setdefault(model.name, model)
-    if not models and not problems.errors:
-        places = ", ".join(str(folder) for folder in folders)
-        problems.error(places, 0, "", f"no model in it (a model is a folder with {CONFIG_NAME})")
-    elsewhere = _claims(served_elsewhere)
-    ours = {name: model for name, model in models.items() if not elsewhere(model)}
+    models = _read_folders(folders, overrides or {}, problems)
+    ours = {
+        name: model
+        for name, model in models.items()
+        if not _is_served_elsewhere(model, served_elsewhere)
+    }
     engines = dict(_read_engines(ours, models, problems))
-    chains = dict(_read_chains(ours, problems))
+    pipelines = dict(_read_pipelines(ours, problems))
     graphs = frozenset(
-        name for name, model in ours.items() if model.role is Role.ENSEMBLE and name not in chains
+        name
+        for name, model in ours.items()
+        if model.role is Role.ENSEMBLE and name not in pipelines
     )
+    configs = {name: model.config for name, model in models.items()}
     for name in sorted(graphs):
-        check_graph(
-            models[name].config, {other: model.config for other, model in models.items()}, problems
-        )
+        check_graph(configs[name], configs, problems)
     _report_unknown(ours, problems)
     models = {
-        name: _with_batch_size(model, engines, chains, problems) for name, model in models.items()
+        name: _fill_batch_size(model, engines, pipelines, problems)
+        for name, model in models.items()
     }
-    return Repository(folders, models, engines, chains, graphs, problems.warnings), problems
+    return Repository(folders, models, engines, pipelines, graphs, problems.warnings), problems
 
 
 def _folders(path: Paths) -> tuple[Path, ...]:
     return (Path(path),) if isinstance(path, (str, Path)) else tuple(Path(one) for one in path)
 
 
-def _claims(served_elsewhere: ServedElsewhere) -> Callable[[RepositoryModel], bool]:
+def _is_served_elsewhere(model: RepositoryModel, served_elsewhere: ServedElsewhere) -> bool:
     if callable(served_elsewhere):
-        return served_elsewhere
-    names = served_elsewhere
-    return lambda model: model.name in names
+        return served_elsewhere(model)
+    return model.name in served_elsewhere
+
+
+def _read_folders(
+    folders: tuple[Path, ...], overrides: Mapping[str, Mapping[str, Any]], problems: Problems
+) -> dict[str, RepositoryModel]:
+    """Return the models of all folders by name, and report names that occur twice."""
+    models: dict[str, RepositoryModel] = {}
+    for folder in folders:
+        for model in _read_models(folder, overrides, problems):
+            if model.name in models:
+                other = models[model.name].folder.parent
+                text = f"there is a model '{model.name}' in {other} too"
+                problems.error(model.folder, 0, "", text)
+            models.setdefault(model.name, model)
+    if not models and not problems.errors:
+        places = ", ".join(str(folder) for folder in folders)
+        problems.error(places, 0, "", f"no model in it (a model is a folder with {CONFIG_NAME})")
+    return models
 
 
 def _report_unknown(models: Mapping[str, RepositoryModel], problems: Problems) -> None:
@@ -186,10 +204,15 @@ def _report_unknown(models: Mapping[str, RepositoryModel], problems: Problems) -
         if model.role is not Role.OTHER or model.malformed:
             continue
         backend = model.config.backend or model.config.platform
-        text = f"unable to find backend library for backend '{backend}', try specifying runtime on the model"
-        text += " configuration."
+        text = (
+            f"unable to find backend library for backend '{backend}', "
+            "try specifying runtime on the model configuration."
+        )
         if backend == "python":
-            text = f"model '{name}' is none of the known roles, and code from a repository is not executed"
+            text = (
+                f"model '{name}' has none of the known roles, "
+                "and code from a repository is not executed"
+            )
         problems.error(model.config.file, 0, "", text)
 
 
@@ -227,16 +250,15 @@ def _versions(folder: Path, config: ModelConfig, role: Role, problems: Problems)
         if child.is_dir() and _VERSION.fullmatch(child.name)
     )
     if not present and role is not Role.OTHER:
-        if role is not Role.ENSEMBLE:  # an ensemble's folder is empty, and git drops empty folders
+        # the version folder of an ensemble is empty, and git does not store empty folders
+        if role is not Role.ENSEMBLE:
             problems.warn(folder, 0, "", "no version folder in it: served as version 1")
         present = (1,)
     versions = config.version_policy.choose(present)
     if not versions:
-        text = (
-            "no version folder"
-            if not present
-            else f"the version policy leaves none of {sorted(present)}"
-        )
+        text = "no version folder"
+        if present:
+            text = f"the version policy selects none of {sorted(present)}"
         problems.error(config.file, config.line("version_policy"), "version_policy", text)
     return versions
 
@@ -257,66 +279,72 @@ def _read_engine(
     models: Mapping[str, RepositoryModel],
     problems: Problems,
 ) -> EngineModel | None:
+    """Return the engine model, or None after reporting why it cannot be used."""
     config = model.config
     parameters = model.parameters
     settings = engine_settings(config, parameters, problems)
-    if (
-        not {"input_ids", "request_output_len"} <= config.input_names
-        or "output_ids" not in config.output_names
-    ):
-        problems.error(
-            config.file,
-            0,
-            "input",
-            "an engine model needs input_ids, request_output_len and output_ids",
-        )
+    inputs = {"input_ids", "request_output_len"}
+    if not inputs <= config.input_names or "output_ids" not in config.output_names:
+        text = "an engine model needs input_ids, request_output_len and output_ids"
+        problems.error(config.file, 0, "input", text)
         return None
-    given = next(
-        ((n, parameters.get(n)) for n in ("gpt_model_path", "engine_dir") if parameters.get(n)),
-        None,
-    )
-    engine = find_engine(
-        config, given, model.versions[-1] if model.versions else 1, repository, problems
-    )
-    before = _neighbour(model.name, Role.PREPROCESSING, models)
-    after = _neighbour(model.name, Role.POSTPROCESSING, models)
+    engine = _find_engine(repository, model, problems)
     if engine is None:
         return None
     _warn_of_echo(config, parameters, problems)
-    tokenizer = _tokenizer_named_by([before, after, model], problems)
-    batching = config.dynamic_batching
+    before = _find_neighbour(model.name, Role.PREPROCESSING, models)
+    after = _find_neighbour(model.name, Role.POSTPROCESSING, models)
+    tokenizer = _find_tokenizer_model([before, after, model], problems)
+    batching = config.dynamic_batching or DynamicBatching()
     return EngineModel(
         name=model.name,
         engine=engine,
         tokenizer_folder=find_tokenizer(
             tokenizer.config if tokenizer else None,
-            tokenizer.parameters.get("tokenizer_dir") if tokenizer else None,
+            _parameter(tokenizer, "tokenizer_dir", None),
             engine.path,
             repository,
             problems,
         ),
-        settings=_with_beams(settings, engine),
+        settings=_set_beam_width(settings, engine),
         decoupled=config.decoupled,
         exclude_input_in_output=parameters.get("exclude_input_in_output", False),
         normalize_log_probs=parameters.get("normalize_log_probs", True),
-        # Unset meant False in 0.9 and 0.10 and True since 0.11; True gives one BOS, as the model
-        # was trained.
-        add_special_tokens=before.parameters.get("add_special_tokens", True) if before else True,
-        skip_special_tokens=after.parameters.get("skip_special_tokens", True) if after else True,
-        queue_policy=batching.queue_policy if batching else QueuePolicy(),
-        priority_levels=batching.priority_levels if batching else 0,
-        default_priority=batching.default_priority_level if batching else 0,
+        # Unset meant False in 0.9 and 0.10 and means True since 0.11. True adds one BOS token, as
+        # in the model's training.
+        add_special_tokens=_parameter(before, "add_special_tokens", True),
+        skip_special_tokens=_parameter(after, "skip_special_tokens", True),
+        queue_policy=batching.queue_policy,
+        priority_levels=batching.priority_levels,
+        default_priority=batching.default_priority_level,
         adapter_folder=find_adapters(
             config, parameters.get("lora_prefetch_dir"), repository, problems
         ),
     )
 
 
-def _tokenizer_named_by(
+def _parameter(model: RepositoryModel | None, name: str, default: Any) -> Any:
+    """Return a parameter of a model that may be absent."""
+    return default if model is None else model.parameters.get(name, default)
+
+
+def _find_engine(
+    repository: Path, model: RepositoryModel, problems: Problems
+) -> EngineConfig | None:
+    given = None
+    for name in ("gpt_model_path", "engine_dir"):
+        if given is None and model.parameters.get(name):
+            given = (name, model.parameters.get(name))
+    version = model.versions[-1] if model.versions else 1
+    return find_engine(model.config, given, version, repository, problems)
+
+
+def _find_tokenizer_model(
     models: Sequence[RepositoryModel | None], problems: Problems
 ) -> RepositoryModel | None:
-    """The first of these models that names a tokenizer; one that comes after it is not asked, which
-    is said.
+    """Return the first of these models that names a tokenizer.
+
+    Warns if the last model, which is the engine, names another tokenizer.
     """
     naming = [
         model for model in models if model is not None and model.parameters.get("tokenizer_dir")
@@ -327,62 +355,65 @@ def _tokenizer_named_by(
         given = last.parameters.get("tokenizer_dir")
         if first.parameters.get("tokenizer_dir") != given:
             key = "parameters.tokenizer_dir"
-            text = f"'{given}' has no effect: the tokenizer that {first.name} names is used"
+            text = f"'{given}' has no effect: the tokenizer of {first.name} is used"
             problems.warn(last.config.file, last.config.line(key), key, text)
     return naming[0] if naming else None
 
 
-def _with_beams(settings: EngineSettings, engine: EngineConfig) -> EngineSettings:
-    """Where the repository does not say how wide beams may be, the engine's build does."""
+def _set_beam_width(settings: EngineSettings, engine: EngineConfig) -> EngineSettings:
+    """Return the settings, with the beam width of the engine's build if the repository sets none."""
     if settings.max_beam_width is not None:
         return settings
     return replace(settings, max_beam_width=engine.build.max_beam_width)
 
 
 def _warn_of_echo(config: ModelConfig, parameters: Parameters, problems: Problems) -> None:
-    """Upstream's default surprises so many that it is said once, at the start."""
+    """Warn that responses begin with the prompt, a default of upstream that surprises users."""
     key = "parameters.exclude_input_in_output"
-    # said already, then
+    # an unfilled template variable has already been reported
     unset = parameters.get("exclude_input_in_output") is None and key not in config.unfilled
-    if unset and "sequence_length" in config.output_names:  # before 0.6 there was no choice
+    # repositories before 0.6, without sequence_length, have no such parameter
+    if unset and "sequence_length" in config.output_names:
         text = "is not set: answers begin with the prompt, as upstream's do; True leaves it out"
         problems.warn(config.file, config.line(key), key, text)
 
 
-def _neighbour(
+def _find_neighbour(
     engine: str, role: Role, models: Mapping[str, RepositoryModel]
 ) -> RepositoryModel | None:
-    """The model of `role` that shares an ensemble with the engine, or the one with the customary
-    name.
+    """Return the model of `role` that belongs to an engine, or None.
+
+    That is the one in the same ensemble, else the one with the usual name, else the only one.
     """
     for model in models.values():
         steps = [step.model_name for step in model.config.ensemble_steps]
         if engine in steps:
-            found = [models[name] for name in steps if name in models and models[name].role is role]
-            if found:
-                return found[0]
-    same_role = [model for model in models.values() if model.role is role]
-    customary = [model for model in same_role if model.name == role.value]
-    return customary[0] if customary else same_role[0] if len(same_role) == 1 else None
+            for name in steps:
+                if name in models and models[name].role is role:
+                    return models[name]
+    same_role = {model.name: model for model in models.values() if model.role is role}
+    if role.value in same_role:
+        return same_role[role.value]
+    return next(iter(same_role.values())) if len(same_role) == 1 else None
 
 
-def _read_chains(
+def _read_pipelines(
     models: Mapping[str, RepositoryModel], problems: Problems
-) -> Iterator[tuple[str, TextChain]]:
+) -> Iterator[tuple[str, TextPipeline]]:
     for model in models.values():
-        chain = None
+        pipeline = None
         if model.role is Role.ENSEMBLE:
-            chain = _ensemble_chain(model, models)
+            pipeline = _read_ensemble(model, models)
         elif model.role is Role.BLS:
-            chain = _bls_chain(model, models, problems)
-        if chain is not None:
-            yield model.name, chain
+            pipeline = _read_bls(model, models, problems)
+        if pipeline is not None:
+            yield model.name, pipeline
 
 
-def _ensemble_chain(
+def _read_ensemble(
     model: RepositoryModel, models: Mapping[str, RepositoryModel]
-) -> TextChain | None:
-    """The chain an ensemble is, where it is one of the three known models and nothing else."""
+) -> TextPipeline | None:
+    """Return the pipeline of an ensemble, or None unless it consists of the three known roles."""
     config = model.config
     steps = model.config.ensemble_steps
     roles = {
@@ -394,7 +425,7 @@ def _ensemble_chain(
         return None
     after = next(name for name, role in roles.items() if role is Role.POSTPROCESSING)
     before = next(name for name, role in roles.items() if role is Role.PREPROCESSING)
-    return TextChain(
+    return TextPipeline(
         name=model.name,
         engine=engines[0],
         fields=ensemble_fields(config, roles),
@@ -405,9 +436,11 @@ def _ensemble_chain(
     )
 
 
-def _bls_chain(
+def _read_bls(
     model: RepositoryModel, models: Mapping[str, RepositoryModel], problems: Problems
-) -> TextChain | None:
+) -> TextPipeline | None:
+    """Return the pipeline of a BLS model, or None after reporting that its engine is missing."""
+    config = model.config
     wanted = model.parameters.get("tensorrt_llm_model_name")
     engines = [name for name, other in models.items() if other.role is Role.ENGINE]
     engine = wanted or "tensorrt_llm"
@@ -415,28 +448,23 @@ def _bls_chain(
         engine = engines[0]
     if engine not in engines:
         key = "parameters.tensorrt_llm_model_name"
-        text = f"there is no engine model '{engine}' here" + (
-            f" (there is {', '.join(engines)})" if engines else ""
-        )
-        problems.error(model.config.file, model.config.line(key), key, text)
+        others = f" (there is {', '.join(engines)})" if engines else ""
+        text = f"there is no engine model '{engine}' here{others}"
+        problems.error(config.file, config.line(key), key, text)
         return None
     draft = model.parameters.get("tensorrt_llm_draft_model_name") or ""
     if draft and draft not in engines:
         key = "parameters.tensorrt_llm_draft_model_name"
-        problems.error(
-            model.config.file,
-            model.config.line(key),
-            key,
-            f"there is no engine model '{draft}' here",
-        )
-    after = _neighbour(engine, Role.POSTPROCESSING, models)
-    return TextChain(
+        text = f"there is no engine model '{draft}' here"
+        problems.error(config.file, config.line(key), key, text)
+    after = _find_neighbour(engine, Role.POSTPROCESSING, models)
+    return TextPipeline(
         name=model.name,
         engine=engine,
         draft_engine=draft,
-        fields=bls_fields(model.config),
+        fields=bls_fields(config),
         ensemble=False,
-        decoupled=model.config.decoupled,
+        decoupled=config.decoupled,
         placeholders=after is None or _sends_placeholders(after.config),
         accumulate_tokens=model.parameters.get("accumulate_tokens", False),
     )
@@ -446,16 +474,16 @@ def _sends_placeholders(postprocessing: ModelConfig) -> bool:
     return bool({"OUT_CUM_LOG_PROBS", "OUT_CONTEXT_LOGITS"} & postprocessing.output_names)
 
 
-def _with_batch_size(
+def _fill_batch_size(
     model: RepositoryModel,
     engines: Mapping[str, EngineModel],
-    chains: Mapping[str, TextChain],
+    pipelines: Mapping[str, TextPipeline],
     problems: Problems,
 ) -> RepositoryModel:
-    """An unfilled max_batch_size is the engine's."""
+    """Return the model, with the engine's batch size if its max_batch_size was not filled."""
     if "max_batch_size" not in model.config.unfilled:
         return model
-    name = chains[model.name].engine if model.name in chains else model.name
+    name = pipelines[model.name].engine if model.name in pipelines else model.name
     engine = engines.get(name) or next(iter(engines.values()), None)
     size = engine.engine.build.max_batch_size if engine else 1
     text = f"was not filled: using the engine's ({size})"

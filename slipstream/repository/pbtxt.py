@@ -1,9 +1,8 @@
-"""Protobuf's text format as config.pbtxt files use it, read into a tree that knows the line of
-every field.
+"""Parse protobuf's text format, as config.pbtxt files use it, into a tree with line numbers.
 
-Nothing here knows which fields exist: that is schema.py. An unquoted `${name}`, which protobuf
-refuses, is a value of its own kind, because templates that were not filled completely are common
-and have a meaning here.
+Which fields exist is in schema.py. An unquoted `${name}`, which protobuf rejects, is parsed as a
+placeholder: templates that were not filled completely are common, and their variables have
+defaults.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-MAX_DEPTH = 64  # config.pbtxt needs 6; a deeper file is damaged or hostile
+MAX_DEPTH = 64  # limit on nested messages; config.pbtxt needs 6
 
 Kind = Literal["string", "number", "word", "placeholder"]
 
@@ -58,7 +57,7 @@ class PbtxtError(ValueError):
 @dataclass(frozen=True)
 class Scalar:
     kind: Kind
-    text: str  # a string without quotes and escapes; a placeholder's name; otherwise as written
+    text: str  # string without quotes and escapes, name of a placeholder, or the text as written
     line: int
 
 
@@ -70,7 +69,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Field:
-    """`name: value`. A list is as many fields of the same name, in order."""
+    """One `name: value`. A list is several fields of the same name, in order."""
 
     name: str
     value: Scalar | Message
@@ -204,7 +203,7 @@ class _Parser:
 
     def string(self, first: _Token) -> str:
         pieces = [_unescape(first)]
-        while self.next.kind == "string":  # neighbours are one string, as in C
+        while self.next.kind == "string":  # adjacent strings are concatenated, as in C
             pieces.append(_unescape(self.take()))
         try:
             return b"".join(pieces).decode("utf-8")

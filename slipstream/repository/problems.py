@@ -1,5 +1,6 @@
-"""What is wrong with a repository, said once and all together: file:line: key: what, what is
-allowed, did you mean.
+"""The problems of a repository, collected into one report.
+
+Each problem is one line: the file, the line, the key, what is wrong, and what is allowed.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Problem:
     file: str
-    line: int  # 0: the file or the folder as a whole
+    line: int  # line number; 0 for the whole file or folder
     key: str
     text: str
-    fatal: bool = True  # False: a warning, the repository can be served
+    fatal: bool = True  # False for a warning: the repository can still be served
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.line else self.file
@@ -24,7 +25,7 @@ class Problem:
 
 @dataclass
 class Problems:
-    """The list that every reader of a repository adds to, so that one report tells everything."""
+    """The problems found so far. Every reader of a repository adds to the same list."""
 
     found: list[Problem] = field(default_factory=list)
 
@@ -44,7 +45,7 @@ class Problems:
 
 
 class RepositoryError(Exception):
-    """The repository cannot be served. The text lists every fatal problem, one a line."""
+    """The repository cannot be served. The text lists every fatal problem, one per line."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -52,6 +53,6 @@ class RepositoryError(Exception):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" when something known is close, otherwise nothing."""
+    """Return "; did you mean 'x'?" for the closest known word, or "" without a close one."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,4 +1,4 @@
-"""A repository as it was found on disk: the models, and what is wrong with each."""
+"""The result of reading a repository: its models and their problems."""
 
 from __future__ import annotations
 

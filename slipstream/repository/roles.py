@@ -1,9 +1,7 @@
-"""Which part of a language model each model of a repository plays, told by its tensors, not by its
-name.
+"""The role of each model of a repository, found from its tensors and not from its name.
 
-Tensor names changed over four releases of repositories. `ENGINE_FIELDS` and its neighbours
-translate each of them to one set of field names (those of the generate endpoint), which the rest of
-the server speaks.
+Tensor names differ between releases of the repositories. The tables of `request_fields` translate
+them to one set of field names, those of the generate endpoint.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ class Role(StrEnum):
     PREPROCESSING = "preprocessing"
     ENGINE = "engine"
     POSTPROCESSING = "postprocessing"
-    ENSEMBLE = "ensemble"  # of the three above
-    BLS = "bls"  # the three above behind one model
-    OTHER = "other"  # somebody's own model
+    ENSEMBLE = "ensemble"  # ensemble of other models
+    BLS = "bls"  # one model that runs preprocessing, the engine and postprocessing
+    OTHER = "other"  # any other model, such as a user's Python model
 
 
 POSTPROCESSING_FIELDS = {
@@ -43,7 +41,7 @@ POSTPROCESSING_FIELDS = {
 
 @dataclass(frozen=True)
 class TextFields:
-    """What the tensors of a text-to-text model mean: the name on the wire → the field."""
+    """The tensors of a text-to-text model: name in requests → request field."""
 
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
@@ -57,7 +55,7 @@ def role_of(config: ModelConfig) -> Role:
     if {"input_ids", "request_output_len"} <= inputs and "output_ids" in outputs:
         return Role.ENGINE
     if config.backend in ENGINE_BACKENDS:
-        return Role.ENGINE  # its tensors are wrong, which the reader of engines reports
+        return Role.ENGINE  # the reader of engines reports the missing tensors
     if config.backend != "python":
         return Role.OTHER
     if "QUERY" in inputs and "INPUT_ID" in outputs:
@@ -70,24 +68,26 @@ def role_of(config: ModelConfig) -> Role:
 
 
 def engine_fields(config: ModelConfig) -> dict[str, str]:
+    """Return the inputs of an engine model: name in requests → request field."""
     return {name: ENGINE_FIELDS.get(name, name) for name in config.input_names}
 
 
 def engine_outputs(config: ModelConfig) -> dict[str, str]:
-    """What an engine model's answers hold: the field → the name on the wire."""
+    """Return the outputs of an engine model: field → name in responses."""
     names = {name: name for name in config.output_names}
     return {**names, "output_log_probs": "log_probs"} if answers_in_blocks(config) else names
 
 
 def answers_in_blocks(config: ModelConfig) -> bool:
-    """Whether an engine model is that of the gpt repository, which batches requests no further than
-    they come.
-    """
+    """Return whether an engine model is the gpt repository's, which answers a batch as a whole."""
     return "log_probs" in config.output_names
 
 
 def takes_comma_words(preprocessing: ModelConfig) -> bool:
-    """Before 0.6, when word lists were no optional inputs, one text held all words of a list."""
+    """Return whether one string holds all words of a list, separated by commas, as before 0.6.
+
+    In those releases the word lists were required inputs.
+    """
     return any(
         tensor.name == "STOP_WORDS_DICT" and not tensor.optional for tensor in preprocessing.inputs
     )
@@ -99,9 +99,9 @@ def bls_fields(config: ModelConfig) -> TextFields:
 
 
 def ensemble_fields(config: ModelConfig, roles: Mapping[str, Role]) -> TextFields:
-    """Follow the wires: an ensemble's tensor means what the step's tensor it is tied to means.
+    """Return the fields of an ensemble's tensors, found through the steps that they are mapped to.
 
-    A tensor that no known step reads keeps its own name, and is refused when a request brings it.
+    A tensor that no known step uses keeps its name. A request with such a tensor is rejected.
     """
     inputs = {name: name for name in config.input_names}
     outputs = {name: name for name in config.output_names}

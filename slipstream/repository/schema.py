@@ -1,9 +1,11 @@
-"""The fields of a Triton model configuration, and reading a parsed config.pbtxt against them.
+"""The fields of a Triton model configuration, and the reader of a parsed config.pbtxt.
 
-`MESSAGES` lists every message in the order of the protocol (the order in which `/config` prints). A
-type is a scalar, an enum or a message, after `repeated`, `map` (string keys) or `maybe` (a scalar
-without a default). The result is what protobuf's JSON form shows: scalars and lists always present,
-messages where given.
+`MESSAGES` lists the fields of every message in the order of model_config.proto, which is the order
+of `/config`. A type is a scalar, an enum or a message. It may follow `repeated`, `map` (with string
+keys) or `maybe` (a scalar without a default). A test compares `MESSAGES` with the proto.
+
+The result has the form of protobuf's JSON: scalars and lists are always present, messages only
+where the file has them.
 """
 
 from __future__ import annotations
@@ -254,7 +256,7 @@ MESSAGES: dict[str, dict[str, str]] = {
     "HistogramOptions": {"buckets": "repeated float"},
 }
 
-# What a template variable means when nobody filled it; others mean the type's own default.
+# Values of template variables that were not filled. Other variables get the default of their type.
 VARIABLE_DEFAULTS: dict[str, Any] = {
     "decoupled_mode": False,
     "max_queue_delay_microseconds": 0,
@@ -274,7 +276,7 @@ _FALSE = {"false", "False", "f", "0"}
 
 @dataclass
 class FileReading:
-    """One file being read: where problems go, where fields were, and which were left as `${…}`."""
+    """The state of reading one file: problems, line numbers, and fields left as `${…}`."""
 
     file: str
     problems: Problems
@@ -282,6 +284,7 @@ class FileReading:
     unfilled: set[str] = field(default_factory=set)
 
     def message(self, type_name: str, message: Message, path: str = "") -> dict[str, Any]:
+        """Return the fields of a message with defaults filled in. Wrong fields are reported."""
         declared = MESSAGES[type_name]
         values = {name: _default(kind) for name, kind in declared.items()}
         given: set[str] = set()
@@ -321,7 +324,7 @@ class FileReading:
             self.lines[where] = line
         read = self.value(element, value, where, line)
         if read is None:
-            return  # reported; the default stays
+            return  # the problem was reported; the default stays
         if shape == "repeated":
             values[name].append(read)
         else:
@@ -330,7 +333,7 @@ class FileReading:
     def _store_entry(
         self, entries: dict[str, Any], element: str, value: Scalar | Message, where: str, line: int
     ) -> None:
-        """A map is written as messages of `key` and `value`."""
+        """Store one entry of a map, which the file writes as a message of `key` and `value`."""
         if not isinstance(value, Message):
             self.problems.error(self.file, line, where, "expected { key: … value: … }")
             return
@@ -349,7 +352,7 @@ class FileReading:
         entries[key.text] = read if read is not None else _empty(element)
 
     def value(self, kind: str, value: Scalar | Message, where: str, line: int) -> Any:
-        """The value, or None where it is wrong (reported) or left to its default (warned)."""
+        """Return the value, or None after reporting that it is wrong or that a default is used."""
         if kind in MESSAGES:
             if isinstance(value, Message):
                 return self.message(kind, value, where + ".")
@@ -363,24 +366,23 @@ class FileReading:
             )
             return None
         if value.kind == "placeholder":
-            return self._unfilled(kind, value, where)
+            return self._use_default(kind, value, where)
         problem, read = _scalar(kind, value)
         if problem:
             self.problems.error(self.file, value.line, where, problem)
         return read
 
-    def _unfilled(self, kind: str, value: Scalar, where: str) -> Any:
+    def _use_default(self, kind: str, value: Scalar, where: str) -> Any:
+        """Return the value of a template variable that was not filled, with a warning."""
         self.unfilled.add(where)
         default = VARIABLE_DEFAULTS.get(value.text, _empty(kind))
         in_list = where.endswith("]") and value.text not in VARIABLE_DEFAULTS
-        meaning = (
-            "left out"
-            if in_list
-            else f"using the default ({default})"
-            if default != ""
-            else "using the default"
-        )
-        # its default is the engine's; whoever knows the engine says so
+        meaning = "using the default"
+        if in_list:
+            meaning = "left out"
+        elif default != "":
+            meaning = f"using the default ({default})"
+        # max_batch_size defaults to the engine's, which the reader of engines reports
         if where != "max_batch_size":
             self.problems.warn(
                 self.file, value.line, where, f"${{{value.text}}} was not filled: {meaning}"
@@ -416,7 +418,7 @@ def _expected(kind: str) -> str:
 
 
 def _scalar(kind: str, value: Scalar) -> tuple[str, Any]:
-    """(what is wrong or "", the value)"""
+    """Return (problem, value): an empty problem, or a problem and None."""
     shown = f'"{value.text}"' if value.kind == "string" else value.text
     wrong = f"expected {_expected(kind)}, got {shown}"
     if kind == "string":
@@ -433,9 +435,9 @@ def _scalar(kind: str, value: Scalar) -> tuple[str, Any]:
     if number is None:
         return wrong, None
     low, high = INTEGER_RANGES.get(kind, (number, number))
-    return (
-        ("", number) if low <= number <= high else (f"{shown} is not within {low} to {high}", None)
-    )
+    if low <= number <= high:
+        return "", number
+    return f"{shown} is not within {low} to {high}", None
 
 
 def _number(kind: str, text: str) -> int | float | None:

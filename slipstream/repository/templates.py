@@ -1,8 +1,7 @@
-"""Config.pbtxt templates of our own, with upstream's template variables, and writing a repository
-from them.
+"""Write a repository from the config.pbtxt templates of this package.
 
-Each folder of a repository appears whole or not at all: it is written beside its place and renamed
-into it.
+The templates use upstream's variables. Each model folder appears complete or not at all: it is
+written under a temporary name in the same folder and then renamed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _VARIABLE = re.compile(r"\$\{([^{}\s]*)\}")
 
 
 class RepositoryExists(Exception):
-    """Something is where a model would be written. Nothing was changed."""
+    """A folder already exists where a model would be written. Nothing was changed."""
 
 
 def template(name: str) -> str:
@@ -36,20 +35,21 @@ def template(name: str) -> str:
 
 
 def variables(text: str) -> list[str]:
-    """The template variables of a text, each once, in order."""
+    """Return the template variables of a text in order, each once."""
     return list(dict.fromkeys(_VARIABLE.findall(text)))
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Replace `${name}` where `values` has the name; the others stay for somebody else to fill."""
+    """Replace `${name}` where `values` has the name. Other variables are left in the text."""
     return _VARIABLE.sub(lambda match: values.get(match.group(1), match.group(0)), text)
 
 
 def write_repository(
     repo: Path, model_name: str, engine_dir: Path, tokenizer_dir: Path, max_batch_size: int
 ) -> list[Path]:
-    """Write the five models that serve one engine; NAME is the text-to-text model the user asks
-    for.
+    """Write the five models that serve one engine, and return their folders.
+
+    `model_name` is the name of the text-to-text model that clients use.
     """
     if not _NAME.fullmatch(model_name) or model_name in FIXED_NAMES:
         raise ValueError(f"'{model_name}' cannot be a model's name here")
@@ -88,8 +88,8 @@ def _values(
 ) -> dict[str, str]:
     return {
         "bls_model_name": model_name,
-        "engine_dir": _quotable(engine_dir),
-        "tokenizer_dir": _quotable(tokenizer_dir),
+        "engine_dir": _escape_quotes(engine_dir),
+        "tokenizer_dir": _escape_quotes(tokenizer_dir),
         "triton_max_batch_size": str(max_batch_size),
         "triton_backend": "tensorrtllm",
         "batching_strategy": "inflight_fused_batching",
@@ -103,19 +103,19 @@ def _values(
     }
 
 
-def _quotable(path: Path) -> str:
+def _escape_quotes(path: Path) -> str:
     return str(path.absolute()).replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _fill_all(text: str, values: Mapping[str, str]) -> str:
-    """What has no value is written as "": not set, and no `${…}` is left to wonder about."""
+    """Fill every variable. A variable without a value becomes "", which means not set."""
     return fill(text, {**dict.fromkeys(variables(text), ""), **values})
 
 
 def _write_model(folder: Path, config: str) -> None:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        # mkdtemp's 0700 would hide the model from a server run by another user
+        # mkdtemp creates the folder with mode 0700, which a server of another user cannot read
         unfinished.chmod(0o755)
         (unfinished / VERSION).mkdir()
         (unfinished / CONFIG_NAME).write_text(config, encoding="utf-8")

@@ -1,5 +1,6 @@
-"""Parameters that mean something upstream and nothing here: the values that ask for nothing, and
-why the others are not followed. A warning says so at the start; nothing is left out in silence.
+"""Parameters of upstream that have no effect here, and the reason for each.
+
+The server logs a warning at startup for every value that upstream would act on.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from typing import Any, NamedTuple
 
 
 class WithoutEffect(NamedTuple):
-    harmless: tuple[Any, ...]  # what upstream does by default, or what is done here anyway
+    harmless: tuple[Any, ...]  # values without a warning: upstream's default or this server's way
     reason: str
 
 
-_DECODER_ONLY = "this server runs decoder-only models of text"
+_DECODER_ONLY = "this server runs decoder-only text models"
 _ONE_DEVICE = "an engine runs on one device"
-_OWN_SPECULATION = "guesses come from the text itself (decoding_mode lookahead) or with the request (draft_input_ids)"
-_AT_ONCE = "metrics are current when they are read"
+_OWN_SPECULATION = (
+    "draft tokens come from the text itself (decoding_mode lookahead) "
+    "or from the request (draft_input_ids)"
+)
+_AT_ONCE = "metrics are computed when they are read"
 
 WITHOUT_EFFECT: Mapping[str, WithoutEffect] = {
     "encoder_model_path": WithoutEffect((), _DECODER_ONLY),
@@ -25,23 +29,21 @@ WITHOUT_EFFECT: Mapping[str, WithoutEffect] = {
     "visual_model_path": WithoutEffect((), _DECODER_ONLY),
     "multimodal_model_path": WithoutEffect((), _DECODER_ONLY),
     "max_num_images": WithoutEffect((), _DECODER_ONLY),
-    "gpu_device_ids": WithoutEffect(
-        (), f"{_ONE_DEVICE}, the first one that CUDA_VISIBLE_DEVICES leaves"
-    ),
+    "gpu_device_ids": WithoutEffect((), f"{_ONE_DEVICE}, the first one in CUDA_VISIBLE_DEVICES"),
     "participant_ids": WithoutEffect((), _ONE_DEVICE),
     "num_nodes": WithoutEffect((1,), _ONE_DEVICE),
     "gpu_weights_percent": WithoutEffect(
-        (1.0,), "weights are all on the device; weight-only builds make them smaller"
+        (1.0,), "all weights are on the device; a weight-only build makes them smaller"
     ),
     "medusa_choices": WithoutEffect((), _OWN_SPECULATION),
     "eagle_choices": WithoutEffect((), _OWN_SPECULATION),
     "lookahead_window_size": WithoutEffect(
-        (), "one continuation is guessed at a time, lookahead_ngram_size - 1 long"
+        (), "each step verifies one draft of lookahead_ngram_size - 1 tokens"
     ),
-    "lookahead_verification_set_size": WithoutEffect((), "one continuation is guessed at a time"),
+    "lookahead_verification_set_size": WithoutEffect((), "each step verifies one draft"),
     "speculative_decoding_fast_logits": WithoutEffect((False,), _OWN_SPECULATION),
     "kv_cache_onboard_blocks": WithoutEffect(
-        (True,), "blocks in host memory are always brought back to be read"
+        (True,), "blocks in host memory are always copied back to the device before use"
     ),
     "cancellation_check_period_ms": WithoutEffect(
         (100,), "a cancelled request stops before the next step"
@@ -50,17 +52,17 @@ WITHOUT_EFFECT: Mapping[str, WithoutEffect] = {
     "iter_stats_max_iterations": WithoutEffect((1000,), _AT_ONCE),
     "request_stats_max_iterations": WithoutEffect((0,), _AT_ONCE),
     "enable_context_fmha_fp32_acc": WithoutEffect(
-        (True, False), "attention always adds up in 32 bits"
+        (True, False), "attention always accumulates in 32 bits"
     ),
-    "multi_block_mode": WithoutEffect((True,), "attention is always spread over the whole device"),
-    "cuda_graph_mode": WithoutEffect((True, False), "decode steps are always captured"),
+    "multi_block_mode": WithoutEffect((True,), "attention always uses the whole device"),
+    "cuda_graph_mode": WithoutEffect((True, False), "decode steps always run as CUDA graphs"),
     "cuda_graph_cache_size": WithoutEffect(
-        (0,), "decode steps are captured once, for a ladder of batch sizes"
+        (0,), "CUDA graphs are captured at startup for a fixed list of batch sizes"
     ),
     "guided_decoding_backend": WithoutEffect(
-        ("xgrammar", "llguidance"), "guided text has one implementation"
+        ("xgrammar", "llguidance"), "guided decoding has one implementation"
     ),
     "xgrammar_tokenizer_info_path": WithoutEffect(
-        (), "the engine's own tokenizer says what its tokens spell"
+        (), "the text of each token comes from the engine's tokenizer"
     ),
 }

@@ -1,8 +1,7 @@
-"""A folder that looks like the checkout the tutorials clone: templates of a release, and scripts
-that are doors.
+"""Write a folder like the checkout that tutorials clone, with the templates of one release.
 
-Each script calls a command of this package, so `python3 tools/fill_template.py …` and the like work
-as pasted.
+Its scripts call the commands of this package, so commands such as
+`python3 tools/fill_template.py …` work as pasted.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from slipstream.repository.releases.render import render_template
 from slipstream.repository.releases.tables import REPOSITORIES, list_models
 from slipstream.weights.whole_file import write_whole
 
-_DOOR = '''#!/usr/bin/env python3
+_SCRIPT = '''#!/usr/bin/env python3
 """The same as `slipstream {command}`."""
 
 from slipstream.cli.compat.scripts import script
@@ -52,7 +51,7 @@ _EXAMPLES = {
     },
 }
 
-# path in the workspace: the command behind it
+# Path in the workspace → the command that the script calls.
 SCRIPTS = {
     "tools/fill_template.py": "fill",
     "scripts/launch_triton_server.py": "launch",
@@ -76,11 +75,11 @@ SCRIPTS = {
 
 class Written(NamedTuple):
     new: int
-    kept: tuple[Path, ...]  # there already, with another content
+    kept: tuple[Path, ...]  # existing files with other content, not overwritten
 
 
 def write_workspace(folder: Path, release: str) -> Written:
-    """Write what is missing. Files that were changed since stay as they are."""
+    """Write the files that are missing. Existing files are not changed."""
     new = 0
     kept = []
     for name, content in workspace_files(release):
@@ -102,4 +101,4 @@ def workspace_files(release: str) -> Iterator[tuple[str, str]]:
                 render_template(repository, model, release),
             )
     for name, command in SCRIPTS.items():
-        yield name, _DOOR.format(command=command)
+        yield name, _SCRIPT.format(command=command)

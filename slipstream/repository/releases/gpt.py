@@ -1,12 +1,11 @@
-"""The tensors and parameters of `all_models/gpt`, the Python repository of fixed batches,
-release by release.
+"""The tensors and parameters of `all_models/gpt`, by release. Its engine runs fixed batches.
 
-The columns are those of `tables.RELEASES`; `=` is what the column before says, `-` is absent. A
-tensor's cell is its type and dims, without the batch dimension, then after a slash: o optional, r a
-scalar to the model, g ragged.
+The columns are those of `tables.RELEASES`. In a cell, `=` repeats the column before and `-` means
+absent. A tensor's cell is its type and dims, without the batch dimension. Letters after a slash
+mean: o optional, r a scalar for the model, g ragged.
 
-`end_id` and `pad_id` are optional here, and `beam_search_diversity_rate` is declared: the generator
-of requests of the same era leaves the first two out and sends the third.
+`end_id` and `pad_id` are optional here and `beam_search_diversity_rate` is declared, because the
+client scripts of those releases omit the first two and send the third.
 """
 
 TABLE = """

@@ -1,9 +1,8 @@
-"""The tensors and parameters of `all_models/inflight_batcher_llm`, batched in flight, release by
-release.
+"""The tensors and parameters of `all_models/inflight_batcher_llm`, by release.
 
-The columns are those of `tables.RELEASES`; `=` is what the column before says, `-` is absent. A
-tensor's cell is its type and dims, without the batch dimension, then after a slash: o optional, r a
-scalar to the model, g ragged.
+The columns are those of `tables.RELEASES`. In a cell, `=` repeats the column before and `-` means
+absent. A tensor's cell is its type and dims, without the batch dimension. Letters after a slash
+mean: o optional, r a scalar for the model, g ragged.
 """
 
 TABLE = """

@@ -1,4 +1,4 @@
-"""A config.pbtxt template of a release, with the template variables that release had."""
+"""Render the config.pbtxt templates of a release, with the template variables of that release."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _WHAT = {
     "preprocessing": "Text to token ids. Served by Slipstream itself: no model.py is needed.",
     "tensorrt_llm": "The engine: token ids to token ids.",
     "postprocessing": "Token ids to text. Served by Slipstream itself: no model.py is needed.",
-    "ensemble": "Text in, text out: preprocessing, tensorrt_llm and postprocessing one after the other.",
-    "tensorrt_llm_bls": "Text in, text out, in one model.",
+    "ensemble": "Text to text: preprocessing, tensorrt_llm and postprocessing, in this order.",
+    "tensorrt_llm_bls": "Text to text in one model.",
 }
-_FIXED_BATCH = {"inflight_batcher_llm": "128", "gpt": "1024"}  # before the size was a variable
+# The batch size of releases in which it was not a variable.
+_FIXED_BATCH = {"inflight_batcher_llm": "128", "gpt": "1024"}
 _INSTANCE_COUNTS = {
     "preprocessing": "preprocessing_instance_count",
     "postprocessing": "postprocessing_instance_count",
@@ -23,7 +24,7 @@ _INSTANCE_COUNTS = {
 
 
 def render_template(repository: str, model: str, release: str) -> str:
-    """The template of one model of `all_models/<repository>`."""
+    """Return the template of one model of `all_models/<repository>`."""
     table = read_model(repository, model, release)
     blocks = [f"# {_WHAT[model]}", "\n".join(_head(repository, model, release))]
     if repository != "gpt" and model in ("tensorrt_llm", "tensorrt_llm_bls"):

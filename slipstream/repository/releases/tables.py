@@ -1,6 +1,4 @@
-"""Reading the tables of the repositories' releases: which tensors and parameters a model had,
-and when.
-"""
+"""Read the tables of releases: the tensors and parameters of each model in each release."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ REPOSITORIES = {
     ),
     "gpt": ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble"),
 }
-# releases between the ones above look like the one they came after
+# Release without a table of its own → the release whose table it shares.
 _SAME_AS = {
     "v0.6": "v0.5",
     "v0.7": "2024-01",
@@ -32,11 +30,13 @@ _SAME_AS = {
 _TABLES = {"inflight_batcher_llm": inflight_batcher_llm.TABLE, "gpt": gpt.TABLE}
 _TENSOR = re.compile(r"(?P<type>[^\[]+)\[(?P<dims>[-\d,]+)\](?:/(?P<marks>[org]+))?")
 
+_Row = tuple[str, list[str]]  # name, one cell per release
+
 
 @dataclass(frozen=True)
 class Tensor:
     name: str
-    data_type: str  # "INT32", or a template variable that stands for the whole type
+    data_type: str  # type such as "INT32", or a template variable for the type
     dims: tuple[int, ...]
     optional: bool = False
     scalar: bool = False
@@ -73,28 +73,33 @@ def find_release(text: str) -> str:
 
 
 def list_models(repository: str, release: str) -> tuple[str, ...]:
+    """Return the models of `all_models/<repository>` in a release."""
     return tuple(
         model for model in REPOSITORIES[repository] if read_model(repository, model, release).inputs
     )
 
 
 def read_model(repository: str, model: str, release: str) -> ModelTable:
+    """Return the tensors and parameters of one model in a release."""
+    sections = _sections(repository)[model]
     column = RELEASES.index(release)
-    cells = {
-        kind: [(name, columns[column]) for name, columns in rows if columns[column] != "-"]
-        for kind, rows in _sections(repository)[model].items()
-    }
     return ModelTable(
-        inputs=tuple(_tensor(name, cell) for name, cell in cells.get("input", [])),
-        outputs=tuple(_tensor(name, cell) for name, cell in cells.get("output", [])),
-        parameters=tuple(cells.get("parameter", [])),
+        inputs=tuple(_tensor(*cell) for cell in _column(sections.get("input", []), column)),
+        outputs=tuple(_tensor(*cell) for cell in _column(sections.get("output", []), column)),
+        parameters=tuple(_column(sections.get("parameter", []), column)),
     )
 
 
+def _column(rows: list[_Row], column: int) -> list[tuple[str, str]]:
+    """Return (name, cell) of the rows that are present in a column."""
+    return [(name, cells[column]) for name, cells in rows if cells[column] != "-"]
+
+
 @cache
-def _sections(repository: str) -> dict[str, dict[str, list[tuple[str, list[str]]]]]:
-    sections: dict[str, dict[str, list[tuple[str, list[str]]]]] = {}
-    rows: list[tuple[str, list[str]]] = []
+def _sections(repository: str) -> dict[str, dict[str, list[_Row]]]:
+    """Return the rows of each model by kind: "input", "output" or "parameter"."""
+    sections: dict[str, dict[str, list[_Row]]] = {}
+    rows: list[_Row] = []
     for line in _TABLES[repository].split("\n"):
         if line.startswith("["):
             model, kind = line.strip("[]").split()

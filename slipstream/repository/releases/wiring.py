@@ -1,6 +1,4 @@
-"""How an ensemble's steps are tied together, worked out from the tensors its models have in a
-release.
-"""
+"""The steps of an ensemble, derived from the tensors that its models have in a release."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ _TEXT_INPUTS = {
     "DECODER_QUERY": ("decoder_text_input",),
     "PROMPT_TABLE_EXTRA_ID": ("prompt_table_extra_id",),
 }
-# An engine's input ← the output of preprocessing that feeds it, where both exist.
+# Input of the engine → output of preprocessing that feeds it, where both exist.
 _FROM_PREPROCESSING = {
     "input_ids": "INPUT_ID",
     "input_lengths": "REQUEST_INPUT_LEN",
@@ -53,13 +51,14 @@ _TO_POSTPROCESSING = {
 @dataclass(frozen=True)
 class Step:
     model: str
-    inputs: tuple[tuple[str, str], ...]  # the step's tensor, the ensemble's
+    inputs: tuple[tuple[str, str], ...]  # (tensor of the model, tensor of the ensemble)
     outputs: tuple[tuple[str, str], ...]
 
 
 def ensemble_steps(
     before: ModelTable, engine: ModelTable, after: ModelTable, ensemble: ModelTable
 ) -> tuple[Step, Step, Step]:
+    """Return the preprocessing, engine and postprocessing steps of an ensemble."""
     fed = {
         tensor: source
         for tensor, source in _FROM_PREPROCESSING.items()
