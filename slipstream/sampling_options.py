@@ -16,7 +16,7 @@ from slipstream.request_fields.field import Range
 from slipstream.request_fields.table import FIELDS, number_range
 from slipstream.server.engine_link.engine import AdapterUse, TextRequest
 from slipstream.server.fields.adapters import AdapterRegistry
-from slipstream.weights.home import expanded
+from slipstream.weights.home import expand_home
 
 Prompt = str | Sequence[int]
 
@@ -133,7 +133,7 @@ def _list_words(words: str | Sequence[str]) -> list[str]:
 def _find_adapter(folder: str | Path | None) -> AdapterUse | None:
     if folder is None:
         return None
-    path = expanded(folder, "adapter")
+    path = expand_home(folder, "adapter")
     if not path.is_dir():
         raise ValueError(f"adapter must be the folder of an adapter, got '{folder}'")
     return AdapterRegistry().from_folder(path, f"adapter '{path.name}'")

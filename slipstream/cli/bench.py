@@ -29,7 +29,7 @@ from slipstream.cli.arguments import CommandError, Parser, UsageError, add_verbo
 from slipstream.cli.connections import closing_connection, connect_grpc
 from slipstream.client.connection import GrpcConnection, Request, ServerError
 from slipstream.version import VERSION
-from slipstream.weights.home import expanded
+from slipstream.weights.home import expand_home
 from slipstream.weights.whole_file import write_whole
 
 _IGNORED_AFTER_DASHES = ("-v", "--verbose", "--max-threads", "--async")
@@ -343,7 +343,7 @@ def _tokenizer(given: Namespace, connection: GrpcConnection) -> TextTokenizer:
             ) from error
     from slipstream.server.text.tokenizer import Tokenizer
 
-    folder = expanded(given.tokenizer, "--tokenizer")
+    folder = expand_home(given.tokenizer, "--tokenizer")
     if not folder.is_dir():
         from slipstream.weights.sources.hub import fetch_tokenizer
 

@@ -20,7 +20,7 @@ from slipstream.cli.progress import ProgressLines
 from slipstream.repository.templates import FIXED_NAMES, RepositoryExists, write_repository
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import read_engine_config
-from slipstream.weights.home import expanded, slipstream_home
+from slipstream.weights.home import expand_home, slipstream_home
 from slipstream.weights.sources.known_models import KNOWN_MODELS
 from slipstream.weights.sources.source import SourceError
 
@@ -115,7 +115,7 @@ def _repository_option(repository: Path) -> str:
 def engine_folder(name: str) -> Path:
     """Return the folder of the engine `name`, below ENGINE_DEST_PATH if it is set."""
     place = os.environ.get("ENGINE_DEST_PATH")
-    parent = expanded(place, "ENGINE_DEST_PATH") if place else slipstream_home() / "engines"
+    parent = expand_home(place, "ENGINE_DEST_PATH") if place else slipstream_home() / "engines"
     return parent / name
 
 

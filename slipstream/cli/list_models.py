@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slipstream.cli.arguments import CommandError, Parser, add_verbose
 from slipstream.cli.log import log
-from slipstream.weights.home import expanded
+from slipstream.weights.home import expand_home
 
 DEFAULT_REPOSITORY = Path("~/models")
 REPOSITORY_OPTIONS = ("--repo", "--model-repository", "--model-store")
@@ -41,7 +41,7 @@ def add_repository(parser: Parser) -> None:
 
 def repository_folder(repository: Path) -> Path:
     """Return the folder of --repo with `~` expanded."""
-    return expanded(repository, "--repo")
+    return expand_home(repository, "--repo")
 
 
 def log_repository(repository: Path) -> None:

@@ -25,7 +25,7 @@ from slipstream.repository.templates import FIXED_NAMES, write_repository
 from slipstream.server.engine_link.child import child_environment
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import EngineFolderError, read_engine_config
-from slipstream.weights.home import expanded, slipstream_home
+from slipstream.weights.home import expand_home, slipstream_home
 from slipstream.weights.whole_folder import whole_folder
 
 _UNFIT_FOR_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -69,7 +69,7 @@ def _existing_path(text: str) -> Path:
             f"{text!r} names no model; "
             "give a known name, a folder, a GGUF file, or org/name at the hub"
         )
-    return expanded(given)
+    return expand_home(given)
 
 
 def _key(name: str, place: str) -> str:

@@ -26,7 +26,7 @@ class FillError(ValueError):
 
 
 @dataclass(frozen=True)
-class Filled:
+class FillResult:
     text: str
     unknown: tuple[str, ...]  # substitutions that the template has no variable for
     left: tuple[str, ...]  # variables without a substitution; the server uses their defaults
@@ -42,7 +42,7 @@ def parse_substitutions(text: str) -> dict[str, str]:
     return values
 
 
-def fill_text(text: str, values: Mapping[str, str]) -> Filled:
+def fill_text(text: str, values: Mapping[str, str]) -> FillResult:
     named = {match["braced"] or match["bare"] for match in _VARIABLE.finditer(text)} - {None}
     complete = {**ALWAYS_FILLED, **values}
     left: dict[str, None] = {}
@@ -57,10 +57,10 @@ def fill_text(text: str, values: Mapping[str, str]) -> Filled:
         return match.group()
 
     filled = _VARIABLE.sub(replace, text)
-    return Filled(filled, tuple(key for key in values if key not in named), tuple(left))
+    return FillResult(filled, tuple(key for key in values if key not in named), tuple(left))
 
 
-def report(file: str, text: str, filled: Filled) -> list[str]:
+def report(file: str, text: str, filled: FillResult) -> list[str]:
     """Return one line per unused substitution, and one line that lists the unfilled variables."""
     known = [
         match["braced"] or match["bare"]

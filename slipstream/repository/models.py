@@ -30,7 +30,7 @@ from slipstream.repository.roles import (
     TextFields,
     bls_fields,
     ensemble_fields,
-    role_of,
+    find_role,
     takes_comma_words,
 )
 from slipstream.weights.engine_config import EngineConfig
@@ -237,7 +237,7 @@ def _read_models(
                 folder, 0, "", "a model's name may hold letters, digits, '.', '_' and '-'"
             )
         malformed = len(problems.errors) > known
-        role = role_of(config)
+        role = find_role(config)
         parameters = read_parameters(config, role, problems)
         versions = _versions(folder, config, role, problems)
         yield RepositoryModel(folder.name, folder, config, role, versions, parameters, malformed)

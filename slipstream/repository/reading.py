@@ -12,18 +12,18 @@ class Reading(NamedTuple):
     repository: Repository
     problems: Problems
 
-    def errors_of(self, model: RepositoryModel) -> list[Problem]:
+    def list_errors(self, model: RepositoryModel) -> list[Problem]:
         folder = str(model.folder)
         return [
             p for p in self.problems.errors if p.file == folder or p.file.startswith(folder + "/")
         ]
 
-    def engines_of(self, names: list[str]) -> list[str]:
+    def list_startable_engines(self, names: list[str]) -> list[str]:
         """The engine models that these models need, and that can be started."""
         needed = {part for name in names for part in self.repository.needed_by(name)}
         models = self.repository.models
         return [
             name
             for name in self.repository.engines
-            if name in needed and not self.errors_of(models[name])
+            if name in needed and not self.list_errors(models[name])
         ]

@@ -47,7 +47,7 @@ class TextFields:
     outputs: Mapping[str, str]
 
 
-def role_of(config: ModelConfig) -> Role:
+def find_role(config: ModelConfig) -> Role:
     if config.is_ensemble:
         return Role.ENSEMBLE
     inputs = config.input_names

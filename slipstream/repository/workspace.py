@@ -73,12 +73,12 @@ SCRIPTS = {
 }
 
 
-class Written(NamedTuple):
+class WorkspaceResult(NamedTuple):
     new: int
     kept: tuple[Path, ...]  # existing files with other content, not overwritten
 
 
-def write_workspace(folder: Path, release: str) -> Written:
+def write_workspace(folder: Path, release: str) -> WorkspaceResult:
     """Write the files that are missing. Existing files are not changed."""
     new = 0
     kept = []
@@ -89,7 +89,7 @@ def write_workspace(folder: Path, release: str) -> Written:
             new += 1
         elif path.read_text(encoding="utf-8") != content:
             kept.append(path)
-    return Written(new, tuple(kept))
+    return WorkspaceResult(new, tuple(kept))
 
 
 def workspace_files(release: str) -> Iterator[tuple[str, str]]:

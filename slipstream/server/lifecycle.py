@@ -64,7 +64,7 @@ def run_server(options: ServerOptions, factories: Sequence[ModelFactory] = ()) -
     engines = EnginePool(options.engine_settings, options.supervision, options.engine_command)
     try:
         models = _models_to_load(options, reading)
-        for name in reading.engines_of(models):
+        for name in reading.list_startable_engines(models):
             engines.spawn(reading.repository.engines[name])
         import uvloop
 
@@ -290,7 +290,7 @@ class _Server:
         host = "localhost" if address in ("0.0.0.0", "::") else address
         port = self._sockets.http.getsockname()[1]
         lines = [self._describe_start_time()]
-        if self._reading.repository.chains:
+        if self._reading.repository.pipelines:
             lines += self._describe_text_models(f"{host}:{port}")
         places = f"API docs: http://{host}:{port}/docs"
         if self._sockets.metrics is not None:
@@ -342,7 +342,7 @@ def _process_seconds() -> float:
 def _example_model(repository: Repository) -> str:
     """Return a text model, rather one with a name of its own than `ensemble`."""
     customary = ("ensemble", "tensorrt_llm_bls")
-    return min(repository.chains, key=lambda name: (name in customary, name))
+    return min(repository.pipelines, key=lambda name: (name in customary, name))
 
 
 def _log_models(rows: list[tuple[str, str, str]], engines: EnginePool) -> None:

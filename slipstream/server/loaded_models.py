@@ -216,7 +216,7 @@ class LoadedModels:
             )
         if model.name in reading.repository.engines and self.is_current(model):
             return  # an engine takes long to load
-        errors = [problem.text for problem in reading.errors_of(model)]
+        errors = [problem.text for problem in reading.list_errors(model)]
         if errors:
             code = "Invalid argument" if "backend library" in errors[0] else "Internal"
             raise self._fail(model, f"{code}: {'; '.join(errors)}")
@@ -278,7 +278,7 @@ class LoadedModels:
             return found
 
         for user in self.users(engine):
-            if user in repository.chains:
+            if user in repository.pipelines:
                 loaded = self._models[user]
                 served = served_model(repository, loaded.model, find, self._registry)
                 loaded.versions = dict.fromkeys(loaded.model.versions, served)

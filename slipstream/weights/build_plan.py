@@ -11,7 +11,7 @@ from slipstream.version import VERSION
 from slipstream.weights.engine_config import BuildLimits
 from slipstream.weights.parameters import Quantisation, choose_quantisation
 from slipstream.weights.rank_split import RankMapping
-from slipstream.weights.sources.source import Source, check_source, stored_dtype
+from slipstream.weights.sources.source import Source, check_source, choose_dtype
 
 # What an engine folder adds to the weights, and what a checkpoint does.
 Details = TypeVar("Details", BuildLimits, RankMapping)
@@ -38,7 +38,7 @@ def plan_build(
     Raises SourceError, UnsupportedModel or ValueError with one line that says why it cannot be
     built.
     """
-    stored = stored_dtype(source, dtype)
+    stored = choose_dtype(source, dtype)
     check_source(source)
     quantisation = choose_quantisation(source.spec, weight_only, fp8_kv_cache)
     inputs = [

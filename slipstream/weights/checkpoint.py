@@ -28,16 +28,16 @@ from slipstream.weights.rank_split import (
     Part,
     RankedTensors,
     RankMapping,
-    cut,
-    part_of,
+    compute_part,
     rank_file,
     rank_parameters,
+    slice_part,
 )
 from slipstream.weights.sources.hf_folder import read_json
 from slipstream.weights.sources.source import (
     Source,
     SourceError,
-    fingerprint_of,
+    compute_fingerprint,
     read_tokenizer_files,
 )
 from slipstream.weights.stream import (
@@ -113,7 +113,7 @@ class CheckpointSource:
         return read_tokenizer_files(self.folder)
 
     def fingerprint(self) -> str:
-        return fingerprint_of(
+        return compute_fingerprint(
             json.dumps(self._config), self.tokenizer_files(), self._tensors.fingerprint()
         )
 
@@ -146,7 +146,7 @@ def _rank_layout(plan: CheckpointPlan, spec: ModelSpec, rank: int) -> dict[str, 
 def _rank_part(plan: CheckpointPlan, spec: ModelSpec, name: str, whole: Shape, rank: int) -> Part:
     """Return the part of a parameter that a rank's file holds."""
     tp_size = plan.details.tp_size
-    return part_of(spec, name, whole, rank % tp_size, tp_size)
+    return compute_part(spec, name, whole, rank % tp_size, tp_size)
 
 
 def write_checkpoint(
@@ -195,7 +195,7 @@ def _rank_pieces(
     whole = checkpoint_shapes(source.spec)
     for stored, name in rank_parameters(source.spec, plan.details, rank).items():
         part = _rank_part(plan, source.spec, name, whole[name], rank)
-        for block in cut(parameter_rows(source, (name,)), part):
+        for block in slice_part(parameter_rows(source, (name,)), part):
             yield stored, tensor_bytes(block, plan.dtype)
 
 

@@ -41,13 +41,13 @@ class Build:
     limits: Mapping[str, int] = field(default_factory=dict)  # by the names of LIMIT_NAMES
 
 
-class Built(NamedTuple):
+class BuildResult(NamedTuple):
     folder: Path
     wrote: bool  # False: the very same was there already
     notes: tuple[str, ...]  # one line for each thing the user may not expect
 
 
-def build(wanted: Build, progress: Progress = no_progress) -> Built:
+def build(wanted: Build, progress: Progress = no_progress) -> BuildResult:
     """SourceError, UnsupportedModel and ValueError say in one line why it cannot be done."""
     source = open_source(wanted.model, progress)
     dtype = wanted.dtype or "auto"
@@ -79,7 +79,7 @@ def build(wanted: Build, progress: Progress = no_progress) -> Built:
         limits=limits,
         progress=watch,
     )
-    return Built(folder, wrote, tuple(notes))
+    return BuildResult(folder, wrote, tuple(notes))
 
 
 def choose_limits(spec: ModelSpec, given: Mapping[str, int], notes: list[str]) -> BuildLimits:

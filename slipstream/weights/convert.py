@@ -34,13 +34,13 @@ class Conversion:
     config_only: bool = False
 
 
-class Converted(NamedTuple):
+class ConversionResult(NamedTuple):
     folder: Path
     source: Source
     wrote: bool  # False: the very same was there already
 
 
-def convert(wanted: Conversion, progress: Progress = no_progress) -> Converted:
+def convert(wanted: Conversion, progress: Progress = no_progress) -> ConversionResult:
     """SourceError, UnsupportedModel and ValueError say in one line why it cannot be done."""
     source = open_source(wanted.model, progress)
     if wanted.config_only:
@@ -49,7 +49,7 @@ def convert(wanted: Conversion, progress: Progress = no_progress) -> Converted:
         )
         with whole_folder(wanted.output, CONFIG_NAME) as staging:
             write_checkpoint_config(source, plan, staging)
-        return Converted(wanted.output, source, True)
+        return ConversionResult(wanted.output, source, True)
     wrote = False
 
     def watch(phase: str, done: int, total: int) -> None:
@@ -66,4 +66,4 @@ def convert(wanted: Conversion, progress: Progress = no_progress) -> Converted:
         fp8_kv_cache=wanted.fp8_kv_cache,
         progress=watch,
     )
-    return Converted(wanted.output, source, wrote)
+    return ConversionResult(wanted.output, source, wrote)

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 
-def expanded(path: str | Path, setting: str = "") -> Path:
+def expand_home(path: str | Path, setting: str = "") -> Path:
     """The path, with the home folder that a `~` at its beginning stands for. ValueError names it,
     and the setting that it came from, where there is no such user: a folder that is called `~name`
     was not meant.
@@ -36,4 +36,4 @@ def hugging_face_cache() -> Path:
 
 
 def _folder(variable: str, default: Path) -> Path:
-    return expanded(os.environ.get(variable) or default, variable)
+    return expand_home(os.environ.get(variable) or default, variable)

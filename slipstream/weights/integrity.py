@@ -17,7 +17,7 @@ _PIECE_BYTES = 8 << 20
 
 
 @contextmanager
-def weights_checked(config: EngineConfig) -> Iterator[None]:
+def verify_weights(config: EngineConfig) -> Iterator[None]:
     """Hash the weights beside what is done meanwhile, which reads the same file; raise at the end
     where they differ.
 

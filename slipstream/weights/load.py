@@ -8,8 +8,8 @@ from slipstream.engine.loop import EngineLoop
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import Progress, create_engine
 from slipstream.weights.engine_folder import read_engine_folder
-from slipstream.weights.integrity import weights_checked
-from slipstream.weights.lora import read_folder
+from slipstream.weights.integrity import verify_weights
+from slipstream.weights.lora import read_adapter_folder
 
 
 def start_engine(
@@ -17,14 +17,14 @@ def start_engine(
 ) -> EngineLoop:
     """Load the weights, size the cache, warm up. `progress` counts the steps captured on a GPU."""
     folder = read_engine_folder(path)
-    with weights_checked(folder):
+    with verify_weights(folder):
         return create_engine(
             folder.spec,
             folder.tensors(),
             settings,
             folder.build.max_seq_len,
             progress,
-            read_folder,
+            read_adapter_folder,
             fp8_cache=folder.quantisation.kv_cache == "FP8",
             most_step_tokens=folder.build.max_num_tokens,
         )

@@ -117,7 +117,7 @@ def read_adapter(folder: Path, storage_type: str) -> Adapter:
     return Adapter(weights, numpy.array([config], dtype=numpy.int32), skipped)
 
 
-def read_folder(folder: str) -> list[ModuleMatrices] | AdapterSource:
+def read_adapter_folder(folder: str) -> list[ModuleMatrices] | AdapterSource:
     """An adapter to serve, of either form. Its errors go to clients, who need not know where the
     folder lies.
     """

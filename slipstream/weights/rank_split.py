@@ -91,7 +91,7 @@ def rank_parameters(spec: ModelSpec, mapping: RankMapping, rank: int) -> dict[st
     return held
 
 
-def part_of(spec: ModelSpec, parameter: str, whole: Shape, tp_rank: int, tp_size: int) -> Part:
+def compute_part(spec: ModelSpec, parameter: str, whole: Shape, tp_rank: int, tp_size: int) -> Part:
     everything = Part(((0, whole[0]),))
     if tp_size == 1:
         return everything
@@ -137,7 +137,7 @@ def _qkv_rows(spec: ModelSpec, tp_rank: int, tp_size: int) -> tuple[Range, ...]:
     return queries, (keys + start, keys + stop), (values + start, values + stop)
 
 
-def cut(blocks: Iterable[torch.Tensor], part: Part) -> Iterator[torch.Tensor]:
+def slice_part(blocks: Iterable[torch.Tensor], part: Part) -> Iterator[torch.Tensor]:
     """The rows and columns of a part, out of a parameter that comes as runs of rows."""
     offset = 0
     last = None
@@ -182,7 +182,9 @@ class RankedTensors:
         return shapes
 
     def _part(self, name: str, whole: Shape, rank: int) -> Part:
-        return part_of(self._spec, name, whole, rank % self._mapping.tp_size, self._mapping.tp_size)
+        return compute_part(
+            self._spec, name, whole, rank % self._mapping.tp_size, self._mapping.tp_size
+        )
 
     def read_rows(self, name: str) -> Iterator[torch.Tensor]:
         whole = self._shapes[name]

@@ -61,11 +61,11 @@ def read_header(path: Path) -> TensorHeader:
     if not isinstance(entries, dict):
         raise TensorFileError(f"{path}: not a safetensors file: its header is not a table")
     entries.pop("__metadata__", None)
-    slots = _checked_slots(path, entries, file_bytes - 8 - length)
+    slots = _check_slots(path, entries, file_bytes - 8 - length)
     return TensorHeader(slots, hashlib.sha256(raw).hexdigest(), file_bytes)
 
 
-def _checked_slots(path: Path, entries: dict[str, Any], data_bytes: int) -> dict[str, TensorSlot]:
+def _check_slots(path: Path, entries: dict[str, Any], data_bytes: int) -> dict[str, TensorSlot]:
     slots = {}
     end_of_last = 0
     for name, begin, end, entry in sorted(_offsets(path, entries), key=lambda item: item[1:3]):

@@ -17,7 +17,7 @@ from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
 from slipstream.model.families.registry import find_family
-from slipstream.weights.lora import read_folder
+from slipstream.weights.lora import read_adapter_folder
 
 pytestmark = pytest.mark.gpu
 LENGTH = 320
@@ -45,7 +45,11 @@ def gpu_engine(models, **settings):
     tensors = {name: tensor.clone() for name, tensor in expected_tensors(base).items()}
     settings = EngineSettings(dtype="float32", device="cuda", **values)
     return create_engine(
-        find_family(config).spec(config), tensors, settings, LENGTH, read_adapter=read_folder
+        find_family(config).spec(config),
+        tensors,
+        settings,
+        LENGTH,
+        read_adapter=read_adapter_folder,
     )
 
 

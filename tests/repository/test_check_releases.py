@@ -33,11 +33,12 @@ def test_every_release_is_served_with_its_variables_left_unfilled(
     tmp_path: Path, kind: str, release: str
 ) -> None:
     models = written(tmp_path, kind, release)
-    chain = read_repository(models).chains["ensemble"]
+    pipeline = read_repository(models).pipelines["ensemble"]
     prompt = "INPUT_0" if release == "2023-09" else "text_input"
-    assert chain.fields.inputs[prompt] == "text_input"
+    assert pipeline.fields.inputs[prompt] == "text_input"
     assert (
-        chain.fields.outputs["OUTPUT_0" if release == "2023-09" else "text_output"] == "text_output"
+        pipeline.fields.outputs["OUTPUT_0" if release == "2023-09" else "text_output"]
+        == "text_output"
     )
     texts = [problem.text for problem in check_repository(models).found]
     assert [text for text in texts if "not filled" not in text and "is not set" not in text] == []
@@ -114,7 +115,7 @@ def test_nothing_is_said_of_conversations_taken_or_not(tmp_path: Path) -> None:
             'input [\n  { name: "messages" data_type: TYPE_STRING dims: [ 1 ] optional: true },'
         )
         config.write_text(config.read_text().replace("input [", declared, 1))
-        assert read_repository(upstream).chains[name].fields.inputs["messages"] == "messages"
+        assert read_repository(upstream).pipelines[name].fields.inputs["messages"] == "messages"
     assert [problem.text for problem in check_repository(upstream).found] == before
 
 

@@ -116,9 +116,9 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     [
         (
             "priority_queue_policy [ { key: 1 value: { max_queue_size: 3 } } ]",
-            "requests of every priority have the default_queue_policy",
+            "requests of every priority use the default_queue_policy",
         ),
-        ("preserve_ordering: true", "answers are sent as they are ready"),
+        ("preserve_ordering: true", "responses are sent as soon as they are ready"),
     ],
 )
 def test_what_batching_has_not_is_said_to_have_no_effect(

@@ -122,8 +122,8 @@ def test_parameter_without_an_effect_here_is_named(tmp_path: Path, engine: Path)
         problem.key: problem.text for problem in repository.warnings if "no effect" in problem.text
     }
     assert said == {
-        "parameters.gpu_weights_percent": "'0.5' has no effect: weights are all on the device; weight-only builds make them smaller",
-        "parameters.decoding_mode": "'medusa' has no effect: it is one of auto, top_k, top_p, top_k_top_p, beam_search, lookahead",
+        "parameters.gpu_weights_percent": "'0.5' has no effect: all weights are on the device; a weight-only build makes them smaller",
+        "parameters.decoding_mode": "'medusa' has no effect: it is not one of auto, top_k, top_p, top_k_top_p, beam_search, lookahead",
     }
 
 
@@ -307,8 +307,8 @@ def september_2023(repo: Path, engine: Path) -> Repository:
 
 
 def test_tensors_mean_what_they_are_wired_to(tmp_path: Path, engine: Path) -> None:
-    chain = september_2023(tmp_path / "repo", engine).chains["ensemble"]
-    assert chain.fields.inputs == {
+    pipeline = september_2023(tmp_path / "repo", engine).pipelines["ensemble"]
+    assert pipeline.fields.inputs == {
         "INPUT_0": "text_input",
         "INPUT_1": "max_tokens",
         "INPUT_2": "bad_words",
@@ -317,12 +317,12 @@ def test_tensors_mean_what_they_are_wired_to(tmp_path: Path, engine: Path) -> No
         "len_penalty": "length_penalty",
         "streaming": "stream",
     }
-    assert chain.fields.outputs == {"OUTPUT_0": "text_output"}
+    assert pipeline.fields.outputs == {"OUTPUT_0": "text_output"}
 
 
 def test_ensemble_of_the_templates_means_what_its_names_say(tmp_path: Path, engine: Path) -> None:
     repository = read_repository(write_templates(tmp_path / "repo", {"engine_dir": str(engine)}))
-    fields = repository.chains["ensemble"].fields
+    fields = repository.pipelines["ensemble"].fields
     assert fields.inputs == {
         name: name for name in repository.models["ensemble"].config.input_names
     }

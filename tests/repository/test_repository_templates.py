@@ -57,9 +57,9 @@ def test_written_repository_reads_back_without_a_warning(tmp_path: Path, engine:
         repository.models["tensorrt_llm"].config.parameter("gpt_model_type")
         == "inflight_fused_batching"
     )
-    assert repository.chains["llama"].decoupled
-    assert repository.chains["ensemble"].decoupled
-    assert repository.chains["llama"].placeholders
+    assert repository.pipelines["llama"].decoupled
+    assert repository.pipelines["ensemble"].decoupled
+    assert repository.pipelines["llama"].placeholders
 
 
 def test_existing_model_is_refused_in_the_words_of_triton_cli(tmp_path: Path, engine: Path) -> None:

@@ -61,13 +61,13 @@ AS_THEY_COME = "has no effect: requests are executed as soon as an instance is f
             True,
             'state [ { input_name: "i" output_name: "o" } ]',
             "state",
-            "is not supported: a Python model keeps its state itself",
+            "is not supported: a Python model stores its own state",
         ),
         (
             True,
             "iterative_sequence: true",
             "iterative_sequence",
-            "is not supported: a request is given to its model once",
+            "is not supported: a model receives each request once",
         ),
         (True, "direct { } oldest { }", "oldest", "cannot be given together with direct"),
         (
@@ -128,13 +128,13 @@ AS_THEY_COME = "has no effect: requests are executed as soon as an instance is f
             False,
             "oldest { preferred_batch_size: [ 2 ] }",
             "oldest.preferred_batch_size",
-            "has no effect: as many go together as wait",
+            "has no effect: a batch holds all requests that are waiting",
         ),
         (
             False,
             "oldest { preserve_ordering: true }",
             "oldest.preserve_ordering",
-            "has no effect: answers are sent as they are ready",
+            "has no effect: responses are sent as soon as they are ready",
         ),
     ],
 )
@@ -156,5 +156,5 @@ def test_where_it_does_not_belong(tmp_path: Path) -> None:
     )
     assert config is not None
     assert config.sequence_batching is None
-    why = "has no effect: only Python models keep something from one request to the next"
+    why = "has no effect: only Python models keep state between requests"
     assert told == [(False, 4, "sequence_batching", why)]

@@ -158,7 +158,7 @@ def test_q4_1_by_the_formats_own_definition(tmp_path: Path) -> None:
     model = random_model(config_of("qwen2"))
     write_gguf(tmp_path / "model.gguf", model, Kind.Q4_1, metadata=TOKENIZER)
     file = read_gguf(tmp_path / "model.gguf")
-    block = file.raw_rows("token_embd.weight", 3, 4)[0, :20].tobytes()
+    block = file.read_raw_rows("token_embd.weight", 3, 4)[0, :20].tobytes()
     scale, minimum = np.frombuffer(block[:4], np.float16).astype(np.float32)
     levels = [byte & 15 for byte in block[4:]] + [byte >> 4 for byte in block[4:]]
     found = engine_of(tmp_path / "model.gguf")["transformer.vocab_embedding.weight"][3, :32]

@@ -9,7 +9,7 @@ import pytest
 from slipstream.engine.settings import EngineSettings
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import EngineFolderError, read_engine_config
-from slipstream.weights.integrity import weights_checked
+from slipstream.weights.integrity import verify_weights
 from slipstream.weights.load import start_engine
 
 SETTINGS = EngineSettings(device="cpu", dtype="float32", max_rows=2, cache_tokens=128)
@@ -42,5 +42,5 @@ def test_a_tokenizer_may_be_edited(engine: Path) -> None:
 
 def test_what_goes_wrong_meanwhile_is_what_is_told(engine: Path) -> None:
     (engine / "rank0.engine").write_bytes(b"nothing")
-    with pytest.raises(MemoryError, match="the cache"), weights_checked(read_engine_config(engine)):
+    with pytest.raises(MemoryError, match="the cache"), verify_weights(read_engine_config(engine)):
         raise MemoryError("the cache")

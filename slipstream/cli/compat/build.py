@@ -18,7 +18,7 @@ from slipstream.weights.classic_build import (
     read_build_config,
 )
 from slipstream.weights.flags import BUILD_FLAGS
-from slipstream.weights.home import expanded
+from slipstream.weights.home import expand_home
 
 
 def create_parser() -> Parser:
@@ -55,7 +55,7 @@ def _build_settings(given: Namespace) -> Build:
         )
     return Build(
         model=model,
-        output=expanded(getattr(given, "output_dir", DEFAULT_OUTPUT), "--output_dir"),
+        output=expand_home(getattr(given, "output_dir", DEFAULT_OUTPUT), "--output_dir"),
         dtype=dtype_flag(given) or ("float16" if hasattr(given, "model_dir") else None),
         weight_only=weight_only_flag(given),
         fp8_kv_cache=hasattr(given, "fp8_kv_cache"),

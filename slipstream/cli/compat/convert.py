@@ -10,7 +10,7 @@ from slipstream.cli.compat.classic_flags import add_flags, explain_flags, print_
 from slipstream.cli.progress import ProgressLines
 from slipstream.weights.convert import DEFAULT_OUTPUT, Conversion, convert
 from slipstream.weights.flags import CONVERT_FLAGS
-from slipstream.weights.home import expanded
+from slipstream.weights.home import expand_home
 from slipstream.weights.rank_split import RankMapping
 
 PRECISIONS = ("int8", "int4", "fp8")
@@ -31,7 +31,7 @@ def run(given: Namespace) -> int:
         raise UsageError("--model_dir is required: a Hugging Face folder, a GGUF file or a hub id")
     wanted = Conversion(
         model=given.model_dir,
-        output=expanded(getattr(given, "output_dir", DEFAULT_OUTPUT), "--output_dir"),
+        output=expand_home(getattr(given, "output_dir", DEFAULT_OUTPUT), "--output_dir"),
         dtype=dtype_flag(given) or "float16",
         weight_only=weight_only_flag(given),
         fp8_kv_cache=hasattr(given, "fp8_kv_cache"),

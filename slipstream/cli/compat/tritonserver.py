@@ -30,7 +30,7 @@ from slipstream.server.log.capture import capture_output
 from slipstream.server.log.formats import FORMATS
 from slipstream.server.log.output import HANDLER, configure_log
 from slipstream.version import VERSION
-from slipstream.weights.home import expanded
+from slipstream.weights.home import expand_home
 
 logger = logging.getLogger("slipstream.cli.compat.tritonserver")
 
@@ -201,7 +201,7 @@ def server_options(given: FlagValues) -> Any:
 
 def _repositories(given: FlagValues) -> tuple[Path, ...]:
     try:
-        return tuple(expanded(path, "--model-repository") for path in given["model-repository"])
+        return tuple(expand_home(path, "--model-repository") for path in given["model-repository"])
     except ValueError as error:
         raise FlagError(str(error)) from error
 

@@ -15,7 +15,7 @@ from slipstream.cli.doctor.ports import ports
 from slipstream.cli.doctor.report import Finding, Report, Section, hide_in_variable, hider, is_proxy
 from slipstream.cli.list_models import DEFAULT_REPOSITORY
 from slipstream.repository.check import check_repository
-from slipstream.weights.home import expanded
+from slipstream.weights.home import expand_home
 
 _VARIABLES = frozenset(
     {
@@ -75,7 +75,7 @@ def run(given: Namespace) -> int:
 
 
 def examine(repository: Path | None) -> Report:
-    folder = expanded(repository or DEFAULT_REPOSITORY, "--model-repository")
+    folder = expand_home(repository or DEFAULT_REPOSITORY, "--model-repository")
     torch = ask_torch()
     sections = [versions(torch), system(), processor(torch), gpus(torch), disks(folder), ports()]
     sections += [models(folder, asked_for=repository is not None), variables(os.environ)]

@@ -57,8 +57,8 @@ def served_model(
     """Return a model by its role. An ensemble finds its steps in the registry at each request."""
     if model.name in repository.graphs:
         return EnsembleModel(model.config, registry.find)
-    if model.name in repository.chains:
-        pipeline = repository.chains[model.name]
+    if model.name in repository.pipelines:
+        pipeline = repository.pipelines[model.name]
         draft = find_engine(pipeline.draft_engine) if pipeline.draft_engine else None
         return TextModel(model, pipeline, find_engine(pipeline.engine), draft)
     name = engine_name(repository, model)
@@ -69,7 +69,7 @@ def served_model(
         return PostprocessingModel(model, engine)
     if answers_in_blocks(model.config):
         return FixedBatchModel(model, engine, placeholders=False)
-    pipelines = [chain for chain in repository.chains.values() if chain.engine == name]
+    pipelines = [one for one in repository.pipelines.values() if one.engine == name]
     return TokenModel(model, engine, all(pipeline.placeholders for pipeline in pipelines))
 
 
@@ -77,7 +77,7 @@ def engine_names(repository: Repository, model: RepositoryModel) -> list[str]:
     """Return the names of the engines that a model uses."""
     if model.name in repository.graphs:
         return []
-    pipeline = repository.chains.get(model.name)
+    pipeline = repository.pipelines.get(model.name)
     if pipeline is None:
         return [engine_name(repository, model)]
     return [pipeline.engine, *([pipeline.draft_engine] if pipeline.draft_engine else [])]

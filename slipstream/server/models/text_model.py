@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from slipstream.repository.models import RepositoryModel, TextChain
+from slipstream.repository.models import RepositoryModel, TextPipeline
 from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.fields.prompts import (
     MESSAGES,
@@ -56,7 +56,7 @@ class TextModel(GeneratingModel):
     def __init__(
         self,
         model: RepositoryModel,
-        pipeline: TextChain,
+        pipeline: TextPipeline,
         engine: ServedEngine,
         draft: ServedEngine | None = None,
     ) -> None:

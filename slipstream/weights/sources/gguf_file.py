@@ -60,14 +60,14 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
     data: mmap.mmap
 
-    def raw_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+    def read_raw_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows of a tensor as stored: uint8 [rows, row_bytes]."""
         tensor = self.tensors[name]
         count = (stop - start) * tensor.row_bytes
         flat = np.frombuffer(self.data, np.uint8, count, tensor.offset + start * tensor.row_bytes)
         return flat.reshape(stop - start, tensor.row_bytes)
 
-    def with_single_experts(self) -> GgufFile:
+    def split_experts(self) -> GgufFile:
         """The file with the weights of a layer's experts, which it holds as one tensor, as a tensor
         each.
         """
@@ -84,7 +84,7 @@ class GgufFile:
                 )
         return replace(self, tensors=tensors)
 
-    def floats(self, name: str) -> np.ndarray:
+    def read_floats(self, name: str) -> np.ndarray:
         """A small F32 tensor, whole."""
         tensor = self.tensors[name]
         if tensor.kind != GGMLQuantizationType.F32:

@@ -121,7 +121,7 @@ _PLAIN = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}
 class GgufSource:
     def __init__(self, path: Path, label: str) -> None:
         self.label = label
-        self.file = read_gguf(path).with_single_experts()
+        self.file = read_gguf(path).split_experts()
         self.architecture = _architecture(self.file)
         self._map = _ARCHITECTURES[self.architecture]
         if _experts(self.file) or _SECOND_NORM in self.file.tensors:
@@ -161,12 +161,16 @@ class GgufSource:
 
         tensor = self.file.tensors[name]
         if len(tensor.shape) == 1:
-            yield torch.from_numpy(self._unpermuted(name, self._values(name, 0, 1).reshape(-1)))
+            yield torch.from_numpy(
+                self._undo_rope_permutation(name, self._values(name, 0, 1).reshape(-1))
+            )
             return
         rows = tensor.shape[0]
         # a head's rows stay together, because the file may hold them in another order
         for start, stop in row_blocks(rows, 4 * tensor.shape[-1], self.spec.head_size):
-            yield torch.from_numpy(self._unpermuted(name, self._values(name, start, stop)))
+            yield torch.from_numpy(
+                self._undo_rope_permutation(name, self._values(name, start, stop))
+            )
 
     def tokenizer_files(self) -> dict[str, bytes]:
         from slipstream.weights.sources.gguf_tokenizer import tokenizer_files
@@ -184,7 +188,7 @@ class GgufSource:
         return digest.hexdigest()
 
     def _values(self, name: str, start: int, stop: int) -> np.ndarray:
-        raw = self.file.raw_rows(name, start, stop)
+        raw = self.file.read_raw_rows(name, start, stop)
         kind = self.file.tensors[name].kind
         if kind in _PLAIN:
             # the map is read-only, torch wants memory it may write
@@ -196,7 +200,7 @@ class GgufSource:
                 f"{self.label}: tensor {name} has type {kind.name}, which is not supported"
             ) from error
 
-    def _unpermuted(self, name: str, rows: np.ndarray) -> np.ndarray:
+    def _undo_rope_permutation(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Llama files interleave the two halves of each rotary head of q and k; put them one after
         the other.
         """
@@ -231,7 +235,7 @@ def read_spec(file: GgufFile, architecture: str) -> ModelSpec:
     if "rope_freqs.weight" in names:
         # Llama 3.1's scaling as a list of divisors; longrope with one list for all lengths says the
         # same
-        divisors = tuple(file.floats("rope_freqs.weight").tolist())
+        divisors = tuple(file.read_floats("rope_freqs.weight").tolist())
         scaling = RopeScaling(
             "longrope",
             1.0,
@@ -396,7 +400,7 @@ def _rope_scaling(file: GgufFile, value: _Values) -> dict[str, Any] | None:
     for length in ("short", "long"):
         name = f"rope_factors_{length}.weight"
         if name in file.tensors:
-            scaling[f"{length}_factor"] = file.floats(name).tolist()
+            scaling[f"{length}_factor"] = file.read_floats(name).tolist()
     return scaling
 
 

@@ -195,7 +195,7 @@ def _sentence_piece(metadata: dict[str, Any], tokens: list[str], types: list[int
         )
     vocabulary = {token: number for number, token in enumerate(tokens)}
     unknown = next((tokens[number] for number, kind in enumerate(types) if kind == _UNKNOWN), None)
-    merges = merges_of_scores(vocabulary, [float(score) for score in scores], types)
+    merges = derive_merges(vocabulary, [float(score) for score in scores], types)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
@@ -216,7 +216,7 @@ def _sentence_piece(metadata: dict[str, Any], tokens: list[str], types: list[int
     return tokenizer
 
 
-def merges_of_scores(
+def derive_merges(
     vocabulary: dict[str, int], scores: list[float], types: list[int]
 ) -> list[tuple[str, str]]:
     """Every pair of tokens that joins into a token, the best-scored result first: the order

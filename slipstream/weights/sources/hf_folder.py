@@ -12,7 +12,7 @@ from slipstream.model.families.registry import find_family
 from slipstream.weights.engine_config import GenerationDefaults
 from slipstream.weights.parameters import Shape
 from slipstream.weights.sources.mapped_tensors import MappedTensors
-from slipstream.weights.sources.source import SourceError, fingerprint_of, read_tokenizer_files
+from slipstream.weights.sources.source import SourceError, compute_fingerprint, read_tokenizer_files
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ class HuggingFaceFolder:
         return read_tokenizer_files(self.folder)
 
     def fingerprint(self) -> str:
-        return fingerprint_of(
+        return compute_fingerprint(
             json.dumps(self._config), self.tokenizer_files(), self._tensors.fingerprint()
         )
 

