@@ -16,7 +16,13 @@ from tiny_hf_folder import save_model
 from slipstream.repository.templates import write_repository
 
 ROOT = Path(__file__).parents[1]
-GUIDES = ("README.md", "docs/quickstart.md", "docs/openai.md", "docs/operations.md")
+GUIDES = (
+    "README.md",
+    "docs/quickstart.md",
+    "docs/requests.md",
+    "docs/openai.md",
+    "docs/operations.md",
+)
 MODEL = "smollm2-135m"  # what the guides call it
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
 ADDRESS = re.compile(r"(?:localhost|127\.0\.0\.1):8000")
