@@ -40,7 +40,7 @@ class TritonPythonModel:
 
 
 async def examined(folder: Path, body: str, config: str = "", initialize: str = "") -> object:
-    """What a model whose `examine` is `body` finds."""
+    """Run `body` as `examine` of a model; return its result."""
     code = COUNTER.replace("self.args = args", f"self.args = args; {initialize}") + textwrap.indent(
         body, " " * 8
     )
@@ -394,9 +394,7 @@ class TritonPythonModel:
 
 
 async def test_instances_are_named_as_the_real_server_names_them(tmp_path: Path) -> None:
-    """Without groups the one group has the model's name; kinds that are left open become what they
-    are.
-    """
+    """Without groups the group has the model's name; the kind AUTO becomes CPU."""
     folder = write_model(tmp_path, "args", NAMES)
     write_model(
         tmp_path, "two", NAMES, "instance_group [ { count: 2 }, { count: 1 kind: KIND_CPU } ]"

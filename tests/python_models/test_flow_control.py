@@ -29,8 +29,7 @@ from slipstream.server.services import create_app
 LENGTH = 64 << 10
 COUNT = 1000  # responses of LENGTH bytes: 16 times the window
 DECOUPLED = "model_transaction_policy { decoupled: true }"
-# "flood" answers from a thread of its own, "serial" from within `execute`; both until they are
-# given up.
+# "flood" answers from a thread, "serial" from within `execute`; both until they are cancelled.
 FLOOD = f"""
 import threading
 import numpy as np
@@ -152,7 +151,7 @@ async def test_cancelling_a_request_unblocks_its_sender(tmp_path: Path) -> None:
         await standstill(opened)
         await answers.aclose()
         await until_reported(opened, " 1 ended")
-        # holds up the thread that would take up others
+        # blocks the thread that would execute others
         serial = opened["flood"].infer(text_request("serial"))
         await anext(serial)
         await until(lambda: unread(held(opened)) > WINDOW_BYTES // 2)
@@ -182,7 +181,7 @@ Stop = Callable[[], Awaitable[None]]
 
 @asynccontextmanager
 async def unread_http(opened: Opened) -> AsyncIterator[Stop]:
-    """A client of generate_stream that reads nothing, and how its server stops."""
+    """Connect a client of generate_stream that reads nothing; yield what stops it."""
     listening = socket.create_server(("127.0.0.1", 0))
     server = HttpServer(create_app(opened.registry, ServerState([])))
     await server.open(listening)
@@ -201,7 +200,7 @@ async def unread_http(opened: Opened) -> AsyncIterator[Stop]:
 
 @asynccontextmanager
 async def unread_grpc(opened: Opened) -> AsyncIterator[Stop]:
-    """A client of ModelStreamInfer that reads nothing, and how its server stops."""
+    """Connect a client of ModelStreamInfer that reads nothing; yield what stops it."""
     options = GrpcOptions()
     server = create_grpc_server(opened.registry, ServerState([]), None, options)
     address = f"127.0.0.1:{add_port(server, '127.0.0.1:0', options)}"
@@ -269,8 +268,7 @@ async def test_flow_control_reaches_through_a_model_that_calls_another(
         first = await anext(answers)
         sent, _, ended = (await standstill(opened)).partition(" sent, ")
         assert ended == "0 ended"
-        # Unread responses in the server are those of either model, and in the process between them those to
-        # its call.
+        # unread: the responses of both models in the server, and those to the call in the process
         assert int(sent) * LENGTH <= 3 * (WINDOW_BYTES + LENGTH) + LENGTH
         rest = said([answer async for answer in answers])
         assert [text.strip() for text in (*said([first]), *rest)] == [
@@ -286,9 +284,8 @@ async def test_a_request_is_cancelled_when_nothing_is_read_for_long(tmp_path: Pa
     async with open_models(folder, "flood") as opened, asyncio.timeout(30):
         answers = opened["flood"].infer(text_request("serial"))
         await anext(answers)
-        assert (await progress(opened)).endswith(
-            " 1 ended"
-        )  # the request that waited for the model is served
+        # the request that waited for the model is served
+        assert (await progress(opened)).endswith(" 1 ended")
         texts = said([answer async for answer in answers])
         assert len(texts) * LENGTH <= WINDOW_BYTES + LENGTH
         assert [text.strip() for text in texts[:-1]] == [

@@ -79,14 +79,14 @@ async def test_the_end_of_a_process_is_seen_while_its_children_hold_the_sockets(
         )
         assert said(await ask(model, "again")) == ["again 1"]
         assert model.process_ids != [process]
-        await until(lambda: not in_group(process))  # its helper went with it
+        await until(lambda: not in_group(process))  # the child process ended with it
 
 
 def in_group(leader: int) -> list[int]:
-    """The processes of a group that run."""
+    """Return the running processes of a group."""
     found = []
     for place in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended
             state, _, group = place.read_text().rpartition(")")[2].split()[:3]
             if int(group) == leader and state != "Z":
                 found.append(int(place.parent.name))
@@ -109,7 +109,9 @@ async def test_a_killed_process_fails_its_requests_and_is_restarted(tmp_path: Pa
             == "the process of model instance 'sleeper_0' ended: killed by SIGKILL"
         )
         assert failed.error.code is Code.INTERNAL
-        assert said(await waiting) == ["later 1"]  # it had not begun, so it was only late
+        assert said(await waiting) == [
+            "later 1"
+        ]  # the request was not started, so it was executed again
         assert model.process_ids != [process]
 
 
@@ -166,7 +168,7 @@ async def test_a_cancelled_request_is_seen_by_the_model(
     log = tmp_path / "log"
     monkeypatch.setenv("SLOW_MODEL_LOG", str(log))
     async with open_models(MIMIC, "slow", "slow_nd") as models:
-        assert len(models["slow"].process_ids) == 4  # as many as the instance group says
+        assert len(models["slow"].process_ids) == 4  # the count of the instance group
         answers = models["slow"].infer(text_request("400", id="streamed"))
         assert said([await anext(answers), await anext(answers)]) == ["tok0", "tok1"]
         await answers.aclose()
@@ -189,7 +191,7 @@ async def test_a_request_cancelled_while_it_waits_is_not_executed(tmp_path: Path
         model = models["sleeper"]
         tasks = [asyncio.ensure_future(ask(model, text)) for text in ("sleep0.3", *"abcdefgh")]
         await until(lambda: len(model._running) > 1)
-        # one that the process has already and one that it has not
+        # one that the process has received and one that it has not
         for dropped in (tasks[2], tasks[7]):
             dropped.cancel()
         kept = [said(await task) for task in tasks if task not in (tasks[2], tasks[7])]

@@ -53,7 +53,15 @@ def test_lower_levels_are_executed_first(tmp_path: Path) -> None:
     queue = waiting(tmp_path, LEVELS)
     for text, priority in (("a", 3), ("b", 0), ("c", 1), ("d", 2), ("e", 9), ("f", 1), ("g", 3)):
         queue.add(request(text, priority))
-    assert all_of(queue) == ["c", "f", "b", "d", "e", "a", "g"]  # 0 and what is beyond is level 2
+    assert all_of(queue) == [
+        "c",
+        "f",
+        "b",
+        "d",
+        "e",
+        "a",
+        "g",
+    ]  # 0 and levels beyond the last count as level 2
 
 
 def test_without_levels_any_priority_is_accepted(tmp_path: Path) -> None:

@@ -94,9 +94,9 @@ async def test_a_sequence_stays_on_its_instance_in_order(tmp_path: Path) -> None
         assert len(set().union(*processes.values())) == 2
         for identity in (8, 9):
             await step(identity, "a", start=True)
-        assert processes[8] != processes[9]  # the less laden one is asked first
+        assert processes[8] != processes[9]  # the instance with fewer sequences takes the next one
         with pytest.raises(InferenceError) as raised:
-            await step(2, "e")  # it has ended
+            await step(2, "e")  # the sequence has ended
         assert raised.value.message == (
             "inference request for sequence 2 to model 'm' must specify the START flag on the first request of the "
             "sequence"
@@ -166,7 +166,7 @@ def test_a_sequence_waits_while_no_instance_has_room(tmp_path: Path) -> None:
     assert (names(first), names(second)) == ("1", "2")
     last = queue.take(ANY[1])
     assert names(last) == "2"
-    assert queue.take(ANY[1]) == []  # its end is not reached
+    assert queue.take(ANY[1]) == []  # the sequence has not ended
     assert [queue.load(instance) for instance in ANY] == [1, 1, 0]
     queue.finished(*second)
     assert queue.finished(*last)
@@ -186,7 +186,7 @@ def test_the_oldest_strategy_batches_several_sequences(tmp_path: Path) -> None:
     ):
         queue.add(request(identity, text, start, width=width))
     batches = [names(queue.take(ANY[0])) for _ in range(4)]
-    assert batches == ["a", "b", "c", "de"]  # d, which would fit to a, is not executed before c
+    assert batches == ["a", "b", "c", "de"]  # d has the shape of a, but is not executed before c
     assert len(queue) == 1
     assert names(queue.take(ANY[1])) == "f"  # the first has three sequences
 
@@ -246,7 +246,7 @@ def test_an_idle_sequence_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def run(text: str, start: bool = False) -> None:
         pending = queue.add(request(1, text, start))
         assert queue.take(ANY[0]) == [pending]
-        clock[0] += 20  # it is not idle while it runs
+        clock[0] += 20  # a running sequence is not idle
         queue.add(request(1, text.upper()))
         queue.finished(pending)
         queue.finished(*queue.take(ANY[0]))

@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
+from http_support import RunningServer, post
 from python_model_harness import CONFORMANCE, models_of, write_model
 from span_collector import Collector
 
@@ -17,8 +18,6 @@ from slipstream.server.python_models.factory import PythonModels
 from slipstream.server.services import create_app
 from slipstream.server.tracing.export_settings import ExportSettings
 from slipstream.server.tracing.settings import TraceSettings
-
-from http_support import RunningServer, post  # isort: skip  (its folder was just added)
 
 assert CONFORMANCE
 UPPER = """
@@ -47,7 +46,7 @@ class TritonPythonModel:
 
 
 def serve(folder: Path, trace: TraceSettings, *texts: str) -> list[str]:
-    """What `caller` answers to each text, behind a server of its own."""
+    """Return the answers of the model `caller` to each text, through a server."""
     registry, factory, opened = ModelRegistry(), PythonModels(), []
     registry.wrap(ServerMetrics().count)
 

@@ -42,7 +42,7 @@ class TritonPythonModel:
             self.answer(request, request.get_response_sender())
     def answer(self, request, sender):
         given = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        query = np.array([[b"7 " + given["text_input"].ravel()[0]]], dtype=object)  # what only this repository does
+        query = np.array([[b"7 " + given["text_input"].ravel()[0]]], dtype=object)  # added by this model only
         (before,) = call("preprocessing", ["INPUT_ID", "REQUEST_INPUT_LEN"], QUERY=query,
                          REQUEST_OUTPUT_LEN=given["max_tokens"].astype(np.int32))
         for step in call("tensorrt_llm", ["output_ids", "sequence_length"], decoupled=True,
@@ -64,7 +64,7 @@ output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
 
 
 def build(folder: Path) -> Path:
-    """A random Llama over words that are numbers, built as any model is."""
+    """Build a random Llama whose words are numbers."""
     import torch
     from safetensors.torch import save_file
 
@@ -153,7 +153,7 @@ async def test_a_python_chain_returns_the_engines_tokens(
     write_model(tmp_path, "custom", CUSTOM, CONFIG)
     async with open_models(tmp_path, "custom", others=known) as models:
         found = said(await ask(models["custom"], InferRequest("custom", "1", inputs("3 4"))))
-    # Steps that fall together come as one piece, so what counts is the words.
+    # tokens of several steps may come in one response, so only the words are compared
     assert all(piece.startswith("<") and piece.endswith(">") for piece in found)
     assert " ".join(piece[1:-1] for piece in found).split() == "".join(expected).split()
     assert len("".join(expected).split()) == 6

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-# isort: skip  (its folder was just added)
 from http_support import Answer, Connection, RunningServer, request_bytes
 from python_model_harness import CONFORMANCE, MIMIC, models_of
 
@@ -22,10 +20,9 @@ from slipstream.server.python_models.model import PythonModel
 from slipstream.server.services import create_app
 
 ROUTE = re.compile(r"/v2/models/(\w+)(?:/versions/\d+)?/(?:generate|generate_stream|infer)")
-# How long these take is what they are about; the others in the recordings are ensembles or differ
-# in transport.
+# Models of recordings that other tests cover: those about timing, and the ensemble.
 ELSEWHERE = {"slow", "slow_nd", "llm_slow", "ens"}
-# of the machine that recorded: ours begin at the repository
+# paths of the recording machine; this server's start at the repository
 PATH = re.compile(rb"/models/repo-\w+/")
 
 

@@ -44,7 +44,7 @@ class TritonPythonModel:
         return [self.answer(request) for request in requests]
     def answer(self, request):
         given = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        ids = [int(word) + 100 for word in given["QUERY"].ravel()[0].split()]  # what the stock one would not do
+        ids = [int(word) + 100 for word in given["QUERY"].ravel()[0].split()]  # unlike the built-in model
         nothing = np.array([[[0], [-1]]], np.int32)
         outputs = dict(
             INPUT_ID=np.array([ids], np.int32), REQUEST_INPUT_LEN=np.array([[len(ids)]], np.int32),
@@ -132,7 +132,7 @@ def test_python_steps_in_the_standard_ensemble(tmp_path: Path) -> None:
         assert "".join(piece["text_output"] for piece in pieces) == "<106><107><108>"
     finally:
         custom.close()
-    # the same files, not run: ours stand in for them
+    # without the flag the built-in models replace the files
     stock = TinyServer(folder, tmp_path / "tmp").wait_started()
     try:
         answers = events(f"{stock.url}/v2/models/ensemble/generate_stream", body)
@@ -175,7 +175,7 @@ class TritonPythonModel:
 
 
 def test_a_stopping_server_waits_for_python_models(tmp_path: Path) -> None:
-    """Also one that takes longer than connections are kept open for those who only listen."""
+    """Also for one that takes longer than idle connections are kept open."""
     options = ["--allow-python-models"]
     running = TinyServer(
         write_model(tmp_path, "slow", SLOW), tmp_path / "tmp", *options, close_seconds=0.3

@@ -330,7 +330,7 @@ def test_options_that_make_no_sense_are_refused(options):
 
 
 def certificate(folder, name, *options):
-    """A key and a certificate for localhost, its own root."""
+    """Write a key and a self-signed certificate for localhost; return their paths."""
     paths = [folder / f"{name}.key", folder / f"{name}.crt"]
     command = [
         "openssl",
@@ -384,7 +384,7 @@ async def test_the_health_service_reports_changes(stack):
             watching = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=20)
             first = next(watching)
             stack.state.draining = True
-            # it ends by itself: a watcher does not hold up a server that leaves
+            # the stream ends, so that a watcher does not delay the shutdown
             return [first, *watching]
 
     assert (
@@ -432,7 +432,7 @@ async def test_reflection(stack, version):
 
 
 def wire(descriptor):
-    """Everything of a file that is on the wire: names, numbers, types."""
+    """Return the names, numbers and types of a file, which determine the wire format."""
     file = descriptor_pb2.FileDescriptorProto()
     descriptor.CopyToProto(file)
     found = {}
@@ -462,14 +462,13 @@ def wire(descriptor):
     [("grpc_service.proto", service_pb2), ("model_config.proto", model_config_pb2)],
 )
 def test_messages_are_those_of_tritons_client(ours, theirs):
-    expected, found = wire(theirs.DESCRIPTOR), wire(messages.POOL.FindFileByName(ours))
+    expected = wire(theirs.DESCRIPTOR)
+    found = wire(messages.POOL.FindFileByName(ours))
     assert {name: found.get(name) for name in expected if name in found} == {
         name: value for name, value in expected.items() if name in found
     }
-    newer = set(expected) - set(found)
-    assert (
-        not newer or len(newer) < 20
-    )  # a later client may know fields that this server does not fill
+    # a later client may know fields that this server does not fill
+    assert len(set(expected) - set(found)) < 20
 
 
 def test_the_descriptor_modules_are_those_that_the_proto_files_give():

@@ -53,7 +53,7 @@ def raw(chance):
 
 def made(chance):
     message = messages.ModelInferRequest(model_name="m", id=chance.choice(["", "x"]))
-    if chance.random() < 0.5:  # something right to begin with, so that what follows is looked at
+    if chance.random() < 0.5:  # starts with a valid part, so that the rest is read
         message.inputs.add(name="a", datatype="INT32", shape=[1, 2])
         message.raw_input_contents.append(struct.pack("<2i", 1, 2))
     for _ in range(chance.choice([0, 0, 1, 2, 3])):
@@ -104,7 +104,7 @@ def run(config, cases, seed):
                 message = messages.ModelInferRequest.FromString(
                     damaged(chance, message.SerializeToString())
                 )
-            except DecodeError:  # gRPC itself answers these
+            except DecodeError:  # gRPC itself refuses these
                 counts["unreadable"] += 1
                 continue
         try:

@@ -99,7 +99,7 @@ def token_inputs(ids, count, stream=True):
 
 
 async def ask(client, *requests):
-    """Send requests on one stream; the answers as (ModelInferResponse or None, error, result)."""
+    """Send requests on one stream; return (ModelInferResponse or None, error, result) of each."""
 
     async def sending():
         for request in requests:
@@ -113,7 +113,7 @@ async def ask(client, *requests):
 
 
 async def ask_blocking(address, model, inputs, empty_final):
-    """As above, with the blocking client: only that one can ask for an empty final answer."""
+    """Use the blocking client, which alone can request an empty final response."""
 
     def talk():
         answers = []

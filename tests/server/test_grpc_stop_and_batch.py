@@ -62,7 +62,7 @@ async def test_a_stop_request_ends_the_one_of_its_id_with_what_it_has(stack):
 
 
 async def test_a_stop_request_without_an_id_ends_what_runs_without_one_over_its_connection(stack):
-    """As upstream's client sends it, `--stop-after-ms` without `--request-id`."""
+    """Upstream's client sends this for `--stop-after-ms` without `--request-id`."""
     stopping = [*token_inputs([3], 1), tensor("stop", [True], "BOOL")]
     long, stop = (
         request("tensorrt_llm", inputs, id="") for inputs in (token_inputs([3], 240), stopping)
@@ -99,9 +99,7 @@ async def test_a_stop_request_without_an_id_ends_what_runs_without_one_over_its_
 
 
 async def test_a_call_without_an_id_is_stopped_by_another_over_its_connection(coupled):
-    """The empty answer to the stop request comes first: upstream's client reads what comes last as
-    the answer.
-    """
+    """The empty response to the stop request comes first: upstream's client prints the last one."""
     order = []
 
     async def call(name, inputs):
@@ -139,9 +137,7 @@ async def test_a_stop_request_ends_every_part_of_a_batch(coupled):
 
 @pytest.fixture
 async def indexed(engine_folder, tmp_path):
-    """The same repository, its models declaring what tells the parts of a batch apart, as
-    upstream's since 0.12.
-    """
+    """Run the same repository with the output `batch_index`, which upstream has since 0.12."""
     write_repository(tmp_path / "repo", "chat", engine_folder, engine_folder, 8)
     for model in ("tensorrt_llm", "chat"):
         file = tmp_path / "repo" / model / "config.pbtxt"

@@ -1,4 +1,4 @@
-"""What one gRPC stream may have under way, and what happens to it when its client is gone."""
+"""Limits of one gRPC stream, and its end when the client leaves."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -27,7 +27,7 @@ output [ { name: "out" data_type: TYPE_INT32 dims: [ 1 ] } ]
 
 
 class Gate(ServedModel):
-    """A model whose answers wait until they are let go."""
+    """A model that answers when its semaphore is released."""
 
     ready = True
     decoupled = True
@@ -75,7 +75,7 @@ async def test_a_stream_has_at_most_1024_requests_under_way(tmp_path):
             await call.write(asking("gate", number))
         await call.done_writing()
         await until(lambda: gate.begun >= 1024)
-        for _ in range(20):  # what was sent before these has arrived when they are answered
+        for _ in range(20):  # when they are answered, what was sent before has arrived
             assert (
                 await channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"")
                 == b"\x08\x01"
@@ -93,7 +93,7 @@ async def test_a_stream_has_at_most_1024_requests_under_way(tmp_path):
 
 
 def lines(capfd):
-    """What was written to the log, without what the client's library may say about its connection."""
+    """Return the lines of the log, without those of the client's library."""
     captured = capfd.readouterr()
     return [
         line
@@ -103,7 +103,7 @@ def lines(capfd):
 
 
 class Leaving:
-    """A call whose client sends requests, and is gone when it is answered."""
+    """A call whose client sends requests and leaves before it is answered."""
 
     metadata = ()
 
@@ -119,7 +119,7 @@ class Leaving:
 
     async def __anext__(self):
         if not self.sent:
-            await asyncio.sleep(0)  # those who answer come first
+            await asyncio.sleep(0)  # lets the answering tasks run first
             raise StopAsyncIteration
         return self.sent.pop(0)
 
@@ -155,9 +155,7 @@ async def test_clients_that_leave_amid_errors_leave_no_line_in_the_log(tmp_path,
 
 @asynccontextmanager
 async def stubborn(after, transport="core"):
-    """A handler that does something more when its client is gone; where `ended` says that it could,
-    and what it saw.
-    """
+    """Run a handler that calls `after` when its client has left, and record the result."""
     seen = SimpleNamespace(begun=asyncio.Event(), ended=asyncio.Event(), result=None)
 
     async def handle(call):

@@ -54,7 +54,7 @@ async def twice(data, call):
 
 
 class Waiting:
-    """A handler that waits to be let go, and says how it ended."""
+    """A handler that waits for `go` and records how it ended."""
 
     def __init__(self):
         self.begun, self.go, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -202,7 +202,7 @@ async def test_a_slow_reader_blocks_the_writer(transport):
         call = channel.unary_stream("/test.Service/Flood")(b"")
         assert len(await call.read()) == 64 << 10
         before = -1
-        while before != written:  # until no more fits into the buffers on the way
+        while before != written:  # until the buffers in between are full
             before = written
             await asyncio.sleep(0.1)
         assert written < 1000
@@ -211,7 +211,7 @@ async def test_a_slow_reader_blocks_the_writer(transport):
 
 
 class Counting:
-    """Passes connections on to a port, and counts the bytes that come back."""
+    """Forwards connections to a port and counts the bytes that come back."""
 
     def __init__(self, port):
         self.port = port
@@ -257,14 +257,13 @@ async def test_stopping_lets_calls_end_within_the_grace(transport):
         await waiting.begun.wait()
         stopping = asyncio.create_task(server.stop(10))
         code, _ = await failure(channel.unary_unary("/test.Service/Twice")(b""))
-        # The library cancels a call that was on its way when the server said goodbye, and refuses
-        # later ones.
+        # gRPC cancels a call that was on its way when the server stopped, and refuses later ones.
         assert code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert not stopping.done()
         waiting.go.set()
         assert await call == b"answer"
         await stopping
-        await server.stop(None)  # once more does nothing
+        await server.stop(None)  # a second stop does nothing
 
 
 @pytest.mark.parametrize("grace", [None, 0.1])

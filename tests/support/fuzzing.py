@@ -1,5 +1,5 @@
-"""Damaged requests for a whole server, and what must stay true of it meanwhile: it answers, a
-stream that runs beside them says what it always says, and its memory does not grow.
+"""Damaged requests for a whole server, which must go on answering, also a stream that runs
+meanwhile, and whose memory must not grow.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ IDS = struct.pack("<3i", 5, 6, 7)
 
 
 def text_body(chance: random.Random) -> bytes:
-    """Generate: one field another value or another name, and at times the JSON itself damaged."""
+    """Return a generate body with one field changed or renamed, at times with damaged JSON."""
     document: dict[str, Any] = dict(TEXT)
     name = chance.choice(
         [*document, "beam_width", "random_seed", "end_id", "id", "parameters", "top_p", "bad_words"]
@@ -129,7 +129,7 @@ def text_body(chance: random.Random) -> bytes:
 
 
 def tensor_body(chance: random.Random) -> tuple[bytes, int]:
-    """Infer with binary tensors: the JSON header, what it announces, and how long it is said to be."""
+    """Return an infer request with binary tensors and damage in its header, data or lengths."""
     raw = [IDS, struct.pack("<i", 3), struct.pack("<i", 4)]
     names = ("input_ids", "input_lengths", "request_output_len")
     inputs: list[dict[str, Any]] = [
@@ -221,9 +221,7 @@ def config_text(good: str, chance: random.Random) -> str:
 
 
 class Canary(threading.Thread):
-    """Asks for the same stream again and again, and notes the first one that was not like the
-    others.
-    """
+    """Requests the same stream repeatedly and keeps the first one that differs."""
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
@@ -262,7 +260,7 @@ class Canary(threading.Thread):
 
 
 class Attacker:
-    """One random source, one connection of each protocol, and what the server answered."""
+    """One random source, a connection of each protocol, and counts of the answers."""
 
     def __init__(self, seed: int, http_port: int, grpc_port: int, folder: Path) -> None:
         self.answers: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""gRPC and metrics over a tiny real engine, in this process."""
+"""gRPC and metrics on a tiny real engine in this process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def running(
     metrics: ServerMetrics | None = None,
     keep: bool = False,
 ) -> AsyncIterator[Stack]:
-    """`keep`: the repository in `folder/repo` is there already."""
+    """Run the server. With `keep` the repository in `folder/repo` exists already."""
     if not keep:
         write_repository(folder / "repo", "chat", engine_folder, engine_folder, 8)
     repository = read_repository(folder / "repo")
@@ -109,7 +109,7 @@ def text_inputs(prompt: str, count: int, stream: bool = True) -> list[blocking.I
 async def ask(
     client: triton.InferenceServerClient, *requests: dict[str, Any], **options: Any
 ) -> list[Any]:
-    """Requests on one stream; the answers as (result, error)."""
+    """Send requests on one stream; return the answers as (result, error)."""
 
     async def sending() -> AsyncIterator[dict[str, Any]]:
         for request in requests:
@@ -136,7 +136,7 @@ async def until(condition: Any) -> None:
 
 @asynccontextmanager
 async def running_coupled(engine_folder, tmp_path):
-    """The same repository, its models answering exactly once."""
+    """Run the same repository with models that answer exactly once."""
     write_repository(tmp_path / "repo", "chat", engine_folder, engine_folder, 8)
     for file in (tmp_path / "repo").glob("*/config.pbtxt"):
         file.write_text(re.sub(r"decoupled: \w+", "decoupled: false", file.read_text()))

@@ -1,6 +1,4 @@
-"""A real gRPC server on a loopback port, and a client that sends recorded messages and shows what
-comes back.
-"""
+"""A real gRPC server on a loopback port, and a client that sends recorded messages."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ class AddSubtract(RecordedModel):
 
 
 class Same(RecordedModel):
-    """The input under the output's name."""
+    """Returns the input under the output's name."""
 
     async def answers(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         given = next(iter(request.inputs.values()))
@@ -82,7 +80,7 @@ def model_names() -> set[str]:
 
 @contextmanager
 def loaded_server(mode: Any, names: list[str]) -> Iterator[RunningGrpc]:
-    """The recorded models behind a loader, with these loaded."""
+    """Run a server with a loader of the recorded models, with these loaded."""
     registry = ModelRegistry()
     folders = sorted(REPOSITORIES.iterdir())
     pool = EnginePool({}, Supervision(), ())
@@ -96,7 +94,7 @@ def loaded_server(mode: Any, names: list[str]) -> Iterator[RunningGrpc]:
 
 
 def recorded_registry() -> tuple[ModelRegistry, ServerMetrics]:
-    """Every model of the recordings, with its requests counted."""
+    """Return every model of the recordings, and the metrics that count their requests."""
     registry, metrics = ModelRegistry(), ServerMetrics()
     registry.wrap(metrics.count)
     makers = {**MAKERS, "ens": lambda model, version: EnsembleModel(model.config, registry.find)}
@@ -149,7 +147,7 @@ class RunningGrpc:
 
 
 def message(name: str, document: dict[str, Any]) -> Any:
-    """The request of a call, from its recorded JSON."""
+    """Return the request of a call from its recorded JSON."""
     return json_format.ParseDict(document, method_messages(name)[0]())
 
 
@@ -189,7 +187,7 @@ class Client:
 
 
 def outgoing(messages: list[Any]) -> Iterator[Any]:
-    """The messages of a recorded stream; a number among them is a pause, which here may be shorter."""
+    """Yield the messages of a recorded stream. A number among them is a pause, shortened here."""
     for item in messages:
         if isinstance(item, dict):
             yield message("ModelStreamInfer", item)

@@ -1,4 +1,4 @@
-"""Python models of a folder, opened without a server around them, and short ways to ask them."""
+"""Opens the Python models of a folder without a server, and sends requests to them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def ask(model: ServedModel, request: InferRequest | str) -> list[InferResp
 
 
 def said(responses: Sequence[InferResponse]) -> list[str]:
-    """The texts, with errors marked."""
+    """Return the texts of the responses; errors start with "! "."""
     return [
         f"! {response.error.message}"
         if response.error
@@ -85,7 +85,7 @@ def said(responses: Sequence[InferResponse]) -> list[str]:
 
 
 def write_model(folder: Path, name: str, code: str, config: str = "") -> Path:
-    """A repository with one more text-to-text model."""
+    """Add a text-to-text model to a repository."""
     (folder / name / "1").mkdir(parents=True)
     (folder / name / "1" / "model.py").write_text(code)
     tensors = (
