@@ -1,13 +1,11 @@
-"""Who may call what: API keys for the whole server, and Triton's restricted APIs. HTTP and gRPC ask
-the same object.
+"""Access control for HTTP and gRPC: API keys for the whole server, and Triton's restricted APIs.
 
-Without keys everything is open, as with Triton. With a key every call needs one, health probes
-included; the calls that change or reveal the server itself (repository control, logging, trace,
-shared memory) need the admin key, where there is one. The admin key opens everything.
+Without keys all calls are allowed, as with Triton. With a key every call needs one, health probes
+included. The calls that change or reveal the server itself (repository control, logging, trace,
+shared memory) need the admin key if there is one. The admin key allows all calls.
 
-There may be several API keys. Then each is a tenant: the keys and values that one's requests left,
-no other's find, so that nobody learns from an answer's speed what others have asked; and none of
-them opens what the admin key is for.
+With several API keys each one is a tenant. Tenants do not share cached blocks: the latency of a
+response must not reveal the prompts of others. Their keys do not allow the calls of the admin key.
 """
 
 from __future__ import annotations
@@ -36,22 +34,23 @@ ADMIN_APIS = frozenset({"model-repository", "shared-memory", "trace", "logging"}
 GRPC_RESTRICTED_PREFIX = "triton-grpc-protocol-"
 BEARER = "bearer "
 
-TENANT: ContextVar[str] = ContextVar("tenant", default="")  # of the request that is being worked on
+TENANT: ContextVar[str] = ContextVar("tenant", default="")  # tenant of the current request
 
-# a header's (or metadata entry's) value, by its name in lower case
+# returns the value of a header or metadata entry by its name in lower case
 Header = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
 class Restriction:
-    header: str  # as it was written, for the error text
+    header: str  # name of the header in the spelling of the flag, for the error text
     value: str
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a call is refused. For gRPC, 503 is UNAVAILABLE, 401 UNAUTHENTICATED and 403
-    PERMISSION_DENIED.
+    """The reason why a call is refused.
+
+    For gRPC, 503 is UNAVAILABLE, 401 UNAUTHENTICATED and 403 PERMISSION_DENIED.
     """
 
     status: int
@@ -60,7 +59,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Access:
-    api_key: str = field(default="", repr=False)  # or several, a line each
+    api_key: str = field(default="", repr=False)  # one key or several, one per line
     admin_key: str = field(default="", repr=False)
     http_restrictions: Mapping[str, Restriction] = field(default_factory=dict, repr=False)  # by API
     grpc_restrictions: Mapping[str, Restriction] = field(default_factory=dict, repr=False)
@@ -74,14 +73,14 @@ class Access:
         return tuple(key for line in self.api_key.splitlines() if (key := line.strip()))
 
     def note_tenant(self, header: Header) -> None:
-        """For the work that follows, on a request that was let in."""
+        """Set the tenant of an accepted request for the code that handles it."""
         if len(self.api_keys) > 1:
             TENANT.set(
                 hashlib.sha256((_key(header) or "").encode("utf-8", "surrogateescape")).hexdigest()
             )
 
     def _is_api_key(self, given: str | None) -> bool:
-        # all are compared: time tells nothing
+        # compares with all keys, so that the time reveals nothing
         return sum(_same(given, key) for key in self.api_keys) > 0
 
     def refuse_http(self, api: str, header: Header) -> Refusal | None:
@@ -108,7 +107,7 @@ class Access:
             return None
         if api in ADMIN_APIS:
             if not self.admin_key and len(self.api_keys) == 1 and self._is_api_key(given):
-                # one key for everything; of several tenants none is the server's master
+                # a single key allows all calls; with several, no tenant is an administrator
                 return None
             return Refusal(403 if given else 401, "This API needs the admin key")
         if self._is_api_key(given):
@@ -124,15 +123,16 @@ def _key(header: Header) -> str | None:
 
 
 def _same(given: str | None, expected: str) -> bool:
-    """In constant time, so that a key cannot be guessed letter by letter."""
+    """Compare in constant time, so that a key cannot be found letter by letter."""
     return given is not None and hmac.compare_digest(
         given.encode("utf-8", "surrogateescape"), expected.encode()
     )
 
 
 def parse_restrictions(texts: list[str]) -> dict[str, Restriction]:
-    """`inference,model-config:api-key=secret`, as tritonserver takes it. ValueError says what is
-    wrong.
+    """Return the restrictions of texts like `inference,model-config:api-key=secret`.
+
+    Raises ValueError that says what is wrong.
     """
     restrictions: dict[str, Restriction] = {}
     for text in texts:

@@ -1,6 +1,4 @@
-"""What the protocols of one server share besides its models: one object, given to HTTP and to gRPC
-alike.
-"""
+"""What HTTP and gRPC share besides the models."""
 
 from __future__ import annotations
 
@@ -23,6 +21,6 @@ class ServerContext:
     access: Access = field(default_factory=Access)
     server_name: str = "triton"
     http_max_input_bytes: int = DEFAULT_HTTP_MAX_INPUT_BYTES
-    # those whose names match become parameters of an infer
+    # headers whose names match become parameters of an inference request
     http_forwarded_headers: re.Pattern[str] | None = None
     grpc_forwarded_headers: re.Pattern[str] | None = None

@@ -1,4 +1,4 @@
-"""Errors as Triton names them, and the HTTP status each of them has."""
+"""Triton's error codes and their HTTP statuses."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ STATUS = {Code.INTERNAL: 500, Code.NOT_FOUND: 404, Code.UNAVAILABLE: 503, Code.U
 
 
 class InferenceError(Exception):
-    """A request failed. Raised before a model runs it is the request's own fault; from a model it
-    is an answer.
-    """
+    """The failure of a request: raised before the model runs, or part of the model's response."""
 
     def __init__(self, message: str, code: Code = Code.INVALID_ARG) -> None:
         super().__init__(message)
@@ -36,22 +34,20 @@ class InferenceError(Exception):
 
 
 class Unavailable(InferenceError):
-    """Nothing is wrong with the request, but nobody can work on it now. Trying again later may
-    help.
-    """
+    """The request is valid but cannot be served now. A later attempt may succeed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Code.UNAVAILABLE)
 
 
 def error_type(error: BaseException) -> str:
-    """One word for it, of the few that there are."""
+    """Return the name of the error's code or class, a word from a small set."""
     if isinstance(error, InferenceError):
         return error.code.name
-    return (
-        Code.CANCELLED.name if isinstance(error, asyncio.CancelledError) else type(error).__name__
-    )
+    if isinstance(error, asyncio.CancelledError):
+        return Code.CANCELLED.name
+    return type(error).__name__
 
 
 class QueueFull(Unavailable):
-    """So many wait already that the model's configuration allows no more."""
+    """The model's queue has reached its configured limit."""

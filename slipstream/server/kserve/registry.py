@@ -1,4 +1,4 @@
-"""The models this server answers for, by name and version."""
+"""The models of the server by name and version."""
 
 from __future__ import annotations
 
@@ -23,23 +23,21 @@ Wrapper = Callable[[ModelVersion], ServedModel]
 class ModelRegistry:
     def __init__(self) -> None:
         self._models: dict[str, dict[int, ServedModel]] = {}
-        self._retired: set[str] = set()  # were here, or should have been
+        self._retired: set[str] = set()  # names of models that were unloaded or failed to load
         self._wrappers: list[Wrapper] = []
 
     def add(self, name: str, version: int, model: ServedModel) -> None:
         self._models.setdefault(name, {})[version] = self._wrapped(name, version, model)
 
     def replace(self, name: str, versions: Mapping[int, ServedModel]) -> None:
-        """All versions of a model at once; whoever asks sees the old ones or the new ones."""
+        """Replace all versions of a model at once: requests see the old ones or the new ones."""
         wrapped = {
             version: self._wrapped(name, version, model) for version, model in versions.items()
         }
         self._models[name] = wrapped
 
     def retire(self, name: str) -> None:
-        """Take a model away, or say that one could not come. It is remembered as having no
-        versions.
-        """
+        """Remove a model, or note that one failed to load: it has no available versions."""
         self._models.pop(name, None)
         self._retired.add(name)
 
@@ -52,9 +50,7 @@ class ModelRegistry:
         return name in self._models
 
     def wrap(self, wrapper: Wrapper) -> None:
-        """Put something around every model, for example a counter; also around those that come
-        later.
-        """
+        """Wrap every model, for example with a counter, also those that are added later."""
         self._wrappers.append(wrapper)
         for entry in list(self):
             self._models[entry.name][int(entry.version)] = wrapper(entry)
@@ -65,7 +61,7 @@ class ModelRegistry:
         return model
 
     def find(self, name: str, version: str = "") -> ModelVersion:
-        """The model, in that version or the latest; InferenceError where there is none."""
+        """Return the model in this version, or the latest. Raises InferenceError."""
         versions = self._models.get(name)
         if versions is None:
             what = "has no available versions" if name in self._retired else "is not found"
@@ -85,7 +81,7 @@ class ModelRegistry:
         try:
             return self.find(name, version).model.ready
         except InferenceError:
-            return False  # unknown is not ready
+            return False  # an unknown model is not ready
 
     def metadata(self, name: str, version: str = "") -> dict[str, Any]:
         entry = self.find(name, version)

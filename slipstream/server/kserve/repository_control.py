@@ -1,6 +1,6 @@
-"""Index, load and unload: what clients may ask of the repository, whatever the protocol.
+"""Index, load and unload: the interface through which all protocols control the repository.
 
-`ModelLoader` (model_loader.py) does the work; `NoControl` stands in where the models are fixed.
+`ModelLoader` (model_loader.py) implements it; `NoControl` does where the models are fixed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ NAMED_REPOSITORY = "'repository_name' specification is not supported"
 
 class RepositoryControl(Protocol):
     def index(self, ready_only: bool = False) -> list[dict[str, str]]:
-        """name, and where there is one: version, state, reason; in that order."""
+        """Return for each model its name and, where known, version, state and reason, in order."""
         ...
 
     async def load(self, name: str, override: Mapping[str, Any] | None = None) -> None:
-        """Returns when the model serves. `override` is a configuration that stands in for the
-        model's file.
-        """
+        """Load a model and return when it serves. `override` replaces its configuration file."""
         ...
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None: ...
@@ -39,7 +37,7 @@ class Named(Protocol):
 
 
 class NoControl:
-    """A server whose models neither come nor go; all that are in the registry serve."""
+    """Control of a server whose models are fixed: all models of the registry serve."""
 
     def __init__(self, registry: Iterable[Named] = ()) -> None:
         self._registry = registry
@@ -63,12 +61,10 @@ def check_repository_name(name: str) -> None:
 
 
 async def load_model(control: RepositoryControl, name: str, parameters: Mapping[str, Any]) -> None:
-    """Load with the parameters a client sent: `config` is a JSON configuration, `file:…` a file to
-    put in place.
-    """
+    """Load with a client's parameters: `config` is a JSON configuration, `file:…` a file."""
     override: Mapping[str, Any] | None = None
     if any(key.startswith("file:") for key in parameters):
-        # a model whose files come over the network would be code of a stranger's choice
+        # files from the network could be code of any client's choice
         raise cannot_poll(name)
     config = parameters.get("config")
     if config is not None:
