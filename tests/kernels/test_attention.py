@@ -1,4 +1,4 @@
-"""Paged attention against the plain formula, on random mixes of rows with the edges in."""
+"""Paged attention against the plain formula, on random mixes of rows at block edges."""
 
 import math
 from unittest import mock
@@ -53,7 +53,9 @@ rows = st.lists(st.tuples(st.integers(0, 40), counts), min_size=1, max_size=6)
     st.sampled_from([1, 10**9]),
     st.integers(0, 1000),
 )
-def test_equals_the_formula(mix, heads, window, sinks, softcap, scattered, gemm_from, seed):
+def test_paged_attention_equals_the_formula(
+    mix, heads, window, sinks, softcap, scattered, gemm_from, seed
+):
     rule = AttentionRule(0.3, window, sinks, softcap)
     with mock.patch.object(attention, "_GEMM_FROM_TOKENS", gemm_from):
         check_against_formula(mix, heads, rule, scattered, seed)
@@ -102,9 +104,7 @@ def check_against_formula(mix, heads, rule, scattered, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padding_reads_the_null_block_and_changes_nothing(dtype):
-    """Rows of different lengths share a gather; poison in the null block must not reach any of
-    them.
-    """
+    """Rows of different lengths share a gather. Large numbers in the null block reach none of them."""
     torch.manual_seed(0)
     cache = torch.randn(cache_shape(1, 10 * BLOCK, 2, 8)).to(dtype)
     cache[..., :BLOCK, :] = 1e4
@@ -138,8 +138,8 @@ def test_padding_reads_the_null_block_and_changes_nothing(dtype):
     st.booleans(),
     st.integers(0, 1000),
 )
-def test_blocks_that_a_window_has_passed_are_not_read(mix, window, sinks, scattered, seed):
-    """The null block in their place, and what lies in them now no number at all: the same result."""
+def test_blocks_outside_the_window_are_not_read(mix, window, sinks, scattered, seed):
+    """With the null block in their place and nan in the old blocks, the result is the same."""
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-(start + count) // BLOCK) for start, count in mix]
     order = (

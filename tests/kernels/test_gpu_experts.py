@@ -1,5 +1,5 @@
-"""The kernels of a mixture of experts against their torch twins; in Triton's interpreter where
-there is no GPU.
+"""The kernels of a mixture of experts against their torch twins. Without a GPU they run in Triton's
+interpreter.
 """
 
 import os
@@ -31,7 +31,7 @@ CHOICES = {
     "every expert": (40, 3, 4),
     "few of many": (3, 2, 40),
     "several tiles an expert": (90, 2, 3),
-    "wide tiles": (150, 2, 2),
+    "large tiles": (150, 2, 2),
     "more pairs than a block sorts": (600, 2, 3),
 }
 if GPU:
@@ -52,7 +52,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_a_plan_sorts_the_pairs_and_covers_each_by_one_tile(name):
+def test_plan_sorts_pairs_and_covers_each_by_one_tile(name):
     chosen, experts = chosen_experts(name)
     plan = gpu_kernels.plan_experts(chosen.to(DEVICE), experts)
     pairs = chosen.flatten()
@@ -69,7 +69,7 @@ def test_a_plan_sorts_the_pairs_and_covers_each_by_one_tile(name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 24), (130, 70)])
-def test_grouped_product_of_tokens_and_of_pairs(dtype, name, outputs, inputs):
+def test_grouped_gemm_of_tokens_and_of_pairs(dtype, name, outputs, inputs):
     torch.manual_seed(0)
     chosen, experts = chosen_experts(name)
     weight = torch.randn(experts, outputs, inputs).to(dtype)
@@ -82,7 +82,7 @@ def test_grouped_product_of_tokens_and_of_pairs(dtype, name, outputs, inputs):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("eight", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_grouped_product_of_eight_bits(dtype, eight):
+def test_grouped_gemm_with_8_bit_weights(dtype, eight):
     torch.manual_seed(0)
     chosen, experts = chosen_experts("every expert")
     stored = torch.randint(-128, 128, (experts, 40, 24)).float().to(eight)
@@ -93,7 +93,7 @@ def test_grouped_product_of_eight_bits(dtype, eight):
     assert close(got, grouped_gemm(x.float(), stored.float() * scales[..., None], chosen))
 
 
-def test_the_loop_over_experts_is_the_sum_over_pairs():
+def test_mixture_equals_the_sum_over_pairs():
     torch.manual_seed(0)
     x, gate_up, proj = torch.randn(7, 12), torch.randn(5, 16, 12), torch.randn(5, 12, 8)
     chosen, shares = route(torch.randn(7, 5), 2, normalised=False)
@@ -107,7 +107,7 @@ def test_the_loop_over_experts_is_the_sum_over_pairs():
 
 
 @pytest.mark.parametrize("bits", [0, 8])
-def test_both_ways_give_the_same_answer(bits):
+def test_cpu_and_gpu_experts_agree(bits):
     torch.manual_seed(0)
     spec = ModelSpec("MixtralForCausalLM", 8, 32, 1, 2, 2, 16, 48, 64, experts=Experts(5, 2, 48))
     stored = {}
@@ -127,7 +127,7 @@ def test_both_ways_give_the_same_answer(bits):
     )
 
 
-def test_experts_of_four_bits_are_refused_where_they_do_not_run():
+def test_int4_experts_are_refused_on_a_gpu():
     spec = ModelSpec("MixtralForCausalLM", 8, 32, 1, 2, 2, 16, 32, 64, experts=Experts(5, 2, 32))
     weight, scales = quantise_rows(torch.randn(5 * 64, 32), 4, 32)
     stored = {"experts.gate_up.weight": weight, "experts.gate_up.scales": scales}
@@ -138,7 +138,7 @@ def test_experts_of_four_bits_are_refused_where_they_do_not_run():
 
 
 @pytest.mark.parametrize("normalised", [False, True])
-def test_route_takes_the_likeliest_and_their_shares(normalised):
+def test_route_returns_the_top_experts_and_their_weights(normalised):
     chosen, shares = route(torch.tensor([[0.0, 2.0, 1.0, -1.0]]), 2, normalised)
     whole = torch.tensor([0.0, 2.0, 1.0, -1.0]).softmax(0)[[1, 2]]
     assert chosen.tolist() == [[1, 2]]

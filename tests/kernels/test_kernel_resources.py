@@ -1,6 +1,4 @@
-"""Kernels fit into GPUs of other makes than the one they were tuned on: compiled for them, no GPU
-needed.
-"""
+"""Kernels fit into GPUs other than the one they were tuned on: compiled for them without a GPU."""
 
 import os
 import subprocess

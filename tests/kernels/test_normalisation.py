@@ -9,7 +9,7 @@ from slipstream.kernels.rotary import rotate_write
 
 
 def half_a_step(exact):
-    """Of bfloat16's eight bits, and what float32 adds to it."""
+    """Return half a step of bfloat16 at this magnitude, plus float32's own error."""
     return torch.exp2(torch.frexp(exact).exponent - 9.0) + 1e-6
 
 
@@ -20,8 +20,8 @@ def test_a_norm_in_16_bits_is_off_by_one_rounding_only(layer_norm):
     bias = torch.randn(576) if layer_norm else None
     got = normalise(x, Norm(weight, bias, 1e-5, dtype=torch.bfloat16))
     assert got.dtype == torch.bfloat16
-    wide = x.double() - (x.double().mean(-1, keepdim=True) if layer_norm else 0)
-    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + (
+    centred = x.double() - (x.double().mean(-1, keepdim=True) if layer_norm else 0)
+    exact = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + (
         0 if bias is None else bias
     )
     assert bool(((got - exact).abs() <= half_a_step(exact)).all())
@@ -35,7 +35,7 @@ def test_gemmas_norm_adds_one_to_its_weight_in_float32():
     expected = oracle(x)
     weight = oracle.weight.detach().float() + 1.0
     got = normalise(x.float(), Norm(weight, None, 1e-6, dtype=torch.bfloat16))
-    # the others lie between two numbers, a hair from the middle
+    # the others are close to the middle between two bfloat16 numbers
     assert (got == expected).float().mean() > 0.999
     rounded = normalise(
         x.float(), Norm(weight.bfloat16().float(), None, 1e-6, dtype=torch.bfloat16)
@@ -43,7 +43,7 @@ def test_gemmas_norm_adds_one_to_its_weight_in_float32():
     assert (rounded == expected).float().mean() < 0.9
 
 
-def test_queries_and_keys_keep_their_type_whatever_the_norms_weights_have():
+def test_queries_and_keys_keep_their_type_with_float32_norm_weights():
     torch.manual_seed(0)
     heads, cache = torch.randn(3, 4, 16).bfloat16(), torch.zeros(2, 1, 8, 16, dtype=torch.bfloat16)
     at = torch.arange(3)

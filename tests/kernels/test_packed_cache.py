@@ -1,7 +1,7 @@
-"""Keys and values in twelve bits: the same numbers, and the same attention.
+"""The 12-bit KV cache: the same numbers, and the same attention.
 
-Where there is no GPU, the kernels run in Triton's interpreter, which has no bfloat16: float32 that
-holds such numbers.
+Without a GPU the kernels run in Triton's interpreter, which has no bfloat16: float32 tensors hold
+bfloat16 numbers there.
 """
 
 import math
@@ -32,8 +32,8 @@ def new_cache(slots, kv_heads, size):
 
 
 def write(cache, heads, slots):
-    """By the kernel: keys and values [2, kv_heads, tokens, size], without a rope, into slots
-    [tokens].
+    """Write keys and values [2, kv_heads, tokens, size] to slots [tokens] with the kernel, not
+    rotated.
     """
     size = heads.shape[-1]
     step = (
@@ -49,12 +49,14 @@ def write(cache, heads, slots):
 
 
 def pack(heads):
-    """A whole cache by the format alone: [2, kv_heads, slots, size] → int16 [2, kv_heads, slots,
-    words]
+    """Pack a whole cache by the format's definition: [2, kv_heads, slots, size] → int16 [2,
+    kv_heads, slots, words]
     """
-    run, tokens, heads = heads.shape[-1] // 4, packed_cache.TOKENS, heads.to(DEVICE)
+    run = heads.shape[-1] // 4
+    tokens = packed_cache.TOKENS
+    heads = heads.to(DEVICE)
     least = (torch.frexp(heads.abs().amax(-1, keepdim=True))[1] + 126 - 15).clamp(min=0)
-    # of the last place of what has no leading one
+    # in units of the last place of subnormal numbers
     units = heads.double().abs() * torch.exp2(133.0 - least.double())
     above = (torch.frexp(units)[1] - 8).clamp(min=0)
     bits = (units / torch.exp2(above.double())).round().long() + (above << 7) | (
@@ -78,10 +80,9 @@ def pack(heads):
 
 
 def read(cache, size):
-    """What the words say: float64 [2, kv_heads, slots, size]. Written by the format alone, number
-    by number.
-    """
-    run, tokens = size // 4, packed_cache.TOKENS
+    """Unpack a cache by the format's definition: float64 [2, kv_heads, slots, size]."""
+    run = size // 4
+    tokens = packed_cache.TOKENS
     lines = (
         cache.cpu().flatten(2).unflatten(2, (-1, tokens * packed_cache.words(size))).long() & 0xFFFF
     )
@@ -97,8 +98,9 @@ def read(cache, size):
 
 
 def number(word):
-    """A sign, four bits of an exponent, seven of a mantissa."""
-    exponent, mantissa = word >> 7 & 15, (word & 127).double()
+    """Return the number of a sign, four bits of exponent and seven of mantissa."""
+    exponent = word >> 7 & 15
+    mantissa = (word & 127).double()
     size = (
         torch.where(exponent > 0, (mantissa + 128) * 2.0 ** (exponent.double() - 1), mantissa)
         * 2.0**-133
@@ -115,16 +117,18 @@ def seen_slots(lengths, tables):
 
 
 def spoil(cache, slots):
-    """Let what nobody may read be infinite."""
-    tokens, words = packed_cache.TOKENS, cache.shape[-1]
-    lines, places = torch.from_numpy(slots // tokens), torch.from_numpy(slots % tokens)
+    """Make slots infinite that no row may read."""
+    tokens = packed_cache.TOKENS
+    words = cache.shape[-1]
+    lines = torch.from_numpy(slots // tokens)
+    places = torch.from_numpy(slots % tokens)
     cache.view(*cache.shape[:2], -1, tokens * words)[:, :, lines, tokens * (words - 2) + places] = (
         0x7F80
     )
 
 
 def random_heads(kv_heads, tokens, size):
-    """bfloat16 numbers as float32, of very different sizes from token to token and within some."""
+    """Return bfloat16 numbers as float32, whose magnitudes differ between tokens and within some."""
     torch.manual_seed(0)
     heads = torch.randn(2, kv_heads, tokens, size) * torch.exp2(
         torch.randint(-40, 40, (tokens, 1)).float()
@@ -132,12 +136,12 @@ def random_heads(kv_heads, tokens, size):
     heads[:, :, 1] *= torch.exp2(-30 * torch.rand(size))
     heads[:, :, 2, ::3] = 0.0
     heads[:, :, 3] = 0.0
-    heads[:, :, 4] = torch.randn(size) * 2.0**-125  # some without a leading one
+    heads[:, :, 4] = torch.randn(size) * 2.0**-125  # some are subnormal
     return heads.bfloat16().float()
 
 
 @pytest.mark.parametrize(("kv_heads", "size"), [(1, 64), (3, 64), (2, 128), (1, 256)])
-def test_what_is_read_is_what_was_written(kv_heads, size):
+def test_kernel_writes_the_format_that_the_definition_reads(kv_heads, size):
     tokens, slots = 40, 64
     heads, places = random_heads(kv_heads, tokens, size), torch.randperm(slots)[:tokens]
     cache = new_cache(slots, kv_heads, size)
@@ -156,11 +160,11 @@ def test_what_is_read_is_what_was_written(kv_heads, size):
 
 
 @pytest.mark.parametrize("odd", [math.inf, math.nan, 2.0**80])
-def test_what_cannot_be_packed_stays_no_number(odd):
-    """The token says so; its neighbours and other heads are as they were."""
+def test_infinity_nan_and_huge_numbers_become_infinite_or_nan(odd):
+    """Neighbouring tokens and other heads keep their numbers."""
     heads = random_heads(2, BLOCK, 64)
     heads[0, 1, 7, 5] = odd
-    heads[0, 1, 8, 5] = 1.9921875 * 2.0**79  # the largest that can
+    heads[0, 1, 8, 5] = 1.9921875 * 2.0**79  # the largest number that can be packed
     cache = new_cache(BLOCK, 2, 64)
     write(cache, heads, torch.arange(BLOCK))
     found = read(cache, 64)
@@ -205,12 +209,14 @@ def test_attention_over_packed_keys_and_values(heads, kv_heads, size, mix, rule)
     assert (got.float().cpu() - expected).norm() < TOLERANCE * expected.norm()
 
 
-@pytest.mark.parametrize("size", [128] if not GPU else [64, 128, 256])  # tiles of either way differ
+@pytest.mark.parametrize(
+    "size", [128] if not GPU else [64, 128, 256]
+)  # tiles of the two paths differ
 @pytest.mark.parametrize(
     "mix", [name for name, rows in MIXES.items() if any(p > 0 and c > 1 for p, c in rows)]
 )
 @pytest.mark.parametrize("rule", RULES[:2])
-def test_what_is_unpacked_beforehand_is_seen_as_if_it_were_not(size, mix, rule):
+def test_attention_is_the_same_with_kv_unpacked_in_advance(size, mix, rule):
     torch.manual_seed(0)
     positions, counts = (np.array(column) for column in zip(*MIXES[mix], strict=True))
     tables = tables_of(positions, counts, BLOCK)
@@ -237,7 +243,7 @@ def test_what_is_unpacked_beforehand_is_seen_as_if_it_were_not(size, mix, rule):
     ).float().norm() < TOLERANCE * expected.float().norm()
 
 
-def test_blocks_may_hold_several_runs_of_tokens():
+def test_blocks_may_hold_several_groups_of_32_tokens():
     torch.manual_seed(0)
     block, size = 2 * packed_cache.TOKENS, 64
     plain = torch.randn(2, 2, 3 * block, size).bfloat16().float()
@@ -255,7 +261,7 @@ def _places(heads, slots, out, cache_slots, RUN: tl.constexpr):
     tl.store(out + 1, scales)
 
 
-def test_a_cache_may_have_more_words_than_32_bits_count():
+def test_positions_beyond_32_bits():
     out = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     head, slot = (
         torch.tensor([31], dtype=torch.int32, device=DEVICE),
@@ -277,17 +283,17 @@ def test_a_cache_may_have_more_words_than_32_bits_count():
         ([4000, 4000], [200, 56], True),
         ([4000, 4000], [199, 56], False),
         ([131_072], [8192], True),
-        # these would take more than is free
+        # over the limit of memory
         ([131_073], [8192], False),
         ([100_000, 50_000], [4000, 4000], False),
     ],
 )
-def test_when_it_is_worth_unpacking(positions, counts, worth):
+def test_unpacking_pays_with_enough_new_tokens_and_memory(positions, counts, worth):
     assert unpacking_pays(np.array(positions), np.array(counts), BLOCK, token_bytes=4096) is worth
 
 
-def test_keys_and_values_of_any_size_are_attended_to():
-    """As large and as small as float32 takes their products."""
+def test_attention_over_keys_and_values_of_any_magnitude():
+    """As large and as small as float32 sums allow."""
     torch.manual_seed(0)
     size, lengths = 64, np.array([40, 33])
     tables = tables_of(lengths - 1, np.ones_like(lengths), BLOCK)
@@ -295,7 +301,7 @@ def test_keys_and_values_of_any_size_are_attended_to():
     plain = torch.randn(2, 1, slots, size).bfloat16().float()
     for scale in (2.0**40, 2.0**-40):
         stored, step = plain * scale, torch.randn(2, 4, size).bfloat16().float()
-        # queries that see all tokens alike, and the step's own places in the cache
+        # queries that weight all tokens alike; the step's own tokens are zero
         step[:, 1:3] = 0.0
         own = slots_of(np.arange(2), lengths - 1, np.ones_like(lengths), tables, BLOCK)
         stored[:, :, own] = 0.0
@@ -325,11 +331,11 @@ def test_keys_and_values_of_any_size_are_attended_to():
         (torch.float32, 128, 128, 32, False),
     ],
 )
-def test_what_is_packed(dtype, size, rotated, block, packed):
+def test_packs_rotated_bfloat16_heads_of_64_128_and_256(dtype, size, rotated, block, packed):
     assert packed_cache.packs(dtype, size, rotated, block) is packed
 
 
-def test_a_head_takes_little_more_than_three_quarters():
+def test_words_of_a_head_and_their_alignment():
     words = [packed_cache.words(size) for size in (64, 128, 256)]
     assert words == [50, 98, 194]
     assert [count * packed_cache.TOKENS % 64 for count in words] == [0, 0, 0], (

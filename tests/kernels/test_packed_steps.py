@@ -1,5 +1,5 @@
-"""A packed cache in a step: what is rotated is cached and handed on, what rows look back at is
-unpacked for them.
+"""The 12-bit cache in a step: rotated keys are cached and returned, cached tokens of prompts are
+unpacked in advance.
 """
 
 from types import SimpleNamespace
@@ -17,10 +17,10 @@ from slipstream.kernels.gpu.decode_chunks import count_resident_ctas
 from slipstream.kernels.gpu.rotary import rotate_write
 
 
-# keys begin within a program, and at one
+# keys begin inside a CTA's heads, and at their start
 @pytest.mark.parametrize(("heads", "kv_heads"), [(7, 3), (8, 1), (20, 4)])
-def test_what_is_turned_is_cached_and_handed_on(heads, kv_heads):
-    """By quarters, which leave bfloat16 numbers what they are."""
+def test_rotated_heads_are_cached_and_returned(heads, kv_heads):
+    """Rotations by quarters, which keep bfloat16 numbers exact."""
     torch.manual_seed(0)
     size, half, rotated = 64, 32, slice(heads + kv_heads)
     step = torch.randn(4, heads + 2 * kv_heads, size).bfloat16().float()
@@ -41,7 +41,7 @@ def test_what_is_turned_is_cached_and_handed_on(heads, kv_heads):
 
 
 @pytest.mark.parametrize("rule", RULES[:2])
-def test_a_step_is_the_same_where_what_it_looks_back_at_is_unpacked_beforehand(monkeypatch, rule):
+def test_step_is_the_same_with_kv_unpacked_in_advance(monkeypatch, rule):
     torch.manual_seed(0)
     # Decodes first, as a runner orders them.
     positions, counts, rows = (
@@ -84,7 +84,7 @@ def test_a_step_is_the_same_where_what_it_looks_back_at_is_unpacked_beforehand(m
         ([3072], [200], torch.bfloat16, False),
     ],
 )
-def test_which_steps_are_worth_more_than_a_graph(positions, counts, dtype, large_tiles):
+def test_long_cached_prompts_skip_the_graph(positions, counts, dtype, large_tiles):
     runner = GpuRunner.__new__(GpuRunner)
     runner.model, runner.block_tokens = SimpleNamespace(spec=SimpleNamespace(kv_size=1024)), BLOCK
     runner.cache = torch.empty(0, dtype=dtype)

@@ -1,4 +1,4 @@
-"""How many logits a large step computes, and where they go."""
+"""The number of logits that a large step computes, and the memory they are written to."""
 
 import os
 from types import SimpleNamespace
@@ -34,12 +34,12 @@ def runner_of(sizes, logits):
         ([], []),
     ],
 )
-def test_their_number_is_rounded_up_to_one_that_was_captured(wanted, padded):
+def test_number_of_logits_is_rounded_up_to_a_captured_size(wanted, padded):
     runner = runner_of([1, 2, 4, 8], None)
     assert GpuRunner._pad_logit_tokens(runner, np.array(wanted, dtype=np.int64)).tolist() == padded
 
 
-def test_they_go_where_graphs_leave_theirs_as_far_as_there_is_room():
+def test_logits_use_the_memory_of_the_graphs_if_they_fit():
     place = torch.zeros(4, 3)
     assert GpuRunner._static_logits(runner_of([4], place), 2).data_ptr() == place.data_ptr()
     assert GpuRunner._static_logits(runner_of([4], place), 2).shape == (2, 3)

@@ -1,6 +1,4 @@
-"""The last layer computes no more than what the wanted tokens need; all keys and values are written
-all the same.
-"""
+"""The last layer runs its MLP for sampled tokens only, and writes the keys and values of all."""
 
 import numpy as np
 import pytest
@@ -57,7 +55,7 @@ def random_model(**kind) -> Transformer:
 def run(
     model: Transformer, samples: list[int] | None
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """→ logits, the cache, and how many tokens the feed-forward part of each layer was given"""
+    """Return the logits, the cache, and the number of tokens in the MLP of each layer."""
     cache, given = model.new_cache(2 * BLOCK), []
     for layer in model.layers:
         layer.mlp = lambda x, step, run=type(layer).mlp, layer=layer: (
@@ -77,7 +75,7 @@ def run(
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("samples", [[5], [1, 4], []], ids=["last", "two", "none"])
-def test_wanted_tokens_alone_go_through_the_end_of_the_last_layer(kind, samples):
+def test_last_layer_runs_its_mlp_for_sampled_tokens_only(kind, samples):
     every, cache, given = run(random_model(**kind), None)
     assert given == [TOKENS, TOKENS]
     assert every.shape == (TOKENS, 50)

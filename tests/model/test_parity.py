@@ -27,7 +27,7 @@ VARIANTS = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
-    "llama-wide-heads": ("llama", {"head_dim": 32}),
+    "llama-large-heads": ("llama", {"head_dim": 32}),
     "llama-linear": ("llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 3.0}}),
     "llama-dynamic": (
         "llama",
@@ -94,7 +94,7 @@ VARIANTS = {
     ),
     "opt": ("opt", {}),
     "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
-    "opt-narrow-no-final-norm": (
+    "opt-small-embedding-no-final-norm": (
         "opt",
         {"word_embed_proj_dim": 48, "_remove_final_layer_norm": True},
     ),
@@ -188,7 +188,7 @@ def answers(pair):
 def test_greedy_tokens_are_those_of_transformers(pair, answers):
     model, _ = pair
     if depends_on_length(model.config):
-        # One pass over a long sequence turns its early tokens otherwise than generating it does.
+        # One pass over a long sequence rotates its early tokens differently from generating it.
         assert answers == [generated(model, prompt) for prompt in prompts()]
         return
     sequences = [prompt + answer for prompt, answer in zip(prompts(), answers, strict=True)]
@@ -258,7 +258,7 @@ def test_longrope_takes_the_factors_of_the_longest_sequence_served(tmp_path, lon
             assert (ours - model(torch.tensor([sequence])).logits[0]).abs().max() < 1e-5
 
 
-def test_the_language_model_of_a_gemma3_that_sees(tmp_path):
+def test_language_model_of_a_gemma3_vision_model(tmp_path):
     model = random_model(config_of("gemma3", max_position_embeddings=LENGTH)).eval()
     model.save_pretrained(tmp_path / "hf")
     text = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -298,9 +298,7 @@ def test_the_language_model_of_a_gemma3_that_sees(tmp_path):
         ("gptj", False),
     ],
 )
-def test_a_quantised_engine_computes_with_the_weights_it_stands_for(
-    tmp_path, weight_only, family, tied
-):
+def test_quantised_engine_equals_its_dequantised_weights(tmp_path, weight_only, family, tied):
     config = config_of(family, tie_word_embeddings=tied, **positions_of(family, LENGTH))
     model = random_model(config).eval()
     model.save_pretrained(tmp_path / "hf")

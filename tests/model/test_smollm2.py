@@ -1,6 +1,4 @@
-"""The embedded default model, from its real weights: the answers of transformers, read from the
-same file.
-"""
+"""The default model with its real weights: the same tokens as transformers from the same file."""
 
 import functools
 
@@ -44,8 +42,7 @@ def oracle(gguf):
     from transformers import AutoModelForCausalLM
 
     with pytest.MonkeyPatch.context() as patch:
-        # transformers reads the file twice and makes one table of names anew for each module of the
-        # model
+        # transformers reads the file twice, and rebuilds a table of names for each module
         for name in ("GGUFReader", "get_tensor_name_map"):
             patch.setattr(reader, name, functools.cache(getattr(reader, name)))
         return AutoModelForCausalLM.from_pretrained(
@@ -60,7 +57,7 @@ def folder(gguf, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sequences(folder):
-    """Prompts with 128 greedy tokens of ours behind each."""
+    """Return prompts, each followed by 128 greedy tokens of the engine."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -94,9 +91,7 @@ def test_bfloat16_agrees_on_99_percent_of_tokens(gguf, sequences, chosen, tmp_pa
 
 @pytest.mark.slow
 def test_fp8_costs_less_than_one_percent_of_perplexity(gguf, tmp_path):
-    """On 8,176 tokens of Python's reference that had no part in choosing which linears take eight
-    bits.
-    """
+    """On 8,176 tokens of Python's reference that were not used to choose the fp8 layers."""
     from pydoc_data.topics import topics
 
     from tokenizers import Tokenizer

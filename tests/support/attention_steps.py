@@ -1,6 +1,4 @@
-"""Steps for tests of attention: rows with some tokens cached and some new, and how a GPU's runner
-plans them.
-"""
+"""Steps for tests of attention: rows with cached and new tokens, planned as the GPU runner does."""
 
 import os
 
@@ -26,7 +24,7 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 
 
 def gpu_plan(tables, positions, counts, block, kv_heads, dtype, size, packed=False):
-    """Decode rows first, as the runner lays a step out."""
+    """Plan a step on the GPU: decode rows first, as in the runner."""
     order = np.concatenate((np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)))
     positions, counts = positions[order], counts[order]
     decodes = int((counts == 1).sum())
@@ -59,7 +57,7 @@ MIXES = {
     "block edges": [(31, 1), (32, 1), (30, 1), (33, 1)],
     "many chunks beside a short row": [(1100, 1), (2, 1)],
     "prompts": [(0, 5), (0, 130), (0, 128)],
-    "prompts behind a prefix": [(40, 7), (129, 2), (1, 64)],
+    "prompts after cached tokens": [(40, 7), (129, 2), (1, 64)],
     "mixed": [(70, 1), (0, 40), (5, 1), (33, 3)],
 }
 if GPU:
@@ -71,7 +69,7 @@ if GPU:
 
 
 def tables_of(positions, counts, block):
-    """Scattered blocks for each row; block 0 is nobody's."""
+    """Return scattered blocks for each row; block 0 is the null block."""
     blocks = -(-(positions + counts) // block)
     tables = np.zeros((len(counts), blocks.max()), dtype=np.int32)
     free = np.random.default_rng(0).permutation(blocks.sum()) + 1
@@ -81,7 +79,7 @@ def tables_of(positions, counts, block):
 
 
 def slots_of(order, positions, counts, tables, block):
-    """Where the step's tokens lie in the cache, in the order that `gpu_plan` gave to rows."""
+    """Return the cache slots of the step's tokens, in the row order of `gpu_plan`."""
     position = np.concatenate([np.arange(positions[r], positions[r] + counts[r]) for r in order])
     blocks = tables[np.repeat(order, counts[order]), position // block]
     return torch.from_numpy(blocks * block + position % block).long()

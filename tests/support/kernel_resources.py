@@ -1,10 +1,8 @@
-"""Compile kernels for GPUs that are not here, as they would be launched there, and print the memory
-each one takes.
+"""Compile kernels for other GPUs, as they would be launched there, and print their shared memory.
 
-    python tests/kernels/kernel_resources.py ARCHITECTURE SHARED_BYTES
+    python tests/support/kernel_resources.py ARCHITECTURE SHARED_BYTES
 
-Run as a process of its own: the tests around it have Triton's interpreter switched on, which
-compiles nothing.
+Run as a separate process: the tests enable Triton's interpreter, which compiles nothing.
 """
 
 from __future__ import annotations
@@ -63,8 +61,8 @@ def type_of(argument: Any) -> str:
 def compiled(
     kernel: launch.Quick, grid: tuple[int, ...], *arguments: Any, **constants: Any
 ) -> None:
-    """What `Quick` does instead of a launch."""
-    if "ON_DEVICE" in constants:  # what a launch of tensors on a CPU denies
+    """Compile a kernel and print its shared memory; replaces `Quick._launch`."""
+    if "ON_DEVICE" in constants:  # False for tensors on a CPU
         constants["ON_DEVICE"] = True
     options = {
         name: constants.pop(name)
@@ -124,7 +122,7 @@ def write(heads: int, kv_heads: int, size: int, cached: torch.dtype) -> None:
     rotary.rotate_write(step, ids, ids, rope, None, None, 1e-6, *new_cache(kv_heads, size, cached))
 
 
-def unpack_prefix(kv_heads: int, size: int) -> None:
+def unpack_kv(kv_heads: int, size: int) -> None:
     blocks, plain = (
         torch.zeros(4, dtype=torch.int32),
         torch.empty(2, kv_heads, 128, size, dtype=torch.bfloat16),
@@ -134,8 +132,8 @@ def unpack_prefix(kv_heads: int, size: int) -> None:
     )
 
 
-def product(tokens: int, dtype: torch.dtype, stored: torch.dtype, gated: bool = False) -> None:
-    """int16 stands for twelve bits."""
+def linear(tokens: int, dtype: torch.dtype, stored: torch.dtype, gated: bool = False) -> None:
+    """stored: int16 means 12-bit weights"""
     scales = torch.empty(4096) if stored != dtype or stored == torch.float8_e4m3fn else None
     by_token = torch.empty(tokens, 1) if dtype == torch.float8_e4m3fn else None
     x, weight = torch.empty(tokens, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=stored)
@@ -159,19 +157,19 @@ def main() -> None:
     skinny_gemm.sm_count = lambda device: 132  # type: ignore[attr-defined]
     half = torch.bfloat16
     for tokens in (16, 32, 64):
-        product(tokens, half, half)
-        product(tokens, half, torch.int8)
-        product(tokens, half, torch.int16, gated=True)
-        product(tokens, half, half, gated=True)
-    product(1, half, half)
-    product(1, half, torch.int16)
+        linear(tokens, half, half)
+        linear(tokens, half, torch.int8)
+        linear(tokens, half, torch.int16, gated=True)
+        linear(tokens, half, half, gated=True)
+    linear(1, half, half)
+    linear(1, half, torch.int16)
     for size in (64, 128, 256):
         for cached in (half, packed_cache.DTYPE):
             decode(32, 8, size, half, cached, 4)
             prefill(32, 8, size, half, cached, 100)
             prefill(32, 8, size, half, cached, 100_000)
             write(32, 8, size, cached)
-        unpack_prefix(8, size)
+        unpack_kv(8, size)
     for rows in (40, 80, 4000):
         decode(32, 8, 128, half, half, rows)
         decode(32, 8, 128, half, packed_cache.DTYPE, rows)
@@ -184,7 +182,7 @@ def main() -> None:
     if ARCHITECTURE >= 89:
         for rows in (4, 4000):
             decode(32, 8, 128, half, torch.float8_e4m3fn, rows)
-        product(64, torch.float8_e4m3fn, torch.float8_e4m3fn)
+        linear(64, torch.float8_e4m3fn, torch.float8_e4m3fn)
 
 
 if __name__ == "__main__":

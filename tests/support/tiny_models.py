@@ -1,6 +1,4 @@
-"""Tiny random models of every family, made by transformers, and what an engine made of one must
-hold.
-"""
+"""Tiny random models of every family, made by transformers, and the tensors of their engines."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 5},
     "gemma": {"head_dim": 32, "num_key_value_heads": 1},
-    # caps near the size of what they cap, or they would not show
+    # caps close to the values they bound, so that they have an effect
     "gemma2": {**GEMMA2_OPTIONS, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0},
     "gemma3": {
         **GEMMA2_OPTIONS,
@@ -97,7 +95,7 @@ def positions_of(family: str, length: int) -> dict[str, int]:
 
 
 def engine_tensors(model: Any) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
-    """What a built engine of the model holds, without the file."""
+    """Return the spec and the tensors of the model's engine, without building it."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         source = HuggingFaceFolder(Path(folder), "tiny")
@@ -108,9 +106,7 @@ def engine_tensors(model: Any) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
 
 
 def random_model(config: Any) -> Any:
-    """Weights far from their initial values, so that no two tensors are alike and biases are not
-    zero.
-    """
+    """Return a model with random weights: no two tensors are alike, and biases are not zero."""
     import transformers as hf
 
     torch.manual_seed(7)
@@ -122,7 +118,7 @@ def random_model(config: Any) -> Any:
 
 
 def expected_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """What an engine must hold, written out by hand from transformers' own tensors."""
+    """Return the tensors an engine must hold, written out by hand from transformers' tensors."""
     state = model.state_dict()
     gpt2 = model.config.model_type == "gpt2"
     tensors = (

@@ -1,5 +1,5 @@
 """Steps with few prompt tokens as CUDA graphs: such a step takes the GPU less time than its launch
-takes the host.
+takes the host. Switch: `KernelOptions.mixed_graphs`.
 
 A captured step has space for rows with one new token, which come first, and for the tokens of rows
 with several. The padding row fills the former. The padding of the latter is one more row with
