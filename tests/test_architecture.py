@@ -256,3 +256,29 @@ def _docstring(file: SourceFile) -> list[ast.stmt]:
 def test_no_file_is_too_long_to_read():
     long = {file.name: len(file.text.splitlines()) for file in FILES if file.name not in GENERATED}
     assert {name: lines for name, lines in long.items() if lines > MAX_LINES} == {}
+
+
+def unreadable_annotations(file: SourceFile) -> list[str]:
+    """Return the annotations of Triton kernels that Triton's compiler cannot evaluate."""
+    found = []
+    for node in file.nodes:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        if not any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+            continue
+        annotations = [argument.annotation for argument in node.args.args] + [node.returns]
+        texts = [ast.unparse(annotation) for annotation in annotations if annotation is not None]
+        if set(texts) - {"tl.constexpr"}:
+            found.append(f"{file.name}:{node.lineno} {node.name}")
+    return found
+
+
+def test_triton_kernels_are_annotated_with_constexpr_only():
+    """The compiler evaluates annotations, and knows no global names such as `Any`."""
+    assert [found for file in FILES for found in unreadable_annotations(file)] == []
+
+
+def test_an_annotation_that_triton_cannot_read_is_found():
+    text = "@triton.jit\ndef kernel(x: Any, SIZE: tl.constexpr):\n    pass"
+    assert unreadable_annotations(source(text)) == ["slipstream/server/example.py:2 kernel"]
+    assert unreadable_annotations(source(text.replace(": Any", ""))) == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,21 +14,21 @@ _BLOCK = 1024
 
 
 @triton.jit
-def silu_times(activated: Any, multiplied: Any) -> Any:
+def silu_times(activated, multiplied):
     """Return silu(activated) × multiplied, in their type; rounded in between, as the twin does."""
     fp32 = activated.to(tl.float32)
     return (fp32 * tl.sigmoid(fp32)).to(multiplied.dtype) * multiplied
 
 
 @triton.jit
-def _gate(x: Any, row: Any, column: Any, inside: Any, size: Any) -> Any:
+def _gate(x, row, column, inside, size):
     activated = tl.load(x + row * 2 * size + column, inside, other=0.0)
     return silu_times(activated, tl.load(x + row * 2 * size + size + column, inside, other=0.0))
 
 
 @Quick
 @triton.jit
-def _silu_gated(x: Any, out: Any, size: Any, BLOCK: tl.constexpr, OVERLAP: tl.constexpr) -> None:
+def _silu_gated(x, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -40,9 +38,7 @@ def _silu_gated(x: Any, out: Any, size: Any, BLOCK: tl.constexpr, OVERLAP: tl.co
 
 @Quick
 @triton.jit
-def _silu_gated_quantised(
-    x: Any, values: Any, scales: Any, size: Any, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-) -> None:
+def _silu_gated_quantised(x, values, scales, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -67,9 +65,7 @@ _WIDENED = tl.constexpr(
 
 
 @triton.jit
-def unpacked(
-    first: Any, second: Any, third: Any, KIND: tl.constexpr, ON_DEVICE: tl.constexpr
-) -> Any:
+def unpacked(first, second, third, KIND: tl.constexpr, ON_DEVICE: tl.constexpr):
     """Convert words of three runs to numbers of four runs, without their row's scale: bfloat16, or
     KIND in the interpreter, which has no bfloat16.
     """
@@ -89,7 +85,7 @@ def unpacked(
 
 
 @triton.jit
-def widened(first: Any, second: Any, third: Any, ON_DEVICE: tl.constexpr) -> Any:
+def widened(first, second, third, ON_DEVICE: tl.constexpr):
     """Convert the same to float32, too small by 2^112: a GEMV corrects it faster in its sums."""
     if ON_DEVICE:
         return tl.inline_asm_elementwise(
@@ -109,5 +105,5 @@ def widened(first: Any, second: Any, third: Any, ON_DEVICE: tl.constexpr) -> Any
 
 
 @triton.jit
-def _float(bits: Any) -> Any:
+def _float(bits):
     return ((bits & 0x87FF) << 16).to(tl.float32, bitcast=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +11,7 @@ from slipstream.kernels.gpu.launch import Quick
 
 @Quick
 @triton.jit
-def _copy_runs(values: Any, runs: Any, page: Any, BLOCK: tl.constexpr) -> None:
+def _copy_runs(values, runs, page, BLOCK: tl.constexpr):
     run = runs + tl.program_id(0) * 3
     start = tl.load(run)
     place = tl.load(run + 1)

@@ -41,7 +41,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 @triton.jit
-def _split_pairs(pairs: Any) -> Any:
+def _split_pairs(pairs):
     """Convert int16, two e4m3 numbers each, to the low and the high ones as float16, by the
     hardware's instruction.
     """
@@ -61,23 +61,23 @@ def _split_pairs(pairs: Any) -> Any:
 @Quick
 @triton.jit
 def _decode(
-    q: Any,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    chunks: Any,
-    out: Any,
-    partial: Any,
-    statistics: Any,
-    arrivals: Any,
-    scale: Any,
-    softcap: Any,
-    q_stride: Any,
-    cache_slots: Any,
-    table_stride: Any,
-    window: Any,
-    sinks: Any,
-    resident: Any,
+    q,
+    keys,
+    values,
+    tables,
+    chunks,
+    out,
+    partial,
+    statistics,
+    arrivals,
+    scale,
+    softcap,
+    q_stride,
+    cache_slots,
+    table_stride,
+    window,
+    sinks,
+    resident,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -92,7 +92,7 @@ def _decode(
     COMPUTE: tl.constexpr,
     PAIRED: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+):
     # PAIRED: values are read as pairs of 8-bit numbers. Even and odd columns of a head are then two
     # halves of half the width, each with its own dot. Otherwise there is one "half": the head.
     STEP: tl.constexpr = 2 if PAIRED else 1

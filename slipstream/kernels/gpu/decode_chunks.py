@@ -136,7 +136,7 @@ def _chunk_size(lengths: np.ndarray, kv_heads: int, resident: ResidentCtas) -> i
 
 
 @triton.jit
-def read_chunk(chunks: Any, item: Any, KV_HEADS: tl.constexpr) -> Any:
+def read_chunk(chunks, item, KV_HEADS: tl.constexpr):
     """Return (kv_head, row, table_row, start, end, length, part, first_part, parts) of a CTA.
 
     `part` counts over all KV heads.
@@ -159,13 +159,13 @@ def read_chunk(chunks: Any, item: Any, KV_HEADS: tl.constexpr) -> Any:
 
 @triton.jit
 def visible_range(
-    start: Any,
-    length: Any,
-    window: Any,
+    start,
+    length,
+    window,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
-) -> Any:
+):
     """Return where a chunk's tiles begin, and the oldest token within the window."""
     oldest = tl.maximum(length - window, 0)
     begin = start
@@ -176,15 +176,15 @@ def visible_range(
 
 @triton.jit
 def visible_slots(
-    tile: Any,
-    end: Any,
-    oldest: Any,
-    sinks: Any,
-    table: Any,
+    tile,
+    end,
+    oldest,
+    sinks,
+    table,
     TILE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
-) -> Any:
+):
     """Return which tokens of a tile are attended to, and their cache slots."""
     token = tile + tl.arange(0, TILE)
     seen = token < end
@@ -196,22 +196,22 @@ def visible_slots(
 
 @triton.jit
 def arrive(
-    partial: Any,
-    statistics: Any,
-    arrivals: Any,
-    result: Any,
-    best: Any,
-    mass: Any,
-    part: Any,
-    first: Any,
-    parts: Any,
-    kv_head: Any,
+    partial,
+    statistics,
+    arrivals,
+    result,
+    best,
+    mass,
+    part,
+    first,
+    parts,
+    kv_head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     QUERIES: tl.constexpr,
-) -> None:
+):
     """Publish a chunk's partial result. The last CTA of a row and KV head merges all of them."""
     at = statistics + part * 2 * QUERIES + tl.arange(0, QUERIES)
     tl.store(at, best)
@@ -236,18 +236,18 @@ def arrive(
 
 @triton.jit
 def _merge(
-    partial: Any,
-    statistics: Any,
-    result: Any,
-    first: Any,
-    last: Any,
-    kv_head: Any,
+    partial,
+    statistics,
+    result,
+    first,
+    last,
+    kv_head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     QUERIES: tl.constexpr,
-) -> None:
+):
     """Merge the chunks of one row and KV head, always in the same order. Other SMs may have written
     them, so that loads bypass L1.
     """

@@ -6,7 +6,6 @@ fixed, so that a CUDA graph can hold all of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -32,7 +31,7 @@ class ExpertPlan:
 
 @Quick
 @triton.jit(do_not_specialize=["pairs"])
-def _sort_pairs(chosen: Any, starts: Any, order: Any, pairs: Any, BLOCK: tl.constexpr) -> None:
+def _sort_pairs(chosen, starts, order, pairs, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     place = 0
     for begin in range(0, pairs, BLOCK):
@@ -50,15 +49,15 @@ def _sort_pairs(chosen: Any, starts: Any, order: Any, pairs: Any, BLOCK: tl.cons
 @Quick
 @triton.jit(do_not_specialize=["most"])
 def _cut_tiles(
-    starts: Any,
-    tile_expert: Any,
-    tile_first: Any,
-    most: Any,
+    starts,
+    tile_expert,
+    tile_first,
+    most,
     EXPERTS: tl.constexpr,
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     expert = tl.arange(0, PADDED)
     first = tl.load(starts + expert, expert < EXPERTS, other=0)
     last = tl.load(starts + expert + 1, expert < EXPERTS, other=0)
@@ -76,23 +75,23 @@ def _cut_tiles(
 @Quick
 @triton.jit
 def _grouped_gemm(
-    x: Any,
-    weight: Any,
-    scales: Any,
-    order: Any,
-    starts: Any,
-    tile_expert: Any,
-    tile_first: Any,
-    out: Any,
-    choices: Any,
-    outputs: Any,
-    inputs: Any,
+    x,
+    weight,
+    scales,
+    order,
+    starts,
+    tile_expert,
+    tile_first,
+    out,
+    choices,
+    outputs,
+    inputs,
     SCALED: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+):
     expert = tl.load(tile_expert + tl.program_id(1)).to(tl.int64)
     if expert >= 0:
         place = tl.load(tile_first + tl.program_id(1)) + tl.arange(0, TILE)

@@ -9,8 +9,6 @@ of 2,048 and more tokens faster where its tiles fill the device (`is_faster`); t
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -35,18 +33,18 @@ _VERY_MANY = 2048
 @Quick
 @triton.jit(do_not_specialize=["tokens", "ctas"])
 def _gated_gemm(
-    x: Any,
-    weight: Any,
-    out: Any,
-    tokens: Any,
-    rows: Any,
-    size: Any,
-    ctas: Any,
+    x,
+    weight,
+    out,
+    tokens,
+    rows,
+    size,
+    ctas,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BAND: tl.constexpr,
-) -> None:
+):
     token_tiles = tl.cdiv(tokens, TOKENS)
     row_tiles = rows // ROWS
     for tile in tl.range(tl.program_id(0), token_tiles * row_tiles, ctas, flatten=True):

@@ -9,8 +9,6 @@ does.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,19 +33,19 @@ _REST = tl.constexpr(2.0**48)
 @Quick
 @triton.jit(do_not_specialize=["pieces_in"])
 def _gemv(
-    x: Any,
-    squares: Any,
-    weight: Any,
-    scales: Any,
-    bias: Any,
-    out: Any,
-    stream: Any,
-    gain: Any,
-    out_squares: Any,
-    rows: Any,
-    size: Any,
-    pieces_in: Any,
-    epsilon: Any,
+    x,
+    squares,
+    weight,
+    scales,
+    bias,
+    out,
+    stream,
+    gain,
+    out_squares,
+    rows,
+    size,
+    pieces_in,
+    epsilon,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -57,7 +55,7 @@ def _gemv(
     BF12: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     at = weight + row.to(tl.int64)[:, None] * (size // GROUP * WORDS if BF12 else size)
@@ -92,9 +90,7 @@ def _gemv(
 
 
 @triton.jit
-def _read(
-    at: Any, begin: Any, size: Any, inside: Any, COLUMNS: tl.constexpr, BF12: tl.constexpr
-) -> Any:
+def _read(at, begin, size, inside, COLUMNS: tl.constexpr, BF12: tl.constexpr):
     """Load the stored form of a CTA's rows at some columns."""
     if BF12:
         place = tl.arange(0, COLUMNS // 4)
@@ -114,15 +110,15 @@ def _read(
 
 @triton.jit
 def _add(
-    total: Any,
-    w: Any,
-    x: Any,
-    begin: Any,
-    size: Any,
+    total,
+    w,
+    x,
+    begin,
+    size,
     COLUMNS: tl.constexpr,
     BF12: tl.constexpr,
     ON_DEVICE: tl.constexpr,
-) -> Any:
+):
     """Return the total plus w × x. w: from `_read` at the same columns"""
     if BF12:
         place = tl.arange(0, COLUMNS // 4)
@@ -139,7 +135,7 @@ def _add(
 
 
 @triton.jit
-def _activations(x: Any, column: Any, size: Any) -> Any:
+def _activations(x, column, size):
     return tl.load(x + column, column < size, other=0.0).to(tl.float32)
 
 

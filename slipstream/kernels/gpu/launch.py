@@ -106,21 +106,21 @@ def _kind(argument: Any) -> Any:
 
 
 @triton.jit
-def follow(OVERLAP: tl.constexpr) -> None:
+def follow(OVERLAP: tl.constexpr):
     """Wait for the previous kernel, and let the next one start: for short kernels."""
     wait(OVERLAP)
     let_next(OVERLAP)
 
 
 @triton.jit
-def wait(OVERLAP: tl.constexpr) -> None:
+def wait(OVERLAP: tl.constexpr):
     """Wait until the previous kernel has ended and its writes are visible."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def let_next(OVERLAP: tl.constexpr) -> None:
+def let_next(OVERLAP: tl.constexpr):
     """Let the next kernel start once every CTA has called this or ended. It then takes up
     resources.
     """
@@ -129,7 +129,7 @@ def let_next(OVERLAP: tl.constexpr) -> None:
 
 
 @triton.jit
-def prefetch(pointers: Any, OVERLAP: tl.constexpr) -> None:
+def prefetch(pointers, OVERLAP: tl.constexpr):
     """Prefetch read-only memory into L2, before `follow`."""
     if OVERLAP:
         tl.inline_asm_elementwise(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,20 +15,20 @@ from slipstream.kernels.normalisation import Norm
 @Quick
 @triton.jit
 def _add_norm(
-    hidden: Any,
-    delta: Any,
-    weight: Any,
-    bias: Any,
-    normal: Any,
-    scales: Any,
-    size: Any,
-    epsilon: Any,
+    hidden,
+    delta,
+    weight,
+    bias,
+    normal,
+    scales,
+    size,
+    epsilon,
     ADD: tl.constexpr,
     CENTRE: tl.constexpr,
     QUANTISE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size

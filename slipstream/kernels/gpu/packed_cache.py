@@ -7,8 +7,6 @@ parts.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -60,13 +58,13 @@ _PACKED = tl.constexpr("""{
 
 
 @triton.jit
-def column(part: tl.constexpr, RUN: tl.constexpr) -> Any:
+def column(part: tl.constexpr, RUN: tl.constexpr):
     """Return the columns of one part of a head."""
     return part // 2 * (2 * RUN) + part % 2 + 2 * tl.arange(0, RUN)
 
 
 @triton.jit
-def _place(head: Any, cache_slots: Any, slot: Any, RUN: tl.constexpr) -> Any:
+def _place(head, cache_slots, slot, RUN: tl.constexpr):
     """Return the positions of a slot's words of the first run, and of its scale. The next run is
     _TOKENS * RUN words further.
     """
@@ -78,9 +76,7 @@ def _place(head: Any, cache_slots: Any, slot: Any, RUN: tl.constexpr) -> Any:
 
 
 @triton.jit
-def read_words(
-    cache: Any, head: Any, cache_slots: Any, slot: Any, seen: Any, RUN: tl.constexpr
-) -> Any:
+def read_words(cache, head, cache_slots, slot, seen, RUN: tl.constexpr):
     """Load slots of one head: the words of three runs, and the scales."""
     words, scales = _place(head, cache_slots, slot, RUN)
     at = cache + words[:, None] + tl.arange(0, RUN)[None, :]
@@ -98,7 +94,7 @@ def read_words(
 
 
 @triton.jit
-def raw(first: Any, second: Any, third: Any, ON_DEVICE: tl.constexpr) -> Any:
+def raw(first, second, third, ON_DEVICE: tl.constexpr):
     """Convert words of three runs to four parts, bfloat16 (float32 in the interpreter), to be
     multiplied by the token's scale and UP. Until then they are subnormal: tensor cores take them,
     other instructions may flush them to zero.
@@ -118,15 +114,15 @@ def raw(first: Any, second: Any, third: Any, ON_DEVICE: tl.constexpr) -> Any:
 
 @triton.jit
 def read_whole(
-    cache: Any,
-    head: Any,
-    cache_slots: Any,
-    slot: Any,
-    seen: Any,
+    cache,
+    head,
+    cache_slots,
+    slot,
+    seen,
     KIND: tl.constexpr,
     RUN: tl.constexpr,
     ON_DEVICE: tl.constexpr,
-) -> Any:
+):
     """Load tokens of one head, unpacked: [tokens, 4 × RUN]."""
     first, second, third, scale = read_words(cache, head, cache_slots, slot, seen, RUN)
     a, b, c, d = unpacked(first, second, third, KIND, ON_DEVICE)
@@ -136,7 +132,7 @@ def read_whole(
 
 
 @triton.jit
-def pack(first: Any, second: Any, ON_DEVICE: tl.constexpr) -> Any:
+def pack(first, second, ON_DEVICE: tl.constexpr):
     """Pack heads, given as halves [heads, 2 × RUN]: the words of three runs, and the scales."""
     HEADS: tl.constexpr = first.shape[0]
     RUN: tl.constexpr = first.shape[1] // 2
@@ -153,16 +149,16 @@ def pack(first: Any, second: Any, ON_DEVICE: tl.constexpr) -> Any:
 
 @triton.jit
 def write(
-    cache: Any,
-    x: Any,
-    y: Any,
-    z: Any,
-    scale: Any,
-    head: Any,
-    slot: Any,
-    held: Any,
-    cache_slots: Any,
-) -> None:
+    cache,
+    x,
+    y,
+    z,
+    scale,
+    head,
+    slot,
+    held,
+    cache_slots,
+):
     """Store the result of `pack` to a token's slot."""
     RUN: tl.constexpr = x.shape[1]
     words, scales = _place(head, cache_slots, slot, RUN)
@@ -174,12 +170,12 @@ def write(
 
 
 @triton.jit
-def _down(exponent: Any) -> Any:
+def _down(exponent):
     return ((127 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _pack(a: Any, b: Any, c: Any, d: Any, down: Any, rest: Any, ON_DEVICE: tl.constexpr) -> Any:
+def _pack(a, b, c, d, down, rest, ON_DEVICE: tl.constexpr):
     if ON_DEVICE:
         down = tl.broadcast_to(down.to(tl.bfloat16), a.shape)
         rest = tl.broadcast_to(rest.to(tl.bfloat16), a.shape)
@@ -200,7 +196,7 @@ def _pack(a: Any, b: Any, c: Any, d: Any, down: Any, rest: Any, ON_DEVICE: tl.co
 
 
 @triton.jit
-def _bits(x: Any, down: Any, rest: Any) -> Any:
+def _bits(x, down, rest):
     """Round to bfloat16: to the nearest, ties to even."""
     bits = (x.to(tl.float32) * down * rest).to(tl.int32, bitcast=True)
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16 & 0xFFFF

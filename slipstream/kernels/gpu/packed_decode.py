@@ -4,8 +4,6 @@ runs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -18,23 +16,23 @@ from slipstream.kernels.gpu.softmax import online_softmax_update
 @Quick
 @triton.jit
 def decode_packed(
-    q: Any,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    chunks: Any,
-    out: Any,
-    partial: Any,
-    statistics: Any,
-    arrivals: Any,
-    scale: Any,
-    softcap: Any,
-    q_stride: Any,
-    cache_slots: Any,
-    table_stride: Any,
-    window: Any,
-    sinks: Any,
-    resident: Any,
+    q,
+    keys,
+    values,
+    tables,
+    chunks,
+    out,
+    partial,
+    statistics,
+    arrivals,
+    scale,
+    softcap,
+    q_stride,
+    cache_slots,
+    table_stride,
+    window,
+    sinks,
+    resident,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -46,7 +44,7 @@ def decode_packed(
     SINKS: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+):
     RUN: tl.constexpr = SIZE // 4
     # The plan was written before the step: read it while the previous kernel finishes.
     kv_head, row, table_row, start, end, length, part, first, parts = read_chunk(
@@ -130,13 +128,13 @@ def decode_packed(
 
 @triton.jit
 def _queries(
-    q: Any,
-    query: Any,
+    q,
+    query,
     part: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     ON_DEVICE: tl.constexpr,
-) -> Any:
+):
     """Load the columns of one run; zeros where a KV head has fewer queries. Scaled by UP, because
     cached numbers are too small by that factor.
     """

@@ -4,8 +4,6 @@ their own pass, with `store_quantised`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,9 +14,7 @@ from slipstream.kernels.inputs import Quantised
 
 
 @triton.jit
-def store_quantised(
-    y: Any, values: Any, scales: Any, row: Any, column: Any, inside: Any, size: Any
-) -> None:
+def store_quantised(y, values, scales, row, column, inside, size):
     """Quantise and store y: float32 [BLOCK], a whole row of `size` elements."""
     scale = tl.maximum(tl.max(tl.where(inside, tl.abs(y), 0.0), 0), 1e-12) / 448.0
     tl.store(scales + row, scale)
@@ -28,9 +24,7 @@ def store_quantised(
 
 @Quick
 @triton.jit
-def _quantise(
-    x: Any, values: Any, scales: Any, size: Any, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-) -> None:
+def _quantise(x, values, scales, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size

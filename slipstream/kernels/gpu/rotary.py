@@ -4,8 +4,6 @@ over memory.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,17 +20,17 @@ _HEADS = 8
 @Quick
 @triton.jit
 def _rotate_write(
-    heads: Any,
-    positions: Any,
-    slots: Any,
-    cosine: Any,
-    sine: Any,
-    q_weight: Any,
-    k_weight: Any,
-    keys: Any,
-    values: Any,
-    cache_slots: Any,
-    epsilon: Any,
+    heads,
+    positions,
+    slots,
+    cosine,
+    sine,
+    q_weight,
+    k_weight,
+    keys,
+    values,
+    cache_slots,
+    epsilon,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -45,7 +43,7 @@ def _rotate_write(
     PACKED: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+):
     """A head has two halves that are rotated into each other, and a rest that is not rotated.
     Either may be missing.
     """
@@ -162,9 +160,7 @@ def _rotate_write(
 
 
 @triton.jit
-def _weight(
-    q_weight: Any, k_weight: Any, column: Any, head: Any, inside: Any, Q_HEADS: tl.constexpr
-) -> Any:
+def _weight(q_weight, k_weight, column, head, inside, Q_HEADS: tl.constexpr):
     """Return the norm's weight: of queries, or of keys."""
     weight = tl.load(q_weight + column, inside & (head < Q_HEADS), other=0.0)
     return weight + tl.load(k_weight + column, inside & (head >= Q_HEADS), other=0.0)
@@ -172,19 +168,19 @@ def _weight(
 
 @triton.jit
 def _write(
-    x: Any,
-    base: Any,
-    keys: Any,
-    values: Any,
-    column: Any,
-    slot: Any,
-    head: Any,
-    held: Any,
-    cache_slots: Any,
+    x,
+    base,
+    keys,
+    values,
+    column,
+    slot,
+    head,
+    held,
+    cache_slots,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-) -> None:
+):
     """Store columns of heads: queries and keys in place, keys and values to the cache."""
     is_value = head >= Q_HEADS + KV_HEADS
     tl.store(base + column, x, held & (head < Q_HEADS + KV_HEADS))
@@ -200,18 +196,18 @@ def _write(
 
 @triton.jit
 def _write_packed(
-    first: Any,
-    second: Any,
-    base: Any,
-    keys: Any,
-    values: Any,
-    slot: Any,
-    head: Any,
-    cache_slots: Any,
+    first,
+    second,
+    base,
+    keys,
+    values,
+    slot,
+    head,
+    cache_slots,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     ON_DEVICE: tl.constexpr,
-) -> None:
+):
     """Store whole heads, given as halves: queries and keys in place, keys and values to a 12-bit
     cache.
     """

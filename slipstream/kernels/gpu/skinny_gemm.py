@@ -8,7 +8,7 @@ same order. With a gate, half of a tile's rows are those that the other half's r
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -42,18 +42,18 @@ _PREFETCHED_LINES = 2
 @Quick
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def _skinny_gemm(
-    x: Any,
-    x_scales: Any,
-    weight: Any,
-    weight_scales: Any,
-    bias: Any,
-    out: Any,
-    partial: Any,
-    arrivals: Any,
-    tokens: Any,
-    rows: Any,
-    size: Any,
-    parts: Any,
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    bias,
+    out,
+    partial,
+    arrivals,
+    tokens,
+    rows,
+    size,
+    parts,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -69,7 +69,7 @@ def _skinny_gemm(
     PRECISION: tl.constexpr,
     LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+):
     tile = tl.program_id(0)
     part = tl.program_id(1)
     row = tile * ROWS + tl.arange(0, ROWS)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def tanh(x: Any) -> Any:
+def tanh(x):
     """Compute tanh from the hardware's exp2, and near zero, where that would cancel, from its
     series.
     """
@@ -20,14 +18,14 @@ def tanh(x: Any) -> Any:
 
 @triton.jit
 def online_softmax_update(
-    scores: Any,
-    seen: Any,
-    best: Any,
-    mass: Any,
-    softcap: Any,
+    scores,
+    seen,
+    best,
+    mass,
+    softcap,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-) -> Any:
+):
     """Add a tile's scores to the running softmax. Return the new maximum and sum, the tile's
     weights, and the factor for what was accumulated before.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import triton
@@ -79,15 +78,15 @@ def plan_unpacking(
 @Quick
 @triton.jit
 def _unpack(
-    packed: Any,
-    blocks: Any,
-    plain: Any,
-    packed_slots: Any,
-    plain_slots: Any,
+    packed,
+    blocks,
+    plain,
+    packed_slots,
+    plain_slots,
     SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     ON_DEVICE: tl.constexpr,
-) -> None:
+):
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
     block = tl.load(blocks + index).to(tl.int64)
