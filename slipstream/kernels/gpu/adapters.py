@@ -13,7 +13,6 @@ memory speed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,28 +36,28 @@ _MOST_SPLITS = 16  # parts of the sum over inputs in a decode step
 @Quick
 @triton.jit
 def _shrink(
-    x: Any,
-    memory: Any,
-    middle: Any,
-    starts: Any,
-    counts: Any,
-    rows: Any,
-    row_pages: Any,
-    linears: Any,
-    inputs: Any,
-    x_stride: Any,
-    page_stride: Any,
-    row_stride: Any,
-    split_stride: Any,
-    token_stride: Any,
-    first_at: Any,
+    x,
+    memory,
+    middle,
+    starts,
+    counts,
+    rows,
+    row_pages,
+    linears,
+    inputs,
+    x_stride,
+    page_stride,
+    row_stride,
+    split_stride,
+    token_stride,
+    first_at,
     LINEAR: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
     INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
-) -> None:
+):
     tile = tl.program_id(0)
     number = tl.program_id(1)
     split = tl.program_id(2)
@@ -101,21 +100,21 @@ def _shrink(
 @Quick
 @triton.jit
 def _expand(
-    middle: Any,
-    memory: Any,
-    y: Any,
-    starts: Any,
-    counts: Any,
-    rows: Any,
-    row_pages: Any,
-    linears: Any,
-    outputs: Any,
-    y_stride: Any,
-    page_stride: Any,
-    row_stride: Any,
-    split_stride: Any,
-    token_stride: Any,
-    second_at: Any,
+    middle,
+    memory,
+    y,
+    starts,
+    counts,
+    rows,
+    row_pages,
+    linears,
+    outputs,
+    y_stride,
+    page_stride,
+    row_stride,
+    split_stride,
+    token_stride,
+    second_at,
     FIRST_PART: tl.constexpr,
     SECOND_PART: tl.constexpr,
     LINEAR: tl.constexpr,
@@ -125,7 +124,7 @@ def _expand(
     TILE: tl.constexpr,
     OUTPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
-) -> None:
+):
     tile = tl.program_id(0)
     block = tl.program_id(1)
     table = row_pages + tl.load(rows + tile).to(tl.int64) * row_stride
@@ -171,26 +170,26 @@ def _expand(
 @Quick
 @triton.jit
 def _shrink_one(
-    x: Any,
-    memory: Any,
-    middle: Any,
-    rows: Any,
-    row_pages: Any,
-    linears: Any,
-    inputs: Any,
-    x_stride: Any,
-    page_stride: Any,
-    row_stride: Any,
-    split_stride: Any,
-    token_stride: Any,
-    first_at: Any,
+    x,
+    memory,
+    middle,
+    rows,
+    row_pages,
+    linears,
+    inputs,
+    x_stride,
+    page_stride,
+    row_stride,
+    split_stride,
+    token_stride,
+    first_at,
     LINEAR: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+):
     token = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     table = row_pages + tl.load(rows + token).to(tl.int64) * row_stride
@@ -222,19 +221,19 @@ def _shrink_one(
 @Quick
 @triton.jit
 def _expand_one(
-    middle: Any,
-    memory: Any,
-    y: Any,
-    rows: Any,
-    row_pages: Any,
-    linears: Any,
-    outputs: Any,
-    y_stride: Any,
-    page_stride: Any,
-    row_stride: Any,
-    split_stride: Any,
-    token_stride: Any,
-    second_at: Any,
+    middle,
+    memory,
+    y,
+    rows,
+    row_pages,
+    linears,
+    outputs,
+    y_stride,
+    page_stride,
+    row_stride,
+    split_stride,
+    token_stride,
+    second_at,
     FIRST_PART: tl.constexpr,
     SECOND_PART: tl.constexpr,
     LINEAR: tl.constexpr,
@@ -244,7 +243,7 @@ def _expand_one(
     OUTPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+):
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     table = row_pages + tl.load(rows + token).to(tl.int64) * row_stride
@@ -285,12 +284,12 @@ def _expand_one(
 
 @triton.jit
 def _columns_of(
-    block: Any,
-    outputs: Any,
+    block,
+    outputs,
     FIRST_PART: tl.constexpr,
     SECOND_PART: tl.constexpr,
     OUTPUTS: tl.constexpr,
-) -> Any:
+):
     """Return the part, first column and end of a block of columns. Each part is cut into blocks by
     itself.
     """

@@ -26,19 +26,19 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _attend(
-    queries: Any,
-    k: Any,
-    v: Any,
-    best: Any,
-    mass: Any,
-    total: Any,
-    seen: Any,
-    scale: Any,
-    softcap: Any,
+    queries,
+    k,
+    v,
+    best,
+    mass,
+    total,
+    seen,
+    scale,
+    softcap,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> Any:
+):
     """Add one tile of keys and values to the running softmax."""
     scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
@@ -60,13 +60,13 @@ def _attend(
 
 @triton.jit
 def _load_cached(
-    keys: Any,
-    values: Any,
-    table: Any,
-    first: Any,
-    end: Any,
-    kv_head: Any,
-    cache_slots: Any,
+    keys,
+    values,
+    table,
+    first,
+    end,
+    kv_head,
+    cache_slots,
     KIND: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
@@ -74,7 +74,7 @@ def _load_cached(
     KEYS: tl.constexpr,
     PACKED: tl.constexpr,
     ON_DEVICE: tl.constexpr,
-) -> Any:
+):
     """Load a tile of the row's cached keys and values from `first` on; zeros from `end` on."""
     column = tl.arange(0, PADDED)
     key = first + tl.arange(0, KEYS)
@@ -94,19 +94,19 @@ def _load_cached(
 
 @triton.jit
 def _load_own(
-    own: Any,
-    heads: Any,
-    first: Any,
-    kv_head: Any,
-    token_stride: Any,
-    end: Any,
+    own,
+    heads,
+    first,
+    kv_head,
+    token_stride,
+    end,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     KEYS: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
-) -> Any:
+):
     """Load a tile of the step's own keys and values from its token `first`.
 
     A descriptor is for tiles that end before `end`. Other tiles have zeros from there on, because
@@ -129,23 +129,23 @@ def _load_own(
 
 @triton.jit
 def _attend_own(
-    own: Any,
-    heads: Any,
-    first: Any,
-    start: Any,
-    cached: Any,
-    query_position: Any,
-    end: Any,
-    queries: Any,
-    best: Any,
-    mass: Any,
-    total: Any,
-    kv_head: Any,
-    token_stride: Any,
-    scale: Any,
-    softcap: Any,
-    window: Any,
-    sinks: Any,
+    own,
+    heads,
+    first,
+    start,
+    cached,
+    query_position,
+    end,
+    queries,
+    best,
+    mass,
+    total,
+    kv_head,
+    token_stride,
+    scale,
+    softcap,
+    window,
+    sinks,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -155,7 +155,7 @@ def _attend_own(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
-) -> Any:
+):
     """Add a tile of the row's own keys, from its new token `first`, with a mask: not every query
     attends to all of them.
     """
@@ -183,25 +183,25 @@ def _attend_own(
 @Quick
 @triton.jit
 def _prefill(
-    own: Any,
-    heads: Any,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    tile_token: Any,
-    tile_position: Any,
-    tile_queries: Any,
-    tile_row: Any,
-    tile_cached: Any,
-    out: Any,
-    scale: Any,
-    softcap: Any,
-    token_stride: Any,
-    out_stride: Any,
-    cache_slots: Any,
-    table_stride: Any,
-    window: Any,
-    sinks: Any,
+    own,
+    heads,
+    keys,
+    values,
+    tables,
+    tile_token,
+    tile_position,
+    tile_queries,
+    tile_row,
+    tile_cached,
+    out,
+    scale,
+    softcap,
+    token_stride,
+    out_stride,
+    cache_slots,
+    table_stride,
+    window,
+    sinks,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -215,7 +215,7 @@ def _prefill(
     DESCRIPTOR: tl.constexpr,
     PACKED: tl.constexpr,
     ON_DEVICE: tl.constexpr,
-) -> None:
+):
     tile = tl.program_id(1)
     head = tl.program_id(0)
     kv_head = head // (Q_HEADS // KV_HEADS)
