@@ -135,7 +135,7 @@ def test_folders_stay_small():
         ("from slipstream.server.models.batches import BatchedModel", 1),
         ("from slipstream.server import lifecycle", 1),
         ("from slipstream.server.log import output", 0),
-        ("from slipstream.server.text.stops import StopWords", 0),
+        ("from slipstream.server.text.stream import TextStream", 0),
     ],
 )
 def test_an_upward_import_inside_server_is_found(text, found):

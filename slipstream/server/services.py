@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 from slipstream.repository.reading import Reading
 from slipstream.server.engine_link.pool import EnginePool
@@ -34,6 +35,11 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0
 
 
+def create_context(**settings: Any) -> ServerContext:
+    """Return a context with default trace settings. `settings`: its other fields."""
+    return ServerContext(**{"trace": TraceSettings(), **settings})
+
+
 def create_app(
     registry: ModelRegistry, state: ServerState, context: ServerContext | None = None
 ) -> HttpRoutes:
@@ -41,7 +47,7 @@ def create_app(
 
     Without a context the models are fixed and no key is needed.
     """
-    context = context or ServerContext()
+    context = context or create_context()
     openai = OpenAIRoutes(registry, state, context)
     probes = HealthProbes(registry, state)
     return HttpRoutes(registry, state, context, [openai.group(), probes.group()])

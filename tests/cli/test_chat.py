@@ -26,9 +26,8 @@ from tiny_text import EchoEngine, text_registry, write_engine_folder
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
 from slipstream.server.kserve.access import Access
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 
 # With an engine that echoes the prompt, the answer is the conversation and then its end.
 TEMPLATE = (
@@ -94,7 +93,7 @@ def serving(models: Path, key: str = "") -> Iterator[Place]:
     engine.stops_at_end_ids = True
     registry = text_registry(read_repository(models), engine)
     with RunningServer(
-        create_app(registry, ServerState([engine]), ServerContext(access=Access(key)))
+        create_app(registry, ServerState([engine]), create_context(access=Access(key)))
     ) as server:
         yield Place(server.port, engine)
 

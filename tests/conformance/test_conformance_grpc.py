@@ -33,6 +33,7 @@ from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.kserve.tensor_bytes import pack
 from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.services import create_context
 
 # Where this server means to differ, and why. The tests below still send most of them.
 DIFFERENT = {
@@ -71,7 +72,7 @@ def registry() -> ModelRegistry:
 
 @pytest.fixture(scope="module")
 def shared() -> ServerContext:
-    return ServerContext(memory=SharedMemory(allowed=True), server_name="oracle-mimic")
+    return create_context(memory=SharedMemory(allowed=True), server_name="oracle-mimic")
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +218,7 @@ def test_restricted_protocol(registry: ModelRegistry, name: str) -> None:
     access = Access(grpc_restrictions=parse_restrictions(["inference:api-key=secret"]))
     case = case_named(name)
     with (
-        RunningGrpc(registry, ServerState([]), ServerContext(access=access)) as server,
+        RunningGrpc(registry, ServerState([]), create_context(access=access)) as server,
         Client(server.port) as client,
     ):
         if case["response"]["code"] == "OK":

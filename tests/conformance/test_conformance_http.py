@@ -18,11 +18,10 @@ from recordings import recorded_bytes
 from tiny_text import EchoEngine, text_registry, write_engine_folder, write_recorded_repository
 
 from slipstream.repository.models import read_repository
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.models.build import build_registry
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 
 HERE = Path(__file__).parent
 
@@ -61,7 +60,7 @@ def mimic_registry() -> ModelRegistry:
 
 @pytest.fixture(scope="module")
 def mimic(mimic_registry: ModelRegistry) -> Iterator[int]:
-    app = create_app(mimic_registry, ServerState([]), ServerContext(server_name="oracle-mimic"))
+    app = create_app(mimic_registry, ServerState([]), create_context(server_name="oracle-mimic"))
     with RunningServer(app) as server:
         yield server.port
 

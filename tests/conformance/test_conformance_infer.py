@@ -13,13 +13,12 @@ from http_support import RunningServer
 from recordings import http_cases, recorded_bytes
 from test_conformance_http import PHRASES, send
 
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.repository_control import NoControl
 from slipstream.server.kserve.shared_memory import PLACE, SharedMemory
 from slipstream.server.log.output import HANDLER
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 
 CASES = http_cases()
 
@@ -87,7 +86,7 @@ def registry() -> ModelRegistry:
 
 @pytest.fixture(scope="module")
 def port(registry: ModelRegistry) -> Iterator[int]:
-    shared = ServerContext(
+    shared = create_context(
         control=NoControl(registry), memory=SharedMemory(allowed=True), server_name="oracle-mimic"
     )
     with RunningServer(create_app(registry, ServerState([]), shared)) as server:

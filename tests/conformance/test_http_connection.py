@@ -20,16 +20,15 @@ from slipstream.server.http.connection import ConnectionLimits
 from slipstream.server.http.exchange import TEXT, UNREAD_BODY_BYTES, ClientGone, Exchange
 from slipstream.server.http.routes import HttpRoutes
 from slipstream.server.kserve.access import Access
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 
 LIMITS = ConnectionLimits()
 LIVE = request_bytes("GET", "/v2/health/live", [], b"")
 
 
 def recorded_app(access: Access | None = None) -> HttpRoutes:
-    context = ServerContext(access=access) if access else None
+    context = create_context(access=access) if access else None
     return create_app(recorded_registry()[0], ServerState([]), context)
 
 

@@ -30,12 +30,12 @@ from real_triton import VARIABLE, RealTriton, find_tritonserver
 from slipstream.server.engine_link.child import ENGINE_COMMAND
 from slipstream.server.engine_link.client import Supervision
 from slipstream.server.engine_link.pool import EnginePool
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.python_models.factory import PythonModels
+from slipstream.server.services import create_context
 
 MODELS = Path(__file__).parents[1] / "python_models" / "repos" / "mimic"
 TRITONSERVER = find_tritonserver()
@@ -89,7 +89,7 @@ def ours(repository: Path) -> Iterator[Client]:
         reading = loader.read()
         assert await loader.load_all(reading.repository.models, reading) == {}
 
-    context = ServerContext(server_name="oracle-mimic", control=loader)
+    context = create_context(server_name="oracle-mimic", control=loader)
     with RunningGrpc(registry, ServerState([]), context) as server, Client(server.port) as client:
         asyncio.run_coroutine_threadsafe(load(), server.loop).result(120)
         yield client

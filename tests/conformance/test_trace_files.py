@@ -13,10 +13,9 @@ import pytest
 from grpc_support import Client, RunningGrpc, message, recorded_registry
 from http_support import RunningServer, get, post
 
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 from slipstream.server.tracing.settings import TraceSettings
 
 COMPUTE = {"COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"}
@@ -41,7 +40,7 @@ def settings(
 
 @contextmanager
 def serving(trace: TraceSettings) -> Iterator[int]:
-    app = create_app(recorded_registry()[0], ServerState([]), ServerContext(trace=trace))
+    app = create_app(recorded_registry()[0], ServerState([]), create_context(trace=trace))
     with RunningServer(app) as server:
         yield server.port
 
@@ -223,7 +222,7 @@ def test_grpc_calls_and_streams_are_traced(tmp_path: Path) -> None:
         "inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1]}],
         "raw_input_contents": ["BAAAAGdycGM="],
     }
-    shared = ServerContext(trace=settings(tmp_path / "trace.json", "TIMESTAMPS", frequency=1))
+    shared = create_context(trace=settings(tmp_path / "trace.json", "TIMESTAMPS", frequency=1))
     with (
         RunningGrpc(recorded_registry()[0], ServerState([]), shared) as server,
         Client(server.port) as client,

@@ -16,9 +16,8 @@ from grpc_support import Client, RunningGrpc, message, recorded_registry
 from http_support import RunningServer, get, post, wait_until
 from span_collector import CollectedSpan, Collector, attributes_of, refused_port
 
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 from slipstream.server.tracing.export_settings import ExportSettings
 from slipstream.server.tracing.settings import TraceSettings
 
@@ -41,7 +40,7 @@ def tracing(collector: Collector, rate: int = 1, count: int = -1, **export: Any)
 
 @contextmanager
 def serving(trace: TraceSettings) -> Iterator[int]:
-    app = create_app(recorded_registry()[0], ServerState([]), ServerContext(trace=trace))
+    app = create_app(recorded_registry()[0], ServerState([]), create_context(trace=trace))
     try:
         with RunningServer(app) as server:
             yield server.port
@@ -151,7 +150,7 @@ def test_grpc_calls_export_the_spans_of_the_real_server(case: str) -> None:
     with Collector() as collector:
         trace = tracing(collector)
         with RunningGrpc(
-            recorded_registry()[0], ServerState([]), ServerContext(trace=trace)
+            recorded_registry()[0], ServerState([]), create_context(trace=trace)
         ) as server:
             with Client(server.port) as client:
                 if case == "grpc-stream":
@@ -174,7 +173,7 @@ def test_all_requests_of_a_grpc_stream_have_its_parent_and_state() -> None:
     with Collector() as collector:
         trace = tracing(collector, rate=0)
         with RunningGrpc(
-            recorded_registry()[0], ServerState([]), ServerContext(trace=trace)
+            recorded_registry()[0], ServerState([]), create_context(trace=trace)
         ) as server:
             with Client(server.port) as client:
                 asked = [grpc_request("oops_nd", b"error")] * 2

@@ -15,10 +15,9 @@ from openai_server import MOST_WAITING, SETTINGS, sdk
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.kserve.access import Access, Restriction
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.metrics.statistics import model_statistics
 from slipstream.server.models.text_model import TextModel
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 
 CALL = {"model": "ensemble", "prompt": "Say: ", "max_tokens": 4, "temperature": 0}
 
@@ -27,7 +26,7 @@ CALL = {"model": "ensemble", "prompt": "Say: ", "max_tokens": 4, "temperature": 
 def guarded(serving) -> Iterator[int]:
     access = Access(api_key="user-key", http_restrictions={"metadata": Restriction("pass", "word")})
     with RunningServer(
-        create_app(serving.registry, serving.state, ServerContext(access=access))
+        create_app(serving.registry, serving.state, create_context(access=access))
     ) as server:
         yield server.port
 
@@ -201,7 +200,7 @@ def test_a_traced_call_appears_as_a_request_of_its_model(serving, tmp_path):
     settings = TraceSettings(
         {"trace_file": str(file), "trace_level": ["TIMESTAMPS"], "trace_rate": "1"}
     )
-    app = create_app(serving.registry, serving.state, ServerContext(trace=settings))
+    app = create_app(serving.registry, serving.state, create_context(trace=settings))
     with RunningServer(app) as server:
         answer = sdk(server.port, "x").completions.create(**{**CALL, "prompt": ["a", "b"]})
         wait_until(lambda: file.is_file() and "HTTP_SEND_END" in file.read_text())

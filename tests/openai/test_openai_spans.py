@@ -12,8 +12,7 @@ from http_support import Connection, RunningServer, post, request_bytes
 from openai_server import sdk
 from span_collector import CollectedSpan, Collector
 
-from slipstream.server.kserve.context import ServerContext
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 from slipstream.server.tracing.export_settings import ExportSettings
 from slipstream.server.tracing.settings import TraceSettings
 
@@ -33,7 +32,7 @@ def traced(serving: Any) -> Iterator[Traced]:
     with Collector() as collector:
         export = ExportSettings(url=collector.url, delay_ms=20)
         trace = TraceSettings({"trace_level": ["TIMESTAMPS"], "trace_rate": "1"}, export)
-        app = create_app(serving.registry, serving.state, ServerContext(trace=trace))
+        app = create_app(serving.registry, serving.state, create_context(trace=trace))
         with RunningServer(app) as server, sdk(server.port) as client:
             yield Traced(server.port, client, collector)
         trace.close()

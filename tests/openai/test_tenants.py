@@ -14,11 +14,10 @@ from http_support import RunningServer
 from slipstream.cli.keys import read_access, read_api_key
 from slipstream.server.grpc.errors import check_access
 from slipstream.server.kserve.access import TENANT, Access
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.python_models.calls import Calls, PythonModelContext
 from slipstream.server.python_models.frames import Control
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 
 KEYS = ("ours", "theirs")
 
@@ -56,7 +55,7 @@ def several(port: int, key: str, prompt: str) -> int:
 def test_cached_blocks_are_not_shared_between_api_keys(serving, ask, keys):
     access = Access(api_key="\n".join(keys), admin_key="admin")
     prompt = f"{ask.__name__} {len(keys)} " + "a long beginning " * 12
-    app = create_app(serving.registry, serving.state, ServerContext(access=access))
+    app = create_app(serving.registry, serving.state, create_context(access=access))
     with RunningServer(app) as server:
         found = [
             ask(server.port, key, prompt)
@@ -71,7 +70,7 @@ def test_cached_blocks_are_not_shared_between_api_keys(serving, ask, keys):
 
 def test_cache_salt_separates_requests_of_one_api_key(serving):
     access = Access(api_key="\n".join(KEYS))
-    app = create_app(serving.registry, serving.state, ServerContext(access=access))
+    app = create_app(serving.registry, serving.state, create_context(access=access))
     body = {"model": "chat", "prompt": "salted " * 20, "max_tokens": 1}
     with RunningServer(app) as server:
         found = [

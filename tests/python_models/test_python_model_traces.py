@@ -10,12 +10,11 @@ from http_support import RunningServer, post
 from python_model_harness import CONFORMANCE, models_of, write_model
 from span_collector import Collector
 
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.python_models.factory import PythonModels
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 from slipstream.server.tracing.export_settings import ExportSettings
 from slipstream.server.tracing.settings import TraceSettings
 
@@ -59,7 +58,9 @@ def serve(folder: Path, trace: TraceSettings, *texts: str) -> list[str]:
     async def close() -> None:
         await asyncio.gather(*(model.close() for model in opened))
 
-    with RunningServer(create_app(registry, ServerState([]), ServerContext(trace=trace))) as server:
+    with RunningServer(
+        create_app(registry, ServerState([]), create_context(trace=trace))
+    ) as server:
         asyncio.run_coroutine_threadsafe(load(), server.loop).result(30)
         try:
             return [ask(server.port, text) for text in texts]

@@ -17,11 +17,10 @@ from grpc_support import recorded_registry
 from http_support import Answer, RunningServer, get
 
 from slipstream.server.kserve.access import Access, Restriction
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.openai.fields import ChatFields, CompletionFields
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 
 FILE = Path(__file__).parents[2] / "slipstream" / "server" / "http" / "chat.html"
 CONTROLS = {"input", "select", "textarea"}
@@ -138,7 +137,7 @@ def test_pages_need_a_key_where_the_server_does() -> None:
         (Access(http_restrictions={"metadata": Restriction("pass", "word")}), 403),
     ):
         with RunningServer(
-            create_app(ModelRegistry(), ServerState([]), ServerContext(access=access))
+            create_app(ModelRegistry(), ServerState([]), create_context(access=access))
         ) as server:
             assert get(server.port, "/").status == status
 

@@ -28,8 +28,8 @@ from slipstream.server.grpc.options import GrpcOptions
 from slipstream.server.grpc.protocol import compile_proto, messages
 from slipstream.server.grpc.standard_services import ReflectionRequest, ReflectionResponse
 from slipstream.server.kserve.access import Access
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.log.output import HANDLER
+from slipstream.server.services import create_context
 
 SERVICE = "/inference.GRPCInferenceService/"
 
@@ -260,7 +260,7 @@ async def code_of(address, path, **options):
 
 
 async def test_every_call_requires_its_key(engine_folder, tmp_path):
-    shared = ServerContext(access=Access(api_key="k1", admin_key="k2"))
+    shared = create_context(access=Access(api_key="k1", admin_key="k2"))
     async with running(engine_folder, tmp_path, shared) as stack:
         others = [
             "/grpc.health.v1.Health/Check",
@@ -288,7 +288,7 @@ async def test_metadata_that_is_to_be_forwarded_becomes_parameters(
     engine_folder, tmp_path, monkeypatch, transport
 ):
     seen = []
-    shared = ServerContext(grpc_forwarded_headers=re.compile("x-tenant.*"))
+    shared = create_context(grpc_forwarded_headers=re.compile("x-tenant.*"))
     options = GrpcOptions(transport=transport)
     async with running(engine_folder, tmp_path, shared, options) as stack:
         model = stack.registry.find("preprocessing").model

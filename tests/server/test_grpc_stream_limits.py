@@ -14,10 +14,10 @@ from slipstream.server.grpc.infer import Inference
 from slipstream.server.grpc.protocol import messages
 from slipstream.server.grpc.service import create_grpc_server
 from slipstream.server.grpc.transport import ClientGone, Streaming, create_server
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import InferResponse, ServedModel
 from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.services import create_context
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 CONFIG = """name: "gate" backend: "python" model_transaction_policy { decoupled: true }
@@ -131,7 +131,7 @@ class Leaving:
 @pytest.mark.parametrize("count", [1, 3])
 async def test_a_client_that_leaves_while_an_error_is_sent_is_no_error(capfd, count):
     call = Leaving(*[asking("unknown")] * count)
-    inference = Inference(ModelRegistry(), ServerState([]), ServerContext())
+    inference = Inference(ModelRegistry(), ServerState([]), create_context())
     await inference.model_stream_infer(call)
     assert call.tried > 0
     assert lines(capfd) == []

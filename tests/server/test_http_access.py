@@ -17,10 +17,9 @@ from slipstream.server.kserve.access import (
     Restriction,
     parse_restrictions,
 )
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 
 ROUTES = {
     ("GET", "/v2"): 200,
@@ -61,7 +60,7 @@ ADMIN_ROUTES = {
 def port() -> Iterator[int]:
     access = Access(api_key="user-key", admin_key="admin-key")
     with RunningServer(
-        create_app(ModelRegistry(), ServerState([]), ServerContext(access=access))
+        create_app(ModelRegistry(), ServerState([]), create_context(access=access))
     ) as server:
         yield server.port
 

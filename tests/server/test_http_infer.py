@@ -20,14 +20,13 @@ from tiny_text import EchoedRequest, EchoEngine, text_registry, write_engine_fol
 from slipstream.engine.request import GenerateRequest
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import fill, template
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models import batches
 from slipstream.server.models.batches import join, split
 from slipstream.server.models.generating import EngineBackedModel
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 
 MAX_BYTES = 1 << 16
 
@@ -94,7 +93,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 (tmp_path / "repo" / name / "config.pbtxt").write_text(text)
             engine = Recorder()
             registry = text_registry(read_repository(tmp_path / "repo"), engine)
-            shared = ServerContext(http_max_input_bytes=MAX_BYTES)
+            shared = create_context(http_max_input_bytes=MAX_BYTES)
             app = create_app(registry, ServerState([engine]), shared)
             return Server(stack.enter_context(RunningServer(app)).port, engine)
 

@@ -5,13 +5,16 @@ async iterators that each of its tokens passes.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 from tiny_server import HERE, MODEL, make_repository
 
@@ -22,64 +25,112 @@ from slipstream.server.options import Port, ServerOptions
 from slipstream.server.services import Services
 
 SERVER = str(Path(sys.modules[Services.__module__].__file__ or "").parent)
-MAX_MODULES = 34
-BODY = b'{"text_input": "5", "max_tokens": 5, "stream": true}'
-REQUEST = (
-    f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: localhost\r\n"
-    f"Content-Length: {len(BODY)}\r\n\r\n"
-).encode() + BODY
+MAX_MODULES = 31
+MAX_ITERATORS = 5
+ITERATORS = [
+    "metrics/statistics.py CountedAnswers.__anext__",
+    "models/generating.py GeneratingModel.answer",
+    "text/pipeline.py TextGenerator.generate",
+    "engine_link/mailbox.py InFlightRequest.__anext__",
+]
+MERGED = "text/sequences.py merge_streams"  # for requests with several sequences
+
+
+@dataclass
+class Recording:
+    """The server's functions that were called or resumed."""
+
+    functions: set[CodeType] = field(default_factory=set)
+
+    @property
+    def modules(self) -> set[str]:
+        return {_module(code) for code in self.functions}
+
+    @property
+    def iterators(self) -> set[str]:
+        """The async generators, and the `__anext__` of other async iterators."""
+        return {
+            f"{_module(code)} {code.co_qualname}"
+            for code in self.functions
+            if code.co_flags & inspect.CO_ASYNC_GENERATOR or code.co_name == "__anext__"
+        }
+
+
+def _module(code: CodeType) -> str:
+    return code.co_filename.removeprefix(SERVER + "/")
 
 
 @contextmanager
-def recorded_modules() -> Iterator[set[str]]:
-    """Yield the set of the server's modules in which a function starts or goes on."""
-    modules: set[str] = set()
+def recording() -> Iterator[Recording]:
+    found = Recording()
 
     def record(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(SERVER):
-            modules.add(frame.f_code.co_filename.removeprefix(SERVER + "/"))
+            found.functions.add(frame.f_code)
 
     threading.setprofile(record)
     sys.setprofile(record)
     try:
-        yield modules
+        yield found
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
 
 
-async def stream(port: int) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(REQUEST)
-    received = b""
-    while not received.endswith(b"0\r\n\r\n"):
-        received += await reader.read(1 << 16)
-    writer.close()
-    return received
-
-
-def test_modules_that_run_for_a_streamed_generate(tmp_path):
-    repository = make_repository(tmp_path)
-
-    async def run() -> set[str]:
-        command = (sys.executable, str(HERE / "scripted_engine.py"))
-        engines = EnginePool({}, Supervision(), command)
-        closed = Port(0, open=False)
-        options = ServerOptions((repository,), grpc=closed, metrics=closed)
-        services = Services(options, engines, ServerState(engines), [])
-        loader = services.loader
-        reading = loader.read()
-        assert await services.load(list(reading.repository.models), reading) == {}
-        listening = socket.create_server(("127.0.0.1", 0))
-        await services.open(listening, None)
-        port = listening.getsockname()[1]
-        await stream(port)  # what is built with the first request is not counted
-        with recorded_modules() as modules:
-            answer = await stream(port)
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[int]:
+    """Serve the scripted engine, which runs in a process of its own; yield the HTTP port."""
+    engines = EnginePool({}, Supervision(), (sys.executable, str(HERE / "scripted_engine.py")))
+    closed = Port(0, open=False)
+    options = ServerOptions((make_repository(folder),), grpc=closed, metrics=closed)
+    services = Services(options, engines, ServerState(engines), [])
+    reading = services.loader.read()
+    assert await services.load(list(reading.repository.models), reading) == {}
+    listening = socket.create_server(("127.0.0.1", 0))
+    await services.open(listening, None)
+    try:
+        yield listening.getsockname()[1]
+    finally:
         await services.close()
         await engines.stop()
-        assert answer.count(b"data: ") == 5, answer
-        return modules
 
-    modules = asyncio.run(run())
-    assert len(modules) <= MAX_MODULES, sorted(modules)
+
+async def record_second_request(folder: Path, **fields: object) -> tuple[Recording, bytes]:
+    """Stream a request twice over one connection. Record the second, when all is set up."""
+    body = json.dumps({"text_input": "5", "max_tokens": 5, "stream": True, **fields})
+    head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: localhost\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    async with serving(folder) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+        async def stream() -> bytes:
+            writer.write(request)
+            received = b""
+            while not received.endswith(b"0\r\n\r\n"):
+                received += await reader.read(1 << 16)
+            return received
+
+        await stream()
+        with recording() as found:
+            answer = await stream()
+        writer.close()
+    return found, answer
+
+
+async def test_a_streamed_generate_runs_code_of_few_modules(tmp_path):
+    found, answer = await record_second_request(tmp_path)
+    assert answer.count(b"data: ") == 5, answer
+    assert len(found.modules) <= MAX_MODULES, "\n".join(sorted(found.modules))
+
+
+async def test_each_token_of_a_stream_passes_four_async_iterators(tmp_path):
+    found, answer = await record_second_request(tmp_path)
+    assert answer.count(b"data: ") == 5, answer
+    assert found.iterators == set(ITERATORS)
+
+
+async def test_several_sequences_add_one_async_iterator(tmp_path):
+    found, answer = await record_second_request(tmp_path, num_return_sequences=2, seed=1)
+    assert answer.count(b"data: ") == 10, answer
+    assert found.iterators == {*ITERATORS, MERGED}
+    assert len(found.iterators) <= MAX_ITERATORS

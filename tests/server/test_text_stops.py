@@ -5,7 +5,7 @@ the time.
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.server.text.stops import StopWordFilter, StopWords
+from slipstream.server.text.stream import StopWordFilter, StopWords
 
 words = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4)
 

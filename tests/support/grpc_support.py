@@ -34,6 +34,7 @@ from slipstream.server.model_loader import ModelLoader
 from slipstream.server.models.build import build_registry
 from slipstream.server.models.ensemble import EnsembleModel
 from slipstream.server.models.factories import NamedModels
+from slipstream.server.services import create_context
 
 REPOSITORIES = Path(__file__).parents[1] / "conformance" / "repos"
 CASES = [
@@ -85,7 +86,7 @@ def loaded_server(mode: Any, names: list[str]) -> Iterator[RunningGrpc]:
     folders = sorted(REPOSITORIES.iterdir())
     pool = EnginePool({}, Supervision(), ())
     loader = ModelLoader(folders, registry, pool, [NamedModels(MAKERS)], mode)
-    with RunningGrpc(registry, ServerState([]), ServerContext(control=loader)) as server:
+    with RunningGrpc(registry, ServerState([]), create_context(control=loader)) as server:
         loading = asyncio.run_coroutine_threadsafe(
             loader.load_all(names, loader.read()), server.loop
         )

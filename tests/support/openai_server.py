@@ -17,12 +17,11 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.process import start_real_engine
 from slipstream.repository.models import read_repository
 from slipstream.server.engine_link.in_process import InProcessEngine
-from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.models.build import build_registry
-from slipstream.server.services import create_app
+from slipstream.server.services import create_app, create_context
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.build import build_engine
@@ -71,7 +70,7 @@ def running(folder: Path) -> Iterator[Serving]:
     )
     registry.wrap(ServerMetrics().count)
     state = ServerState([engine])
-    with RunningServer(create_app(registry, state, ServerContext())) as server:
+    with RunningServer(create_app(registry, state, create_context())) as server:
         client = sdk(server.port)
         yield Serving(
             server.port, client, engine, generator, registry, state, folder / "hf", merged

@@ -130,7 +130,7 @@ class TextOutput(RequestOutput):
 
 
 class InFlight(Protocol):
-    """A submitted request: an async iterator of outputs. The one with a finish reason is the last."""
+    """A submitted request: an async iterator of outputs, up to the one with a finish reason."""
 
     @property
     def request_id(self) -> int: ...

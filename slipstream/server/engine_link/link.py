@@ -71,11 +71,13 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 def decode_to_engine(frame: bytes) -> ToEngine:
-    return _decode(frame, _TO_ENGINE)
+    message: ToEngine = _decode(frame, _TO_ENGINE)
+    return message
 
 
 def decode_from_engine(frame: bytes) -> FromEngine:
-    return _decode(frame, _FROM_ENGINE)
+    message: FromEngine = _decode(frame, _FROM_ENGINE)
+    return message
 
 
 def _decode(frame: bytes, allowed: dict[bytes, type]) -> Any:
@@ -193,7 +195,7 @@ def _private_folder() -> Path:
     return Path(folder)
 
 
-def _configure(socket: zmq.Socket, linger_ms: int) -> None:
+def _configure(socket: zmq.Socket[bytes], linger_ms: int) -> None:
     # No limit on queued messages: the sender must not block, and a full queue would look like a
     # dead peer to it. The requests that the server admits bound the queue.
     socket.set(zmq.SNDHWM, 0)

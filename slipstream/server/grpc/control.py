@@ -8,6 +8,7 @@ from google.protobuf import json_format
 
 from slipstream.server.grpc.infer import version_number
 from slipstream.server.grpc.protocol.messages import method_messages
+from slipstream.server.kserve.context import TraceControl
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.log_settings import log_settings, update_log_settings
@@ -20,7 +21,6 @@ from slipstream.server.kserve.repository_control import (
 from slipstream.server.kserve.server_metadata import EXTENSIONS, TRITON_VERSION
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.metrics.statistics import model_statistics
-from slipstream.server.tracing.settings import TraceSettings
 
 
 def _answer(name: str, /, **fields: Any) -> Any:
@@ -131,7 +131,7 @@ class SharedMemoryCalls:
 class SettingCalls:
     """The settings of logs and traces."""
 
-    def __init__(self, registry: ModelRegistry, traces: TraceSettings) -> None:
+    def __init__(self, registry: ModelRegistry, traces: TraceControl) -> None:
         self._registry = registry
         self._traces = traces
 

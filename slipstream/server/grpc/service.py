@@ -26,6 +26,7 @@ from slipstream.server.grpc.transport import (
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.tracing.settings import TraceSettings
 
 Method = Callable[[Any], Awaitable[Any]]
 
@@ -36,7 +37,7 @@ def create_grpc_server(
     shared: ServerContext | None = None,
     options: GrpcOptions | None = None,
 ) -> GrpcServer:
-    shared = shared or ServerContext()
+    shared = shared or ServerContext(trace=TraceSettings())
     options = options or GrpcOptions()
     handlers = {
         **_inference_handlers(Inference(registry, state, shared), shared),

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from slipstream.server.kserve.access import Access
+from slipstream.server.kserve.inference import RequestTrace
 from slipstream.server.kserve.repository_control import NoControl, RepositoryControl
 from slipstream.server.kserve.shared_memory import SharedMemory
-from slipstream.server.tracing.settings import TraceSettings
 
 DEFAULT_HTTP_MAX_INPUT_BYTES = 64 << 20
 
 
-@dataclass
+class TraceControl(Protocol):
+    """The trace settings of a server; `TraceSettings` implements it."""
+
+    def begin(
+        self, model: str, headers: Iterable[tuple[str | bytes, str | bytes]], operation: str = ...
+    ) -> RequestTrace | None:
+        """Return the trace of a request, or None when it is not sampled."""
+        ...
+
+    def get(self, model: str = "") -> Mapping[str, Any]: ...
+    def update(self, requested: Mapping[str, Any], model: str = "") -> Mapping[str, Any]: ...
+
+
+@dataclass(kw_only=True)
 class ServerContext:
+    trace: TraceControl
     control: RepositoryControl = field(default_factory=NoControl)
     memory: SharedMemory = field(default_factory=SharedMemory)
-    trace: TraceSettings = field(default_factory=TraceSettings)
     access: Access = field(default_factory=Access)
     server_name: str = "triton"
     http_max_input_bytes: int = DEFAULT_HTTP_MAX_INPUT_BYTES

@@ -7,6 +7,7 @@ engines, and the machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 from slipstream.server.engine_link.engine import Engine
@@ -20,7 +21,7 @@ from slipstream.server.metrics.latency_metrics import (
     summary_families,
 )
 from slipstream.server.metrics.machine import Machine
-from slipstream.server.metrics.statistics import CountedModel, ModelCounters, Part
+from slipstream.server.metrics.statistics import CountedModel, CounterTable, ModelCounters
 
 __all__ = ["CountedModel", "ModelCounters", "ServerMetrics"]
 
@@ -128,7 +129,7 @@ class ServerMetrics:
         self, machine: Machine | None = None, config: MetricsConfig = MetricsConfig()
     ) -> None:
         self._config = config
-        self._models: dict[tuple[str, str], ModelCounters] = {}
+        self._models = CounterTable()
         self._engines: dict[tuple[str, str], Engine] = {}
         self._whole_batches: set[str] = set()  # models that ask for TensorRT-LLM's V1 batching
         self._machine = machine or Machine()
@@ -145,22 +146,15 @@ class ServerMetrics:
 
         Its requests also count for the models whose work it does.
         """
-        parts = {phase: self._latest(name) for phase, name in entry.model.parts.items()}
+        parts = {
+            phase: partial(self._models.find_latest, name)
+            for phase, name in entry.model.parts.items()
+        }
         counters = self.model(entry.name, entry.version)
         counters.cached = entry.model.cached
         if entry.model.config.parameter("gpt_model_type") in ("V1", "v1"):
             self._whole_batches.add(entry.name)
         return CountedModel(entry.model, counters, parts)
-
-    def _latest(self, name: str) -> Callable[[], Part]:
-        def find() -> Part:
-            versions = [version for model, version in self._models if model == name]
-            if not versions:
-                return Part(name, "", ModelCounters())  # not loaded: the counts are not shown
-            latest = max(versions, key=int)
-            return Part(name, latest, self.model(name, latest))
-
-        return find
 
     def watch_engine(self, name: str, engine: Engine, version: str = "1") -> None:
         """Add the metrics of an engine. `name`: its model in the repository."""
@@ -168,7 +162,7 @@ class ServerMetrics:
 
     def forget(self, name: str) -> None:
         """Remove the metrics of an unloaded model. Like Triton's, they restart at zero."""
-        self._models = {key: found for key, found in self._models.items() if key[0] != name}
+        self._models.remove(name)
         self._engines = {key: found for key, found in self._engines.items() if key[0] != name}
         self._whole_batches.discard(name)
 

@@ -198,7 +198,24 @@ class Part(NamedTuple):
     counters: ModelCounters
 
 
-Parts = Mapping[str, Callable[[], Part]]  # by the phase that each of them is
+Parts = Mapping[str, Callable[[], Part]]  # by phase of the request
+
+
+class CounterTable(dict[tuple[str, str], ModelCounters]):
+    """The counters of all models, by name and version."""
+
+    def find_latest(self, name: str) -> Part:
+        """Return the latest version of a model. Counts of one that is not loaded are not shown."""
+        versions = [version for model, version in self if model == name]
+        if not versions:
+            return Part(name, "", ModelCounters())
+        latest = max(versions, key=int)
+        return Part(name, latest, self[name, latest])
+
+    def remove(self, name: str) -> None:
+        """Remove all versions of a model."""
+        for key in [key for key in self if key[0] == name]:
+            del self[key]
 
 
 class CountedAnswers:

@@ -19,8 +19,7 @@ from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.models.generating import Generates
 from slipstream.server.text.pipeline import PromptError
-from slipstream.server.text.stops import StopWords
-from slipstream.server.text.stream import TextStream
+from slipstream.server.text.stream import StopWords, TextStream
 from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
@@ -97,7 +96,10 @@ class DraftedGenerator:
 
 
 def _advance(stream: TextStream, output: TextOutput, tokens: list[int], max_tokens: int) -> bool:
-    """Add a round's tokens to `tokens` and its text to the output. Return whether it is the last."""
+    """Add the tokens of a round to `tokens`, and its text to the output.
+
+    Return whether it is the last round.
+    """
     used = stream.tokens_used
     tokens += output.tokens
     output.text = stream.push(output.tokens)

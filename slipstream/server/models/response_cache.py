@@ -65,7 +65,7 @@ class ResponseCache:
         return sum(entry.byte_size for entry in self._entries.values())
 
     def wrap(self, entry: ModelVersion) -> ServedModel:
-        """Return the model, with the cache around it where the model enables it and can be cached."""
+        """Return the model, with the cache around it where it enables the cache and can use it."""
         model = entry.model
         if not wants_cache(model.config):
             return model

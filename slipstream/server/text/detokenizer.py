@@ -1,7 +1,7 @@
-"""Tokens to text bit by bit: what the pieces give when joined is what decoding the whole gives.
+"""Tokens to text as they come: the joined pieces are the text of all tokens decoded at once.
 
-Three ways, one per kind of decoder a model's files ask for. Each does work in proportion to the new
-tokens only, and gives out a character when, and only when, no later token can change it.
+There is a detokenizer for each kind of decoder in a model's files. Its work is proportional to the
+new tokens. It returns a character as soon as no later token can change it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,28 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from slipstream.server.text.backends import Backend
+from tokenizers import decoders
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Backend(Protocol):
+    """A tokenizer library with one vocabulary. The caller checks ids and adds special tokens."""
+
+    special_ids: frozenset[int]
+    id_limit: int  # one more than the largest id
+    # tokens that the files put before and after a text
+    affixes: tuple[list[int], list[int]]
+    # texts of "bos_token" and others that the folder's configuration does not name
+    default_names: dict[str, str]
+
+    @property
+    def decoder(self) -> decoders.Decoder | None: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+    def token(self, token_id: int) -> str | None: ...
+    def id_of(self, token: str) -> int | None: ...
 
 
 class Detokenizer(Protocol):
@@ -24,7 +42,7 @@ class Detokenizer(Protocol):
 
 
 def detokenizer_factory(backend: Backend) -> Callable[[], Detokenizer]:
-    """Choose the way once, at load; the result opens a detokenizer for one text."""
+    """Return a function that creates the detokenizer of one text."""
     steps = _decoder_steps(backend)
     kinds = [step["type"] for step in steps]
     if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):

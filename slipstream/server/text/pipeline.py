@@ -27,8 +27,7 @@ from slipstream.server.text.sequences import (
     sampling_of_sequence,
     write_beams,
 )
-from slipstream.server.text.stops import StopWords
-from slipstream.server.text.stream import TextStream
+from slipstream.server.text.stream import StopWords, TextStream
 from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
@@ -227,7 +226,7 @@ class TextGenerator:
         return tuple(found)
 
     def _stop_texts(self, request: TextRequest) -> tuple[str, ...]:
-        """Return the stop words of a beam search, whose texts only the engine sees before the end."""
+        """Return the stop words of a beam search, where only the engine sees the texts in time."""
         if self.tokenizer.token_bytes is None or not request.sampling.beams:
             return ()
         return tuple(dict.fromkeys(word for word in request.stop_words if word))
@@ -319,7 +318,7 @@ class _Sequence:
 
 
 def _stop_after(output: TextOutput, count: int) -> None:
-    """End an output at a stop word, of which the first `count` tokens are kept."""
+    """End an output at a stop word. The first `count` tokens are kept."""
     output.finish_reason = "stop"
     output.error = ""
     if output.scores is not None and count < len(output.tokens):

@@ -12,8 +12,7 @@ from slipstream.engine.request import SamplingParams
 from slipstream.request_fields.field import BEAM_SEARCH
 from slipstream.request_fields.table import conflicting_parameter
 from slipstream.server.engine_link.engine import TextBeam
-from slipstream.server.text.stops import StopWords
-from slipstream.server.text.stream import TextStream
+from slipstream.server.text.stream import StopWords, TextStream
 from slipstream.server.text.tokenizer import Tokenizer
 
 Item = TypeVar("Item")
@@ -54,9 +53,15 @@ def beam_problem(
     """Return why the rest of a request does not go with its beam search; empty where it does."""
     width = sampling.beam_width
     if info is not None and width > info.max_beam_width:
-        return f"Requested beam width {width} is larger than configured max beam width {info.max_beam_width}"
+        return (
+            f"Requested beam width {width} is larger than configured max beam width "
+            f"{info.max_beam_width}"
+        )
     if sequences > width:
-        return f"{sequences} sequences were asked for, and a search of beam width {width} has no more than {width}"
+        return (
+            f"{sequences} sequences were asked for, and a search of beam width {width} has no "
+            f"more than {width}"
+        )
     other = conflicting_parameter(sampling, BEAM_SEARCH) or ("draft" if drafted else "")
     return f"{other} cannot be combined with beam width {width}" if other else ""
 
