@@ -1,9 +1,8 @@
-"""Drawing tokens from logits: seeded noise, and the narrowing of the choice by top-k, top-p, min-p
-and typical-p.
+"""Draw tokens from logits: seeded noise, and the filters top-k, top-p, min-p and typical-p.
 
 A draw adds Gumbel noise to the scaled logits and takes the largest. The noise of a token is a hash
-of (seed, position, token), so a draw never depends on the other rows of the batch, and need only be
-made for tokens that are still in the choice.
+of (seed, position, token). So a draw never depends on the other rows of the batch, and noise is
+needed only for the tokens that the filters keep.
 """
 
 from __future__ import annotations
@@ -14,30 +13,33 @@ from torch import Tensor
 _LOW_32_BITS = 0xFFFFFFFF
 _LOW_64_BITS = 0xFFFFFFFFFFFFFFFF
 
-# Top-p alone looks at this many tokens first: their mass nearly always exceeds p, and sorting all
-# costs more.
-_FIRST_LOOK = 1024
+# Top-p without top-k takes this many tokens first: their probabilities nearly always reach p, and
+# sorting the whole vocabulary costs more.
+_FIRST_TOKENS = 1024
 
 
 def noise_key(seed: int, position: int) -> int:
-    """32 bits that stand for a seed at a position."""
+    """Return a 32-bit hash of a seed and a position."""
     mixed = _mix_64((seed & _LOW_64_BITS) ^ _mix_64(position + 1))
     return mixed >> 32
 
 
 def gumbel(tokens: Tensor, keys: Tensor) -> Tensor:
-    """tokens: int64 [rows, n] or [n]; keys: int64 [rows, 1] → float32 noise [rows, n]."""
+    """Return Gumbel noise, float32 [rows, n].
+
+    tokens: int64 [rows, n] or [n]; keys: int64 [rows, 1]
+    """
     bits = _mix_32(_mix_32(tokens) ^ keys) >> 8
     uniform = (bits.float() + 0.5) * 2.0**-24  # strictly between 0 and 1
     return -torch.log(-torch.log(uniform))
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits: [rows, vocab] → the largest of each row and its token, the first of equals; nan where
-    one is.
+    """Return the largest logit of each row and its token: the first of equals; nan if the row has a
+    nan. logits: [rows, vocab]
     """
     if logits.device.type == "cuda":
-        # a CPU installation has no Triton
+        # imported here: a CPU installation has no Triton
         from slipstream.kernels.gpu.step import likeliest as on_gpu
 
         return on_gpu(logits)
@@ -52,7 +54,7 @@ def draw_from_all(
     keys: Tensor,  # [rows, 1] int64
     typical_p: Tensor | None = None,  # [rows, 1], 1: off; None: off for all
 ) -> Tensor:
-    """→ tokens [rows], from the whole vocabulary down to min-p of the likeliest."""
+    """Return tokens [rows], drawn without top-k and top-p."""
     scaled = logits / temperature
     if min_p is not None:
         floor = scaled.max(dim=-1, keepdim=True).values + torch.log(min_p)
@@ -70,16 +72,19 @@ def draw_narrowed(
     top_p: Tensor,  # [rows, 1], 1: off
     min_p: Tensor,  # [rows, 1], 0: off
     keys: Tensor,  # [rows, 1] int64
-    widest: int,  # the largest top_k, or 0 when a row narrows by top-p alone
+    widest: int,  # the largest top_k, or 0 if a row has top-p without top-k
     typical_p: Tensor | None = None,  # [rows, 1], 1: off; None: off for all
 ) -> Tensor:
-    """→ tokens [rows]. Temperature first, then top-k, top-p within it, min-p against the likeliest."""
-    scaled, vocab = logits / temperature, logits.shape[-1]
+    """Return tokens [rows], drawn after temperature, top-k, top-p within it, and min-p relative to
+    the likeliest token.
+    """
+    scaled = logits / temperature
+    vocab = logits.shape[-1]
     by_p_alone = top_k == 0
     total = torch.where(by_p_alone, scaled.logsumexp(dim=-1, keepdim=True), float("nan"))
-    # On a GPU looking whether the first look sufficed would stop the stream; sorting all costs less
-    # there.
-    width = min(widest or (_FIRST_LOOK if logits.device.type == "cpu" else vocab), vocab)
+    # On a GPU, checking whether the first tokens suffice would synchronise: sorting all is faster.
+    first = _FIRST_TOKENS if logits.device.type == "cpu" else vocab
+    width = min(widest or first, vocab)
     values, tokens = scaled.topk(width, dim=-1)  # largest first
     kept, reached = _keep(values, top_k, top_p, min_p, total)
     if width < vocab and not widest and not bool((reached | ~by_p_alone).all()):
@@ -115,11 +120,11 @@ def keep_typical(
 def _keep(
     values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Which of the sorted values stay in the choice, and whether top-p was reached within them."""
+    """Return which of the sorted values are kept, and whether they reach top-p."""
     rank = torch.arange(values.shape[-1], device=values.device)
     kept = (rank < top_k) | (top_k == 0)
     values = values.masked_fill(~kept, float("-inf"))
-    # Top-p counts the mass of what top-k left; without top-k, of the whole vocabulary (`total`).
+    # Top-p is relative to what top-k kept; without top-k, to the whole vocabulary (`total`).
     mass = torch.where(top_k == 0, total, values.logsumexp(dim=-1, keepdim=True))
     probability = torch.exp(values - mass)
     cumulative = probability.cumsum(dim=-1)
@@ -130,9 +135,7 @@ def _keep(
 
 
 def _mix_32(x: Tensor) -> Tensor:
-    """A bijection on 32 bits in which every input bit moves every output bit; x: int64 holding 32
-    bits.
-    """
+    """Hash 32 bits, held in int64: a bijection in which each input bit affects every output bit."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW_32_BITS
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW_32_BITS
     return x ^ (x >> 16)

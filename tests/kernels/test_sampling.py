@@ -1,6 +1,4 @@
-"""The draw: right distribution, same draw in any company, choice narrowed as transformers narrows
-it.
-"""
+"""Drawing tokens: the right distribution, the same draw in any batch, filters as in transformers."""
 
 import math
 
@@ -29,23 +27,23 @@ def columns(rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def draw(logits, temperature, top_k, top_p, min_p, keys):
-    """As the sampler calls it: rows that narrow the choice and rows that do not."""
+    """Draw as the sampler does: rows with top-k or top-p, and rows without."""
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    narrow = ((top_k > 0) | (top_p < 1)).flatten()
-    if narrow.any():
-        widest = 0 if (top_k[narrow] == 0).any() else int(top_k[narrow].max())
-        tokens[narrow] = sampling.draw_narrowed(
-            logits[narrow],
-            temperature[narrow],
-            top_k[narrow],
-            top_p[narrow],
-            min_p[narrow],
-            keys[narrow],
+    filtered = ((top_k > 0) | (top_p < 1)).flatten()
+    if filtered.any():
+        widest = 0 if (top_k[filtered] == 0).any() else int(top_k[filtered].max())
+        tokens[filtered] = sampling.draw_narrowed(
+            logits[filtered],
+            temperature[filtered],
+            top_k[filtered],
+            top_p[filtered],
+            min_p[filtered],
+            keys[filtered],
             widest,
         )
-    if not narrow.all():
-        tokens[~narrow] = sampling.draw_from_all(
-            logits[~narrow], temperature[~narrow], min_p[~narrow], keys[~narrow]
+    if not filtered.all():
+        tokens[~filtered] = sampling.draw_from_all(
+            logits[~filtered], temperature[~filtered], min_p[~filtered], keys[~filtered]
         )
     return tokens
 
@@ -82,7 +80,7 @@ def test_consecutive_positions_of_one_seed_are_independent():
     assert statistic < freedom + 5 * math.sqrt(2 * freedom)
 
 
-def test_a_draw_is_the_same_in_any_company():
+def test_draw_does_not_depend_on_the_batch():
     torch.manual_seed(2)
     logits = torch.randn(6, VOCAB) * 3
     settings = [
@@ -100,7 +98,7 @@ def test_a_draw_is_the_same_in_any_company():
         assert alone.tolist() == together[row : row + 1].tolist()
 
 
-def test_the_choice_is_narrowed_as_transformers_narrows_it():
+def test_filters_keep_the_tokens_that_transformers_keeps():
     torch.manual_seed(3)
     logits = torch.randn(1, VOCAB) * 3
     for temperature, top_k, top_p, min_p in [
@@ -132,7 +130,7 @@ def test_the_choice_is_narrowed_as_transformers_narrows_it():
         assert statistic < freedom + 5 * math.sqrt(2 * max(freedom, 1)) + 1e-9
 
 
-def test_top_p_beyond_the_first_look_sorts_the_whole_vocabulary():
+def test_top_p_beyond_the_first_tokens_sorts_the_whole_vocabulary():
     vocab = 5000  # flat: the likeliest 1024 hold a fifth of the mass
     logits = torch.linspace(0, 0.1, vocab)[None]
     draws = 2000

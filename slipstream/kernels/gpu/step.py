@@ -4,6 +4,8 @@ to them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,19 +20,19 @@ _PARTS = 32  # CTAs per row of logits
 @Quick
 @triton.jit(do_not_specialize=["count"])
 def _step_inputs(
-    rows,
-    positions,
-    tokens,
-    tables,
-    ids,
-    slots,
-    count,
-    tokens_stride,
-    tables_stride,
+    rows: Any,
+    positions: Any,
+    tokens: Any,
+    tables: Any,
+    ids: Any,
+    slots: Any,
+    count: Any,
+    tokens_stride: Any,
+    tables_stride: Any,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+) -> None:
     follow(OVERLAP)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -73,8 +75,15 @@ def step_inputs(
 @Quick
 @triton.jit(do_not_specialize=["count"])
 def _write_back(
-    rows, lengths, drawn, tokens, count, tokens_stride, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
+    rows: Any,
+    lengths: Any,
+    drawn: Any,
+    tokens: Any,
+    count: Any,
+    tokens_stride: Any,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
     follow(OVERLAP)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -104,16 +113,16 @@ def write_back(rows: Tensor, lengths: Tensor, drawn: Tensor, tokens: Tensor) -> 
 @Quick
 @triton.jit
 def _likeliest_of_parts(
-    logits,
-    best,
-    tokens,
-    vocab,
-    stride,
-    span,
+    logits: Any,
+    best: Any,
+    tokens: Any,
+    vocab: Any,
+    stride: Any,
+    span: Any,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+) -> None:
     follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -134,7 +143,14 @@ def _likeliest_of_parts(
 
 @Quick
 @triton.jit
-def _likeliest(best, tokens, best_out, tokens_out, PARTS: tl.constexpr, OVERLAP: tl.constexpr):
+def _likeliest(
+    best: Any,
+    tokens: Any,
+    best_out: Any,
+    tokens_out: Any,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
     follow(OVERLAP)
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)
