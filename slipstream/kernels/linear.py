@@ -19,6 +19,13 @@ from torch.nn import functional
 
 from slipstream.kernels.inputs import Input
 from slipstream.kernels.normalisation import Norm
+from slipstream.kernels.torch_private import (
+    int4_linear,
+    int8_linear,
+    pack_int4_weight,
+    pack_linear_weight,
+    packed_linear,
+)
 
 # Above this many tokens expanding quantised weights beats the weight-only kernels
 # (benchmarks/kernels.py).
@@ -88,13 +95,11 @@ class OneDnnLinear(Linear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight: [out, in]; bias: [out] or None"""
-        # The second argument is a hint at the number of tokens; the layout serves any number.
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+        self.packed = pack_linear_weight(weight)
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return y
+        return packed_linear(x, self.packed, self.bias)
 
     @staticmethod
     def supports(weight: Tensor) -> bool:
@@ -119,7 +124,7 @@ class Int8Linear(Linear):
             return functional.linear(
                 x, self.weight.to(self.dtype) * self.scales[:, None], self.bias
             )
-        y: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.weight, self.scales)
+        y = int8_linear(x, self.weight, self.scales)
         return y if self.bias is None else y.add_(self.bias)
 
 
@@ -147,17 +152,14 @@ class Int4Linear(ExpandedInt4Linear):
     ) -> None:
         super().__init__(weight, scales, bias, dtype)
         self.group = weight.shape[1] * 2 // scales.shape[1]
-        values = unpack_int4(weight).int()
-        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1)
+        self.packed = pack_int4_weight(unpack_int4(weight).int())
         # the kernel takes the groups as the outermost dimension
         self.pairs = scales.transpose(0, 1).to(dtype).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] > _EXPAND_ABOVE_TOKENS or not _has_weight_only_kernel(x):
             return super().__call__(x)
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x, self.packed, self.group, self.pairs
-        )
+        y = int4_linear(x, self.packed, self.group, self.pairs)
         return y if self.bias is None else y.add_(self.bias)
 
     @staticmethod

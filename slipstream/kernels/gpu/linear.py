@@ -23,6 +23,7 @@ from slipstream.kernels.gpu.skinny_gemm import skinny_gemm, supports_bf12, suppo
 from slipstream.kernels.inputs import Input, Quantised, Unscaled, plain
 from slipstream.kernels.linear import Linear
 from slipstream.kernels.normalisation import Norm
+from slipstream.kernels.torch_private import fp8_linear
 
 # Tokens up to which the skinny GEMM is faster than the library, by the weight it reads.
 _SKINNY_TOKENS = 32
@@ -208,12 +209,4 @@ class Fp8Linear(Linear):
         values, by_token = x if isinstance(x, Quantised) else quantise(plain(x).contiguous())
         if values.shape[0] <= _SKINNY_TOKENS_8_BIT:
             return skinny_gemm(values, self.weight, self.bias, by_token, self.scales)
-        return torch._scaled_mm(
-            values,
-            self.weight.t(),
-            by_token,
-            self.scales[None, :],
-            bias=self.bias,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
+        return fp8_linear(values, self.weight, by_token, self.scales, self.bias)
