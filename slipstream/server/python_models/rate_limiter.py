@@ -58,7 +58,7 @@ class RateLimiter:
             self._admit()
 
     def acquire(self, contender: Contender, wake: Callable[[], None]) -> bool:
-        """Return whether the instance may execute until `release`; if not, `wake` is called later."""
+        """Return whether the instance may execute until `release`; else `wake` is called later."""
         if contender.granted:
             return True
         contender.wake = wake
