@@ -44,6 +44,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 BINARY_ONLY = ("FP16", "BF16")
 _SINGLE = struct.Struct("<f")
+_LARGEST_SINGLE = float(np.finfo(np.float32).max)
+# (smallest, largest) value by the number of each integer type
+_INTEGER_LIMITS = {
+    dtype.num: (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+    for dtype in DTYPES.values()
+    if dtype.kind in "iu"
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -185,15 +192,17 @@ def _read_strings(values: list[Any]) -> list[bytes]:
 
 
 def _read_booleans(values: list[Any], dtype: np.dtype[Any]) -> Array:
-    if not all(type(item) is bool for item in values):
+    if not set(map(type, values)) <= {bool}:
         raise unreadable("attempt to access JSON non-boolean as boolean")
     return np.array(values, dtype)
 
 
 def _read_floats(values: list[Any], dtype: np.dtype[Any]) -> Array:
-    doubles = np.array([_double(item) for item in values], np.float64)
+    doubles = [_double(item) for item in values]
+    if dtype.itemsize == 8 or max(map(abs, doubles), default=0.0) <= _LARGEST_SINGLE:
+        return np.array(doubles, dtype)
     with np.errstate(over="ignore"):  # what FP32 cannot hold becomes an infinity
-        return doubles.astype(dtype)
+        return np.array(doubles, dtype)
 
 
 def _double(item: Any) -> float:
@@ -206,21 +215,35 @@ def _double(item: Any) -> float:
 
 
 def _read_signed(values: list[Any], dtype: np.dtype[Any]) -> Array:
-    if not _are_integers(values, -(2**63), 2**63 - 1):
+    array = _read_integers(values, dtype, DTYPES["INT64"])
+    if array is None:
         raise unreadable("attempt to access JSON non-signed-integer as signed-integer")
-    return np.array(values, np.int64).astype(dtype)  # wraps to the width
+    return array
 
 
 def _read_unsigned(values: list[Any], dtype: np.dtype[Any]) -> Array:
-    if not _are_integers(values, 0, 2**64 - 1):
+    array = _read_integers(values, dtype, DTYPES["UINT64"])
+    if array is None:
         raise unreadable("attempt to access JSON non-unsigned-integer as unsigned-integer")
-    return np.array(values, np.uint64).astype(dtype)  # wraps to the width
+    return array
 
 
-def _are_integers(values: list[Any], lowest: int, highest: int) -> bool:
-    if not values:
-        return True
-    return set(map(type, values)) == {int} and lowest <= min(values) and max(values) <= highest
+def _read_integers(values: list[Any], dtype: np.dtype[Any], widest: np.dtype[Any]) -> Array | None:
+    """Return the integers, wrapped to the width of `dtype`; None where one is no such integer."""
+    if not set(map(type, values)) <= {int}:
+        return None
+    lowest = min(values, default=0)
+    highest = max(values, default=0)
+    if _fits(lowest, highest, dtype):
+        return np.array(values, dtype)
+    if _fits(lowest, highest, widest):
+        return np.array(values, widest).astype(dtype)
+    return None
+
+
+def _fits(lowest: int, highest: int, dtype: np.dtype[Any]) -> bool:
+    smallest, largest = _INTEGER_LIMITS[dtype.num]
+    return smallest <= lowest and highest <= largest
 
 
 # by the kind of the NumPy type
