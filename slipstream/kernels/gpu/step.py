@@ -4,8 +4,6 @@ to them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -20,19 +18,19 @@ _PARTS = 32  # CTAs per row of logits
 @Quick
 @triton.jit(do_not_specialize=["count"])
 def _step_inputs(
-    rows: Any,
-    positions: Any,
-    tokens: Any,
-    tables: Any,
-    ids: Any,
-    slots: Any,
-    count: Any,
-    tokens_stride: Any,
-    tables_stride: Any,
+    rows,
+    positions,
+    tokens,
+    tables,
+    ids,
+    slots,
+    count,
+    tokens_stride,
+    tables_stride,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+):
     follow(OVERLAP)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -75,15 +73,15 @@ def step_inputs(
 @Quick
 @triton.jit(do_not_specialize=["count"])
 def _write_back(
-    rows: Any,
-    lengths: Any,
-    drawn: Any,
-    tokens: Any,
-    count: Any,
-    tokens_stride: Any,
+    rows,
+    lengths,
+    drawn,
+    tokens,
+    count,
+    tokens_stride,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+):
     follow(OVERLAP)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -113,16 +111,16 @@ def write_back(rows: Tensor, lengths: Tensor, drawn: Tensor, tokens: Tensor) -> 
 @Quick
 @triton.jit
 def _likeliest_of_parts(
-    logits: Any,
-    best: Any,
-    tokens: Any,
-    vocab: Any,
-    stride: Any,
-    span: Any,
+    logits,
+    best,
+    tokens,
+    vocab,
+    stride,
+    span,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+):
     follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -144,13 +142,13 @@ def _likeliest_of_parts(
 @Quick
 @triton.jit
 def _likeliest(
-    best: Any,
-    tokens: Any,
-    best_out: Any,
-    tokens_out: Any,
+    best,
+    tokens,
+    best_out,
+    tokens_out,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
-) -> None:
+):
     follow(OVERLAP)
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)
