@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("kernel_resources.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "kernel_resources.py"
 ROOT = Path(__file__).parents[2]
 MANY_TOKENS = ROOT / "slipstream/kernels/gpu/gated_gemm.py"
 

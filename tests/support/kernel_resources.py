@@ -25,9 +25,9 @@ from slipstream.kernels.gpu import (
     launch,
     prefill_attention,
     prefill_tiles,
-    prefix,
     rotary,
     skinny_gemm,
+    unpacked_kv,
 )
 from slipstream.kernels.gpu.decode_chunks import DecodePlan, ResidentCtas, cut_chunks
 
@@ -127,7 +127,7 @@ def unpack_kv(kv_heads: int, size: int) -> None:
         torch.zeros(4, dtype=torch.int32),
         torch.empty(2, kv_heads, 128, size, dtype=torch.bfloat16),
     )
-    prefix.UnpackedKv(blocks, blocks[None], *plain, 32).unpack(
+    unpacked_kv.UnpackedKv(blocks, blocks[None], *plain, 32).unpack(
         *new_cache(kv_heads, size, packed_cache.DTYPE)
     )
 
