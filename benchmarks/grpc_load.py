@@ -18,7 +18,7 @@ _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4,
 _ACKNOWLEDGED = _END_STREAM = 1
 _END_HEADERS = 4
 _INITIAL_WINDOW_SIZE = 4
-_WINDOW = 1 << 30  # nobody here is slow to read
+_WINDOW = 1 << 30  # flow control must not limit the load
 _HEAD_BYTES = 9
 
 

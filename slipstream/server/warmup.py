@@ -1,25 +1,26 @@
-"""The requests a configuration wants its model to see before clients do (`model_warmup`)."""
+"""Runs the warm-up requests of a configuration (`model_warmup`) before a model serves clients."""
 
 from __future__ import annotations
 
-import random
 from contextlib import aclosing
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slipstream.repository.config import ModelConfig
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, ServedModel
 from slipstream.server.kserve.tensor_bytes import SIZES, IncompleteString, unpack
-from slipstream.server.kserve.tensors import Array, Tensor
+from slipstream.server.kserve.tensors import DTYPES, Array, Tensor
 
 MOST_VALUES = 1 << 24
 WARMUP_FOLDER = "warmup"
 
 
 async def warm_up(model: ServedModel, config: ModelConfig, version: int) -> None:
-    """Run every sample. One that fails means that the model is not fit to serve."""
+    """Run every sample. Raises InferenceError where one fails: then the model must not serve."""
     for sample in config.document.get("model_warmup", []):
         for _ in range(sample["count"] or 1):
             await _run(model, config, version, sample)
@@ -31,8 +32,10 @@ async def _run(
     batch = (max(1, sample["batch_size"]),) if config.max_batch_size > 0 else ()
     inputs = {name: _tensor(config, name, given, batch) for name, given in sample["inputs"].items()}
     request = InferRequest(config.name, str(version), inputs)
-    if config.sequence_batching is not None:  # each is a sequence of its own
-        request.sequence_id, request.sequence_start, request.sequence_end = 1, True, True
+    if config.sequence_batching is not None:  # a sequence of one request
+        request.sequence_id = 1
+        request.sequence_start = True
+        request.sequence_end = True
     async with aclosing(model.infer(request)) as responses:
         async for response in responses:
             if response.error is not None:
@@ -57,21 +60,20 @@ def _tensor(
                 f"warmup input '{name}' needs {count} values, its file has {len(data)}"
             )
         return Tensor(name, datatype, shape, data)
-    values = _values(datatype, count, bool(given.get("random_data")))
-    return Tensor.from_values(name, datatype, shape, values)
-
-
-def _values(datatype: str, count: int, at_random: bool) -> list[Any]:
+    if given.get("random_data"):
+        return Tensor(name, datatype, shape, _random_values(datatype, count))
     if datatype == "BYTES":
-        return [
-            b"".join(random.choice((b"a", b"b")) for _ in range(8)) if at_random else b""
-            for _ in range(count)
-        ]
-    if datatype == "BOOL":
-        return [at_random and random.random() < 0.5 for _ in range(count)]
+        return Tensor(name, datatype, shape, [b""] * count)
+    return Tensor(name, datatype, shape, np.zeros(count, DTYPES[datatype]))
+
+
+def _random_values(datatype: str, count: int) -> Array | list[bytes]:
+    chance = np.random.default_rng()
+    if datatype == "BYTES":
+        return [bytes(letters) for letters in chance.choice([97, 98], (count, 8)).astype(np.uint8)]
     if datatype in ("FP16", "FP32", "FP64"):
-        return [random.random() if at_random else 0.0 for _ in range(count)]
-    return [random.randrange(100) if at_random else 0 for _ in range(count)]
+        return chance.random(count).astype(DTYPES[datatype])
+    return chance.integers(2 if datatype == "BOOL" else 100, size=count).astype(DTYPES[datatype])
 
 
 def _from_file(folder: Path, file_name: str, datatype: str, name: str) -> Array | list[bytes]:

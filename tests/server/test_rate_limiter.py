@@ -1,6 +1,4 @@
-"""The rate limiter: nobody exceeds what there is, everybody gets a turn, and priorities share the
-turns out.
-"""
+"""The rate limiter: resources are not exceeded, all instances execute, priorities are respected."""
 
 from __future__ import annotations
 
