@@ -18,7 +18,7 @@ from test_pipeline_text import SpokenEngine, collect
 from slipstream.engine.constraints.bad_words import BadTexts, Spelling
 from slipstream.server.engine_link.engine import RequestOutput, TextRequest
 from slipstream.server.text.tokenizer import Tokenizer
-from slipstream.server.text.vocabulary import vocabulary_of
+from slipstream.server.text.vocabulary import tokenizer_vocabulary
 
 KINDS = sorted(samples.SERVED)
 
@@ -68,7 +68,7 @@ def allowed(mask: bytes, count: int) -> np.ndarray:
 
 @functools.cache
 def spelling(kind: str) -> Spelling:
-    vocabulary = vocabulary_of(load(kind), load(kind).vocab_size)
+    vocabulary = tokenizer_vocabulary(load(kind), load(kind).vocab_size)
     assert vocabulary is not None
     return Spelling(vocabulary)
 
@@ -139,7 +139,7 @@ def test_a_stop_word_that_is_a_special_token_ends_the_answer_there(kind):
 
 def test_tokenizers_whose_tokens_have_neighbours_fall_back_to_their_likely_tokens():
     tokenizer = Tokenizer.load(samples.word_piece())
-    assert vocabulary_of(tokenizer, tokenizer.vocab_size) is None
+    assert tokenizer_vocabulary(tokenizer, tokenizer.vocab_size) is None
     engine = SpokenEngine([RequestOutput(finish_reason="length")])
     asyncio.run(collect(engine, TextRequest("the dog", bad_words=["dog"]), "word_piece"))
     assert engine.sampling.bad_texts == ()

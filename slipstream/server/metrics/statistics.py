@@ -1,9 +1,8 @@
-"""What happened to the requests of each model: the one set of counters behind the statistics and
-the metrics.
+"""Counters of each model's requests, for the statistics API and the metrics.
 
-`CountedModel` stands around a model and fills them. The counting is Triton's: a success counts
-requests, `inferences` counts the batch items of successes, `executions` every run of the model,
-also one that failed (an ensemble runs nothing itself, so its failures are no executions).
+`CountedModel` wraps a model and counts as Triton does: `success` counts requests, `inferences` the
+batch items of successful requests, and `executions` every run of the model, including failed ones.
+An ensemble runs nothing itself, so its failures are no executions.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Duration:
 
 
 class _Spent(NamedTuple):
-    """Where the time of one request went, in nanoseconds."""
+    """The durations of the phases of one request, in nanoseconds."""
 
     queue: int
     compute_input: int
@@ -59,9 +58,10 @@ class _Spent(NamedTuple):
 
     @staticmethod
     def between(began: int, ended: int, times: RequestTimes) -> _Spent:
-        """A phase that the model said nothing of took no time; what is left over is computing. A
-        model waits in its own queue, before it begins, or in its engine's, after its inputs are
-        ready.
+        """Return the phases of a request. A phase without a time is empty; the rest is computing.
+
+        A request waits in its model's queue before it begins, or in the engine's queue after its
+        inputs are ready.
         """
         queue_end = times.queue_ended_ns or began
         input_end = max(times.input_ended_ns, queue_end)
@@ -75,7 +75,7 @@ class _Spent(NamedTuple):
 
 @dataclass(slots=True)
 class Phases:
-    """What some executions spent, each of which went through every phase, in nanoseconds."""
+    """The durations of all phases of some executions, in nanoseconds."""
 
     count: int = 0
     compute_input: int = 0
@@ -100,10 +100,10 @@ class ModelCounters:
     decoupled: bool = False
     success: Duration = field(default_factory=Duration)
     fail: Duration = field(default_factory=Duration)
-    cached: bool = False  # served from the response cache where it can be
+    cached: bool = False  # the model uses the response cache
     cache_hit: Duration = field(default_factory=Duration)
     cache_miss: Duration = field(default_factory=Duration)
-    summaries: Summaries | None = None  # where somebody asked for them
+    summaries: Summaries | None = None  # only where configured
     queue: Duration = field(default_factory=Duration)
     phases: Phases = field(default_factory=Phases)
     batches: dict[int, Phases] = field(default_factory=dict)  # by batch size
@@ -111,7 +111,7 @@ class ModelCounters:
     inferences: int = 0
     executions: int = 0
     last_inference_ms: int = 0  # since 1970
-    pending: int = 0  # came in, and the model has not begun to answer
+    pending: int = 0  # requests that the model has not begun to answer
     tokens: TokenLatencies = field(default_factory=TokenLatencies)
 
     def record(
@@ -121,7 +121,7 @@ class ModelCounters:
         batch_size: int = 1,
         parts: Parts | None = None,
     ) -> Answers:
-        """Pass on the answers to one request and count how it went."""
+        """Return the answers to one request, with a counter around them."""
         return CountedAnswers(self, request, responses, batch_size, parts or {})
 
     def succeed(self, spent: _Spent, batch_size: int) -> None:
@@ -141,7 +141,7 @@ class ModelCounters:
             self.summaries.request(None if self.cached else total, spent.queue)
 
     def succeed_from_cache(self, spent: _Spent, ns: int) -> None:
-        """The model did nothing for it, so it is neither an inference nor an execution."""
+        """Count a request that the model did not run: no inference and no execution."""
         self._answered(spent)
         self.cache_hit.add(ns)
         if self.summaries is not None:
@@ -154,7 +154,7 @@ class ModelCounters:
 
     def failed(self, reason: str, spent: _Spent, batch_size: int) -> None:
         if self.ensemble and reason == "BACKEND":
-            reason = "OTHER"  # an ensemble has no backend that could fail
+            reason = "OTHER"  # an ensemble has no backend
         self.failures[reason] += 1
         self.fail.add(sum(spent))
         if not self.ensemble and reason != "REJECTED":
@@ -167,7 +167,7 @@ class ModelCounters:
         self.batches[batch_size].add(spent)
 
     def document(self, name: str, version: str) -> dict[str, Any]:
-        """Triton's JSON for one version of a model, in its order."""
+        """Return Triton's JSON for one version of a model, in its order."""
         asked = _documents({"success": self.success, "fail": self.fail, "queue": self.queue})
         cached = _documents({"cache_hit": self.cache_hit, "cache_miss": self.cache_miss})
         return {
@@ -191,7 +191,7 @@ def _documents(durations: dict[str, Duration]) -> dict[str, dict[str, int]]:
 
 
 class Part(NamedTuple):
-    """A model whose work another one does in its place."""
+    """A model whose work another model does."""
 
     name: str
     version: str  # empty where it is not loaded
@@ -219,7 +219,7 @@ class CounterTable(dict[tuple[str, str], ModelCounters]):
 
 
 class CountedAnswers:
-    """The answers to one request, counted as they pass."""
+    """The answers to one request, counted as they are read."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class CountedAnswers:
         if self._times.trace is not None:
             self._begin_trace(self._times.trace, request)
         self._failure: str | None = None
-        self._complete = False  # otherwise the reader has left
+        self._complete = False  # the last answer was read
         self._ended = False
         counters.pending += 1
         self._times.attach(self._begin_answering, counters.tokens, self._began)
@@ -288,7 +288,7 @@ class CountedAnswers:
 
     def _end_trace(self, trace: RequestTrace, spent: _Spent, ended: int) -> None:
         computing = self._began + spent.queue
-        if self._counters.ensemble:  # computes nothing itself
+        if self._counters.ensemble:  # an ensemble computes nothing itself
             self._trace_parts(trace, spent)
         else:
             trace.stamp("COMPUTE_START", computing)
@@ -325,7 +325,7 @@ class CountedAnswers:
         if self._times.trace is not None:
             self._times.trace.tensors("TENSOR_BACKEND_OUTPUT", response.outputs)
             self._times.trace.stamp("INFER_RESPONSE_COMPLETE")
-        # Nothing can follow these, so a reader that stops here has all of it.
+        # Nothing follows these answers, so a reader that stops here has read all.
         only = not self._counters.decoupled and response.text_output is None
         self._complete = self._complete or response.final or only
         if response.error is not None:
@@ -373,7 +373,7 @@ class CountedAnswers:
 
 
 def failure_reason(error: BaseException) -> str:
-    """Which of Triton's four reasons for a failure this one is."""
+    """Return Triton's reason for a failure, one of four."""
     if isinstance(error, asyncio.CancelledError):
         return "CANCELED"
     if not isinstance(error, InferenceError):
@@ -382,9 +382,7 @@ def failure_reason(error: BaseException) -> str:
 
 
 class CountedModel(WrappedModel):
-    """A model whose requests are counted. `parts`: the models whose work this one does in their
-    place.
-    """
+    """A model whose requests are counted. `parts`: the models whose work it does."""
 
     def __init__(
         self, model: ServedModel, counters: ModelCounters, parts: Parts | None = None
@@ -395,7 +393,7 @@ class CountedModel(WrappedModel):
         counters.ensemble = bool(model.config.ensemble_steps)
 
     def infer(self, request: InferRequest) -> Answers:
-        # of an ensemble, its steps tell, which may come and go
+        # an ensemble is decoupled if a step is, and its steps may be replaced
         self.counters.decoupled = self.inner.decoupled
         items = batch_size(request, self.config)
         return CountedAnswers(
@@ -406,9 +404,7 @@ class CountedModel(WrappedModel):
 def model_statistics(
     registry: ModelRegistry, name: str = "", version: str = ""
 ) -> list[dict[str, Any]]:
-    """The `model_stats` of one model, or of all when none is named. Raises InferenceError for an
-    unknown one.
-    """
+    """Return the `model_stats` of one model, or of all. InferenceError: the model is unknown."""
     found = [entry for entry in registry if not name or entry.name == name]
     if name and not found:
         raise InferenceError(f"requested model '{name}' is not available")

@@ -1,4 +1,4 @@
-"""A conversation as the prompt its model was trained on, by the model's own chat template."""
+"""Renders conversations to prompts with the model's own chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.server.text.sandbox import BudgetExceeded, render
 from slipstream.server.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-Tools = Sequence[Mapping[str, Any]] | None  # what the model may call
+Tools = Sequence[Mapping[str, Any]] | None  # functions that the model may call
 
 _OWN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
@@ -19,11 +19,11 @@ _OWN_VARIABLES = frozenset(
 
 
 class ChatError(ValueError):
-    """The conversation cannot be rendered. The text is one line, fit for the caller to see."""
+    """The conversation cannot be rendered. The text is one line that the client may see."""
 
 
 class VariableError(ChatError):
-    """A variable that is not the caller's to give."""
+    """A template variable that clients may not set."""
 
 
 def render_chat(
@@ -35,7 +35,7 @@ def render_chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt's text. `variables` are a template's own switches, such as `enable_thinking`."""
+    """Return the text of the prompt. `variables`: those of the template, e.g. `enable_thinking`."""
     _check_messages(messages)
     for name in variables or {}:
         if name in _OWN_VARIABLES or name in tokenizer.named_tokens:
@@ -55,9 +55,7 @@ def render_chat(
 
 
 def encode_chat(tokenizer: Tokenizer, rendered: str) -> list[int]:
-    """The tokens of a rendered conversation. The template has written the special tokens; none are
-    added.
-    """
+    """Return the tokens of a rendered conversation, which has its special tokens already."""
     return tokenizer.encode(rendered, add_special_tokens=False)
 
 
@@ -76,8 +74,8 @@ def _choose_template(tokenizer: Tokenizer, tools: Tools) -> str:
         return tokenizer.chat_templates["tool_use"]
     if tokenizer.chat_template is None:
         raise ChatError(
-            "this model has no chat template; put one into its tokenizer's folder as chat_template.jinja, "
-            "or as 'chat_template' in its tokenizer_config.json"
+            "this model has no chat template; put one into its tokenizer's folder as "
+            "chat_template.jinja, or as 'chat_template' in its tokenizer_config.json"
         )
     return tokenizer.chat_template
 
@@ -93,8 +91,6 @@ def _render(template: str, variables: dict[str, Any]) -> str:
         ) from problem
     except RecursionError as problem:
         raise ChatError("the chat template wants too much: endless recursion") from problem
-    except (
-        Exception
-    ) as problem:  # a template is a foreign program and may fail in any way a program can
+    except Exception as problem:  # a template may fail like any program
         reason = " ".join(str(problem).split()) or type(problem).__name__
         raise ChatError(f"the chat template failed: {reason}") from problem

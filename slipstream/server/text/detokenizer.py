@@ -85,8 +85,9 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
 def _byte_fallback_steps(
     steps: list[dict[str, Any]],
 ) -> tuple[list[tuple[str, str]], tuple[str, int]] | None:
-    """Replacements in tokens, bytes, fuse, and perhaps a strip on the left, as Llama 2's; None for
-    other shapes.
+    """Return the replacements and the (character, count) to strip of a decoder like Llama 2's.
+
+    None: the decoder has other steps.
     """
     kinds = [step["type"] for step in steps]
     if "ByteFallback" not in kinds:
@@ -104,7 +105,7 @@ def _byte_fallback_steps(
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's way to write any byte as a visible character: those that show stand for themselves."""
+    """Return GPT-2's visible character for each byte. Visible ASCII characters are unchanged."""
     visible = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -117,7 +118,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 class _TokenBytes:
-    """The bytes of a byte-level token, remembered: at most one entry a token of the vocabulary."""
+    """Returns the bytes of a byte-level token, from a cache with an entry per token."""
 
     _alphabet = _byte_level_alphabet()
 
@@ -134,12 +135,12 @@ class _TokenBytes:
     def _bytes(self, token: str) -> bytes:
         try:
             return bytes([self._alphabet[char] for char in token])
-        except KeyError:  # an added token is written as it is
+        except KeyError:  # an added token
             return token.encode()
 
 
 class ByteLevelDetokenizer:
-    """Byte-level BPE (GPT-2, Llama 3, Qwen): bytes in, and only whole characters out."""
+    """Byte-level BPE (GPT-2, Llama 3, Qwen): bytes in, whole characters out."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -153,7 +154,7 @@ class ByteLevelDetokenizer:
 
 
 class _TokenParts:
-    """A token's text, or its one byte for tokens such as <0xE6>; remembered like `_TokenBytes`."""
+    """Returns the text of a token, or the byte of one such as <0xE6>, from a cache."""
 
     def __init__(self, backend: Backend, replacements: list[tuple[str, str]]) -> None:
         self._backend = backend
@@ -176,8 +177,8 @@ class _TokenParts:
 class ByteFallbackDetokenizer:
     """SentencePiece with byte tokens (Llama 2, Mistral).
 
-    A run of byte tokens is text only when the whole run is valid UTF-8; else each of its bytes is
-    one U+FFFD. So a run is held until the token after it.
+    A run of byte tokens is text only if the whole run is valid UTF-8; otherwise each byte is one
+    U+FFFD. A run is therefore held back until the token after it.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class ByteFallbackDetokenizer:
         self._token_parts = token_parts
         self._run = bytearray()
         self._strip_char = strip_char
-        self._strip_left = strip_count  # how many leading characters may still be cut
+        self._strip_left = strip_count  # leading characters that may still be stripped
 
     def push(self, ids: Sequence[int]) -> str:
         pieces: list[str] = []
@@ -221,13 +222,13 @@ class ByteFallbackDetokenizer:
 
 
 class WindowDetokenizer:
-    """Any other decoder: decode the new tokens after a few old ones, and give out what that adds.
+    """Any other decoder: decodes new tokens after a few old ones and returns the difference.
 
-    Right for decoders that look at a token and its neighbours, which is all that are left.
+    This is correct for decoders that only look at a token and its neighbours.
     """
 
     _CONTEXT_TOKENS = 4
-    _LONGEST_CHARACTER_TOKENS = 4  # UTF-8 has at most four bytes a character
+    _LONGEST_CHARACTER_TOKENS = 4  # a UTF-8 character has at most four bytes
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -238,7 +239,7 @@ class WindowDetokenizer:
         self._pending += ids
         text = self._new_text()
         if text.endswith(_REPLACEMENT) and len(self._pending) < self._LONGEST_CHARACTER_TOKENS:
-            return ""  # perhaps the beginning of a character
+            return ""  # it may be the beginning of a character
         return self._take(text)
 
     def finish(self) -> str:

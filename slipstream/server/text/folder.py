@@ -1,4 +1,4 @@
-"""What the files of a model folder say about its tokens, as plain data. Nothing is tokenised here."""
+"""The tokenizer's files of a model folder, read into plain data."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ NAMED_TOKENS = (
 
 
 class TokenizerError(ValueError):
-    """The tokenizer's files, or what it was asked to turn into text or tokens, are not usable."""
+    """The tokenizer's files, or the text or tokens to convert, are invalid."""
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token matched as a whole before the text is cut up. `strips_*`: it swallows the space
-    beside it.
+    """A token that is matched as a whole before the text is split.
+
+    `strips_left`, `strips_right`: the token includes the space on that side.
     """
 
     content: str
@@ -42,13 +43,13 @@ class AddedToken:
 class TokenizerFolder:
     path: Path
     config: dict[str, Any]  # tokenizer_config.json
-    # bos_token, eos_token, ... and a model's own, such as image_token
+    # bos_token, eos_token, ... and the model's own, such as image_token
     named_tokens: dict[str, AddedToken]
     extra_special_tokens: tuple[AddedToken, ...]
-    added_tokens: dict[int, AddedToken]  # by id; files that give no id are not here
-    chat_templates: dict[str, str]  # "default" and a model's other ones
-    end_ids: tuple[int, ...]  # of the generation config, in its order
-    model_vocab_size: int  # rows of the model's output, 0 when the folder does not tell
+    added_tokens: dict[int, AddedToken]  # by id; tokens without an id are left out
+    chat_templates: dict[str, str]  # by name; "default" is the usual one
+    end_ids: tuple[int, ...]  # end ids of the generation config, in its order
+    model_vocab_size: int  # rows of the model's output; 0: unknown
 
     def has(self, name: str) -> bool:
         return (self.path / name).is_file()
@@ -141,9 +142,7 @@ def _extra_special_tokens(
 def _added_tokens(
     config: dict[str, Any], added_file: dict[str, Any], specials: set[str]
 ) -> dict[int, AddedToken]:
-    """`added_tokens_decoder` (id → token) of the configuration, or the older added_tokens.json
-    (token → id).
-    """
+    """Return the added tokens by id: of the configuration, or of the older added_tokens.json."""
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         return {int(token_id): _token(value, special=False) for token_id, value in decoder.items()}
@@ -156,7 +155,7 @@ def _added_tokens(
 
 
 def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """A template file goes before the configuration's entry, as in transformers."""
+    """Return the chat templates. As in transformers, files override the configuration."""
     files = {"default": path / "chat_template.jinja"}
     files |= {
         file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))
@@ -175,7 +174,7 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _end_ids(generation_config: dict[str, Any], model_config: dict[str, Any]) -> tuple[int, ...]:
-    # an engine folder keeps them in its config.json
+    # an engine folder has them in its config.json
     engine_defaults = model_config.get("generation")
     candidates = (
         generation_config.get("eos_token_id"),

@@ -1,6 +1,4 @@
-"""A conversation as clients send it (OpenAI's, or in the field `messages`), made into what chat
-templates expect.
-"""
+"""Converts conversations of clients (OpenAI's, or the field `messages`) for chat templates."""
 
 from __future__ import annotations
 
@@ -11,15 +9,13 @@ from typing import Any
 from slipstream.server.text.chat import ChatError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# An answer that is sent back as a part of the conversation has them, and they say nothing.
+# Members of OpenAI's answers that have no meaning when sent back.
 _EMPTY = ("refusal", "annotations", "audio", "function_call")
 _KNOWN = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", *_EMPTY})
 
 
 class MessageError(ChatError):
-    """A part of a conversation that cannot be. The text begins with `field`, which is where it
-    stands.
-    """
+    """An invalid part of a conversation. The text begins with the path of its field."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field} {problem}")
@@ -29,8 +25,9 @@ class MessageError(ChatError):
 def template_messages(
     messages: Sequence[dict[str, Any]], template: str, name: str = "messages"
 ) -> list[dict[str, Any]]:
-    """Contents as text, the arguments of calls as objects; a developer is the system to a model
-    that knows none.
+    """Return messages for a template: contents as text, the arguments of calls as objects.
+
+    The role `developer` becomes `system` where the template does not know it.
     """
     if not messages:
         raise MessageError(name, "must hold at least one message")
@@ -100,9 +97,7 @@ def _part(name: str, part: Any) -> str:
 
 
 def _calls(name: str, calls: Any) -> list[dict[str, Any]]:
-    """Calls that the model made earlier. Templates write the arguments out themselves, so they get
-    the object.
-    """
+    """Return the model's earlier calls, with their arguments as objects for the template."""
     if not isinstance(calls, list):
         raise MessageError(name, "must be a list")
     made = []

@@ -77,10 +77,14 @@ def check_size(size: int) -> None:
 
 
 def check_weight(value: Any) -> None:
-    """Refuse a value whose text would be huge. A list that holds itself twice, many times over, is
-    small in memory and endless on paper, so parts are counted as often as they would be written.
+    """Refuse a value whose text would be too long.
+
+    A part is counted as often as it would be written: a list that contains another one twice, many
+    times over, is small in memory and has an enormous text.
     """
-    chars, parts, waiting = 0, 0, [value]
+    chars = 0
+    parts = 0
+    waiting = [value]
     while waiting:
         part = waiting.pop()
         if isinstance(part, str):
@@ -96,7 +100,7 @@ def check_weight(value: Any) -> None:
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it means nothing."""
+    """`{% generation %}` marks the assistant's text for training and is ignored here."""
 
     tags = {"generation"}  # noqa: RUF012  (the name and shape are jinja's)
 
@@ -154,7 +158,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _Metering().visit(super()._parse(source, name, filename))
+        metered: nodes.Template = _Metering().visit(super()._parse(source, name, filename))
+        return metered
 
     def _counted(self, values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
@@ -210,9 +215,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return checked
 
     def call(__self, __context: Any, __callable: Any, *args: Any, **kwargs: Any) -> Any:
-        """Jinja's name for every call a template makes; the odd names leave the template's own
-        keywords free.
-        """
+        """Check every call of a template. The parameter names leave keywords to the template."""
         __self.budget.step()
         owner = getattr(__callable, "__self__", None)
         if isinstance(owner, str):
@@ -237,7 +240,7 @@ def render(source: str, variables: dict[str, Any]) -> str:
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter with its numbers, the text it writes and its result looked at."""
+    """Return a filter whose numbers, text and result are checked."""
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -285,9 +288,11 @@ def _check_text_method(owner: str, name: str, args: tuple[Any, ...]) -> None:
 
 def _replace(text: Any, old: str, new: str, count: int | None = None) -> str:
     check_weight(text)
-    text, old, new = str(text), str(old), str(new)
-    check_size(len(text) + text.count(old) * len(new))
-    return text.replace(old, new, -1 if count is None else count)
+    whole = str(text)
+    old = str(old)
+    new = str(new)
+    check_size(len(whole) + whole.count(old) * len(new))
+    return whole.replace(old, new, -1 if count is None else count)
 
 
 def _joined(parts: list[Any]) -> str:
@@ -302,7 +307,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes characters for HTML, which a prompt must not have."""
+    """Return JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

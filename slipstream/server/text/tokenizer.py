@@ -201,7 +201,7 @@ class SentencePieceBackend:
         )
 
     def _place_added_tokens(self, folder: TokenizerFolder, specials: set[int]) -> list[AddedToken]:
-        """Give each added token an id: that of the files or the vocabulary, or the next free one."""
+        """Give each added token the id of the files or the vocabulary, or the next free one."""
         placed = {self._tokens[i]: AddedToken(self._tokens[i], special=True) for i in specials}
         for token_id, token in sorted(folder.added_tokens.items()):
             self._place(token, token_id)
@@ -346,7 +346,7 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens)
 
     def detokenizer(self) -> Detokenizer:
-        """Return a decoder for the tokens of one text as they come. The caller skips special ones."""
+        """Return a decoder for the tokens of one text. The caller skips special tokens."""
         return self._new_detokenizer()
 
     def check_ids(self, ids: Sequence[int]) -> None:

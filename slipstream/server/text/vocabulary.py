@@ -1,6 +1,4 @@
-"""What each token of a model's tokenizer writes, for whatever must know the text of an answer
-before it is there.
-"""
+"""The text of each token of a tokenizer, for constraints on the text of an answer."""
 
 from __future__ import annotations
 
@@ -15,18 +13,18 @@ logger = logging.getLogger(__name__)
 
 
 def read_vocabulary(folder: str | Path, size: int) -> Vocabulary | None:
-    """Of a model with `size` outputs; None where its tokenizer is missing or cannot tell."""
+    """Return the texts of `size` tokens; None where the tokenizer is missing or cannot tell."""
     try:
         tokenizer = Tokenizer.load(Path(folder))
     except TokenizerError as error:
-        # a client need not know where files lie
+        # clients do not see this: it has a path
         logger.warning("no constraints on answers: %s", error)
         return None
-    return vocabulary_of(tokenizer, size)
+    return tokenizer_vocabulary(tokenizer, size)
 
 
-def vocabulary_of(tokenizer: Tokenizer, size: int) -> Vocabulary | None:
-    """None where a token's text depends on its neighbours."""
+def tokenizer_vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary | None:
+    """Return the texts of `size` tokens; None where a text depends on the token's neighbours."""
     spell = tokenizer.token_bytes
     if spell is None:
         return None
