@@ -47,7 +47,8 @@ from slipstream.server.models.batches import BATCH_INDEX, answer_batch
 from slipstream.server.models.generation_outputs import (
     Completion,
     OutputRequest,
-    convert_to_declared,
+    convert_to_halves,
+    declared_halves,
     rename_and_filter,
     sequence_index,
     side_outputs,
@@ -214,13 +215,12 @@ class GenerateCall:
 
     def is_sent(self, output: TextOutput) -> bool:
         """Return whether an output is a response of its own."""
-        if self.outputs is None:
-            return True
         if not self.streaming or output.beams:
             return False
         if self.writer.has_output(output):
             return True
-        return bool(output.finish_reason) and self.outputs.has_final_values
+        wants_end = self.outputs is not None and self.outputs.has_final_values
+        return wants_end and bool(output.finish_reason)
 
     @property
     def finished(self) -> bool:
@@ -245,6 +245,7 @@ class GeneratingModel(EngineBackedModel):
         """`output_names`: field → name of the output that the model declares for it."""
         super().__init__(config, engine)
         self.output_names = output_names
+        self._halves = declared_halves(config)
 
     @property
     def ready(self) -> bool:
@@ -291,12 +292,17 @@ class GeneratingModel(EngineBackedModel):
                         times.add_tokens(output.prompt_tokens, len(output.tokens), output.timing)
                         completion = call.completions[output.sequence]
                         completion.add(output)
-                        if call.is_sent(output):
-                            yield await self._respond(call, [completion], call.finished, output)
+                        if call.outputs is None:
+                            yield InferResponse(text_output=output, final=call.finished)
+                        elif call.is_sent(output):
                             answered = True
+                            if call.outputs.wants_logits:
+                                yield await self._write_logits(call, [completion], output)
+                            else:
+                                yield self.write(call, [completion], output)
             times.end_infer()
             if not answered and call.outputs is not None:
-                yield await self._respond(call, _split_beams(call.completions), True)
+                yield await self._write_logits(call, _split_beams(call.completions))
         except Unavailable:
             raise
         except EngineUnavailable as error:
@@ -306,30 +312,18 @@ class GeneratingModel(EngineBackedModel):
                 error = InferenceError(str(error))
             yield InferResponse(error=self.explain(error, request), final=self.marks_end)
 
-    async def _respond(
-        self,
-        call: GenerateCall,
-        completions: list[Completion],
-        final: bool,
-        output: TextOutput | None = None,
+    async def _write_logits(
+        self, call: GenerateCall, completions: list[Completion], output: TextOutput | None = None
     ) -> InferResponse:
-        """Return a response with one output, or with all outputs; many logits take a thread."""
-        if call.outputs is None:
-            return InferResponse(text_output=output, final=final)
-        logits = 0
-        if call.outputs.wants_logits:
-            logits = sum(completion.logits_bytes for completion in completions)
-        if logits < 4 * LONG:
-            return self.write(call, completions, final, output)
-        return await asyncio.to_thread(self.write, call, completions, final, output)
+        """Return a response; write it in a thread where it has many logits."""
+        if sum(completion.logits_bytes for completion in completions) < 4 * LONG:
+            return self.write(call, completions, output)
+        return await asyncio.to_thread(self.write, call, completions, output)
 
     def write(
-        self,
-        call: GenerateCall,
-        completions: list[Completion],
-        final: bool,
-        output: TextOutput | None = None,
+        self, call: GenerateCall, completions: list[Completion], output: TextOutput | None = None
     ) -> InferResponse:
+        """Return a response with a new output, or with the whole completions."""
         assert call.outputs is not None
         sequences = []
         for completion in completions:
@@ -342,11 +336,10 @@ class GeneratingModel(EngineBackedModel):
         if output is not None and len(call.completions) > 1:
             tensors.append(sequence_index(output.sequence))
         tensors = rename_and_filter(tensors, self.output_names, call.outputs.by_name)
-        return InferResponse(
-            convert_to_declared(tensors, self.config),
-            self.response_parameters,
-            final=final and self.marks_end,
-        )
+        if self._halves:
+            tensors = convert_to_halves(tensors, self._halves)
+        final = self.marks_end and (output is None or call.finished)
+        return InferResponse(tensors, self.response_parameters, final=final)
 
 
 _SUCCESS = ("", "stop", "length")  # finish reasons of requests that run or have succeeded

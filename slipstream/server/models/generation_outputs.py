@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -41,6 +42,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
     "total_accepted_draft_tokens": _PERFORMANCE,
     "total_draft_tokens": _PERFORMANCE,
 }
+_ZERO = np.zeros(1, DTYPES["FP32"])  # data of outputs that are not requested
 _TIMED = frozenset(name for name, flags in FLAGS.items() if "return_perf_metrics" in flags)
 
 
@@ -68,7 +70,7 @@ class OutputRequest:
     optional: frozenset[str]  # outputs of FLAGS
     placeholders: bool  # outputs that are not requested are sent as zeros
 
-    @property
+    @cached_property
     def by_name(self) -> Collection[str]:
         """Outputs that are sent even where the model does not declare them."""
         tops = {"output_top_ids", "output_top_log_probs"} if self.sampling.top_log_probs else set()
@@ -190,8 +192,8 @@ def _log_probs(wanted: OutputRequest, completion: Completion, start: int) -> lis
         outputs.append(Tensor.from_values("cum_log_probs", "FP32", (1, 1), [completion.cumulative]))
         outputs.append(Tensor.from_values("output_log_probs", "FP32", (1, 1, len(values)), values))
     elif wanted.placeholders:
-        outputs.append(Tensor.from_values("cum_log_probs", "FP32", (1, 1), [0.0]))
-        outputs.append(Tensor.from_values("output_log_probs", "FP32", (1, 1, 1), [0.0]))
+        outputs.append(Tensor("cum_log_probs", "FP32", (1, 1), _ZERO))
+        outputs.append(Tensor("output_log_probs", "FP32", (1, 1, 1), _ZERO))
     if sampling.top_log_probs:
         tops = completion.top_log_probs[start:]
         shape = (1, 1, len(tops), len(tops[0]) if tops else 0)
@@ -219,7 +221,7 @@ def _logits(wanted: OutputRequest, completion: Completion, start: int) -> list[T
             Tensor("context_logits", "FP32", (1, positions, len(values) // positions), values)
         )
     elif wanted.placeholders:
-        outputs.append(Tensor.from_values("context_logits", "FP32", (1, 1, 1), [0.0]))
+        outputs.append(Tensor("context_logits", "FP32", (1, 1, 1), _ZERO))
     if sampling.generation_logits:
         count = len(completion.tokens) - start
         values = np.frombuffer(scores.generation_logits, DTYPES["FP32"])
@@ -227,7 +229,7 @@ def _logits(wanted: OutputRequest, completion: Completion, start: int) -> list[T
         outputs.append(Tensor("generation_logits", "FP32", (1, 1, count, width), values))
         scores.generation_logits = b""
     elif wanted.placeholders:
-        outputs.append(Tensor.from_values("generation_logits", "FP32", (1, 1, 1, 1), [0.0]))
+        outputs.append(Tensor("generation_logits", "FP32", (1, 1, 1, 1), _ZERO))
     if "prompt_log_probs" in wanted.optional and not completion.prompt_scored:
         outputs.append(
             Tensor.from_values(
@@ -298,12 +300,20 @@ def rename_and_filter(
     return kept
 
 
-def convert_to_declared(outputs: Iterable[Tensor], config: ModelConfig) -> list[Tensor]:
-    """Convert FP32 outputs to the 16-bit types that later repositories declare for logits."""
-    declared = {tensor.name: tensor.datatype for tensor in config.outputs}
+def declared_halves(config: ModelConfig) -> dict[str, str]:
+    """Return the outputs that a model declares with 16-bit types, as later repositories do."""
+    return {
+        tensor.name: tensor.datatype
+        for tensor in config.outputs
+        if tensor.datatype in ("FP16", "BF16")
+    }
+
+
+def convert_to_halves(outputs: Iterable[Tensor], halves: Mapping[str, str]) -> list[Tensor]:
+    """Convert FP32 outputs to the 16-bit types in `halves`, by output name."""
     return [
-        _narrowed(tensor, declared[tensor.name])
-        if tensor.datatype == "FP32" and declared.get(tensor.name) in ("FP16", "BF16")
+        _narrowed(tensor, halves[tensor.name])
+        if tensor.datatype == "FP32" and tensor.name in halves
         else tensor
         for tensor in outputs
     ]

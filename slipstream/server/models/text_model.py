@@ -147,7 +147,7 @@ class TextModel(GeneratingModel):
         """Return the response to an empty prompt of a model without a beginning-of-text token."""
         completion = call.completions[0]
         completion.finish_reason = "stop"
-        return self.write(replace(call, writer=TextWriter()), [completion], final=True)
+        return self.write(replace(call, writer=TextWriter()), [completion])
 
     def _completions(self, request: TextRequest, count: int) -> list[Completion]:
         end_ids: frozenset[int] = frozenset()

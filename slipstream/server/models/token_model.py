@@ -142,11 +142,10 @@ class FixedBatchModel(TokenModel):
         self,
         call: GenerateCall,
         completions: list[Completion],
-        final: bool,
         output: TextOutput | None = None,
     ) -> InferResponse:
         assert isinstance(call.writer, _BlockWriter)
-        response = super().write(call, completions, final, output)
+        response = super().write(call, completions, output)
         blocks = [_as_block(tensor, call.writer.end_id) for tensor in response.outputs]
         return replace(response, outputs=blocks)
 
