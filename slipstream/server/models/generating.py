@@ -286,9 +286,7 @@ class GeneratingModel(EngineBackedModel):
                     text_request = replace(text_request, submitted=submitted)
                 async with aclosing(call.generator.generate(text_request)) as outputs:
                     async for output in outputs:
-                        begun = begun or bool(output.tokens)
-                        if output.finish_reason not in _SUCCESS:
-                            raise_failure(output, begun, text_request)
+                        begun = check_output(output, begun, text_request)
                         times.add_tokens(output.prompt_tokens, len(output.tokens), output.timing)
                         completion = call.completions[output.sequence]
                         completion.add(output)
@@ -353,11 +351,15 @@ def _split_beams(completions: list[Completion]) -> list[Completion]:
     return split
 
 
-def raise_failure(output: TextOutput, begun: bool, request: TextRequest) -> None:
-    """Raise the error of a request that has failed.
+def check_output(output: TextOutput, begun: bool, request: TextRequest) -> bool:
+    """Return whether a token has come, with this output or before (`begun`).
 
-    A deadline that comes after the first token (`begun`) only cuts the answer short.
+    Raise the error of a request that has failed. A deadline after the first token is no failure:
+    it only cuts the answer short.
     """
+    begun = begun or bool(output.tokens)
+    if output.finish_reason in _SUCCESS:
+        return begun
     if output.finish_reason == "timeout" and not begun:
         raise Unavailable(TIMED_OUT)
     if output.lost:
@@ -371,6 +373,7 @@ def raise_failure(output: TextOutput, begun: bool, request: TextRequest) -> None
         raise InferenceError(output.error or "the engine failed", code)
     if output.finish_reason == "cancelled":
         raise InferenceError("the request was cancelled", Code.CANCELLED)
+    return begun
 
 
 async def run_to_end(generator: Generates, request: TextRequest) -> None:
@@ -379,9 +382,7 @@ async def run_to_end(generator: Generates, request: TextRequest) -> None:
     try:
         async with aclosing(generator.generate(request)) as outputs:
             async for output in outputs:
-                begun = begun or bool(output.tokens)
-                if output.finish_reason not in _SUCCESS:
-                    raise_failure(output, begun, request)
+                begun = check_output(output, begun, request)
     except (PromptError, TokenizerError) as error:
         raise InferenceError(str(error)) from error
     except EngineUnavailable as error:
