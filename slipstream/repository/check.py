@@ -82,7 +82,10 @@ def _template_name(model: RepositoryModel) -> str | None:
 
 
 def find_nearest_release(models: list[tuple[str, _Shape]]) -> tuple[str, str]:
-    """Return the kind and release whose templates differ least from these (template, shape) pairs."""
+    """Return the kind and release whose templates differ least from these models.
+
+    `models` are pairs of a template's name and a model's shape.
+    """
 
     def distance(candidate: tuple[str, str]) -> int:
         return sum(_distance(shape, _template(*candidate, name)) for name, shape in models)
@@ -166,7 +169,7 @@ def _is_named(path: str) -> bool:
 
 
 def _suggest_name(path: str, others: list[str]) -> str:
-    """Return "; did you mean …?" with the closest name among `others` in the same message, or ""."""
+    """Return "; did you mean …?" with the closest of `others` in the same message, or ""."""
     place, _, name = path.rpartition(".")
     return did_you_mean(
         name, [other.rpartition(".")[2] for other in others if other.rpartition(".")[0] == place]

@@ -144,7 +144,7 @@ class ModelConfig:
         return None if value == "" or _PLACEHOLDER.fullmatch(value) else value
 
     def flag(self, name: str) -> bool | None:
-        """Return a boolean parameter, or None if it is not set or not a boolean, as upstream does."""
+        """Return a boolean parameter, or None if it is not set or not a boolean."""
         value = (self.parameter(name) or "").lower()
         if value in _TRUE:
             return True

@@ -9,7 +9,7 @@ from slipstream.repository.problems import Problems, did_you_mean
 
 
 def check_graph(config: ModelConfig, models: Mapping[str, ModelConfig], problems: Problems) -> None:
-    """Report steps without a model, unknown or unmapped tensors, tensors with two sources, and cycles."""
+    """Report unknown models, unknown or unmapped tensors, tensors with two sources, and cycles."""
 
     def error(key: str, text: str) -> None:
         problems.error(config.file, config.line(key), key, text)
@@ -67,7 +67,7 @@ def _list_reachable(config: ModelConfig, models: Mapping[str, ModelConfig]) -> s
 
 
 def run_order(steps: Collection[EnsembleStep], inputs: Collection[str]) -> list[EnsembleStep]:
-    """Return the steps in an order in which each has its inputs. Steps that can never run are left out."""
+    """Return the steps in an order in which each has its inputs, without those that never can."""
     known = set(inputs)
     waiting = list(steps)
     order: list[EnsembleStep] = []

@@ -82,7 +82,7 @@ def find_tokenizer(
     repository: Path,
     problems: Problems,
 ) -> Path:
-    """Return the folder that `tokenizer_dir` names, or the engine folder if that has no tokenizer."""
+    """Return the folder that `tokenizer_dir` names, or the engine folder if it has no tokenizer."""
     if config is None or value is None:
         return engine
     for candidate in candidate_folders(value, repository, config):

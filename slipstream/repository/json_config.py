@@ -1,4 +1,4 @@
-"""Convert a model configuration in JSON (from a load request) to the tree of a parsed config.pbtxt."""
+"""Convert the JSON configuration of a load request to the tree of a parsed config.pbtxt."""
 
 from __future__ import annotations
 

@@ -361,7 +361,7 @@ def _find_tokenizer_model(
 
 
 def _set_beam_width(settings: EngineSettings, engine: EngineConfig) -> EngineSettings:
-    """Return the settings, with the beam width of the engine's build if the repository sets none."""
+    """Return the settings, with the beam width of the build if the repository sets none."""
     if settings.max_beam_width is not None:
         return settings
     return replace(settings, max_beam_width=engine.build.max_beam_width)

@@ -1,4 +1,4 @@
-"""Read and check `sequence_batching`: the settings and control tensors of stateful Python models."""
+"""Read and check `sequence_batching`: settings and control tensors of stateful Python models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Build an engine folder from a source. The weights are streamed: only a few rows of one tensor are
-in memory at a time.
+"""Build an engine folder from a source.
 
-Only headers are read, and torch is not imported, until there is something to write.
+The weights are streamed: only a few rows of one tensor are in memory at a time. Until something
+must be written, only headers are read and torch is not imported.
 """
 
 from __future__ import annotations
@@ -61,12 +61,11 @@ def build_engine(
     limits: BuildLimits | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Build an engine folder at `output` and return it; the same build again does nothing.
+    """Build an engine folder at `output` and return it. A second identical build does nothing.
 
-    `dtype` "auto" keeps a 16-bit type that the weights have already, else it means bfloat16.
-    `weight_only` is None, "int8", "int4" or "fp8"; `fp8_kv_cache` keeps keys and values in eight
-    bits on a GPU. SourceError, UnsupportedModel and ValueError say in one line why it cannot be
-    done.
+    `dtype` "auto" keeps a 16-bit type of the weights and uses bfloat16 for any other type.
+    `weight_only` is None, "int8", "int4" or "fp8". `fp8_kv_cache` stores the KV cache in FP8 on
+    a GPU. Raises SourceError, UnsupportedModel or ValueError with one line that gives the reason.
     """
     output = Path(output)
     progress = progress or no_progress
@@ -88,14 +87,14 @@ def build_engine(
 
 
 def _is_built(output: Path, plan: EnginePlan) -> bool:
-    """Whether the folder holds this very build, all of its files present and its weights whole."""
+    """Return whether the folder holds the complete result of this plan."""
     try:
         config = read_engine_config(output)
         if config.path != output or config.request != plan.request:
             return False
         read_header(output / _WEIGHTS_NAME)
     except (EngineFolderError, TensorFileError):
-        return False  # nothing there, or nothing usable: the build replaces it
+        return False  # no folder, or no usable one: the build replaces it
     return all((output / name).is_file() for name in config.files)
 
 
@@ -129,7 +128,7 @@ def _write_folder(source: Source, plan: EnginePlan, staging: Path, progress: Pro
 
 
 def _content_hash(source: Source, plan: EnginePlan, files: dict[str, str]) -> str:
-    """Equal for folders that behave the same, whatever they were made from."""
+    """Return a hash that is equal for folders that behave the same, whatever their sources."""
     what = [
         source.spec.to_config(),
         asdict(plan.details),

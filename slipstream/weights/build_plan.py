@@ -1,4 +1,4 @@
-"""What a build or a conversion will write, decided from headers alone. No torch here."""
+"""The plan of a build or a conversion, made from headers alone and without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.weights.parameters import Quantisation, choose_quantisation
 from slipstream.weights.rank_split import RankMapping
 from slipstream.weights.sources.source import Source, check_source, choose_dtype
 
-# What an engine folder adds to the weights, and what a checkpoint does.
+# The part of a plan that only an engine folder or only a checkpoint has.
 Details = TypeVar("Details", BuildLimits, RankMapping)
 
 
@@ -22,7 +22,7 @@ class BuildPlan(Generic[Details]):
     dtype: str
     quantisation: Quantisation
     details: Details
-    request: str  # hash of everything that decides the result; equal requests need no second build
+    request: str  # hash of all inputs; a folder with the same hash need not be built again
 
 
 def plan_build(

@@ -1,8 +1,8 @@
-"""The unified checkpoint: config.json and a file a rank, under the names of `model/spec.py`.
+"""Read and write unified checkpoints: config.json and one file per rank.
 
-The step between converting and building in the classic flow. `build_engine` takes any source, and
-this is one. The weights keep their type here; a weight-only precision is only noted, and the build
-applies it.
+A checkpoint is the result of `slipstream convert` and one of the sources of `build_engine`. Its
+tensors have the names of `model/spec.py`. The weights are not quantised: the config only records
+the weight-only precision, which the build applies.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 class CheckpointSource:
-    """A checkpoint folder, whose tensors already have the names they are asked by."""
+    """A checkpoint folder as a source. Its tensors already have the names of parameters."""
 
     def __init__(self, folder: Path, label: str) -> None:
         self.label = label
@@ -86,7 +86,7 @@ class CheckpointSource:
                 self._config["mapping"]["tp_size"], self._config["mapping"]["pp_size"]
             )
             mapping.check(self.spec)
-            # float32 as well, which `dtype` does not name
+            # may be float32, while `dtype` only names 16-bit types
             self.stored_dtype: str = self._config["dtype"]
             quantisation = self._config["quantization"]
             self.weight_only = _PRECISIONS.get(quantisation["quant_algo"])
@@ -159,10 +159,9 @@ def write_checkpoint(
     fp8_kv_cache: bool = False,
     progress: Progress = no_progress,
 ) -> Path:
-    """Write a source as a unified checkpoint, tokenizer files beside it; the same again does
-    nothing.
+    """Write a source as a unified checkpoint with its tokenizer files, and return the folder.
 
-    The folder appears whole or not at all.
+    A second identical conversion does nothing. The folder appears complete or not at all.
     """
     plan = plan_checkpoint(source, dtype, weight_only, mapping, fp8_kv_cache)
     if _is_written(output, plan):
@@ -200,7 +199,7 @@ def _rank_pieces(
 
 
 def _is_written(output: Path, plan: CheckpointPlan) -> bool:
-    """Whether the folder holds this very checkpoint, every rank's file whole."""
+    """Return whether the folder holds the result of this plan, with all ranks complete."""
     try:
         own = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))["slipstream"]
         if own["request"] != plan.request:
@@ -208,7 +207,7 @@ def _is_written(output: Path, plan: CheckpointPlan) -> bool:
         for rank in range(plan.details.world_size):
             read_header(output / rank_file(rank))
     except (OSError, ValueError, KeyError, TypeError, TensorFileError):
-        return False  # nothing there, or nothing usable: it is written again
+        return False  # no checkpoint, or no usable one: it is written again
     return True
 
 

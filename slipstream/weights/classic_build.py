@@ -1,6 +1,4 @@
-"""`trtllm-build` and the old `build.py` as functions: from what their flags say to an engine
-folder.
-"""
+"""`trtllm-build` and the old `build.py` as a function: build an engine folder from their flags."""
 
 from __future__ import annotations
 
@@ -31,24 +29,24 @@ LIMIT_NAMES = (
 
 @dataclass(frozen=True)
 class Build:
-    """What the flags ask for; `dtype` and `weight_only` None: what the checkpoint says."""
+    """The values of the flags. None for `dtype` and `weight_only` means the checkpoint's."""
 
     model: str
     output: Path = Path(DEFAULT_OUTPUT)
     dtype: str | None = None
     weight_only: str | None = None
     fp8_kv_cache: bool = False
-    limits: Mapping[str, int] = field(default_factory=dict)  # by the names of LIMIT_NAMES
+    limits: Mapping[str, int] = field(default_factory=dict)  # name of LIMIT_NAMES → limit
 
 
 class BuildResult(NamedTuple):
     folder: Path
-    wrote: bool  # False: the very same was there already
-    notes: tuple[str, ...]  # one line for each thing the user may not expect
+    wrote: bool  # False if the same build was already there
+    notes: tuple[str, ...]  # one line per result that the user may not expect
 
 
 def build(wanted: Build, progress: Progress = no_progress) -> BuildResult:
-    """SourceError, UnsupportedModel and ValueError say in one line why it cannot be done."""
+    """Build the engine. Raises SourceError, UnsupportedModel or ValueError with one line."""
     source = open_source(wanted.model, progress)
     dtype = wanted.dtype or "auto"
     weight_only = wanted.weight_only
@@ -60,7 +58,8 @@ def build(wanted: Build, progress: Progress = no_progress) -> BuildResult:
         fp8_kv_cache = fp8_kv_cache or source.fp8_kv_cache
         if source.ranks > 1:
             notes.append(
-                f"the checkpoint's {source.ranks} ranks are joined: one engine, which runs on one device"
+                f"the checkpoint's {source.ranks} ranks are joined into one engine, "
+                "which runs on one device"
             )
     limits = choose_limits(source.spec, wanted.limits, notes)
     wrote = False
@@ -83,8 +82,9 @@ def build(wanted: Build, progress: Progress = no_progress) -> BuildResult:
 
 
 def choose_limits(spec: ModelSpec, given: Mapping[str, int], notes: list[str]) -> BuildLimits:
-    """What was not given is the model's own; what is more than the model can do is lowered, and
-    noted.
+    """Return the limits. Those not given are the model's; those above the model's are lowered.
+
+    Adds a line to `notes` for each limit that was lowered.
     """
     longest = spec.max_positions
     prompt, answer, whole = (
@@ -98,7 +98,7 @@ def choose_limits(spec: ModelSpec, given: Mapping[str, int], notes: list[str]) -
     for name, size in sizes.items():
         if size > longest:
             notes.append(
-                f"{name} is lowered from {size} to {longest}: the model knows no more positions"
+                f"{name} is lowered from {size} to {longest}, the positions that the model has"
             )
             sizes[name] = longest
     others = {
@@ -110,7 +110,7 @@ def choose_limits(spec: ModelSpec, given: Mapping[str, int], notes: list[str]) -
 
 
 def read_build_config(path: Path) -> dict[str, int]:
-    """The limits of a `--build_config` file, alone or under the key `build_config`."""
+    """Return the limits of a `--build_config` file, at its top or under the key `build_config`."""
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""`convert_checkpoint.py` as a function: a model of any source to a unified checkpoint."""
+"""`convert_checkpoint.py` as a function: convert a model of any source to a unified checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_OUTPUT = "tllm_checkpoint"
 
 @dataclass(frozen=True)
 class Conversion:
-    """What the flags ask for. `dtype` is float16 unless given, as it always was."""
+    """The values of the flags. The default of `dtype` is the original script's."""
 
     model: str
     output: Path = Path(DEFAULT_OUTPUT)
@@ -37,11 +37,11 @@ class Conversion:
 class ConversionResult(NamedTuple):
     folder: Path
     source: Source
-    wrote: bool  # False: the very same was there already
+    wrote: bool  # False if the same checkpoint was already there
 
 
 def convert(wanted: Conversion, progress: Progress = no_progress) -> ConversionResult:
-    """SourceError, UnsupportedModel and ValueError say in one line why it cannot be done."""
+    """Convert the model. Raises SourceError, UnsupportedModel or ValueError with one line."""
     source = open_source(wanted.model, progress)
     if wanted.config_only:
         plan = plan_checkpoint(

@@ -1,6 +1,4 @@
-"""An engine folder's config.json, read and checked without torch: what the server process needs to
-know.
-"""
+"""Read and check an engine folder's config.json without torch, for the server process."""
 
 from __future__ import annotations
 
@@ -12,20 +10,18 @@ from typing import Any
 from slipstream.model.spec import ModelSpec
 from slipstream.weights.parameters import DTYPE_CODES, Quantisation
 
-FORMAT = 1  # of the folder; a reader refuses newer ones
+FORMAT = 1  # version of the folder's format; other versions are refused
 CONFIG_NAME = "config.json"
 _REBUILD = "import the model again, or build the engine again from its checkpoint"
 
 
 class EngineFolderError(ValueError):
-    """The folder cannot be used as an engine. The text is one line: the file, what is wrong, what
-    to do.
-    """
+    """The folder cannot be used as an engine. The text is one line with the file and a remedy."""
 
 
 @dataclass(frozen=True)
 class BuildLimits:
-    """What the engine was built to serve at most; lengths are in tokens."""
+    """The limits of an engine. Lengths are in tokens."""
 
     max_input_len: int
     max_seq_len: int
@@ -47,28 +43,26 @@ class GenerationDefaults:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    path: Path  # where config.json was found
+    path: Path  # folder of config.json
     spec: ModelSpec
     dtype: str  # "bfloat16", "float16" or "float32"
     quantisation: Quantisation
     build: BuildLimits
     generation: GenerationDefaults
     content_hash: str
-    files: dict[str, str]  # name: sha256, of every other file of the folder
-    request: str  # what the builder was asked for, hashed; the same again need not be built
+    files: dict[str, str]  # name → SHA-256 of every other file of the folder
+    request: str  # hash of the inputs of the build; the same build need not run again
 
 
 def read_engine_config(path: str | Path) -> EngineConfig:
-    """Read and check the config of an engine folder; EngineFolderError says what is wrong in one
-    line.
-    """
+    """Return the config of an engine folder, or raise EngineFolderError with one line."""
     folder = find_engine_folder(Path(path))
     config_path = folder / CONFIG_NAME
     config = _load_json(config_path)
     own = config.get("slipstream")
     if not isinstance(own, dict) or "pretrained_config" not in config:
         raise EngineFolderError(
-            f"{config_path}: not an engine of Slipstream ({_foreign_kind(config)}); {_REBUILD}"
+            f"{config_path}: not an engine of Slipstream ({_describe_foreign(config)}); {_REBUILD}"
         )
     if own.get("format") != FORMAT:
         raise EngineFolderError(
@@ -83,8 +77,10 @@ def read_engine_config(path: str | Path) -> EngineConfig:
 
 
 def find_engine_folder(path: Path) -> Path:
-    """The folder itself, its only `*-gpu` child (trtllm-build's habit), or the parent of a missing
-    `N-gpu`.
+    """Return the engine folder that a path means.
+
+    That is the folder itself, its only `*-gpu` child (trtllm-build writes such folders), or its
+    parent if the path is a missing `N-gpu` folder.
     """
     if (path / CONFIG_NAME).is_file():
         return path
@@ -106,7 +102,7 @@ def config_document(
     generation: GenerationDefaults,
     own: dict[str, Any],
 ) -> dict[str, Any]:
-    """The whole of config.json, as `read_engine_config` reads it."""
+    """Return the content of config.json, as `read_engine_config` reads it."""
     return {
         "version": version,
         "pretrained_config": {
@@ -172,7 +168,7 @@ def _load_json(path: Path) -> dict[str, Any]:
     return config
 
 
-def _foreign_kind(config: dict[str, Any]) -> str:
+def _describe_foreign(config: dict[str, Any]) -> str:
     if "pretrained_config" in config or "builder_config" in config:
         return "it was compiled by TensorRT-LLM for one GPU and release"
     if "architectures" in config or "model_type" in config:

@@ -1,5 +1,6 @@
-"""Reading an engine folder: its config, and its tensors mapped from the file. Needs torch and
-safetensors only, so that it runs on a bare GPU machine.
+"""Read an engine folder: its config, and its tensors mapped from the file.
+
+This module needs only torch and safetensors, so it runs on a GPU machine without other packages.
 """
 
 from __future__ import annotations
@@ -20,18 +21,15 @@ _REBUILD = "copy the file again, or import the model again"
 @dataclass(frozen=True)
 class EngineFolder(EngineConfig):
     def tensors(self, rank: int = 0) -> dict[str, torch.Tensor]:
-        """The tensors of one rank, mapped from its file: reading them costs no memory of the
-        process's own.
-        """
+        """Return the tensors of one rank, mapped from its file. They use no private memory."""
         path = rank_file(self.path, rank)
         self.check_tensors(rank)
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+            # `file` is not a dict: it has no iterator
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
     def check_tensors(self, rank: int = 0) -> None:
-        """Refuse a rank file that is cut short, damaged or not of this model, before anything maps
-        it.
-        """
+        """Raise EngineFolderError if a rank's file is cut short, damaged or of another model."""
         path = rank_file(self.path, rank)
         if not path.is_file():
             raise EngineFolderError(f"{path}: missing; {_REBUILD}")
@@ -40,9 +38,11 @@ class EngineFolder(EngineConfig):
         except TensorFileError as error:
             raise EngineFolderError(f"{error}; {_REBUILD}") from error
         problem = f"{self.spec.layers} layers, {len(found)} tensors"
-        # or a damaged count would have us list parameters for ever
+        # a damaged layer count could make engine_layout run for ever
         if self.spec.layers <= len(found):
-            problem = _difference(engine_layout(self.spec, self.dtype, self.quantisation), found)
+            problem = _describe_difference(
+                engine_layout(self.spec, self.dtype, self.quantisation), found
+            )
         if problem:
             raise EngineFolderError(
                 f"{path}: does not fit {self.path / 'config.json'}: {problem}; {_REBUILD}"
@@ -50,7 +50,7 @@ class EngineFolder(EngineConfig):
 
 
 def read_engine_folder(path: str | Path) -> EngineFolder:
-    """Open an engine folder and check it; EngineFolderError says what is wrong in one line."""
+    """Open and check an engine folder, or raise EngineFolderError with one line."""
     folder = EngineFolder(**vars(read_engine_config(path)))
     folder.check_tensors()
     return folder
@@ -60,7 +60,7 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.engine"
 
 
-def _difference(expected: dict[str, TensorSlot], found: dict[str, TensorSlot]) -> str:
+def _describe_difference(expected: dict[str, TensorSlot], found: dict[str, TensorSlot]) -> str:
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected]
     wrong = [name for name, slot in expected.items() if name in found and found[name] != slot]

@@ -99,9 +99,10 @@ _SHARED = (
         "value",
         "0.5-0.18",
         _FROM_CONFIG,
-        "vocab_size n_positions n_layer n_head n_kv_head n_embd inter_size rms_norm_eps layer_norm_eps hidden_act "
-        "rotary_base rotary_pct rotary_dim multiple_of ffn_dim_multiplier moe_num_experts moe_top_k moe_tp_mode "
-        "moe_renorm_mode moe_tp_size moe_ep_size gpt_variant",
+        "vocab_size n_positions n_layer n_head n_kv_head n_embd inter_size rms_norm_eps "
+        "layer_norm_eps hidden_act rotary_base rotary_pct rotary_dim multiple_of "
+        "ffn_dim_multiplier moe_num_experts moe_top_k moe_tp_mode moe_renorm_mode moe_tp_size "
+        "moe_ep_size gpt_variant",
     ),
     *_rows("explained", "values", "0.5-0.18", _FROM_CONFIG, "rotary_scaling"),
     *_rows("explained", "nothing", "0.5-0.18", _FROM_CONFIG, "no_bias multi_query_mode"),
@@ -119,7 +120,8 @@ _SHARED = (
         "value",
         "0.5-0.18",
         _QUANTISED,
-        "smoothquant quant_ckpt_path ammo_quant_ckpt_path modelopt_quant_ckpt_path quantized_fp8_model_path",
+        "smoothquant quant_ckpt_path ammo_quant_ckpt_path modelopt_quant_ckpt_path "
+        "quantized_fp8_model_path",
     ),
     *_rows(
         "explained",
@@ -184,7 +186,8 @@ CONVERT_FLAGS = (
         "used",
         "value",
         "0.5-0.18",
-        "data type of the weights: float16 (default), bfloat16, float32, auto, or fp8 for the linears",
+        "data type of the weights: float16 (default), bfloat16, float32, auto, "
+        "or fp8 for the linears",
         "dtype",
     ),
     *_rows(
@@ -209,8 +212,8 @@ _BUILD_SHARED = (
         "value",
         "0.5-0.18",
         _NO_PREPARATION,
-        "max_prompt_embedding_table_size max_multimodal_len max_draft_len speculative_decoding_mode "
-        "max_encoder_input_len",
+        "max_prompt_embedding_table_size max_multimodal_len max_draft_len "
+        "speculative_decoding_mode max_encoder_input_len",
     ),
     *_rows(
         "explained",
@@ -241,21 +244,23 @@ _BUILD_SHARED = (
         "maybe",
         "0.5-0.18",
         _PLUGIN,
-        "gpt_attention_plugin bert_attention_plugin gemm_plugin gemm_swiglu_plugin fp8_rowwise_gemm_plugin "
-        "qserve_gemm_plugin lookup_plugin lora_plugin dora_plugin moe_plugin mamba_conv1d_plugin nccl_plugin "
-        "identity_plugin gemm_allreduce_plugin low_latency_gemm_plugin low_latency_gemm_swiglu_plugin "
-        "smooth_quant_gemm_plugin smooth_quant_plugins layernorm_quantization_plugin rmsnorm_quantization_plugin "
-        "weight_only_groupwise_quant_matmul_plugin weight_only_quant_matmul_plugin quantize_per_token_plugin "
-        "quantize_tensor_plugin use_gpt_attention_plugin use_gemm_plugin use_rmsnorm_plugin use_layernorm_plugin "
-        "use_lookup_plugin use_lora_plugin",
+        "gpt_attention_plugin bert_attention_plugin gemm_plugin gemm_swiglu_plugin "
+        "fp8_rowwise_gemm_plugin qserve_gemm_plugin lookup_plugin lora_plugin dora_plugin "
+        "moe_plugin mamba_conv1d_plugin nccl_plugin identity_plugin gemm_allreduce_plugin "
+        "low_latency_gemm_plugin low_latency_gemm_swiglu_plugin smooth_quant_gemm_plugin "
+        "smooth_quant_plugins layernorm_quantization_plugin rmsnorm_quantization_plugin "
+        "weight_only_groupwise_quant_matmul_plugin weight_only_quant_matmul_plugin "
+        "quantize_per_token_plugin quantize_tensor_plugin use_gpt_attention_plugin "
+        "use_gemm_plugin use_rmsnorm_plugin use_layernorm_plugin use_lookup_plugin "
+        "use_lora_plugin",
     ),
     *_rows(
         "explained",
         "maybe",
         "0.5-0.18",
         _ALWAYS,
-        "remove_input_padding paged_kv_cache context_fmha enable_context_fmha use_paged_context_fmha "
-        "use_inflight_batching enable_chunked_context paged_state",
+        "remove_input_padding paged_kv_cache context_fmha enable_context_fmha "
+        "use_paged_context_fmha use_inflight_batching enable_chunked_context paged_state",
     ),
     *_rows("explained", "value", "0.12-0.18", "the cache is always paged", "kv_cache_type"),
     *_rows(
@@ -263,9 +268,10 @@ _BUILD_SHARED = (
         "maybe",
         "0.5-0.18",
         _AUTOMATIC,
-        "context_fmha_fp32_acc enable_context_fmha_fp32_acc bert_context_fmha_fp32_acc multi_block_mode enable_xqa "
-        "disable_xqa attention_qk_half_accumulation use_fp8_context_fmha use_context_fmha_for_generation "
-        "dense_context_fmha multiple_profiles use_fused_mlp use_custom_all_reduce reduce_fusion user_buffer "
+        "context_fmha_fp32_acc enable_context_fmha_fp32_acc bert_context_fmha_fp32_acc "
+        "multi_block_mode enable_xqa disable_xqa attention_qk_half_accumulation "
+        "use_fp8_context_fmha use_context_fmha_for_generation dense_context_fmha "
+        "multiple_profiles use_fused_mlp use_custom_all_reduce reduce_fusion user_buffer "
         "norm_quant_fusion pp_reduce_scatter weight_streaming fast_build fuse_fp4_quant",
     ),
     *_rows(
@@ -280,16 +286,17 @@ _BUILD_SHARED = (
         "maybe",
         "0.5-0.18",
         _TENSORRT,
-        "strongly_typed weight_sparsity enable_debug_output visualize visualize_network use_refit refit "
-        "strip_plan use_strip_plan manage_weights dry_run monitor_memory parallel_build",
+        "strongly_typed weight_sparsity enable_debug_output visualize visualize_network "
+        "use_refit refit strip_plan use_strip_plan manage_weights dry_run monitor_memory "
+        "parallel_build",
     ),
     *_rows(
         "explained",
         "value",
         "0.5-0.18",
         _TENSORRT,
-        "timing_cache input_timing_cache output_timing_cache profiling_verbosity builder_opt cluster_key "
-        "auto_parallel gpus_per_node random_seed",
+        "timing_cache input_timing_cache output_timing_cache profiling_verbosity builder_opt "
+        "cluster_key auto_parallel gpus_per_node random_seed",
     ),
     *_rows(
         "refused",

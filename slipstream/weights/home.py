@@ -1,7 +1,6 @@
-"""Home folders: those that paths begin with, and where Slipstream and the Hugging Face libraries
-keep their files.
+"""Home folders: `~` in paths, and the caches of Slipstream and of the Hugging Face libraries.
 
-The environment is read at each call.
+Each call reads the environment again.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from pathlib import Path
 
 
 def expand_home(path: str | Path, setting: str = "") -> Path:
-    """The path, with the home folder that a `~` at its beginning stands for. ValueError names it,
-    and the setting that it came from, where there is no such user: a folder that is called `~name`
-    was not meant.
+    """Return the path with a leading `~` or `~user` replaced by that home folder.
+
+    Raises ValueError with the path and its `setting` if there is no such user.
     """
     try:
         return Path(path).expanduser()

@@ -1,5 +1,6 @@
-"""Whether an engine's weights are those that were built. A bit that flipped on a disk would only
-show as worse text.
+"""Verify that an engine's weights are those that were built.
+
+A flipped bit on a disk raises no error by itself: it only makes the generated text worse.
 """
 
 from __future__ import annotations
@@ -18,32 +19,33 @@ _PIECE_BYTES = 8 << 20
 
 @contextmanager
 def verify_weights(config: EngineConfig) -> Iterator[None]:
-    """Hash the weights beside what is done meanwhile, which reads the same file; raise at the end
-    where they differ.
+    """Hash the weights in threads while the body runs, and raise at its end if the hash is wrong.
 
-    Tokenizer files are not asked about: people edit those.
+    The body loads the same files, so they are read from the disk once. Tokenizer files are not
+    verified, because users edit them.
     """
     recorded = {name: digest for name, digest in config.files.items() if name.endswith(".engine")}
-    no_more = threading.Event()
+    stop = threading.Event()
     with ThreadPoolExecutor(max(1, len(recorded)), "check weights") as threads:
-        found = {name: threads.submit(_digest, config.path / name, no_more) for name in recorded}
+        found = {name: threads.submit(_digest, config.path / name, stop) for name in recorded}
         try:
             yield
         except BaseException:
-            no_more.set()  # the caller is not to wait for what it no longer asks
+            stop.set()  # the load failed, so the threads need not finish
             raise
     for name, digest in recorded.items():
         if found[name].result() != digest:
             raise EngineFolderError(
-                f"{config.path / name}: not the weights that were built: their SHA-256 is not the one in config.json; "
+                f"{config.path / name}: not the weights that were built: "
+                "their SHA-256 is not the one in config.json; "
                 "copy the file again, or import the model again"
             )
 
 
-def _digest(path: Path, no_more: threading.Event) -> str:
+def _digest(path: Path, stop: threading.Event) -> str:
     digest = hashlib.sha256()
     piece = memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
-        while not no_more.is_set() and (size := file.readinto(piece)):
+        while not stop.is_set() and (size := file.readinto(piece)):
             digest.update(piece[:size])
     return digest.hexdigest()

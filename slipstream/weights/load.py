@@ -1,4 +1,4 @@
-"""From an engine folder to a running engine."""
+"""Start an engine from an engine folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.weights.lora import read_adapter_folder
 def start_engine(
     path: str | Path, settings: EngineSettings, progress: Progress = lambda done, total: None
 ) -> EngineLoop:
-    """Load the weights, size the cache, warm up. `progress` counts the steps captured on a GPU."""
+    """Load the weights, size the cache, warm up. `progress` reports CUDA graphs captured so far."""
     folder = read_engine_folder(path)
     with verify_weights(folder):
         return create_engine(

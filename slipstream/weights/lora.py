@@ -1,10 +1,10 @@
-"""A PEFT adapter to the two tensors that a request carries it in (hf_lora_convert.py).
+"""Read LoRA adapters, and convert PEFT adapters to request tensors like hf_lora_convert.py.
 
-    model.lora_weights.npy  [1, modules, longest row]  A [rank, in] flat, then B [out, rank] flat, zeros behind
+    model.lora_weights.npy  [1, modules, longest row]  A [rank, in], then B [out, rank], then zeros
     model.lora_config.npy   [1, modules, 3]            module number, layer, rank
 
-B is multiplied by alpha / rank (alpha / sqrt(rank) with rsLoRA), because a server adds what it is
-sent as it is.
+B is multiplied by alpha / rank (alpha / sqrt(rank) with rsLoRA), because a server applies the
+matrices without scaling.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 WEIGHTS_NAME = "model.lora_weights.npy"
 CONFIG_FILE = "model.lora_config.npy"
-_OLD_CONFIG_FILE = "model.lora_keys.npy"  # its name before 0.8
+_OLD_CONFIG_FILE = "model.lora_keys.npy"  # name of the config file before 0.8
 MODULE_NUMBERS = {
     "attn_qkv": 0,
     "attn_q": 1,
@@ -67,7 +67,7 @@ _MODULES = {
 }
 _KEY = re.compile(r".*\.(?:layers|h)\.(\d+)\.((?:\w+\.)*\w+)\.lora_(A|B)(?:\.default)?\.weight")
 _STORAGE_TYPES = ("float16", "float32")
-# Settings that change what an adapter computes, with the values that ask for nothing.
+# Settings that change what an adapter computes → the values without an effect.
 _PLAIN_SETTINGS: dict[str, tuple[Any, ...]] = {
     "peft_type": (None, "LORA"),
     "use_dora": (None, False),
@@ -84,12 +84,13 @@ _PLAIN_SETTINGS: dict[str, tuple[Any, ...]] = {
 class Adapter(NamedTuple):
     weights: numpy.ndarray[Any, Any]
     config: numpy.ndarray[Any, Any]
-    skipped: tuple[str, ...]  # tensors that have no place in the protocol
+    skipped: tuple[str, ...]  # names of tensors that the protocol cannot express
 
 
 def convert_adapter(folder: Path, output: Path, storage_type: str = "float16") -> Adapter:
-    """Write the two files into `output`, which appears whole or not at all; SourceError says what
-    is wrong.
+    """Write the two files into `output`, which appears complete or not at all.
+
+    Raises SourceError with one line.
     """
     import numpy
 
@@ -118,8 +119,9 @@ def read_adapter(folder: Path, storage_type: str) -> Adapter:
 
 
 def read_adapter_folder(folder: str) -> list[ModuleMatrices] | AdapterSource:
-    """An adapter to serve, of either form. Its errors go to clients, who need not know where the
-    folder lies.
+    """Return an adapter to serve, from a PEFT or a converted folder.
+
+    Error texts hold the folder's name only, because they are sent to clients.
     """
     path = Path(folder)
     try:
@@ -129,7 +131,7 @@ def read_adapter_folder(folder: str) -> list[ModuleMatrices] | AdapterSource:
 
 
 def _read_whole(path: Path) -> list[ModuleMatrices] | AdapterSource:
-    """Nothing of the adapter is left out: what has no place here is an error."""
+    """Return the complete adapter, or raise SourceError if a part of it is not supported."""
     if (path / WEIGHTS_NAME).is_file():
         return _read_converted(path)
     settings = _read_settings(path)
@@ -143,7 +145,7 @@ def _read_whole(path: Path) -> list[ModuleMatrices] | AdapterSource:
     if skipped:
         raise SourceError(
             f"{path.name}: {skipped[0]} cannot be adapted here"
-            + (f", nor {len(skipped) - 1} more of its tensors" if len(skipped) > 1 else "")
+            + (f", nor can {len(skipped) - 1} other tensors" if len(skipped) > 1 else "")
         )
     return modules
 
@@ -161,8 +163,8 @@ def _read_converted(folder: Path) -> AdapterSource:
         raise SourceError(f"{folder.name}: {error}") from error
     if weights.dtype.name not in _STORAGE_TYPES or config.ndim < 2 or config.shape[-1] != 3:
         raise SourceError(
-            f"{folder.name}: {weights.dtype.name} weights with a config of shape {list(config.shape)} "
-            "are no adapter; slipstream lora makes one"
+            f"{folder.name}: {weights.dtype.name} weights with a config of shape "
+            f"{list(config.shape)} are not an adapter; convert it with slipstream lora"
         )
     modules = [
         (int(module), int(layer), int(rank)) for module, layer, rank in config.reshape(-1, 3)
@@ -177,7 +179,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 def _read_modules(
     folder: Path, settings: Mapping[str, Any]
 ) -> tuple[list[ModuleMatrices], tuple[str, ...]]:
-    """The adapted modules with B scaled, and the names of tensors that are none."""
+    """Return the adapted modules with B scaled, and the names of the other tensors."""
     pairs, skipped = _pairs(_read_tensors(folder))
     if not pairs:
         raise SourceError(
@@ -208,8 +210,9 @@ def _read_tensors(folder: Path) -> Mapping[str, torch.Tensor]:
         return load_file(path)
     if (folder / "adapter_model.bin").is_file():
         raise SourceError(
-            f"{folder}: adapter_model.bin is a pickle, which may run code and is not read; save it as "
-            "adapter_model.safetensors (peft: model.save_pretrained(..., safe_serialization=True))"
+            f"{folder}: adapter_model.bin is a pickle, which may run code and is not read; "
+            "save it as adapter_model.safetensors "
+            "(peft: model.save_pretrained(..., safe_serialization=True))"
         )
     raise SourceError(f"{folder}: no adapter_model.safetensors in it")
 
@@ -230,9 +233,7 @@ def _pairs(
 
 
 def _module(path: str) -> str | None:
-    """The protocol's name of a module at this path within a layer; None for what the protocol has
-    no name for.
-    """
+    """Return the protocol's name of the module at a path within a layer, or None without one."""
     if "expert" in path:
         return None
     ends = path.split(".")
@@ -240,7 +241,7 @@ def _module(path: str) -> str | None:
 
 
 def _rank(settings: Mapping[str, Any], matrices: Mapping[str, Any]) -> int:
-    """The one size that both matrices share; the config's where both sizes of both are equal."""
+    """Return the size that both matrices share, or the config's rank if they share two sizes."""
     shared = set(matrices["A"].shape) & set(matrices["B"].shape)
     rank = settings.get("r")
     if isinstance(rank, int) and rank in shared:

@@ -1,7 +1,7 @@
-"""Which parameters a model has, in a checkpoint and in an engine, with their shapes. No torch here.
+"""The parameters of a model, in a checkpoint and in an engine, with their shapes. Needs no torch.
 
-A checkpoint holds the names of `model/spec.py`. An engine holds the same with `mlp.fc` and
-`mlp.gate` fused into `mlp.gate_up`, and with the linears quantised on request.
+A checkpoint uses the names of `model/spec.py`. An engine uses the same names, with `mlp.fc` and
+`mlp.gate` fused into `mlp.gate_up` and with the linears quantised on request.
 """
 
 from __future__ import annotations
@@ -40,22 +40,25 @@ _LINEARS = (
     ".mlp.shared.gate_up.weight",
     ".mlp.shared.proj.weight",
 )
-_GROUP_SIZE = 32  # of int4: what keeps a small model itself; larger groups lose more than they save
+_GROUP_SIZE = 32  # group of int4; larger groups lose more accuracy than the bytes they save
 _EMBEDDING = "transformer.vocab_embedding.weight"
 _HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """`algorithm`: None, "W8A16" (a scale a row), "W4A16" (scale and offset a group of `group_size`
-    inputs) or "FP8" (e4m3 with a scale a row; products then take e4m3 activations with a scale a
-    token).
+    """How the linears and the KV cache are stored. The values of `algorithm`:
+
+    None     not quantised
+    "W8A16"  int8 with one scale per row
+    "W4A16"  int4 with one scale and one offset per group of `group_size` inputs
+    "FP8"    e4m3 with one scale per row; activations are e4m3 with one scale per token
     """
 
     algorithm: str | None = None
     group_size: int = 0
-    kv_cache: str | None = None  # "FP8": keys and values are kept in e4m3, where the device can
-    excluded: tuple[str, ...] = ()  # patterns of the linears that are stored as they are
+    kv_cache: str | None = None  # "FP8" for e4m3 on devices that support it
+    excluded: tuple[str, ...] = ()  # patterns of the linears that are not quantised
 
     @property
     def bits(self) -> int:
@@ -64,7 +67,7 @@ class Quantisation:
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """The place of one tensor in a file: its type by the safetensors code, and its shape."""
+    """One tensor of a file: its type as a safetensors code, and its shape."""
 
     dtype: str
     shape: Shape
@@ -76,19 +79,20 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class EngineParameter:
-    """One parameter of an engine and the checkpoint parameters whose rows it joins."""
+    """One parameter of an engine, and the checkpoint parameters whose rows it concatenates."""
 
     name: str
     parts: tuple[str, ...]
     shape: Shape
-    bits: int  # of a weight-only quantised linear; 0: stored as it is
+    bits: int  # bits per weight of a quantised linear; 0 if it is not quantised
 
 
 def choose_quantisation(
     spec: ModelSpec, weight_only: str | None, fp8_kv_cache: bool = False
 ) -> Quantisation:
-    """`weight_only`: None, "int8", "int4" or "fp8". The group of int4 must divide the inputs of
-    every linear.
+    """Return the quantisation for `weight_only`: None, "int8", "int4" or "fp8".
+
+    Raises ValueError for int4 if the inputs of a linear are not whole groups.
     """
     kv_cache = "FP8" if fp8_kv_cache else None
     if weight_only is None:
@@ -96,7 +100,7 @@ def choose_quantisation(
     if weight_only == "int8":
         return Quantisation("W8A16", kv_cache=kv_cache)
     if weight_only == "fp8":
-        return Quantisation("FP8", kv_cache=kv_cache, excluded=_not_in_fp8(spec))
+        return Quantisation("FP8", kv_cache=kv_cache, excluded=_exclude_from_fp8(spec))
     if weight_only != "int4":
         raise ValueError(f"precision {weight_only!r} of the weights is not one of int8, int4, fp8")
     inputs = (spec.hidden_size, spec.q_size, spec.embedding_width, *spec.ffn_sizes)
@@ -108,21 +112,20 @@ def choose_quantisation(
     )
 
 
-def _not_in_fp8(spec: ModelSpec) -> tuple[str, ...]:
-    """In a narrow model, the linears whose rounding costs most for their size.
+def _exclude_from_fp8(spec: ModelSpec) -> tuple[str, ...]:
+    """Return patterns of the linears that lose most accuracy for their size in FP8.
 
-    The last layer takes back large parts of the residual stream: its error is large beside what is
-    left.
+    They are excluded in models with a small hidden size only. The last layer is one of them: it
+    cancels large parts of the residual stream, so its rounding error is large in comparison with
+    the result.
     """
-    return (
-        ("*.attention.qkv", "*.mlp.*proj", f"*.layers.{spec.layers - 1}.*")
-        if spec.fp8_sensitive
-        else ()
-    )
+    if not spec.fp8_sensitive:
+        return ()
+    return ("*.attention.qkv", "*.mlp.*proj", f"*.layers.{spec.layers - 1}.*")
 
 
 def checkpoint_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Every parameter of the model under its checkpoint name, in the order files hold them."""
+    """Return the shape of every parameter by its checkpoint name, in file order."""
     shapes: dict[str, Shape] = {_EMBEDDING: (spec.vocab_size, spec.embedding_width)}
     if spec.embedding_size:
         shapes["transformer.project_in.weight"] = (spec.hidden_size, spec.embedding_size)
@@ -190,33 +193,43 @@ def _norm(name: str, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
 
 
 def engine_parameters(spec: ModelSpec, quantisation: Quantisation) -> list[EngineParameter]:
-    """The parameters of an engine, in file order."""
+    """Return the parameters of an engine, in file order."""
     shapes = checkpoint_shapes(spec)
-    head_bits = 0 if quantisation.algorithm == "FP8" else quantisation.bits  # as upstream leaves it
     parameters = []
     for name, shape in shapes.items():
         parts: tuple[str, ...] = (name,)
         if spec.gated_mlp and ".mlp.gate." in name:
-            continue  # joined to the fc before it
+            continue  # fused with the fc before it
         if spec.gated_mlp and ".mlp.fc." in name:
             parts = (name, name.replace(".mlp.fc.", ".mlp.gate."))
             name = name.replace(".mlp.fc.", ".mlp.gate_up.")
             shape = (2 * shape[0], *shape[1:])
-        bits = head_bits if name == _HEAD else quantisation.bits if name.endswith(_LINEARS) else 0
-        if any(
-            fnmatchcase(name.removesuffix(".weight"), pattern) for pattern in quantisation.excluded
-        ):
-            bits = 0
-        parameters.append(EngineParameter(name, parts, shape, bits))
+        parameters.append(EngineParameter(name, parts, shape, _stored_bits(name, quantisation)))
+    head_bits = _head_bits(quantisation)
     if head_bits and spec.tied_embeddings:
-        # the head is read whole every step, the embedding a row a token: only the head gains from
-        # few bits
+        # A step reads the whole head but only one row of the embedding per token, so only the head
+        # gains from fewer bits.
         parameters.append(EngineParameter(_HEAD, (_EMBEDDING,), shapes[_EMBEDDING], head_bits))
     return parameters
 
 
+def _head_bits(quantisation: Quantisation) -> int:
+    """Return the bits of the output head. FP8 leaves the head unquantised, as upstream does."""
+    return 0 if quantisation.algorithm == "FP8" else quantisation.bits
+
+
+def _stored_bits(name: str, quantisation: Quantisation) -> int:
+    """Return the bits per weight of a parameter, or 0 if it is not quantised."""
+    linear = name.removesuffix(".weight")
+    if any(fnmatchcase(linear, pattern) for pattern in quantisation.excluded):
+        return 0
+    if name == _HEAD:
+        return _head_bits(quantisation)
+    return quantisation.bits if name.endswith(_LINEARS) else 0
+
+
 def engine_layout(spec: ModelSpec, dtype: str, quantisation: Quantisation) -> dict[str, TensorSlot]:
-    """Every tensor of an engine file, in file order; `dtype` as in "bfloat16"."""
+    """Return every tensor of an engine file, in file order. `dtype` is a name like "bfloat16"."""
     layout: dict[str, TensorSlot] = {}
     for parameter in engine_parameters(spec, quantisation):
         if parameter.bits:

@@ -1,11 +1,11 @@
-"""How a checkpoint is divided over ranks: which rows or columns of each parameter a rank's file
-holds.
+"""Split a checkpoint into ranks and join it again.
 
-    rank = pipeline stage * tensor_parallel + tensor rank; layer numbers start at 0 in every stage
+    rank = pipeline stage * tp_size + tensor-parallel rank
 
-Queries, keys and values are divided by heads (a key head is repeated where there are fewer than
-ranks), the first linear of a block by rows, the second by columns (of every expert alike), the
-output head by rows after padding. All else is whole on each.
+Layer numbers start at 0 in every pipeline stage. Queries, keys and values are split by heads. If
+there are fewer KV heads than ranks, each rank holds a copy of one KV head. The first linear of a
+feed-forward block is split by rows and the second by columns, within each expert. The output head
+is padded and split by rows. Every rank holds all other parameters completely.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class RankMapping:
     def check(self, spec: ModelSpec) -> None:
         if self.tp_size < 1 or self.pp_size < 1:
             raise ValueError("tp_size and pp_size must be at least 1")
-        few, many = sorted((spec.kv_heads, self.tp_size))
+        smaller, larger = sorted((spec.kv_heads, self.tp_size))
         ffn_size = math.gcd(*spec.ffn_sizes)
-        if spec.heads % self.tp_size or many % few or ffn_size % self.tp_size:
+        if spec.heads % self.tp_size or larger % smaller or ffn_size % self.tp_size:
             raise ValueError(
                 f"tp_size {self.tp_size} does not divide this model: it has {spec.heads} heads, "
-                f"{spec.kv_heads} key heads and {ffn_size} feed-forward columns"
+                f"{spec.kv_heads} KV heads and {ffn_size} feed-forward columns"
             )
         if spec.layers % self.pp_size:
             raise ValueError(
@@ -57,7 +57,7 @@ class RankMapping:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a parameter: runs of its rows, a run of its columns, zero rows behind."""
+    """The part of a parameter in one rank's file: ranges of rows, columns, zero rows at the end."""
 
     rows: tuple[Range, ...]
     columns: Range | None = None
@@ -73,7 +73,7 @@ def rank_file(rank: int) -> str:
 
 
 def rank_parameters(spec: ModelSpec, mapping: RankMapping, rank: int) -> dict[str, str]:
-    """The names in a rank's file → the parameters of the model they hold (part of)."""
+    """Return the names in a rank's file → the model's parameters that they hold, all or in part."""
     stage = rank // mapping.tp_size
     last_stage = mapping.pp_size - 1
     per_stage = spec.layers // mapping.pp_size
@@ -92,6 +92,7 @@ def rank_parameters(spec: ModelSpec, mapping: RankMapping, rank: int) -> dict[st
 
 
 def compute_part(spec: ModelSpec, parameter: str, whole: Shape, tp_rank: int, tp_size: int) -> Part:
+    """Return the part of a parameter of shape `whole` that a tensor-parallel rank holds."""
     everything = Part(((0, whole[0]),))
     if tp_size == 1:
         return everything
@@ -119,7 +120,7 @@ def _share(size: int, tp_rank: int, tp_size: int) -> Range:
 
 
 def _expert_rows(halves: int, ffn_size: int, tp_rank: int, tp_size: int) -> tuple[Range, ...]:
-    """The same share of both halves of every expert."""
+    """Return the rows of a rank: the same share of both halves (gate and up) of every expert."""
     start, stop = _share(ffn_size, tp_rank, tp_size)
     return tuple((half * ffn_size + start, half * ffn_size + stop) for half in range(halves))
 
@@ -138,7 +139,7 @@ def _qkv_rows(spec: ModelSpec, tp_rank: int, tp_size: int) -> tuple[Range, ...]:
 
 
 def slice_part(blocks: Iterable[torch.Tensor], part: Part) -> Iterator[torch.Tensor]:
-    """The rows and columns of a part, out of a parameter that comes as runs of rows."""
+    """Yield the rows and columns of a part, out of a parameter that arrives in blocks of rows."""
     offset = 0
     last = None
     for block in blocks:
@@ -155,7 +156,7 @@ def slice_part(blocks: Iterable[torch.Tensor], part: Part) -> Iterator[torch.Ten
 
 
 class RankedTensors:
-    """The parameters of a model, read whole from the files of all ranks."""
+    """The parameters of a model, joined from the files of all ranks."""
 
     def __init__(self, folder: Path, spec: ModelSpec, mapping: RankMapping) -> None:
         self._spec = spec
@@ -170,9 +171,7 @@ class RankedTensors:
         return self._ranks[0].dtype
 
     def shapes(self) -> Mapping[str, Shape]:
-        """As stored with one rank; what several ranks hold together has the shape that the spec
-        says.
-        """
+        """Return the joined shape of each parameter, or the stored shape if it is unexpected."""
         shapes: dict[str, Shape] = {}
         for rank, tensors in enumerate(self._ranks):
             for name, slot in tensors.slots.items():
@@ -194,9 +193,9 @@ class RankedTensors:
             if name in tensors.slots
         ]
         if held[0][1].columns:
-            yield from _beside(tensors.read_rows(name) for tensors, _ in held)
+            yield from _join_columns(tensors.read_rows(name) for tensors, _ in held)
             return
-        for tensors, local in _segments(held):
+        for tensors, local in _order_rows(held):
             yield from tensors.read_rows(name, *local)
 
     def fingerprint(self) -> str:
@@ -208,15 +207,17 @@ def _open_rank(folder: Path, spec: ModelSpec, mapping: RankMapping, rank: int) -
     return MappedTensors([folder / rank_file(rank)], lambda stored: names.get(stored, stored))
 
 
-def _beside(streams: Iterable[Iterator[torch.Tensor]]) -> Iterator[torch.Tensor]:
+def _join_columns(streams: Iterable[Iterator[torch.Tensor]]) -> Iterator[torch.Tensor]:
     import torch
 
-    for blocks in zip(*streams, strict=True):  # equal shapes, so equal runs of rows
+    for blocks in zip(*streams, strict=True):  # blocks of equal shapes hold the same rows
         yield torch.cat(blocks, dim=1)
 
 
-def _segments(held: Sequence[tuple[MappedTensors, Part]]) -> Iterator[tuple[MappedTensors, Range]]:
-    """Which rows to take of which rank so that each row of the whole comes once and in order."""
+def _order_rows(
+    held: Sequence[tuple[MappedTensors, Part]],
+) -> Iterator[tuple[MappedTensors, Range]]:
+    """Yield (tensors, rows) of the ranks so that each row appears once, in order."""
     found: dict[Range, tuple[MappedTensors, Range]] = {}
     for tensors, part in held:
         local = 0

@@ -1,6 +1,4 @@
-"""From a source's rows to the bytes of a file, a block at a time; what building and converting
-share.
-"""
+"""Stream the rows of a source into the bytes of a file. Used by builds and conversions."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]  # (phase, bytes done, bytes in all)
 
-_SPARE_DISK_BYTES = 64 << 20  # for the tokenizer and the file system's own needs
+_SPARE_DISK_BYTES = 64 << 20  # space for tokenizer files and file-system metadata
 
 
 def no_progress(phase: str, done: int, total: int) -> None:
@@ -24,7 +22,7 @@ def no_progress(phase: str, done: int, total: int) -> None:
 
 
 class ByteMeter:
-    """Counts bytes and passes the sum on."""
+    """Counts bytes and reports the sum."""
 
     def __init__(self, phase: str, total: int, progress: Progress) -> None:
         self._phase = phase
@@ -39,7 +37,7 @@ class ByteMeter:
 
 
 def check_disk(output: Path, needed: int) -> None:
-    """Refuse before the first byte when the disk cannot hold the last."""
+    """Raise SourceError if the disk has too little space for `needed` bytes."""
     place = output.absolute()
     while not place.exists():
         place = place.parent
@@ -47,12 +45,12 @@ def check_disk(output: Path, needed: int) -> None:
     if free < needed + _SPARE_DISK_BYTES:
         raise SourceError(
             f"{output}: needs {(needed + _SPARE_DISK_BYTES) / 1e9:.1f} GB of disk, "
-            f"{free / 1e9:.1f} GB are free; make room or choose another place"
+            f"{free / 1e9:.1f} GB are free; make room or choose another folder"
         )
 
 
 def parameter_rows(source: Source, parts: tuple[str, ...]) -> Iterator[torch.Tensor]:
-    """The rows of checkpoint parameters, one after the other."""
+    """Yield the rows of checkpoint parameters in blocks, one parameter after the other."""
     import torch
 
     for part in parts:
@@ -71,7 +69,9 @@ def parameter_rows(source: Source, parts: tuple[str, ...]) -> Iterator[torch.Ten
 
 
 def tensor_bytes(block: torch.Tensor, dtype: str) -> memoryview:
-    """The bytes of a tensor after the cast; numpy has no bfloat16, so they go through as bytes."""
+    """Return the bytes of a tensor cast to `dtype`."""
     import torch
 
-    return memoryview(block.to(getattr(torch, dtype)).contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    cast = block.to(getattr(torch, dtype)).contiguous()
+    # numpy has no bfloat16, so the tensor is viewed as bytes
+    return memoryview(cast.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,9 +1,11 @@
-"""The safetensors container, torch-free: a checked header reader and a writer that streams.
+"""Read and check the header of a safetensors file, and write such a file as a stream. No torch.
 
-The library's own `save_file` wants every tensor in memory at once. Here the header is written
-first, from the shapes alone, and the bytes follow one tensor after another, hashed on the way.
+The library's `save_file` needs all tensors in memory at once. The writer here makes the header from
+the shapes alone, then writes and hashes one tensor after another. A file holds:
 
-    | 8 bytes: header length n | n bytes: JSON, padded with spaces | tensor bytes, in order, no gaps |
+    8 bytes           length n of the header
+    n bytes           JSON, padded with spaces
+    the rest          bytes of the tensors, in order and without gaps
 """
 
 from __future__ import annotations
@@ -18,28 +20,26 @@ from typing import Any
 
 from slipstream.weights.parameters import ITEM_BYTES, TensorSlot
 
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-# what git leaves in a large file's place when git-lfs did not fetch it
+_MAX_HEADER_BYTES = 100_000_000  # limit of the format
+# First bytes of the file that git checks out if git-lfs did not fetch the large file.
 _POINTER_START = b"version "
-# the first tensor starts at a cache line, and so do those after it for usual sizes
+# The first tensor starts at a cache line. With usual sizes, so do the others.
 _DATA_ALIGNMENT = 64
 
 
 class TensorFileError(ValueError):
-    """The file is not a whole safetensors file. The text names the file and what is wrong with it."""
+    """The file is not a complete safetensors file. The text names the file and what is wrong."""
 
 
 @dataclass(frozen=True)
 class TensorHeader:
     slots: dict[str, TensorSlot]
-    digest: str  # sha256 of the header's bytes: names, types, shapes and places
+    digest: str  # SHA-256 of the header: names, types, shapes and offsets
     file_bytes: int
 
 
 def read_header(path: Path) -> TensorHeader:
-    """Names, types and shapes of a file, after checking that the file holds all the bytes it
-    promises.
-    """
+    """Return the names, types and shapes of a file. Raises TensorFileError if bytes are missing."""
     try:
         file_bytes = path.stat().st_size
         with path.open("rb") as file:
@@ -56,7 +56,7 @@ def read_header(path: Path) -> TensorHeader:
         raise TensorFileError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         entries = json.loads(raw)
-    except ValueError as error:  # UnicodeDecodeError is one, too
+    except ValueError as error:  # includes UnicodeDecodeError
         raise TensorFileError(f"{path}: not a safetensors file: its header is not JSON") from error
     if not isinstance(entries, dict):
         raise TensorFileError(f"{path}: not a safetensors file: its header is not a table")
@@ -105,7 +105,7 @@ def _offsets(path: Path, entries: dict[str, Any]) -> list[tuple[str, int, int, d
 
 
 def header_bytes(layout: Mapping[str, TensorSlot]) -> bytes:
-    """The first bytes of a file with these tensors in this order."""
+    """Return the header of a file with these tensors in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, slot in layout.items():
@@ -130,9 +130,10 @@ def write_tensors(
     pieces: Iterable[tuple[str, Any]],
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> str:
-    """Write the file and return its sha256. `pieces` are (tensor name, buffer) in layout order; one
-    tensor may come in several. Each tensor must be filled exactly: too few, too many or out of
-    order is an error.
+    """Write the file and return its SHA-256.
+
+    `pieces` are (tensor name, buffer) in layout order. A tensor may have several pieces. Raises
+    ValueError if a tensor has too few or too many bytes or is out of order.
     """
     remaining = {name: slot.nbytes for name, slot in layout.items() if slot.nbytes}
     digest = hashlib.sha256()

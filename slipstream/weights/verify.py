@@ -1,6 +1,4 @@
-"""What an engine computes, layer by layer, and how far that is from another model of the same
-shape.
-"""
+"""Compare what an engine computes, layer by layer, with another model of the same shape."""
 
 from __future__ import annotations
 
@@ -17,22 +15,22 @@ from slipstream.model.transformer import Layer, Step, Transformer
 from slipstream.weights.engine_folder import read_engine_folder
 
 _BLOCK = 16
-# of the reference's length; rounding to 16 bits stays well below, a wrong layer well above
+# Relative distance from which a layer counts as different. Rounding to 16 bits stays well below.
 DIVERGED = 0.05
 
 
 class Trace(NamedTuple):
-    """One sequence: what each layer was given after its normalisation, and the logits."""
+    """The normalised input of each layer and the logits, for one sequence."""
 
-    layer_inputs: list[torch.Tensor]  # [tokens, hidden] each
+    layer_inputs: list[torch.Tensor]  # one [tokens, hidden] per layer
     logits: torch.Tensor  # [tokens, vocab]
 
 
 @dataclass(frozen=True)
 class Comparison:
     tokens: int
-    same_choice: int  # positions at which both have the same likeliest token
-    largest_difference: float  # of two logits
+    same_choice: int  # number of positions at which both have the same most likely token
+    largest_difference: float  # largest absolute difference of two logits
     first_diverging_layer: int | None
 
     @property
@@ -41,7 +39,7 @@ class Comparison:
 
 
 def trace_engine(path: Path, sequences: Sequence[Sequence[int]]) -> list[Trace]:
-    """Run sequences through an engine's weights, in float32 and on the CPU."""
+    """Run sequences through an engine's weights in float32 on the CPU, and return their traces."""
     folder = read_engine_folder(path)
     longest = max(map(len, sequences))
     model = Transformer(
@@ -49,7 +47,7 @@ def trace_engine(path: Path, sequences: Sequence[Sequence[int]]) -> list[Trace]:
     )
     seen: list[torch.Tensor] = []
     for layer in model.layers:
-        _watch(layer, seen)
+        _record_inputs(layer, seen)
     traces = []
     with torch.inference_mode():
         for sequence in sequences:
@@ -59,14 +57,14 @@ def trace_engine(path: Path, sequences: Sequence[Sequence[int]]) -> list[Trace]:
     return traces
 
 
-def _watch(layer: Layer, seen: list[torch.Tensor]) -> None:
+def _record_inputs(layer: Layer, seen: list[torch.Tensor]) -> None:
     attention = layer.attention
 
-    def watched(x: torch.Tensor, *others: object) -> torch.Tensor:
+    def record(x: torch.Tensor, *others: object) -> torch.Tensor:
         seen.append(x.clone())
         return attention(x, *others)  # type: ignore[arg-type]
 
-    layer.attention = watched  # type: ignore[method-assign, assignment]
+    layer.attention = record  # type: ignore[method-assign, assignment]
 
 
 def _run(model: Transformer, sequence: Sequence[int]) -> torch.Tensor:
@@ -94,7 +92,10 @@ def compare(ours: Sequence[Trace], theirs: Sequence[Trace]) -> Comparison:
 
 
 def _first_diverging(one: Trace, other: Trace) -> list[int]:
-    """The layer whose result differs first; layer -1 is the embedding."""
+    """Return a list with the first layer whose result differs, or an empty list.
+
+    Layer -1 is the embedding.
+    """
     stages = [*zip(one.layer_inputs, other.layer_inputs, strict=True), (one.logits, other.logits)]
     for stage, (mine, reference) in enumerate(stages):
         if float((mine - reference).norm()) > DIVERGED * float(reference.norm()):

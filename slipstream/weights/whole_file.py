@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all."""
+"""Write a file that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
-    """In one step: whoever reads the file sees all of it, or what was there before."""
+    """Replace a file in one step: readers see the new content or the old, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, whenever its writer dies."""
+"""Write a folder that appears complete or not at all, even if its writer is killed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _LOCK_NAME = ".lock"
 
 @contextlib.contextmanager
 def whole_folder(output: Path, marker: str, obsolete: Iterable[str] = ()) -> Iterator[Path]:
-    """Gives a staging folder to write into; at the end its files become `output`.
+    """Yield a staging folder to write into. At the end its files become `output`.
 
-    A new folder arrives by one rename. In a folder that exists already (it may be a mount, or hold
-    other things) the files are replaced one by one: `marker`, the file that readers look for first,
-    leaves before and arrives last. `obsolete` are the names of files an earlier writer left there,
-    which go with what they belonged to.
+    A new folder appears by one rename. An existing folder may be a mount or hold other files, so
+    its files are replaced one by one. `marker` is the file that readers look for first: it is
+    removed first and written last. `obsolete` names files of an earlier writer to delete.
     """
     if output.exists() and not output.is_dir():
         raise NotADirectoryError(f"{output} exists and is not a folder")
@@ -34,7 +33,7 @@ def whole_folder(output: Path, marker: str, obsolete: Iterable[str] = ()) -> Ite
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield staging
         (staging / _LOCK_NAME).unlink()
-        staging.chmod(0o755)  # mkdtemp's own is for one user only
+        staging.chmod(0o755)  # mkdtemp creates folders that only one user can read
         _publish(staging, output, marker, obsolete)
     finally:
         lock.close()
@@ -65,13 +64,13 @@ def _sync(folder: Path) -> None:
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Staging folders whose writer is gone: its lock went with it."""
+    """Remove staging folders whose writer died. The system released its lock."""
     for folder in place.glob(f"{_STAGING_PREFIX}*"):
         try:
             with (folder / _LOCK_NAME).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
         except FileNotFoundError:
-            continue  # being published, or just made
+            continue  # the folder is being published or was just created
         except BlockingIOError:
-            continue  # its writer lives
+            continue  # the writer is still running

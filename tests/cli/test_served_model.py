@@ -243,7 +243,7 @@ def test_the_error_without_a_network_names_no_option_of_import(home, monkeypatch
     assert served_model.main("org/mine") == 1
     said = capsys.readouterr().err
     assert said.startswith("error: org/mine: the hub cannot be reached")
-    assert said.endswith("or use a folder or a GGUF file that is here\n")
+    assert said.endswith("or use a local folder or GGUF file\n")
 
 
 def test_an_unreadable_key_fails_before_the_build(home, served, calls):

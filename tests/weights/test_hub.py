@@ -127,7 +127,7 @@ def test_without_a_network_the_copy_serves_and_its_absence_is_said(
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
     assert open_source("hf:org/tiny").spec.layers == 2
     with pytest.raises(
-        SourceError, match=r"^org/other: the hub cannot be reached .*a folder or a GGUF file"
+        SourceError, match=r"^org/other: the hub cannot be reached .*a local folder or GGUF file"
     ):
         open_source("hf:org/other")
 

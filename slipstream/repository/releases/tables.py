@@ -67,7 +67,8 @@ def find_release(text: str) -> str:
     name = _SAME_AS.get(name, name)
     if name not in RELEASES:
         raise ValueError(
-            f"'{text}' is not a known release; known: {', '.join(RELEASES)}, and the releases between them"
+            f"'{text}' is not a known release; "
+            f"known: {', '.join(RELEASES)}, and the releases between them"
         )
     return name
 

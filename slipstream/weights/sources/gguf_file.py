@@ -1,7 +1,8 @@
-"""A GGUF file's metadata and tensor table, checked against the file's size before anything is used.
+"""Read a GGUF file's metadata and tensor table, and check them against the size of the file.
 
-The gguf package's own reader makes an object of every token and merge, which takes seconds for a
-large vocabulary; a refusal must not wait for that. Dequantisation is the package's.
+The reader of the gguf package creates an object for every token and merge, which takes seconds for
+a large vocabulary. This reader is fast, so an unsupported file is refused at once. Dequantisation
+uses the package.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _MAX_DIMENSIONS = 4
 @dataclass(frozen=True)
 class GgufTensor:
     kind: GGMLQuantizationType
-    shape: Shape  # row-major, as torch has it; the file lists dimensions the other way round
-    offset: int  # from the start of the file
+    shape: Shape  # shape in torch's order, the reverse of the file's
+    offset: int  # position from the start of the file
 
     @property
     def row_bytes(self) -> int:
@@ -56,21 +57,19 @@ class GgufTensor:
 @dataclass(frozen=True)
 class GgufFile:
     path: Path
-    metadata: dict[str, Any]  # arrays of numbers are numpy arrays, arrays of strings lists
+    metadata: dict[str, Any]  # values; an array of numbers is a numpy array, of strings a list
     tensors: dict[str, GgufTensor]
     data: mmap.mmap
 
     def read_raw_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tensor as stored: uint8 [rows, row_bytes]."""
+        """Return rows of a tensor as stored: uint8 [rows, row_bytes]."""
         tensor = self.tensors[name]
         count = (stop - start) * tensor.row_bytes
         flat = np.frombuffer(self.data, np.uint8, count, tensor.offset + start * tensor.row_bytes)
         return flat.reshape(stop - start, tensor.row_bytes)
 
     def split_experts(self) -> GgufFile:
-        """The file with the weights of a layer's experts, which it holds as one tensor, as a tensor
-        each.
-        """
+        """Return the file with one tensor per expert instead of one tensor for all experts."""
         tensors: dict[str, GgufTensor] = {}
         for name, tensor in self.tensors.items():
             if not name.endswith("_exps.weight") or len(tensor.shape) != 3:
@@ -85,7 +84,7 @@ class GgufFile:
         return replace(self, tensors=tensors)
 
     def read_floats(self, name: str) -> np.ndarray:
-        """A small F32 tensor, whole."""
+        """Return a small F32 tensor."""
         tensor = self.tensors[name]
         if tensor.kind != GGMLQuantizationType.F32:
             raise SourceError(f"{self.path}: tensor {name} is not of type F32")
@@ -117,7 +116,8 @@ def _parse(path: Path, data: mmap.mmap, cursor: _Cursor) -> GgufFile:
     version = cursor.number("<I")
     if version not in (2, 3):
         raise SourceError(
-            f"{path}: GGUF version {version} is not supported (2 and 3 are; big-endian files are not)"
+            f"{path}: GGUF version {version} is not supported "
+            "(2 and 3 are; big-endian files are not)"
         )
     tensor_count = cursor.number("<Q")
     entry_count = cursor.number("<Q")
@@ -125,7 +125,7 @@ def _parse(path: Path, data: mmap.mmap, cursor: _Cursor) -> GgufFile:
     for _ in range(entry_count):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.number("<I"))
-    described = [_describe(path, cursor) for _ in range(tensor_count)]
+    described = [_read_tensor(path, cursor) for _ in range(tensor_count)]
     alignment = int(metadata.get("general.alignment", 32))
     start = -(-cursor.position // alignment) * alignment
     tensors = {
@@ -140,7 +140,7 @@ def _parse(path: Path, data: mmap.mmap, cursor: _Cursor) -> GgufFile:
     return GgufFile(path, metadata, tensors, data)
 
 
-def _describe(path: Path, cursor: _Cursor) -> tuple[str, GGMLQuantizationType, Shape, int]:
+def _read_tensor(path: Path, cursor: _Cursor) -> tuple[str, GGMLQuantizationType, Shape, int]:
     name = cursor.string()
     dimensions = cursor.number("<I")
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
@@ -158,14 +158,14 @@ def _describe(path: Path, cursor: _Cursor) -> tuple[str, GGMLQuantizationType, S
 
 
 class _Cursor:
-    """Reads the file's values one after another; running past the end raises."""
+    """Reads the values of a file in order. Reading past the end raises."""
 
     def __init__(self, data: mmap.mmap, position: int) -> None:
         self._data = data
         self.position = position
 
     def number(self, form: str) -> int:
-        value = struct.unpack_from(form, self._data, self.position)[0]
+        value: int = struct.unpack_from(form, self._data, self.position)[0]
         self.position += struct.calcsize(form)
         return value
 

@@ -1,6 +1,4 @@
-"""A model in a GGUF file: its metadata read as a config, its tensors dequantised as they are asked
-for.
-"""
+"""A GGUF file as a source: its metadata as a config, its tensors dequantised when they are read."""
 
 from __future__ import annotations
 
@@ -45,10 +43,11 @@ _WEIGHTS = WeightMap(
         "transformer.ln_f": "output_norm",
         "lm_head": "output",
     },
-    ignored=(r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight"),  # read into the spec
+    # these tensors become a part of the spec
+    ignored=(r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight"),
 )
-# the converter already turned GPT-2's matrices round, and put the rows of NeoX's and Falcon's q, k
-# and v in this order
+# llama.cpp's converter has already transposed GPT-2's matrices, and put the rows of NeoX's and
+# Falcon's q, k and v in this order.
 _GPT2_WEIGHTS = replace(
     _WEIGHTS, layers={**_WEIGHTS.layers, "attention.qkv": ("attn_qkv",), "mlp.fc": ("ffn_up",)}
 )
@@ -65,7 +64,7 @@ _PHI3_WEIGHTS = replace(
 _GPTJ_WEIGHTS = replace(
     _WEIGHTS, rows=gptj.WEIGHTS.rows, layers={**_WEIGHTS.layers, "mlp.fc": ("ffn_up",)}
 )
-# of those with two norms, the one of attention comes second
+# Falcon with two norms: attn_norm_2 is the norm of attention.
 _FALCON_WEIGHTS = replace(
     _GPT2_WEIGHTS,
     layers={
@@ -110,10 +109,12 @@ _ARCHITECTURES = {
     "gptneox": _GPT2_WEIGHTS,
     "gptj": _GPTJ_WEIGHTS,
 }
-_FAMILY_NAMES = {"gptneox": "gpt_neox"}  # where it is another
+_FAMILY_NAMES = {"gptneox": "gpt_neox"}  # architecture → family, where the names differ
 _SECOND_NORM = "blk.0.attn_norm_2.weight"
-_WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of files that have any
-# whose scores are scaled by hidden / heads; files do not say it
+# Architecture → family of files with a mixture of experts.
+_WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}
+# Layers of the largest models, which scale attention scores by hidden / heads. Files do not
+# record that.
 _LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
 _PLAIN = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}
 
@@ -166,7 +167,7 @@ class GgufSource:
             )
             return
         rows = tensor.shape[0]
-        # a head's rows stay together, because the file may hold them in another order
+        # a block holds whole heads, because the rows of a head may have to be reordered
         for start, stop in row_blocks(rows, 4 * tensor.shape[-1], self.spec.head_size):
             yield torch.from_numpy(
                 self._undo_rope_permutation(name, self._values(name, start, stop))
@@ -178,8 +179,9 @@ class GgufSource:
         return tokenizer_files(self.file.metadata, self.generation, self.spec.max_positions)
 
     def fingerprint(self) -> str:
-        """Of the header its bytes (they hold the config and the tokenizer); of the rest size and
-        time of change.
+        """Return a hash of the header and of the size and modification time of the file.
+
+        The header holds the config and the tokenizer.
         """
         first = min((tensor.offset for tensor in self.file.tensors.values()), default=0)
         digest = hashlib.sha256(self.file.data[:first])
@@ -191,7 +193,7 @@ class GgufSource:
         raw = self.file.read_raw_rows(name, start, stop)
         kind = self.file.tensors[name].kind
         if kind in _PLAIN:
-            # the map is read-only, torch wants memory it may write
+            # the mapping is read-only, and torch needs writable memory
             return raw.view(_PLAIN[kind]).copy()
         try:
             return quants.dequantize(raw, kind)
@@ -201,8 +203,9 @@ class GgufSource:
             ) from error
 
     def _undo_rope_permutation(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Llama files interleave the two halves of each rotary head of q and k; put them one after
-        the other.
+        """Return the rows of q and k with the two halves of each head one after the other.
+
+        Llama files interleave the halves.
         """
         if self.architecture != "llama" or not (".attn_q." in name or ".attn_k." in name):
             return rows
@@ -212,14 +215,14 @@ class GgufSource:
 
 
 def read_spec(file: GgufFile, architecture: str) -> ModelSpec:
-    """The metadata said as a Hugging Face config, read by the family, completed by which tensors
-    there are.
+    """Return the spec of a file.
+
+    The metadata is written as a Hugging Face config, which the family reads. The names of the
+    tensors add the rest.
     """
-    name = (
-        _WITH_EXPERTS[architecture]
-        if _experts(file)
-        else _FAMILY_NAMES.get(architecture, architecture)
-    )
+    name = _FAMILY_NAMES.get(architecture, architecture)
+    if _experts(file):
+        name = _WITH_EXPERTS[architecture]
     family = next(family for family in FAMILIES if family.name == name)
     spec = family.spec(_CONFIGS.get(architecture, _decoder_config)(file, architecture))
     names = file.tensors
@@ -230,11 +233,11 @@ def read_spec(file: GgufFile, architecture: str) -> ModelSpec:
         o_proj_bias="blk.0.attn_output.bias" in names,
         mlp_bias="blk.0.ffn_down.bias" in names,
         head_bias="output.bias" in names,
-        norm_offset=0.0,  # the converter has added Gemma's
+        norm_offset=0.0,  # included in Gemma's weights by the converter
     )
     if "rope_freqs.weight" in names:
-        # Llama 3.1's scaling as a list of divisors; longrope with one list for all lengths says the
-        # same
+        # Llama 3.1's scaling as a list of divisors. Longrope with one list for all lengths is
+        # equivalent.
         divisors = tuple(file.read_floats("rope_freqs.weight").tolist())
         scaling = RopeScaling(
             "longrope",
@@ -255,11 +258,7 @@ def _architecture(file: GgufFile) -> str:
             f"{file.path}: one of several parts; join them with llama-gguf-split --merge first"
         )
     if architecture not in _ARCHITECTURES:
-        unknown = {
-            collapse_layer(name)
-            for name in file.tensors
-            if not any(weights.knows(name) for weights in _ARCHITECTURES.values())
-        }
+        unknown = {collapse_layer(name) for name in file.tensors if not _is_known(name)}
         names = f"; tensors that match no known name: {name_list(unknown)}" if unknown else ""
         raise UnsupportedModel(
             f"GGUF architecture {architecture} is not supported; "
@@ -274,7 +273,12 @@ def _architecture(file: GgufFile) -> str:
     return architecture
 
 
+def _is_known(tensor: str) -> bool:
+    return any(weights.knows(tensor) for weights in _ARCHITECTURES.values())
+
+
 def _experts(file: GgufFile) -> int:
+    """Return the number of experts, or 0 for a file without a mixture of experts."""
     return int(file.metadata.get(f"{file.metadata.get('general.architecture')}.expert_count", 0))
 
 
@@ -303,9 +307,7 @@ def _decoder_config(file: GgufFile, architecture: str) -> dict[str, Any]:
 def _own_options(
     value: _Values, architecture: str, head_share: int, head_size: int
 ) -> dict[str, Any]:
-    """What only some architectures have; left out where the file does not say it, so that the
-    class's default holds.
-    """
+    """Return the options of some architectures. Options that the file lacks keep their defaults."""
     largest = value.get("block_count") == _LARGEST_GEMMA_LAYERS.get(architecture)
     options = {
         "sliding_window": value.get("attention.sliding_window"),
@@ -324,13 +326,12 @@ def _own_options(
         }
     if architecture not in ("gemma", "gemma2", "gemma3", "phi3"):
         return {}
-    return {key: given for key, given in options.items() if given}  # a window of 0 is none
+    # a sliding window of 0 means no window
+    return {key: given for key, given in options.items() if given}
 
 
 def _gpt2_config(file: GgufFile, architecture: str) -> dict[str, Any]:
-    """GPT-2's and GPT-J's: the one has no rotary positions, and pays no heed to what is said of
-    them.
-    """
+    """Return the config of GPT-2 or GPT-J. GPT-2 has no RoPE and ignores its options."""
     value = _Values(file, architecture)
     return {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
@@ -346,7 +347,7 @@ def _gpt2_config(file: GgufFile, architecture: str) -> dict[str, Any]:
 
 
 def _layer_norm_config(file: GgufFile, architecture: str) -> dict[str, Any]:
-    """Falcon's and NeoX's, each with the names of its own besides those that both have."""
+    """Return the config of Falcon or GPT-NeoX, with the option names of both."""
     value = _Values(file, architecture)
     heads = value.required("attention.head_count")
     hidden = value.required("embedding_length")
@@ -367,7 +368,8 @@ def _layer_norm_config(file: GgufFile, architecture: str) -> dict[str, Any]:
         "partial_rotary_factor": (value.get("rope.dimension_count") or hidden // heads)
         / (hidden // heads),
         "use_parallel_residual": value.get("use_parallel_residual") is not False,
-        # of Falcon; older files tell the number of key heads wrongly, the tensor does not
+        # Falcon's options; older files have a wrong number of KV heads, so it is taken from the
+        # tensor
         "layer_norm_epsilon": value.required("attention.layer_norm_epsilon"),
         "ffn_hidden_size": value.required("feed_forward_length"),
         "new_decoder_architecture": True,
@@ -386,9 +388,9 @@ _CONFIGS = {
 
 def _rope_scaling(file: GgufFile, value: _Values) -> dict[str, Any] | None:
     kind = value.get("rope.scaling.type")
-    linear = value.get("rope.scale_linear")  # the spelling of old files
+    linear = value.get("rope.scale_linear")  # key of old files
     if kind in (None, "none") and "rope_factors_long.weight" in file.tensors:
-        kind = "longrope"  # which files show by the factors alone
+        kind = "longrope"  # files with longrope may have the factors only
     if kind in (None, "none"):
         return {"rope_type": "linear", "factor": linear} if linear and linear != 1.0 else None
     scaling = {
@@ -405,7 +407,7 @@ def _rope_scaling(file: GgufFile, value: _Values) -> dict[str, Any] | None:
 
 
 class _Values:
-    """The metadata of one architecture: its keys stand behind the architecture's name."""
+    """The metadata of one architecture, whose keys begin with the architecture's name."""
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self._file = file
@@ -421,7 +423,7 @@ class _Values:
         return value
 
     def same(self, key: str) -> Any:
-        """A value that may be given layer by layer, and must then be the same for all."""
+        """Return a value that may be given per layer. It must be the same for all layers."""
         value = self.get(key)
         if not isinstance(value, np.ndarray):
             return value
@@ -434,7 +436,7 @@ class _Values:
 
 def _generation(metadata: dict[str, Any]) -> GenerationDefaults:
     ids = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
-    if ids[1] is None:  # files from before the key exist; the token's name says it
+    if ids[1] is None:  # older files lack this key, so the token is found by its name
         tokens = metadata.get("tokenizer.ggml.tokens", [])
         ids += [tokens.index(name) for name in ("<|eot_id|>", "<|im_end|>") if name in tokens]
     end_ids = tuple(dict.fromkeys(int(number) for number in ids if number is not None))

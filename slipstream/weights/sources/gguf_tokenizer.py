@@ -1,7 +1,7 @@
-"""A tokenizer.json out of a GGUF file's metadata.
+"""Build a tokenizer.json from a GGUF file's metadata.
 
-Two kinds of vocabulary: "gpt2" is byte-level BPE, whose text is first cut by a pattern that
-`tokenizer.ggml.pre` names; "llama" is SentencePiece's BPE, whose merges are implied by the scores.
+There are two kinds of vocabulary. "gpt2" is byte-level BPE: `tokenizer.ggml.pre` names the pattern
+that splits the text first. "llama" is SentencePiece's BPE: its merges are derived from the scores.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _PATTERNS = {
     "llama3": _LETTERS_OR_NUMBERS.format(numbers=r"\p{N}{1,3}"),
     "qwen2": _LETTERS_OR_NUMBERS.format(numbers=r"\p{N}"),
-    "tekken": rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    "tekken": rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-# tokenizer.ggml.pre → how text is cut: a pattern above, "gpt2" (the pattern built into ByteLevel),
-# "digits" (the same after cutting out every digit), or "falcon" (the same after runs of punctuation
-# and before numbers, three digits each)
-_CUTS = {
+# tokenizer.ggml.pre → how text is split: by a pattern above, "gpt2" (the pattern of ByteLevel),
+# "digits" (every digit apart, then "gpt2"), or "falcon" (punctuation apart, then "gpt2", then
+# numbers in groups of three digits).
+_SPLITS = {
     "default": "gpt2",
     "gpt-2": "gpt2",
     "gpt2": "gpt2",
@@ -69,16 +70,14 @@ _CUTS = {
     "tekken": "tekken",
     "falcon": "falcon",
 }
-# a word that is a token is that token, whatever the merges say
+# Splits whose words are looked up in the vocabulary before merges are applied.
 _WHOLE_WORDS_FIRST = ("llama3", "tekken")
 
 
 def tokenizer_files(
     metadata: dict[str, Any], generation: GenerationDefaults, positions: int
 ) -> dict[str, bytes]:
-    """tokenizer.json, tokenizer_config.json and generation_config.json, as a Hugging Face folder
-    has them.
-    """
+    """Return tokenizer.json, tokenizer_config.json and generation_config.json of a file."""
     tokenizer = build_tokenizer(metadata)
     config = _tokenizer_config(metadata, positions)
     defaults = {
@@ -109,9 +108,8 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         return _assemble(metadata, tokens, _byte_level if kind == "gpt2" else _sentence_piece)
     except SourceError:
         raise
-    except (
-        Exception
-    ) as error:  # the tokenizers library has no narrower one for lists that contradict each other
+    except Exception as error:
+        # the tokenizers library raises no narrower class for lists that contradict each other
         raise SourceError(f"the GGUF file's tokenizer is damaged: {error}") from error
 
 
@@ -137,35 +135,35 @@ def adds_bos(metadata: dict[str, Any]) -> bool:
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
     name = metadata.get("tokenizer.ggml.pre", "default")
-    if name not in _CUTS:
+    if name not in _SPLITS:
         raise SourceError(
-            f"the GGUF file cuts text in a way not known here (tokenizer.ggml.pre is {name!r}); "
+            f"the GGUF file splits text in an unknown way (tokenizer.ggml.pre is {name!r}); "
             "import the model's Hugging Face folder instead"
         )
-    cut = _CUTS[name]
+    split = _SPLITS[name]
     vocabulary = {token: number for number, token in enumerate(tokens) if types[number] != _UNUSED}
     merges = [_split_merge(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
-    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=cut in _WHOLE_WORDS_FIRST)
+    model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in _WHOLE_WORDS_FIRST)
     tokenizer = Tokenizer(model)
-    if cut == "qwen2":
+    if split == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(cut)
+    tokenizer.pre_tokenizer = _pre_tokenizer(split)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     return tokenizer
 
 
-def _pre_tokenizer(cut: str) -> pre_tokenizers.PreTokenizer:
-    if cut == "gpt2":
+def _pre_tokenizer(split: str) -> pre_tokenizers.PreTokenizer:
+    if split == "gpt2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if cut == "digits":
+    if split == "digits":
         return pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
             ]
         )
-    if cut == "falcon":
+    if split == "falcon":
         return pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Punctuation(behavior="contiguous"),
@@ -176,7 +174,7 @@ def _pre_tokenizer(cut: str) -> pre_tokenizers.PreTokenizer:
         )
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_PATTERNS[cut]), behavior="isolated"),
+            pre_tokenizers.Split(Regex(_PATTERNS[split]), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -219,14 +217,15 @@ def _sentence_piece(metadata: dict[str, Any], tokens: list[str], types: list[int
 def derive_merges(
     vocabulary: dict[str, int], scores: list[float], types: list[int]
 ) -> list[tuple[str, str]]:
-    """Every pair of tokens that joins into a token, the best-scored result first: the order
-    SentencePiece joins in.
+    """Return every pair of tokens that forms a token, in the order in which SentencePiece merges.
+
+    The pair with the highest score of its result is first.
     """
     found = []
     for token, number in vocabulary.items():
         if types[number] in (_UNKNOWN, _CONTROL, _UNUSED):
             continue
-        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        pairs = [(token[:end], token[end:]) for end in range(1, len(token))]
         known = [
             (vocabulary[left], vocabulary[right])
             for left, right in pairs
@@ -234,13 +233,14 @@ def derive_merges(
         ]
         found += [(-scores[number], number, *pair) for pair in sorted(known)]
     texts = {number: token for token, number in vocabulary.items()}
-    found.sort(key=lambda item: item[0])  # stable: equal scores keep the vocabulary's order
+    found.sort(key=lambda item: item[0])  # stable sort: equal scores keep the vocabulary's order
     return [(texts[left], texts[right]) for _, _, left, right in found]
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Tokens that are matched whole in the text before anything else; control tokens are left out
-    of decoded text.
+    """Add the tokens that are matched before the text is split.
+
+    Control tokens are special: they are left out of decoded text.
     """
     special = [
         AddedToken(tokens[number], special=True, normalized=False)
@@ -257,24 +257,22 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> No
 
 
 def _template(metadata: dict[str, Any], tokens: list[str]) -> processors.PostProcessor | None:
-    """Puts bos before and eos after the text, where the file asks for it."""
-    around: list[int | None] = [None, None]
-    if adds_bos(metadata):
-        around[0] = metadata.get("tokenizer.ggml.bos_token_id")
+    """Return the template that adds BOS and EOS around the text, or None if it adds neither."""
+    bos = metadata.get("tokenizer.ggml.bos_token_id") if adds_bos(metadata) else None
+    eos = None
     if metadata.get("tokenizer.ggml.add_eos_token", False):
-        around[1] = metadata.get("tokenizer.ggml.eos_token_id")
-    before, after = (tokens[number] if number is not None else None for number in around)
-    if before is None and after is None:
+        eos = metadata.get("tokenizer.ggml.eos_token_id")
+    if bos is None and eos is None:
         return None
-    single = (
-        [f"{before}:0"] * (before is not None) + ["$A:0"] + [f"{after}:0"] * (after is not None)
-    )
+    special: dict[str, int] = {}
+    single = ["$A:0"]
+    if bos is not None:
+        special[tokens[bos]] = bos
+        single.insert(0, f"{tokens[bos]}:0")
+    if eos is not None:
+        special[tokens[eos]] = eos
+        single.append(f"{tokens[eos]}:0")
     pair = single + [piece.replace("$A", "$B")[:-1] + "1" for piece in single]
-    special = {
-        token: number
-        for token, number in zip((before, after), around, strict=True)
-        if token is not None and number is not None
-    }
     return processors.TemplateProcessing(
         single=single, pair=pair, special_tokens=list(special.items())
     )

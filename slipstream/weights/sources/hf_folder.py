@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: config.json, safetensors in one or many shards, tokenizer files."""
+"""A Hugging Face model folder as a source: config.json, safetensors and tokenizer files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WHOLE = "model.safetensors"
 
 
 class HuggingFaceFolder:
-    """Opening reads the config and the shards' headers; tensors are mapped when asked for."""
+    """A model folder. Opening it reads the config and the headers of the shards only."""
 
     def __init__(self, folder: Path, label: str) -> None:
         self.label = label
@@ -44,7 +44,7 @@ class HuggingFaceFolder:
         self._map = family.weights
         self.generation = _generation(folder, self._config)
         self._tensors = MappedTensors(
-            _shard_paths(folder), lambda name: _offered_name(self._map, name)
+            _shard_paths(folder), lambda name: _rename_tensor(self._map, name)
         )
 
     @property
@@ -81,7 +81,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def _offered_name(weights: WeightMap, stored: str) -> str | None:
+def _rename_tensor(weights: WeightMap, stored: str) -> str | None:
+    """Return the canonical name of a stored tensor, or None for a tensor to ignore."""
     name = weights.canonical(stored)
     return None if weights.ignores(name) else name
 
@@ -93,13 +94,14 @@ def _find_family(folder: Path, config: dict[str, Any]) -> Family:
         try:
             names = list(MappedTensors(_shard_paths(folder), lambda name: name).slots)
         except SourceError:
-            names = []  # the architecture is refused either way; the names only say more
+            names = []  # names only add detail to the error
         return find_family(config, names)
 
 
 def _generation(folder: Path, config: dict[str, Any]) -> GenerationDefaults:
-    """What generation_config.json says, and config.json where it says nothing. End ids are one or a
-    list.
+    """Return the special tokens of generation_config.json, or of config.json if it lacks them.
+
+    The files hold one end id or a list.
     """
     path = folder / "generation_config.json"
     preferred = read_json(path) if path.is_file() else {}
@@ -117,12 +119,14 @@ def _generation(folder: Path, config: dict[str, Any]) -> GenerationDefaults:
 
 
 def _token_id(value: Any) -> int | None:
-    return value if isinstance(value, int) and value >= 0 else None  # some configs say "none" as -1
+    # some configs write -1 for no token
+    return value if isinstance(value, int) and value >= 0 else None
 
 
 def _shard_paths(folder: Path) -> list[Path]:
-    """The shards the index names, or the one whole file; any other file is a copy in another
-    layout.
+    """Return the shards that the index names, or the single weights file.
+
+    Other files are copies in another layout.
     """
     if (folder / _INDEX).is_file():
         return _indexed_shards(folder)
@@ -150,7 +154,7 @@ def _indexed_shards(folder: Path) -> list[Path]:
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise SourceError(
-            f"{folder}: {len(absent)} of {len(names)} shards are missing ({', '.join(absent[:4])}); "
-            "download them again"
+            f"{folder}: {len(absent)} of {len(names)} shards are missing "
+            f"({', '.join(absent[:4])}); download them again"
         )
     return [folder / name for name in names]

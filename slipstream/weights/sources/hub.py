@@ -1,5 +1,7 @@
-"""A model on the Hugging Face hub: its config first, so that a refusal costs no download, then the
-rest.
+"""Open a model of the Hugging Face hub.
+
+The config is downloaded first, so that an unsupported model is refused before its weights are
+downloaded.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ _SUBFOLDERS = ["*/*"]  # copies in other formats, such as original/ and onnx/
 def open_hub_model(
     repository: str, label: str, progress: Progress = no_progress
 ) -> HuggingFaceFolder:
-    """Download what is new of `org/name` into the shared cache and open it there. Without a network
-    a copy that was downloaded before is used.
+    """Download new files of `org/name` into the shared cache and open it there.
+
+    Without a network, a copy that was downloaded before is used.
     """
     from huggingface_hub import hf_hub_download, snapshot_download
 
@@ -63,7 +66,7 @@ def _options() -> dict[str, Any]:
 
 
 def fetch_tokenizer(repository: str) -> Path:
-    """The folder of a hub model's tokenizer; its weights are not downloaded."""
+    """Return the folder of a hub model's tokenizer, downloaded without the weights."""
     from huggingface_hub import snapshot_download
 
     wanted = [pattern for pattern in _WANTED if not pattern.endswith(".safetensors")]
@@ -81,10 +84,10 @@ def fetch_tokenizer(repository: str) -> Path:
 
 
 def find_local_copy(repository: str, model_type: str) -> Path | None:
-    """A usable copy on this machine: in the hub's cache, or as a plain model folder mounted at the
-    cache's place.
+    """Return a usable copy on this machine, or None.
 
-    The plain folder does not say which model it is; it must at least be of the same kind.
+    The copy is in the hub's cache, or is a model folder mounted in place of the cache. Such a
+    folder does not name its model, so only its type is checked.
     """
     from huggingface_hub import snapshot_download
 
@@ -100,7 +103,7 @@ def find_local_copy(repository: str, model_type: str) -> Path | None:
                 )
             )
         except (FileNotFoundError, ValueError):
-            continue  # not in this cache
+            continue  # this cache has no copy
         if _has_weights(folder):
             return folder
     for folder in (hugging_face_home(), hugging_face_home() / repository.rpartition("/")[2]):
@@ -113,12 +116,13 @@ def find_local_copy(repository: str, model_type: str) -> Path | None:
 
 
 def _name_resolves() -> bool:
-    """Whether the hub's address can be looked up: without a network the library would try for half
-    a minute.
+    """Return whether the hub's address can be resolved.
+
+    Without a network the library would retry for half a minute.
     """
     address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     if getproxies():
-        return True  # the proxy looks it up
+        return True  # the proxy resolves the address
     try:
         socket.getaddrinfo(address.hostname, address.port or 443)
     except OSError:
@@ -131,34 +135,32 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _explanation(error: Exception) -> str | None:
-    """What to do about an error of the hub's; None for one that is not."""
+    """Return a remedy for an error of the hub, or None for any other error."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
         return (
-            "access to this model must be asked for: accept its licence on its page at the hub, then set HF_TOKEN "
-            "to a token of that account (or run `hf auth login`)"
+            "access to this model must be requested: accept its licence on its page at the hub, "
+            "then set HF_TOKEN to a token of that account (or run `hf auth login`)"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            "no such model at the hub, or it is private: check the name; for a private one set HF_TOKEN "
-            "(or run `hf auth login`)"
+            "no such model at the hub, or it is private: check the name; "
+            "for a private one set HF_TOKEN (or run `hf auth login`)"
         )
     if isinstance(error, errors.RemoteEntryNotFoundError):
         return "the repository has no config.json: it is not a model in Hugging Face's format"
     if isinstance(error, errors.HfHubHTTPError):
         status = getattr(error.response, "status_code", "?")
-        reason = (
-            "the token in HF_TOKEN was refused"
-            if status == 401
-            else "the hub did not answer as it should"
-        )
+        reason = "the hub returned an error"
+        if status == 401:
+            reason = "the token in HF_TOKEN was refused"
         return f"{reason} (HTTP status {status})"
     if isinstance(
         error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | ConnectionError
     ):
         return (
-            "the hub cannot be reached and no copy is on this machine: check the network and HF_ENDPOINT, "
-            "or use a folder or a GGUF file that is here"
+            "the hub cannot be reached and no copy is on this machine: "
+            "check the network and HF_ENDPOINT, or use a local folder or GGUF file"
         )
     return None

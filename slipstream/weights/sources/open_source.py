@@ -1,4 +1,4 @@
-"""From what a user names to a source: a folder, a GGUF file, a hub id or a known name."""
+"""Open the source that a user names: a folder, a GGUF file, a hub id or a known name."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def open_source(text: str, progress: Progress = no_progress) -> Source:
-    """Open what `text` names: `hf:org/name`, `local:path`, a path, a known name, or `org/name` at
-    the hub.
+    """Open `hf:org/name`, `local:path`, a path, a known name, or `org/name` at the hub.
 
-    Only headers are read of local files; a model at the hub is downloaded, after its config was
-    found servable. SourceError and UnsupportedModel say in one line what is wrong.
+    Only the headers of local files are read. A model at the hub is downloaded once its config is
+    known to be supported. Raises SourceError or UnsupportedModel with one line.
     """
     if text.startswith("hf:"):
         return open_hub_model(text.removeprefix("hf:"), text, progress)

@@ -1,4 +1,4 @@
-"""What every source of a model offers, and the check that its tensors are exactly the model's."""
+"""The interface of a model source, and the check that its tensors are exactly the model's."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-BLOCK_BYTES = 64 << 20  # how much of a tensor is in memory at once while it is converted
+BLOCK_BYTES = 64 << 20  # bytes of a tensor in memory at once during a conversion
 
 
 class SourceError(ValueError):
-    """The source cannot be used. The text is one line: what is wrong, and what to do about it."""
+    """The source cannot be used. The text is one line with the problem and a remedy."""
 
 
 class Source(Protocol):
-    """A model that can be read tensor by tensor. Opening one reads headers only and does not import
-    torch.
+    """A model that can be read tensor by tensor.
+
+    Opening a source reads headers only and does not import torch.
     """
 
     @property
     def label(self) -> str:
-        """What the engine folder records as its origin."""
+        """The origin that the engine folder records."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -53,25 +54,25 @@ class Source(Protocol):
 
     @property
     def dtype(self) -> str | None:
-        """The 16-bit type of the weights, where they have one."""
+        """The 16-bit type of the weights, or None."""
 
     def shapes(self) -> Mapping[str, Shape]:
-        """The tensors there are, buffers left out."""
+        """Return the shapes of the tensors, without buffers."""
 
     def recipe(self, parameter: str) -> Recipe:
-        """How a unified parameter is made of those tensors."""
+        """Return how a parameter of a checkpoint is made from the tensors."""
 
     def read_rows(self, name: str) -> Iterator[torch.Tensor]:
-        """One tensor as runs of whole rows, in order."""
+        """Yield one tensor in blocks of complete rows, in order."""
 
     def tokenizer_files(self) -> dict[str, bytes]: ...
 
     def fingerprint(self) -> str:
-        """Changes when the source does; found without reading the weights."""
+        """Return a text that changes with the source, found without reading the weights."""
 
 
 def choose_dtype(source: Source, wanted: str) -> str:
-    """The type that weights are stored in: "auto" keeps a 16-bit type that they have already."""
+    """Return the type to store weights in. "auto" keeps a 16-bit type of the source."""
     dtype = (source.dtype or "bfloat16") if wanted == "auto" else wanted
     if dtype not in DTYPE_CODES:
         raise ValueError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPE_CODES)}")
@@ -79,9 +80,9 @@ def choose_dtype(source: Source, wanted: str) -> str:
 
 
 def check_source(source: Source) -> None:
-    """Every parameter of the model has its tensors, of the right shape, and no tensor is left over."""
+    """Raise SourceError if a tensor of the model is missing, has a wrong shape or is left over."""
     shapes = source.shapes()
-    # or a damaged count would have us list parameters for ever
+    # a damaged layer count could make checkpoint_shapes run for ever
     if source.spec.layers > len(shapes):
         raise SourceError(
             f"{source.label}: the config says {source.spec.layers} layers, "
@@ -97,7 +98,7 @@ def check_source(source: Source) -> None:
         if not absent:
             _check_shape(source.label, expected, recipe, [shapes[name] for name in recipe.sources])
     if source.spec.tied_embeddings:
-        # a copy of the embedding that some files carry
+        # some files hold a copy of the embedding
         used.update(source.recipe("lm_head.weight").sources)
     extra = [name for name in shapes if name not in used]
     problems = [
@@ -129,7 +130,10 @@ def _check_shape(label: str, expected: Shape, recipe: Recipe, shapes: list[Shape
 
 
 def row_blocks(rows: int, row_bytes: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Cut `rows` into runs of about BLOCK_BYTES, each a multiple of `multiple` rows but the last."""
+    """Yield (start, stop) of blocks of about BLOCK_BYTES.
+
+    The number of rows of each block but the last is a multiple of `multiple`.
+    """
     step = max(BLOCK_BYTES // max(row_bytes, 1) // multiple, 1) * multiple
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
